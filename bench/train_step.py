@@ -1,0 +1,226 @@
+"""How fast is one training step, against nanoGPT's? Side by side in one run, medians and ratios.
+
+python bench/train_step.py [--quick]    at most 90 s, most of it nanoGPT's steps and the compiler
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge.config import Model, Train
+from forge.model import Decoder, keep_freed_memory, product_error, use_fast_fp32
+from forge.optim import make_optimizer
+
+
+class GPTBlock(nn.Module):
+    """nanoGPT's block with its defaults: no bias, no dropout, GELU, 4x feed-forward."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(dim, bias=False), nn.LayerNorm(dim, bias=False)
+        self.c_attn = nn.Linear(dim, 3 * dim, bias=False)
+        self.attn_proj = nn.Linear(dim, dim, bias=False)
+        self.c_fc = nn.Linear(dim, 4 * dim, bias=False)
+        self.mlp_proj = nn.Linear(4 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.c_attn(self.ln_1(x)).chunk(3, dim=-1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attn_proj(y.transpose(1, 2).contiguous().flatten(-2))
+        return x + self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x))))
+
+
+class GPT(nn.Module):
+    """What nanoGPT trains (model.py at karpathy/nanoGPT): tied embeddings, learned positions."""
+
+    def __init__(self, dim: int, layers: int, heads: int, seq_len: int, vocab_size: int) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocab_size, dim), nn.Embedding(seq_len, dim)
+        self.h = nn.ModuleList(GPTBlock(dim, heads) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(dim, bias=False)
+        self.lm_head = nn.Linear(dim, vocab_size, bias=False)
+        self.wte.weight = self.lm_head.weight
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        for block in self.h:
+            x = block(x)
+        logits = self.lm_head(self.ln_f(x))
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+
+
+Step = Callable[[Tensor, Tensor], float]
+
+
+def nanogpt_step(model: nn.Module, train: Train) -> Step:
+    """One step as nanoGPT's train.py does it on a CPU: eager, AdamW not fused, true fp32."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": train.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2))
+
+    def step(inputs: Tensor, targets: Tensor) -> float:
+        loss = model(inputs, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def forge_step(model: Decoder, train: Train, *, bf16: bool = False, compiled: bool = False) -> Step:
+    """The same with Forge's model and optimizer."""
+    optimizer = make_optimizer(model, train)
+    forward = torch.compile(model, fullgraph=True) if compiled else model
+
+    def step(inputs: Tensor, targets: Tensor) -> float:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = forward(inputs, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+# --- the bench ----------------------------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    """What both sides train on."""
+
+    seq_len: int
+    vocab_size: int
+    batch_size: int = 8
+    model: Model = Model(dim=256, layers=4, heads=4)
+
+
+GOALS = {"nanoGPT, eager fp32": None, "forge, eager fp32": 1.45, "forge, bf16 + compile": 2.5}
+REFERENCE, FP32, BF16 = GOALS
+
+
+def build(name: str, sizes: Sizes) -> tuple[Step, int]:
+    """A contender's step and its number of parameters."""
+    train = Train(seq_len=sizes.seq_len, lr=1e-3)
+    if name == REFERENCE:
+        shape = sizes.model
+        gpt = GPT(shape.dim, shape.layers, shape.heads, sizes.seq_len, sizes.vocab_size)
+        return nanogpt_step(gpt, train), sum(p.numel() for p in gpt.parameters())
+    use_fast_fp32()
+    keep_freed_memory()
+    decoder = Decoder(sizes.model, sizes.vocab_size)
+    fast = name == BF16
+    return forge_step(decoder, train, bf16=fast, compiled=fast), decoder.num_parameters()
+
+
+def contend(name: str, sizes: Sizes, threads: int, pipe: Connection) -> None:
+    """One contender in a process of its own, since it sets up its process: a step on request."""
+    torch.set_num_threads(threads)
+    step, num_parameters = build(name, sizes)
+    tokens = torch.randint(sizes.vocab_size, (sizes.batch_size, sizes.seq_len + 1))
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    for _ in range(2):  # compile and warm up
+        step(inputs, targets)
+    pipe.send((num_parameters, product_error()))
+    while pipe.recv() == "step":
+        start = time.perf_counter()
+        step(inputs, targets)
+        pipe.send(time.perf_counter() - start)
+
+
+def measure(names: list[str], sizes: Sizes, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each step of each contender; they take turns, so that all see the same machine."""
+    spawn = multiprocessing.get_context("spawn")
+    pipes, processes = {}, []
+    for name in names:
+        pipes[name], theirs = spawn.Pipe()
+        process = spawn.Process(target=contend, args=(name, sizes, options.threads, theirs))
+        process.start()
+        theirs.close()  # so that the end of the process is the end of the pipe
+        processes.append(process)
+        num_parameters, error = pipes[name].recv()
+        print(f"{name}: {num_parameters:,} parameters, fp32 product off by {error:.1e}")
+    times: dict[str, list[float]] = {name: [] for name in names}
+    began = time.perf_counter()
+    for round_number in range(options.rounds):
+        if round_number and time.perf_counter() - began > options.seconds:
+            break
+        for name, pipe in pipes.items():
+            pipe.send("step")
+            times[name].append(pipe.recv())
+    for pipe, process in zip(pipes.values(), processes, strict=True):
+        pipe.send("end")
+        process.join()
+    return times
+
+
+def print_table(times: dict[str, list[float]], num_tokens: int) -> None:
+    """Medians, and the median over rounds of the ratio to nanoGPT."""
+    import pandas as pd
+
+    rows = []
+    for name, seconds in times.items():
+        median, goal = statistics.median(seconds), GOALS[name]
+        ratios = [a / b for a, b in zip(times[REFERENCE], seconds, strict=True)]
+        rows.append(
+            {
+                "step": name,
+                "ms": median * 1e3,
+                "tokens/s": num_tokens / median,
+                "ratio": statistics.median(ratios),
+                "goal": f">= {goal}" if goal else "",
+            }
+        )
+    print(f"medians of {len(times[REFERENCE])} rounds")
+    print(pd.DataFrame(rows).to_string(index=False, float_format="{:,.2f}".format))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--vocab", type=int, default=50304, help="for both (nanoGPT's default)")
+    parser.add_argument("--rounds", type=int, default=9, help="steps of each, taking turns")
+    parser.add_argument("--seconds", type=float, default=45, help="no new round after this time")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args()
+    sizes = Sizes(seq_len=256, vocab_size=options.vocab)
+    if options.quick:
+        sizes, options.rounds = Sizes(seq_len=32, vocab_size=512), 2
+    names = [REFERENCE, FP32]
+    if torch.cpu.get_capabilities().get("avx512_bf16") and shutil.which("c++"):
+        names.append(BF16)
+    else:
+        print("no bf16 + compile: it needs a CPU with avx512_bf16 and a C++ compiler")
+    print(f"dim 256, 4 layers, 4 heads, T {sizes.seq_len}, B {sizes.batch_size},", end=" ")
+    print(f"vocabulary {sizes.vocab_size}, {options.threads} threads")
+    print_table(measure(names, sizes, options), sizes.batch_size * sizes.seq_len)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""The `forge` command: arguments, and errors turned into messages and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import forge
+from forge.config import Config, load_config, parse_override
+from forge.errors import ConfigError, Exit, ForgeError
+from forge.progress import copy_to, say
+
+# Imports of the verbs stay inside their functions: `forge --help` answers without torch or pandas.
+
+EXIT_CODES = """exit codes: 0 done · 75 stopped early, a checkpoint is committed, give the command again
+65 bad data · 69 node, network or disk unfit · 70 diverged, or a bug · 78 bad config"""
+
+OVERRIDES = (
+    "Every key of the config can be given by its dotted name, for example --train.max_steps=1000,"
+    " and every key of machine.yaml with --machine.KEY=VALUE."
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb; the exit code."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    try:
+        options.overrides, options.machine_overrides = _overrides(rest)
+        _prepare(options)
+        options.action(options)
+    except ForgeError as err:
+        say(f"forge {options.verb}: {err}")
+        return int(err.code)
+    except BrokenPipeError:
+        # The reader of our output (head, less) has left; not a failure of the verb.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception:
+        say(
+            traceback.format_exc()
+            + f"forge {options.verb}: this is a bug of Forge, please report it"
+        )
+        return int(Exit.FAILED)
+    except KeyboardInterrupt:
+        say(f"forge {options.verb}: interrupted; give the same command again to go on")
+        return int(Exit.STOPPED)
+    return int(Exit.DONE)
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    from forge.launch import in_workflow, stop_with_parent
+
+    if in_workflow():
+        stop_with_parent()
+    if options.log:
+        Path(options.log).parent.mkdir(parents=True, exist_ok=True)
+        copy_to(open(options.log, "a", buffering=1))  # noqa: SIM115  open until the process ends
+
+
+def _overrides(rest: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Leftover arguments as config overrides and machine overrides."""
+    joined: list[str] = []
+    for argument in rest:
+        # "--train.seed 3" is as good as "--train.seed=3".
+        if joined and not argument.startswith("--") and "=" not in joined[-1]:
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    config: dict[str, Any] = {}
+    machine: dict[str, Any] = {}
+    for argument in joined:
+        key, value = parse_override(argument)
+        if key.startswith("machine."):
+            machine[key.removeprefix("machine.")] = value
+        else:
+            config[key] = value
+    return config, machine
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="forge",
+        description=forge.__doc__,
+        epilog=f"{OVERRIDES}\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"forge {forge.__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, action: Callable[[argparse.Namespace], None], text: str) -> Any:
+        added = verbs.add_parser(name, help=text, description=text, epilog=OVERRIDES)
+        added.allow_abbrev = False
+        added.set_defaults(action=action)
+        added.add_argument("--log", metavar="FILE", help="write the lines for people there too")
+        added.add_argument("config", metavar="CONFIG", help="config.yaml, or a run's config.json")
+        return added
+
+    verb("tokenizer", _tokenizer, "train, copy or fetch the tokenizer")
+    _workers(verb("tokenize", _tokenize, "turn the corpus into shards of token ids"))
+    _machine(verb("stage", _stage, "put the shards onto this node's own disk"), ranks=False)
+    _machine(verb("preflight", _preflight, "check nodes and ranks before training"))
+    _machine(verb("train", _train, "train to the goal, going on from the last checkpoint"))
+    verb("validate", _validate, "check the last checkpoint of a run, or any checkpoint")
+    verb("report", _report, "write the run's report.html")
+    verb("config", _config, "write a run's config.json with all defaults and ids")
+    show = verbs.add_parser("show", help="show status, samples and lineage of runs")
+    show.set_defaults(action=_show, log=None)
+    show.add_argument("runs", nargs="*", metavar="RUN", help="run folders (default: results/*)")
+    return parser
+
+
+def _workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=int, help="processes (default: all cores)")
+
+
+def _machine(parser: argparse.ArgumentParser, *, ranks: bool = True) -> None:
+    parser.add_argument("--machine", help="machine.yaml of a profile (default: built-in values)")
+    if ranks:
+        parser.add_argument("--nodes", type=int, default=1, help="nodes (default: 1)")
+        parser.add_argument("--ranks-per-node", type=int, default=1, help="ranks (default: 1)")
+
+
+def _load(options: argparse.Namespace) -> Config:
+    return load_config(options.config, options.overrides)
+
+
+def _load_machine(options: argparse.Namespace) -> Any:
+    from forge.machine import load_machine
+
+    return load_machine(options.machine, options.machine_overrides)
+
+
+def _geometry(options: argparse.Namespace) -> Any:
+    from forge.machine import Geometry
+
+    return Geometry(options.nodes, options.ranks_per_node)
+
+
+def _cores(options: argparse.Namespace) -> int:
+    from forge.fabric import available_cores
+
+    return options.workers or available_cores()
+
+
+def _tokenizer(options: argparse.Namespace) -> None:
+    from forge.tokenizer import build_tokenizer
+
+    build_tokenizer(_load(options))
+
+
+def _tokenize(options: argparse.Namespace) -> None:
+    from forge.tokenization import tokenize
+
+    tokenize(_load(options), workers=_cores(options))
+
+
+def _stage(options: argparse.Namespace) -> None:
+    from forge.staging import stage
+
+    stage(_load(options), _load_machine(options))
+
+
+def _preflight(options: argparse.Namespace) -> None:
+    from forge.preflight import preflight
+
+    preflight(_load(options), _load_machine(options), _geometry(options))
+
+
+def _train(options: argparse.Namespace) -> None:
+    from forge.fit import train
+
+    train(_load(options), _load_machine(options), _geometry(options))
+
+
+def _validate(options: argparse.Namespace) -> None:
+    from forge.validation import validate, validate_folder
+
+    if Path(options.config).is_dir():
+        validate_folder(Path(options.config), options.overrides)
+    else:
+        validate(_load(options))
+
+
+def _report(options: argparse.Namespace) -> None:
+    from forge.paths import RunPaths
+    from forge.report import write_report
+
+    path = write_report(RunPaths.of(_load(options)))
+    say(f"report: {path}")
+
+
+def _config(options: argparse.Namespace) -> None:
+    from forge.artefacts import freeze
+    from forge.manifest import write_json
+    from forge.paths import RunPaths
+
+    config = freeze(_load(options))
+    write_json(RunPaths.of(config).config, config.to_json())
+
+
+def _show(options: argparse.Namespace) -> None:
+    from forge.paths import RunPaths
+    from forge.show import show
+
+    folders = options.runs or sorted(str(p.parent) for p in Path("results").glob("*/config.json"))
+    for folder in folders:
+        if not (Path(folder) / "config.json").exists():
+            raise ConfigError(
+                f"{folder} is not a run's folder", fix="name folders such as results/base"
+            )
+    show([RunPaths(Path(folder)) for folder in folders])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,341 @@
+"""The science of a run: typed sections with units, defaults and limits. The one source of defaults.
+
+The JSON schema and the table in config/README.md are generated from here (`python -m forge.config_docs`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from forge.errors import ConfigError
+
+# Never a path, an option or a piece of shell; also the wildcard constraint of the workflow.
+RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
+
+# Keys that may change between two starts of one run; every other key of model and train is part of
+# what the checkpoint is, and a change is refused.
+FREE: dict[str, Any] = {"resume": "free"}
+
+
+class Section(BaseModel):
+    """Unknown keys are refused: a misspelt key that trains with a default costs days."""
+
+    # validate_default: a default 64 of a float key must be the same 64.0 that a file gives.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True
+    )
+
+
+class Tokenizer(Section):
+    """Where the tokenizer comes from."""
+
+    source: Literal["train", "path", "hub"] = "train"
+    """`train` a byte-level BPE on the corpus, take a file (`path`), or a `hub` repository."""
+    vocab_size: int = Field(4096, ge=257, le=2**24)
+    """Number of ids of a trained tokenizer, its end-of-text token included."""
+    sample_mib: float = Field(64, gt=0)
+    """A trained tokenizer sees at most this much of the corpus (MiB), spread evenly over the files."""
+    path: str | None = None
+    """The tokenizer.json for `source: path`."""
+    hub: str | None = None
+    """`owner/name@revision` for `source: hub`; fetched on a login node."""
+    eos_token: str | None = None
+    """Token that ends a document; null finds it in the tokenizer's own files."""
+
+    @model_validator(mode="after")
+    def _source_has_its_key(self) -> Self:
+        for source in ("path", "hub"):
+            if self.source == source and not getattr(self, source):
+                raise ValueError(f"source is {source!r}, so {source} must be given")
+        if self.hub and not re.fullmatch(r"[\w.-]+/[\w.-]+@[\w./-]+", self.hub):
+            raise ValueError(f"hub is {self.hub!r}; it must look like owner/name@revision")
+        return self
+
+
+class Tokenize(Section):
+    """What the corpus is and how it becomes shards of token ids."""
+
+    inputs: list[str] = Field(default=["python:stdlib"], min_length=1)
+    """Files, folders, globs; `python:stdlib` is the text every Python brings along."""
+    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    """`auto` goes by the file name (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, else text)."""
+    text_field: str = "text"
+    """Field or column that holds the text in JSONL and parquet."""
+    document_separator: str | None = None
+    """Cuts text files into documents at this string; null makes each text file one document."""
+    invalid_utf8: Literal["error", "replace"] = "error"
+    """Bytes that are not UTF-8: stop with file and offset, or put U+FFFD in their place."""
+    val_fraction: float = Field(0.05, gt=0, lt=1)
+    """Share of documents held out for evaluation, chosen by the digest of the document."""
+    shard_tokens: int = Field(2**26, ge=1024)
+    """A shard ends at the first document that reaches this many tokens."""
+    part_mib: float = Field(4, gt=0)
+    """Input files are grouped to parts of about this size (MiB); a part is one unit of parallel work."""
+
+
+class Model(Section):
+    """Shape of the Llama-style decoder."""
+
+    dim: int = Field(256, ge=8)
+    """Width of the residual stream."""
+    layers: int = Field(4, ge=1)
+    """Number of decoder blocks."""
+    heads: int = Field(4, ge=1)
+    """Query heads; dim / heads is the head width and must be even."""
+    kv_heads: int | None = Field(None, ge=1)
+    """Key and value heads (grouped-query attention); null means as many as heads."""
+    ffn_dim: int | None = Field(None, ge=8)
+    """Inner width of SwiGLU; null means 8/3 dim, rounded up to a multiple of 64."""
+    rope_theta: float = Field(10000.0, gt=0)
+    """Base of the rotary position frequencies."""
+    norm_eps: float = Field(1e-5, gt=0)
+    """Epsilon of RMSNorm."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout after attention and feed-forward, in training only."""
+    tie_embeddings: bool = True
+    """Use one matrix for input and output embeddings."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.dim % self.heads or (self.dim // self.heads) % 2:
+            raise ValueError(
+                f"dim / heads must be a whole even number, got {self.dim} / {self.heads}"
+            )
+        if self.heads % self.num_kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        return self
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def inner_dim(self) -> int:
+        return self.ffn_dim or -(-(8 * self.dim // 3) // 64) * 64
+
+
+class Train(Section):
+    """Optimisation, evaluation and checkpoints."""
+
+    seed: int = Field(0, ge=0, lt=2**32)
+    """Decides initial weights, the order of the samples and dropout."""
+    seq_len: int = Field(256, ge=8)
+    """Tokens per sample."""
+    batch_size: int = Field(16, ge=1)
+    """Samples per step over all ranks."""
+    micro_batch_size: int | None = Field(None, ge=1, json_schema_extra=FREE)
+    """Samples per forward pass and rank; null means all of the rank's samples at once."""
+    max_steps: int = Field(200, ge=1, json_schema_extra=FREE)
+    """Stop after this many steps; may be raised later. Does not shape the schedule."""
+    decay_steps: int | None = Field(None, ge=1)
+    """The schedule reaches its minimum here; null means max_steps as at the run's first start."""
+    warmup_steps: int = Field(20, ge=0)
+    """Steps of linear warm-up."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """`cosine` decay, or warm-up, stable, linear decay (`wsd`)."""
+    wsd_decay_fraction: float = Field(0.2, gt=0, le=1)
+    """Share of decay_steps that `wsd` spends decaying."""
+    lr: float = Field(3e-3, gt=0)
+    """Peak learning rate."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Final learning rate as a share of the peak."""
+    weight_decay: float = Field(0.1, ge=0)
+    """AdamW weight decay, on matrices only."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW beta1."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW beta2."""
+    grad_clip: float = Field(1.0, gt=0)
+    """Largest gradient norm over all parameters."""
+    precision: Literal["fp32", "bf16"] | None = None
+    """Arithmetic of forward and backward (master weights are fp32); null: fp32 on CPU, bf16 on GPU."""
+    parallel: Literal["ddp", "fsdp2"] = Field("ddp", json_schema_extra=FREE)
+    """Replicate the model on every rank (`ddp`) or shard it (`fsdp2`)."""
+    compile: bool = Field(False, json_schema_extra=FREE)
+    """torch.compile the model; falls back with a warning where no compiler is."""
+    log_every: int = Field(5, ge=1, json_schema_extra=FREE)
+    """Steps between two metrics lines."""
+    eval_every: int = Field(50, ge=1, json_schema_extra=FREE)
+    """Steps between two evaluations; also before the first step and after the last."""
+    eval_samples: int = Field(64, ge=1, json_schema_extra=FREE)
+    """Held-out windows per evaluation, the same ones each time."""
+    checkpoint_every: int = Field(50, ge=1, json_schema_extra=FREE)
+    """Steps between two checkpoints."""
+    keep_last: int = Field(2, ge=1, json_schema_extra=FREE)
+    """Committed checkpoints to keep."""
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if self.decay_steps is not None and self.warmup_steps > self.decay_steps:
+            raise ValueError(
+                f"warmup_steps {self.warmup_steps} is beyond decay_steps {self.decay_steps}"
+            )
+        return self
+
+
+class Validate(Section):
+    """How deep validation looks at the final checkpoint."""
+
+    depth: Literal["digests", "load", "probe"] = "probe"
+    """`digests` of all files; `load` also every tensor; `probe` also recomputed losses."""
+
+
+class Report(Section):
+    """What the report shows besides the curves."""
+
+    prompts: list[str] = Field(default=["def ", "class ", "import "], max_length=16)
+    """The model continues each of these; the samples are in report and `forge show`."""
+    sample_tokens: int = Field(40, ge=1, le=1024)
+    """Tokens per sample."""
+
+
+class Ids(Section):
+    """Content ids of the run's shared artefacts; filled in when a run's config is frozen."""
+
+    tokenizer: str = Field(pattern=r"^[0-9a-f]{12}$")
+    """Folder in `data/tokenizers/`."""
+    tokens: str = Field(pattern=r"^[0-9a-f]{12}$")
+    """Folder in `data/tokens/`."""
+
+
+class Config(Section):
+    """A run: what to train on what, and nothing about machines."""
+
+    run: str = Field("base", pattern=rf"^{RUN_NAME}$")
+    """Name of the run and of its folder in `results`."""
+    results: str = Field("results", min_length=1)
+    """Folder that holds one folder per run."""
+    data: str = Field("data", min_length=1)
+    """Folder of tokenizers and tokens, shared between runs."""
+    tokenizer: Tokenizer = Tokenizer()
+    tokenize: Tokenize = Tokenize()
+    model: Model = Model()
+    train: Train = Train()
+    # "validate" would hide a method of pydantic; the file says `validate`.
+    validation: Validate = Field(Validate(), alias="validate")
+    report: Report = Report()
+    ids: Ids | None = None
+
+    @field_validator("results", "data")
+    @classmethod
+    def _plain_folder(cls, folder: str) -> str:
+        # Snakemake reads braces as wildcards.
+        if re.search(r"[{}\n]", folder):
+            raise ValueError(f"{folder!r} has braces or line breaks, which file names here cannot")
+        return folder.rstrip("/") or "/"
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole config with every default filled in, as plain JSON values."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def parse_override(argument: str) -> tuple[str, Any]:
+    """`--train.max_steps=1000` to ("train.max_steps", 1000); the value is read as YAML."""
+    match = re.fullmatch(r"--([A-Za-z_][\w.]*)=(.*)", argument, re.DOTALL)
+    if not match:
+        raise ConfigError(
+            f"cannot read {argument!r}",
+            fix="overrides look like --train.max_steps=1000; `forge VERB --help` lists the options",
+        )
+    return match[1], read_cell(match[2])
+
+
+def read_cell(text: str) -> Any:
+    """One value as YAML reads it, except that 1e-3 is a number as in Python."""
+    try:
+        return float(text) if re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", text) else yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def apply_overrides(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the nested `values` with each dotted key set."""
+    merged = json.loads(json.dumps(values))
+    for dotted, value in overrides.items():
+        *sections, key = dotted.split(".")
+        place = merged
+        for section in sections:
+            below = place.get(section)
+            if below is None:
+                below = place[section] = {}
+            if not isinstance(below, dict):
+                raise ConfigError(f"cannot set {dotted}: {section} is not a section")
+            place = below
+        place[key] = value
+    return merged
+
+
+def read_values(path: str | Path) -> dict[str, Any]:
+    """The plain values in a YAML or JSON config file. Raises ConfigError."""
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"config file {path} does not exist",
+            fix="name an existing file, for example config/config.yaml",
+        ) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as err:
+        raise ConfigError(f"cannot read config file {path}: {err}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"config file {path} must hold keys and values, not {values!r:.60}")
+    return values
+
+
+def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
+    """The config in a file with overrides applied. Raises ConfigError that names every bad key."""
+    return checked(Config, apply_overrides(read_values(path), overrides or {}), str(path))
+
+
+def checked(model: type[Section], values: dict[str, Any], where: str) -> Any:
+    """`values` as a section of type `model`; ConfigError tells every bad key, value and choice."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as err:
+        problems = [_problem(model, detail) for detail in err.errors()]
+        raise ConfigError(
+            f"{where}: " + "\n  ".join(problems),
+            fix="config/README.md and profiles/README.md list every key with its meaning",
+        ) from None
+
+
+def _problem(model: type[Section], detail: Any) -> str:
+    loc = [str(part) for part in detail["loc"]]
+    dotted = ".".join(loc)
+    if detail["type"] == "extra_forbidden":
+        section, names = model, loc[:-1]
+        for name in names:
+            section = _fields(section).get(name, section)
+        valid = sorted(_fields(section))
+        close = difflib.get_close_matches(loc[-1], valid, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        place = ".".join(names) or "the top level"
+        return f"unknown key {dotted}{hint}; valid keys of {place}: {', '.join(valid)}"
+    message = detail["msg"].removeprefix("Value error, ")
+    if not loc or isinstance(detail["input"], dict):
+        return f"{dotted}: {message}" if dotted else message
+    return f"{dotted} is {detail['input']!r}: {message}"
+
+
+def _fields(section: type[BaseModel]) -> dict[str, Any]:
+    """Key as written in files -> type of the field (a Section class where it is one)."""
+    return {
+        field.alias or name: field.annotation
+        for name, field in getattr(section, "model_fields", {}).items()
+    }
+
+
+def is_free(section: type[Section], key: str) -> bool:
+    """Whether this key may change between two starts of one run."""
+    return section.model_fields[key].json_schema_extra == FREE

@@ -1,0 +1,170 @@
+"""The files that are generated from the typed config: JSON schema and the tables of keys.
+
+`python -m forge.config_docs` writes them, `--check` exits 1 where they have drifted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from forge.config import Config, Section, is_free
+from forge.errors import ConfigError
+from forge.machine import Machine
+from forge.manifest import atomic_open
+
+ROOT = Path(__file__).resolve().parents[1]
+SCHEMA = Path("workflow/schemas/config.schema.json")
+
+# A checkpoint knows nothing of these sections: they are read when training is over.
+READ_AFTERWARDS = ("validate", "report")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Tables of keys in a Markdown file, between `<!-- keys -->` and `<!-- end of keys -->`."""
+
+    file: Path
+    model: type[Section]
+    with_resume: bool  # a column "may change on resume"
+
+
+TABLES = (
+    Table(Path("config/README.md"), Config, with_resume=True),
+    Table(Path("profiles/README.md"), Machine, with_resume=False),
+)
+MARKED = re.compile(r"(<!-- keys -->\n).*?(<!-- end of keys -->)", re.DOTALL)
+
+
+def generated(root: Path = ROOT) -> dict[Path, str]:
+    """Path below `root` -> the text it should have. Raises ConfigError without a file's markers."""
+    texts = {SCHEMA: schema_text()}
+    for table in TABLES:
+        path = root / table.file
+        text = path.read_text() if path.exists() else ""
+        if not MARKED.search(text):
+            raise ConfigError(
+                f"{path} has no place for the table of keys",
+                fix="put the lines <!-- keys --> and <!-- end of keys --> there",
+            )
+        tables = keys_text(table.model, with_resume=table.with_resume)
+        texts[table.file] = MARKED.sub(_between(tables), text)
+    return texts
+
+
+def _between(tables: str) -> Callable[[re.Match[str]], str]:
+    return lambda match: f"{match[1]}\n{tables}\n{match[2]}"
+
+
+def drifted(root: Path = ROOT) -> list[Path]:
+    """The generated files that are not what the config says now."""
+    return [
+        path
+        for path, text in generated(root).items()
+        if not (root / path).exists() or (root / path).read_text() != text
+    ]
+
+
+def schema_text() -> str:
+    """JSON schema of config.yaml. The `$schema` key is what snakemake.utils.validate goes by."""
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **Config.model_json_schema(by_alias=True),
+    }
+    return json.dumps(schema, indent=2) + "\n"
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+def keys_text(model: type[Section], *, with_resume: bool) -> str:
+    """One Markdown table for the top level and one for each section of `model`."""
+    columns = ["key", "type", "default", "meaning"] + ["may change on resume"] * with_resume
+    parts = []
+    for name, section, required in _sections(model):
+        schema = section.model_json_schema(by_alias=True)["properties"]
+        lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        for key, field in section.model_fields.items():
+            if _section_of(field.annotation):
+                continue
+            shown = field.alias or key
+            default = "set by Forge" if required else f"`{_json(schema[shown].get('default'))}`"
+            cells = [f"`{name}.{shown}`" if name else f"`{shown}`"]
+            cells += [_type(schema[shown]), default, field.description or ""]
+            cells += [_may_change(name, section, key)] * with_resume
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        heading = f"### `{name}`" if name else "### Top level"
+        parts.append(f"{heading}\n\n{section.__doc__}\n\n" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _sections(model: type[Section]) -> Iterator[tuple[str, type[Section], bool]]:
+    """(name, section, whether its keys have no default): the top level ("") first."""
+    yield "", model, False
+    for name, field in model.model_fields.items():
+        if section := _section_of(field.annotation):
+            yield field.alias or name, section, section is not field.annotation
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    """The Section in `Section` or `Section | None`."""
+    for part in (annotation, *get_args(annotation)):
+        if isinstance(part, type) and issubclass(part, Section):
+            return part
+    return None
+
+
+def _may_change(name: str, section: type[Section], key: str) -> str:
+    if not name:
+        return "–"  # names of folders, no part of any checkpoint
+    return "yes" if name in READ_AFTERWARDS or is_free(section, key) else "no"
+
+
+_BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """A JSON schema type in words: `integer ≥ 1`, `"cosine"` or `"wsd"`, `text or null`."""
+    if "anyOf" in schema:
+        return " or ".join(_type(part) for part in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return " or ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    if schema["type"] == "array":
+        return f"list of {_type(schema['items'])}"
+    word = {"string": "text", "boolean": "true or false"}.get(schema["type"], schema["type"])
+    bounds = [f"{sign} {schema[key]:.12g}" for key, sign in _BOUNDS.items() if key in schema]
+    return f"{word} {' and '.join(bounds)}".strip()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+# --- command ------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
+    """Write what has drifted, or with --check only name it; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m forge.config_docs", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 on drift")
+    check = parser.parse_args(arguments).check
+    drift = drifted(root)
+    texts = generated(root)
+    for path in drift:
+        if check:
+            print(f"{path} has drifted from forge/config.py: run python -m forge.config_docs")
+        else:
+            with atomic_open(root / path, "w") as file:
+                file.write(texts[path])
+            print(f"wrote {path}")
+    return 1 if check and drift else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""How ranks talk: every environment variable they get, as data with its reason."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from forge.machine import Geometry, Machine
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One environment variable for a rank."""
+
+    name: str
+    value: str
+    reason: str
+    won: bool = True  # False: the user had exported another value, which stays
+
+
+def apply(settings: list[Setting], *, user_threads: str | None) -> list[Setting]:
+    """Set each variable that the user has not; the list tells which value won.
+
+    user_threads: the user's own OMP_NUM_THREADS. Any other value there is the launcher's: torchrun
+    sets 1, Snakemake the cores of the whole rule for each rank.
+    """
+    os.environ.pop("OMP_NUM_THREADS", None)
+    if user_threads:
+        os.environ["OMP_NUM_THREADS"] = user_threads
+    outcome = []
+    for setting in settings:
+        value = os.environ.setdefault(setting.name, setting.value)
+        outcome.append(Setting(setting.name, value, setting.reason, value == setting.value))
+    return outcome
+
+
+def rank_settings(machine: Machine, geometry: Geometry, master: str) -> list[Setting]:
+    """What each rank needs before torch is imported. Read on the rank's own node."""
+    fabric = machine.fabric
+    threads = max(1, available_cores() // geometry.ranks_per_node)
+    settings = [
+        Setting("OMP_NUM_THREADS", str(threads), "the node's cores shared out among its ranks"),
+        Setting("TOKENIZERS_PARALLELISM", "false", "no thread pool beside the training threads"),
+        *OFFLINE,
+    ]
+    infiniband = infiniband_interface()
+    interface = fabric.interface or infiniband or interface_towards(master)
+    if interface:
+        reason = "from machine.yaml" if fabric.interface else f"routes to {master}"
+        reason = "InfiniBand with an address" if interface == infiniband else reason
+        settings += [
+            Setting("GLOO_SOCKET_IFNAME", interface, reason),
+            Setting("NCCL_SOCKET_IFNAME", interface, reason),
+        ]
+    if infiniband:
+        settings += [
+            Setting("NCCL_IB_DISABLE", "0", "this node has InfiniBand"),
+            Setting("NCCL_NET_GDR_LEVEL", "2", "GPU direct RDMA within one PCIe switch"),
+        ]
+        if fabric.gid_index is not None:
+            settings.append(
+                Setting("NCCL_IB_GID_INDEX", str(fabric.gid_index), "from machine.yaml")
+            )
+    else:
+        settings.append(Setting("NCCL_IB_DISABLE", "1", "no InfiniBand interface is up"))
+    if fabric.debug:
+        settings += DEBUG
+    return settings
+
+
+# Compute nodes have no internet: a library that tries waits for minutes, then fails.
+OFFLINE = [
+    Setting(name, "1", "ranks never reach for the internet")
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+]
+
+DEBUG = [
+    Setting("NCCL_DEBUG", "INFO", "fabric.debug"),
+    Setting("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "fabric.debug"),
+    Setting("PYTHONUNBUFFERED", "1", "fabric.debug"),
+]
+
+
+def available_cores() -> int:
+    """Cores this process may use, which under Slurm are fewer than the node has."""
+    return len(os.sched_getaffinity(0))
+
+
+def infiniband_interface() -> str | None:
+    """The first InfiniBand interface that is up and carries an IPv4 address."""
+    up = psutil.net_if_stats()
+    for name, addresses in sorted(psutil.net_if_addrs().items()):
+        # Type 32 is ARPHRD_INFINIBAND, <linux/if_arp.h>; a name such as ib0 is only a custom.
+        kind = Path(f"/sys/class/net/{name}/type")
+        if not kind.exists() or kind.read_text().strip() != "32":
+            continue
+        if up[name].isup and any(address.family == socket.AF_INET for address in addresses):
+            return name
+    return None
+
+
+def interface_towards(address: str) -> str | None:
+    """The interface that the kernel would use to reach `address`; None where it cannot tell."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # UDP: chooses a route, sends nothing
+            mine = ipaddress.ip_address(probe.getsockname()[0])
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        for found in addresses:
+            if (
+                found.family == family
+                and ipaddress.ip_address(found.address.partition("%")[0]) == mine
+            ):
+                return name
+    # Any address of 127.0.0.0/8 is the loopback interface, which lists one of them only.
+    return "lo" if mine.is_loopback and "lo" in psutil.net_if_addrs() else None

@@ -1,0 +1,168 @@
+"""The verb `train`: from a run's config to its completion record, around the ranks that train."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from forge import ledger, store
+from forge.artefacts import freeze
+from forge.config import Config
+from forge.errors import DataError, Exit, ForgeError, TrainingError, UnfitError
+from forge.launcher import MAX_RESTARTS_AFTER_LOSS, RankFailure, Record, run_ranks
+from forge.lease import lease
+from forge.lineage import config_digest
+from forge.machine import Geometry, Machine, check_geometry
+from forge.manifest import read_json, write_json
+from forge.paths import RunPaths, tokens_folder
+from forge.progress import say
+
+
+class StoppedEarly(ForgeError):
+    """Training stopped before its goal, with a committed checkpoint."""
+
+    code = Exit.STOPPED
+
+
+def train(config: Config, machine: Machine, geometry: Geometry) -> Path:
+    """Train a run to its goal; the path of fit.json. Resumes from `latest`.
+
+    Raises StoppedEarly (75) after an agreed stop; the errors of config, data and machine.
+    """
+    config = freeze(config)
+    paths = RunPaths.of(config)
+    check_geometry(machine, geometry, config)
+    with lease(paths.root, "train"):
+        checkpoint = store.check_resumable(config, paths)
+        _refuse_known_failure(config, paths)
+        _write_config(config, paths)
+        store.clean(paths)
+        if checkpoint is not None and checkpoint.step == config.train.max_steps:
+            digest = _recorded_digest(paths, checkpoint.step)
+            if digest:
+                say(f"{paths.root} is at its goal, step {checkpoint.step}: nothing to train")
+                return _write_fit(config, paths, checkpoint.step, digest)
+        record = _train_until_it_ends(config, paths, machine, geometry)
+        return _conclude(config, paths, record)
+
+
+def refuse_stop_file(paths: RunPaths) -> None:
+    """A STOP file ends `train` until the user takes it away (`resume` does)."""
+    if paths.stop.exists():
+        raise StoppedEarly(
+            f"{paths.stop} asks this run to stop",
+            fix=f"rm {paths.stop}, or use the target `resume`, which removes it",
+        )
+
+
+def _refuse_known_failure(config: Config, paths: RunPaths) -> None:
+    """A run that diverged ends at once with the same message until its config changes."""
+    failures = [
+        event
+        for event in ledger.read_lines(paths.events)
+        if event["event"] in ("failed", "stop", "completed")
+    ]
+    last = failures[-1] if failures else {}
+    if last.get("diverged") and last.get("config_digest") == config_digest(config):
+        raise TrainingError(
+            f"this config failed before: {last['message']}",
+            fix="change the config under a new run name"
+            f" (to try the same once more, remove {paths.events})",
+        )
+
+
+def _write_config(config: Config, paths: RunPaths) -> None:
+    if not paths.config.exists() or read_json(paths.config) != config.to_json():
+        write_json(paths.config, config.to_json())
+
+
+def _shards_folder(config: Config, paths: RunPaths) -> Path:
+    """Where `stage` put the shards, else the shared folder. DataError if there are none."""
+    assert config.ids
+    if paths.stage.exists():
+        staged = Path(read_json(paths.stage)["folder"])
+        if (staged / "manifest.json").exists():
+            return staged
+        say(f"{staged} is gone, reading the shards from the shared folder")
+    folder = tokens_folder(config.data, config.ids.tokens)
+    if not (folder / "manifest.json").exists():
+        raise DataError(
+            f"{folder} holds no finished shards",
+            cause="the corpus was not tokenized for this config",
+            fix=f"run: forge tokenizer {paths.config} && forge tokenize {paths.config}",
+        )
+    return folder
+
+
+def _train_until_it_ends(
+    config: Config, paths: RunPaths, machine: Machine, geometry: Geometry
+) -> Record:
+    """Launch ranks; after the loss of one, launch again, twice at most."""
+    refuse_stop_file(paths)
+    checkpoint = store.latest(paths)
+    if checkpoint is not None:
+        store.warn_if_decayed(config, checkpoint)
+    options: dict[str, Any] = {"shards": str(_shards_folder(config, paths))}
+    for attempt in range(1 + MAX_RESTARTS_AFTER_LOSS):
+        options["started"] = time.time()
+        record = run_ranks("train", paths, machine, geometry, options=options)
+        if record.status != "lost":
+            break
+        ledger.record(paths.events, "lost", message=record.message, attempt=attempt)
+        if attempt < MAX_RESTARTS_AFTER_LOSS:
+            say(f"lost a rank ({record.message}); starting again from the last checkpoint")
+    return record
+
+
+def _conclude(config: Config, paths: RunPaths, record: Record) -> Path:
+    """fit.json for a completed run, else the error that the record stands for."""
+    if record.status == "completed":
+        assert record.step is not None
+        return _write_fit(config, paths, record.step, record.result["weights_digest"])
+    if record.status == "stopped":
+        ledger.record(paths.events, "stop", cause=record.cause, step=record.step)
+        raise StoppedEarly(
+            f"{config.run} stopped at step {record.step} of {config.train.max_steps}"
+            f" ({record.cause}); a checkpoint is committed",
+            fix="give the same command again to go on",
+        )
+    ledger.record(
+        paths.events,
+        "failed",
+        code=record.code,
+        rank=record.rank,
+        message=record.message,
+        diverged=record.cause == TrainingError.__name__,
+        config_digest=config_digest(config),
+    )
+    if record.status == "lost":
+        raise UnfitError(
+            f"a rank was lost {1 + MAX_RESTARTS_AFTER_LOSS} times: {record.message}",
+            cause="killed by the system (out of memory?), or the node or network fails",
+            fix=f"read the ranks' logs in {paths.logs}, then give the same command again",
+        )
+    raise RankFailure(record, paths.logs)
+
+
+def _recorded_digest(paths: RunPaths, step: int) -> str | None:
+    """The weights digest that the ledger has for a completed run at this step."""
+    for event in reversed(ledger.read_lines(paths.events)):
+        if event["event"] == "completed" and event.get("step") == step:
+            return str(event["weights_digest"])
+    return None
+
+
+def _write_fit(config: Config, paths: RunPaths, step: int, digest: str) -> Path:
+    checkpoint = store.latest(paths)
+    assert checkpoint is not None and checkpoint.step == step
+    record = {
+        "run": config.run,
+        "goal_step": config.train.max_steps,
+        "step": step,
+        "checkpoint": f"checkpoints/{checkpoint.folder.name}",
+        "weights_digest": digest,
+        "config_digest": config_digest(config),
+    }
+    write_json(paths.fit, record)
+    return paths.fit

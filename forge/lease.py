@@ -1,0 +1,105 @@
+"""One writer at a time: a lease on an output folder that names the process that holds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from forge.errors import UnfitError
+from forge.launch import Process, hostname
+from forge.manifest import atomic_open, disk_trouble
+from forge.progress import say
+
+
+@contextmanager
+def lease(folder: Path, verb: str) -> Iterator[None]:
+    """Hold the right to write `folder`; UnfitError names a living holder, a dead one is replaced.
+
+    Made with link(2), which fails where the name exists: works on NFS too, unlike flock.
+    """
+    name = folder / ".lease"
+    mine = {**Process.current().to_json(), "verb": verb}
+    _acquire(name, mine)
+    try:
+        yield
+    finally:
+        if _read(name) == mine:
+            name.unlink(missing_ok=True)
+
+
+def _acquire(name: Path, mine: dict[str, object]) -> None:
+    draft = name.with_name(f".lease.{uuid.uuid4().hex}")
+    with disk_trouble(name):
+        with atomic_open(draft, "w") as file:
+            json.dump(mine, file)
+        try:
+            while True:
+                try:
+                    os.link(draft, name)
+                    return
+                except FileExistsError:
+                    _remove_dead(name)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def _remove_dead(name: Path) -> None:
+    """Remove the lease if its holder is dead; UnfitError if it lives or cannot be asked."""
+    held = _read(name)
+    if held is None:
+        return  # given back meanwhile
+    _refuse_living(name, held)
+    # Two starts may both find it dead: the rename moves whatever is there now, so look at what
+    # was moved, and put a living one back.
+    moved = name.with_name(f".lease.{uuid.uuid4().hex}")
+    try:
+        name.rename(moved)
+    except FileNotFoundError:
+        return
+    if _read(moved) == held:
+        moved.unlink()
+        say(f"{name.parent}: took over from a {_who(held)} that is gone")
+    else:
+        try:
+            os.link(moved, name)
+        finally:
+            moved.unlink()
+
+
+def _read(name: Path) -> dict[str, object] | None:
+    try:
+        value = json.loads(name.read_text())
+        Process.from_json(value)
+        return dict(value)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        return {}  # not ours, or damaged: nobody can hold it
+
+
+def _refuse_living(name: Path, held: dict[str, object]) -> None:
+    if not held:
+        return
+    holder = Process.from_json(held)
+    if holder.is_here and not holder.is_alive():
+        return
+    if holder.is_here:
+        raise UnfitError(
+            f"{name.parent} is being written by {_who(held)}",
+            cause="the same command was given twice",
+            fix=f"wait for it, or stop it with: kill {holder.pid}",
+        )
+    raise UnfitError(
+        f"{name.parent} is being written by {_who(held)}, which {hostname()} cannot ask",
+        cause="it was started on another host and is running there, or died there",
+        fix=f"if nothing of it runs on {holder.host} any more: rm {name}",
+    )
+
+
+def _who(held: dict[str, object]) -> str:
+    job = f", Slurm job {held['slurm_job']}" if held.get("slurm_job") else ""
+    return f"`forge {held.get('verb')}` (pid {held.get('pid')} on {held.get('host')}{job})"

@@ -1,0 +1,122 @@
+"""How Forge writes small files that others trust: canonical JSON, digests, atomic replacement."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import blake3
+
+from forge.errors import DataError, UnfitError
+
+# blake3 keeps up with the disk (7 GB/s a core against 1.9 of sha256), and memory-maps for itself.
+DIGEST = "blake3"
+
+
+def digest_bytes(data: bytes) -> str:
+    """blake3 of the bytes as 64 hex digits."""
+    return blake3.blake3(data).hexdigest()
+
+
+def digest_file(path: Path, *, threads: int = 1) -> str:
+    """blake3 of a file as 64 hex digits, memory-mapped, on `threads` cores."""
+    hasher = blake3.blake3(max_threads=threads)
+    hasher.update_mmap(path)
+    return hasher.hexdigest()
+
+
+def canonical(value: Any) -> bytes:
+    """The one JSON text of a value (sorted keys, no blanks, no NaN): equal values, equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def short_id(value: Any) -> str:
+    """The first 12 hex digits of the digest of `value`: names an artefact folder."""
+    return digest_bytes(canonical(value))[:12]
+
+
+@contextmanager
+def disk_trouble(path: Path) -> Iterator[None]:
+    """Turn a full, read-only or forbidden disk into an UnfitError that names the path."""
+    try:
+        yield
+    except OSError as err:
+        import errno
+
+        fixes = {
+            errno.ENOSPC: "free space there, or point `results`, `data` or the stage folder elsewhere",
+            errno.EDQUOT: "your quota is used up there: free space or ask for more",
+            errno.EROFS: "the file system is read-only: choose another folder",
+            errno.EACCES: "you may not write there: check owner and mode, or choose another folder",
+            errno.EPERM: "you may not write there: check owner and mode, or choose another folder",
+            errno.EIO: "the disk or the network file system reports an error: use another one",
+        }
+        if err.errno not in fixes:
+            raise
+        raise UnfitError(
+            f"cannot write {err.filename or path}: {err.strerror}", fix=fixes[err.errno]
+        ) from err
+
+
+@contextmanager
+def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
+    """A file that appears under its name only when it is whole and on disk.
+
+    Written under a temporary name in the same folder, fsynced, renamed, the folder fsynced.
+    Raises UnfitError on a full or read-only disk; the old file is then untouched.
+    """
+    with disk_trouble(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(fd, mode) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's 0600 would hide it from the group
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        fsync_folder(path.parent)
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def fsync_folder(path: Path) -> None:
+    """Make renames in `path` survive a power cut."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as sorted, indented JSON, atomically. No NaN or infinity."""
+    text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    with atomic_open(path, "w") as file:
+        file.write(text)
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file; DataError where it is missing or not JSON."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist", fix="run the step that writes it first") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as err:
+        raise DataError(
+            f"{path} is not JSON: {err}",
+            cause="cut short by a full disk or edited by hand",
+            fix="remove it and run the step that writes it again",
+        ) from None

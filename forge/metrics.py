@@ -1,0 +1,48 @@
+"""Numbers of training: rates, model FLOP utilisation, and the metrics file."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from forge import ledger
+
+# Dense bf16 tensor-core peaks in FLOP/s. Source: NVIDIA data sheets (A100, H100, H200 SXM; RTX PRO
+# 6000 Blackwell), without sparsity. Longest name first, since "H100" is in "H100 NVL".
+PEAK_BF16_FLOPS = {
+    "RTX PRO 6000": 503.8e12,
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989.4e12,
+    "H200": 989.4e12,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak bf16 FLOP/s of one GPU by its name; None for a CPU or an unknown GPU."""
+    for name, peak in PEAK_BF16_FLOPS.items():
+        if name in device_name:
+            return peak
+    return None
+
+
+def flop_utilisation(
+    tokens_per_sec: float, flops_per_token: float, world_size: int, peak: float | None
+) -> float | None:
+    """Model FLOP utilisation in [0, 1]; tokens_per_sec is summed over ranks, peak is one rank's.
+
+    Formula: Chowdhery et al., PaLM (arXiv 2204.02311), appendix B. None without a known peak.
+    """
+    return tokens_per_sec * flops_per_token / (world_size * peak) if peak else None
+
+
+def write(path: Path, kind: str, launch: str, step: int, **numbers: Any) -> None:
+    """Append one line to metrics.jsonl. Rank 0. A number that is not finite becomes null."""
+    clean = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in numbers.items()
+    }
+    line = {"time": round(time.time(), 3), "kind": kind, "launch": launch, "step": step, **clean}
+    ledger.append_line(path, line)

@@ -1,0 +1,108 @@
+"""The process of one rank: `python -m forge.rank SPEC`. Prepares, does its task, leaves a record."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from forge import console, fabric, progress
+from forge.config import load_config
+from forge.errors import Exit, ForgeError
+from forge.launch import Process, Rank, hostname, stop_with_parent, this_rank
+from forge.launcher import Record, Spec, register
+from forge.machine import Machine
+from forge.paths import RunPaths
+from forge.stopping import StopFlag
+
+
+def main(spec_path: str) -> int:
+    """Run the task of a spec on this rank. Exit status 0 when a record says how it ended well."""
+    stop_with_parent()
+    spec = Spec.read(Path(spec_path))
+    paths = RunPaths(Path(spec.run))
+    stop = StopFlag(paths.stop if spec.task == "train" else None).install()
+    if not Process.from_json(spec.launcher).is_alive():
+        return 1  # it died before the kernel was asked to tell us
+    rank = this_rank(spec.geometry.world_size, spec.ranks_per_node)
+    register(spec, f"rank-{rank.rank}", os.getpid())
+    _redirect(paths, spec, rank)
+    _prepare(spec, rank)
+    record = _attempt(spec, paths, rank, stop)
+    record.write(spec)
+    return 0 if record.status in ("completed", "stopped") else 1
+
+
+def _redirect(paths: RunPaths, spec: Spec, rank: Rank) -> None:
+    """Give each rank a log of its own for all it prints; rank 0 also speaks to the launcher."""
+    log = paths.logs / f"local.{spec.launch}.{hostname()}.{rank.rank}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "a") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    if rank.is_main:
+        console.speak_to_launcher(spec.folder)
+
+
+def _prepare(spec: Spec, rank: Rank) -> None:
+    """Set this rank's environment. Before torch is imported: its thread pool reads it then."""
+    machine = Machine.model_validate(spec.machine)
+    master = os.environ.get("MASTER_ADDR") or "127.0.0.1"
+    settings = fabric.rank_settings(machine, spec.geometry, master)
+    settings = fabric.apply(settings, user_threads=spec.threads)
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "(torch chooses)")
+    banner = (
+        f"[RANK {rank.rank}] WORLD_SIZE={rank.world_size} host={hostname()} pid={os.getpid()}"
+        f" interface={interface} threads={os.environ['OMP_NUM_THREADS']} launch={spec.launch}"
+    )
+    print(banner, flush=True)
+    for setting in settings:
+        print(f"{setting.name}={setting.value}   {setting.reason}", flush=True)
+        if not setting.won:
+            progress.say(f"{setting.name}={setting.value} is yours and stays")
+
+
+def _attempt(spec: Spec, paths: RunPaths, rank: Rank, stop: StopFlag) -> Record:
+    """The task's record, also when it fails."""
+    from forge.world import is_peer_loss
+
+    try:
+        return _do(spec, paths, rank, stop)
+    except ForgeError as err:
+        return Record("failed", rank.rank, err.code, cause=type(err).__name__, message=str(err))
+    except Exception as err:
+        lost = is_peer_loss(err)
+        if not lost:
+            progress.say(traceback.format_exc())
+        return Record(
+            "failed",
+            rank.rank,
+            Exit.UNFIT if lost else Exit.FAILED,
+            cause="peer lost" if lost else "bug",
+            message=f"{type(err).__name__}: {err}",
+        )
+
+
+def _do(spec: Spec, paths: RunPaths, rank: Rank, stop: StopFlag) -> Record:
+    from forge.world import joined
+
+    machine = Machine.model_validate(spec.machine)
+    with joined(rank, machine.fabric) as world:
+        if spec.task == "preflight":
+            from forge import preflight_rank
+
+            return preflight_rank.check(world, spec)
+        config = load_config(paths.config)
+        if spec.task == "reload":
+            from forge import reload
+
+            options = spec.options
+            return reload.check(world, config, Path(options["checkpoint"]), Path(options["shards"]))
+        from forge import trainer
+
+        return trainer.train(config, paths, world, stop, spec)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))

@@ -1,0 +1,454 @@
+"""The training loop of one rank: resume, steps, evaluation, checkpoints, agreed stops."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from forge import checkpoints, ledger, metrics, optim, store
+from forge.config import Config
+from forge.console import RankProgress
+from forge.errors import DataError, Exit, TrainingError
+from forge.launcher import Record, Spec
+from forge.lineage import lineage, versions
+from forge.loader import Loader, Windows, eval_batches
+from forge.manifest import digest_file
+from forge.model import Decoder
+from forge.paths import RunPaths, checkpoint_name, tokenizer_folder
+from forge.progress import Progress, say
+from forge.shards import ShardSet
+from forge.stopping import CAUSES, StopFlag
+from forge.world import World
+
+# Samples per rank in a checkpoint's probe: enough to see a wrong weight, cheap in an emergency stop.
+PROBE_SAMPLES = 4
+
+
+class Trainer:
+    """One rank's share of a run, from resume to the last commit. Every method: all ranks call it."""
+
+    def __init__(
+        self, config: Config, paths: RunPaths, world: World, shards: ShardSet, spec: Spec
+    ) -> None:
+        self.config, self.paths, self.world = config, paths, world
+        self.spec, self.launch = spec, spec.launch
+        self.settings = config.train
+        self.shards = shards
+        self.precision = precision(self.settings.precision, world.device)
+        rank = world.rank
+        self.loader = Loader(
+            Windows(shards.train, self.settings.seq_len),
+            seed=self.settings.seed,
+            batch_size=self.settings.batch_size,
+            rank=rank.rank,
+            world_size=rank.world_size,
+        )
+        self.held_out = Windows(shards.val, self.settings.seq_len, split="val")
+        self.model = Decoder(config.model, shards.vocab_size, seed=self.settings.seed)
+        self.model.to(world.device)
+        if self.settings.parallel == "fsdp2":
+            _shard(self.model, world, self.precision)
+        self.optimizer = optim.make_optimizer(self.model, self.settings)
+        self.checkpoint = store.latest(paths)
+        self.decay_steps = store.frozen_decay_steps(config, self.checkpoint)
+        self.step = 0  # completed steps
+        self.train_sec = 0.0  # in steps since the last metrics line
+        self.logged_step = 0
+        self.peak_flops = (
+            metrics.peak_flops(torch.cuda.get_device_name(world.device))
+            if world.device.type == "cuda"
+            else None
+        )
+        self.flops_per_token = self.model.flops_per_token(self.settings.seq_len)
+        self.num_parameters = self.model.num_parameters()
+        self.forward: torch.nn.Module = self.model
+
+    # --- start ---------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Load the checkpoint behind `latest`, if there is one. DataError if it is damaged."""
+        if self.checkpoint is None:
+            return
+        found = self.checkpoint
+        self.world.on_main(lambda: self._check_lineage(found))
+        checkpoints.load_state(self.model, self.optimizer, found.folder, self.world)
+        self.step = self.logged_step = found.step
+        if self.world.rank.is_main:
+            say(f"resume from {found.folder}")
+
+    def _check_lineage(self, found: store.Checkpoint) -> None:
+        found.verify()
+        for name, now in (
+            ("tokens", self.shards.digest),
+            ("tokenizer", self._tokenizer_digest()),
+        ):
+            then = found.manifest["lineage"][name]["digest"]
+            if then != now:
+                raise DataError(
+                    f"the {name} of this run have digest {now[:12]}, {found.folder} was trained"
+                    f" with {then[:12]}",
+                    cause="the corpus or the tokenizer was edited in place and made again",
+                    fix="restore the old input, or give the run a new name",
+                )
+
+    def _tokenizer_digest(self) -> str:
+        assert self.config.ids
+        folder = tokenizer_folder(self.config.data, self.config.ids.tokenizer)
+        return digest_file(folder / "tokenizer.json")
+
+    def wrap(self) -> None:
+        """Compile and replicate the model, as the config says."""
+        if self.settings.compile:
+            self.forward = self._compiled()
+        if self.settings.parallel == "ddp" and self.world.rank.world_size > 1:
+            self.forward = DistributedDataParallel(self.forward, gradient_as_bucket_view=True)
+
+    def _compiled(self) -> torch.nn.Module:
+        """The compiled model, proven by one forward and backward on every rank, else the plain one."""
+        error = ""
+        compiled: Any = None
+        if self.world.device.type == "cpu" and not (shutil.which("c++") or shutil.which("g++")):
+            error = "no C++ compiler on the PATH"
+        else:
+            compiled = torch.compile(self.model)
+            micro = self._micro_size()
+            tokens = torch.zeros(micro, self.settings.seq_len, dtype=torch.int64)
+            tokens = tokens.to(self.world.device)
+            try:
+                with self._autocast():
+                    compiled(tokens, tokens).backward()
+            except Exception as err:
+                # Whatever the compiler stack raises, training without it is right, only slower.
+                error = f"{type(err).__name__}: {err}".splitlines()[0]
+            self.optimizer.zero_grad(set_to_none=True)
+        if any(row[0] for row in self.world.gather([float(bool(error))])):
+            say(f"warning: training without torch.compile: {error or 'it failed on another rank'}")
+            return self.model
+        return compiled
+
+    # --- the loop ------------------------------------------------------------------------------
+
+    def run(self, stop: StopFlag) -> Record:
+        """Train to the goal or to an agreed stop; the last state is committed either way."""
+        goal = self.settings.max_steps
+        if self.step == 0:
+            self.evaluate()
+        cause = self._agreed(stop)
+        report = RankProgress(self.spec.folder, f"train {self.config.run}", goal, "steps")
+        while self.step < goal and not cause:
+            loss = self._step()
+            cause = self._after_step(stop, loss, report)
+        self.save()
+        if self.step < goal:
+            return Record("stopped", self.world.rank.rank, Exit.STOPPED, self.step, cause)
+        digest = checkpoints.weights_digest(self.model)
+        if self.world.rank.is_main:
+            ledger.record(self.paths.events, "completed", step=self.step, weights_digest=digest)
+        self.world.barrier()
+        return Record(
+            "completed", self.world.rank.rank, step=self.step, result={"weights_digest": digest}
+        )
+
+    def _after_step(self, stop: StopFlag, loss: float, report: Progress) -> str:
+        """Metrics, evaluation and checkpoint where they are due; the cause of an agreed stop."""
+        settings, done = self.settings, self.step == self.settings.max_steps
+        if self.step % settings.log_every == 0 or done:
+            tokens_per_sec = self._log(loss)
+            if self.world.rank.is_main:
+                report(self.step, f"loss {loss:.3f}, {tokens_per_sec:,.0f} tokens/s")
+        cause = self._agreed(stop)
+        if not cause and (self.step % settings.eval_every == 0 or done):
+            self.evaluate()
+        if not cause and self.step % settings.checkpoint_every == 0:
+            self.save()
+        return cause
+
+    def _agreed(self, stop: StopFlag) -> str:
+        """The heaviest cause that any rank has for stopping, the same on all ranks."""
+        table = self.world.gather([float(CAUSES.index(stop.cause()))])
+        return CAUSES[int(max(row[0] for row in table))]
+
+    def _step(self) -> float:
+        """One optimizer step; the loss averaged over ranks. TrainingError if it is not finite."""
+        started = time.perf_counter()
+        # Dropout depends on (seed, step, rank) only: a resumed run draws what it would have drawn.
+        torch.manual_seed(_mix(self.settings.seed, self.step, self.world.rank.rank))
+        self.rate = optim.learning_rate(self.step, self.settings, self.decay_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate
+        local_loss = self._backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
+        self.grad_norm = _number(norm)
+        table = self.world.gather([local_loss, self.grad_norm])
+        self._refuse_non_finite(table)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.train_sec += time.perf_counter() - started
+        return sum(row[0] for row in table) / len(table)
+
+    def _backward(self) -> float:
+        """Gradients of this rank's samples, accumulated over micro-batches; their mean loss."""
+        inputs, targets = self.loader.batch(self.step)
+        micro = self._micro_size()
+        parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
+        total = torch.zeros((), device=self.world.device)
+        for number, (tokens, wanted) in enumerate(parts):
+            with self._synchronised(number == len(parts) - 1), self._autocast():
+                loss = self.forward(
+                    tokens.to(self.world.device, non_blocking=True),
+                    wanted.to(self.world.device, non_blocking=True),
+                )
+                share = len(tokens) / len(inputs)
+                (loss * share).backward()
+                total += loss.detach() * share
+        return float(total)
+
+    def _micro_size(self) -> int:
+        return self.settings.micro_batch_size or (
+            self.settings.batch_size // self.world.rank.world_size
+        )
+
+    @contextmanager
+    def _synchronised(self, last: bool) -> Iterator[None]:
+        """Gradients are averaged over ranks in the last micro-batch only."""
+        if isinstance(self.forward, DistributedDataParallel):
+            with nullcontext() if last else self.forward.no_sync():
+                yield
+        else:
+            if self.settings.parallel == "fsdp2":
+                self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
+            yield
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        # FSDP2 casts by its own policy.
+        if self.precision == "bf16" and self.settings.parallel == "ddp":
+            return torch.autocast(self.world.device.type, torch.bfloat16)
+        return nullcontext()
+
+    def _refuse_non_finite(self, table: list[list[float]]) -> None:
+        for rank, (loss, norm) in enumerate(table):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise TrainingError(
+                    f"step {self.step}: loss {loss} and gradient norm {norm} on rank {rank} are not"
+                    " finite; the weights were not updated",
+                    cause=f"a learning rate ({self.rate:.2g}) too high, or broken data",
+                    fix="lower train.lr or raise train.warmup_steps under a new run name",
+                )
+
+    # --- looking at it -------------------------------------------------------------------------
+
+    def _log(self, loss: float) -> float:
+        """Write a metrics line; tokens per second over all ranks since the last one."""
+        tokens_per_step = self.settings.batch_size * self.settings.seq_len
+        tokens_per_sec = (self.step - self.logged_step) * tokens_per_step / self.train_sec
+        if self.world.rank.is_main:
+            world_size = self.world.rank.world_size
+            metrics.write(
+                *(self.paths.metrics, "train", self.launch, self.step),
+                loss=loss,
+                grad_norm=self.grad_norm,
+                lr=self.rate,
+                tokens_per_sec=round(tokens_per_sec, 1),
+                mfu=metrics.flop_utilisation(
+                    tokens_per_sec, self.flops_per_token, world_size, self.peak_flops
+                ),
+                tokens=self.step * tokens_per_step,
+            )
+        self.train_sec, self.logged_step = 0.0, self.step
+        return tokens_per_sec
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Mean loss over the fixed held-out windows, into metrics and ledger."""
+        started = time.perf_counter()
+        rank = self.world.rank
+        self.model.eval()
+        total, tokens = 0.0, 0
+        for inputs, targets, counted in eval_batches(
+            self.held_out,
+            self.settings.eval_samples,
+            rank=rank.rank,
+            world_size=rank.world_size,
+            micro=self._micro_size(),
+        ):
+            total += self._loss(inputs, targets) * counted
+            tokens += counted
+        self.model.train()
+        table = self.world.gather([total, float(tokens)])
+        loss = sum(row[0] for row in table) / sum(row[1] for row in table)
+        if rank.is_main:
+            metrics.write(self.paths.metrics, "eval", self.launch, self.step, loss=loss)
+            seconds = round(time.perf_counter() - started, 3)
+            ledger.record(self.paths.events, "eval", step=self.step, seconds=seconds, loss=loss)
+            say(f"step {self.step}: held-out loss {loss:.4f}")
+
+    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        # FSDP2 gathers weights by hooks that a compiled or replicated wrapper does not add to.
+        with self._autocast():
+            return float(self.model(inputs.to(self.world.device), targets.to(self.world.device)))
+
+    # --- checkpoints ---------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Commit a checkpoint of this step, unless it is committed already."""
+        if self.checkpoint is not None and self.checkpoint.step == self.step:
+            return
+        started = time.perf_counter()
+        probe = self._probe()
+        self.world.on_main(lambda: store.begin(self.paths, self.step))
+        folder = self.paths.checkpoints / f"{store.TEMPORARY}{checkpoint_name(self.step)}"
+        state = checkpoints.training_state(self.model, self.optimizer)
+        files = checkpoints.write_state(state, folder, self.world)
+        manifest = self._manifest(files, probe)
+
+        def commit() -> None:
+            store.commit(self.paths, folder, manifest, self.settings.keep_last)
+
+        self.world.on_main(commit)
+        final = self.paths.checkpoints / checkpoint_name(self.step)
+        self.checkpoint = store.Checkpoint(final, manifest)
+        if self.world.rank.is_main:
+            seconds = round(time.perf_counter() - started, 3)
+            size = sum(facts["bytes"] for facts in files.values())
+            ledger.record(self.paths.events, "save", step=self.step, seconds=seconds, bytes=size)
+            say(f"step {self.step}: committed {final}")
+
+    def _manifest(self, files: dict[str, Any], probe: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "world_size": self.world.rank.world_size,
+            "decay_steps": self.decay_steps,
+            "next_sample": self.step * self.settings.batch_size,
+            "files": files,
+            "probe": probe,
+            "lineage": {
+                **lineage(
+                    self.config,
+                    tokenizer_digest=self._tokenizer_digest(),
+                    tokens_digest=self.shards.digest,
+                ),
+                "numerics": numerics(self.world.device, self.precision),
+            },
+        }
+
+    @torch.no_grad()
+    def _probe(self) -> dict[str, Any]:
+        """Loss of each rank on its own few held-out samples, which validation recomputes."""
+        rank = self.world.rank
+        samples = probe_samples(self.held_out.num_samples, rank.rank)
+        window = torch.from_numpy(self.held_out.gather(samples))
+        self.model.eval()
+        loss = self._loss(window[:, :-1], window[:, 1:])
+        self.model.train()
+        return {"samples": PROBE_SAMPLES, "losses": [row[0] for row in self.world.gather([loss])]}
+
+    def announce(self, seconds: float) -> None:
+        """The `init` event: where this start began and on what."""
+        if not self.world.rank.is_main:
+            return
+        ledger.record(
+            self.paths.events,
+            "init",
+            launch=self.launch,
+            seconds=round(seconds, 3),
+            step=self.step,
+            world_size=self.world.rank.world_size,
+            parameters=self.num_parameters,
+            versions=versions(),
+            **numerics(self.world.device, self.precision),
+        )
+        say(
+            f"train {self.config.run}: {self.num_parameters:,} parameters, {self.precision}"
+            f" on {self.world.rank.world_size} x {self.world.device.type}, step {self.step} of"
+            f" {self.settings.max_steps}"
+        )
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def precision(wanted: str | None, device: torch.device) -> str:
+    """`fp32` or `bf16`: as wanted, else fp32 on a CPU and bf16 on a GPU."""
+    return wanted or ("fp32" if device.type == "cpu" else "bf16")
+
+
+def numerics(device: torch.device, precision: str) -> dict[str, Any]:
+    """What decides the last bits of a loss besides weights and data."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {
+        "device": device.type,
+        "device_name": name,
+        "precision": precision,
+        "threads": torch.get_num_threads(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def probe_samples(num_samples: int, rank: int) -> np.ndarray[Any, Any]:
+    """Numbers of the held-out samples that a rank's probe uses."""
+    numbers = np.arange(rank * PROBE_SAMPLES, (rank + 1) * PROBE_SAMPLES)
+    return numbers % num_samples
+
+
+def _shard(model: Decoder, world: World, precision: str) -> None:
+    """FSDP2: each block is a unit; with bf16 the fp32 shards are cast as they are gathered."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(world.device.type, (world.rank.world_size,))
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _number(norm: torch.Tensor) -> float:
+    whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return float(whole)
+
+
+def _mix(seed: int, step: int, rank: int) -> int:
+    """One 63-bit seed of three numbers that collides for no step below 2^20 and rank below 2^12."""
+    return (seed << 31) ^ (step << 12) ^ rank & (2**63 - 1)
+
+
+def train(
+    config: Config,
+    paths: RunPaths,
+    world: World,
+    stop: StopFlag,
+    spec: Spec,
+) -> Record:
+    """Train one run on this rank to its goal or an agreed stop. All ranks call it.
+
+    spec.options: `shards`, the folder to read; `started`, epoch seconds when the launcher began.
+    """
+    # True fp32 on every device: TF32 and bf16 shortcuts are a choice of train.precision alone.
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(world.device.type == "cpu")
+    shards = world.together(lambda: _open_verified(Path(spec.options["shards"]), world))
+    trainer = Trainer(config, paths, world, shards, spec)
+    trainer.resume()
+    trainer.wrap()
+    trainer.announce(time.time() - spec.options["started"])
+    return trainer.run(stop)
+
+
+def _open_verified(folder: Path, world: World) -> ShardSet:
+    """The shards, digests checked, the work shared among the ranks of a node."""
+    shards = ShardSet.open(folder)
+    shards.verify((world.rank.local_rank, world.rank.local_world_size))
+    return shards

@@ -1,0 +1,124 @@
+"""The ranks of one launch as torch sees them: device, process groups, and agreement among them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from forge.errors import ConfigError, UnfitError
+from forge.launch import Rank
+from forge.machine import Fabric
+
+T = TypeVar("T")
+
+
+class PeerFailed(RuntimeError):
+    """Another rank failed; its own record says why."""
+
+
+def is_peer_loss(error: BaseException) -> bool:
+    """Whether an error on this rank only tells that another rank is gone, or does not answer."""
+    if isinstance(error, PeerFailed | dist.DistError):
+        return True
+    # Gloo raises plain RuntimeErrors that name their source file.
+    return isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks, joined. `control` is a Gloo group for flags and objects, off the GPU's queue."""
+
+    rank: Rank
+    device: torch.device
+    backend: str
+    control: dist.ProcessGroup
+
+    def gather(self, values: list[float]) -> list[list[float]]:
+        """Every rank's few numbers, by rank, the same on all ranks. All ranks call it."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        everyone = torch.empty(self.rank.world_size * len(values), dtype=torch.float64)
+        dist.all_gather_single(everyone, mine, group=self.control)
+        table: list[list[float]] = everyone.view(self.rank.world_size, len(values)).tolist()
+        return table
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Do `action` on every rank; if it fails on one, no rank goes on. All ranks call it.
+
+        Raises what `action` raised, and PeerFailed on the ranks where it went well: without this
+        they would wait in the next collective for a rank that has left.
+        """
+        error: Exception | None = None
+        try:
+            outcome = action()
+        except Exception as err:
+            error = err
+        failed = [
+            rank for rank, row in enumerate(self.gather([float(error is not None)])) if row[0]
+        ]
+        if error:
+            raise error
+        if failed:
+            raise PeerFailed(f"rank {failed[0]} failed")
+        return outcome
+
+    def on_main(self, action: Callable[[], object]) -> None:
+        """Do `action` on rank 0 while the others wait. All ranks call it; raises as together does."""
+        self.together(action if self.rank.is_main else lambda: None)
+
+    def barrier(self) -> None:
+        """All ranks wait for each other."""
+        dist.barrier(group=self.control)
+
+
+@contextmanager
+def joined(rank: Rank, fabric: Fabric) -> Iterator[World]:
+    """Rendezvous of all ranks within fabric.timeout_sec, left in good order. All ranks call it.
+
+    Raises UnfitError when ranks do not meet, ConfigError when the backend cannot work here.
+    """
+    gpus = torch.cuda.device_count()
+    enough = gpus >= rank.local_world_size
+    backend = fabric.backend if fabric.backend != "auto" else ("nccl" if enough else "gloo")
+    if backend == "nccl" and not enough:
+        raise ConfigError(
+            f"backend nccl with {rank.local_world_size} ranks on a node that shows {gpus} GPUs",
+            cause="the job asked for fewer GPUs than ranks, or CUDA_VISIBLE_DEVICES hides some",
+            fix="give each rank a GPU, or set fabric.backend to gloo",
+        )
+    device = torch.device("cuda", rank.local_rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=fabric.timeout_sec)
+    try:
+        _init(backend, rank, timeout, device)
+        control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
+    except (dist.DistError, RuntimeError, ValueError) as err:
+        master = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UnfitError(
+            f"rank {rank.rank} of {rank.world_size} could not join at {master}: {err}",
+            cause="a rank did not start, or the interface"
+            f" {os.environ.get('GLOO_SOCKET_IFNAME', '(torch chose it)')} does not reach the others",
+            fix="run forge preflight; see fabric.interface in profiles/README.md",
+        ) from err
+    assert control is not None
+    try:
+        yield World(rank, device, backend, control)
+    finally:
+        dist.destroy_process_group()
+
+
+def _init(backend: str, rank: Rank, timeout: timedelta, device: torch.device) -> None:
+    if rank.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        # A lone rank needs no port, so it cannot find one taken.
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        return
+    bound = device if device.type == "cuda" else None
+    dist.init_process_group(backend, timeout=timeout, device_id=bound)

@@ -1,0 +1,157 @@
+"""Builds a run's folder as the verbs leave it: the ledger, metrics, checkpoint and verdicts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forge.config import Config
+from forge.ledger import append_line
+from forge.manifest import write_json
+from forge.paths import RunPaths, checkpoint_name
+
+START = 1_750_000_000.0
+STEP_SEC = 0.5
+
+
+@dataclass
+class RecordedRun:
+    """A run with a clock. Each call writes what the real thing writes and moves the clock on."""
+
+    root: Path
+    time: float = START
+    launches: int = 0
+    paths: RunPaths = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.paths = RunPaths(self.root)
+        self.root.mkdir(parents=True, exist_ok=True)
+
+    def event(self, name: str, *, after: float = 0.0, **facts: Any) -> None:
+        self.time += after
+        append_line(self.paths.events, {"time": self.time, "event": name, **facts})
+
+    def spend(self, name: str, seconds: float, **facts: Any) -> None:
+        """An event that took its time."""
+        self.event(name, after=seconds, seconds=seconds, **facts)
+
+    def launch(self, step: int, *, init_sec: float = 4.0) -> None:
+        self.launches += 1
+        self.event("launch", launch=self.id, world_size=2, launcher="torchrun", host="laptop")
+        self.spend("init", init_sec, launch=self.id, step=step, device="cpu", precision="fp32")
+
+    @property
+    def id(self) -> str:
+        return f"launch-{self.launches}"
+
+    def steps(self, first: int, last: int, *, every: int = 5) -> None:
+        """Steps first..last with a metrics line at each multiple of `every`."""
+        for step in range(first, last + 1):
+            self.time += STEP_SEC
+            if step % every == 0:
+                self.metric("train", step, loss=loss_at(step), tokens_per_sec=20_000 + step)
+
+    def metric(self, kind: str, step: int, **values: Any) -> None:
+        line = {"time": self.time, "kind": kind, "launch": self.id, "step": step, **values}
+        if kind == "train":
+            line |= {"grad_norm": 1.0, "lr": 1e-3, "mfu": None, "tokens": step * 4096}
+        append_line(self.paths.metrics, line)
+
+    def evaluate(self, step: int, *, seconds: float = 1.0) -> None:
+        loss = loss_at(step) + 0.1
+        self.spend("eval", seconds, step=step, loss=loss)
+        self.metric("eval", step, loss=loss)
+
+    def save(self, step: int, *, seconds: float = 0.5) -> None:
+        self.spend("save", seconds, step=step, bytes=40_000_000)
+        folder = self.paths.checkpoints / checkpoint_name(step)
+        write_json(
+            folder / "checkpoint.json",
+            {
+                "step": step,
+                "weights_digest": f"{step:064x}",
+                "world_size": 2,
+                "lineage": {
+                    "code": {"commit": "0123abc", "dirty": True, "version": "0.1.0"},
+                    "config": Config().to_json(),
+                    "config_digest": "c" * 64,
+                    "tokenizer": {"id": "a1b2c3d4e5f6", "digest": "a" * 64},
+                    "tokens": {"id": "0f1e2d3c4b5a", "digest": "b" * 64},
+                    "versions": {"python": "3.11.9", "torch": "2.13.0"},
+                    "hardware": {"device": "cpu", "cpu": "Example 9000", "hosts": ["laptop"]},
+                },
+            },
+        )
+        self.paths.latest.unlink(missing_ok=True)
+        self.paths.latest.symlink_to(folder.name)
+
+    def complete(self, step: int) -> None:
+        digest = f"{step:064x}"
+        self.event("completed", after=0.2, step=step, weights_digest=digest)
+        write_json(self.paths.fit, {"goal_step": step, "step": step, "weights_digest": digest})
+
+    def freeze_config(self) -> None:
+        write_json(self.paths.config, Config(run=self.root.name).to_json())
+
+    def preflight(self, *, status: str = "ok", trouble: list[dict[str, str]] | None = None) -> None:
+        fine = {"name": "python", "status": "ok", "message": "Python 3.11.9", "fix": ""}
+        self.spend("preflight", 3.0, status=status)
+        write_json(
+            self.paths.preflight,
+            {
+                "status": status,
+                "nodes": [{"node": "node02", "line": "NODE", "checks": [fine, *(trouble or [])]}],
+                "ranks": {"world_size": 2, "checks": [{**fine, "name": "all-reduce"}]},
+            },
+        )
+
+    def validate(self, step: int, *, status: str = "valid", reasons: tuple[str, ...] = ()) -> None:
+        self.spend("validate", 6.0, status=status, step=step)
+        write_json(
+            self.paths.validation,
+            {
+                "status": status,
+                "step": step,
+                "loss": loss_at(step) + 0.1,
+                "reasons": list(reasons),
+                "checks": [{"name": "digests", "status": "ok", "message": "12 files", "fix": ""}],
+                "samples": [
+                    {"prompt": "def ", "text": "__init__(self):\n        self.x = x\n"},
+                    {"prompt": "class ", "text": "class Reader(Base):\n    pass"},
+                    {"prompt": "import ", "text": "os\nimport sys\x1b[31m"},
+                ],
+            },
+        )
+
+
+def loss_at(step: int) -> float:
+    """A loss that falls as one does: the same step gives the same loss."""
+    return 3.5 + 4.9 * math.exp(-step / 60) + 0.08 * math.sin(step * 1.7)
+
+
+def interrupted_run(root: Path) -> RecordedRun:
+    """Killed at step 84 with a checkpoint at 50, resumed there, trained to 200 and validated."""
+    run = RecordedRun(root)
+    run.freeze_config()
+    run.spend("stage", 2.0, bytes=10_000_000, skipped=False)
+    run.preflight()
+    run.launch(0)
+    run.evaluate(0)
+    run.steps(1, 50)
+    run.evaluate(50)
+    run.save(50)
+    run.steps(51, 84)  # 84: between two metrics lines; then kill -9
+    run.time += 30
+    run.spend("stage", 0.1, skipped=True)
+    run.preflight()
+    run.launch(50)
+    for step in range(50, 200, 50):
+        run.steps(step + 1, step + 50)
+        run.evaluate(step + 50)
+        run.save(step + 50)
+    run.complete(200)
+    run.time += 2
+    run.validate(200)
+    return run

@@ -1,0 +1,97 @@
+"""A typo in a config that trains with a default costs days: everything unknown is refused."""
+
+import json
+
+import pytest
+from forge.config import Config, apply_overrides, load_config, parse_override, read_cell
+from forge.errors import ConfigError
+
+
+def config_of(**overrides):
+    return load_config("/dev/null", overrides)
+
+
+def test_unknown_key_is_refused_with_the_valid_ones_and_a_guess():
+    with pytest.raises(ConfigError) as caught:
+        config_of(**{"train.max_stepz": 5})
+    assert "unknown key train.max_stepz" in str(caught.value)
+    assert "did you mean max_steps?" in str(caught.value)
+    assert "warmup_steps" in str(caught.value)
+
+
+def test_unknown_section_is_refused():
+    with pytest.raises(ConfigError, match=r"unknown key trian.*did you mean train\?"):
+        config_of(trian={"lr": 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("train.lr", "fast", "train.lr is 'fast'"),
+        ("train.lr", 0, "greater than 0"),
+        ("train.max_steps", 1.5, "train.max_steps is 1.5"),
+        ("train.precision", "fp8", "'fp32' or 'bf16'"),
+        ("tokenize.val_fraction", 1, "less than 1"),
+        ("tokenize.inputs", [], "at least 1 item"),
+        ("model.dim", 100, "whole even number, got 100 / 8"),
+        ("model.kv_heads", 3, "heads 8 is not a multiple of kv_heads 3"),
+        ("tokenizer.source", "hub", "hub must be given"),
+        ("tokenizer.hub", "no-revision", "owner/name@revision"),
+        ("results", "a{b}", "braces"),
+    ],
+)
+def test_bad_value_is_named_with_its_key(key, value, message):
+    with pytest.raises(ConfigError) as caught:
+        config_of(**{"model.heads": 8, "model.dim": 256, **{key: value}})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b", "-rf", "a b", "$(id)", "", ".hidden", "x" * 65, "ü"]
+)
+def test_run_name_is_never_a_path_an_option_or_shell(name):
+    with pytest.raises(ConfigError, match="run"):
+        config_of(run=name)
+
+
+def test_warmup_beyond_decay_is_refused():
+    with pytest.raises(ConfigError, match="warmup_steps 50 is beyond decay_steps 10"):
+        config_of(**{"train.warmup_steps": 50, "train.decay_steps": 10})
+
+
+def test_overrides_win_over_the_file_and_leave_its_other_keys(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("train: {lr: 0.5, seed: 7}\n")
+    config = load_config(file, {"train.lr": 0.25})
+    assert (config.train.lr, config.train.seed) == (0.25, 7)
+
+
+def test_a_whole_section_can_be_overridden_with_json():
+    key, value = parse_override('--model={"dim": 64, "heads": 2}')
+    assert config_of(**{key: value}).model.dim == 64
+
+
+def test_numbers_in_scientific_notation_are_numbers():
+    assert read_cell("1e-3") == 0.001
+    assert read_cell("3") == 3
+    assert read_cell("true") is True
+
+
+def test_config_survives_its_own_json_unchanged():
+    config = config_of()
+    again = Config.model_validate(json.loads(json.dumps(config.to_json())))
+    assert again == config
+    assert json.dumps(again.to_json()) == json.dumps(config.to_json())
+
+
+def test_override_below_a_value_is_refused():
+    with pytest.raises(ConfigError, match="run is not a section"):
+        apply_overrides({"run": "x"}, {"run.y": 1})
+
+
+def test_missing_and_broken_config_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml does not exist"):
+        load_config(tmp_path / "nowhere.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [1")
+    with pytest.raises(ConfigError, match=r"cannot read config file .*bad\.yaml"):
+        load_config(tmp_path / "bad.yaml")

@@ -1,0 +1,183 @@
+"""Threat: after restarts the ledger holds steps twice; a report that mixes both is wrong."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from recorded_run import START, STEP_SEC, RecordedRun, interrupted_run
+
+from forge.history import PHASES, read_history, read_launches
+from forge.paths import RunPaths
+
+
+def test_each_step_is_on_the_curve_once_and_lost_work_is_not(tmp_path: Path) -> None:
+    train = read_history(interrupted_run(tmp_path).paths).train
+    assert list(train["step"]) == list(range(5, 201, 5))
+    assert set(train["launch"][train["step"] <= 50]) == {"launch-1"}
+    assert set(train["launch"][train["step"] > 50]) == {"launch-2"}
+
+
+def test_later_line_for_a_step_wins(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path)
+    run.launch(0)
+    run.metric("train", 5, loss=8.0)
+    run.metric("eval", 0, loss=9.0)
+    run.launch(0)
+    run.metric("eval", 0, loss=9.5)
+    run.metric("train", 5, loss=7.0)
+    history = read_history(run.paths)
+    assert history.train["loss"].tolist() == [7.0]
+    assert history.evals["loss"].tolist() == [9.5]
+
+
+def test_lost_points_beyond_the_newest_step_are_dropped(tmp_path: Path) -> None:
+    """The relaunch has not come as far as the work that was lost."""
+    run = RecordedRun(tmp_path)
+    run.launch(0)
+    run.steps(1, 50)
+    run.save(50)
+    run.steps(51, 90)
+    run.launch(50)
+    run.steps(51, 60)
+    assert read_history(run.paths).train["step"].max() == 60
+
+
+def test_restarts_tell_step_time_and_cause(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path)
+    run.launch(0)
+    run.steps(1, 20)
+    run.save(20)
+    run.event("stop", cause="time limit", step=20)
+    run.launch(20)
+    run.steps(21, 25)
+    run.event("lost", message="rank 1 is gone", attempt=0)
+    run.launch(20)
+    restarts = read_history(run.paths).restarts
+    assert [(r.step, r.cause) for r in restarts] == [
+        (20, "stopped: time limit"),
+        (20, "lost a rank: rank 1 is gone"),
+    ]
+    assert restarts[0].time < restarts[1].time
+
+
+def test_phases_account_for_every_second_once(tmp_path: Path) -> None:
+    run = interrupted_run(tmp_path)
+    history = read_history(run.paths)
+    assert all(before.end == after.start for before, after in pairwise(history.phases))
+    assert history.phases[0].start == START
+    assert history.phases[-1].end == run.time
+    assert set(history.seconds) <= set(PHASES)
+    assert history.seconds == pytest.approx(
+        {
+            "train": 200 * STEP_SEC + 0.2,
+            "eval": 5.0,
+            "save": 2.0,
+            "init": 8.0,
+            "stage": 2.1,
+            "preflight": 6.0,
+            "validate": 6.0,
+            "lost": 30 * STEP_SEC,  # up to step 80, the last sign of life
+            "waiting": 34.0,
+        }
+    )
+    assert history.goodput == pytest.approx(100.2 / history.wall_sec)
+
+
+def test_cut_off_launch_ends_at_its_last_sign_of_life(tmp_path: Path) -> None:
+    first, second = read_launches(interrupted_run(tmp_path).paths)
+    assert (first.outcome, first.last_step) == ("cut off", 80)
+    assert first.end == first.lines[-1]["time"] < second.start
+    assert (second.outcome, second.resumed_step, second.last_step) == ("completed", 50, 200)
+
+
+def test_stop_that_saved_loses_nothing(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path)
+    run.launch(0)
+    run.steps(1, 33)
+    run.save(33)  # between two metrics lines
+    run.event("stop", cause="SIGTERM", step=33)
+    run.launch(33)
+    run.steps(34, 40)
+    history = read_history(run.paths)
+    assert "lost" not in history.seconds
+    assert history.seconds["train"] == pytest.approx(40 * STEP_SEC)
+
+
+def test_steps_after_the_last_save_of_a_failed_launch_are_lost(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path)
+    run.launch(0)
+    run.steps(1, 20)
+    run.save(20)
+    run.steps(21, 30)
+    run.event("failed", code=70, rank=1, message="loss is inf")
+    history = read_history(run.paths)
+    assert history.seconds["lost"] == pytest.approx(10 * STEP_SEC)
+    assert history.seconds["train"] == pytest.approx(20 * STEP_SEC)
+    assert history.train["step"].max() == 30, "the curve still shows how it went wrong"
+    assert history.launches[-1].outcome == "failed on rank 1: loss is inf"
+
+
+def test_launch_that_never_got_ready_undoes_nothing(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path)
+    run.launch(0)
+    run.steps(1, 10)
+    run.save(10)
+    run.event("stop", cause="STOP file", step=10)
+    run.launches += 1
+    run.event("launch", launch=run.id)
+    run.event("failed", after=7, code=69, rank=0, message="port taken")
+    history = read_history(run.paths)
+    assert history.train["step"].max() == 10
+    assert history.seconds["init"] == pytest.approx(4 + 7)
+    assert history.restarts == []
+
+
+def test_time_between_a_finished_run_and_more_steps_is_not_wall_time(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path)
+    run.launch(0)
+    run.steps(1, 10)
+    run.save(10)
+    run.complete(10)
+    run.validate(10)
+    before = read_history(run.paths).wall_sec
+    run.time += 30 * 86400  # a month later somebody raises max_steps
+    run.spend("stage", 1.0)
+    assert read_history(run.paths).wall_sec == pytest.approx(before + 1.0)
+
+
+def test_cut_lines_and_unknown_events_are_ignored(tmp_path: Path) -> None:
+    run = interrupted_run(tmp_path)
+    before = read_history(run.paths)
+    with run.paths.events.open("a") as file:
+        file.write(json.dumps({"time": run.time + 99, "event": "from the future"}) + "\n")
+        file.write('{"time": 1, "event": "sto')
+    with run.paths.metrics.open("a") as file:
+        file.write(json.dumps({"time": run.time + 99, "kind": "gpu", "watts": 300}) + "\n")
+        file.write('{"time": 1, "kind": "tr')
+    after = read_history(run.paths)
+    assert after.phases == before.phases
+    assert after.train.equals(before.train)
+
+
+def test_metrics_alone_still_give_the_surviving_curve(tmp_path: Path) -> None:
+    run = interrupted_run(tmp_path)
+    whole = read_history(run.paths).train
+    run.paths.events.unlink()
+    assert read_history(run.paths).train["step"].tolist() == whole["step"].tolist()
+
+
+def test_loss_that_was_not_finite_is_a_gap(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path)
+    run.launch(0)
+    run.metric("train", 5, loss=8.0)
+    run.metric("train", 10, loss=None)
+    assert read_history(run.paths).train["loss"].isna().tolist() == [False, True]
+
+
+def test_folder_without_a_ledger_gives_an_empty_history(tmp_path: Path) -> None:
+    history = read_history(RunPaths(tmp_path))
+    assert (len(history.train), len(history.evals), history.phases) == (0, 0, [])
+    assert (history.wall_sec, history.goodput) == (0, None)

@@ -1,0 +1,71 @@
+import math
+
+import pytest
+import torch
+
+from forge.config import Train
+from forge.optim import learning_rate, make_optimizer
+
+COSINE = Train(lr=1.0, warmup_steps=10, min_lr_ratio=0.1)
+WSD = Train(lr=1.0, warmup_steps=10, min_lr_ratio=0.1, schedule="wsd", wsd_decay_fraction=0.2)
+
+
+@pytest.mark.parametrize("train", [COSINE, WSD])
+def test_warm_up_rises_in_equal_steps_to_the_peak(train: Train) -> None:
+    rates = [learning_rate(step, train, 100) for step in range(10)]
+    assert rates == pytest.approx([0.1 * n for n in range(1, 11)])
+
+
+def test_cosine_is_halfway_in_the_middle_of_its_decay() -> None:
+    assert learning_rate(10, COSINE, 110) == pytest.approx(1.0)
+    assert learning_rate(60, COSINE, 110) == pytest.approx(0.55)
+    assert learning_rate(35, COSINE, 110) == pytest.approx(
+        0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2
+    )
+
+
+def test_wsd_is_flat_and_then_falls_in_a_straight_line() -> None:
+    assert {learning_rate(step, WSD, 100) for step in range(10, 81)} == {1.0}
+    assert learning_rate(90, WSD, 100) == pytest.approx(0.55)
+
+
+@pytest.mark.parametrize("train", [COSINE, WSD])
+@pytest.mark.parametrize("decay_steps", [1, 5, 10, 11, 100])
+def test_rate_stays_at_the_minimum_after_decay_steps(train: Train, decay_steps: int) -> None:
+    # 1, 5 and 10 end inside or at the end of the warm-up
+    assert {learning_rate(decay_steps + n, train, decay_steps) for n in (0, 1, 500)} == {0.1}
+
+
+def test_no_warm_up_starts_at_the_peak() -> None:
+    assert learning_rate(0, Train(lr=2.0, warmup_steps=0), 50) == 2.0
+
+
+def test_weight_decay_moves_matrices_and_not_norms() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.RMSNorm(4))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = make_optimizer(model, Train(lr=0.1, weight_decay=0.5))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    matrix, norm = model.parameters()
+    torch.testing.assert_close(matrix, before[0] * (1 - 0.1 * 0.5))
+    torch.testing.assert_close(norm, before[1])
+
+
+def test_fused_adamw_moves_weights_like_the_plain_one() -> None:
+    train = Train(lr=0.01, weight_decay=0.1, beta1=0.9, beta2=0.95)
+    fused = torch.nn.Linear(8, 8, bias=False)
+    plain = torch.nn.Linear(8, 8, bias=False)
+    plain.load_state_dict(fused.state_dict())
+    optimizers = [
+        make_optimizer(fused, train),
+        torch.optim.AdamW(
+            plain.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, foreach=False
+        ),
+    ]
+    for _ in range(5):
+        grad = torch.randn(8, 8)
+        for model, optimizer in zip((fused, plain), optimizers, strict=True):
+            model.weight.grad = grad.clone()
+            optimizer.step()
+    torch.testing.assert_close(fused.weight, plain.weight)

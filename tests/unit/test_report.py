@@ -1,0 +1,322 @@
+"""Report and `forge show`. Threats: a page that calls home, sampled text that runs in the reader's
+browser or terminal, and a failed run that leaves no report just when people need one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from recorded_run import RecordedRun, interrupted_run
+
+from forge.charts import time_blocks, time_ticks
+from forge.config import Config
+from forge.errors import ConfigError
+from forge.history import Phase, read_history
+from forge.report import duration, render, write_report
+from forge.show import show
+from forge.summary import summarise
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self.text += " "  # cells of a table are words of their own
+
+    def values(self, attribute: str) -> list[str]:
+        return [attrs[attribute] or "" for _, attrs in self.tags if attribute in attrs]
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> RecordedRun:
+    return interrupted_run(tmp_path / "base")
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def test_page_refers_to_nothing_outside_itself(finished: RecordedRun) -> None:
+    html = write_report(finished.paths).read_text()
+    page = Page(html)
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "img", "object", "base"}
+    references = [v for name in ("src", "href", "xlink:href", "srcset") for v in page.values(name)]
+    assert references, "the curves use marks by reference"
+    assert all(reference.startswith("#") for reference in references)
+    assert all(target.startswith("#") for target in re.findall(r"url\(['\"]?(.)", html))
+    assert "@import" not in html
+    assert "://" not in html
+
+
+def test_ids_in_the_page_are_unique_and_each_reference_has_its_target(
+    finished: RecordedRun,
+) -> None:
+    html = render(finished.paths)
+    page = Page(html)
+    ids = page.values("id")
+    assert len(ids) == len(set(ids))
+    used = [v.removeprefix("#") for v in page.values("xlink:href")] + re.findall(
+        r"url\(#(.*?)\)", html
+    )
+    assert used
+    assert set(used) <= set(ids)
+
+
+def test_headline_tells_status_loss_speed_and_goodput(finished: RecordedRun) -> None:
+    text = " ".join(Page(render(finished.paths)).text.split())
+    assert "✓ valid at step 200" in text
+    assert "8.50 → 3.83" in text
+    assert "200 of 200" in text
+    assert "2 min 58 s" in text
+    assert "56 %" in text
+
+
+def test_restarts_lineage_config_and_samples_are_on_the_page(finished: RecordedRun) -> None:
+    text = Page(render(finished.paths)).text
+    assert "Dashed: training went on from a checkpoint" in text
+    assert "cut off" in text
+    assert "0123abc with uncommitted changes" in text
+    assert "a1b2c3d4e5f6" in text
+    assert "max_steps: 200" in text
+    assert "def __init__(self):⏎" in text
+
+
+def test_pictures_are_told_to_those_who_do_not_see_them(finished: RecordedRun) -> None:
+    labels = Page(render(finished.paths)).values("aria-label")
+    assert any("held-out loss from 8.50 to 3.83 over steps 0 to 200" in label for label in labels)
+    assert any(label.startswith("Throughput: tokens per second: median") for label in labels)
+    assert any("Time bar: train 56 %" in label for label in labels)
+
+
+def test_equal_files_give_equal_bytes_in_another_process(finished: RecordedRun) -> None:
+    here = write_report(finished.paths).read_bytes()
+    code = (
+        "import sys; from pathlib import Path; from forge.paths import RunPaths\n"
+        "from forge.report import write_report; write_report(RunPaths(Path(sys.argv[1])))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "TZ": "Asia/Kolkata"}
+    subprocess.run([sys.executable, "-c", code, finished.root], check=True, env=environment)
+    assert finished.paths.report.read_bytes() == here
+
+
+def test_report_is_found_by_config(tmp_path: Path) -> None:
+    config = Config(results=str(tmp_path), run="by-config")
+    run = RecordedRun(tmp_path / "by-config")
+    assert write_report(config) == run.paths.report
+    assert run.paths.report.exists()
+
+
+def test_text_of_model_and_errors_is_escaped(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "hostile")
+    run.launch(0)
+    run.steps(1, 5)
+    run.event("failed", code=70, rank=0, message="<script>alert(1)</script>")
+    html = render(run.paths)
+    assert "<script>" not in html
+    assert "<script>alert(1)</script>" in Page(html).text
+
+
+# --- runs that did not go well ------------------------------------------------------------------
+
+
+def test_failed_preflight_has_a_report_with_the_fix_first(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "unfit")
+    run.freeze_config()
+    trouble = [
+        {"name": "memory", "status": "warn", "message": "2 GiB free", "fix": "close programs"},
+        {"name": "disk", "status": "fail", "message": "0.1 GiB free", "fix": "free space"},
+    ]
+    run.preflight(status="failed", trouble=trouble)
+    text = " ".join(Page(render(run.paths)).text.split())
+    assert "✗ preflight failed, training did not start" in text
+    assert "node02, disk: 0.1 GiB free. Fix: free space" in text
+    assert text.index("fail node02 disk") < text.index("warn node02 memory")
+    assert "2 of 4 checks passed" in text
+
+
+def test_run_with_one_point_says_what_is_missing(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "diverged")
+    run.launch(0)
+    run.steps(1, 5)
+    run.event("failed", code=70, rank=1, step=9, message="loss is inf\n  fix:   lower train.lr")
+    text = Page(render(run.paths)).text
+    assert "✗ step 9: failed on rank 1: loss is inf" in text
+    assert "fix: lower train.lr" in text
+    missing = ("config.json", "preflight:", "held-out loss:", "checkpoint: none", "validation:")
+    assert all(item in text for item in missing)
+    assert "training curve:" not in text
+
+
+def test_folder_with_nothing_in_it_has_a_report(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "new")
+    text = Page(render(run.paths)).text
+    assert "training has not started" in text
+    assert "No config.json in this run." in text
+
+
+def test_losses_that_never_were_finite_still_give_a_report(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "nan")
+    run.launch(0)
+    run.metric("train", 5, loss=None, tokens_per_sec=None)
+    assert "Throughput" not in render(run.paths)
+
+
+def test_invalid_checkpoint_is_bad_news_with_reasons(finished: RecordedRun) -> None:
+    finished.validate(200, status="invalid", reasons=("probe of rank 1 is 9.1, was 3.8",))
+    text = Page(render(finished.paths)).text
+    assert "✗ invalid at step 200" in text
+    assert "probe of rank 1 is 9.1, was 3.8" in text
+
+
+def test_verdict_on_an_older_checkpoint_does_not_speak_for_the_newer(
+    finished: RecordedRun,
+) -> None:
+    finished.launch(200)
+    finished.steps(201, 250)
+    finished.save(250)
+    finished.complete(250)
+    assert summarise(finished.paths).status == "trained to step 250, not validated"
+
+
+def test_failure_after_a_valid_checkpoint_is_the_headline(finished: RecordedRun) -> None:
+    finished.launch(200)
+    finished.steps(201, 210)
+    finished.event("failed", code=70, rank=0, message="loss is inf")
+    summary = summarise(finished.paths)
+    assert summary.tone == "bad"
+    assert summary.status == (
+        "step 210: failed on rank 0: loss is inf; its checkpoint is valid at step 200"
+    )
+
+
+# --- time bar and words -------------------------------------------------------------------------
+
+
+def test_time_bar_is_filled_and_true_to_the_seconds(finished: RecordedRun) -> None:
+    history = read_history(finished.paths)
+    blocks = time_blocks(history.phases, columns=50)
+    assert sum(b.width * b.height for b in blocks) == pytest.approx(1)
+    lost = sum(b.width * b.height for b in blocks if b.phase == "lost")
+    assert lost == pytest.approx(history.seconds["lost"] / history.wall_sec)
+
+
+def test_time_bar_of_a_long_run_stays_small_and_shows_short_stalls() -> None:
+    phases = []
+    for hour in range(5000):
+        start = hour * 3600.0
+        phases += [Phase("train", start, start + 3590), Phase("save", start + 3590, start + 3600)]
+    blocks = time_blocks(phases)
+    assert len(blocks) < 20_000
+    assert {block.phase for block in blocks} == {"train", "save"}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "last"), [(9.5, "8 s"), (178, "150 s"), (900, "15 min"), (400_000, "4 d")]
+)
+def test_time_ticks_are_round_and_inside(seconds: float, last: str) -> None:
+    ticks = time_ticks(seconds)
+    assert 3 <= len(ticks) <= 8
+    assert all(0 <= share <= 1 for share, _ in ticks)
+    assert ticks[-1][1] == last
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.42, "0.42 s"),
+        (9.5, "9.5 s"),
+        (59.7, "1 min"),
+        (200, "3 min 20 s"),
+        (7500, "2 h 5 min"),
+        (90_000, "1 d 1 h"),
+    ],
+)
+def test_duration_in_words(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+# --- forge show ---------------------------------------------------------------------------------
+
+
+def test_show_prints_status_paths_samples_and_lineage(
+    finished: RecordedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_report(finished.paths)
+    show([finished.paths])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "base: valid at step 200"
+    text = "\n".join(" ".join(line.split()) for line in lines)
+    assert f"checkpoint {finished.paths.latest} -> step-00000200" in text
+    assert f"report {finished.paths.report}" in text
+    assert "held-out loss 8.500 -> 3.827 nats per token (steps 0 -> 200)" in text
+    assert "samples def __init__(self):⏎" in text
+    assert "\nclass Reader(Base):⏎ pass" in text, "this text has its prompt already"
+    assert "tokens 0f1e2d3c4b5a (digest bbbb" in text
+    assert "python 3.11.9 · torch 2.13.0" in text
+
+
+def test_sampled_control_characters_never_reach_the_terminal(
+    finished: RecordedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show([finished.paths])
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "import sys\\x1b[31m" in out
+
+
+def test_terminal_gets_a_panel_and_no_color_is_honoured(
+    finished: RecordedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    colour = re.compile(r"\x1b\[[\d;]*3[0-7]")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    show([finished.paths])
+    assert colour.search(capsys.readouterr().out)
+    monkeypatch.setenv("NO_COLOR", "1")
+    show([finished.paths])
+    out = capsys.readouterr().out
+    assert "╭─" in out
+    assert "base: valid at step 200" in out
+    assert not colour.search(out)
+
+
+def test_show_needs_neither_torch_nor_pandas_nor_a_modern_locale(finished: RecordedRun) -> None:
+    code = (
+        "import sys; from pathlib import Path; from forge.paths import RunPaths\n"
+        "from forge.show import show; show([RunPaths(Path(sys.argv[1]))])\n"
+        "assert not {'torch', 'pandas', 'matplotlib'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, finished.root],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert "valid at step 200" in done.stdout
+
+
+def test_run_that_is_not_there_is_refused_with_those_that_are(finished: RecordedRun) -> None:
+    missing = RecordedRun(finished.root.parent / "gone").paths
+    missing.root.rmdir()
+    with pytest.raises(ConfigError, match="no run in") as refused:
+        show([missing])
+    assert "base" in refused.value.fix

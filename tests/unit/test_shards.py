@@ -1,0 +1,168 @@
+"""A damaged, cut or foreign folder of shards must never be trained on."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forge.errors import DataError, UnfitError
+from forge.manifest import write_json
+from forge.shards import Manifest, ShardSet, ShardWriter, Total, dtype_name
+
+VOCAB = 300
+
+
+def make(folder: Path, vocab_size: int = VOCAB) -> ShardSet:
+    """Three train shards and one of val."""
+    splits = {}
+    for split, num_documents in (("train", 5), ("val", 1)):
+        with ShardWriter(folder, f"{split}-00000", vocab_size, shard_tokens=1024) as writer:
+            for document in range(num_documents):
+                writer.add(np.full(600, document, dtype=np.uint32))
+        splits[split] = writer.entries
+    manifest = Manifest(
+        id="a" * 12,
+        dtype=dtype_name(vocab_size),
+        vocab_size=vocab_size,
+        eos_id=0,
+        tokenizer_id="b" * 12,
+        tokenizer_digest="c" * 64,
+        settings={},
+        inputs=[],
+        splits=splits,
+        totals={split: Total.of(entries) for split, entries in splits.items()},
+    )
+    write_json(folder / "manifest.json", manifest.model_dump(mode="json"))
+    return ShardSet.open(folder)
+
+
+def edit(folder: Path, change: Any) -> None:
+    values = json.loads((folder / "manifest.json").read_text())
+    change(values)
+    write_json(folder / "manifest.json", values)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    shards = make(tmp_path)
+    assert [shard.path.name for shard in shards.train] == [
+        f"train-00000-00{number}.bin" for number in range(3)
+    ]
+    assert [shard.num_tokens for shard in shards.train] == [1200, 1200, 600]
+    assert shards.train[1].read()[599:601].tolist() == [2, 3]
+    assert shards.num_bytes == 6 * 600 * 2
+    assert shards.vocab_size == VOCAB
+    shards.verify()
+
+
+@pytest.mark.parametrize(("vocab_size", "name"), [(65536, "uint16"), (65537, "uint32")])
+def test_dtype_is_the_smallest_that_fits(tmp_path: Path, vocab_size: int, name: str) -> None:
+    assert make(tmp_path, vocab_size).manifest.dtype == name
+    assert (tmp_path / "val-00000-000.bin").stat().st_size == 600 * np.dtype(name).itemsize
+
+
+def test_an_id_beyond_the_vocabulary_is_never_written(tmp_path: Path) -> None:
+    with (
+        pytest.raises(AssertionError, match="70000"),
+        ShardWriter(tmp_path, "train-00000", VOCAB, 1024) as writer,
+    ):
+        writer.add(np.array([70000], dtype=np.uint32))
+
+
+def test_an_unfinished_shard_has_no_name(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RuntimeError),
+        ShardWriter(tmp_path, "train-00000", VOCAB, 1024) as writer,
+    ):
+        writer.add(np.zeros(10, dtype=np.uint32))
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_unfit_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with (
+        pytest.raises(UnfitError, match="No space left"),
+        ShardWriter(tmp_path, "train-00000", VOCAB, 1024) as writer,
+    ):
+        writer.add(np.zeros(10, dtype=np.uint32))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    make(tmp_path).train[1].path.unlink()
+    with pytest.raises(DataError, match=r"train-00000-001\.bin is missing"):
+        ShardSet.open(tmp_path)
+
+
+def test_a_cut_shard_is_named(tmp_path: Path) -> None:
+    shards = make(tmp_path)
+    os.truncate(shards.val[0].path, 1198)
+    with pytest.raises(DataError, match=r"val-00000-000\.bin has 1198 bytes; the manifest says 12"):
+        ShardSet.open(tmp_path)
+
+
+def test_a_flipped_byte_is_named(tmp_path: Path) -> None:
+    shards = make(tmp_path)
+    data = bytearray(shards.train[2].path.read_bytes())
+    data[7] ^= 1
+    shards.train[2].path.write_bytes(data)
+    with pytest.raises(DataError, match=r"train-00000-002\.bin has digest"):
+        ShardSet.open(tmp_path).verify()
+
+
+def test_ranks_share_the_check_of_digests(tmp_path: Path) -> None:
+    shards = make(tmp_path)
+    shards.train[2].path.write_bytes(bytes(1200))
+    shards.verify((0, 4))
+    with pytest.raises(DataError, match="train-00000-002"):
+        shards.verify((2, 4))
+
+
+def test_an_unknown_format_version_is_refused(tmp_path: Path) -> None:
+    make(tmp_path)
+    edit(tmp_path, lambda values: values.update(format=2))
+    with pytest.raises(DataError, match="has shard format 2; this Forge reads format 1"):
+        ShardSet.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../a.bin", "/etc/a.bin", "sub/a.bin", ".hidden.bin", "a.txt"])
+def test_a_manifest_cannot_point_out_of_its_folder(tmp_path: Path, name: str) -> None:
+    make(tmp_path)
+    edit(tmp_path, lambda values: values["splits"]["train"][0].update(file=name))
+    with pytest.raises(DataError, match=r"splits\.train\.0\.file"):
+        ShardSet.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 70000}, "70000 token ids do not fit into uint16"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"eos_id": VOCAB}, f"eos_id {VOCAB} is not below"),
+        ({"totals": {"train": {"shards": 3, "documents": 5, "tokens": 1}}}, "totals"),
+        ({"surprise": 1}, "surprise"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    make(tmp_path)
+    edit(tmp_path, lambda values: values.update(changes))
+    with pytest.raises(DataError, match=message):
+        ShardSet.open(tmp_path)
+
+
+def test_the_digest_names_the_manifest(tmp_path: Path) -> None:
+    before = make(tmp_path).digest
+    assert ShardSet.open(tmp_path).digest == before
+    edit(tmp_path, lambda values: values.update(tokenizer_id="d" * 12))
+    assert ShardSet.open(tmp_path).digest != before

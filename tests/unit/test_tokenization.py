@@ -1,0 +1,378 @@
+"""Shards must not depend on the number of workers, nor on how often the work was killed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from forge import artefacts, encoding
+from forge.config import Config, Train
+from forge.errors import DataError
+from forge.paths import tokens_folder
+from forge.shards import ShardSet
+from forge.tokenization import split_of, tokenize
+from forge.tokenizer import LoadedTokenizer, build_tokenizer, load_tokenizer
+
+TOKENIZE = """
+import sys
+from forge.config import Config
+from forge.errors import ForgeError
+from forge.tokenization import tokenize
+try:
+    tokenize(Config.model_validate_json(sys.argv[1]), workers=2)
+except ForgeError as err:
+    print(err, file=sys.stderr)
+    sys.exit(err.code)
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus of 12 files and a tokenizer trained on it."""
+    root = tmp_path_factory.mktemp("base")
+    (root / "texts").mkdir()
+    for number in range(12):
+        (root / "texts" / f"{number:02}.txt").write_text(
+            "\n%%\n".join(
+                f"document {number}.{line}: naïve words {line * 7919}" for line in range(99)
+            )
+        )
+    build_tokenizer(configure(root))
+    return root
+
+
+@pytest.fixture
+def place(base: Path, tmp_path: Path) -> Path:
+    """A copy of `base` that a test may change."""
+    shutil.copytree(base, tmp_path, dirs_exist_ok=True)
+    os.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def same_folder_afterwards() -> Iterator[None]:
+    before = Path.cwd()
+    artefacts._cached_listing_digest.cache_clear()
+    yield
+    os.chdir(before)
+
+
+def configure(root: Path, vocab_size: int = 300, **settings: Any) -> Config:
+    """Inputs are named relative to `root`, so that copies of it have equal ids."""
+    os.chdir(root)
+    values = {"inputs": ["texts"], "document_separator": "\n%%\n", "part_mib": 0.005}
+    return Config(data="data", tokenizer={"vocab_size": vocab_size}, tokenize=values | settings)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def tokenizer_of(config: Config) -> LoadedTokenizer:
+    ids = artefacts.resolve_ids(config)
+    return load_tokenizer(Path(config.data) / "tokenizers" / ids.tokenizer)
+
+
+# --- what comes out -----------------------------------------------------------------------------
+
+
+def test_every_document_is_there_once_and_ends_with_eos(place: Path) -> None:
+    config = configure(place)
+    shards = ShardSet.open(tokenize(config, workers=2))
+    tokenizer = tokenizer_of(config)
+    for split in ("train", "val"):
+        expected = [
+            document
+            for path in sorted((place / "texts").iterdir())
+            for document in path.read_text().split("\n%%\n")
+            if split_of(document, config.tokenize.val_fraction) == split
+        ]
+        ids = np.concatenate([shard.read() for shard in getattr(shards, split)])
+        ends = np.flatnonzero(ids == tokenizer.eos_id)
+        found = [tokenizer.decode(part[:-1].tolist()) for part in np.split(ids, ends + 1)[:-1]]
+        assert found == expected
+        assert ends[-1] == len(ids) - 1
+        assert shards.manifest.totals[split].documents == len(expected)
+    shards.verify()
+    assert shards.vocab_size == 300
+
+
+def test_the_number_of_workers_does_not_change_a_byte(place: Path) -> None:
+    config = configure(place)
+    one = files_of(tokenize(config, workers=1))
+    shutil.rmtree(place / "data" / "tokens")
+    assert files_of(tokenize(config, workers=3)) == one
+    assert len(one) > 20
+
+
+def test_shards_are_cut_at_document_ends(place: Path) -> None:
+    config = configure(place, shard_tokens=1024, part_mib=1)
+    shards = ShardSet.open(tokenize(config, workers=1))
+    eos_id = shards.manifest.eos_id
+    assert len(shards.train) > 5
+    for shard in shards.train:
+        assert shard.read()[-1] == eos_id
+    for shard in shards.train[:-1]:
+        assert 1024 <= shard.num_tokens < 1024 + 100
+
+
+def test_documents_may_spell_the_end_of_text_token(place: Path) -> None:
+    (place / "texts" / "00.txt").write_text("about <|endoftext|> tokens")
+    config = configure(place)
+    build_tokenizer(config)
+    shards = ShardSet.open(tokenize(config, workers=1))
+    num_ends = sum(
+        int((shard.read() == shards.manifest.eos_id).sum()) for shard in shards.train + shards.val
+    )
+    assert num_ends == sum(total.documents for total in shards.manifest.totals.values())
+
+
+def test_equal_documents_never_land_in_both_splits() -> None:
+    splits = [split_of(f"document {number}", 0.05) for number in range(4000)]
+    assert splits == [split_of(f"document {number}", 0.05) for number in range(4000)]
+    assert 0.03 < splits.count("val") / len(splits) < 0.07
+
+
+def test_long_documents_encode_in_pieces_to_the_same_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(0)
+    atoms = ["a", "naïve", " ", "\n", "\n", "\r\n", "\t", "\x1c", "\u2028", "'s", "7", "世", "."]
+    texts = ["".join(random.choice(atoms, 400)) for _ in range(200)]
+    (tmp_path / "texts").write_text("".join(texts))  # so that runs of white space become tokens
+    build_tokenizer(configure(tmp_path, vocab_size=600))
+    tokenizer = tokenizer_of(configure(tmp_path, vocab_size=600))
+    whole = encoding.reference_encoder(tokenizer)(texts)
+    monkeypatch.setattr(encoding, "BATCH_BYTES", 5)
+    num_pieces = sum(len(list(encoding._pieces(text))) for text in texts)
+    pieces = encoding.reference_encoder(tokenizer)(texts)
+    assert num_pieces > 1000
+    for text, left, right in zip(texts, whole, pieces, strict=True):
+        assert left.tolist() == right.tolist() == tokenizer.encode(text)
+
+
+# --- ids ----------------------------------------------------------------------------------------
+
+
+def test_ids_follow_what_decides_the_artefact_and_nothing_else(place: Path) -> None:
+    (place / "more").mkdir()
+    (place / "more" / "x.txt").write_text("more")
+    base = artefacts.resolve_ids(configure(place, inputs=["texts", "more"]))
+    turned = artefacts.resolve_ids(configure(place, inputs=["more/*.txt", "texts"]))
+    assert turned == base
+    trained_otherwise = configure(place, inputs=["texts", "more"]).model_copy(
+        update={"run": "other", "train": Train(lr=1.0)}
+    )
+    assert artefacts.resolve_ids(trained_otherwise) == base
+    split = artefacts.resolve_ids(configure(place, inputs=["texts", "more"], val_fraction=0.1))
+    assert (split.tokenizer, split.tokens != base.tokens) == (base.tokenizer, True)
+    fewer = artefacts.resolve_ids(configure(place))
+    assert (fewer.tokenizer != base.tokenizer, fewer.tokens != base.tokens) == (True, True)
+
+
+def test_freezing_keeps_ids_that_are_there(place: Path) -> None:
+    frozen = artefacts.freeze(configure(place))
+    assert frozen.ids is not None
+    (place / "texts" / "more.txt").write_text("more")
+    artefacts._cached_listing_digest.cache_clear()
+    assert artefacts.freeze(frozen) is frozen
+    assert artefacts.freeze(configure(place)).ids != frozen.ids
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+def test_without_a_tokenizer_it_says_what_to_run(place: Path) -> None:
+    shutil.rmtree(place / "data" / "tokenizers")
+    with pytest.raises(DataError, match="there is no tokenizer") as caught:
+        tokenize(configure(place), workers=1)
+    assert "forge tokenizer" in caught.value.fix
+
+
+def test_an_empty_split_is_refused_with_counts(place: Path) -> None:
+    with pytest.raises(DataError, match="the val split is empty: 1188 documents to train on, 0"):
+        tokenize(configure(place, val_fraction=1e-9), workers=1)
+    with pytest.raises(DataError, match=r"the train split is empty: 0 documents .* 1188 held out"):
+        tokenize(configure(place, val_fraction=1 - 1e-9), workers=1)
+
+
+def test_an_empty_corpus_is_refused(place: Path) -> None:
+    config = configure(place)
+    build_tokenizer(config)
+    frozen = artefacts.freeze(config)
+    for path in (place / "texts").iterdir():
+        path.write_text(" " * path.stat().st_size)
+    with pytest.raises(DataError, match="has no documents: 12 files"):
+        tokenize(frozen, workers=1)
+
+
+def test_bad_bytes_are_named_from_a_worker_and_no_manifest_is_left(place: Path) -> None:
+    config = configure(place)
+    path = place / "texts" / "05.txt"
+    path.write_bytes(b"\xff" + path.read_bytes()[1:])
+    with pytest.raises(DataError, match=r"05\.txt is not UTF-8 at byte offset 0") as caught:
+        tokenize(config, workers=2)
+    assert "invalid_utf8" in caught.value.fix
+    folder = tokens_folder("data", artefacts.resolve_ids(config).tokens)
+    assert not (folder / "manifest.json").exists()
+    assert not list(folder.rglob(".*"))
+
+
+def test_replaced_bytes_are_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "texts" / "05.txt").write_bytes(b"one \xff two \xff")
+    config = configure(place, invalid_utf8="replace")
+    build_tokenizer(config)
+    capsys.readouterr()
+    tokenize(config, workers=2)
+    assert capsys.readouterr().err.count("05.txt is not UTF-8 at byte offset 4") == 1
+
+
+def test_inputs_that_changed_since_the_config_was_frozen_are_refused(place: Path) -> None:
+    config = artefacts.freeze(configure(place))
+    (place / "texts" / "more.txt").write_text("more")
+    artefacts._cached_listing_digest.cache_clear()
+    with pytest.raises(DataError, match="was frozen for tokens"):
+        tokenize(config, workers=1)
+
+
+# --- again --------------------------------------------------------------------------------------
+
+
+def test_a_second_time_there_is_nothing_to_do(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tokenize(configure(place), workers=1)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    capsys.readouterr()
+    tokenize(configure(place), workers=1)
+    assert "nothing to do" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_only_the_part_of_a_changed_input_is_made_again(place: Path) -> None:
+    folder = tokenize(configure(place), workers=1)
+    before = {path.name: path.stat().st_mtime_ns for path in (folder / "parts").iterdir()}
+    path = place / "texts" / "11.txt"
+    path.write_text(path.read_text().replace("words", "WORDS"))
+    tokenize(configure(place), workers=1)
+    after = {path.name: path.stat().st_mtime_ns for path in (folder / "parts").iterdir()}
+    assert [name for name in sorted(after) if after[name] != before[name]] == [max(after)]
+    ShardSet.open(folder).verify()
+
+
+def test_another_tokenizer_makes_all_parts_again(place: Path) -> None:
+    config = artefacts.freeze(configure(place))
+    folder = tokenize(config, workers=1)
+    for path in (place / "texts").iterdir():  # equal sizes, so equal ids
+        path.write_text(path.read_text().replace("naïve words", "words naïve"))
+    shutil.rmtree(place / "data" / "tokenizers")
+    tokenizer = load_tokenizer(build_tokenizer(config))
+    tokenize(config, workers=1)
+    assert ShardSet.open(folder).manifest.tokenizer_digest == tokenizer.digest
+    assert {
+        json.loads(path.read_text())["tokenizer_digest"] for path in folder.glob("parts/*")
+    } == {tokenizer.digest}
+
+
+def test_a_damaged_shard_is_made_again_when_the_work_goes_on(place: Path) -> None:
+    folder = tokenize(configure(place), workers=1)
+    whole = files_of(folder)
+    (folder / "manifest.json").unlink()
+    (folder / "train-00003-000.bin").write_bytes(b"\1" * len(whole["train-00003-000.bin"]))
+    (folder / "train-00004-000.bin").unlink()
+    tokenize(configure(place), workers=2)
+    assert files_of(folder) == whole
+
+
+# --- killed -------------------------------------------------------------------------------------
+
+
+def start_long_work(place: Path, long_part: bool = False) -> tuple[subprocess.Popen[str], Path]:
+    """Tokenizing in a process group of its own, long enough to be killed; and its folder."""
+    text = (place / "texts" / "00.txt").read_text()
+    for number in range(40):
+        (place / "texts" / f"{number:02}.txt").write_text(f"{number} {text}\n%%\n" * 25)
+    if long_part:
+        (place / "texts" / "03.txt").write_text(text * 2500)
+    config = configure(place)
+    build_tokenizer(config)
+    folder = place / tokens_folder("data", artefacts.resolve_ids(config).tokens)
+    process = subprocess.Popen(
+        [sys.executable, "-c", TOKENIZE, json.dumps(config.to_json())],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for(lambda: len(list(folder.glob("parts/part-*.json"))) >= 3)
+    assert process.poll() is None
+    return process, folder
+
+
+def wait_for(condition: Any, timeout_sec: float = 60) -> None:
+    deadline = time.monotonic() + timeout_sec
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def check_goes_on(place: Path, folder: Path) -> None:
+    """The same command keeps finished parts and ends as if nobody had disturbed it."""
+    kept = {path: path.stat().st_mtime_ns for path in folder.glob("parts/part-*.json")}
+    assert kept
+    assert not (folder / "manifest.json").exists()
+    tokenize(configure(place), workers=2)
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    disturbed = files_of(folder)
+    shutil.rmtree(folder)
+    assert files_of(place / tokenize(configure(place), workers=2)) == disturbed
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_work_leaves_no_workers_and_goes_on(place: Path, kind: signal.Signals) -> None:
+    process, folder = start_long_work(place)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(kind)
+    assert process.wait(timeout=30) == -kind
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
+    check_goes_on(place, folder)
+
+
+def test_ctrl_c_ends_the_workers_at_once(place: Path) -> None:
+    process, folder = start_long_work(place, long_part=True)  # which takes a worker 10 s
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    _, alive = psutil.wait_procs([psutil.Process(process.pid), *family], timeout=5)
+    assert alive == []
+    assert "KeyboardInterrupt" in process.communicate()[1]
+    assert not (folder / "manifest.json").exists()
+
+
+def test_a_killed_worker_is_told_as_lack_of_memory(place: Path) -> None:
+    process, folder = start_long_work(place)
+    workers = [
+        child
+        for child in psutil.Process(process.pid).children()
+        if "spawn_main" in " ".join(child.cmdline())
+    ]
+    assert len(workers) == 2
+    workers[0].kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 69, errors
+    assert "a worker process was killed after" in errors
+    assert "fewer workers" in errors
+    check_goes_on(place, folder)

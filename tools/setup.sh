@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Make .venv with the exact versions of constraints.txt. Called by make; PYTHON chooses the interpreter.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+
+pip_setting() { # a setting of pip, from its environment variable or its config files
+    local variable="PIP_$1"
+    if [ -n "${!variable:-}" ]; then
+        echo "${!variable}"
+    else
+        "$python" -m pip config get "global.$2" 2>/dev/null || true
+    fi
+}
+
+if command -v uv >/dev/null; then
+    # uv brings a Python where the system's is too old, but reads no pip settings: hand them on.
+    export UV_FIND_LINKS=${UV_FIND_LINKS:-$(pip_setting FIND_LINKS find-links | tr ' \n' ',,' | sed 's/,*$//')}
+    export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$(pip_setting INDEX_URL index-url)}
+    export UV_INDEX=${UV_INDEX:-$(pip_setting EXTRA_INDEX_URL extra-index-url | tr '\n' ' ')}
+    for name in UV_FIND_LINKS UV_DEFAULT_INDEX UV_INDEX; do
+        [ -n "${!name// /}" ] || unset "$name"
+    done
+    # An older release on the first index must not hide the pinned one on the next, as with pip.
+    export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
+    uv venv --quiet --clear --python "${PYTHON:->=3.11}" .venv
+    install=(uv pip install --quiet --python .venv/bin/python)
+else
+    if ! version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null); then
+        echo "setup: cannot run '$python'. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3.11" >&2
+        exit 69
+    fi
+    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        echo "setup: '$python' is Python $version; Forge needs 3.11 or newer." >&2
+        echo "  fix: name a newer one (make PYTHON=python3.11), load a module that has one, or install uv, which brings its own" >&2
+        exit 69
+    fi
+    if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+        echo "setup: '$python' cannot make virtual environments." >&2
+        echo "  fix: apt-get install python3-venv (Debian, Ubuntu), or install uv" >&2
+        exit 69
+    fi
+    "$python" -m venv --clear .venv
+    install=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
+fi
+echo "setup: installing into .venv (a minute or two) …"
+"${install[@]}" --constraint constraints.txt --editable '.[dev]'
+touch .venv/ready

@@ -1,0 +1,30 @@
+# Tokenizers and tokens: shared by every run with the same settings and inputs, named by content id.
+localrules:
+    tokenizer,
+
+
+rule tokenizer:
+    output:
+        f"{DATA}/tokenizers/{{tokenizer}}/manifest.json",
+    params:
+        settings=lambda w: overrides(TOKENIZERS[w.tokenizer], "tokenizer", "tokenize", "ids"),
+        data=DATA,
+    log:
+        f"{DATA}/logs/tokenizer-{{tokenizer}}.log",
+    shell:
+        "exec forge tokenizer /dev/null --log={log} --data={params.data:q} {params.settings:q}"
+
+
+rule tokenize:
+    input:
+        tokenizer_manifest,
+    output:
+        f"{DATA}/tokens/{{tokens}}/manifest.json",
+    params:
+        settings=lambda w: overrides(TOKENS[w.tokens], "tokenizer", "tokenize", "ids"),
+        data=DATA,
+    log:
+        f"{DATA}/logs/tokenize-{{tokens}}.log",
+    shell:
+        "exec forge tokenize /dev/null --workers={threads} --log={log}"
+        " --data={params.data:q} {params.settings:q}"
