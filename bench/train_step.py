@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge.config import Model, Train
-from forge.model import Decoder, keep_freed_memory, product_error, use_fast_fp32
+from forge.cpu import keep_freed_memory, product_error, use_fast_fp32
+from forge.model import Decoder
 from forge.optim import make_optimizer
 
 

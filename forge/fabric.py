@@ -27,9 +27,15 @@ def apply(settings: list[Setting], *, user_threads: str | None) -> list[Setting]
     """Set each variable that the user has not; the list tells which value won.
 
     user_threads: the user's own OMP_NUM_THREADS. Any other value there is the launcher's: torchrun
-    sets 1, Snakemake the cores of the whole rule for each rank.
+    sets 1, Snakemake (under four names) the cores of the whole rule for each rank.
     """
-    os.environ.pop("OMP_NUM_THREADS", None)
+    for name in (
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+        "NUMEXPR_NUM_THREADS",
+    ):
+        os.environ.pop(name, None)
     if user_threads:
         os.environ["OMP_NUM_THREADS"] = user_threads
     outcome = []

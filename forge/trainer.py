@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,14 +22,12 @@ from forge.lineage import lineage, versions
 from forge.loader import Loader, Windows, eval_batches
 from forge.manifest import digest_file
 from forge.model import Decoder
+from forge.numerics import PROBE_SAMPLES, numerics, precision, prepare, probe_samples
 from forge.paths import RunPaths, checkpoint_name, tokenizer_folder
 from forge.progress import Progress, say
 from forge.shards import ShardSet
 from forge.stopping import CAUSES, StopFlag
 from forge.world import World
-
-# Samples per rank in a checkpoint's probe: enough to see a wrong weight, cheap in an emergency stop.
-PROBE_SAMPLES = 4
 
 
 class Trainer:
@@ -377,30 +374,6 @@ class Trainer:
 # --- parts ---------------------------------------------------------------------------------------
 
 
-def precision(wanted: str | None, device: torch.device) -> str:
-    """`fp32` or `bf16`: as wanted, else fp32 on a CPU and bf16 on a GPU."""
-    return wanted or ("fp32" if device.type == "cpu" else "bf16")
-
-
-def numerics(device: torch.device, precision: str) -> dict[str, Any]:
-    """What decides the last bits of a loss besides weights and data."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {
-        "device": device.type,
-        "device_name": name,
-        "precision": precision,
-        "threads": torch.get_num_threads(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-    }
-
-
-def probe_samples(num_samples: int, rank: int) -> np.ndarray[Any, Any]:
-    """Numbers of the held-out samples that a rank's probe uses."""
-    numbers = np.arange(rank * PROBE_SAMPLES, (rank + 1) * PROBE_SAMPLES)
-    return numbers % num_samples
-
-
 def _shard(model: Decoder, world: World, precision: str) -> None:
     """FSDP2: each block is a unit; with bf16 the fp32 shards are cast as they are gathered."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -436,9 +409,7 @@ def train(
 
     spec.options: `shards`, the folder to read; `started`, epoch seconds when the launcher began.
     """
-    # True fp32 on every device: TF32 and bf16 shortcuts are a choice of train.precision alone.
-    torch.set_float32_matmul_precision("highest")
-    torch.use_deterministic_algorithms(world.device.type == "cpu")
+    prepare(world.device)
     shards = world.together(lambda: _open_verified(Path(spec.options["shards"]), world))
     trainer = Trainer(config, paths, world, shards, spec)
     trainer.resume()

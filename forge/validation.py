@@ -20,18 +20,18 @@ from forge import checkpoints, ledger, store
 from forge.artefacts import freeze
 from forge.config import Config, apply_overrides, checked
 from forge.errors import DataError, ForgeError
-from forge.lease import lease
 from forge.launcher import run_ranks
+from forge.lease import lease
 from forge.loader import Windows, eval_batches
 from forge.machine import Geometry, Machine
 from forge.manifest import read_json, write_json
 from forge.model import Decoder, sample
+from forge.numerics import PROBE_SAMPLES, numerics, prepare, probe_samples
 from forge.paths import RunPaths, tokenizer_folder, tokens_folder
 from forge.preflight import Check
 from forge.progress import say
 from forge.shards import ShardSet
 from forge.tokenizer import load_tokenizer
-from forge.trainer import PROBE_SAMPLES, numerics, probe_samples
 
 # How far a recomputed probe loss may be from the recorded one on another device, number of threads
 # or in another arithmetic. Equal conditions must give equal bits.
@@ -97,6 +97,7 @@ def examine(
 
     goal: the run's fit.json, whose step and weights must be these; None for a lone checkpoint.
     """
+    prepare(torch.device("cpu"))
     examination = _Examination(checkpoint, config, goal)
     checks: list[Check] = []
     try:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from forge.config import Config, apply_overrides, load_config, parse_override, read_cell
 from forge.errors import ConfigError
 

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+
 from forge.errors import UnfitError
 from forge.launch import Process, hostname
 from forge.lease import lease

@@ -14,10 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-import forge.model
+import forge.cpu
+import forge.loss
 from forge.config import Model
+from forge.cpu import use_fast_fp32
 from forge.errors import ConfigError
-from forge.model import Decoder, linear_cross_entropy, sample, use_fast_fp32
+from forge.loss import linear_cross_entropy
+from forge.model import Decoder, sample
 
 SMALL = Model(dim=32, layers=2, heads=4, kv_heads=2)
 VOCAB = 101
@@ -53,7 +56,7 @@ def one_rank() -> Iterator[None]:
 def test_chunked_loss_and_gradients_equal_those_of_whole_logits(
     monkeypatch: pytest.MonkeyPatch, rows: int, tied: bool
 ) -> None:
-    monkeypatch.setattr(forge.model, "LOGITS_BYTES_CPU", 4 * VOCAB * rows)
+    monkeypatch.setattr(forge.loss, "LOGITS_BYTES_CPU", 4 * VOCAB * rows)
     tokens = tokens_of(3, 11)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     model = Decoder(SMALL.model_copy(update={"tie_embeddings": tied}), VOCAB)
@@ -296,7 +299,7 @@ def test_arithmetic_as_rough_as_bf16_is_taken_back(
     monkeypatch: pytest.MonkeyPatch, default_fp32: None
 ) -> None:
     before = MATMUL.fp32_precision
-    monkeypatch.setattr(forge.model, "product_error", lambda: 3e-3)
+    monkeypatch.setattr(forge.cpu, "product_error", lambda: 3e-3)
     assert not use_fast_fp32()
     assert MATMUL.fp32_precision == before
 
@@ -305,7 +308,7 @@ def test_freed_tensors_are_used_again_without_new_pages() -> None:
     # a process of its own: the setting is for good
     program = """
 import resource, torch
-from forge.model import keep_freed_memory
+from forge.cpu import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

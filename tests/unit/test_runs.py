@@ -1,6 +1,7 @@
 """The sample sheet is typed by tired people: each mistake is told with row, column and value."""
 
 import pytest
+
 from forge.errors import ConfigError
 from forge.runs import read_runs, resolve_runs, shared_folders
 

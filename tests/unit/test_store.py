@@ -1,6 +1,7 @@
 """A checkpoint is valid or it is not there: half-written, damaged and foreign folders never resume."""
 
 import pytest
+
 from forge import store
 from forge.config import Ids, load_config
 from forge.errors import ConfigError, DataError, UnfitError

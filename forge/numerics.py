@@ -1,0 +1,48 @@
+"""What decides the last bits of a loss besides weights and data; set alike by training and validation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from forge import cpu
+
+# Samples per rank in a checkpoint's probe: enough to see a wrong weight, cheap in an emergency stop.
+PROBE_SAMPLES = 4
+
+
+def prepare(device: torch.device) -> None:
+    """Set this process up for exact and fast arithmetic. Once, before any tensor is computed."""
+    # True fp32: TF32 is a choice of train.precision alone.
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(device.type == "cpu")
+    if device.type == "cpu":
+        cpu.use_fast_fp32()
+        cpu.keep_freed_memory()
+
+
+def precision(wanted: str | None, device: torch.device) -> str:
+    """`fp32` or `bf16`: as wanted, else fp32 on a CPU and bf16 on a GPU."""
+    return wanted or ("fp32" if device.type == "cpu" else "bf16")
+
+
+def numerics(device: torch.device, precision: str) -> dict[str, Any]:
+    """What decides the last bits of a loss besides weights and data."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {
+        "device": device.type,
+        "device_name": name,
+        "precision": precision,
+        "threads": torch.get_num_threads(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cpu_products": torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def probe_samples(num_samples: int, rank: int) -> np.ndarray[Any, Any]:
+    """Numbers of the held-out samples that a rank's probe uses."""
+    numbers = np.arange(rank * PROBE_SAMPLES, (rank + 1) * PROBE_SAMPLES)
+    return numbers % num_samples
