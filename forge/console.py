@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -35,7 +34,7 @@ class RankProgress:
         self._last = time.monotonic()
         draft = self._file.with_suffix(".new")
         draft.write_text(json.dumps({**self._facts, "done": done, "note": note}))
-        os.replace(draft, self._file)
+        draft.replace(self._file)
 
 
 class Console:

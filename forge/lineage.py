@@ -52,7 +52,11 @@ def code() -> dict[str, Any]:
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10
+            ["git", "-C", str(folder), *arguments],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=10,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None  # no git here, or its file system hangs: the version still says something

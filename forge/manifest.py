@@ -72,16 +72,17 @@ def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     """
     with disk_trouble(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        temporary = Path(name)
         try:
             with os.fdopen(fd, mode) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's 0600 would hide it from the group
-            os.replace(temporary, path)
+            temporary.chmod(0o666 & ~_umask())  # mkstemp's 0600 would hide it from the group
+            temporary.replace(path)
         except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
         fsync_folder(path.parent)
 

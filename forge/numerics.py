@@ -15,8 +15,8 @@ PROBE_SAMPLES = 4
 
 def prepare(device: torch.device) -> None:
     """Set this process up for exact and fast arithmetic. Once, before any tensor is computed."""
-    # True fp32: TF32 is a choice of train.precision alone.
-    torch.set_float32_matmul_precision("highest")
+    # True fp32 on a GPU: TF32 would be a choice for train.precision to make.
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
     torch.use_deterministic_algorithms(device.type == "cpu")
     if device.type == "cpu":
         cpu.use_fast_fp32()
@@ -36,7 +36,7 @@ def numerics(device: torch.device, precision: str) -> dict[str, Any]:
         "device_name": name,
         "precision": precision,
         "threads": torch.get_num_threads(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "gpu_products": torch.backends.cuda.matmul.fp32_precision,
         "cpu_products": torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }

@@ -1,7 +1,8 @@
-"""The verb `stage`: token shards onto a node's own fast disk, by content, checked, private to the user."""
+"""The verb `stage`: token shards onto a node's own fast disk, by content, checked, private."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -60,10 +61,8 @@ def _private(base: Path) -> Path:
     root = base / f"forge-{os.getuid()}"
     with disk_trouble(root):
         base.mkdir(parents=True, exist_ok=True)
-        try:
+        with contextlib.suppress(FileExistsError):
             root.mkdir(mode=0o700)
-        except FileExistsError:
-            pass
         found = os.lstat(root)  # not stat: a planted link must not be followed
     wrong = (
         "is not a folder (a planted link?)"

@@ -121,7 +121,7 @@ def test_decay_stays_as_at_the_first_start_when_the_goal_is_raised(paths):
 
 def test_goal_below_latest_is_refused_and_nothing_is_deleted(paths):
     saved = save(paths, 50)
-    with pytest.raises(ConfigError, match="max_steps is 20, but .* is at step 50"):
+    with pytest.raises(ConfigError, match=r"max_steps is 20, but .* is at step 50"):
         store.check_compatible(
             config_of(**{"train.max_steps": 20, "train.decay_steps": 200}), saved
         )
