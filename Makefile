@@ -17,7 +17,7 @@ test: .venv/ready
 check: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/snakefmt --check --quiet workflow
+	$(BIN)/snakefmt --check workflow
 	$(BIN)/snakemake --lint
 	$(BIN)/mypy
 	$(BIN)/python -m forge.config_docs --check

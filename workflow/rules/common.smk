@@ -30,7 +30,8 @@ def read_runs():
     sheet = base.pop("runs", "config/runs.tsv")
     try:
         runs = {
-            name: freeze(settings) for name, settings in resolve_runs(base, sheet).items()
+            name: freeze(settings)
+            for name, settings in resolve_runs(base, sheet).items()
         }
         shared_folders(runs)
         # Refused here, before a rule runs: Snakemake removes a rule's outputs before it starts it.
@@ -54,14 +55,17 @@ wildcard_constraints:
     tokens="[0-9a-f]{12}",
 
 
-def sections(settings, *names):
-    """Sections of a config as one line of JSON: the form in which params are compared."""
+def science(settings):
+    """The config without the sections of what comes after training, as one line of JSON."""
     values = settings.to_json()
-    return json.dumps({name: values[name] for name in names}, sort_keys=True)
+    return json.dumps(
+        {name: values[name] for name in values if name not in ("validate", "report")},
+        sort_keys=True,
+    )
 
 
 def overrides(settings, *names):
-    """The same as arguments of a verb."""
+    """Sections of a config as arguments of a verb."""
     values = settings.to_json()
     return [f"--{name}={json.dumps(values[name], sort_keys=True)}" for name in names]
 
@@ -93,7 +97,11 @@ def resumed_files(runs):
         )
     for name, step in RESUMED.items():
         logger.info(f"resume {name}: step {step} of {runs[name].train.max_steps}")
-    return expand(f"{RESULTS}/{{run}}/{{file}}", run=RESUMED, file=("validated.json", "report.html"))
+    return expand(
+        f"{RESULTS}/{{run}}/{{file}}",
+        run=RESUMED,
+        file=("validated.json", "report.html"),
+    )
 
 
 onstart:
@@ -108,4 +116,7 @@ onstart:
 onsuccess:
     finished = [name for name in RUNS if RunPaths.of(RUNS[name]).report.exists()]
     if finished:
-        shell("forge show {folders:q}", folders=[f"{RESULTS}/{name}" for name in finished])
+        shell(
+            "forge show {folders:q}",
+            folders=[f"{RESULTS}/{name}" for name in finished],
+        )

@@ -6,11 +6,13 @@ localrules:
 rule tokenizer:
     output:
         f"{DATA}/tokenizers/{{tokenizer}}/manifest.json",
-    params:
-        settings=lambda w: overrides(TOKENIZERS[w.tokenizer], "tokenizer", "tokenize", "ids"),
-        data=DATA,
     log:
         f"{DATA}/logs/tokenizer-{{tokenizer}}.log",
+    params:
+        settings=lambda w: overrides(
+            TOKENIZERS[w.tokenizer], "tokenizer", "tokenize", "ids"
+        ),
+        data=DATA,
     shell:
         "exec forge tokenizer /dev/null --log={log} --data={params.data:q} {params.settings:q}"
 
@@ -20,11 +22,11 @@ rule tokenize:
         tokenizer_manifest,
     output:
         f"{DATA}/tokens/{{tokens}}/manifest.json",
+    log:
+        f"{DATA}/logs/tokenize-{{tokens}}.log",
     params:
         settings=lambda w: overrides(TOKENS[w.tokens], "tokenizer", "tokenize", "ids"),
         data=DATA,
-    log:
-        f"{DATA}/logs/tokenize-{{tokens}}.log",
     shell:
         "exec forge tokenize /dev/null --workers={threads} --log={log}"
         " --data={params.data:q} {params.settings:q}"

@@ -5,7 +5,7 @@ localrules:
 
 rule validate_run:
     input:
-        config=ancient(f"{RESULTS}/{{run}}/config.json"),
+        config=f"{RESULTS}/{{run}}/config.json",
         fit=f"{RESULTS}/{{run}}/fit.json",
     output:
         report(
@@ -13,17 +13,17 @@ rule validate_run:
             caption="../report/validated.rst",
             category="{run}",
         ),
-    params:
-        settings=lambda w: sections(RUNS[w.run], "validate", "report"),
     log:
         f"{RESULTS}/{{run}}/logs/validate.log",
+    params:
+        settings=lambda w: overrides(RUNS[w.run], "validate", "report"),
     shell:
-        "exec forge validate {input.config:q} --log={log}"
+        "exec forge validate {input.config:q} --log={log} {params.settings:q}"
 
 
 rule report_run:
     input:
-        config=ancient(f"{RESULTS}/{{run}}/config.json"),
+        config=f"{RESULTS}/{{run}}/config.json",
         fit=f"{RESULTS}/{{run}}/fit.json",
         validated=f"{RESULTS}/{{run}}/validated.json",
     output:

@@ -7,18 +7,20 @@ localrules:
 rule config_run:
     output:
         f"{RESULTS}/{{run}}/config.json",
-    params:
-        config=lambda w: json.dumps(RUNS[w.run].to_json(), sort_keys=True),
     log:
         f"{RESULTS}/{{run}}/logs/config.log",
+    params:
+        # What the model is made from, and no more: whatever changes here trains on. The sections of
+        # later rules are those rules' params. (With ancient() on this file a changed param of a rule
+        # downstream is lost: Snakemake does not look at it when a rule upstream has to run.)
+        config=lambda w: science(RUNS[w.run]),
     shell:
         "exec forge config /dev/stdin --log={log} <<< {params.config:q}"
 
 
 rule stage_run:
     input:
-        # ancient: params decide what a new config means, not the time it was written at.
-        config=ancient(f"{RESULTS}/{{run}}/config.json"),
+        config=f"{RESULTS}/{{run}}/config.json",
         tokens=tokens_manifest,
     output:
         temp(f"{RESULTS}/{{run}}/.allocation/stage.json"),
@@ -34,7 +36,7 @@ rule stage_run:
 
 rule preflight_run:
     input:
-        config=ancient(f"{RESULTS}/{{run}}/config.json"),
+        config=f"{RESULTS}/{{run}}/config.json",
         stage=f"{RESULTS}/{{run}}/.allocation/stage.json",
     output:
         temp(f"{RESULTS}/{{run}}/.allocation/preflight.json"),
@@ -53,16 +55,13 @@ rule preflight_run:
 
 rule fit:
     input:
-        config=ancient(f"{RESULTS}/{{run}}/config.json"),
+        config=f"{RESULTS}/{{run}}/config.json",
         tokens=tokens_manifest,
         tokenizer=tokenizer_manifest,
         stage=f"{RESULTS}/{{run}}/.allocation/stage.json",
         preflight=f"{RESULTS}/{{run}}/.allocation/preflight.json",
     output:
         f"{RESULTS}/{{run}}/fit.json",
-    params:
-        # Science only: another machine, path or launcher never trains again.
-        science=lambda w: sections(RUNS[w.run], "model", "train", "ids"),
     log:
         f"{RESULTS}/{{run}}/logs/fit.log",
     group:

@@ -1,0 +1,71 @@
+"""Whatever a tired person types is refused with key, file and value, before anything is made."""
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("bad_input")
+
+
+def refused(project, *messages, target="train"):
+    code, output = project.snakemake(target)
+    assert code != 0
+    for message in messages:
+        assert message in output, output[-3000:]
+    assert "Traceback" not in output
+    assert not (project.root / "results").exists()
+
+
+def test_unknown_key(project):
+    project.write_config(train={"max_stepz": 5})
+    refused(project, "unknown key train.max_stepz (did you mean max_steps?)")
+
+
+def test_bad_cell_of_the_sample_sheet(project):
+    project.write_runs("run\ttrain.lr\nbase\tfast\n")
+    refused(project, "row 2 (run base), column train.lr: value 'fast'")
+
+
+def test_double_and_illegal_run_names(project):
+    project.write_runs("run\nbase\nbase\n")
+    refused(project, "'base' is there twice")
+    project.write_runs("run\n$(reboot)\n")
+    refused(project, "'$(reboot)' cannot name a run")
+
+
+def test_missing_corpus(project):
+    project.write_config(tokenize={"inputs": ["nowhere/*.txt"]})
+    refused(project, "nowhere/*.txt")
+
+
+def test_resume_without_a_checkpoint(project):
+    refused(project, "nothing to resume: none of base has", target="resume")
+
+
+def test_errors_of_the_corpus_name_file_and_place(project):
+    bad = project.root / "corpus" / "bad.txt"
+    bad.write_bytes(b"fine so far \xff\xfe no more")
+    code, output = project.snakemake("train")
+    assert code != 0
+    assert "bad.txt" in output and "12" in output and "invalid_utf8" in output
+
+
+def test_corpus_without_held_out_documents(project):
+    for file in sorted((project.root / "corpus").iterdir())[1:]:
+        file.unlink()
+    code, output = project.snakemake("train")
+    assert code != 0
+    assert "val" in output and "fix:" in output
+
+
+def test_corpus_shorter_than_a_sample(project):
+    project.one_rank()
+    project.write_config(train={"seq_len": 100000})
+    code, output = project.snakemake("train")
+    assert code != 0
+    assert "100000" in output and "Traceback" not in output
+
+
+def test_ranks_that_cannot_share_the_batch(project):
+    project.write_config(train={"batch_size": 7})
+    code, output = project.snakemake("train")
+    assert code != 0
+    assert "batch_size 7 cannot be shared by a world of 2" in output

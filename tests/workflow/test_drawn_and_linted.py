@@ -1,0 +1,39 @@
+"""The workflow draws itself with every profile, its lint is clean, and the drawn pictures are true."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import REPOSITORY
+
+PROFILES = sorted(path.parent.name for path in (REPOSITORY / "profiles").glob("*/config.yaml"))
+
+
+def snakemake(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "snakemake", *arguments],
+        cwd=REPOSITORY,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_dag_is_drawn_with_every_profile(profile):
+    done = snakemake("--profile", f"profiles/{profile}", "--forceall", "--dag", "dot", "train")
+    assert done.returncode == 0, done.stderr
+    for rule in ("tokenizer", "tokenize", "stage_run", "preflight_run", "fit", "validate_run"):
+        assert rule in done.stdout
+
+
+def test_lint_is_clean():
+    done = snakemake("--lint")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Congratulations" in done.stdout + done.stderr
+
+
+def test_rule_graph_in_the_documents_is_todays():
+    done = snakemake("--profile", "profiles/local", "--forceall", "--rulegraph", "dot", "train")
+    assert done.stdout == (REPOSITORY / "docs/rulegraph.dot").read_text(), "run: make dag"

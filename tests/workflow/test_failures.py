@@ -1,0 +1,74 @@
+"""A rule that fails leaves what people need to see why; Snakemake deletes only what it declared."""
+
+import shutil
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("failures")
+
+
+def test_failing_preflight_leaves_its_findings(project):
+    project.one_rank()
+    project.machine(preflight={"min_free_memory_gib": 100000})
+    code, output = project.snakemake("train")
+    assert code != 0
+    assert "memory: " in output and "100,000" not in output.split("memory:")[0]
+    assert project.read("preflight.json")["status"] == "failed"
+    assert "memory\tfail" in project.path("preflight.tsv").read_text()
+    assert not project.path("fit.json").exists()
+
+
+def test_failing_fit_leaves_checkpoints_metrics_events_and_logs(project):
+    project.one_rank()
+    project.write_config(train={"lr": 1e30, "warmup_steps": 0, "checkpoint_every": 1})
+    code, output = project.snakemake("train")
+    assert code != 0
+    assert "not finite" in output
+    assert "Traceback" not in output
+    assert not project.path("fit.json").exists()
+    for name in ("metrics.jsonl", "events.jsonl", "preflight.json", "config.json"):
+        assert project.path(name).exists()
+    assert list(project.path("logs").glob("local.*.0.log"))
+    report = project.forge("report", "results/base/config.json")
+    assert report.returncode == 0
+    assert "not finite" in project.path("report.html").read_text()
+
+
+def test_failing_validation_leaves_its_verdict_and_the_checkpoint(project):
+    project.one_rank()
+    code, output = project.snakemake("--until", "fit")
+    assert code == 0, output
+    shard = next(project.path("checkpoints/latest").resolve().glob("__0_*.distcp"))
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    shard.write_bytes(damaged)
+    code, output = project.snakemake("train")
+    assert code != 0
+    verdict = project.read("validation.json")
+    assert verdict["status"] == "invalid"
+    assert "another digest" in verdict["reasons"][0]
+    assert not project.path("validated.json").exists()
+    assert shard.exists()
+
+
+def test_full_disk_is_told_as_such(project):
+    results = project.root / "results"
+    results.mkdir()
+    project.one_rank()
+    mounted = (
+        shutil.which("mount")
+        and not __import__("subprocess")
+        .run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(results)], check=False)
+        .returncode
+    )
+    if not mounted:
+        pytest.skip("needs permission to mount a small file system")
+    try:
+        project.machine(preflight={"min_free_disk_gib": 0})
+        code, output = project.snakemake("train")
+    finally:
+        __import__("subprocess").run(["umount", "-l", str(results)], check=True)
+    assert code != 0
+    assert "No space left on device" in output
+    assert "free space" in output
+    assert "this is a bug" not in output

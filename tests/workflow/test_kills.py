@@ -1,0 +1,72 @@
+"""Ctrl-C and kill -9 at night: the same command goes on, to weights equal to the last bit."""
+
+import os
+import signal
+
+import pytest
+from conftest import kill_tree, wait
+
+pytestmark = pytest.mark.xdist_group("kills")
+
+
+def finish(project, undisturbed):
+    code, output = project.snakemake("train")
+    assert code == 0, output
+    assert (
+        project.read("fit.json")["weights_digest"] == undisturbed.read("fit.json")["weights_digest"]
+    )
+    assert project.read("validation.json")["status"] == "valid"
+    return output
+
+
+@pytest.fixture
+def long_project(project):
+    project.write_config(train={"max_steps": 40})
+    return project
+
+
+def test_kill_9_of_everything_then_the_same_command_ends_identical(long_project, undisturbed):
+    process = long_project.start("train")
+    long_project.wait_for_step(6, process)
+    kill_tree(process.pid)
+    process.communicate()
+    assert not long_project.path("fit.json").exists()
+    output = finish(long_project, undisturbed)
+    assert "resume from" in output
+
+
+def test_kill_9_of_snakemake_alone_stops_its_ranks_and_the_next_goes_on(long_project, undisturbed):
+    process = long_project.start("train")
+    long_project.wait_for_step(6, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    wait(lambda: not long_project.processes(), 60)
+    stopped = long_project.steps()
+    assert long_project.path("checkpoints/latest").resolve().name == f"step-{stopped:08d}"
+    finish(long_project, undisturbed)
+
+
+def test_ctrl_c_commits_and_the_same_command_goes_on(long_project, undisturbed):
+    process = long_project.start("train")
+    long_project.wait_for_step(6, process)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does: everyone in the group
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "Ctrl-C" in output and "give the same command again" in output
+    assert not long_project.processes()
+    finish(long_project, undisturbed)
+
+
+def test_two_complete_runs_from_scratch_give_the_same_digests(long_project, undisturbed):
+    finish(long_project, undisturbed)
+    for name in ("data/tokenizers", "data/tokens"):
+        first, second = (
+            {
+                str(file.relative_to(made.root)): file.read_bytes()
+                for file in sorted((made.root / name).rglob("*"))
+                if file.is_file()
+            }
+            for made in (undisturbed, long_project)
+        )
+        assert first == second
+        assert any(file.endswith("manifest.json") for file in first)

@@ -1,0 +1,123 @@
+"""One project from its first start: trained once, never again without a reason, and only what changed."""
+
+import shutil
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("life")
+
+
+def test_one_command_gives_a_validated_checkpoint_and_a_report(shared_project):
+    shared_project.one_rank()
+    code, output = shared_project.snakemake("train")
+    assert code == 0, output
+    assert shared_project.read("fit.json")["step"] == 12
+    assert shared_project.read("validation.json")["status"] == "valid"
+    assert shared_project.read("validated.json")["status"] == "valid"
+    report = shared_project.path("report.html").read_text()
+    assert "<svg" in report and "http://" not in report.replace("http://www.w3.org", "")
+    assert shared_project.path("checkpoints/latest").resolve().name == "step-00000012"
+    for shown in ("NODE ", "held-out loss", "report.html", "checkpoints/latest", "def "):
+        assert shown in output
+
+
+def test_allocation_files_are_gone_and_what_people_read_is_kept(shared_project):
+    assert not shared_project.path(".allocation/stage.json").exists()
+    for name in ("metrics.jsonl", "events.jsonl", "preflight.json", "preflight.tsv", "logs"):
+        assert shared_project.path(name).exists()
+
+
+def test_the_same_command_on_a_finished_run_does_nothing(shared_project):
+    before = shared_project.path("fit.json").stat().st_mtime_ns
+    code, output = shared_project.snakemake("train")
+    assert code == 0
+    assert "Nothing to be done" in output
+    assert shared_project.path("fit.json").stat().st_mtime_ns == before
+
+
+def test_another_profile_trains_nothing_again(shared_project):
+    profiles = shared_project.root / "profiles"
+    shutil.copytree(profiles / "local", profiles / "other")
+    config = profiles / "other/config.yaml"
+    text = config.read_text().replace("tasks_per_node: 1", "tasks_per_node: 2")
+    config.write_text(text.replace("profiles/local", "profiles/other"))
+    (profiles / "other/machine.yaml").write_text("launcher: torchrun\n")
+    code, output = shared_project.snakemake("train", profile="profiles/other")
+    assert code == 0
+    assert "Nothing to be done" in output
+
+
+def test_a_new_row_trains_only_the_new_run_on_the_shared_tokens(shared_project):
+    first = shared_project.path("fit.json").stat().st_mtime_ns
+    shared_project.write_runs("run\ttrain.seed\nbase\t0\nsecond\t1\n")
+    code, output = shared_project.snakemake("train")
+    assert code == 0, output
+    assert shared_project.path("fit.json").stat().st_mtime_ns == first
+    assert shared_project.read("fit.json", "second")["step"] == 12
+    assert "rule tokenize" not in output
+    weights = [shared_project.read("fit.json", run)["weights_digest"] for run in ("base", "second")]
+    assert weights[0] != weights[1]
+
+
+def test_new_prompts_validate_again_and_train_nothing(shared_project):
+    shared_project.write_config(report={"prompts": ["while "]})
+    code, output = shared_project.snakemake("-n", "train")
+    assert code == 0
+    assert "rule validate_run" in output
+    assert "rule fit" not in output
+    shared_project.write_config()
+
+
+def test_goal_below_latest_is_refused_before_anything_is_removed(shared_project):
+    shared_project.write_config(train={"max_steps": 5})
+    code, output = shared_project.snakemake("train")
+    assert code != 0
+    assert "train.max_steps is 5" in output
+    assert "at step 12" in output
+    assert shared_project.read("fit.json")["step"] == 12
+    assert shared_project.forge("train", "config/config.yaml").returncode == 78
+
+
+def test_changed_science_is_refused_by_key_and_nothing_is_overwritten(shared_project):
+    before = shared_project.path("config.json").read_bytes()
+    shared_project.write_config(train={"lr": 0.5})
+    code, output = shared_project.snakemake("train")
+    assert code != 0
+    assert "train.lr is 0.5, the checkpoint has 0.003" in output
+    assert shared_project.path("config.json").read_bytes() == before
+    shared_project.write_config()
+
+
+def test_dangling_latest_is_refused_with_what_to_do(shared_project):
+    link = shared_project.path("checkpoints/latest")
+    target = link.resolve()
+    target.rename(target.with_name("moved"))
+    code, output = shared_project.snakemake("train")
+    assert code != 0
+    assert "is not there" in output and "ln -sfn step-00000008" in output
+    target.with_name("moved").rename(target)
+
+
+def test_raised_goal_stages_checks_and_trains_on_in_one_go(shared_project):
+    shared_project.write_config(train={"max_steps": 20})
+    code, output = shared_project.snakemake("train")
+    assert code == 0, output
+    order = [output.index(f"rule {name}:") for name in ("stage_run", "preflight_run", "fit")]
+    assert order == sorted(order)
+    assert shared_project.read("fit.json")["step"] == 20
+    assert "beyond decay_steps 12" in output
+    assert shared_project.read("validation.json")["step"] == 20
+
+
+def test_resume_names_run_step_and_goal_and_removes_a_stop_file(shared_project):
+    shared_project.write_config(train={"max_steps": 24})
+    stop = shared_project.path("STOP")
+    stop.touch()
+    code, output = shared_project.snakemake("train")
+    assert code != 0
+    assert "STOP asks this run to stop" in output
+    code, output = shared_project.snakemake("resume")
+    assert code == 0, output
+    assert "resume base: step 20 of 24" in output
+    assert not stop.exists()
+    assert shared_project.read("fit.json")["step"] == 24
