@@ -3,6 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 snakemake=(.venv/bin/snakemake --profile "${1:-profiles/local}" --quiet all)
+export PYTHONHASHSEED=0 # else the order of nodes changes from call to call
 mkdir -p docs
 # --forceall: a finished run is drawn as a whole, too.
 "${snakemake[@]}" --forceall --dag dot train >docs/dag.dot

@@ -1,5 +1,6 @@
 """The workflow draws itself with every profile, its lint is clean, and the drawn pictures are true."""
 
+import re
 import subprocess
 import sys
 
@@ -34,6 +35,14 @@ def test_lint_is_clean():
     assert "Congratulations" in done.stdout + done.stderr
 
 
+def edges(dot):
+    """Pairs of rule names; their order in the text changes from call to call."""
+    names = dict(re.findall(r'(\d+)\[label = "(\w+)', dot))
+    return {(names[a], names[b]) for a, b in re.findall(r"(\d+) -> (\d+)", dot)}
+
+
 def test_rule_graph_in_the_documents_is_todays():
     done = snakemake("--profile", "profiles/local", "--forceall", "--rulegraph", "dot", "train")
-    assert done.stdout == (REPOSITORY / "docs/rulegraph.dot").read_text(), "run: make dag"
+    drawn = edges((REPOSITORY / "docs/rulegraph.dot").read_text())
+    assert ("tokenizer", "tokenize") in drawn
+    assert edges(done.stdout) == drawn, "run: make dag"

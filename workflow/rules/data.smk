@@ -8,11 +8,13 @@ rule tokenizer:
         f"{DATA}/tokenizers/{{tokenizer}}/manifest.json",
     log:
         f"{DATA}/logs/tokenizer-{{tokenizer}}.log",
+    conda:
+        "../envs/forge.yaml"
     params:
-        settings=lambda w: overrides(
+        settings=lambda w: helpers.overrides(
             TOKENIZERS[w.tokenizer], "tokenizer", "tokenize", "ids"
         ),
-        data=DATA,
+        data=lambda w: DATA,
     shell:
         "exec forge tokenizer /dev/null --log={log} --data={params.data:q} {params.settings:q}"
 
@@ -24,9 +26,13 @@ rule tokenize:
         f"{DATA}/tokens/{{tokens}}/manifest.json",
     log:
         f"{DATA}/logs/tokenize-{{tokens}}.log",
+    conda:
+        "../envs/forge.yaml"
     params:
-        settings=lambda w: overrides(TOKENS[w.tokens], "tokenizer", "tokenize", "ids"),
-        data=DATA,
+        settings=lambda w: helpers.overrides(
+            TOKENS[w.tokens], "tokenizer", "tokenize", "ids"
+        ),
+        data=lambda w: DATA,
     shell:
         "exec forge tokenize /dev/null --workers={threads} --log={log}"
         " --data={params.data:q} {params.settings:q}"

@@ -15,8 +15,10 @@ rule validate_run:
         ),
     log:
         f"{RESULTS}/{{run}}/logs/validate.log",
+    conda:
+        "../envs/forge.yaml"
     params:
-        settings=lambda w: overrides(RUNS[w.run], "validate", "report"),
+        settings=lambda w: helpers.overrides(RUNS[w.run], "validate", "report"),
     shell:
         "exec forge validate {input.config:q} --log={log} {params.settings:q}"
 
@@ -34,5 +36,7 @@ rule report_run:
         ),
     log:
         f"{RESULTS}/{{run}}/logs/report.log",
+    conda:
+        "../envs/forge.yaml"
     shell:
         "exec forge report {input.config:q} --log={log}"

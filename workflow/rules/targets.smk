@@ -14,14 +14,9 @@ rule train:
         expand(f"{RESULTS}/{{run}}/report.html", run=RUNS),
 
 
-def resumable(wildcards):
-    """What `train` asks for, of the runs that have a checkpoint."""
-    return resumed_files(RUNS)
-
-
 rule resume:
     input:
-        resumable,
+        resumed_files,
 
 
 rule preflight:

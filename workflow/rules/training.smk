@@ -9,11 +9,13 @@ rule config_run:
         f"{RESULTS}/{{run}}/config.json",
     log:
         f"{RESULTS}/{{run}}/logs/config.log",
+    conda:
+        "../envs/forge.yaml"
     params:
         # What the model is made from, and no more: whatever changes here trains on. The sections of
         # later rules are those rules' params. (With ancient() on this file a changed param of a rule
         # downstream is lost: Snakemake does not look at it when a rule upstream has to run.)
-        config=lambda w: science(RUNS[w.run]),
+        config=lambda w: helpers.science(RUNS[w.run]),
     shell:
         "exec forge config /dev/stdin --log={log} <<< {params.config:q}"
 
@@ -28,6 +30,8 @@ rule stage_run:
         f"{RESULTS}/{{run}}/logs/stage.log",
     group:
         "allocation"
+    conda:
+        "../envs/forge.yaml"
     resources:
         machine="profiles/local/machine.yaml",
     shell:
@@ -44,6 +48,8 @@ rule preflight_run:
         f"{RESULTS}/{{run}}/logs/preflight.log",
     group:
         "allocation"
+    conda:
+        "../envs/forge.yaml"
     resources:
         machine="profiles/local/machine.yaml",
         nodes=1,
@@ -66,6 +72,8 @@ rule fit:
         f"{RESULTS}/{{run}}/logs/fit.log",
     group:
         "allocation"
+    conda:
+        "../envs/forge.yaml"
     resources:
         machine="profiles/local/machine.yaml",
         nodes=1,
