@@ -1,6 +1,6 @@
 """How fast are batches made, against random reads of a memmap and a bare cast? Mtok/s, medians.
 
-python bench/loader.py [--quick]    about 20 s
+python -m bench.loader [--quick]    about 20 s
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How fast is one training step, against nanoGPT's? Side by side in one run, medians and ratios.
 
-python bench/train_step.py [--quick]    at most 90 s, most of it nanoGPT's steps and the compiler
+python -m bench.train_step [--quick]    at most 90 s, most of it nanoGPT's steps and the compiler
 """
 
 from __future__ import annotations

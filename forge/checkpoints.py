@@ -7,6 +7,7 @@ with an unpickler that knows the index's own classes and nothing else.
 from __future__ import annotations
 
 import pickle
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from forge.world import World
 
 # As fast as raw write + fsync on local disks and network file systems.
 WRITER_THREADS = 4
+FULL_MIB = 16  # with less than this free, a failed write is put down to a full disk
 
 
 def training_state(
@@ -68,9 +70,13 @@ def _own_files(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
 
 def _disk_error(err: CheckpointException, folder: Path) -> ForgeError:
     causes = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in err.failures.items())
+    # torch's file writer tells of a full disk as an "unexpected pos".
+    free_mib = shutil.disk_usage(folder).free / 2**20
     return UnfitError(
         f"cannot write checkpoint {folder}: {causes}",
-        cause="the disk is full, read-only or failing",
+        cause=f"no space left on the device: {free_mib:.1f} MiB are free"
+        if free_mib < FULL_MIB
+        else "the disk is read-only or failing",
         fix="free space and give the same command again; the last checkpoint is intact",
     )
 

@@ -149,15 +149,27 @@ def _cores(options: argparse.Namespace) -> int:
 
 
 def _tokenizer(options: argparse.Namespace) -> None:
+    from forge.artefacts import freeze
+    from forge.lease import lease
+    from forge.paths import tokenizer_folder
     from forge.tokenizer import build_tokenizer
 
-    build_tokenizer(_load(options))
+    config = freeze(_load(options))
+    assert config.ids
+    with lease(tokenizer_folder(config.data, config.ids.tokenizer), "tokenizer"):
+        build_tokenizer(config)
 
 
 def _tokenize(options: argparse.Namespace) -> None:
+    from forge.artefacts import freeze
+    from forge.lease import lease
+    from forge.paths import tokens_folder
     from forge.tokenization import tokenize
 
-    tokenize(_load(options), workers=_cores(options))
+    config = freeze(_load(options))
+    assert config.ids
+    with lease(tokens_folder(config.data, config.ids.tokens), "tokenize"):
+        tokenize(config, workers=_cores(options))
 
 
 def _stage(options: argparse.Namespace) -> None:

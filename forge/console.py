@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from contextlib import AbstractContextManager, ExitStack
@@ -33,8 +34,9 @@ class RankProgress:
             return
         self._last = time.monotonic()
         draft = self._file.with_suffix(".new")
-        draft.write_text(json.dumps({**self._facts, "done": done, "note": note}))
-        draft.replace(self._file)
+        with contextlib.suppress(OSError):  # a bar that cannot move on a full disk ends nothing
+            draft.write_text(json.dumps({**self._facts, "done": done, "note": note}))
+            draft.replace(self._file)
 
 
 class Console:
@@ -60,11 +62,12 @@ class Console:
     def show(self) -> None:
         lines = self._folder / LINES
         if lines.exists():
-            with open(lines) as file:
+            # Bytes, not text: what is there may end in the middle of a character.
+            with open(lines, "rb") as file:
                 file.seek(self._shown)
-                whole, newline, _ = file.read().rpartition("\n")
-            self._shown += len((whole + newline).encode())
-            for line in whole.splitlines():
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._shown += len(whole + newline)
+            for line in whole.decode(errors="replace").splitlines():
                 say(line)
         self._show_bar()
 

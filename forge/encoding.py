@@ -1,12 +1,14 @@
-"""Documents to arrays of token ids: the one function that faster encoders can stand in for."""
+"""Documents to arrays of token ids: by the tokenizers library, or faster with the same ids."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from forge.tokenizer import LoadedTokenizer
@@ -18,6 +20,25 @@ BATCH_BYTES = 2**20
 # Between the only newline after a word and the next word, no pattern of ByteLevel reaches across:
 # its words hold no white space, and "\n" alone is one word whether the text ends there or goes on.
 BOUNDARY = re.compile(r"(?<=\S\n)(?=\S)")
+
+# gigatoken remembers every word it has met, without a limit (7 bytes per byte of new words, as
+# measured); it is loaded afresh when this process has grown by so much, which takes 0.1 s.
+MEMORY_BYTES = 2**29
+
+# The tokenizers library is about 100 times slower, so the sample is small: the first characters
+# that a process encodes (30 ms), then an excerpt in every so many (1 % of the time).
+CHECK_FIRST = 2**15
+CHECK_EVERY = 2**22
+EXCERPT = 512
+
+# What splits text into words differs in: contractions, runs of white space, digits and signs,
+# other scripts, combining marks, joined emoji, the first and last of each length in UTF-8.
+PROBE = (
+    "I'll they'Ve we're'll 'S \u2019s x='s'  \t a\n\n  b\r\n \r\n\n c \x0b\x0c\x1c\x85\xa0\u2003\u2028 d"
+    "   1 12 123 1234567 ٣٤٥ ½ Ⅷ x2y3.14,000e-5 __init__ != >>> ... <|endoftext|> <|im_start|> "
+    "naïve nai\u0308ve Grüße ΑΒΓ Ж世界、日本語 한국어 नमस्ते ไทย \u05d0\u05d1 👩\u200d🚀🏳️\u200d🌈 \ufeff "
+    "\0\x7f\x80\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff\t\t\n "
+)
 
 Ids = NDArray[np.uint32]
 # Ids of each document, in order, without special tokens.
@@ -46,6 +67,96 @@ def reference_encoder(tokenizer: LoadedTokenizer) -> Encode:
         return [np.concatenate(parts) for parts in ids]
 
     return encode
+
+
+class NoFastEncoder(Exception):
+    """Why the fast encoder cannot stand in for the tokenizers library, in words for a person."""
+
+
+class OtherIds(Exception):
+    """The fast encoder gave other ids than the tokenizers library: the text, in words."""
+
+
+def fast_encoder(tokenizer: LoadedTokenizer) -> Encode:
+    """gigatoken, with the ids of `reference_encoder`: a sample of all that it encodes is compared.
+
+    Raises NoFastEncoder; the function that it returns raises OtherIds.
+    """
+    source = _plain_text_bpe(tokenizer)
+    try:
+        import gigatoken
+
+        unchecked = _Gigatoken(gigatoken.Tokenizer.from_json, source)
+    except ImportError as err:
+        raise NoFastEncoder(f"gigatoken cannot be imported ({err})") from None
+    except ValueError as err:
+        raise NoFastEncoder(f"gigatoken cannot load this tokenizer ({err})") from None
+    reference = reference_encoder(tokenizer)
+    try:
+        _compare(unchecked, reference, PROBE)
+    except OtherIds as err:
+        raise NoFastEncoder(str(err)) from None
+    return _checked(unchecked, reference)
+
+
+def _plain_text_bpe(tokenizer: LoadedTokenizer) -> str:
+    """The tokenizer's JSON without special tokens, which a text can only spell, never be."""
+    parts = json.loads(tokenizer.tokenizer.to_str())
+    model, words = parts["model"], parts["pre_tokenizer"] or {}
+    steps = words.get("pretokenizers", [words])
+    if model["type"] != "BPE" or steps[-1].get("type") != "ByteLevel" or model.get("dropout"):
+        raise NoFastEncoder("the tokenizer is not a byte-level BPE")
+    if parts["normalizer"] not in (None, {"type": "NFC"}):
+        raise NoFastEncoder("the tokenizer changes the text before it encodes")
+    if not all(token["special"] for token in parts["added_tokens"]):
+        raise NoFastEncoder("the tokenizer has added tokens that are found in plain text")
+    return json.dumps(parts | {"added_tokens": [], "post_processor": None})
+
+
+class _Gigatoken:
+    """An Encode that bounds the memory of gigatoken's cache of words."""
+
+    def __init__(self, load: Callable[[str], Any], source: str) -> None:
+        self._load, self._source = load, source
+        self._tokenizer: Any = None
+        self._process = psutil.Process()
+        self._start()
+
+    def _start(self) -> None:
+        self._tokenizer = None  # frees the old cache before the new one grows
+        self._tokenizer = self._load(self._source)
+        self._most_bytes = self._process.memory_info().rss + MEMORY_BYTES
+
+    def __call__(self, documents: list[str]) -> list[Ids]:
+        if self._process.memory_info().rss > self._most_bytes:
+            self._start()
+        # One by one on this thread is as fast as its batches, and gives arrays at once.
+        return [self._tokenizer.encode(document) for document in documents]
+
+
+def _checked(fast: Encode, reference: Encode) -> Encode:
+    first, since_last, num_checks = CHECK_FIRST, 0, 0
+
+    def encode(documents: list[str]) -> list[Ids]:
+        nonlocal first, since_last, num_checks
+        for document in documents:
+            if first > 0:
+                _compare(fast, reference, document[:first])
+                first -= len(document)
+            since_last += len(document)
+            if since_last >= CHECK_EVERY:
+                # Places all over the documents, the same ones when the work is done again.
+                start = num_checks * 7919 * EXCERPT % max(1, len(document) - EXCERPT + 1)
+                _compare(fast, reference, document[start : start + EXCERPT])
+                since_last, num_checks = 0, num_checks + 1
+        return fast(documents)
+
+    return encode
+
+
+def _compare(fast: Encode, reference: Encode, text: str) -> None:
+    if not np.array_equal(fast([text])[0], reference([text])[0]):
+        raise OtherIds(f"gigatoken gives other ids than tokenizers for a text with {text[:40]!r}")
 
 
 def _is_divisible(tokenizer: LoadedTokenizer) -> bool:

@@ -34,7 +34,7 @@ class Rank:
 def this_rank(expected_world_size: int, ranks_per_node: int) -> Rank:
     """This process's rank: RANK, LOCAL_RANK, WORLD_SIZE, else Slurm's names, else the only rank.
 
-    Also sets the three with setdefault, so that torch and loggers see one shape. Raises
+    An empty value counts as none. Also sets the three, so that torch and loggers see one shape. Raises
     ConfigError when the world is not the geometry's: a wrong launch line silently runs one rank.
     """
     environ = os.environ
@@ -43,7 +43,7 @@ def this_rank(expected_world_size: int, ranks_per_node: int) -> Rank:
         ("LOCAL_RANK", "SLURM_LOCALID", "0"),
         ("WORLD_SIZE", "SLURM_NTASKS", "1"),
     ):
-        environ.setdefault(name, environ.get(slurm_name) or alone)
+        environ[name] = environ.get(name) or environ.get(slurm_name) or alone
     rank = Rank(
         int(environ["RANK"]), int(environ["LOCAL_RANK"]), int(environ["WORLD_SIZE"]), ranks_per_node
     )

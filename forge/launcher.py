@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -20,7 +21,7 @@ from forge.console import Console
 from forge.errors import Exit, ForgeError, UnfitError
 from forge.launch import Process, hostname, stop_with_parent, user_threads
 from forge.machine import Geometry, Machine
-from forge.manifest import read_json, write_json
+from forge.manifest import disk_trouble, read_json, write_json
 from forge.paths import RunPaths
 from forge.progress import say
 
@@ -29,6 +30,7 @@ ORPHAN_WAIT_SEC = 30.0
 MAX_RESTARTS_AFTER_LOSS = 2
 
 POLL_SEC = 0.05
+RESERVED_BYTES = 8192
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -78,7 +80,31 @@ class Record:
     result: dict[str, Any] = field(default_factory=dict)
 
     def write(self, spec: Spec) -> None:
-        write_json(spec.folder / f"rank-{self.rank}.json", asdict(self))
+        """Leave the record, also on a full disk: into the space that `reserve` has kept."""
+        path = spec.folder / f"rank-{self.rank}.json"
+        try:
+            write_json(path, asdict(self))
+        except UnfitError:
+            short = asdict(self) | {"message": self.message[: RESERVED_BYTES // 2]}
+            with open(path.with_suffix(".reserve"), "r+") as file:
+                file.write(json.dumps(short)[:RESERVED_BYTES])
+
+    @classmethod
+    def read(cls, spec: Spec, rank: int) -> Record:
+        """What this rank left; `lost` if it left nothing."""
+        path = spec.folder / f"rank-{rank}.json"
+        for file in (path, path.with_suffix(".reserve")):
+            if file.exists() and file.read_text().strip():
+                return cls(**read_json(file))
+        return cls("lost", rank, message="it ended without a word")
+
+
+def reserve(spec: Spec) -> None:
+    """Keep a few blocks of the disk for each rank's last word."""
+    for rank in range(spec.geometry.world_size):
+        path = spec.folder / f"rank-{rank}.reserve"
+        with disk_trouble(path):
+            path.write_text(" " * RESERVED_BYTES)
 
 
 def run_ranks(
@@ -108,6 +134,7 @@ def run_ranks(
         options=options or {},
     )
     command = _command(machine, geometry, spec.write())
+    reserve(spec)
     log = paths.logs / f"{machine.launcher}.{spec.launch}.log"
     if task == "train":
         ledger.record(
@@ -235,14 +262,7 @@ def _wait_for_orphans(paths: RunPaths) -> None:
 
 
 def _records(spec: Spec) -> list[Record]:
-    records = []
-    for rank in range(spec.geometry.world_size):
-        path = spec.folder / f"rank-{rank}.json"
-        if path.exists():
-            records.append(Record(**read_json(path)))
-        else:
-            records.append(Record("lost", rank, message="it ended without a word"))
-    return records
+    return [Record.read(spec, rank) for rank in range(spec.geometry.world_size)]
 
 
 def verdict(records: list[Record], spec: Spec) -> Record:

@@ -42,7 +42,7 @@ def short_id(value: Any) -> str:
 
 @contextmanager
 def disk_trouble(path: Path) -> Iterator[None]:
-    """Turn a full, read-only or forbidden disk into an UnfitError that names the path."""
+    """Turn a full, read-only or forbidden disk, or a file in the way, into an UnfitError."""
     try:
         yield
     except OSError as err:
@@ -54,6 +54,8 @@ def disk_trouble(path: Path) -> Iterator[None]:
             errno.EROFS: "the file system is read-only: choose another folder",
             errno.EACCES: "you may not write there: check owner and mode, or choose another folder",
             errno.EPERM: "you may not write there: check owner and mode, or choose another folder",
+            errno.ENOTDIR: "a file is in the way of a folder: choose another folder",
+            errno.EEXIST: "a file is in the way of a folder: choose another folder",
             errno.EIO: "the disk or the network file system reports an error: use another one",
         }
         if err.errno not in fixes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 from forge import ledger
 
 # Dense bf16 tensor-core peaks in FLOP/s. Source: NVIDIA data sheets (A100, H100, H200 SXM; RTX PRO
-# 6000 Blackwell), without sparsity. Longest name first, since "H100" is in "H100 NVL".
+# 6000 Blackwell), without sparsity. Longer names first, since "H100" is in "H100 NVL" too.
 PEAK_BF16_FLOPS = {
     "RTX PRO 6000": 503.8e12,
     "A100": 312e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835.5e12,
     "H100": 989.4e12,
     "H200": 989.4e12,
 }
@@ -23,7 +25,7 @@ PEAK_BF16_FLOPS = {
 def peak_flops(device_name: str) -> float | None:
     """Peak bf16 FLOP/s of one GPU by its name; None for a CPU or an unknown GPU."""
     for name, peak in PEAK_BF16_FLOPS.items():
-        if name in device_name:
+        if re.search(rf"\b{name}\b", device_name):  # not the A100 in "RTX A1000"
             return peak
     return None
 

@@ -53,6 +53,7 @@ def preflight(config: Config, machine: Machine, geometry: Geometry) -> Path:
     check_geometry(machine, geometry, config)
     paths = RunPaths.of(config)
     with lease(paths.root, "preflight"):
+        paths.preflight_pass.unlink(missing_ok=True)  # an earlier pass says nothing about today
         node = list(node_checks(config, paths, machine, geometry))
         # Ranks on a node that is unfit would only fail in a less readable way.
         ranks = [] if _failed(node) else _check_ranks(paths, machine, geometry)
@@ -241,7 +242,12 @@ def rank_checks(record: Record, geometry: Geometry) -> Iterator[Check]:
     where = ", ".join(f"{r['rank']}={r['host']}:{r['device']}" for r in ranks[:16])
     numbers = sorted(rank["rank"] for rank in ranks)
     mapped = numbers == list(range(world))
-    yield Check("mapping", "ok" if mapped else "fail", f"world of {world}: {where}")
+    yield Check(
+        "mapping",
+        "ok" if mapped else "fail",
+        f"world of {world}: {where}",
+        "" if mapped else "give the --nodes and --ranks-per-node that the launcher starts",
+    )
     yield Check("rendezvous", "ok", f"{result['backend']} over {result['interface'] or 'any'}")
     differing = [rank["rank"] for rank in ranks if rank["versions"] != ranks[0]["versions"]]
     if differing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -26,10 +27,13 @@ def copy_to(file: IO[str]) -> None:
 
 
 def say(message: str) -> None:
-    """One line for a person, on standard error so that standard output stays data."""
-    print(message, file=sys.stderr, flush=True)
-    for file in _copies:
-        print(message, file=file, flush=True)
+    """One line for a person, on standard error so that standard output stays data.
+
+    A line that cannot be written (disk of a log full, reader gone) never ends the work it tells of.
+    """
+    for file in (sys.stderr, *_copies):
+        with contextlib.suppress(OSError):
+            print(message, file=file, flush=True)
 
 
 def is_terminal() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -56,9 +57,10 @@ def _prepare(spec: Spec, rank: Rank) -> None:
         f"[RANK {rank.rank}] WORLD_SIZE={rank.world_size} host={hostname()} pid={os.getpid()}"
         f" interface={interface} threads={os.environ['OMP_NUM_THREADS']} launch={spec.launch}"
     )
-    print(banner, flush=True)
+    lines = [banner, *(f"{s.name}={s.value}   {s.reason}" for s in settings)]
+    with contextlib.suppress(OSError):  # a full disk is told by what needs it more than a log
+        print(*lines, sep="\n", flush=True)
     for setting in settings:
-        print(f"{setting.name}={setting.value}   {setting.reason}", flush=True)
         if not setting.won:
             progress.say(f"{setting.name}={setting.value} is yours and stays")
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from forge.artefacts import freeze
 from forge.config import Config
 from forge.errors import DataError, UnfitError
 from forge.launch import hostname, node_local_folder
-from forge.lease import lease
 from forge.machine import Machine
 from forge.manifest import disk_trouble, write_json
 from forge.paths import RunPaths, tokens_folder
@@ -47,7 +47,7 @@ def stage(config: Config, machine: Machine) -> Path:
         say(f"stage: reading in place from {folder} ({reason})")
     else:
         folder = root / source.digest[:32]
-        with lease(root, "stage"):
+        with _alone(root):
             skipped = _place(source, folder)
     seconds = round(time.time() - started, 3)
     facts = {"bytes": source.num_bytes, "digest": source.digest, "skipped": skipped}
@@ -80,6 +80,18 @@ def _private(base: Path) -> Path:
             fix="set stage.folder in machine.yaml to a folder of your own, or remove it",
         )
     return root
+
+
+@contextlib.contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """Wait until no other run stages on this node: runs of a sweep do so at the same time.
+
+    flock and not a lease: the kernel gives it back with a killed process, and the folder is this
+    node's own.
+    """
+    with open(root / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _reason_to_stay(mode: str, source: Path, root: Path) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,14 @@ from pydantic import ValidationError
 from forge import artefacts, corpus
 from forge.config import Config, Tokenize
 from forge.corpus import InputFile
-from forge.encoding import BATCH_BYTES, Encode, reference_encoder
+from forge.encoding import (
+    BATCH_BYTES,
+    Encode,
+    NoFastEncoder,
+    OtherIds,
+    fast_encoder,
+    reference_encoder,
+)
 from forge.errors import DataError, UnfitError
 from forge.manifest import digest_file, disk_trouble, read_json, write_json
 from forge.paths import tokenizer_folder, tokens_folder
@@ -68,9 +75,10 @@ def tokenize(config: Config, *, workers: int) -> Path:
         say(f"tokens {folder.name}: nothing to do")
         return folder
     _clean(folder)
-    job = _Job(folder, tokenizer_place, config.tokenize)
+    job = _Job(folder, tokenizer_place, config.tokenize, fast=_can_be_fast(folder, tokenizer))
+    groups = _group(files, config.tokenize.part_mib)
     try:
-        parts = _encode_parts(job, _group(files, config.tokenize.part_mib), workers)
+        parts = _encode_with_fallback(job, groups, workers)
     finally:
         _clean(folder)  # an ended worker leaves the shard that it was writing
     manifest = _manifest(folder.name, config, tokenizer, parts)
@@ -115,7 +123,7 @@ def _clean(folder: Path) -> None:
     """Take away the manifest, which no longer holds, and what a killed run was writing."""
     with disk_trouble(folder):
         (folder / MANIFEST).unlink(missing_ok=True)
-        for leftover in [*folder.glob(".*"), *(folder / "parts").glob(".*")]:
+        for leftover in [*folder.rglob(".*.bin.*"), *folder.rglob(".*.json.*")]:
             leftover.unlink()
 
 
@@ -181,6 +189,36 @@ def _say_result(folder: Path) -> None:
     say(f"tokens {folder.name}: {counts}, {shards.num_bytes / 1e6:.1f} MB in {folder}")
 
 
+# --- which encoder ------------------------------------------------------------------------------
+
+# In a folder whose parts gigatoken once encoded to other ids: a run that goes on must not trust it.
+ONLY_TOKENIZERS = "only-tokenizers"
+
+
+def _can_be_fast(folder: Path, tokenizer: LoadedTokenizer) -> bool:
+    try:
+        if (folder / ONLY_TOKENIZERS).exists():
+            raise NoFastEncoder("gigatoken gave other ids before")
+        fast_encoder(tokenizer)
+    except NoFastEncoder as err:
+        say(f"{err}: encoding with tokenizers, the same ids but many times slower")
+        return False
+    return True
+
+
+def _encode_with_fallback(job: _Job, groups: list[list[InputFile]], workers: int) -> list[Part]:
+    """Every part's record. Where a sample shows other ids, no part keeps what gigatoken made."""
+    try:
+        return _encode_parts(job, groups, workers)
+    except OtherIds as err:
+        say(f"{err}: encoding every part again with tokenizers, many times slower")
+    with disk_trouble(job.folder):
+        (job.folder / ONLY_TOKENIZERS).touch()
+        for record in (job.folder / "parts").glob("part-*.json"):
+            record.unlink()
+    return _encode_parts(replace(job, fast=False), groups, workers)
+
+
 # --- the pool of workers ------------------------------------------------------------------------
 
 
@@ -191,6 +229,8 @@ class _Job:
     folder: Path
     tokenizer: Path
     settings: Tokenize
+    fast: bool
+    """Encode with gigatoken, and compare a sample with tokenizers."""
 
 
 def _encode_parts(job: _Job, groups: list[list[InputFile]], workers: int) -> list[Part]:
@@ -279,9 +319,9 @@ def _die_with(parent: int) -> None:
 
 
 @functools.cache
-def _loaded(folder: Path) -> tuple[LoadedTokenizer, Encode]:
+def _loaded(folder: Path, fast: bool) -> tuple[LoadedTokenizer, Encode]:
     tokenizer = load_tokenizer(folder)
-    return tokenizer, reference_encoder(tokenizer)
+    return tokenizer, (fast_encoder if fast else reference_encoder)(tokenizer)
 
 
 class Part(Entry):
@@ -295,7 +335,7 @@ class Part(Entry):
 
 def _make_part(number: int, files: list[InputFile]) -> tuple[Part, list[str]]:
     """The record of one part, and warnings for people. A part that is there and holds is kept."""
-    tokenizer, encode = _loaded(_job.tokenizer)
+    tokenizer, encode = _loaded(_job.tokenizer, _job.fast)
     inputs = _input_entries(files)
     path = _job.folder / "parts" / f"part-{number:05d}.json"
     kept = _finished_part(path, inputs, tokenizer)

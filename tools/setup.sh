@@ -44,5 +44,5 @@ else
     install=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
 fi
 echo "setup: installing into .venv (a minute or two) …"
-"${install[@]}" --constraint constraints.txt --editable '.[dev]'
+"${install[@]}" --constraint constraints.txt --editable '.[dev,bench]'
 touch .venv/ready

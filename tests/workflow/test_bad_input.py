@@ -37,7 +37,10 @@ def test_missing_corpus(project):
 
 
 def test_resume_without_a_checkpoint(project):
-    refused(project, "nothing to resume: none of base has", target="resume")
+    code, output = project.snakemake("resume")
+    assert code != 0
+    assert "nothing to resume: none of base has" in output
+    assert "Start with the target `train`" in output
 
 
 def test_errors_of_the_corpus_name_file_and_place(project):

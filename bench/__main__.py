@@ -1,0 +1,40 @@
+"""Run the measurements one after another, each in processes of its own, and print their tables."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+PARTS = {
+    "tokenization": "text to ids, per core",
+    "loader": "batches",
+    "train_step": "one training step",
+    "parallel": "DDP and FSDP2 on two ranks",
+    "dry_run": "the workflow's own time",
+}
+
+
+def main() -> int:
+    """The largest exit status of the parts."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description=__doc__,
+        epilog="parts: " + " · ".join(f"{name}: {text}" for name, text in PARTS.items()),
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(PARTS)}")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in PARTS]
+    if unknown:
+        parser.error(f"there is no part {unknown[0]!r}; choose from {', '.join(PARTS)}")
+    worst = 0
+    for name in options.names or PARTS:
+        print(f"\n== {name}: {PARTS[name]}", flush=True)
+        command = [sys.executable, "-m", f"bench.{name}", *["--quick"] * options.quick]
+        worst = max(worst, abs(subprocess.run(command, check=False).returncode))
+    return worst
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,206 @@
+"""People and Snakemake go by the exit code; a mistake of the user must not look like a bug."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from forge import cli, progress
+from forge.cli import main
+from forge.errors import ConfigError, DataError, Exit, ForgeError, TrainingError, UnfitError
+from forge.launcher import RankFailure, Record
+
+HEAVY = {"torch", "pandas", "numpy", "tokenizers", "pyarrow", "matplotlib", "rich"}
+
+
+@pytest.fixture(autouse=True)
+def by_hand(monkeypatch):
+    monkeypatch.delenv("FORGE_IN_WORKFLOW", raising=False)
+    monkeypatch.setattr(progress, "_copies", [])
+
+
+@pytest.fixture
+def config(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("run: small\n")
+    return str(file)
+
+
+def failing(monkeypatch, error):
+    def action(_options):
+        raise error
+
+    monkeypatch.setattr(cli, "_report", action)
+
+
+# --- exit codes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError, 78),
+        (DataError, 65),
+        (UnfitError, 69),
+        (TrainingError, 70),
+        (ForgeError, 70),
+    ],
+)
+def test_each_mistake_has_its_code_and_three_parts_and_no_traceback(
+    config, monkeypatch, capsys, error, code
+):
+    failing(monkeypatch, error("it is 3, not 4", cause="a cut", fix="do it again"))
+    assert main(["report", config]) == code
+    said = capsys.readouterr().err
+    assert said == "forge report: it is 3, not 4\n  cause: a cut\n  fix:   do it again\n"
+
+
+def test_failure_of_a_rank_gives_the_ranks_code(config, monkeypatch, tmp_path):
+    record = Record("failed", 1, Exit.STOPPED, message="stopped")
+    failing(monkeypatch, RankFailure(record, tmp_path))
+    assert main(["report", config]) == 75
+
+
+def test_bug_gives_70_with_its_traceback(config, monkeypatch, capsys):
+    failing(monkeypatch, ZeroDivisionError("a bug of ours"))
+    assert main(["report", config]) == 70
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert "ZeroDivisionError: a bug of ours" in said
+    assert "this is a bug of Forge, please report it" in said
+
+
+def test_interrupted_verb_says_how_to_go_on(config, monkeypatch, capsys):
+    failing(monkeypatch, KeyboardInterrupt())
+    assert main(["report", config]) == 75
+    assert "give the same command again" in capsys.readouterr().err
+
+
+def test_verb_that_is_through_gives_0(config, monkeypatch):
+    monkeypatch.setattr(cli, "_report", lambda _options: None)
+    assert main(["report", config]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian", "x"], "invalid choice: 'trian'.*tokenizer.*tokenize.*train"),
+        ([], "required: VERB"),
+        (["train"], "required: CONFIG"),
+        (["train", "x", "--nodes=two"], "invalid int value: 'two'"),
+    ],
+)
+def test_command_line_that_no_verb_fits_is_refused_with_the_choices(capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_config_that_does_not_exist_is_a_bad_config(tmp_path, capsys):
+    assert main(["config", str(tmp_path / "nowhere.yaml")]) == 78
+    assert "nowhere.yaml does not exist" in capsys.readouterr().err
+
+
+def test_folder_that_is_no_run_is_refused_by_show(tmp_path, capsys):
+    assert main(["show", str(tmp_path)]) == 78
+    assert f"{tmp_path} is not a run's folder" in capsys.readouterr().err
+
+
+# --- overrides ------------------------------------------------------------------------------------
+
+
+def options_of(monkeypatch, *arguments):
+    seen = []
+    monkeypatch.setattr(cli, "_train", seen.append)
+    assert main(["train", *arguments]) == 0
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--train.lr=1e-3", "--machine.stage.mode=never", "--train.seed=-3", "--run=a=b"],
+        ["--train.lr", "1e-3", "--machine.stage.mode", "never", "--train.seed", "-3", "--run=a=b"],
+        ["--train.lr", "1e-3", "--machine.stage.mode=never", "--train.seed=-3", "--run", "a=b"],
+    ],
+)
+def test_overrides_are_read_with_and_without_equals_sign(config, monkeypatch, arguments):
+    options = options_of(monkeypatch, config, *arguments)
+    assert options.overrides == {"train.lr": 0.001, "train.seed": -3, "run": "a=b"}
+    assert options.machine_overrides == {"stage.mode": "never"}
+
+
+def test_overrides_reach_config_and_machine(config, monkeypatch):
+    options = options_of(monkeypatch, config, "--train.lr=0.5", "--machine.fabric.gid_index=3")
+    assert (cli._load(options).run, cli._load(options).train.lr) == ("small", 0.5)
+    assert cli._load_machine(options).fabric.gid_index == 3
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--train.max_stepz=5", "did you mean max_steps?"),
+        ("--train", "cannot read '--train'"),
+        ("more", "cannot read 'more'"),
+        ("--run.x=1", "run is not a section"),
+    ],
+)
+def test_override_that_fits_nothing_is_a_bad_config(config, capsys, argument, message):
+    assert main(["config", config, argument]) == 78
+    assert message in capsys.readouterr().err
+
+
+def test_abbreviated_option_is_not_guessed(config, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_train", cli._load)
+    assert main(["train", config, "--node=2"]) == 78
+    assert "unknown key node" in capsys.readouterr().err
+
+
+def test_lines_for_people_go_to_the_log_too(config, monkeypatch, tmp_path):
+    failing(monkeypatch, DataError("no shards"))
+    log = tmp_path / "logs" / "report.log"
+    assert main(["report", config, f"--log={log}"]) == 65
+    assert log.read_text() == "forge report: no shards\n"
+    progress._copies.pop().close()
+
+
+# --- start-up -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", ["--help", "train --help", "--version"])
+def test_help_answers_without_heavy_imports(arguments):
+    code = (
+        "import sys; from forge.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "print('modules:', *sorted(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments.split()],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    text, _, modules = done.stdout.rpartition("modules: ")
+    assert ("75 stopped early" in text) == (arguments == "--help")
+    assert "forge.cli" in modules.split()
+    assert set(modules.split()) & HEAVY == set()
+
+
+def test_reader_that_has_left_is_no_failure():
+    # As in `forge show | head`: the reading end is closed before the first word.
+    read, write = os.pipe()
+    os.close(read)
+    code = (
+        "from forge import cli\n"
+        "cli._report = lambda _options: print('word', flush=True)\n"
+        "raise SystemExit(cli.main(['report', 'x']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,89 @@
+"""What rank 0 says reaches the person once, also when it is read in the middle of a character."""
+
+import json
+
+import pytest
+
+from forge import console, progress
+from forge.console import BAR, LINES, Console, RankProgress
+
+
+@pytest.fixture
+def heard(monkeypatch):
+    lines = []
+    monkeypatch.setattr(console, "say", lines.append)
+    return lines
+
+
+def test_each_line_is_shown_once_and_only_when_whole(tmp_path, heard):
+    with Console(tmp_path) as launcher, open(tmp_path / LINES, "ab", buffering=0) as rank:
+        launcher.show()
+        assert heard == []
+        rank.write(b"one\ntw")
+        launcher.show()
+        launcher.show()
+        assert heard == ["one"]
+        rank.write(b"o\nthree\n")
+        launcher.show()
+        assert heard == ["one", "two", "three"]
+        rank.write(b"four\n")
+    assert heard == ["one", "two", "three", "four"]
+
+
+@pytest.mark.parametrize("cut", range(1, len("µ → 語…".encode()) + 1))
+def test_line_cut_within_a_character_is_not_lost(tmp_path, heard, cut):
+    text = "µ → 語…\n".encode()
+    with Console(tmp_path) as launcher, open(tmp_path / LINES, "ab", buffering=0) as rank:
+        rank.write(b"before\n" + text[:cut])
+        launcher.show()
+        rank.write(text[cut:] + "größer\n".encode())
+    assert heard == ["before", "µ → 語…", "größer"]
+
+
+def test_bytes_that_are_no_text_do_not_end_the_launch(tmp_path, heard):
+    (tmp_path / LINES).write_bytes(b"a\xff\r\nb\n")
+    with Console(tmp_path) as launcher:
+        launcher.show()
+    assert heard == ["a\ufffd", "b"]
+
+
+def test_what_a_rank_says_reaches_the_launcher(tmp_path, heard, monkeypatch):
+    monkeypatch.setattr(progress, "_copies", [])
+    console.speak_to_launcher(tmp_path)
+    progress.say("step 5 · loss 3.2")
+    with Console(tmp_path) as launcher:
+        launcher.show()
+    assert heard == ["step 5 · loss 3.2"]
+    progress._copies.pop().close()
+
+
+def test_bar_reaches_the_launcher_once_for_each_change(tmp_path, monkeypatch):
+    drawn = []
+
+    class Bar:
+        def __init__(self, *facts):
+            drawn.append(facts)
+
+        def __enter__(self):
+            return lambda done, note: drawn.append((done, note))
+
+        def __exit__(self, *_):
+            drawn.append("closed")
+
+    monkeypatch.setattr(progress, "progress", Bar)
+    bar = RankProgress(tmp_path, "train", 10, "steps")
+    with Console(tmp_path) as launcher:
+        launcher.show()
+        bar(1, "loss 5")
+        launcher.show()
+        launcher.show()
+        bar(10, "loss 4")  # the last one is never held back
+    assert drawn == [("train", 10, "steps"), (1, "loss 5"), (10, "loss 4"), "closed"]
+
+
+def test_bar_does_not_write_a_file_for_every_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(console, "BAR_EVERY_SEC", 60.0)
+    bar = RankProgress(tmp_path, "train", 10, "steps")
+    for done in range(1, 10):
+        bar(done)
+    assert json.loads((tmp_path / BAR).read_text())["done"] == 1

@@ -1,0 +1,158 @@
+"""A rank that talks over the wrong wire is slow or hangs: what is set, and why, is data."""
+
+import os
+import socket
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from forge import fabric
+from forge.fabric import Setting
+from forge.machine import Geometry, load_machine
+
+OFFLINE = [
+    ("HF_HUB_OFFLINE", "1", "ranks never reach for the internet"),
+    ("TRANSFORMERS_OFFLINE", "1", "ranks never reach for the internet"),
+    ("HF_DATASETS_OFFLINE", "1", "ranks never reach for the internet"),
+]
+COMMON = [
+    ("OMP_NUM_THREADS", "4", "the node's cores shared out among its ranks"),
+    ("TOKENIZERS_PARALLELISM", "false", "no thread pool beside the training threads"),
+    *OFFLINE,
+]
+DEBUG = [
+    ("NCCL_DEBUG", "INFO", "fabric.debug"),
+    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "fabric.debug"),
+    ("PYTHONUNBUFFERED", "1", "fabric.debug"),
+]
+
+
+def interfaces(**interface):
+    return [
+        ("GLOO_SOCKET_IFNAME", *interface["found"]),
+        ("NCCL_SOCKET_IFNAME", *interface["found"]),
+    ]
+
+
+WITHOUT_INFINIBAND = [
+    *COMMON,
+    *interfaces(found=("eth7", "routes to 10.0.0.1")),
+    ("NCCL_IB_DISABLE", "1", "no InfiniBand interface is up"),
+]
+WITH_INFINIBAND = [
+    *COMMON,
+    *interfaces(found=("ib0", "InfiniBand with an address")),
+    ("NCCL_IB_DISABLE", "0", "this node has InfiniBand"),
+    ("NCCL_NET_GDR_LEVEL", "2", "GPU direct RDMA within one PCIe switch"),
+]
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """A node with 8 cores; the function it gives says what the node's network is."""
+    monkeypatch.setattr(fabric, "available_cores", lambda: 8)
+
+    def with_network(infiniband=None, towards="eth7"):
+        monkeypatch.setattr(fabric, "infiniband_interface", lambda: infiniband)
+        monkeypatch.setattr(fabric, "interface_towards", lambda _: towards)
+
+    return with_network
+
+
+def settings(ranks_per_node=2, **keys):
+    machine = load_machine(None, {f"fabric.{key}": value for key, value in keys.items()})
+    found = fabric.rank_settings(machine, Geometry(1, ranks_per_node), "10.0.0.1")
+    return [(setting.name, setting.value, setting.reason) for setting in found]
+
+
+def test_settings_without_infiniband_are_as_recorded(node):
+    node()
+    assert settings() == WITHOUT_INFINIBAND
+
+
+def test_settings_with_infiniband_are_as_recorded(node):
+    node(infiniband="ib0")
+    assert settings() == WITH_INFINIBAND
+
+
+def test_interface_of_the_machine_file_wins_and_infiniband_stays_on(node):
+    node(infiniband="ib0")
+    assert settings(interface="bond0") == [
+        *COMMON,
+        *interfaces(found=("bond0", "from machine.yaml")),
+        *WITH_INFINIBAND[-2:],
+    ]
+
+
+def test_gid_index_is_set_with_infiniband_only(node):
+    node(infiniband="ib0")
+    assert settings(gid_index=3) == [
+        *WITH_INFINIBAND,
+        ("NCCL_IB_GID_INDEX", "3", "from machine.yaml"),
+    ]
+    node()
+    assert settings(gid_index=3) == WITHOUT_INFINIBAND
+
+
+def test_debug_adds_its_variables(node):
+    node()
+    assert settings(debug=True) == [*WITHOUT_INFINIBAND, *DEBUG]
+
+
+def test_unknown_route_leaves_the_choice_to_the_backend(node):
+    node(towards=None)
+    assert settings() == [*COMMON, WITHOUT_INFINIBAND[-1]]
+
+
+@pytest.mark.parametrize(("ranks", "threads"), [(1, "8"), (3, "2"), (8, "1"), (20, "1")])
+def test_cores_are_shared_out_among_ranks(node, ranks, threads):
+    node()
+    assert settings(ranks)[0][:2] == ("OMP_NUM_THREADS", threads)
+
+
+def test_what_the_user_exported_wins_and_is_told(monkeypatch):
+    monkeypatch.setenv("NCCL_IB_DISABLE", "0")
+    monkeypatch.delenv("NCCL_DEBUG", raising=False)
+    wanted = [Setting("NCCL_IB_DISABLE", "1", "a"), Setting("NCCL_DEBUG", "INFO", "b")]
+    assert fabric.apply(wanted, user_threads=None) == [
+        Setting("NCCL_IB_DISABLE", "0", "a", won=False),
+        Setting("NCCL_DEBUG", "INFO", "b", won=True),
+    ]
+    assert (os.environ["NCCL_IB_DISABLE"], os.environ["NCCL_DEBUG"]) == ("0", "INFO")
+    monkeypatch.delenv("NCCL_DEBUG")
+
+
+@pytest.mark.parametrize(("mine", "stays"), [(None, "4"), ("3", "3")])
+def test_threads_of_a_launcher_are_replaced_those_of_the_user_stay(monkeypatch, mine, stays):
+    for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR"):
+        monkeypatch.setenv(f"{name}_NUM_THREADS", "1")
+    fabric.apply([Setting("OMP_NUM_THREADS", "4", "shared out")], user_threads=mine)
+    assert os.environ["OMP_NUM_THREADS"] == stays
+    assert not {"MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"} & set(os.environ)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.1.2.3", "localhost"])
+def test_loopback_is_reached_over_lo(address):
+    assert fabric.interface_towards(address) == "lo"
+
+
+def test_name_that_does_not_resolve_has_no_interface():
+    assert fabric.interface_towards("no such host") is None
+
+
+def test_infiniband_is_known_by_its_type_not_its_name(monkeypatch, tmp_path):
+    address = [SimpleNamespace(family=socket.AF_INET)]
+    there = {"ib0": address, "odd1": [], "odd2": address, "odd3": address}
+    up = {name: SimpleNamespace(isup=name != "odd2") for name in there}
+    for name, kind in (("ib0", 1), ("odd1", 32), ("odd2", 32), ("odd3", 32)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "type").write_text(f"{kind}\n")
+    real = fabric.Path
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: there)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: up)
+    monkeypatch.setattr(
+        fabric, "Path", lambda path: real(path.replace("/sys/class/net", str(tmp_path)))
+    )
+    # ib0 is ethernet by another name, odd1 has no address, odd2 is down.
+    assert fabric.infiniband_interface() == "odd3"

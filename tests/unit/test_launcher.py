@@ -1,0 +1,122 @@
+"""Exit codes come from what ranks recorded: torchrun turns every code into 1."""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from forge import launcher
+from forge.errors import Exit, UnfitError
+from forge.launch import Process
+from forge.launcher import Record, Spec
+from forge.machine import Geometry, load_machine
+from forge.manifest import write_json
+from forge.paths import RunPaths
+
+DONE = Record("completed", step=100)
+STOPPED = Record("stopped", 0, Exit.STOPPED, step=40, cause="SIGTERM")
+PEER = Record("failed", 0, Exit.UNFIT, cause="peer lost", message="connection closed by peer")
+
+
+def spec_of(folder, nodes=1, ranks_per_node=4):
+    return Spec("train", str(folder), "20260101T000000-1", {}, nodes, ranks_per_node, {})
+
+
+def bad(rank, code):
+    return Record("failed", rank, code, cause="DataError", message=f"rank {rank} failed")
+
+
+def lost(rank):
+    return Record("lost", rank, message="it ended without a word")
+
+
+@pytest.mark.parametrize(
+    ("records", "status", "rank", "code"),
+    [
+        ([DONE, Record("completed", 1)], "completed", 0, 0),
+        ([STOPPED, Record("stopped", 1, Exit.STOPPED)], "stopped", 0, Exit.STOPPED),
+        ([DONE, bad(1, Exit.DATA)], "failed", 1, Exit.DATA),
+        ([lost(0), bad(1, Exit.FAILED)], "failed", 1, Exit.FAILED),
+        ([PEER, bad(1, Exit.CONFIG), lost(2)], "failed", 1, Exit.CONFIG),
+        ([bad(0, Exit.DATA), bad(1, Exit.FAILED)], "failed", 0, Exit.DATA),
+        ([DONE, lost(1)], "lost", 1, Exit.UNFIT),
+        ([STOPPED, lost(1)], "lost", 1, Exit.UNFIT),
+        ([PEER, Record("completed", 1), lost(2)], "lost", 2, Exit.UNFIT),
+        ([PEER, Record("completed", 1)], "lost", 0, Exit.UNFIT),
+    ],
+)
+def test_verdict_over_all_ranks(tmp_path, records, status, rank, code):
+    found = launcher.verdict(records, spec_of(tmp_path))
+    assert (found.status, found.rank, found.code) == (status, rank, code)
+
+
+def test_lost_ranks_are_named_with_what_the_others_saw(tmp_path):
+    found = launcher.verdict([PEER, lost(1), lost(3)], spec_of(tmp_path))
+    assert found.message == (
+        "ranks without a record: 1, 3 of 3; rank 0 saw: connection closed by peer"
+    )
+    assert found.result == {"lost": [1, 3]}
+
+
+def test_rank_without_a_record_is_lost_and_records_survive_the_file(tmp_path):
+    spec = spec_of(tmp_path, ranks_per_node=3)
+    STOPPED.write(spec)
+    Record("completed", 2, result={"a": [1]}).write(spec)
+    assert launcher._records(spec) == [STOPPED, lost(1), Record("completed", 2, result={"a": [1]})]
+
+
+def test_spec_survives_the_file(tmp_path):
+    spec = spec_of(tmp_path)
+    assert Spec.read(spec.write()) == spec
+    assert asdict(spec)["options"] == {}
+
+
+def test_command_of_one_process_is_as_recorded():
+    command = launcher._command(load_machine(None), Geometry(), Path("run/spec.json"))
+    assert command == [sys.executable, "-m", "forge.rank", "run/spec.json"]
+
+
+@pytest.mark.parametrize(("grace", "shutdown"), [(60, 50), (8, 5)])
+def test_command_of_torchrun_is_as_recorded(grace, shutdown):
+    machine = load_machine(None, {"launcher": "torchrun", "stop_grace_sec": grace})
+    command = launcher._command(machine, Geometry(1, 4), Path("run/spec.json"))
+    assert command == [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=4",
+        "--signals-to-handle=SIGTERM,SIGUSR1,SIGINT",
+        f"--shutdown-timeout={shutdown}",
+        "-m",
+        "forge.rank",
+        "run/spec.json",
+    ]
+
+
+def test_living_orphans_are_named_and_their_folder_stays(tmp_path, monkeypatch):
+    paths = RunPaths(tmp_path)
+    monkeypatch.setattr(launcher, "ORPHAN_WAIT_SEC", 0.1)
+    me = Process.current()
+    write_json(paths.launches / "old" / "rank-0.pid", me.to_json())
+    with pytest.raises(UnfitError, match=f"still write .*: pid {me.pid}") as caught:
+        launcher._wait_for_orphans(paths)
+    assert f"kill -9 {me.pid}" in caught.value.fix
+    assert (paths.launches / "old").is_dir()
+
+
+def test_what_dead_ranks_left_is_cleaned(tmp_path):
+    paths = RunPaths(tmp_path)
+    dead = {**Process.current().to_json(), "started": 1.0}
+    write_json(paths.launches / "old" / "rank-0.pid", dead)
+    launcher._wait_for_orphans(paths)
+    assert list(paths.launches.iterdir()) == []
+
+
+def test_failure_of_a_rank_keeps_its_code_and_its_own_fix(tmp_path):
+    failure = launcher.RankFailure(bad(2, Exit.DATA), tmp_path)
+    assert failure.code == Exit.DATA
+    assert str(failure) == f"rank 2: rank 2 failed\n  fix:   read the ranks' logs in {tmp_path}"
+    told = Record("failed", 1, Exit.UNFIT, message="no disk\n  fix:   free space")
+    assert str(launcher.RankFailure(told, tmp_path)) == "rank 1: no disk\n  fix:   free space"

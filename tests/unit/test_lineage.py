@@ -1,0 +1,72 @@
+"""A checkpoint that does not say what made it cannot be trusted, repeated or compared."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import forge
+from forge import lineage
+from forge.config import Ids, load_config
+from forge.manifest import canonical
+
+IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
+
+
+def config_of(**overrides):
+    return load_config("/dev/null", overrides).model_copy(update={"ids": IDS})
+
+
+def test_lineage_names_everything_that_made_the_model():
+    config = config_of()
+    record = lineage.lineage(config, tokenizer_digest="t" * 64, tokens_digest="d" * 64)
+    assert record["config"] == config.to_json()
+    assert record["config_digest"] == lineage.config_digest(config)
+    assert record["tokenizer"] == {"id": "a" * 12, "digest": "t" * 64}
+    assert record["tokens"] == {"id": "b" * 12, "digest": "d" * 64}
+    assert set(record["versions"]) == {"python", *lineage.PACKAGES}
+    assert record["hardware"]["cpu"]
+    assert record["code"]["version"] == forge.__version__
+    canonical(record)  # plain JSON
+
+
+def test_config_digest_counts_science_and_not_folders():
+    digest = lineage.config_digest(config_of())
+    assert lineage.config_digest(config_of(run="x", results="r", data="d")) == digest
+    assert lineage.config_digest(config_of(**{"train.lr": 0.5})) != digest
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    package = tmp_path / "forge"
+    package.mkdir()
+    (package / "__init__.py").write_text("a = 1\n")
+    monkeypatch.setattr(forge, "__file__", str(package / "__init__.py"))
+    return tmp_path
+
+
+def git(folder, *arguments):
+    names = ["-c", "user.name=x", "-c", "user.email=x", "-c", "commit.gpgSign=false"]
+    done = subprocess.run(
+        ["git", "-C", str(folder), *names, *arguments], check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+def test_code_names_the_commit_and_whether_files_differ(checkout):
+    git(checkout, "init")
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-m", "x")
+    commit = git(checkout, "rev-parse", "HEAD")
+    (checkout / "untracked").touch()
+    assert lineage.code() == {"version": forge.__version__, "commit": commit, "dirty": False}
+    (checkout / "forge" / "__init__.py").write_text("a = 2\n")
+    assert lineage.code()["dirty"] is True
+
+
+def test_code_outside_of_git_still_has_its_version(checkout, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(checkout.parent))
+    unknown = {"version": forge.__version__, "commit": None, "dirty": None}
+    assert lineage.code() == unknown
+    monkeypatch.setenv("PATH", str(Path("/nonexistent")))
+    assert lineage.code() == unknown

@@ -1,0 +1,192 @@
+"""Against files that look whole and are not: cut by a full disk, a kill or a power cut."""
+
+import errno
+import math
+import os
+import subprocess
+from pathlib import Path
+
+import blake3
+import pytest
+
+from forge import manifest
+from forge.errors import DataError, UnfitError
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A real file system of 64 KiB."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(mount, check=False, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if done.returncode:
+        pytest.skip(f"may not mount a tmpfs here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- atomic files ---------------------------------------------------------------------------------
+
+
+def test_file_appears_only_when_whole(tmp_path):
+    path = tmp_path / "new" / "a.json"
+    with manifest.atomic_open(path) as file:
+        file.write(b"half")
+        file.flush()
+        assert not path.exists()
+        file.write(b" whole")
+    assert path.read_bytes() == b"half whole"
+    assert names(path.parent) == ["a.json"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_error_leaves_the_old_file_and_nothing_else(tmp_path, error):
+    path = tmp_path / "a"
+    path.write_text("old")
+    with pytest.raises(error), manifest.atomic_open(path, "w") as file:
+        file.write("new")
+        raise error
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["a"]
+
+
+def test_full_disk_is_unfit_names_the_path_and_leaves_the_old_file(tiny_disk):
+    path = tiny_disk / "a"
+    manifest.write_json(path, {"old": 1})
+    with pytest.raises(UnfitError, match="No space left on device") as caught:
+        manifest.write_json(path, {"new": "x" * 100_000})
+    assert str(path) in caught.value.what
+    assert "free space" in caught.value.fix
+    assert manifest.read_json(path) == {"old": 1}
+    assert names(tiny_disk) == ["a"]
+
+
+def test_read_only_disk_is_unfit_and_leaves_the_old_file(tiny_disk):
+    path = tiny_disk / "a"
+    manifest.write_json(path, {"old": 1})
+    subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
+    with pytest.raises(UnfitError, match="Read-only file system") as caught:
+        manifest.write_json(path, {"new": 1})
+    assert str(tiny_disk) in caught.value.what
+    assert manifest.read_json(path) == {"old": 1}
+
+
+def test_content_is_on_disk_before_the_name_and_the_name_before_the_return(tmp_path, monkeypatch):
+    order = []
+    fsync, replace = os.fsync, Path.replace
+
+    def seen_fsync(fd):
+        order.append("fsync folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "fsync file")  # noqa: PTH112
+        fsync(fd)
+
+    def seen_replace(self, target):
+        order.append("rename")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", seen_fsync)
+    monkeypatch.setattr(Path, "replace", seen_replace)
+    manifest.write_json(tmp_path / "a", 1)
+    assert order == ["fsync file", "rename", "fsync folder"]
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_mode_follows_the_users_umask(tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        manifest.write_json(tmp_path / "a", 1)
+        assert os.umask(mask) == mask
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == mode
+
+
+# --- trouble with disks ---------------------------------------------------------------------------
+
+
+def test_device_that_is_full_is_unfit():
+    with (
+        pytest.raises(UnfitError, match="cannot write /dev/full: No space left"),
+        manifest.disk_trouble(Path("/dev/full")),
+        open("/dev/full", "w") as file,
+    ):
+        file.write("x")
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        ("ENOSPC", "free space"),
+        ("EDQUOT", "quota"),
+        ("EROFS", "read-only"),
+        ("EACCES", "owner and mode"),
+        ("EPERM", "owner and mode"),
+        ("EIO", "reports an error"),
+        ("ENOTDIR", "a file is in the way"),
+        ("EEXIST", "a file is in the way"),
+    ],
+)
+def test_trouble_of_a_disk_tells_path_and_fix(number, fix):
+    code = getattr(errno, number)
+    with pytest.raises(UnfitError) as caught, manifest.disk_trouble(Path("/some/file")):
+        raise OSError(code, os.strerror(code))
+    assert caught.value.what == f"cannot write /some/file: {os.strerror(code)}"
+    assert fix in caught.value.fix
+
+
+def test_a_file_where_a_folder_should_be_is_told(tmp_path):
+    (tmp_path / "results").write_text("a file")
+    for path in (tmp_path / "results" / "a", tmp_path / "results" / "run" / "a"):
+        with pytest.raises(UnfitError, match="results"):
+            manifest.write_json(path, 1)
+
+
+def test_other_errors_stay_what_they_are():
+    with pytest.raises(IsADirectoryError), manifest.disk_trouble(Path("x")):
+        raise IsADirectoryError(errno.EISDIR, "a bug of ours")
+
+
+# --- JSON and digests -----------------------------------------------------------------------------
+
+
+def test_equal_values_have_equal_bytes_and_ids():
+    one, two = {"b": [1, 2.5], "a": None}, {"a": None, "b": [1, 2.5]}
+    assert manifest.canonical(one) == manifest.canonical(two) == b'{"a":null,"b":[1,2.5]}'
+    assert manifest.short_id(one) == manifest.short_id(two)
+    assert manifest.short_id(one) != manifest.short_id({**one, "a": 0})
+    assert len(manifest.short_id(one)) == 12
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_no_json_are_refused(tmp_path, number):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        manifest.canonical({"loss": number})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        manifest.write_json(tmp_path / "a", {"loss": number})
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("size", [0, 1, 70_000])
+def test_digest_of_a_file_is_that_of_its_bytes(tmp_path, size):
+    data = bytes(n % 251 for n in range(size))
+    (tmp_path / "a").write_bytes(data)
+    expected = blake3.blake3(data).hexdigest()
+    assert manifest.digest_bytes(data) == expected
+    assert manifest.digest_file(tmp_path / "a") == expected
+    assert manifest.digest_file(tmp_path / "a", threads=2) == expected
+
+
+def test_missing_and_cut_json_are_bad_data_that_names_the_file(tmp_path):
+    with pytest.raises(DataError, match=r"a\.json does not exist"):
+        manifest.read_json(tmp_path / "a.json")
+    for content in (b'{"a": ', b"\xff\xfe"):
+        (tmp_path / "a.json").write_bytes(content)
+        with pytest.raises(DataError, match=r"a\.json is not JSON"):
+            manifest.read_json(tmp_path / "a.json")

@@ -1,0 +1,51 @@
+"""Utilisation is compared between machines: a wrong peak or formula makes every number a lie."""
+
+import json
+
+import pytest
+
+from forge import metrics
+
+
+def test_flop_utilisation_of_a_worked_example():
+    # 8 ranks of 312 TFLOP/s, 6 * 7e9 FLOPs a token, 30,000 tokens/s in all:
+    # 1.26e15 / 2.496e15 = 0.50481
+    found = metrics.flop_utilisation(30_000, 6 * 7e9, 8, 312e12)
+    assert found == pytest.approx(0.504808, abs=1e-6)
+
+
+def test_utilisation_without_a_known_peak_is_unknown():
+    assert metrics.flop_utilisation(30_000, 6 * 7e9, 8, None) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835.5e12),
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 503.8e12),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA RTX 6000 Ada Generation", None),
+        ("cpu", None),
+    ],
+)
+def test_peak_is_found_by_the_whole_name(name, peak):
+    assert metrics.peak_flops(name) == peak
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    metrics.write(file, "train", "launch-1", 5, loss=float("nan"), grad=float("inf"), lr=0.5)
+    line = json.loads(file.read_text())
+    assert line.pop("time") > 0
+    assert line == {
+        "kind": "train",
+        "launch": "launch-1",
+        "step": 5,
+        "loss": None,
+        "grad": None,
+        "lr": 0.5,
+    }

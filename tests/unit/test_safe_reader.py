@@ -1,0 +1,122 @@
+"""The index of a checkpoint is a pickle, and a pickle runs code: a planted one must not.
+
+Threat: somebody hands out a checkpoint whose `.metadata` names os.system. Reading it, even only to
+validate it, must refuse before anything of it runs.
+"""
+
+import os
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from forge import checkpoints
+from forge.errors import DataError
+
+WEIGHTS = torch.arange(6.0).reshape(2, 3)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A genuine checkpoint with weights, optimizer moments of other types and a scalar."""
+    state = {
+        "model": {"w": WEIGHTS, "b": torch.ones(3, dtype=torch.bfloat16)},
+        "optimizer": {"w": {"step": torch.tensor(7.0), "exp_avg": WEIGHTS * 2}},
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # saving in a single process is meant
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "saved"), no_dist=True)
+    return tmp_path / "saved"
+
+
+def read(folder):
+    state = {"model": {"w": torch.zeros(2, 3)}}
+    checkpoints.read_tensors(state, folder)
+    return state["model"]["w"]
+
+
+class Planted:
+    """Unpickled, it calls `function` with `argument`."""
+
+    def __init__(self, function, argument):
+        self.call = (function, (argument,))
+
+    def __reduce__(self):
+        return self.call
+
+
+def test_genuine_index_loads(folder):
+    assert torch.equal(read(folder), WEIGHTS)
+
+
+def test_pickle_that_runs_a_command_is_refused_and_does_not_run(folder, tmp_path):
+    harm = tmp_path / "harm"
+    data = pickle.dumps(Planted(os.system, f"touch {harm}"))
+    pickle.loads(data)
+    assert harm.exists(), "the planted pickle is harmless, so the test below would prove nothing"
+    harm.unlink()
+    (folder / ".metadata").write_bytes(data)
+    with pytest.raises(DataError, match=r"(posix|nt)\.system"):
+        read(folder)
+    assert not harm.exists()
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("function", [eval, exec, __import__, getattr, open, torch.load])
+def test_no_other_function_is_reachable(folder, function, protocol):
+    (folder / ".metadata").write_bytes(pickle.dumps(Planted(function, "1"), protocol))
+    with pytest.raises(DataError, match="which no index needs"):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch", "hub.load"),
+        ("torch.distributed.checkpoint.metadata", "os.system"),
+        ("torch.distributed.checkpoint.filesystem", "os.system"),
+        ("pathlib", "os.system"),
+        ("pathlib", "Path.unlink"),
+    ],
+)
+def test_allowed_module_is_no_way_to_what_it_imports(folder, module, name):
+    # Protocol 4 resolves dotted names: pathlib + "os.system" is os.system.
+    call = b"\x80\x04" + b"".join(
+        b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name)
+    )
+    (folder / ".metadata").write_bytes(call + b"\x93" + b"\x8c\x01x\x85R.")
+    with pytest.raises(DataError, match="which no index needs"):
+        read(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04half", b"no pickle"])
+def test_damaged_index_is_bad_data(folder, content):
+    (folder / ".metadata").write_bytes(content)
+    with pytest.raises(DataError, match="cannot load checkpoint"):
+        read(folder)
+
+
+def test_checkpoint_of_another_shape_is_bad_data(folder):
+    with pytest.raises(DataError, match="cannot load checkpoint"):
+        checkpoints.read_tensors({"model": {"w": torch.zeros(4, 4)}}, folder)
+
+
+def test_digest_of_weights_covers_name_type_shape_and_bytes():
+    def digest(name, tensor):
+        hasher = checkpoints.blake3.blake3()
+        checkpoints.update_digest(hasher, name, tensor)
+        return hasher.hexdigest()
+
+    changed = WEIGHTS.clone()
+    changed[1, 1] = -4.0
+    same = torch.zeros(3, 2).T.copy_(WEIGHTS)  # other strides, equal values
+    assert digest("w", same) == digest("w", WEIGHTS)
+    others = [
+        digest("v", WEIGHTS),
+        digest("w", WEIGHTS.view(torch.int32)),
+        digest("w", WEIGHTS.reshape(3, 2)),
+        digest("w", changed),
+    ]
+    assert len({digest("w", WEIGHTS), *others}) == 5

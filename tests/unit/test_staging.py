@@ -1,0 +1,220 @@
+"""A node's copy of the shards: never a damaged one, never one that another user could tamper with."""
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from test_shards import make
+
+from forge import staging
+from forge.config import Ids, load_config
+from forge.errors import DataError, UnfitError
+from forge.ledger import read_lines
+from forge.machine import load_machine
+from forge.paths import RunPaths, tokens_folder
+
+IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
+
+
+@pytest.fixture
+def config(tmp_path):
+    folders = {"results": str(tmp_path / "results"), "data": str(tmp_path / "data")}
+    config = load_config("/dev/null", folders).model_copy(update={"ids": IDS})
+    make(tokens_folder(config.data, IDS.tokens))
+    return config
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return load_machine(None, {"stage.mode": "always", "stage.folder": str(tmp_path / "node")})
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "node" / f"forge-{os.getuid()}"
+
+
+def stage(config, machine):
+    return json.loads(staging.stage(config, machine).read_text())
+
+
+def copies(root):
+    return sorted(path.name for path in root.iterdir() if not path.name.startswith(".l"))
+
+
+def test_copy_is_named_by_its_content_and_equal_to_the_source(config, machine, root):
+    facts = stage(config, machine)
+    source = tokens_folder(config.data, IDS.tokens)
+    assert facts["folder"] == str(root / facts["digest"][:32])
+    assert facts["skipped"] is False
+    for file in source.iterdir():
+        assert (root / facts["digest"][:32] / file.name).read_bytes() == file.read_bytes()
+    event = read_lines(RunPaths.of(config).events)[-1]
+    assert (event["event"], event["bytes"], event["path"]) == ("stage", 7200, facts["folder"])
+
+
+def test_whole_copy_is_kept(config, machine, root):
+    first = stage(config, machine)
+    shard = root / first["digest"][:32] / "val-00000-000.bin"
+    before = shard.stat()
+    second = stage(config, machine)
+    assert second == {**first, "skipped": True}
+    assert (shard.stat().st_ino, shard.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("name", ["train-00000-001.bin", "manifest.json"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
+def test_damaged_copy_is_replaced(config, machine, name, damage):
+    file = Path(stage(config, machine)["folder"]) / name
+    good = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(good[:-9] if damage == "cut" else bytes([good[0] ^ 1]) + good[1:])
+    assert stage(config, machine)["skipped"] is False
+    assert file.read_bytes() == good
+
+
+def test_damaged_source_is_refused_and_leaves_no_copy(config, machine, root):
+    shard = tokens_folder(config.data, IDS.tokens) / "train-00000-000.bin"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(DataError, match="train-00000-000"):
+        stage(config, machine)
+    assert not [name for name in copies(root) if not name.startswith(".writing-")]
+    assert not RunPaths.of(config).stage.exists()
+
+
+def test_leftovers_of_a_killed_stage_are_removed(config, machine, root):
+    (root / ".writing-dead").mkdir(parents=True)
+    root.chmod(0o700)
+    (root / ".writing-dead" / "train-00000-000.bin").write_bytes(b"half")
+    facts = stage(config, machine)
+    assert copies(root) == [facts["digest"][:32]]
+
+
+def test_folders_are_closed_to_others(config, machine, root):
+    folder = root / stage(config, machine)["digest"][:32]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (root, folder)] == [0o700, 0o700]
+
+
+def test_planted_link_is_refused(config, machine, root, tmp_path):
+    root.parent.mkdir()
+    (tmp_path / "trap").mkdir(mode=0o700)
+    root.symlink_to(tmp_path / "trap")
+    with pytest.raises(UnfitError, match="is not a folder") as caught:
+        stage(config, machine)
+    assert "stage.folder" in caught.value.fix
+    assert list((tmp_path / "trap").iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o750, 0o701])
+def test_folder_that_lets_others_in_is_refused(config, machine, root, mode):
+    root.mkdir(parents=True)
+    root.chmod(mode)
+    with pytest.raises(UnfitError, match=f"has mode {mode:o}, which lets others in"):
+        stage(config, machine)
+    assert copies(root) == []
+
+
+def test_folder_of_another_user_is_refused(config, machine, root, monkeypatch):
+    root.mkdir(parents=True, mode=0o700)
+    # Only root could make such a folder for real; os.lstat says what another user's looks like.
+    Found = namedtuple("Found", "st_mode st_uid")
+    real = os.lstat
+    foreign = Found(stat.S_IFDIR | 0o700, os.getuid() + 1)
+    monkeypatch.setattr(os, "lstat", lambda path: foreign if path == root else real(path))
+    with pytest.raises(UnfitError, match=f"belongs to user {os.getuid() + 1}"):
+        stage(config, machine)
+    assert copies(root) == []
+
+
+def test_full_disk_is_refused_before_anything_is_written(config, machine, root, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 7199 + 2**28))
+    with pytest.raises(UnfitError, match=r"has 0\.3 GiB free") as caught:
+        stage(config, machine)
+    assert "stage.mode to never" in caught.value.fix
+    assert copies(root) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 7200 + 2**28))
+    assert stage(config, machine)["skipped"] is False
+
+
+@pytest.mark.parametrize("mode", ["never", "auto"])
+def test_shards_are_read_in_place_when_a_copy_gains_nothing(config, machine, root, mode):
+    # auto: source and node folder are both below tmp_path, so on one file system.
+    here = load_machine(None, {"stage.mode": mode, "stage.folder": machine.stage.folder})
+    facts = stage(config, here)
+    assert facts["folder"] == str(tokens_folder(config.data, IDS.tokens))
+    assert facts["skipped"] is True
+    assert copies(root) == []
+
+
+def test_auto_copies_from_another_file_system(config, machine, monkeypatch):
+    auto = load_machine(None, {"stage.mode": "auto", "stage.folder": machine.stage.folder})
+    monkeypatch.setattr(Path, "stat", _other_device_below(machine.stage.folder))
+    assert stage(config, auto)["folder"].startswith(machine.stage.folder)
+
+
+def _other_device_below(folder):
+    real = Path.stat
+
+    def patched(path, **options):
+        found = real(path, **options)
+        if not str(path).startswith(folder):
+            return found
+        fields = list(found)
+        fields[2] += 1  # st_dev
+        return os.stat_result(fields)
+
+    return patched
+
+
+def test_damaged_shards_are_refused_in_place_too(config, machine):
+    here = load_machine(None, {"stage.mode": "never", "stage.folder": machine.stage.folder})
+    shard = tokens_folder(config.data, IDS.tokens) / "val-00000-000.bin"
+    shard.write_bytes(bytes([1]) * shard.stat().st_size)
+    with pytest.raises(DataError, match="val-00000-000"):
+        stage(config, here)
+
+
+def test_runs_that_stage_at_once_on_one_node_wait_for_each_other(config, machine, root, tmp_path):
+    code = (
+        "import sys, json, time; from forge import staging\n"
+        "from forge.config import Config; from forge.machine import Machine\n"
+        "values = json.loads(sys.argv[1])\n"
+        "copy = staging._copy\n"
+        "staging._copy = lambda a, b: (time.sleep(0.2), copy(a, b))\n"  # so that both are at it
+        "config, machine = Config.model_validate(values[0]), Machine.model_validate(values[1])\n"
+        "sys.stdin.readline(); staging.stage(config, machine)\n"
+    )
+    children = []
+    for run in ("one", "two"):
+        values = [{**config.to_json(), "run": run}, machine.model_dump(mode="json")]
+        children.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code, json.dumps(values)],
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    ends = []
+    for child in children:
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    for child in children:
+        _, said = child.communicate(timeout=30)
+        ends.append((child.returncode, said))
+    assert [code for code, _ in ends] == [0, 0], ends
+    results = [
+        json.loads((tmp_path / "results" / run / ".allocation" / "stage.json").read_text())
+        for run in ("one", "two")
+    ]
+    assert sorted(facts["skipped"] for facts in results) == [False, True]
+    assert len(copies(root)) == 1

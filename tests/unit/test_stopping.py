@@ -1,0 +1,58 @@
+"""A second signal during the last save must not kill it, and the first cause must be the told one."""
+
+import os
+import signal
+
+import pytest
+
+from forge.stopping import CAUSES, StopFlag
+
+
+@pytest.fixture
+def flag(tmp_path):
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield StopFlag(tmp_path / "STOP").install()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("number", "cause"),
+    [
+        (signal.SIGTERM, "SIGTERM"),
+        (signal.SIGUSR1, "SIGUSR1"),
+        (signal.SIGINT, "Ctrl-C"),
+    ],
+)
+def test_signal_sets_the_flag_and_nothing_else(flag, number, cause):
+    assert flag.cause() == ""
+    os.kill(os.getpid(), number)
+    assert flag.cause() == cause
+    assert cause in CAUSES
+
+
+def test_first_cause_wins_and_a_second_signal_is_ignored(flag, tmp_path):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    (tmp_path / "STOP").touch()
+    assert flag.cause() == "SIGUSR1"
+
+
+def test_stop_file_asks_to_stop_and_stays_the_cause(flag, tmp_path):
+    assert flag.cause() == ""
+    (tmp_path / "STOP").touch()
+    assert flag.cause() == "STOP file"
+    (tmp_path / "STOP").unlink()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert flag.cause() == "STOP file"
+
+
+def test_without_a_stop_file_only_signals_count():
+    assert StopFlag().cause() == ""
+
+
+def test_the_heavier_cause_is_the_later_one():
+    """Ranks agree on the largest index, so what ends the job outweighs what only asks."""
+    assert CAUSES == ("", "STOP file", "SIGUSR1", "SIGTERM", "Ctrl-C")
