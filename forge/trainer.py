@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from forge import checkpoints, ledger, metrics, optim, store
@@ -58,6 +59,7 @@ class Trainer:
         self.checkpoint = store.latest(paths)
         self.decay_steps = store.frozen_decay_steps(config, self.checkpoint)
         self.step = 0  # completed steps
+        self.rate = self.settings.lr  # of the last step
         self.train_sec = 0.0  # in steps since the last metrics line
         self.logged_step = 0
         self.peak_flops = (
@@ -235,12 +237,28 @@ class Trainer:
     def _refuse_non_finite(self, table: list[list[float]]) -> None:
         for rank, (loss, norm) in enumerate(table):
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise TrainingError(
-                    f"step {self.step}: loss {loss} and gradient norm {norm} on rank {rank} are not"
-                    " finite; the weights were not updated",
-                    cause=f"a learning rate ({self.rate:.2g}) too high, or broken data",
-                    fix="lower train.lr or raise train.warmup_steps under a new run name",
+                raise self._diverged(
+                    f"loss {loss} and gradient norm {norm} on rank {rank} are not finite; the"
+                    " weights were not updated"
                 )
+
+    def _refuse_broken_weights(self, losses: list[float]) -> None:
+        """TrainingError if the last update broke the weights: `latest` must stay fit to go on from."""
+        parts = (p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters())
+        whole = all(bool(torch.isfinite(part).all()) for part in parts)
+        broken = [rank for rank, row in enumerate(self.world.gather([float(whole)])) if not row[0]]
+        if broken or not all(map(math.isfinite, losses)):
+            raise self._diverged(
+                f"weights on ranks {broken} or their losses {losses} on held-out samples are not"
+                " finite; no checkpoint of them was committed"
+            )
+
+    def _diverged(self, what: str) -> TrainingError:
+        return TrainingError(
+            f"step {self.step}: {what}",
+            cause=f"a learning rate ({self.rate:.2g}) too high, or broken data",
+            fix="lower train.lr or raise train.warmup_steps under a new run name",
+        )
 
     # --- looking at it -------------------------------------------------------------------------
 
@@ -283,6 +301,8 @@ class Trainer:
         self.model.train()
         table = self.world.gather([total, float(tokens)])
         loss = sum(row[0] for row in table) / sum(row[1] for row in table)
+        if not math.isfinite(loss):
+            raise self._diverged(f"held-out loss {loss} is not finite")
         if rank.is_main:
             metrics.write(self.paths.metrics, "eval", self.launch, self.step, loss=loss)
             seconds = round(time.perf_counter() - started, 3)
@@ -292,7 +312,12 @@ class Trainer:
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         # FSDP2 gathers weights by hooks that a compiled or replicated wrapper does not add to.
         with self._autocast():
-            return float(self.model(inputs.to(self.world.device), targets.to(self.world.device)))
+            loss = self.model(inputs.to(self.world.device), targets.to(self.world.device))
+        if self.settings.parallel == "fsdp2":
+            # It keeps the outermost weights whole for a backward, which does not come here; the
+            # state of the optimizer, asked for next, belongs to the shards.
+            self.model.reshard()  # type: ignore[operator]
+        return float(loss)
 
     # --- checkpoints ---------------------------------------------------------------------------
 
@@ -302,6 +327,7 @@ class Trainer:
             return
         started = time.perf_counter()
         probe = self._probe()
+        self._refuse_broken_weights(probe["losses"])
         self.world.on_main(lambda: store.begin(self.paths, self.step))
         folder = self.paths.checkpoints / f"{store.TEMPORARY}{checkpoint_name(self.step)}"
         state = checkpoints.training_state(self.model, self.optimizer)

@@ -1,0 +1,106 @@
+"""A tiny corpus, its shards, runs that several tests look at; no process outlives its test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from live_run import (
+    LONG,
+    MARK,
+    MARK_VALUE,
+    TINY,
+    TWO_RANKS,
+    Run,
+    forge,
+    kill_all,
+    make_run,
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _marked() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MARK, MARK_VALUE)
+        # Left over from a launcher around the tests, these would mislead every rank.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            patch.delenv(name, raising=False)
+        # Several ranks with a thread per core each would wait for each other spinning.
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+        kill_all()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_outlives_its_test() -> Iterator[None]:
+    yield
+    kill_all()
+
+
+@pytest.fixture(scope="session")
+def science(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of config.yaml, a corpus, its tokenizer and its shards."""
+    root = tmp_path_factory.mktemp("science")
+    corpus = root / "corpus"
+    corpus.mkdir()
+    for number in range(24):
+        words = (f"{number * word % 97} times {word} is the word" for word in range(60))
+        (corpus / f"{number:02}.txt").write_text(", ".join(words))
+    values = {
+        **TINY,
+        "data": str(root / "data"),
+        "tokenize": {"inputs": [str(corpus)], "val_fraction": 0.3},
+    }
+    (root / "config.yaml").write_text(yaml.safe_dump(values))
+    assert forge("tokenizer", str(root / "config.yaml")).code == 0
+    assert forge("tokenize", str(root / "config.yaml"), "--workers=1").code == 0
+    return root
+
+
+@pytest.fixture(scope="session")
+def session_runs(science: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """Makes runs that several tests look at: `session_runs(name, *overrides)`."""
+    results = tmp_path_factory.mktemp("results")
+    return lambda name, *overrides: make_run(science, results, name, overrides)
+
+
+@pytest.fixture
+def runs(science: Path, tmp_path: Path) -> Callable[..., Run]:
+    """Makes runs of one test: `runs(name, *overrides)`."""
+    return lambda name, *overrides: make_run(science, tmp_path / "results", name, overrides)
+
+
+@pytest.fixture(scope="session")
+def one_rank_runs(session_runs: Callable[..., Run]) -> dict[str, Run]:
+    """Undisturbed runs on one rank, made at the same time."""
+    made = {
+        "solo": session_runs("solo", "--train.checkpoint_every=6"),
+        "bf16": session_runs("bf16", "--train.precision=bf16", "--train.max_steps=6"),
+    }
+    for started in [run.start("train") for run in made.values()]:
+        outcome = started.end()
+        assert outcome.code == 0, outcome.text
+    return made
+
+
+@pytest.fixture(scope="session")
+def solo(one_rank_runs: dict[str, Run]) -> Run:
+    """12 steps, with checkpoints at 6 and 12."""
+    return one_rank_runs["solo"]
+
+
+@pytest.fixture(scope="session")
+def bf16(one_rank_runs: dict[str, Run]) -> Run:
+    """6 steps in bf16."""
+    return one_rank_runs["bf16"]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(session_runs: Callable[..., Run]) -> Run:
+    """A run of GOAL steps on two ranks, with dropout."""
+    run = session_runs("undisturbed", *LONG)
+    outcome = run.forge("train", *TWO_RANKS)
+    assert outcome.code == 0, outcome.text
+    return run

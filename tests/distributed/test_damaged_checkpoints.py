@@ -1,0 +1,140 @@
+"""Against a bad checkpoint that passes: torch loads flipped bytes and mixed steps without a word."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from live_run import forge
+
+from forge import checkpoints, store
+from forge.manifest import digest_file, read_json, write_json
+
+
+def validate(run):
+    outcome = run.forge("validate")
+    return outcome, read_json(run.paths.validation)
+
+
+def checks(verdict):
+    return {check["name"]: (check["status"], check["message"]) for check in verdict["checks"]}
+
+
+def tensors_file(checkpoint):
+    return next(checkpoint.folder.glob("*.distcp"))
+
+
+def make_digests_right(folder):
+    """The manifest as if the files had been written so."""
+    manifest = read_json(folder / store.MANIFEST)
+    manifest["files"] = {
+        path.name: {"bytes": path.stat().st_size, "digest": digest_file(path)}
+        for path in folder.iterdir()
+        if path.name != store.MANIFEST
+    }
+    write_json(folder / store.MANIFEST, manifest)
+
+
+def test_good_run_is_valid_and_its_probe_equal_to_the_last_bit(undisturbed, tmp_path):
+    run = undisturbed.copy(tmp_path / "good")
+    command = run.start("validate").end()
+    assert command.code == 0, command.text
+    verdict = read_json(run.paths.validation)
+    assert verdict["status"] == "valid"
+    assert verdict["weights_digest"] == run.weights_digest()
+    found = checks(verdict)
+    assert found["probe"] == ("ok", "2 recorded losses recomputed, equal to the last bit")
+    assert found["world size"] == ("ok", "written by 2 ranks, loaded by 1")
+    assert read_json(run.paths.validated)["checkpoint_digest"] == verdict["checkpoint_digest"]
+
+
+def test_bf16_run_of_one_rank_is_loaded_on_two_and_its_probe_is_right(bf16):
+    outcome, verdict = validate(bf16)
+    assert outcome.code == 0, outcome.text
+    assert checks(verdict)["world size"] == ("ok", "written by 1 rank, loaded by 2")
+    assert checks(verdict)["probe"][0] == "ok"
+
+
+def flip_a_byte(run):
+    path = tensors_file(store.latest(run.paths))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return "digests", f"{path.name} has another digest"
+
+
+def lose_a_file(run):
+    path = tensors_file(store.latest(run.paths))
+    path.unlink()
+    return "digests", f"{path.name} is missing"
+
+
+def write_a_nan(run):
+    folder = store.latest(run.paths).folder
+    index = checkpoints.SafeReader(folder).read_metadata()
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in index.state_dict_metadata.items()
+    }
+    checkpoints.read_tensors(state, folder, no_dist=True)
+    name = next(name for name in state if name.startswith("model.") and state[name].dim() == 2)
+    state[name][0, 0] = torch.nan
+    for path in folder.glob("*.distcp"):
+        path.unlink()
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    make_digests_right(folder)
+    return "finite", f"not finite: {name.removeprefix('model.')}"
+
+
+def mix_in_another_step(run):
+    older, newest = store.committed(run.paths.checkpoints)[-2:]
+    for path in older.glob("*.distcp"):
+        shutil.copy(path, newest)
+    make_digests_right(newest)
+    return "weights", "fit.json has"
+
+
+def point_latest_to_an_older_step(run):
+    older = store.committed(run.paths.checkpoints)[-2]
+    run.paths.latest.unlink()
+    run.paths.latest.symlink_to(older.name)
+    return "goal", "fit.json says step"
+
+
+# DCP warns that it overwrites, and that it runs in one process.
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint")
+@pytest.mark.parametrize(
+    "damage",
+    [flip_a_byte, lose_a_file, write_a_nan, mix_in_another_step, point_latest_to_an_older_step],
+)
+def test_damaged_checkpoint_is_invalid_with_its_reason(undisturbed, tmp_path, damage):
+    run = undisturbed.copy(tmp_path / "damaged")
+    check, message = damage(run)
+    outcome, verdict = validate(run)
+    assert outcome.code == 65, outcome.text
+    assert verdict["status"] == "invalid"
+    assert checks(verdict)[check][0] == "fail"
+    assert message in checks(verdict)[check][1]
+    assert message in outcome.text
+    assert not run.paths.validated.exists()
+
+
+def test_weights_of_another_step_are_found_without_the_goal(undisturbed, tmp_path):
+    """A lone checkpoint has no fit.json beside it: the recorded losses tell."""
+    run = undisturbed.copy(tmp_path / "mixed")
+    mix_in_another_step(run)
+    outcome = forge("validate", str(store.latest(run.paths).folder))
+    assert outcome.code == 65
+    assert "probe: losses" in outcome.text
+
+
+def test_checkpoint_folder_copied_elsewhere_is_validated_there(undisturbed, tmp_path):
+    folder = tmp_path / "elsewhere"
+    shutil.copytree(store.latest(undisturbed.paths).folder, folder)
+    before = sorted(folder.iterdir())
+    outcome = forge("validate", str(folder))
+    assert outcome.code == 0, outcome.text
+    assert f"{folder}: valid, step 200" in outcome.text
+    assert sorted(folder.iterdir()) == before

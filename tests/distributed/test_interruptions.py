@@ -1,0 +1,154 @@
+"""Against losing work: a run that is stopped, killed or loses a rank ends as if nothing had happened.
+
+Signals come at random steps; what is random is printed when a test fails.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import psutil
+import pytest
+from live_run import GOAL, LONG, TWO_RANKS, Outcome, Started, kill_all, living, ranks, wait_until
+
+from forge import store
+
+ENDLESS = ("--train.max_steps=1000000", "--train.decay_steps=1000000", "--train.log_every=1")
+
+
+def wait_for_step(run, step):
+    wait_until(lambda: run.step() >= step, f"step {step} of {run.folder}")
+
+
+def command_of(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return "resource_tracker"  # left meanwhile
+
+
+def some_steps():
+    step = random.randrange(5, 30)
+    print(f"{step} steps on")
+    return step
+
+
+class Battered:
+    """One run of two ranks, hit by everything in turn, and what was seen each time."""
+
+    def __init__(self, run):
+        self.run = run
+        self.terminated = self._terminate_twice()
+        # Python's resource tracker leaves once it sees that torchrun has left.
+        self.left_after_sigterm = [p for p in living() if "resource_tracker" not in command_of(p)]
+        self.step_after_sigterm = store.latest(run.paths).step
+        self.logged_after_sigterm = run.step()
+        self._kill_everything()
+        self.killed_at, self.orphans = self._kill_launcher()
+        self.finished = self._finish_without_one_rank()
+
+    def _start_and_wait(self) -> Started:
+        there = self.run.step()
+        started = self.run.start("train", *TWO_RANKS)
+        wait_for_step(self.run, there + some_steps())
+        return started
+
+    def _terminate_twice(self) -> Outcome:
+        started = self._start_and_wait()
+        started.process.send_signal(signal.SIGTERM)
+        time.sleep(0.02)
+        for process in (started.process, *ranks()):
+            process.send_signal(signal.SIGTERM)
+        return started.end()
+
+    def _kill_everything(self):
+        started = self._start_and_wait()
+        started.process.kill()
+        kill_all()
+        started.end()
+        wait_until(lambda: not living(), "death of the tree")
+
+    def _kill_launcher(self):
+        started = self._start_and_wait()
+        orphans = ranks()
+        started.process.kill()
+        started.end()
+        return self.run.step(), orphans
+
+    def _finish_without_one_rank(self) -> Outcome:
+        started = self.run.start("train", *TWO_RANKS)
+        wait_until(lambda: len(self.run.events("init")) == 4, "the fourth start")
+        there = self.run.events("init")[-1]["step"]
+        self.resumed_at = there
+        self.orphans_left = [process for process in self.orphans if process.is_running()]
+        wait_for_step(self.run, there + some_steps())
+        ranks()[-1].kill()
+        return started.end()
+
+
+@pytest.fixture(scope="module")
+def battered(session_runs):
+    return Battered(session_runs("battered", *LONG))
+
+
+def test_sigterm_ends_with_75_and_a_commit_and_nothing_left_running(battered):
+    assert battered.terminated.code == 75, battered.terminated.text
+    assert [(p, command_of(p)) for p in battered.left_after_sigterm] == []
+    assert battered.step_after_sigterm == battered.logged_after_sigterm < GOAL
+    assert battered.run.events("stop")[0]["cause"] == "SIGTERM"
+
+
+def test_second_sigterm_during_the_stop_changes_nothing(battered):
+    # It went to the launcher and to each rank.
+    assert battered.run.events("stop")[0]["step"] == battered.step_after_sigterm
+    assert "Traceback" not in battered.terminated.text
+
+
+def test_ranks_of_a_killed_launcher_commit_and_the_same_command_goes_on_there(battered):
+    assert battered.resumed_at >= battered.killed_at
+    assert battered.orphans_left == []
+    assert "waiting for" in battered.finished.text
+
+
+def test_loss_of_one_rank_is_recorded_and_made_good(battered):
+    assert battered.finished.code == 0, battered.finished.text
+    assert [event["attempt"] for event in battered.run.events("lost")] == [0]
+    assert "starting again from the last checkpoint" in battered.finished.text
+
+
+def test_run_hit_by_everything_ends_as_the_undisturbed_one(battered, undisturbed):
+    assert battered.run.weights_digest() == undisturbed.weights_digest()
+    expected = dict(undisturbed.losses())
+    assert sorted(expected) == list(range(1, GOAL + 1))
+    losses = battered.run.losses()
+    assert {step for step, _ in losses} == set(expected)
+    assert [entry for entry in losses if expected[entry[0]] != entry[1]] == []
+
+
+def test_each_way_to_stop_ends_with_75_and_its_cause(runs):
+    ways = {
+        "SIGUSR1": lambda run, pid: os.kill(pid, signal.SIGUSR1),
+        "Ctrl-C": lambda run, pid: os.kill(pid, signal.SIGINT),
+        "STOP file": lambda run, pid: run.paths.stop.touch(),
+    }
+    all_runs = {cause: runs(f"way{number}", *ENDLESS) for number, cause in enumerate(ways)}
+    started = {cause: run.start("train") for cause, run in all_runs.items()}
+    for cause, run in all_runs.items():
+        wait_for_step(run, 3)
+        ways[cause](run, started[cause].process.pid)
+    for cause, run in all_runs.items():
+        outcome = started[cause].end()
+        assert outcome.code == 75, outcome.text
+        [stop] = run.events("stop")
+        assert stop["cause"] == cause
+        assert store.latest(run.paths).step == stop["step"] == run.step()
+    assert living() == []
+
+    stopped = all_runs["STOP file"]
+    again = stopped.forge("train")
+    assert again.code == 75
+    assert str(stopped.paths.stop) in again.text
+    assert len(stopped.events("launch")) == 1

@@ -1,0 +1,56 @@
+"""Against a start that hangs: what is unfit is named before any step is paid for."""
+
+from __future__ import annotations
+
+import time
+
+import pandas as pd
+from live_run import TWO_RANKS, living
+
+from forge.manifest import read_json
+
+
+def test_two_fit_ranks_pass_and_json_and_table_say_the_same(runs):
+    run = runs("fit")
+    outcome = run.forge("preflight", *TWO_RANKS)
+    assert outcome.code == 0, outcome.text
+    assert "NODE " in outcome.text
+    assert "RANKS world of 2" in outcome.text
+    assert read_json(run.paths.preflight_pass)["status"] == "ok"
+
+    summary = read_json(run.paths.preflight)
+    assert summary["status"] == "ok"
+    assert summary["ranks"]["world_size"] == 2
+    found = {check["name"]: check["status"] for check in summary["ranks"]["checks"]}
+    assert found == dict.fromkeys(("mapping", "rendezvous", "versions", "all-reduce"), "ok")
+    table = pd.read_csv(run.paths.preflight_table, sep="\t", keep_default_na=False)
+    everything = summary["nodes"][0]["checks"] + summary["ranks"]["checks"]
+    assert table.drop(columns="where").to_dict("records") == everything
+
+
+def test_interface_that_is_not_there_is_named_and_no_rank_started(runs):
+    run = runs("unfit")
+    outcome = run.forge("preflight", *TWO_RANKS, "--machine.fabric.interface=none0")
+    assert outcome.code == 69
+    assert "none0 (fabric.interface) is not there" in outcome.text
+    assert read_json(run.paths.preflight)["status"] == "failed"
+    assert "none0" in run.paths.preflight_table.read_text()
+    assert not run.paths.preflight_pass.exists()
+    assert not list(run.paths.logs.glob("torchrun.*"))
+
+
+def test_world_size_that_does_not_divide_the_batch_is_a_config_error(runs):
+    outcome = runs("odd").forge("preflight", "--machine.launcher=torchrun", "--ranks-per-node=3")
+    assert outcome.code == 78
+    assert "train.batch_size 8 cannot be shared by a world of 3 ranks" in outcome.text
+
+
+def test_deadline_ends_ranks_that_do_not_meet(runs):
+    run = runs("late")
+    started = time.monotonic()
+    outcome = run.forge("preflight", *TWO_RANKS, "--machine.preflight.deadline_sec=0.5")
+    assert outcome.code == 69
+    assert "not through within 0.5 s" in outcome.text
+    assert time.monotonic() - started < 10
+    assert living() == []
+    assert read_json(run.paths.preflight)["status"] == "failed"

@@ -1,0 +1,183 @@
+"""Against silent differences: a config trains alike, whoever runs it and in how many starts."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import torch
+from live_run import TWO_RANKS
+
+from forge import checkpoints, store
+from forge.ledger import read_lines
+
+SAME_LOSS = 1e-4
+
+
+def losses_of(run):
+    return dict(run.losses())
+
+
+def assert_same_losses(found, expected, steps):
+    apart = {step: abs(found[step] - expected[step]) for step in steps}
+    assert max(apart.values()) < SAME_LOSS, apart
+
+
+def next_sample(run):
+    checkpoint = store.latest(run.paths)
+    return checkpoint.step, checkpoint.manifest["next_sample"], checkpoint.manifest["world_size"]
+
+
+# --- how many ranks, how they share the model -------------------------------------------------------
+
+
+def test_fsdp2_ddp_and_one_rank_with_accumulation_give_the_same_losses(runs, solo, tmp_path):
+    run = runs("shared", "--train.max_steps=3", "--train.parallel=fsdp2")
+    assert run.forge("train", *TWO_RANKS).code == 0
+    assert next_sample(run) == (3, 24, 2)
+    narrow = run.copy(tmp_path / "narrow")
+
+    # The checkpoint that two ranks sharded goes on on one rank, in micro-batches, and on two that
+    # replicate the model.
+    settings = ("--train.max_steps=6", "--train.parallel=ddp")
+    started = narrow.start("train", *settings, "--train.micro_batch_size=2")
+    replicated = run.forge("train", *settings, *TWO_RANKS)
+    assert replicated.code == 0, replicated.text
+    on_one_rank = started.end()
+    assert on_one_rank.code == 0, on_one_rank.text
+    assert next_sample(run) == (6, 48, 2)
+    assert next_sample(narrow) == (6, 48, 1)
+
+    expected = losses_of(solo)
+    assert_same_losses(losses_of(run), expected, range(1, 7))
+    assert_same_losses(losses_of(narrow), expected, range(1, 7))
+
+
+def test_bf16_trains_near_fp32(bf16, solo):
+    found, expected = losses_of(bf16), losses_of(solo)
+    assert found != {step: expected[step] for step in found}
+    assert max(abs(found[step] - expected[step]) for step in found) < 0.05
+    [init] = bf16.events("init")
+    assert init["precision"] == "bf16"
+
+
+def test_compile_without_a_compiler_warns_and_trains(runs, solo, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = runs("plain", "--train.compile=true", "--train.max_steps=2")
+    outcome = run.forge("train")
+    assert outcome.code == 0, outcome.text
+    assert "warning: training without torch.compile: no C++ compiler on the PATH" in outcome.text
+    assert losses_of(run) == {step: losses_of(solo)[step] for step in (1, 2)}
+
+
+# --- going on ---------------------------------------------------------------------------------------
+
+
+def test_raised_max_steps_ends_as_a_run_that_was_never_shorter(runs, solo):
+    run = runs("raised", "--train.max_steps=6")
+    assert run.forge("train").code == 0
+    outcome = run.forge("train", "--train.max_steps=12")
+    assert outcome.code == 0, outcome.text
+    assert [event["step"] for event in run.events("init")] == [0, 6]
+    assert run.losses() == solo.losses()
+    assert run.weights_digest() == solo.weights_digest()
+
+
+def test_steps_beyond_the_decay_warn_and_run_at_the_minimum_rate(solo, tmp_path):
+    run = solo.copy(tmp_path / "beyond")
+    outcome = run.forge("train", "--train.max_steps=14")
+    assert outcome.code == 0, outcome.text
+    assert "warning: train.max_steps 14 is beyond decay_steps 12" in outcome.text
+    last = read_lines(run.paths.metrics)[-3:]
+    assert [line["lr"] for line in last if line["kind"] == "train"] == [3e-3 * 0.1] * 2
+
+
+def test_goal_below_the_last_checkpoint_is_refused_and_nothing_deleted(solo, tmp_path):
+    run = solo.copy(tmp_path / "lowered")
+    before = listing(run)
+    outcome = run.forge("train", "--train.max_steps=10")
+    assert outcome.code == 78
+    assert "train.max_steps is 10" in outcome.text
+    assert listing(run) == before
+
+
+def test_changed_learning_rate_is_refused_by_name_and_config_stays(solo, tmp_path):
+    run = solo.copy(tmp_path / "changed")
+    assert run.forge("config").code == 0
+    before = listing(run)
+    outcome = run.forge("train", "--train.lr=0.01")
+    assert outcome.code == 78
+    assert "train.lr is 0.01, the checkpoint has 0.003" in outcome.text
+    assert listing(run) == before
+
+
+def listing(run):
+    """Name and content of every file."""
+    return {path: path.read_bytes() for path in sorted(run.folder.rglob("*")) if path.is_file()}
+
+
+def test_run_at_its_goal_starts_no_rank(solo, tmp_path):
+    run = solo.copy(tmp_path / "finished")
+    outcome = run.forge("train")
+    assert outcome.code == 0
+    assert "nothing to train" in outcome.text
+    assert len(run.events("launch")) == 1
+    assert run.weights_digest() == solo.weights_digest()
+
+
+# --- what must not be trained on --------------------------------------------------------------------
+
+
+def test_data_edited_in_place_under_a_run_is_refused(solo, science, tmp_path):
+    """A flipped byte in a shard; another tokenizer under the same id."""
+    started = {}
+    for name in ("shard", "tokenizer"):
+        shutil.copytree(science / "data", tmp_path / f"data-{name}")
+        run = solo.copy(tmp_path / name)
+        data = f"--data={tmp_path}/data-{name}"
+        started[name] = replace(run, overrides=(*run.overrides, data))
+    shard = next((tmp_path / "data-shard").glob("tokens/*/*.bin"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    tokenizer = next((tmp_path / "data-tokenizer").glob("tokenizers/*/tokenizer.json"))
+    tokenizer.write_text(tokenizer.read_text() + "\n")
+
+    under_way = [run.start("train", "--train.max_steps=14") for run in started.values()]
+    damaged, other = (command.end() for command in under_way)
+    assert damaged.code == 65
+    assert shard.name in damaged.text
+    assert other.code == 65
+    assert "the tokenizer of this run have digest" in other.text
+    for run in started.values():
+        assert store.latest(run.paths).step == 12
+
+
+def test_divergence_ends_with_70_and_leaves_finite_weights(runs):
+    """1e30 breaks the gradients of the next step, 3e38 the weights themselves."""
+    settings = ("--train.warmup_steps=0", "--train.checkpoint_every=1")
+    late, at_once = (
+        runs(f"diverged-{rate}", f"--train.lr={rate}", *settings) for rate in ("1e30", "3e38")
+    )
+    for started in [run.start("train") for run in (late, at_once)]:
+        outcome = started.end()
+        assert outcome.code == 70, outcome.text
+        assert "not finite" in outcome.text
+        assert "Traceback" not in outcome.text
+    assert_finite(store.latest(late.paths))
+    assert store.latest(at_once.paths) is None
+
+    for run in (late, at_once):
+        again = run.forge("train")
+        assert again.code == 70
+        assert "failed before" in again.text
+        assert len(run.events("launch")) == 1
+
+
+def assert_finite(checkpoint):
+    index = checkpoints.SafeReader(checkpoint.folder).read_metadata()
+    names = [name for name in index.state_dict_metadata if name.startswith("model.")]
+    state = {name: torch.empty(index.state_dict_metadata[name].size) for name in names}
+    checkpoints.read_tensors(state, checkpoint.folder, no_dist=True)
+    assert names
+    assert [name for name in names if not torch.isfinite(state[name]).all()] == []
