@@ -103,7 +103,7 @@ def test_uv_serves_where_there_is_no_python(place):
     assert (place / "record").read_text().splitlines() == [
         "uv venv --quiet --clear --python >=3.11 .venv",
         "uv pip install --quiet --python .venv/bin/python"
-        " --constraint constraints.txt --editable .[dev]",
+        " --constraint constraints.txt --editable .[dev,bench]",
     ]
 
 
