@@ -23,6 +23,11 @@ def use_fast_fp32() -> bool:
     return False
 
 
+def has_fast_fp32() -> bool:
+    """Whether `use_fast_fp32` has found oneDNN's products fit for fp32 in this process."""
+    return torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # type: ignore[attr-defined]
+
+
 def product_error() -> float:
     """Relative error of an fp32 matrix product on the CPU: 3e-7 in true fp32, 3e-3 in bf16."""
     generator = torch.Generator().manual_seed(0)
