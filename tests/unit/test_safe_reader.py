@@ -4,6 +4,7 @@ Threat: somebody hands out a checkpoint whose `.metadata` names os.system. Readi
 validate it, must refuse before anything of it runs.
 """
 
+import io
 import os
 import pickle
 import warnings
@@ -11,6 +12,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata
 
 from forge import checkpoints
 from forge.errors import DataError
@@ -69,6 +71,26 @@ def test_no_other_function_is_reachable(folder, function, protocol):
     (folder / ".metadata").write_bytes(pickle.dumps(Planted(function, "1"), protocol))
     with pytest.raises(DataError, match="which no index needs"):
         read(folder)
+
+
+def unpickled(function, *arguments):
+    call = Planted(function, None)
+    call.call = (function, arguments)
+    return checkpoints.IndexUnpickler(io.BytesIO(pickle.dumps(call))).load()
+
+
+def test_enum_members_load_as_early_python_3_11_stores_them():
+    # Up to Python 3.11.3 the pickle of an enum's member is a call of getattr.
+    formats = metadata._MEM_FORMAT_ENCODING
+    assert unpickled(getattr, formats, "TORCH_PRESERVE_FORMAT") is formats.TORCH_PRESERVE_FORMAT
+
+
+@pytest.mark.parametrize("name", ["__class__", "__init__", "mro"])
+def test_getattr_reaches_nothing_but_those_members(name):
+    with pytest.raises(DataError, match="which no index needs"):
+        unpickled(getattr, metadata._MEM_FORMAT_ENCODING, name)
+    with pytest.raises(DataError, match="which no index needs"):
+        unpickled(getattr, torch.Size, name)
 
 
 @pytest.mark.parametrize(
