@@ -46,3 +46,9 @@ def test_rule_graph_in_the_documents_is_todays():
     drawn = edges((REPOSITORY / "docs/rulegraph.dot").read_text())
     assert ("tokenizer", "tokenize") in drawn
     assert edges(done.stdout) == drawn, "run: make dag"
+
+
+def test_train_is_what_no_target_means():
+    done = snakemake("--profile", "profiles/local", "-n", "--forceall")
+    assert done.returncode == 0, done.stderr
+    assert "rule train:" in done.stdout + done.stderr

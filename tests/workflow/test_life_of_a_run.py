@@ -121,3 +121,10 @@ def test_resume_names_run_step_and_goal_and_removes_a_stop_file(shared_project):
     assert "resume base: step 20 of 24" in output
     assert not stop.exists()
     assert shared_project.read("fit.json")["step"] == 24
+
+
+def test_snakemakes_own_report_has_the_runs_pages(shared_project):
+    code, output = shared_project.snakemake("--report", "workflow.html", "train")
+    assert code == 0, output
+    page = (shared_project.root / "workflow.html").read_text()
+    assert "report.html" in page and "validated.json" in page
