@@ -70,13 +70,17 @@ class Project:
         profile = self.root / "profiles/local/config.yaml"
         profile.write_text(profile.read_text().replace("tasks_per_node: 2", "tasks_per_node: 1"))
 
+    @property
+    def environment(self) -> dict[str, str]:
+        # One thread a process: tests run side by side, and idle threads of tiny models spin.
+        return {**os.environ, "TMPDIR": f"{self.root}/tmp", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+
     def start(self, *arguments: str, profile: str = "profiles/local") -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "snakemake", "--profile", profile, *arguments]
-        environment = {**os.environ, "TMPDIR": str(self.root / "tmp"), "NO_COLOR": "1"}
         return subprocess.Popen(
             command,
             cwd=self.root,
-            env=environment,
+            env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -98,7 +102,7 @@ class Project:
         return subprocess.run(
             [sys.executable, "-m", "forge", *arguments],
             cwd=self.root,
-            env={**os.environ, "TMPDIR": str(self.root / "tmp")},
+            env=self.environment,
             check=False,
             capture_output=True,
             text=True,
