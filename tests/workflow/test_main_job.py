@@ -2,13 +2,15 @@
 
 import json
 
+import pytest
 from conftest import REPOSITORY
 
 
+@pytest.mark.timeout(620)  # 1.5 minutes alone; other tests share the cores
 def test_main_job_learns_at_least_one_and_a_half_nats(project):
     for name in ("config.yaml", "runs.tsv"):
         (project.root / "config" / name).write_text((REPOSITORY / "config" / name).read_text())
-    code, output = project.snakemake("train")
+    code, output = project.snakemake("train", deadline_sec=600)
     assert code == 0, output[-4000:]
     lines = map(json.loads, project.path("metrics.jsonl").read_text().splitlines())
     losses = [line["loss"] for line in lines if line["kind"] == "eval"]
