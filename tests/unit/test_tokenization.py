@@ -316,6 +316,10 @@ def start_long_work(place: Path, long_part: bool = False) -> tuple[subprocess.Po
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # Where tests run in the background of a script, its shell has had SIGINT ignored for all.
+        preexec_fn=lambda: signal.signal(  # noqa: PLW1509  before any thread
+            signal.SIGINT, signal.default_int_handler
+        ),
     )
     wait_for(lambda: len(list(folder.glob("parts/part-*.json"))) >= 3)
     assert process.poll() is None
