@@ -121,10 +121,12 @@ def _conclude(config: Config, paths: RunPaths, record: Record) -> Path:
         assert record.step is not None
         return _write_fit(config, paths, record.step, record.result["weights_digest"])
     if record.status == "stopped":
-        ledger.record(paths.events, "stop", cause=record.cause, step=record.step)
+        committed = store.latest(paths)
+        step = committed.step if committed else 0
+        ledger.record(paths.events, "stop", cause=record.cause, step=step)
         raise StoppedEarly(
-            f"{config.run} stopped at step {record.step} of {config.train.max_steps}"
-            f" ({record.cause}); a checkpoint is committed",
+            f"{config.run} stopped at step {step} of {config.train.max_steps} ({record.cause});"
+            f" {'a checkpoint is committed' if committed else 'nothing had been trained yet'}",
             fix="give the same command again to go on",
         )
     ledger.record(

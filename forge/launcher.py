@@ -24,6 +24,7 @@ from forge.machine import Geometry, Machine
 from forge.manifest import disk_trouble, read_json, write_json
 from forge.paths import RunPaths
 from forge.progress import say
+from forge.stopping import SIGNAL_CAUSES
 
 # The next command gives orphans of a killed one this long to commit and leave.
 ORPHAN_WAIT_SEC = 30.0
@@ -146,8 +147,13 @@ def run_ranks(
             host=hostname(),
         )
     try:
-        _run(command, spec, log, machine.stop_grace_sec, deadline_sec)
-        return verdict(_records(spec), spec)
+        stopped = _run(command, spec, log, machine.stop_grace_sec, deadline_sec)
+        record = verdict(_records(spec), spec)
+        if record.status == "lost" and stopped:
+            # It came before they had their handlers: asked to stop, not lost.
+            cause = SIGNAL_CAUSES[signal.Signals(stopped[0])]
+            return Record("stopped", code=Exit.STOPPED, cause=cause, message=f"stopped by {cause}")
+        return record
     finally:
         shutil.rmtree(spec.folder, ignore_errors=True)
 
@@ -168,9 +174,12 @@ def _command(machine: Machine, geometry: Geometry, spec: Path) -> list[str]:
 
 def _run(
     command: list[str], spec: Spec, log: Path, grace_sec: float, deadline_sec: float | None
-) -> None:
-    """Run the launch command to its end. The console is ours alone: torchrun's own words and what
-    libraries print go to logs, what rank 0 says to people is shown here."""
+) -> list[int]:
+    """Run the launch command to its end; the stop signals that came meanwhile.
+
+    The console is ours alone: torchrun's own words and what libraries print go to logs, what rank 0
+    says to people is shown here.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a") as output:
         child = subprocess.Popen(
@@ -194,6 +203,7 @@ def _run(
     # Ranks whose launcher was killed leave on their own; wait so that nobody writes behind us.
     _wait_until_gone(spec.folder, grace_sec)
     _kill_all(spec, child)
+    return stopped
 
 
 @contextmanager

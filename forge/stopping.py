@@ -9,7 +9,7 @@ from types import FrameType
 # In order of rising weight: when ranks saw different causes, the heaviest is everybody's.
 CAUSES = ("", "STOP file", "SIGUSR1", "SIGTERM", "Ctrl-C")
 
-_SIGNAL_CAUSES = {
+SIGNAL_CAUSES = {
     signal.SIGUSR1: "SIGUSR1",
     signal.SIGTERM: "SIGTERM",
     signal.SIGINT: "Ctrl-C",
@@ -28,12 +28,12 @@ class StopFlag:
 
     def install(self) -> StopFlag:
         """Handle the stop signals from now on. Main thread only."""
-        for number in _SIGNAL_CAUSES:
+        for number in SIGNAL_CAUSES:
             signal.signal(number, self._on_signal)
         return self
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._cause = self._cause or _SIGNAL_CAUSES[signal.Signals(number)]
+        self._cause = self._cause or SIGNAL_CAUSES[signal.Signals(number)]
 
     def cause(self) -> str:
         """Why to stop, one of CAUSES; "" to go on."""

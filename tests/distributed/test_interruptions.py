@@ -152,3 +152,15 @@ def test_each_way_to_stop_ends_with_75_and_its_cause(runs):
     assert again.code == 75
     assert str(stopped.paths.stop) in again.text
     assert len(stopped.events("launch")) == 1
+
+
+def test_stop_before_the_ranks_are_up_stops_and_starts_nothing_again(runs):
+    run = runs("early", *ENDLESS)
+    started = run.start("train")
+    wait_until(lambda: list(run.paths.launches.glob("*/launcher.pid")), "the launch")
+    os.kill(started.process.pid, signal.SIGTERM)
+    outcome = started.end()
+    assert outcome.code == 75, outcome.text
+    assert [stop["cause"] for stop in run.events("stop")] == ["SIGTERM"]
+    assert len(run.events("launch")) == 1
+    assert living() == []
