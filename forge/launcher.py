@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 from forge import ledger
@@ -180,9 +179,32 @@ def _run(
     The console is ours alone: torchrun's own words and what libraries print go to logs, what rank 0
     says to people is shown here.
     """
+    killed_at = time.monotonic() + deadline_sec if deadline_sec else None
+    with _stop_signals() as stopped:  # before there is a child that one could miss
+        child = _start(command, log)
+        register(spec, "launcher", child.pid)
+        passed_on = False
+        with Console(spec.folder) as console:
+            while child.poll() is None:
+                if stopped and not passed_on:
+                    passed_on = True
+                    child.send_signal(stopped[0])
+                    say("stopping: the ranks finish their step and commit a checkpoint …")
+                    killed_at = killed_at or time.monotonic() + grace_sec
+                if killed_at and time.monotonic() > killed_at:
+                    _kill_all(spec, child)
+                time.sleep(POLL_SEC)
+                console.show()
+    # Ranks whose launcher was killed leave on their own; wait so that nobody writes behind us.
+    _wait_until_gone(spec.folder, grace_sec)
+    _kill_all(spec, child)
+    return stopped
+
+
+def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a") as output:
-        child = subprocess.Popen(
+        return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -190,35 +212,14 @@ def _run(
             start_new_session=True,  # Ctrl-C of the terminal reaches ranks once, through us
             preexec_fn=stop_with_parent,  # noqa: PLW1509  no threads run yet
         )
-    register(spec, "launcher", child.pid)
-    killed_at = time.monotonic() + deadline_sec if deadline_sec else None
-    with _passing_signals_to(child) as stopped, Console(spec.folder) as console:
-        while child.poll() is None:
-            time.sleep(POLL_SEC)
-            console.show()
-            if stopped and killed_at is None:
-                killed_at = time.monotonic() + grace_sec
-            if killed_at and time.monotonic() > killed_at:
-                _kill_all(spec, child)
-    # Ranks whose launcher was killed leave on their own; wait so that nobody writes behind us.
-    _wait_until_gone(spec.folder, grace_sec)
-    _kill_all(spec, child)
-    return stopped
 
 
 @contextmanager
-def _passing_signals_to(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Pass the first stop signal on to `child`; the list it gives holds it. Later ones are dropped:
+def _stop_signals() -> Iterator[list[int]]:
+    """Collect stop signals instead of dying of them. Only the first one is passed on to the ranks:
     a second one would break off torchrun's wait for the ranks' last save."""
     received: list[int] = []
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
-        if len(received) == 1 and child.poll() is None:
-            child.send_signal(number)
-            say("stopping: the ranks finish their step and commit a checkpoint …")
-
-    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
+    before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in STOP_SIGNALS}
     try:
         yield received
     finally:
