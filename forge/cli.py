@@ -137,7 +137,7 @@ def _load_machine(options: argparse.Namespace) -> Any:
 
 
 def _geometry(options: argparse.Namespace) -> Any:
-    from forge.machine import Geometry
+    from forge.geometry import Geometry
 
     return Geometry(options.nodes, options.ranks_per_node)
 

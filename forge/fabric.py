@@ -10,7 +10,9 @@ from pathlib import Path
 
 import psutil
 
-from forge.machine import Geometry, Machine
+from forge.geometry import Geometry
+from forge.launch import hostname
+from forge.machine import Fabric, Machine
 
 
 @dataclass(frozen=True)
@@ -45,20 +47,23 @@ def apply(settings: list[Setting], *, user_threads: str | None) -> list[Setting]
     return outcome
 
 
-def rank_settings(machine: Machine, geometry: Geometry, master: str) -> list[Setting]:
-    """What each rank needs before torch is imported. Read on the rank's own node."""
+def rank_settings(
+    machine: Machine, geometry: Geometry, master: str, *, cpus: int | None = None
+) -> list[Setting]:
+    """What each rank needs before torch is imported. Read on the rank's own node.
+
+    cpus: cores of one rank as Slurm gave them; None shares out those this process may use.
+    """
     fabric = machine.fabric
-    threads = max(1, available_cores() // geometry.ranks_per_node)
+    threads = cpus or max(1, available_cores() // geometry.ranks_per_node)
     settings = [
         Setting("OMP_NUM_THREADS", str(threads), "the node's cores shared out among its ranks"),
         Setting("TOKENIZERS_PARALLELISM", "false", "no thread pool beside the training threads"),
         *OFFLINE,
     ]
     infiniband = infiniband_interface()
-    interface = fabric.interface or infiniband or interface_towards(master)
+    interface, reason = choose_interface(fabric, master)
     if interface:
-        reason = "from machine.yaml" if fabric.interface else f"routes to {master}"
-        reason = "InfiniBand with an address" if interface == infiniband else reason
         settings += [
             Setting("GLOO_SOCKET_IFNAME", interface, reason),
             Setting("NCCL_SOCKET_IFNAME", interface, reason),
@@ -77,6 +82,17 @@ def rank_settings(machine: Machine, geometry: Geometry, master: str) -> list[Set
     if fabric.debug:
         settings += DEBUG
     return settings
+
+
+def choose_interface(fabric: Fabric, master: str) -> tuple[str | None, str]:
+    """This node's interface for ranks and why: the profile's word, else InfiniBand, else the route."""
+    if named := fabric.interfaces.get(hostname()):
+        return named, f"fabric.interfaces of {hostname()}"
+    if fabric.interface:
+        return fabric.interface, "fabric.interface"
+    if found := infiniband_interface():
+        return found, "InfiniBand with an address"
+    return interface_towards(master), f"routes to {master}"
 
 
 # Compute nodes have no internet: a library that tries waits for minutes, then fails.

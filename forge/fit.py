@@ -6,14 +6,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from forge import ledger, store
+from forge import bad_nodes, ledger, restarts, store
 from forge.artefacts import freeze
 from forge.config import Config
 from forge.errors import DataError, Exit, ForgeError, TrainingError, UnfitError
+from forge.geometry import Geometry, Place, check_geometry, find_place
 from forge.launcher import MAX_RESTARTS_AFTER_LOSS, RankFailure, Record, run_ranks
 from forge.lease import lease
 from forge.lineage import config_digest
-from forge.machine import Geometry, Machine, check_geometry
+from forge.machine import Machine
 from forge.manifest import read_json, write_json
 from forge.paths import RunPaths, tokens_folder
 from forge.progress import say
@@ -28,11 +29,14 @@ class StoppedEarly(ForgeError):
 def train(config: Config, machine: Machine, geometry: Geometry) -> Path:
     """Train a run to its goal; the path of fit.json. Resumes from `latest`.
 
-    Raises StoppedEarly (75) after an agreed stop; the errors of config, data and machine.
+    Under Slurm the ranks run on the nodes that preflight chose, and a stop that the cluster caused
+    sends the job back to the queue. Raises StoppedEarly (75) after an agreed stop; the errors of
+    config, data and machine.
     """
     config = freeze(config)
     paths = RunPaths.of(config)
     check_geometry(machine, geometry, config)
+    place = find_place(machine, geometry)
     with lease(paths.root, "train"):
         checkpoint = store.check_resumable(config, paths)
         _refuse_known_failure(config, paths)
@@ -43,7 +47,9 @@ def train(config: Config, machine: Machine, geometry: Geometry) -> Path:
             if digest:
                 say(f"{paths.root} is at its goal, step {checkpoint.step}: nothing to train")
                 return _write_fit(config, paths, checkpoint.step, digest)
-        record = _train_until_it_ends(config, paths, machine, geometry)
+        record = _train_until_it_ends(config, paths, machine, geometry, place)
+        if record.status in ("stopped", "lost"):
+            _requeue(record, paths, place, machine, started_at=checkpoint)
         return _conclude(config, paths, record)
 
 
@@ -96,23 +102,61 @@ def _shards_folder(config: Config, paths: RunPaths) -> Path:
 
 
 def _train_until_it_ends(
-    config: Config, paths: RunPaths, machine: Machine, geometry: Geometry
+    config: Config, paths: RunPaths, machine: Machine, geometry: Geometry, place: Place
 ) -> Record:
-    """Launch ranks; after the loss of one, launch again, twice at most."""
+    """Launch ranks; after the loss of one, launch again, twice at most, without silent nodes."""
     refuse_stop_file(paths)
     checkpoint = store.latest(paths)
     if checkpoint is not None:
         store.warn_if_decayed(config, checkpoint)
     options: dict[str, Any] = {"shards": str(_shards_folder(config, paths))}
+    fit_nodes = place.only(_nodes_that_passed(paths) or place.hosts)
+    hosts = restarts.pick_hosts(fit_nodes, geometry.nodes)
+    if hosts is None:
+        raise UnfitError(
+            f"preflight passed {', '.join(fit_nodes.hosts) or 'none'} of {', '.join(place.hosts)},"
+            f" training needs {geometry.nodes}",
+            fix="run forge preflight in this allocation first",
+        )
     for attempt in range(1 + MAX_RESTARTS_AFTER_LOSS):
         options["started"] = time.time()
-        record = run_ranks("train", paths, machine, geometry, options=options)
+        record = run_ranks("train", paths, machine, geometry, place=hosts, options=options)
         if record.status != "lost":
             break
-        ledger.record(paths.events, "lost", message=record.message, attempt=attempt)
+        silent = restarts.silent_nodes(hosts)
+        bad_nodes.add(paths.bad_nodes, dict.fromkeys(silent, "does not start a process"))
+        ledger.record(paths.events, "lost", message=record.message, attempt=attempt, silent=silent)
+        fit_nodes = place.only([host for host in fit_nodes.hosts if host not in silent])
+        hosts = restarts.pick_hosts(fit_nodes, geometry.nodes)
+        if hosts is None or restarts.was_cancelled(place):
+            break
         if attempt < MAX_RESTARTS_AFTER_LOSS:
             say(f"lost a rank ({record.message}); starting again from the last checkpoint")
     return record
+
+
+def _nodes_that_passed(paths: RunPaths) -> list[str]:
+    """The nodes that the preflight of this allocation chose; none where it was not asked."""
+    if not paths.preflight_pass.exists():
+        return []
+    return list(read_json(paths.preflight_pass).get("nodes", []))
+
+
+def _requeue(
+    record: Record,
+    paths: RunPaths,
+    place: Place,
+    machine: Machine,
+    *,
+    started_at: store.Checkpoint | None,
+) -> None:
+    """Back to the queue if Slurm and the cause allow it, which does not return; else say why not."""
+    if place.job is None:
+        return
+    checkpoint = store.latest(paths)
+    before, now = (c.step if c else 0 for c in (started_at, checkpoint))
+    if reason := restarts.requeue(record, paths, place, machine, started_at=before, step=now):
+        say(f"not sent back to the queue: {reason}")
 
 
 def _conclude(config: Config, paths: RunPaths, record: Record) -> Path:

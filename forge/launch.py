@@ -58,8 +58,24 @@ def this_rank(expected_world_size: int, ranks_per_node: int) -> Rank:
     return rank
 
 
+def meeting_point(proposed: tuple[str, int] | None) -> str:
+    """The host where ranks meet. MASTER_ADDR and MASTER_PORT stay where the user or torchrun has set
+    them; else they become the launcher's proposal."""
+    if proposed:
+        for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), proposed, strict=True):
+            os.environ[name] = os.environ.get(name) or str(value)
+    return os.environ.get("MASTER_ADDR") or "127.0.0.1"
+
+
 def hostname() -> str:
     return socket.gethostname().split(".")[0]
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def node_local_folder() -> Path:

@@ -10,16 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from forge import ledger
+from forge import ledger, slurm
 from forge.console import Console
 from forge.errors import Exit, ForgeError, UnfitError
-from forge.launch import Process, hostname, stop_with_parent, user_threads
-from forge.machine import Geometry, Machine
+from forge.geometry import Geometry, Place, launch_line
+from forge.launch import Process, free_port, hostname, stop_with_parent, user_threads
+from forge.machine import Machine
 from forge.manifest import disk_trouble, read_json, write_json
 from forge.paths import RunPaths
 from forge.progress import say
@@ -28,6 +29,9 @@ from forge.stopping import SIGNAL_CAUSES
 # The next command gives orphans of a killed one this long to commit and leave.
 ORPHAN_WAIT_SEC = 30.0
 MAX_RESTARTS_AFTER_LOSS = 2
+# srun waits for a node that is gone until Slurm has noticed, which may take minutes. Once a rank has
+# said that it failed, the others get this long to say so too.
+AFTER_FAILURE_SEC = 20.0
 
 POLL_SEC = 0.05
 RESERVED_BYTES = 8192
@@ -46,6 +50,10 @@ class Spec:
     nodes: int
     ranks_per_node: int
     launcher: dict[str, Any]  # the Process that started the ranks
+    master: tuple[str, int] | None = None  # where ranks meet; None: the launcher or torch says
+    job: str | None = None  # Slurm's id
+    restart: int = 0  # how often Slurm has restarted that job
+    cpus_per_rank: int | None = None  # None: the cores this process may use are the ranks' together
     threads: str | None = None  # OMP_NUM_THREADS as the user exported it
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -56,6 +64,11 @@ class Spec:
     @property
     def geometry(self) -> Geometry:
         return Geometry(self.nodes, self.ranks_per_node)
+
+    @property
+    def log_prefix(self) -> str:
+        """What the logs of this launch begin with: `{job}.{restart}`, or local and the launch."""
+        return f"{self.job}.{self.restart}" if self.job else f"local.{self.launch}"
 
     def write(self) -> Path:
         path = self.folder / "spec.json"
@@ -95,8 +108,12 @@ class Record:
         path = spec.folder / f"rank-{rank}.json"
         for file in (path, path.with_suffix(".reserve")):
             if file.exists() and file.read_text().strip():
-                return cls(**read_json(file))
+                return cls.read_file(file)
         return cls("lost", rank, message="it ended without a word")
+
+    @classmethod
+    def read_file(cls, path: Path) -> Record:
+        return cls(**read_json(path))
 
 
 def reserve(spec: Spec) -> None:
@@ -113,15 +130,21 @@ def run_ranks(
     machine: Machine,
     geometry: Geometry,
     *,
+    place: Place | None = None,
+    python: str = sys.executable,
     options: dict[str, Any] | None = None,
     deadline_sec: float | None = None,
 ) -> Record:
     """Start the ranks, wait for them (at most `deadline_sec`), and give back how they ended.
 
+    place: exactly geometry.nodes hosts; this host when None. python: what runs the ranks.
     The verdict comes from what the ranks recorded, never from the launcher's exit status:
     torchrun turns every code into 1. A rank without a record is `lost`.
     """
     _wait_for_orphans(paths)
+    place = place or Place.here()
+    job = place.job
+    master = _meeting_point(place, python) if job else None
     spec = Spec(
         task=task,
         run=str(paths.root),
@@ -130,12 +153,18 @@ def run_ranks(
         nodes=geometry.nodes,
         ranks_per_node=geometry.ranks_per_node,
         launcher=Process.current().to_json(),
+        master=master,
+        job=job.id if job else None,
+        restart=job.restarts if job else 0,
+        cpus_per_rank=job.cpus_per_task if job else None,
         threads=user_threads(),
         options=options or {},
     )
-    command = _command(machine, geometry, spec.write())
+    command = launch_line(
+        machine, geometry, place, spec.write(), master=master or ("", 0), python=python
+    )
     reserve(spec)
-    log = paths.logs / f"{machine.launcher}.{spec.launch}.log"
+    log = paths.logs / f"{spec.log_prefix}.{machine.launcher}.log"
     if task == "train":
         ledger.record(
             paths.events,
@@ -144,31 +173,30 @@ def run_ranks(
             world_size=geometry.world_size,
             launcher=machine.launcher,
             host=hostname(),
+            nodes=list(place.hosts),
+            **({"job": job.id, "restart": job.restarts} if job else {}),
         )
     try:
         stopped = _run(command, spec, log, machine.stop_grace_sec, deadline_sec)
         record = verdict(_records(spec), spec)
-        if record.status == "lost" and stopped:
-            # It came before they had their handlers: asked to stop, not lost.
+        if stopped and record.status in ("lost", "stopped"):
+            # Lost: it came before they had their handlers, so they were asked to stop. Stopped: they
+            # know what was passed on, which may be another signal than the one that came here.
             cause = SIGNAL_CAUSES[signal.Signals(stopped[0])]
-            return Record("stopped", code=Exit.STOPPED, cause=cause, message=f"stopped by {cause}")
+            return replace(record, status="stopped", code=Exit.STOPPED, cause=cause)
         return record
     finally:
         shutil.rmtree(spec.folder, ignore_errors=True)
 
 
-def _command(machine: Machine, geometry: Geometry, spec: Path) -> list[str]:
-    entry = ["-m", "forge.rank", str(spec)]
-    if machine.launcher == "process":
-        return [sys.executable, *entry]
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        f"--nproc-per-node={geometry.ranks_per_node}",
-        # Without these SIGUSR1 kills the agent and orphans the ranks.
-        "--signals-to-handle=SIGTERM,SIGUSR1,SIGINT",
-        f"--shutdown-timeout={max(5, round(machine.stop_grace_sec - 10))}",
-        *entry,
-    ]
+def _meeting_point(place: Place, python: str) -> tuple[str, int]:
+    """The first node and a port that is free there now. Raises UnfitError."""
+    head = place.hosts[0]
+    if head == hostname():
+        return head, free_port()
+    assert place.job
+    probe = "from forge.launch import free_port; print(free_port())"
+    return head, int(slurm.output_on(place.job.id, head, [python, "-c", probe]))
 
 
 def _run(
@@ -181,16 +209,20 @@ def _run(
     """
     killed_at = time.monotonic() + deadline_sec if deadline_sec else None
     with _stop_signals() as stopped:  # before there is a child that one could miss
-        child = _start(command, log)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        child = _start(command, log, slurm.environment() if spec.job else None)
         register(spec, "launcher", child.pid)
         passed_on = False
         with Console(spec.folder) as console:
             while child.poll() is None:
                 if stopped and not passed_on:
                     passed_on = True
-                    child.send_signal(stopped[0])
+                    # srun passes SIGUSR1 on to its tasks; of SIGTERM it dies and kills them.
+                    child.send_signal(signal.SIGUSR1 if spec.job else stopped[0])
                     say("stopping: the ranks finish their step and commit a checkpoint …")
                     killed_at = killed_at or time.monotonic() + grace_sec
+                if killed_at is None and spec.job and _any_failed(spec):
+                    killed_at = time.monotonic() + AFTER_FAILURE_SEC
                 if killed_at and time.monotonic() > killed_at:
                     _kill_all(spec, child)
                 time.sleep(POLL_SEC)
@@ -201,14 +233,16 @@ def _run(
     return stopped
 
 
-def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    log.parent.mkdir(parents=True, exist_ok=True)
+def _start(
+    command: list[str], log: Path, environment: dict[str, str] | None
+) -> subprocess.Popen[bytes]:
     with open(log, "a") as output:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            env=environment,
             start_new_session=True,  # Ctrl-C of the terminal reaches ranks once, through us
             preexec_fn=stop_with_parent,  # noqa: PLW1509  no threads run yet
         )
@@ -225,6 +259,12 @@ def _stop_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _any_failed(spec: Spec) -> bool:
+    return any(
+        Record.read_file(path).status == "failed" for path in spec.folder.glob("rank-*.json")
+    )
 
 
 # --- which processes belong to a launch ------------------------------------------------------------
@@ -248,8 +288,11 @@ def _wait_until_gone(folder: Path, timeout_sec: float) -> list[Process]:
 
 
 def _kill_all(spec: Spec, child: subprocess.Popen[bytes]) -> None:
+    if spec.job and child.poll() is None:
+        slurm.cancel_step(spec.job, spec.launch)  # its tasks outlive an srun that is killed
     for process in _living(spec.folder):
-        os.kill(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
     child.wait()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import uuid
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from forge import slurm
 from forge.errors import UnfitError
 from forge.launch import Process, hostname
 from forge.manifest import atomic_open, disk_trouble
@@ -19,10 +21,12 @@ from forge.progress import say
 def lease(folder: Path, verb: str) -> Iterator[None]:
     """Hold the right to write `folder`; UnfitError names a living holder, a dead one is replaced.
 
-    Made with link(2), which fails where the name exists: works on NFS too, unlike flock.
+    Made with link(2), which fails where the name exists: works on NFS too, unlike flock. A holder on
+    another host is judged by its Slurm job: whether that runs, and in which restart.
     """
     name = folder / ".lease"
-    mine = {**Process.current().to_json(), "verb": verb}
+    job = slurm.this_job()
+    mine = {**Process.current().to_json(), "verb": verb, "restart": job.restarts if job else 0}
     _acquire(name, mine)
     try:
         yield
@@ -93,11 +97,27 @@ def _refuse_living(name: Path, held: dict[str, object]) -> None:
             cause="the same command was given twice",
             fix=f"wait for it, or stop it with: kill {holder.pid}",
         )
+    if holder.slurm_job and slurm.is_here():
+        with contextlib.suppress(slurm.SlurmSilent):
+            _refuse_living_job(name, held, holder.slurm_job)
+            return
     raise UnfitError(
         f"{name.parent} is being written by {_who(held)}, which {hostname()} cannot ask",
         cause="it was started on another host and is running there, or died there",
         fix=f"if nothing of it runs on {holder.host} any more: rm {name}",
     )
+
+
+def _refuse_living_job(name: Path, held: dict[str, object], job_id: str) -> None:
+    job = slurm.show_job(job_id)
+    if job is None or job.restarts > int(str(held.get("restart", 0))):
+        return  # ended, or restarted since: that start of it is dead
+    if job.is_living or (job.is_waiting and job.id != slurm.this_job_id()):
+        raise UnfitError(
+            f"{name.parent} is being written by {_who(held)}: job {job.id} is {job.state}",
+            cause="the same run was started twice",
+            fix=f"wait for job {job.id}, or end it with: scancel {job.id}",
+        )
 
 
 def _who(held: dict[str, object]) -> str:

@@ -1,18 +1,16 @@
-"""The machine a run is on: typed `machine.yaml` of a profile, and the geometry of its ranks.
+"""The machine a run is on: the typed `machine.yaml` of a profile.
 
 Nothing here changes what is trained; it is outside the science digest.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from forge.config import Config, Section, apply_overrides, checked, read_values
-from forge.errors import ConfigError
+from forge.config import Section, apply_overrides, checked, read_values
 
 
 class Fabric(Section):
@@ -22,6 +20,8 @@ class Fabric(Section):
     """Process group backend; `auto` is nccl where every rank has a GPU, else gloo."""
     interface: str | None = None
     """Network interface of the ranks; null finds it on each node for itself."""
+    interfaces: dict[str, str] = Field(default={})
+    """Interface by node name, for nodes where it has another name; wins over all else."""
     gid_index: int | None = Field(None, ge=0)
     """NCCL_IB_GID_INDEX for clusters that need one."""
     timeout_sec: float = Field(300, gt=0)
@@ -37,6 +37,10 @@ class Stage(Section):
     """`auto` stages unless the shards already lie on the staging folder's own file system."""
     folder: str | None = None
     """Node-local folder; null: $SLURM_TMPDIR, else $TMPDIR, else /tmp."""
+    keep: bool = False
+    """Leave the shards on the nodes when the job ends, for the next run on the same nodes."""
+    project: bool = False
+    """Also put the code and its Python environment on the nodes, for nodes that do not see them."""
 
 
 class Preflight(Section):
@@ -50,18 +54,41 @@ class Preflight(Section):
     """Available memory per rank."""
     min_open_files: int = Field(256, ge=0)
     """Soft limit of open files (`ulimit -n`)."""
+    max_clock_skew_sec: float = Field(5, gt=0)
+    """Clocks of nodes may differ by this much; more only warns."""
+    slow_factor: float = Field(2, gt=1)
+    """A node slower than the median of the nodes by this factor is named; it only warns."""
+    spare_nodes: int = Field(0, ge=0)
+    """The allocation asks for this many nodes more; unfit ones are left out of training."""
+
+
+class Slurm(Section):
+    """What Slurm is asked for, and what follows when it takes the nodes away."""
+
+    warn_sec: int = Field(120, ge=0)
+    """Ranks get SIGUSR1 this long before the time limit, to commit and leave. Slurm may be 30 s late."""
+    max_restarts: int = Field(50, ge=0)
+    """A job that was restarted this often is not sent back to the queue again."""
+    when_running: Literal["stop", "wait"] = "stop"
+    """A job of this run is in the queue already: say so and stop, or wait for it and go on."""
+    exclude: list[str] = Field(default=[])
+    """Nodes never to use, beside those in the run's bad_nodes.txt."""
+    options: str = ""
+    """More options for sbatch, as on its command line, such as `--mail-type=FAIL`."""
 
 
 class Machine(Section):
     """All of machine.yaml."""
 
-    launcher: Literal["process", "torchrun"] = "process"
-    """`process` runs one rank; `torchrun` starts the node's ranks."""
+    launcher: Literal["process", "torchrun", "srun"] = "process"
+    """`process` runs one rank here; `torchrun` starts each node's ranks, under Slurm by one srun task
+    a node; `srun` starts every rank itself."""
     stop_grace_sec: float = Field(60, gt=0)
     """Ranks get this long to commit after a stop signal before they are killed."""
     fabric: Fabric = Fabric()
     stage: Stage = Stage()
     preflight: Preflight = Preflight()
+    slurm: Slurm = Slurm()
 
 
 def load_machine(path: str | Path | None, overrides: dict[str, Any] | None = None) -> Machine:
@@ -71,43 +98,3 @@ def load_machine(path: str | Path | None, overrides: dict[str, Any] | None = Non
         Machine, apply_overrides(values, overrides or {}), str(path or "the machine")
     )
     return machine
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """How many ranks are where. From the profile's resources or the command line."""
-
-    nodes: int = 1
-    ranks_per_node: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.nodes * self.ranks_per_node
-
-
-def check_geometry(machine: Machine, geometry: Geometry, config: Config) -> None:
-    """ConfigError where this launcher cannot give these ranks, or they cannot share the batch."""
-    if geometry.nodes < 1 or geometry.ranks_per_node < 1:
-        raise ConfigError(
-            f"nodes {geometry.nodes} and ranks per node {geometry.ranks_per_node} must be 1 or more"
-        )
-    if geometry.nodes > 1:
-        raise ConfigError(
-            f"{geometry.nodes} nodes with the launcher {machine.launcher}, which serves one node",
-            fix="use --nodes=1",
-        )
-    if machine.launcher == "process" and geometry.ranks_per_node > 1:
-        raise ConfigError(
-            f"{geometry.ranks_per_node} ranks with the launcher process, which runs one",
-            fix="set `launcher: torchrun` in machine.yaml, or use --ranks-per-node=1",
-        )
-    if config.train.batch_size % geometry.world_size:
-        fits = [
-            n for n in range(1, config.train.batch_size + 1) if config.train.batch_size % n == 0
-        ]
-        raise ConfigError(
-            f"train.batch_size {config.train.batch_size} cannot be shared by a world of"
-            f" {geometry.world_size} ranks",
-            fix=f"use a batch_size that is a multiple of {geometry.world_size}, or one of these"
-            f" world sizes: {', '.join(map(str, fits))}",
-        )

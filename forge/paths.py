@@ -86,6 +86,11 @@ class RunPaths:
         return self.root / "report.html"
 
     @property
+    def bad_nodes(self) -> Path:
+        """Nodes to leave out when this run is submitted, one a line. Remove a line to use it again."""
+        return self.root / "bad_nodes.txt"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

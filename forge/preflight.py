@@ -21,10 +21,11 @@ from forge import fabric, ledger
 from forge.artefacts import freeze
 from forge.config import Config
 from forge.errors import UnfitError
+from forge.geometry import Geometry, check_geometry
 from forge.launch import hostname
 from forge.launcher import Record, run_ranks
 from forge.lease import lease
-from forge.machine import Geometry, Machine, check_geometry
+from forge.machine import Machine
 from forge.manifest import atomic_open, write_json
 from forge.paths import RunPaths, tokens_folder
 from forge.progress import say

@@ -11,7 +11,7 @@ from pathlib import Path
 from forge import console, fabric, progress
 from forge.config import load_config
 from forge.errors import Exit, ForgeError
-from forge.launch import Process, Rank, hostname, stop_with_parent, this_rank
+from forge.launch import Process, Rank, hostname, meeting_point, stop_with_parent, this_rank
 from forge.launcher import Record, Spec, register
 from forge.machine import Machine
 from forge.paths import RunPaths
@@ -24,7 +24,8 @@ def main(spec_path: str) -> int:
     spec = Spec.read(Path(spec_path))
     paths = RunPaths(Path(spec.run))
     stop = StopFlag(paths.stop if spec.task == "train" else None).install()
-    if not Process.from_json(spec.launcher).is_alive():
+    launcher = Process.from_json(spec.launcher)
+    if launcher.is_here and not launcher.is_alive():
         return 1  # it died before the kernel was asked to tell us
     rank = this_rank(spec.geometry.world_size, spec.ranks_per_node)
     register(spec, f"rank-{rank.rank}", os.getpid())
@@ -37,7 +38,7 @@ def main(spec_path: str) -> int:
 
 def _redirect(paths: RunPaths, spec: Spec, rank: Rank) -> None:
     """Give each rank a log of its own for all it prints; rank 0 also speaks to the launcher."""
-    log = paths.logs / f"local.{spec.launch}.{hostname()}.{rank.rank}.log"
+    log = paths.logs / f"{spec.log_prefix}.{hostname()}.{rank.rank}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a") as file:
         for stream in (sys.stdout, sys.stderr):
@@ -49,8 +50,8 @@ def _redirect(paths: RunPaths, spec: Spec, rank: Rank) -> None:
 def _prepare(spec: Spec, rank: Rank) -> None:
     """Set this rank's environment. Before torch is imported: its thread pool reads it then."""
     machine = Machine.model_validate(spec.machine)
-    master = os.environ.get("MASTER_ADDR") or "127.0.0.1"
-    settings = fabric.rank_settings(machine, spec.geometry, master)
+    master = meeting_point(spec.master)
+    settings = fabric.rank_settings(machine, spec.geometry, master, cpus=spec.cpus_per_rank)
     settings = fabric.apply(settings, user_threads=spec.threads)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "(torch chooses)")
     banner = (

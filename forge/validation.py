@@ -20,10 +20,11 @@ from forge import checkpoints, ledger, store
 from forge.artefacts import freeze
 from forge.config import Config, apply_overrides, checked
 from forge.errors import DataError, ForgeError
+from forge.geometry import Geometry
 from forge.launcher import run_ranks
 from forge.lease import lease
 from forge.loader import Windows, eval_batches
-from forge.machine import Geometry, Machine
+from forge.machine import Machine
 from forge.manifest import read_json, write_json
 from forge.model import Decoder, sample
 from forge.numerics import PROBE_SAMPLES, numerics, prepare, probe_samples

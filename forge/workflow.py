@@ -1,21 +1,34 @@
-"""What the Snakefile asks of Forge: the runs of the sample sheet, and the environment of rules."""
+"""What the Snakefile asks of Forge: runs, resources of allocations, and the environment of rules."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from forge import store
+from forge import bad_nodes, slurm, store
 from forge.artefacts import freeze
-from forge.config import Config
+from forge.config import Config, checked
+from forge.errors import UnfitError
+from forge.geometry import allocation_resources, sbatch_options
+from forge.machine import Machine, load_machine
+from forge.manifest import canonical, digest_bytes, write_json
 from forge.paths import RunPaths
 from forge.runs import resolve_runs, shared_folders
 
+CONFIG = "config/config.yaml"
 SHEET = "config/runs.tsv"
+LOCAL_MACHINE = "profiles/local/machine.yaml"  # without a profile
+ALLOCATION = "allocation"
+ALLOCATION_RULES = ("stage_run", "preflight_run", "fit")
+# Names the file with the runs as they were submitted, for the Snakemake inside a job.
+SUBMITTED = "FORGE_SUBMITTED"
+QUEUE_POLL_SEC = 10.0
 
 
 def prepare_environment() -> None:
@@ -30,12 +43,21 @@ def prepare_environment() -> None:
     environ.setdefault("FORGE_USER_OMP_NUM_THREADS", environ.get("OMP_NUM_THREADS", ""))
 
 
+def config_file(*, main: bool) -> str:
+    """What the Snakefile reads. main: False for the Snakemake inside a job, which goes on with the
+    runs as they were submitted: the config may have been edited while the job was in the queue."""
+    return CONFIG if main else os.environ.get(SUBMITTED, CONFIG)
+
+
 def read_runs(config: dict[str, Any]) -> dict[str, Config]:
     """Run name -> config with ids, for every row of the sheet (key `runs`, else config/runs.tsv).
 
     Raises ForgeError for a bad config or sheet, and for a run that cannot go on from its checkpoint:
     refused here, since Snakemake removes a rule's outputs before it starts the rule.
     """
+    if "submitted" in config:
+        submitted: dict[str, Any] = config["submitted"]
+        return {name: checked(Config, values, "the job") for name, values in submitted.items()}
     base = dict(config)
     sheet = base.pop("runs", SHEET)
     runs = {name: freeze(settings) for name, settings in resolve_runs(base, sheet).items()}
@@ -43,6 +65,95 @@ def read_runs(config: dict[str, Any]) -> dict[str, Config]:
     for settings in runs.values():
         store.check_resumable(settings, RunPaths.of(settings))
     return runs
+
+
+def keep_for_jobs(runs: dict[str, Config]) -> None:
+    """Write the runs down as they are now, and tell this Snakemake's jobs where."""
+    values = {"submitted": {name: settings.to_json() for name, settings in runs.items()}}
+    path = Path(".snakemake/forge") / f"submitted-{digest_bytes(canonical(values))[:16]}.json"
+    if not path.exists():
+        write_json(path, values)
+    os.environ[SUBMITTED] = str(path)
+
+
+# --- the allocation --------------------------------------------------------------------------------
+
+
+class Allocation:
+    """Resources of the rules that share an allocation, from what the profile sets for `fit`.
+
+    Raises ConfigError for what could not work on any cluster.
+    """
+
+    def __init__(self, fit: Mapping[str, Any], runs: dict[str, Config]) -> None:
+        self.fit, self._runs = {name: _plain(value) for name, value in fit.items()}, runs
+        machine = self.fit.get("machine", LOCAL_MACHINE)
+        self.machine: Machine = load_machine(machine)
+        self._made = {"machine": machine, **allocation_resources(self.fit, self.machine)}
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """For stage and preflight: all nodes, spare ones too. Their time is within that of fit."""
+        return {**self._made, "train_nodes": self.train_nodes, "runtime": 0}
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """For fit: what the profile does not set itself."""
+        return {n: v for n, v in self._made.items() if n not in self.fit} | {
+            "train_nodes": self.train_nodes
+        }
+
+    @property
+    def train_nodes(self) -> int:
+        return int(self.fit.get("nodes", 1))
+
+    def slurm_extra(self, run: str) -> str:
+        """More options for sbatch, with the nodes that this run found unfit left out."""
+        bad = bad_nodes.read(RunPaths.of(self._runs[run]).bad_nodes)
+        return sbatch_options(self.machine, self._made["tasks_per_node"], bad)
+
+    def wait_for_queue(self, say: Callable[[str], None]) -> None:
+        """Refuse, or wait for, a job that still trains one of these runs: a killed Snakemake leaves
+        its jobs behind, and a second one must not start a second trainer. Raises UnfitError.
+
+        After waiting it starts this Snakemake anew: what has to run is not what it was.
+        """
+        waited = False
+        while jobs := _jobs_of(self._runs):
+            waited = True
+            told = "; ".join(f"job {job.id} ({job.state}) trains {run}" for run, job in jobs)
+            if self.machine.slurm.when_running == "stop":
+                raise UnfitError(
+                    told,
+                    cause="an earlier Snakemake was killed, or the same command was given twice",
+                    fix=f"wait for it, or end it: scancel {' '.join(job.id for _, job in jobs)}\n"
+                    "         (slurm.when_running: wait in machine.yaml waits and goes on)",
+                )
+            say(f"waiting: {told}")
+            time.sleep(QUEUE_POLL_SEC)
+        if waited:
+            os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+def _plain(value: Any) -> Any:
+    """A resource of the profile as a number or text: on Snakemake's command line all are texts."""
+    raw = getattr(value, "raw", value)
+    return int(raw) if isinstance(raw, str) and raw.isdigit() else raw
+
+
+def _jobs_of(runs: dict[str, Config]) -> list[tuple[str, slurm.Job]]:
+    """Jobs in the queue that this project submitted for one of these runs."""
+    rules = "|".join(ALLOCATION_RULES)
+    found = []
+    for comment, job in slurm.jobs_in_queue(Path.cwd()):
+        # The executor's comment is the group and its rules: rule_allocation-base_fit_stage_run
+        match = re.fullmatch(rf"rule_{ALLOCATION}-(.+?)(?:_(?:{rules}))+", comment)
+        if match and match.group(1) in runs:
+            found.append((match.group(1), job))
+    return found
+
+
+# --- what rules are given --------------------------------------------------------------------------
 
 
 def science(config: Config) -> str:

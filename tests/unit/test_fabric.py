@@ -9,7 +9,9 @@ import pytest
 
 from forge import fabric
 from forge.fabric import Setting
-from forge.machine import Geometry, load_machine
+from forge.geometry import Geometry
+from forge.launch import hostname
+from forge.machine import load_machine
 
 OFFLINE = [
     ("HF_HUB_OFFLINE", "1", "ranks never reach for the internet"),
@@ -80,9 +82,22 @@ def test_interface_of_the_machine_file_wins_and_infiniband_stays_on(node):
     node(infiniband="ib0")
     assert settings(interface="bond0") == [
         *COMMON,
-        *interfaces(found=("bond0", "from machine.yaml")),
+        *interfaces(found=("bond0", "fabric.interface")),
         *WITH_INFINIBAND[-2:],
     ]
+
+
+def test_interface_of_the_nodes_own_line_wins_over_all(node):
+    node(infiniband="ib0")
+    found = settings(interface="bond0", interfaces={hostname(): "em4", "other": "eno1"})
+    assert interfaces(found=("em4", f"fabric.interfaces of {hostname()}"))[0] in found
+
+
+def test_threads_are_those_that_slurm_gave_a_rank(node):
+    node()
+    machine = load_machine(None)
+    found = fabric.rank_settings(machine, Geometry(2, 4), "10.0.0.1", cpus=3)
+    assert ("OMP_NUM_THREADS", "3") in [(s.name, s.value) for s in found]
 
 
 def test_gid_index_is_set_with_infiniband_only(node):

@@ -1,8 +1,6 @@
 """Exit codes come from what ranks recorded: torchrun turns every code into 1."""
 
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +8,6 @@ from forge import launcher
 from forge.errors import Exit, UnfitError
 from forge.launch import Process
 from forge.launcher import Record, Spec
-from forge.machine import Geometry, load_machine
 from forge.manifest import write_json
 from forge.paths import RunPaths
 
@@ -70,29 +67,6 @@ def test_spec_survives_the_file(tmp_path):
     spec = spec_of(tmp_path)
     assert Spec.read(spec.write()) == spec
     assert asdict(spec)["options"] == {}
-
-
-def test_command_of_one_process_is_as_recorded():
-    command = launcher._command(load_machine(None), Geometry(), Path("run/spec.json"))
-    assert command == [sys.executable, "-m", "forge.rank", "run/spec.json"]
-
-
-@pytest.mark.parametrize(("grace", "shutdown"), [(60, 50), (8, 5)])
-def test_command_of_torchrun_is_as_recorded(grace, shutdown):
-    machine = load_machine(None, {"launcher": "torchrun", "stop_grace_sec": grace})
-    command = launcher._command(machine, Geometry(1, 4), Path("run/spec.json"))
-    assert command == [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=4",
-        "--signals-to-handle=SIGTERM,SIGUSR1,SIGINT",
-        f"--shutdown-timeout={shutdown}",
-        "-m",
-        "forge.rank",
-        "run/spec.json",
-    ]
 
 
 def test_living_orphans_are_named_and_their_folder_stays(tmp_path, monkeypatch):

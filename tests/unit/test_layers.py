@@ -16,17 +16,19 @@ LAYERS = (
     # words for people
     "errors progress stopping",
     # config, small files, who am I
-    "config manifest launch console",
+    "config manifest launch console slurm",
     # names, machine, formats of files
     "paths machine ledger lease lineage runs corpus shards",
-    # environment, launching, what is on disk
-    "artefacts fabric launcher metrics store history config_docs cpu loss",
+    # geometry and environment of ranks
+    "geometry",
+    # launching, what is on disk
+    "artefacts crew fabric launcher metrics store history config_docs cpu loss",
     # parts of the verbs
     "loader model numerics optim world tokenizer summary charts",
     "checkpoints encoding",
     # verbs, and their halves that run in ranks
     "tokenization staging preflight fit trainer report show preflight_rank reload",
-    "validation rank",
+    "validation rank node",
     # what starts the verbs: the command, and the helpers of the Snakefile
     "cli workflow",
     "__main__",

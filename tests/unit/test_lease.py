@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from forge import slurm
 from forge.errors import UnfitError
 from forge.launch import Process, hostname
 from forge.lease import lease
@@ -55,6 +56,40 @@ def test_a_reused_pid_does_not_hold_a_lease(tmp_path):
     (tmp_path / ".lease").write_text(json.dumps(stale))
     with lease(tmp_path, "train"):
         pass
+
+
+def held_by_job(folder, restart=0):
+    there = {**Process.current().to_json(), "host": "node07", "slurm_job": "42"}
+    (folder / ".lease").write_text(json.dumps({**there, "verb": "train", "restart": restart}))
+
+
+@pytest.fixture
+def slurm_says(monkeypatch):
+    def set_job(state, restarts=0):
+        job = slurm.Job("42", state, restarts, (), 1, "gpu", "x", True, None) if state else None
+        monkeypatch.setattr(slurm, "is_here", lambda: True)
+        monkeypatch.setattr(slurm, "show_job", lambda _: job)
+
+    return set_job
+
+
+@pytest.mark.parametrize(("state", "restarts"), [(None, 0), ("COMPLETED", 0), ("RUNNING", 1)])
+def test_lease_of_a_slurm_job_that_ended_or_restarted_is_taken_over(
+    tmp_path, slurm_says, state, restarts
+):
+    held_by_job(tmp_path)
+    slurm_says(state, restarts)
+    with lease(tmp_path, "train"):
+        assert json.loads((tmp_path / ".lease").read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING", "PENDING"])
+def test_lease_of_a_slurm_job_that_goes_on_is_refused_by_its_number(tmp_path, slurm_says, state):
+    held_by_job(tmp_path)
+    slurm_says(state)
+    with pytest.raises(UnfitError, match=f"job 42 is {state}") as caught, lease(tmp_path, "train"):
+        pass
+    assert "scancel 42" in caught.value.fix
 
 
 def test_holder_on_another_host_is_refused_with_what_to_do(tmp_path):

@@ -17,10 +17,11 @@ import pytest
 from forge import fabric, preflight
 from forge.config import Ids, load_config
 from forge.errors import ConfigError, UnfitError
+from forge.geometry import Geometry
 from forge.launch import hostname
 from forge.launcher import Record
 from forge.ledger import read_lines
-from forge.machine import Geometry, load_machine
+from forge.machine import load_machine
 from forge.paths import RunPaths, tokens_folder
 from forge.preflight import Check
 

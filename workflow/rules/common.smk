@@ -2,7 +2,6 @@
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 
-from forge import workflow as helpers
 from forge.config import RUN_NAME
 from forge.errors import ForgeError
 from forge.paths import tokenizer_folder, tokens_folder
@@ -12,6 +11,9 @@ helpers.prepare_environment()
 
 try:
     RUNS = helpers.read_runs(config)
+    ALLOCATION = helpers.Allocation(
+        workflow.resource_settings.overwrite_resources.get("fit", {}), RUNS
+    )
 except ForgeError as err:
     raise WorkflowError(str(err)) from None
 
@@ -26,6 +28,15 @@ wildcard_constraints:
     run=RUN_NAME,
     tokenizer="[0-9a-f]{12}",
     tokens="[0-9a-f]{12}",
+
+
+def allocation_of(wildcards):
+    """Each run is a job of its own: a group of two runs would fuse their allocations."""
+    return f"{helpers.ALLOCATION}-{wildcards.run}"
+
+
+def allocation_extra(wildcards):
+    return ALLOCATION.slurm_extra(wildcards.run)
 
 
 def tokenizer_manifest(wildcards):
@@ -56,6 +67,13 @@ def resumed_files(wildcards):
 
 
 onstart:
+    # Not in a dry run. Only here is it known where jobs will run.
+    if workflow.executor_plugin.name == "slurm":
+        helpers.keep_for_jobs(RUNS)
+        try:
+            ALLOCATION.wait_for_queue(logger.info)
+        except ForgeError as err:
+            raise WorkflowError(str(err)) from None
     # `resume` says go on, also to a run that a STOP file has stopped. Not in a dry run.
     helpers.remove_stop_files({name: RUNS[name] for name in RESUMED}, logger.info)
 

@@ -29,13 +29,15 @@ rule stage_run:
     log:
         f"{RESULTS}/{{run}}/logs/stage.log",
     group:
-        "allocation"
+        allocation_of
     conda:
         "../envs/forge.yaml"
     resources:
-        machine="profiles/local/machine.yaml",
+        **ALLOCATION.whole,
+        slurm_extra=allocation_extra,
     shell:
         "exec forge stage {input.config:q} --machine={resources.machine} --log={log}"
+        " --nodes={resources.train_nodes} --ranks-per-node={resources.tasks_per_node}"
 
 
 rule preflight_run:
@@ -47,16 +49,15 @@ rule preflight_run:
     log:
         f"{RESULTS}/{{run}}/logs/preflight.log",
     group:
-        "allocation"
+        allocation_of
     conda:
         "../envs/forge.yaml"
     resources:
-        machine="profiles/local/machine.yaml",
-        nodes=1,
-        tasks_per_node=1,
+        **ALLOCATION.whole,
+        slurm_extra=allocation_extra,
     shell:
         "exec forge preflight {input.config:q} --machine={resources.machine} --log={log}"
-        " --nodes={resources.nodes} --ranks-per-node={resources.tasks_per_node}"
+        " --nodes={resources.train_nodes} --ranks-per-node={resources.tasks_per_node}"
 
 
 rule fit:
@@ -71,13 +72,12 @@ rule fit:
     log:
         f"{RESULTS}/{{run}}/logs/fit.log",
     group:
-        "allocation"
+        allocation_of
     conda:
         "../envs/forge.yaml"
     resources:
-        machine="profiles/local/machine.yaml",
-        nodes=1,
-        tasks_per_node=1,
+        **ALLOCATION.own,
+        slurm_extra=allocation_extra,
     shell:
         "exec forge train {input.config:q} --machine={resources.machine} --log={log}"
-        " --nodes={resources.nodes} --ranks-per-node={resources.tasks_per_node}"
+        " --nodes={resources.train_nodes} --ranks-per-node={resources.tasks_per_node}"

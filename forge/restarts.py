@@ -1,0 +1,95 @@
+"""What follows when training stops or a node is lost: decided by the recorded cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+from forge import ledger, slurm
+from forge.geometry import Place
+from forge.launcher import Record
+from forge.machine import Machine
+from forge.paths import RunPaths
+from forge.progress import say
+
+# Stops after which a Slurm job goes back to the queue. Ctrl-C and a STOP file are a person's wish.
+REQUEUED_CAUSES = ("SIGUSR1", "SIGTERM", "peer lost")
+
+# Slurm ends a requeued job within its KillWait (30 s by default) plus a scheduling round.
+REQUEUE_WAIT_SEC = 180.0
+NODE_ANSWER_SEC = 20.0
+
+
+def silent_nodes(place: Place) -> list[str]:
+    """Nodes of this place that do not start a process any more."""
+    if place.job is None or place.is_here:
+        return []
+    job_id = place.job.id
+    return [host for host in place.hosts if not slurm.answers(job_id, host, NODE_ANSWER_SEC)]
+
+
+def was_cancelled(place: Place) -> bool:
+    """Whether Slurm is ending the job: what is lost then was taken, and needs no other start."""
+    if place.job is None:
+        return False
+    now = slurm.show_job(place.job.id)
+    return now is None or now.state != "RUNNING"
+
+
+def requeue(
+    record: Record, paths: RunPaths, place: Place, machine: Machine, *, started_at: int, step: int
+) -> str:
+    """Send the job back to the queue where its end asks for it; "" or why it stays ended.
+
+    started_at and step: the step of the last checkpoint at the start of this job's run, and now.
+    Returns when Slurm has told this process to end.
+    """
+    if place.job is None:
+        return "not in a Slurm job"
+    if record.cause not in REQUEUED_CAUSES:
+        return f"{record.cause} ends it"
+    if reason := _guard(paths, place.job, machine, progressed=step > started_at):
+        return reason
+    ledger.record(paths.events, "requeue", job=place.job.id, cause=record.cause, step=step)
+    if refusal := slurm.requeue(place.job.id):
+        return f"Slurm refused to requeue it: {refusal}"
+    say(f"job {place.job.id} goes back to the queue and will go on from step {step}")
+    _wait_for_the_end()
+    return ""
+
+
+def _guard(paths: RunPaths, job: slurm.Job, machine: Machine, *, progressed: bool) -> str:
+    """Why the job must not go back to the queue; "" if it may. Asked just before the call."""
+    now = slurm.show_job(job.id)
+    if now and (now.is_waiting or now.restarts > job.restarts):
+        return f"Slurm has sent job {job.id} back itself"
+    if now is None or now.state != "RUNNING":
+        # scancel makes it COMPLETING: requeuing would bring a cancelled job back.
+        return f"job {job.id} is {now.state if now else 'gone'}: it was cancelled"
+    if not now.batch:
+        return f"job {job.id} is an interactive allocation"
+    if paths.stop.exists():
+        return f"{paths.stop} asks it to stop"
+    if now.restarts >= machine.slurm.max_restarts:
+        return f"it was restarted {now.restarts} times (slurm.max_restarts)"
+    if not progressed and now.restarts > 0:
+        return "the last start did not advance the step"
+    return ""
+
+
+def _wait_for_the_end() -> None:
+    """Be there until Slurm ends us: leaving earlier would end the rule as failed."""
+    ended: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda n, _: ended.append(n))
+    parent, end = os.getppid(), time.monotonic() + REQUEUE_WAIT_SEC
+    while not ended and os.getppid() == parent and time.monotonic() < end:
+        time.sleep(0.1)
+
+
+def pick_hosts(place: Place, nodes: int, avoid: Sequence[str] = ()) -> Place | None:
+    """The first `nodes` hosts of the place without those to avoid; None if there are too few."""
+    hosts = [host for host in place.hosts if host not in avoid]
+    return place.only(hosts[:nodes]) if len(hosts) >= nodes else None

@@ -1,0 +1,282 @@
+"""Slurm: the only place that runs its commands and reads what they print."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from forge.errors import UnfitError
+
+# slurmctld may be restarting: a question is asked again until this has passed.
+PATIENCE_SEC = 60.0
+ASK_SEC = 20.0
+
+# Job states in which its processes may still run (man squeue, JOB STATE CODES).
+LIVING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING", "SIGNALING", "STAGE_OUT")
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+
+# What srun may inherit; the rest describes the batch step and would add silent options to ours.
+KEPT = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CLUSTER_NAME", "SLURM_TMPDIR")
+
+
+class SlurmSilent(UnfitError):
+    """Slurm's controller did not answer in time, or its commands are not there."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as `scontrol show job` tells it."""
+
+    id: str
+    state: str
+    restarts: int
+    nodes: tuple[str, ...]  # short names, in Slurm's order; () while it waits
+    cpus_per_task: int
+    partition: str
+    name: str
+    batch: bool  # False: salloc, which cannot be requeued
+    end_time: float | None  # seconds since the epoch, None when there is no limit
+
+    @property
+    def is_living(self) -> bool:
+        """Whether its processes may still run."""
+        return self.state in LIVING
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.state in WAITING
+
+
+def is_here() -> bool:
+    """Whether this machine has Slurm's commands."""
+    return shutil.which("scontrol") is not None
+
+
+def this_job_id() -> str | None:
+    """The Slurm job that this process belongs to, or None."""
+    return os.environ.get("SLURM_JOB_ID") or None
+
+
+def show_job(job_id: str) -> Job | None:
+    """The job; None when Slurm has forgotten it. Raises SlurmSilent."""
+    try:
+        text = _ask("scontrol", "show", "job", "--oneliner", job_id)
+    except _Refused as err:
+        if "Invalid job id" in str(err):
+            return None
+        raise _silent(str(err)) from None
+    return parse_job(text)
+
+
+def parse_job(text: str) -> Job:
+    """A job from a line of `scontrol show job --oneliner`."""
+
+    def field(name: str, otherwise: str = "") -> str:
+        found = re.search(rf"(?:^|\s){re.escape(name)}=(\S*)", text)
+        value = found.group(1) if found else otherwise
+        return otherwise if value in ("(null)", "N/A") else value
+
+    nodes = field("NodeList")
+    end = field("EndTime", "Unknown")
+    return Job(
+        id=field("JobId"),
+        state=field("JobState"),
+        restarts=int(field("Restarts", "0")),
+        nodes=tuple(expand(nodes)) if nodes else (),
+        cpus_per_task=int(field("CPUs/Task", "1")),
+        partition=field("Partition"),
+        name=field("JobName"),
+        batch=field("BatchFlag", "0") != "0",
+        end_time=None if end == "Unknown" else datetime.fromisoformat(end).timestamp(),
+    )
+
+
+def this_job() -> Job | None:
+    """The job that this process belongs to; None outside of Slurm. Raises SlurmSilent."""
+    job_id = this_job_id()
+    return show_job(job_id) if job_id and is_here() else None
+
+
+def expand(hostlist: str) -> list[str]:
+    """Names in a Slurm host list: `node[01-02],login` gives node01, node02, login."""
+    names: list[str] = []
+    for part in re.findall(r"(?:[^,\[]+(?:\[[^\]]*\])?)+", hostlist):
+        names += _expand_part(part)
+    return names
+
+
+def _expand_part(part: str) -> list[str]:
+    found = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)
+    if not found:
+        return [part]
+    head, ranges, tail = found.groups()
+    names = []
+    for item in ranges.split(","):
+        first, _, last = item.partition("-")
+        numbers = range(int(first), int(last or first) + 1)
+        names += [f"{head}{n:0{len(first)}d}{rest}" for n in numbers for rest in _expand_part(tail)]
+    return names
+
+
+def srun(
+    job_id: str,
+    hosts: Sequence[str],
+    *,
+    tasks_per_node: int = 1,
+    cpus_per_task: int = 1,
+    options: Sequence[str] = (),
+) -> list[str]:
+    """The start of an srun line that puts tasks on these hosts of a job and on no others.
+
+    Everything is explicit: inside a rule Snakemake has removed the variables that srun would read.
+    """
+    return [
+        "srun",
+        f"--jobid={job_id}",
+        f"--nodes={len(hosts)}",
+        f"--ntasks={len(hosts) * tasks_per_node}",
+        f"--ntasks-per-node={tasks_per_node}",
+        f"--nodelist={','.join(hosts)}",
+        f"--cpus-per-task={cpus_per_task}",
+        "--mpi=none",  # else a site's default may wait for an MPI start-up that never comes
+        "--export=ALL",
+        *options,
+    ]
+
+
+def environment() -> dict[str, str]:
+    """What a Slurm command should inherit: all but what describes another step."""
+    dropped = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_")
+    return {k: v for k, v in os.environ.items() if k in KEPT or not k.startswith(dropped)}
+
+
+def answers(job_id: str, host: str, timeout_sec: float) -> bool:
+    """Whether this node of the job starts a process within the time."""
+    line = [*srun(job_id, [host], options=("--overlap", "--gres=none", "--immediate=10")), "true"]
+    try:
+        done = subprocess.run(
+            line,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_sec,
+            env=environment(),
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def output_on(job_id: str, host: str, command: Sequence[str], timeout_sec: float = 60) -> str:
+    """What a short command prints on one node of the job. Raises UnfitError that names the node."""
+    line = [*srun(job_id, [host], options=("--overlap", "--gres=none")), *command]
+    try:
+        done = subprocess.run(
+            line,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_sec,
+            env=environment(),
+        )
+        trouble = done.stderr.strip() if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        trouble = f"no answer within {timeout_sec:g} s"
+    if trouble:
+        raise UnfitError(
+            f"node {host} cannot run {command[0]}: {trouble}",
+            cause="the node is down, or does not see this Python",
+            fix="run the target preflight, which names unfit nodes",
+        )
+    return done.stdout
+
+
+def cancel_step(job_id: str, name: str) -> None:
+    """Kill the job's steps of this name, also on nodes whose srun is gone. Silence is no error."""
+    with contextlib.suppress(_Refused, SlurmSilent):
+        listed = _ask("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i|%j")
+        for line in listed.splitlines():
+            step, _, found = line.strip().partition("|")
+            if found == name:
+                _ask("scancel", "--signal=KILL", step)
+
+
+def requeue(job_id: str) -> str:
+    """Send the job back to the queue; "" or why Slurm would not."""
+    try:
+        _ask("scontrol", "requeue", job_id)
+    except (_Refused, SlurmSilent) as err:
+        return str(err)
+    return ""
+
+
+def jobs_in_queue(workdir: Path) -> list[tuple[str, Job]]:
+    """This user's jobs that were submitted from this folder, with their comments. Raises SlurmSilent."""
+    try:
+        lines = _ask("squeue", "--noheader", "--me", "--format=%i|%k|%Z").splitlines()
+    except _Refused as err:
+        raise _silent(str(err)) from None
+    found = []
+    for line in lines:
+        job_id, comment, folder = line.split("|", 2)
+        if Path(folder).resolve() == workdir.resolve():
+            job = show_job(job_id)
+            if job and (job.is_living or job.is_waiting):
+                found.append((comment, job))
+    return found
+
+
+class _Refused(Exception):
+    """The command answered, with an error."""
+
+
+def _ask(*command: str) -> str:
+    """What the command prints. Asked again while the controller does not answer."""
+    end = time.monotonic() + PATIENCE_SEC
+    while True:
+        try:
+            done = subprocess.run(
+                command,
+                check=False,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=ASK_SEC,
+                env=environment(),
+            )
+            if done.returncode == 0:
+                return done.stdout
+            trouble = done.stderr.strip()
+            if not _is_silence(trouble):
+                raise _Refused(trouble)
+        except subprocess.TimeoutExpired:
+            trouble = f"no answer within {ASK_SEC:g} s"
+        except OSError as err:
+            raise _silent(f"{command[0]}: {err}") from None
+        if time.monotonic() > end:
+            raise _silent(f"{' '.join(command)}: {trouble}")
+        time.sleep(1)
+
+
+def _is_silence(trouble: str) -> bool:
+    return any(
+        sign in trouble
+        for sign in ("Unable to contact", "Connection refused", "timed out", "Socket timed out")
+    )
+
+
+def _silent(trouble: str) -> SlurmSilent:
+    return SlurmSilent(
+        f"Slurm does not answer: {trouble}",
+        cause="its controller is down or restarting, or this node has no Slurm commands",
+        fix="ask `sinfo`; give the same command again when it answers",
+    )

@@ -1,0 +1,174 @@
+"""Geometry becomes resources and launch lines in one place, and what cannot work is refused there."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge import geometry, slurm
+from forge.config import Config
+from forge.errors import ConfigError, UnfitError
+from forge.geometry import Geometry, Place, allocation_resources, sbatch_options
+from forge.launch import hostname
+from forge.machine import load_machine
+
+SPEC = "results/base/.launch/20260101T000000-7/spec.json"
+ENTRY = ["-m", "forge.rank", SPEC]
+JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2", "n3"), 6, "gpu", "x", True, None)
+PLACE = Place(("n1", "n2"), JOB)
+SRUN = ["srun", "--jobid=42", "--nodes=2"]
+TORCHRUN = [
+    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"),
+    "--signals-to-handle=SIGTERM,SIGUSR1,SIGINT",
+]
+
+
+def line_of(keys, ranks, place):
+    return geometry.launch_line(
+        load_machine(None, keys), ranks, place, Path(SPEC), master=("n1", 29500)
+    )
+
+
+def test_line_of_one_process_is_as_recorded():
+    assert line_of({}, Geometry(), Place.here()) == [sys.executable, *ENTRY]
+
+
+@pytest.mark.parametrize(("grace", "shutdown"), [(60, 50), (8, 5)])
+def test_line_of_torchrun_on_this_host_is_as_recorded(grace, shutdown):
+    keys = {"launcher": "torchrun", "stop_grace_sec": grace}
+    assert line_of(keys, Geometry(1, 4), Place.here()) == [
+        *TORCHRUN,
+        f"--shutdown-timeout={shutdown}",
+        "--standalone",
+        *ENTRY,
+    ]
+
+
+def test_line_of_srun_starts_every_rank_itself():
+    assert line_of({"launcher": "srun"}, Geometry(2, 4), PLACE) == [
+        *SRUN,
+        "--ntasks=8",
+        "--ntasks-per-node=4",
+        "--nodelist=n1,n2",
+        "--cpus-per-task=6",
+        "--mpi=none",
+        "--export=ALL",
+        "--job-name=20260101T000000-7",
+        "--kill-on-bad-exit=1",
+        sys.executable,
+        *ENTRY,
+    ]
+
+
+def test_line_of_torchrun_on_two_nodes_is_one_task_a_node():
+    assert line_of({"launcher": "torchrun"}, Geometry(2, 4), PLACE) == [
+        *SRUN,
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--nodelist=n1,n2",
+        "--cpus-per-task=24",
+        "--mpi=none",
+        "--export=ALL",
+        "--job-name=20260101T000000-7",
+        "--kill-on-bad-exit=1",
+        *TORCHRUN,
+        "--shutdown-timeout=50",
+        "--nnodes=2",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=n1:29500",
+        "--rdzv-id=20260101T000000-7",
+        "--rdzv-conf=join_timeout=300",
+        *ENTRY,
+    ]
+
+
+# --- what Slurm is asked for ---------------------------------------------------------------------
+
+GPUS = {"nodes": 2, "tasks_per_node": 4, "gres": "gpu:4", "slurm_partition": "gpu"}
+CPUS = {"nodes": 2, "tasks_per_node": 3}
+
+
+def test_gpu_ranks_are_counted_by_node_and_never_as_tasks_per_gpu():
+    made = allocation_resources(GPUS, load_machine(None, {"launcher": "srun"}))
+    assert made == {**GPUS, "mpi": ""}
+
+
+def test_cpu_ranks_are_counted_as_tasks():
+    made = allocation_resources(CPUS, load_machine(None, {"launcher": "srun"}))
+    assert made == {**CPUS, "mpi": "", "tasks": 6}
+
+
+def test_spare_nodes_are_asked_for_on_top():
+    machine = load_machine(None, {"launcher": "srun", "preflight.spare_nodes": 1})
+    assert allocation_resources(CPUS, machine)["nodes"] == 3
+    assert allocation_resources(CPUS, machine)["tasks"] == 9
+
+
+@pytest.mark.parametrize(
+    ("fit", "told"),
+    [
+        ({**CPUS, "tasks": 6}, "tasks=6"),
+        ({**CPUS, "mpi": "srun"}, "mpi='srun'"),
+        ({**CPUS, "slurm_extra": "--exclude=n1"}, "slurm_extra='--exclude=n1'"),
+        ({**CPUS, "gpu": 8}, "gpu=8"),
+        ({**GPUS, "tasks_per_node": 2}, "4 GPUs a node and 2 ranks"),
+        ({**GPUS, "gres": "gpu:h100:8"}, "8 GPUs a node and 4 ranks"),
+        ({**GPUS, "gres": "gpu"}, "1 GPUs a node and 4 ranks"),
+    ],
+)
+def test_resources_that_cannot_work_are_refused(fit, told):
+    with pytest.raises(ConfigError, match=told):
+        allocation_resources(fit, load_machine(None, {"launcher": "srun"}))
+
+
+def test_many_ranks_with_launcher_process_are_refused_before_submission():
+    with pytest.raises(ConfigError, match="launcher process"):
+        allocation_resources(CPUS, load_machine(None))
+
+
+@pytest.mark.parametrize(
+    ("gres", "count"), [("gpu:4", 4), ("gpu:a100:2", 2), ("gpu", 1), ("gpu:h100", 1), ("", None)]
+)
+def test_gpus_of_a_gres(gres, count):
+    assert geometry.gpus_per_node({"gres": gres}) == count
+
+
+def test_options_of_sbatch_warn_the_ranks_and_merge_excluded_nodes():
+    keys = {"slurm.options": "--exclude=n[7-8] --mail-type=END", "slurm.exclude": ["n1"]}
+    options = sbatch_options(load_machine(None, keys), 4, ["n3", "n1"])
+    assert options == (
+        "--ntasks-per-node=4 --open-mode=append --signal=SIGUSR1@120"
+        " --exclude=n7,n8,n1,n3 --mail-type=END"
+    )
+
+
+def test_no_nodes_to_leave_out_means_no_exclude():
+    options = sbatch_options(load_machine(None, {"slurm.warn_sec": 0}), 1, [])
+    assert options == "--ntasks-per-node=1 --open-mode=append"
+
+
+# --- where ---------------------------------------------------------------------------------------
+
+
+def test_ranks_of_one_node_need_no_slurm():
+    machine = load_machine(None, {"launcher": "torchrun"})
+    assert geometry.find_place(machine, Geometry(1, 4)) == Place((hostname(),), None)
+
+
+def test_srun_outside_of_a_job_is_refused_with_what_to_do(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(UnfitError, match="this shell is in none") as caught:
+        geometry.find_place(load_machine(None, {"launcher": "srun"}), Geometry(2, 2))
+    assert "salloc" in caught.value.fix
+
+
+def test_a_job_with_too_few_nodes_is_refused(monkeypatch):
+    monkeypatch.setattr(slurm, "this_job", lambda: JOB)
+    with pytest.raises(UnfitError, match="training needs 4"):
+        geometry.find_place(load_machine(None, {"launcher": "srun"}), Geometry(4, 2))
+
+
+def test_batch_must_share_out_among_all_nodes():
+    config = Config.model_validate({"run": "base", "train": {"batch_size": 8}})
+    with pytest.raises(ConfigError, match="world of 6 ranks"):
+        geometry.check_geometry(load_machine(None, {"launcher": "srun"}), Geometry(3, 2), config)

@@ -1,0 +1,95 @@
+"""What follows a stop is decided by its recorded cause, and a guard just before the call."""
+
+from dataclasses import replace
+
+import pytest
+
+from forge import restarts, slurm
+from forge.geometry import Place
+from forge.launcher import Record
+from forge.machine import load_machine
+from forge.paths import RunPaths
+
+JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)
+PLACE = Place(("n1", "n2"), JOB)
+
+
+@pytest.fixture
+def slurm_says(monkeypatch):
+    """Slurm's state of the job; what was requeued."""
+    requeued = []
+
+    def set_state(job):
+        monkeypatch.setattr(slurm, "show_job", lambda _: job)
+        monkeypatch.setattr(slurm, "requeue", lambda job_id: requeued.append(job_id) or "")
+        monkeypatch.setattr(restarts, "_wait_for_the_end", lambda: None)
+        return requeued
+
+    return set_state
+
+
+def ask(tmp_path, cause, *, place=PLACE, started_at=0, step=5, **keys):
+    record = Record("stopped", cause=cause)
+    machine = load_machine(None, keys)
+    return restarts.requeue(
+        record, RunPaths(tmp_path), place, machine, started_at=started_at, step=step
+    )
+
+
+@pytest.mark.parametrize("cause", ["SIGUSR1", "SIGTERM", "peer lost"])
+def test_what_the_cluster_caused_goes_back_to_the_queue(tmp_path, slurm_says, cause):
+    requeued = slurm_says(JOB)
+    assert ask(tmp_path, cause) == ""
+    assert requeued == ["42"]
+
+
+@pytest.mark.parametrize("cause", ["STOP file", "Ctrl-C"])
+def test_what_a_person_asked_for_stays_ended(tmp_path, slurm_says, cause):
+    requeued = slurm_says(JOB)
+    assert cause in ask(tmp_path, cause)
+    assert requeued == []
+
+
+@pytest.mark.parametrize(
+    ("job", "reason"),
+    [
+        (replace(JOB, state="COMPLETING"), "was cancelled"),
+        (None, "gone"),
+        (replace(JOB, state="PENDING"), "Slurm has sent job 42 back itself"),
+        (replace(JOB, restarts=1), "Slurm has sent job 42 back itself"),
+        (replace(JOB, batch=False), "interactive"),
+    ],
+)
+def test_the_guard_reads_the_jobs_state_of_now(tmp_path, slurm_says, job, reason):
+    requeued = slurm_says(job)
+    assert reason in ask(tmp_path, "SIGTERM")
+    assert requeued == []
+
+
+def test_a_stop_file_that_came_meanwhile_keeps_the_job_ended(tmp_path, slurm_says):
+    requeued = slurm_says(JOB)
+    RunPaths(tmp_path).stop.touch()
+    assert "STOP asks it to stop" in ask(tmp_path, "SIGTERM")
+    assert requeued == []
+
+
+def test_restarts_are_capped(tmp_path, slurm_says):
+    often = replace(JOB, restarts=3)
+    requeued = slurm_says(often)
+    place = Place(PLACE.hosts, often)
+    assert "restarted 3 times" in ask(tmp_path, "SIGTERM", place=place, **{"slurm.max_restarts": 3})
+    assert requeued == []
+
+
+def test_a_restart_that_did_not_advance_is_not_repeated(tmp_path, slurm_says):
+    again = replace(JOB, restarts=1)
+    requeued = slurm_says(again)
+    place = Place(PLACE.hosts, again)
+    assert "did not advance" in ask(tmp_path, "SIGUSR1", place=place, started_at=5)
+    assert requeued == []
+
+
+def test_hosts_are_picked_in_the_jobs_order_without_those_to_avoid():
+    place = Place(("n1", "n2", "n3"), JOB)
+    assert restarts.pick_hosts(place, 2, avoid=["n1"]).hosts == ("n2", "n3")
+    assert restarts.pick_hosts(place, 3, avoid=["n1"]) is None

@@ -1,0 +1,97 @@
+"""What Slurm prints is read as it stands there, on jobs of every kind."""
+
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge import slurm
+
+RUNNING = (
+    "JobId=8 JobName=wrap UserId=ada(1000) GroupId=ada(1000) MCS_label=N/A Priority=1 Nice=0"
+    " Account=lab QOS=normal JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=2"
+    " BatchFlag=1 Reboot=0 ExitCode=0:0 RunTime=00:00:05 TimeLimit=00:10:00 TimeMin=N/A"
+    " EndTime=2026-11-21T04:25:31 Partition=main AllocNode:Sid=ctl:0 ReqNodeList=(null)"
+    " ExcNodeList=(null) NodeList=node[01-02,07] BatchHost=node01 NumNodes=3 NumCPUs=6 NumTasks=3"
+    " CPUs/Task=2 ReqB:S:C:T=0:0:*:*"
+)
+PENDING = RUNNING.replace("JobState=RUNNING", "JobState=PENDING").replace(
+    "NodeList=node[01-02,07]", "NodeList="
+)
+
+
+def test_a_running_job_is_read():
+    job = slurm.parse_job(RUNNING)
+    assert (job.id, job.state, job.restarts, job.cpus_per_task) == ("8", "RUNNING", 2, 2)
+    assert job.nodes == ("node01", "node02", "node07")
+    assert job.is_living and job.batch and not job.is_waiting
+
+
+def test_a_waiting_job_has_no_nodes():
+    job = slurm.parse_job(PENDING)
+    assert job.nodes == () and job.is_waiting and not job.is_living
+
+
+def test_a_job_without_a_limit_has_no_end():
+    assert slurm.parse_job(RUNNING.replace("2026-11-21T04:25:31", "Unknown")).end_time is None
+
+
+@pytest.mark.parametrize(
+    ("hostlist", "names"),
+    [
+        ("node01", ["node01"]),
+        ("node[01-03]", ["node01", "node02", "node03"]),
+        ("a[1,3-4],login", ["a1", "a3", "a4", "login"]),
+        ("holygpu8a[19101-19102],x", ["holygpu8a19101", "holygpu8a19102", "x"]),
+        ("r[1-2]n[01-02]", ["r1n01", "r1n02", "r2n01", "r2n02"]),
+        ("n[099-101]", ["n099", "n100", "n101"]),
+    ],
+)
+def test_host_lists_are_expanded(hostlist, names):
+    assert slurm.expand(hostlist) == names
+
+
+@given(st.lists(st.integers(0, 9999), min_size=1, unique=True))
+def test_any_list_of_plain_names_is_itself(numbers):
+    names = [f"n{number}" for number in numbers]
+    assert slurm.expand(",".join(names)) == names
+
+
+def test_a_step_inherits_nothing_that_describes_another(monkeypatch):
+    for name in ("SLURM_NTASKS", "SRUN_DEBUG", "SBATCH_REQUEUE", "SLURM_JOB_ID", "HOME"):
+        monkeypatch.setenv(name, "7")
+    kept = slurm.environment()
+    assert kept["SLURM_JOB_ID"] == "7" and kept["HOME"] == "7"
+    assert not {"SLURM_NTASKS", "SRUN_DEBUG", "SBATCH_REQUEUE"} & set(kept)
+
+
+def answer(monkeypatch, *answers):
+    """Slurm's commands give these (exit status, stdout, stderr), one after the other."""
+    left = list(answers)
+
+    def run(command, **_):
+        code, out, err = left.pop(0) if len(left) > 1 else left[0]
+        return subprocess.CompletedProcess(command, code, out, err)
+
+    monkeypatch.setattr(slurm.subprocess, "run", run)
+    monkeypatch.setattr(slurm.time, "sleep", lambda _: None)
+
+
+def test_a_forgotten_job_is_none(monkeypatch):
+    answer(monkeypatch, (1, "", "slurm_load_jobs error: Invalid job id specified"))
+    assert slurm.show_job("8") is None
+
+
+def test_a_restarting_controller_is_asked_again(monkeypatch):
+    silence = (1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    answer(monkeypatch, silence, silence, (0, RUNNING, ""))
+    assert slurm.show_job("8").state == "RUNNING"
+
+
+def test_a_silent_controller_ends_with_what_to_do(monkeypatch):
+    answer(monkeypatch, (1, "", "Unable to contact slurm controller"))
+    monkeypatch.setattr(slurm, "PATIENCE_SEC", 0)
+    with pytest.raises(slurm.SlurmSilent, match="Unable to contact") as caught:
+        slurm.show_job("8")
+    assert "sinfo" in caught.value.fix
