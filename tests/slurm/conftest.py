@@ -1,0 +1,135 @@
+"""Fixtures of the tests on a real Slurm.
+
+FORGE_TEST_SLURM: unset, the tests run where they can; `required`, they fail where they cannot;
+`skip`, they are skipped. FORGE_TEST_SLURM_NODES: size of the cluster (6).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from .cluster import Cluster, base_folder, why_not
+from .job_run import JobRun, Undisturbed, write_science
+from .machines import ClusterError
+from .settings import Settings
+from .sharing import own_nodes, shared_cluster, turn
+
+HERE = Path(__file__).parent
+LOG = "machines/ctl/slurmctld.log"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test's time limit is for the test: how long it waits for its turn depends on others."""
+    for item in items:
+        if HERE in item.path.parents and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(300, func_only=True))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What Slurm said goes below the traceback of a failed test."""
+    report = yield
+    cluster = getattr(item, "funcargs", {}).get("cluster")
+    if report.when == "call" and report.failed and cluster:
+        for command in (
+            ("sinfo", "-Nl", "-p", "main"),
+            ("squeue", "-a", "-l"),
+            ("tail", "-n50", LOG),
+        ):
+            with contextlib.suppress(ClusterError, subprocess.TimeoutExpired):
+                said = cluster.run(*command, cwd=cluster.folder, timeout=10).stdout
+                report.sections.append((" ".join(command), said))
+    return report
+
+
+@pytest.fixture(scope="session")
+def cluster_of_this_run() -> Iterator[Cluster]:
+    """The one cluster of all processes of this pytest run."""
+    wish = os.environ.get("FORGE_TEST_SLURM", "")
+    if wish == "skip":
+        pytest.skip("FORGE_TEST_SLURM=skip")
+    if reason := why_not():
+        (pytest.fail if wish == "required" else pytest.skip)(reason)
+    run_id = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
+    settings = Settings(nodes=int(os.environ.get("FORGE_TEST_SLURM_NODES") or 6))
+    with shared_cluster(base_folder(), run_id, settings) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(cluster_of_this_run: Cluster, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """The cluster, for a test that leaves the controller and other tests' nodes alone."""
+    alone = "whole_cluster" in request.fixturenames
+    with turn(cluster_of_this_run, alone=alone):
+        yield cluster_of_this_run
+        cluster_of_this_run.kill_started()
+
+
+@pytest.fixture
+def whole_cluster(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster while no other test uses it. Everything is repaired afterwards."""
+    yield cluster
+    cluster.repair_all()
+
+
+@pytest.fixture
+def nodes(cluster: Cluster) -> Iterator[Callable[[int], list[str]]]:
+    """nodes(2): names of two nodes that no other test has; to be asked for once, in one call.
+    A test that runs jobs names its nodes to Slurm, and may break them: they are repaired."""
+    with ExitStack() as held:
+
+        def take(count: int) -> list[str]:
+            return held.enter_context(own_nodes(cluster, count))
+
+        yield take
+
+
+@pytest.fixture
+def shared_folder(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """An empty folder that all machines and pytest see under the same path."""
+    folder = cluster.folder / "scratch" / request.node.name.replace("/", "_")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    yield folder
+    # What remains of a failed test is for people: all goes when the cluster stops.
+
+
+@pytest.fixture(scope="session")
+def science(cluster_of_this_run: Cluster) -> Path:
+    """The config of a tiny training, its corpus and shards, where all machines see them."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+    return write_science(cluster_of_this_run.folder / "science" / worker)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(science: Path) -> Undisturbed:
+    """The tiny training on two ranks without any trouble."""
+    return Undisturbed.run(science, science.parent / "results")
+
+
+@pytest.fixture
+def new_run(
+    cluster: Cluster,
+    nodes: Callable[[int], list[str]],
+    science: Path,
+    undisturbed: Undisturbed,
+    shared_folder: Path,
+) -> Callable[..., JobRun]:
+    """new_run("srun"): the tiny training as a job on two nodes of its own, to be submitted."""
+    del undisturbed  # computed before the case begins, not while its clock runs
+
+    def make(launcher: str = "srun", *, on: int = 2, **keys: object) -> JobRun:
+        folder = shared_folder / "results" / "base"
+        return JobRun(folder, cluster, nodes(on), science, launcher, dict(keys))
+
+    return make

@@ -1,0 +1,242 @@
+"""A training in a Slurm job: how tests submit it, wait for its steps, and see what it lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from forge import store
+from forge.ledger import read_lines
+from forge.manifest import read_json
+from forge.paths import RunPaths
+
+from .cluster import Cluster
+from .machines import wait_until
+
+GOAL = 1500
+SCIENCE: dict[str, Any] = {
+    "tokenizer": {"vocab_size": 300, "sample_mib": 1},
+    "model": {"dim": 32, "layers": 2, "heads": 2, "ffn_dim": 64, "dropout": 0.1},
+    "train": {
+        **{"seq_len": 16, "batch_size": 4, "max_steps": GOAL, "warmup_steps": 3},
+        **{"log_every": 1, "eval_every": 500, "eval_samples": 8, "checkpoint_every": 200},
+    },
+    "report": {"prompts": ["the "], "sample_tokens": 4},
+}
+# A peer that is gone is noticed by the others after this.
+FABRIC_TIMEOUT_SEC = 10
+
+
+def machine(launcher: str, **keys: Any) -> dict[str, Any]:
+    """A machine.yaml for the test cluster."""
+    return {
+        "launcher": launcher,
+        "stop_grace_sec": 30,
+        "fabric": {"backend": "gloo", "timeout_sec": FABRIC_TIMEOUT_SEC},
+        "stage": {"mode": "never"},
+        **keys,
+    }
+
+
+def write_science(folder: Path) -> Path:
+    """A corpus and its shards in the folder; the config file."""
+    corpus = folder / "corpus"
+    corpus.mkdir(parents=True)
+    for number in range(24):
+        words = (f"{number * word % 97} times {word} is the word" for word in range(60))
+        (corpus / f"{number:02}.txt").write_text(", ".join(words))
+    tokens = {"inputs": [str(corpus)], "val_fraction": 0.3}
+    values = {**SCIENCE, "data": str(folder / "data"), "tokenize": tokens}
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(values))
+    for verb in ("tokenizer", "tokenize"):
+        forge(verb, config)
+    return config
+
+
+def forge(*arguments: str | Path) -> None:
+    """A verb on this machine, outside of Slurm."""
+    line = [sys.executable, "-m", "forge", *map(str, arguments)]
+    done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@dataclass
+class Progress:
+    """What can be read of a run on the way, wherever its ranks are."""
+
+    folder: Path
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths(self.folder)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in read_lines(self.paths.events) if event["event"] == name]
+
+    def train_lines(self) -> list[dict[str, Any]]:
+        return [line for line in read_lines(self.paths.metrics) if line["kind"] == "train"]
+
+    def losses(self) -> dict[int, float]:
+        return {line["step"]: line["loss"] for line in self.train_lines()}
+
+    def step(self) -> int:
+        lines = self.train_lines()
+        return lines[-1]["step"] if lines else 0
+
+    def weights_digest(self) -> str:
+        return str(read_json(self.paths.fit)["weights_digest"])
+
+    def wait_for_step(self, step: int, timeout: float = 90) -> None:
+        wait_until(lambda: self.step() >= step, timeout, f"step {step}", self.said, every=0.05)
+
+    def wait_for_event(self, name: str, count: int = 1, timeout: float = 90) -> dict[str, Any]:
+        wait_until(
+            lambda: len(self.events(name)) >= count,
+            timeout,
+            f"{count} x {name}",
+            self.said,
+            every=0.1,
+        )
+        return self.events(name)[count - 1]
+
+    def said(self) -> str:
+        """The last words of the run's logs, for a test that waits in vain."""
+        logs = sorted(self.paths.logs.glob("*.log")) + sorted(self.folder.parent.glob("*.out"))
+        return "\n".join(f"== {log.name}\n{log.read_text()[-600:]}" for log in logs)
+
+
+@dataclass
+class JobRun(Progress):
+    """`forge train` under sbatch, one rank on each of two nodes."""
+
+    cluster: Cluster
+    names: Sequence[str]
+    config: Path
+    launcher: str = "srun"
+    keys: dict[str, Any] = field(default_factory=dict)
+    jobs: list[str] = field(default_factory=list)
+
+    @property
+    def output(self) -> Path:
+        return self.folder.parent / f"{self.folder.name}.out"
+
+    def submit(self, *options: str, nodes: int = 2) -> str:
+        """The job's id. It may run on any of the case's nodes."""
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        file = self.folder.parent / "machine.yaml"
+        file.write_text(yaml.safe_dump(machine(self.launcher, **self.keys)))
+        others = sorted(set(self.cluster.nodes) - set(self.names))
+        command = (
+            f"exec python -m forge train {self.config} --run={self.folder.name}"
+            f" --results={self.folder.parent} --machine={file} --nodes=2 --ranks-per-node=1"
+        )
+        job = self.cluster.submit(
+            *(f"--nodes={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=1500"),
+            *("--time=10", "--requeue", "--open-mode=append", f"--output={self.output}"),
+            *([f"--exclude={','.join(others)}"] if others else []),
+            *options,
+            f"--wrap={command}",
+        )
+        self.jobs.append(job)
+        return job
+
+    def wait_for_end(self, job: str, timeout: float = 150) -> dict[str, str]:
+        """What Slurm says of the job at its end."""
+        ends = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL PREEMPTED"
+        return self.cluster.wait_for_state(job, ends, timeout)
+
+    def ranks(self) -> list[psutil.Process]:
+        """The living rank processes of this run, on all nodes."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                # Not srun and torchrun, which have the same words behind others.
+                line = [word for word in process.cmdline()[1:] if word != "-u"]
+                mine = line[:2] == ["-m", "forge.rank"] and line[2].startswith(
+                    str(self.paths.launches)
+                )
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def hold(self, until: Callable[[], object], timeout: float) -> None:
+        """Stop the ranks (SIGSTOP) until something has happened: a step waits for no scheduler."""
+        held = self.ranks()
+        for process in held:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            wait_until(until, timeout, "what the ranks were held for", self.said)
+        finally:
+            for process in held:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGCONT)
+
+
+def pending(process: psutil.Process, number: signal.Signals) -> bool:
+    """Whether the kernel holds this signal for a stopped process (man 5 proc, ShdPnd)."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        masks = (line.split()[1] for line in status.splitlines() if "Pnd:" in line)
+        return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+    return True  # it has ended meanwhile
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """The same science without any trouble: what every case must end with."""
+
+    digest: str
+    losses: dict[int, float]
+
+    @classmethod
+    def run(cls, config: Path, folder: Path) -> Undisturbed:
+        file = folder / "machine.yaml"
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(yaml.safe_dump(machine("torchrun")))
+        where = ("--run=undisturbed", f"--results={folder}", f"--machine={file}")
+        forge("train", config, *where, "--ranks-per-node=2")
+        run = Progress(folder / "undisturbed")
+        return cls(run.weights_digest(), run.losses())
+
+    def equals(self, run: Progress) -> None:
+        """Weights and every loss on the way are the same to the last bit."""
+        assert run.weights_digest() == self.digest
+        assert run.losses() == self.losses
+        assert store.latest(run.paths).step == GOAL  # type: ignore[union-attr]
+
+
+def measure(case: str, run: JobRun, event_time: float, step_before: int) -> dict[str, Any]:
+    """Steps lost and seconds from the event to the next step, with Slurm's own delay apart.
+
+    Appended to the file that FORGE_MATRIX names.
+    """
+    again = [e for e in run.events("init") if e["time"] > event_time]
+    lines = [line for line in run.train_lines() if line["time"] > event_time]
+    row: dict[str, Any] = {"case": case, "launcher": run.launcher, "restarts": 0}
+    if run.jobs:
+        row["restarts"] = int(run.cluster.job(run.jobs[-1])["Restarts"])
+    if again:
+        first = next(line for line in lines if line["launch"] == again[0]["launch"])
+        launched = next(e for e in run.events("launch") if e["launch"] == again[0]["launch"])
+        row |= {
+            "steps_lost": max(0, step_before - again[0]["step"]),
+            "seconds": round(first["time"] - event_time, 1),
+            "until_launch": round(launched["time"] - event_time, 1),
+        }
+    row["outcome"] = "goes on" if again else "ends"
+    if path := os.environ.get("FORGE_MATRIX"):
+        with open(path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+    return row

@@ -1,0 +1,253 @@
+"""The cluster itself: if one of these fails, believe no other test on Slurm."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from .cluster import REPOSITORY, Cluster
+from .machines import wait_until
+from .settings import Settings, slurm_conf
+from .sharing import _remove_dead_runs, locked, own_nodes, turn
+
+Nodes = Callable[[int], list[str]]
+
+SLEEPER = """#!/bin/bash
+srun --kill-on-bad-exit=1 sleep 600
+"""
+
+
+RECEIVER = """
+import socket, sys
+server = socket.create_server(("", 7000))
+print("up", flush=True)
+connection, _ = server.accept()
+connection.settimeout(2)
+missing = int(sys.argv[1])
+while missing:
+    missing -= len(connection.recv(1 << 16))
+connection.sendall(b"all")
+"""
+SENDER = """
+import socket, sys
+connection = socket.create_connection((sys.argv[1], 7000), timeout=2)
+connection.sendall(bytes(int(sys.argv[2])))
+assert connection.recv(3)
+"""
+
+
+def reaches(cluster: Cluster, source: str, target: str, num_bytes: int = 100) -> bool:
+    """Whether so many bytes arrive, and an answer comes back, none waiting for 2 s."""
+    receiver = cluster.popen("python", "-c", RECEIVER, str(num_bytes), machine=target)
+    assert receiver.stdout and receiver.stdout.readline() == "up\n"
+    sender = ("python", "-c", SENDER, target, str(num_bytes))
+    done = cluster.run(*sender, machine=source, check=False)
+    receiver.kill_group()
+    return done.returncode == 0
+
+
+def test_each_node_has_its_own_name_address_tmp_and_two_gpus(
+    cluster: Cluster, nodes: Nodes
+) -> None:
+    names = nodes(3)
+    show = (
+        "echo $(hostname) $(hostname -i) $CUDA_VISIBLE_DEVICES; test ! -e /tmp/mark; : >/tmp/mark"
+    )
+    step = ["srun", "-N3", "-w", ",".join(names), "--gres=gpu:2", "bash", "-ec", show]
+    assert sorted(cluster.run(*step).stdout.splitlines()) == [
+        f"{name} {cluster.settings.address(name)} 0,1" for name in names
+    ]
+
+
+def test_jobs_are_accounted_for(cluster: Cluster, nodes: Nodes) -> None:
+    (name,) = nodes(1)
+    job = cluster.submit("-w", name, "--wrap", "exit 3", "--output=/dev/null")
+    cluster.wait_for_state(job, "FAILED")
+    sacct = ("sacct", "-nPX", "-j", job, "-o", "State,ExitCode")
+    wait_until(lambda: cluster.run(*sacct).stdout == "FAILED|3:0\n", 20, "accounted", every=0.2)
+
+
+def test_job_of_a_node_without_power_starts_again(
+    cluster: Cluster, nodes: Nodes, shared_folder: Path
+) -> None:
+    names = nodes(2)
+    script = shared_folder / "job.sh"
+    script.write_text(SLEEPER)
+    where = ("-N2", "-w", ",".join(names), f"--output={shared_folder}/%j.log")
+    job = cluster.submit("--requeue", *where, script)
+    cluster.wait_for_state(job, "RUNNING")
+    cluster.power_cut(names[1])
+    cluster.wait_for_state(job, "PENDING", timeout=90)
+    cluster.boot(names[1])
+    assert cluster.wait_for_state(job, "RUNNING", timeout=60)["Restarts"] == "1"
+
+
+def test_cut_cable_isolates_a_node_that_computes_on(cluster: Cluster, nodes: Nodes) -> None:
+    one, other = nodes(2)
+    cluster.cable_cut(one)
+    assert not reaches(cluster, "ctl", one)
+    assert not reaches(cluster, one, other)
+    assert reaches(cluster, "ctl", other)
+    cluster.cable_plug(one)
+    wait_until(lambda: reaches(cluster, one, other), 10, "reached after the plug")
+
+
+def test_blocked_pair_still_reaches_the_others(cluster: Cluster, nodes: Nodes) -> None:
+    one, other, third = nodes(3)
+    cluster.block_pair(one, other)
+    assert not reaches(cluster, one, other)
+    assert not reaches(cluster, other, one)
+    assert reaches(cluster, one, third)
+    assert reaches(cluster, other, "ctl")
+    cluster.unblock_pair(one, other)
+    assert reaches(cluster, one, other)
+
+
+def test_large_packets_vanish_on_a_small_mtu(cluster: Cluster, nodes: Nodes) -> None:
+    one, other = nodes(2)
+    cluster.small_mtu(one)
+    assert reaches(cluster, other, one, num_bytes=200)
+    assert not reaches(cluster, other, one, num_bytes=20_000)
+    assert not reaches(cluster, one, other, num_bytes=20_000)
+    cluster.full_speed(one)
+    assert reaches(cluster, other, one, num_bytes=20_000)
+
+
+def test_slow_link_carries_what_it_says(cluster: Cluster, nodes: Nodes) -> None:
+    one, other = nodes(2)
+    cluster.slow_link(one, mbit=80)
+    start = time.monotonic()
+    assert reaches(cluster, other, one, num_bytes=10_000_000)
+    assert 0.8 < time.monotonic() - start < 2  # 1 s for 80 Mbit, and two Pythons
+
+
+def test_full_tmp_and_hidden_folder_are_seen_by_jobs(cluster: Cluster, nodes: Nodes) -> None:
+    one, other = nodes(2)
+    cluster.fill_tmp(one, leave_mib=2)
+    cluster.hide(other, REPOSITORY)
+    step = ("srun", "--chdir=/", "-w")
+    full = cluster.run(
+        *step, one, "dd", "if=/dev/zero", "of=/tmp/x", "bs=3M", "count=1", check=False
+    )
+    assert "No space left on device" in full.stderr
+    assert not cluster.run(*step, other, "ls", REPOSITORY).stdout
+    cluster.repair([one, other])
+    assert cluster.run(*step, other, "ls", REPOSITORY / "Makefile").stdout
+    cluster.run(*step, one, "dd", "if=/dev/zero", "of=/tmp/x", "bs=3M", "count=1")
+
+
+def test_interface_can_have_another_name(cluster: Cluster, nodes: Nodes) -> None:
+    one, other = nodes(2)
+    cluster.power_cut(one)
+    cluster.boot(one, interface="eno1")
+    assert (cluster.interface(one), cluster.interface(other)) == ("eno1", "eth0")
+    cluster.wait_until_idle([one])
+    assert cluster.run("srun", "-w", one, "hostname").stdout.strip() == one
+
+
+def test_command_in_a_machine_gets_signals_and_is_killed_when_late(cluster: Cluster) -> None:
+    waits = "import time\nprint('up', flush=True)\ntry: time.sleep(60)\n"
+    waits += "except KeyboardInterrupt: raise SystemExit(7)"
+    process = cluster.popen("python", "-c", waits)
+    assert process.stdout and process.stdout.readline() == "up\n"
+    process.press_ctrl_c()
+    assert process.wait(10) == 7
+    with pytest.raises(subprocess.TimeoutExpired, match="sleep"):
+        cluster.run("sleep", "61.75", timeout=0.3)
+    assert cluster.run("pgrep", "-f", "sleep 61.75", check=False).returncode == 1
+
+
+def test_daemons_restart_and_the_queue_survives(whole_cluster: Cluster) -> None:
+    job = whole_cluster.submit("--hold", "--wrap", "true", "--output=/dev/null")
+    whole_cluster.stop_daemon("slurmdbd")
+    assert whole_cluster.run("sacct", check=False).returncode
+    whole_cluster.start_daemon("slurmdbd")
+    whole_cluster.run("sacct")
+    whole_cluster.restart_slurmctld()
+    assert whole_cluster.job(job)["JobState"] == "PENDING"
+
+
+def test_configuration_changes_and_goes_back(whole_cluster: Cluster) -> None:
+    def timeout() -> str:
+        config = whole_cluster.run("scontrol", "show", "config").stdout
+        return next(line for line in config.splitlines() if line.startswith("SlurmdTimeout"))
+
+    whole_cluster.configure(SlurmdTimeout=300)
+    assert timeout().endswith(" 300 sec")
+    whole_cluster.configure()
+    assert timeout().endswith(" 10 sec")
+
+
+# ------------------------------------------------------------------ no cluster needed
+
+
+class Idle(Cluster):
+    """A cluster that was never started, and needs no repair."""
+
+    def repair(self, nodes: object) -> None:
+        pass
+
+
+def test_two_tests_never_have_the_same_node(tmp_path: Path) -> None:
+    cluster = Idle(tmp_path, Settings(nodes=5))
+    with own_nodes(cluster, 2) as mine, own_nodes(cluster, 3) as yours:
+        assert sorted(mine + yours) == cluster.nodes
+    with own_nodes(cluster, 5) as everything:
+        assert everything == cluster.nodes
+
+
+def test_who_waits_to_be_alone_is_not_overtaken(tmp_path: Path) -> None:
+    cluster = Idle(tmp_path)
+    order: list[str] = []
+
+    def visit(name: str, alone: bool) -> None:
+        with turn(cluster, alone=alone):
+            order.append(name)
+
+    threads = [threading.Thread(target=visit, args=("alone", True))]
+    with turn(cluster, alone=False):
+        threads[0].start()
+        turnstile_is_held(tmp_path / "turnstile.lock")
+        threads.append(threading.Thread(target=visit, args=("late", False)))
+        threads[1].start()
+    for thread in threads:
+        thread.join(10)
+    assert order == ["alone", "late"]
+
+
+def turnstile_is_held(path: Path) -> None:
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            with locked(path, patience=0):
+                pass
+        except TimeoutError:
+            return
+        time.sleep(0.02)
+    raise AssertionError("nobody waits to be alone")
+
+
+def test_only_clusters_of_dead_runs_are_removed(tmp_path: Path) -> None:
+    for run in ("dead", "alive"):
+        (tmp_path / f"tests-{run}").mkdir()
+    with ExitStack() as member:
+        member.enter_context(locked(tmp_path / "tests-alive/members.lock", shared=True))
+        _remove_dead_runs(tmp_path)
+        assert [folder.name for folder in tmp_path.iterdir()] == ["tests-alive"]
+
+
+def test_changed_keys_replace_those_of_slurm_conf(tmp_path: Path) -> None:
+    text = slurm_conf(Settings(nodes=2), tmp_path, {"SlurmdTimeout": 300})
+    assert [line for line in text.splitlines() if "SlurmdTimeout" in line] == ["SlurmdTimeout=300"]
+
+
+@pytest.mark.parametrize("wrong", [{"nodes": 13}, {"nodes": 2, "interfaces": {"node03": "eno1"}}])
+def test_impossible_cluster_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"1 to 12 nodes, not 13|\['node03'\]"):
+        Settings(**wrong)  # type: ignore[arg-type]
