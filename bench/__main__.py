@@ -11,6 +11,7 @@ PARTS = {
     "loader": "batches",
     "train_step": "one training step",
     "parallel": "DDP and FSDP2 on two ranks",
+    "stage": "shards to the disks of four nodes",
     "dry_run": "the workflow's own time",
 }
 

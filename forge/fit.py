@@ -18,6 +18,7 @@ from forge.machine import Machine
 from forge.manifest import read_json, write_json
 from forge.paths import RunPaths, tokens_folder
 from forge.progress import say
+from forge.staged import remove_staged, staged_folders, staged_python
 
 
 class StoppedEarly(ForgeError):
@@ -46,8 +47,12 @@ def train(config: Config, machine: Machine, geometry: Geometry) -> Path:
             digest = _recorded_digest(paths, checkpoint.step)
             if digest:
                 say(f"{paths.root} is at its goal, step {checkpoint.step}: nothing to train")
+                remove_staged(paths, place)
                 return _write_fit(config, paths, checkpoint.step, digest)
-        record = _train_until_it_ends(config, paths, machine, geometry, place)
+        try:
+            record = _train_until_it_ends(config, paths, machine, geometry, place)
+        finally:
+            remove_staged(paths, place)
         if record.status in ("stopped", "lost"):
             _requeue(record, paths, place, machine, started_at=checkpoint)
         return _conclude(config, paths, record)
@@ -83,22 +88,18 @@ def _write_config(config: Config, paths: RunPaths) -> None:
         write_json(paths.config, config.to_json())
 
 
-def _shards_folder(config: Config, paths: RunPaths) -> Path:
-    """Where `stage` put the shards, else the shared folder. DataError if there are none."""
+def _shards(config: Config, paths: RunPaths) -> dict[str, Any]:
+    """Where ranks read: what `stage` put on their node, else shared. DataError if there are none."""
     assert config.ids
-    if paths.stage.exists():
-        staged = Path(read_json(paths.stage)["folder"])
-        if (staged / "manifest.json").exists():
-            return staged
-        say(f"{staged} is gone, reading the shards from the shared folder")
+    staged = staged_folders(paths)
     folder = tokens_folder(config.data, config.ids.tokens)
-    if not (folder / "manifest.json").exists():
+    if not staged and not (folder / "manifest.json").exists():
         raise DataError(
             f"{folder} holds no finished shards",
             cause="the corpus was not tokenized for this config",
             fix=f"run: forge tokenizer {paths.config} && forge tokenize {paths.config}",
         )
-    return folder
+    return {"staged": staged, "shared": str(folder)}
 
 
 def _train_until_it_ends(
@@ -109,7 +110,7 @@ def _train_until_it_ends(
     checkpoint = store.latest(paths)
     if checkpoint is not None:
         store.warn_if_decayed(config, checkpoint)
-    options: dict[str, Any] = {"shards": str(_shards_folder(config, paths))}
+    options: dict[str, Any] = {"shards": _shards(config, paths)}
     fit_nodes = place.only(_nodes_that_passed(paths) or place.hosts)
     hosts = restarts.pick_hosts(fit_nodes, geometry.nodes)
     if hosts is None:
@@ -120,7 +121,15 @@ def _train_until_it_ends(
         )
     for attempt in range(1 + MAX_RESTARTS_AFTER_LOSS):
         options["started"] = time.time()
-        record = run_ranks("train", paths, machine, geometry, place=hosts, options=options)
+        record = run_ranks(
+            "train",
+            paths,
+            machine,
+            geometry,
+            place=hosts,
+            python=staged_python(paths),
+            options=options,
+        )
         if record.status != "lost":
             break
         silent = restarts.silent_nodes(hosts)

@@ -18,6 +18,7 @@ from forge import checkpoints, ledger, metrics, optim, store
 from forge.config import Config
 from forge.console import RankProgress
 from forge.errors import DataError, Exit, TrainingError
+from forge.launch import hostname
 from forge.launcher import Record, Spec
 from forge.lineage import lineage, versions
 from forge.loader import Loader, Windows, eval_batches
@@ -26,7 +27,7 @@ from forge.model import Decoder
 from forge.numerics import PROBE_SAMPLES, numerics, precision, prepare, probe_samples
 from forge.paths import RunPaths, checkpoint_name, tokenizer_folder
 from forge.progress import Progress, say
-from forge.shards import ShardSet
+from forge.shards import MANIFEST, ShardSet
 from forge.stopping import CAUSES, StopFlag
 from forge.world import World
 
@@ -433,15 +434,26 @@ def train(
 ) -> Record:
     """Train one run on this rank to its goal or an agreed stop. All ranks call it.
 
-    spec.options: `shards`, the folder to read; `started`, epoch seconds when the launcher began.
+    spec.options: `shards`, the folders to read, `staged` by host, else `shared`; `started`, epoch
+    seconds when the launcher began.
     """
     prepare(world.device)
-    shards = world.together(lambda: _open_verified(Path(spec.options["shards"]), world))
+    shards = world.together(lambda: _open_verified(_shards_folder(spec), world))
     trainer = Trainer(config, paths, world, shards, spec)
     trainer.resume()
     trainer.wrap()
     trainer.announce(time.time() - spec.options["started"])
     return trainer.run(stop)
+
+
+def _shards_folder(spec: Spec) -> Path:
+    """Where this node's ranks read: what was staged here, else the shared folder."""
+    shards = spec.options["shards"]
+    staged = Path(shards["staged"].get(hostname(), shards["shared"]))
+    if (staged / MANIFEST).exists():
+        return staged
+    say(f"{staged} is gone, reading the shards from the shared folder")
+    return Path(shards["shared"])
 
 
 def _open_verified(folder: Path, world: World) -> ShardSet:

@@ -15,9 +15,12 @@ from test_shards import make
 from forge import staging
 from forge.config import Ids, load_config
 from forge.errors import DataError, UnfitError
+from forge.geometry import Geometry, Place
+from forge.launch import hostname
 from forge.ledger import read_lines
 from forge.machine import load_machine
 from forge.paths import RunPaths, tokens_folder
+from forge.staged import remove_staged
 
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
 
@@ -41,7 +44,11 @@ def root(tmp_path):
 
 
 def stage(config, machine):
-    return json.loads(staging.stage(config, machine).read_text())
+    return json.loads(staging.stage(config, machine, Geometry()).read_text())
+
+
+def folder_of(facts):
+    return Path(facts["folders"][hostname()])
 
 
 def copies(root):
@@ -51,33 +58,33 @@ def copies(root):
 def test_copy_is_named_by_its_content_and_equal_to_the_source(config, machine, root):
     facts = stage(config, machine)
     source = tokens_folder(config.data, IDS.tokens)
-    assert facts["folder"] == str(root / facts["digest"][:32])
-    assert facts["skipped"] is False
+    assert folder_of(facts) == root / facts["digest"][:32]
+    assert facts["sent"] == [hostname()]
     for file in source.iterdir():
         assert (root / facts["digest"][:32] / file.name).read_bytes() == file.read_bytes()
     event = read_lines(RunPaths.of(config).events)[-1]
-    assert (event["event"], event["bytes"], event["path"]) == ("stage", 7200, facts["folder"])
+    assert (event["event"], event["bytes"], event["folders"]) == ("stage", 7200, facts["folders"])
 
 
 def test_whole_copy_is_kept(config, machine, root):
     first = stage(config, machine)
-    shard = root / first["digest"][:32] / "val-00000-000.bin"
+    shard = folder_of(first) / "val-00000-000.bin"
     before = shard.stat()
     second = stage(config, machine)
-    assert second == {**first, "skipped": True}
+    assert second == {**first, "sent": []}
     assert (shard.stat().st_ino, shard.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 @pytest.mark.parametrize("name", ["train-00000-001.bin", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
 def test_damaged_copy_is_replaced(config, machine, name, damage):
-    file = Path(stage(config, machine)["folder"]) / name
+    file = folder_of(stage(config, machine)) / name
     good = file.read_bytes()
     if damage == "missing":
         file.unlink()
     else:
         file.write_bytes(good[:-9] if damage == "cut" else bytes([good[0] ^ 1]) + good[1:])
-    assert stage(config, machine)["skipped"] is False
+    assert stage(config, machine)["sent"] == [hostname()]
     assert file.read_bytes() == good
 
 
@@ -99,7 +106,7 @@ def test_leftovers_of_a_killed_stage_are_removed(config, machine, root):
 
 
 def test_folders_are_closed_to_others(config, machine, root):
-    folder = root / stage(config, machine)["digest"][:32]
+    folder = folder_of(stage(config, machine))
     assert [stat.S_IMODE(path.stat().st_mode) for path in (root, folder)] == [0o700, 0o700]
 
 
@@ -142,7 +149,7 @@ def test_full_disk_is_refused_before_anything_is_written(config, machine, root, 
     assert "stage.mode to never" in caught.value.fix
     assert copies(root) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 7200 + 2**28))
-    assert stage(config, machine)["skipped"] is False
+    assert stage(config, machine)["sent"] == [hostname()]
 
 
 @pytest.mark.parametrize("mode", ["never", "auto"])
@@ -150,15 +157,15 @@ def test_shards_are_read_in_place_when_a_copy_gains_nothing(config, machine, roo
     # auto: source and node folder are both below tmp_path, so on one file system.
     here = load_machine(None, {"stage.mode": mode, "stage.folder": machine.stage.folder})
     facts = stage(config, here)
-    assert facts["folder"] == str(tokens_folder(config.data, IDS.tokens))
-    assert facts["skipped"] is True
+    assert folder_of(facts) == tokens_folder(config.data, IDS.tokens)
+    assert facts["sent"] == []
     assert copies(root) == []
 
 
 def test_auto_copies_from_another_file_system(config, machine, monkeypatch):
     auto = load_machine(None, {"stage.mode": "auto", "stage.folder": machine.stage.folder})
     monkeypatch.setattr(Path, "stat", _other_device_below(machine.stage.folder))
-    assert stage(config, auto)["folder"].startswith(machine.stage.folder)
+    assert folder_of(stage(config, auto)).is_relative_to(machine.stage.folder)
 
 
 def _other_device_below(folder):
@@ -183,6 +190,38 @@ def test_damaged_shards_are_refused_in_place_too(config, machine):
         stage(config, here)
 
 
+def test_copy_of_a_slurm_job_goes_with_the_last_run_that_reads_it(
+    config, machine, root, monkeypatch
+):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    other = config.model_copy(update={"run": "other"})
+    first, second = stage(config, machine), stage(other, machine)
+    assert folder_of(first) == root / "job-7" / first["digest"][:32] == folder_of(second)
+    assert second["sent"] == []
+    remove_staged(RunPaths.of(config), Place.here())
+    assert folder_of(second).is_dir()
+    remove_staged(RunPaths.of(other), Place.here())
+    assert not (root / "job-7").exists()
+
+
+def test_kept_copy_stays_and_serves_the_next_job(config, machine, root, monkeypatch):
+    kept = load_machine(None, {"stage": {**machine.stage.model_dump(), "keep": True}})
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    first = stage(config, kept)
+    remove_staged(RunPaths.of(config), Place.here())
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert stage(config, kept)["sent"] == []
+    assert folder_of(first) == root / first["digest"][:32]
+
+
+def test_copy_of_another_job_is_not_removed(config, machine, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    facts = stage(config, machine)
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    remove_staged(RunPaths.of(config), Place.here())
+    assert folder_of(facts).is_dir()
+
+
 def test_runs_that_stage_at_once_on_one_node_wait_for_each_other(config, machine, root, tmp_path):
     code = (
         "import sys, json, time; from forge import staging\n"
@@ -191,7 +230,8 @@ def test_runs_that_stage_at_once_on_one_node_wait_for_each_other(config, machine
         "copy = staging._copy\n"
         "staging._copy = lambda a, b: (time.sleep(0.2), copy(a, b))\n"  # so that both are at it
         "config, machine = Config.model_validate(values[0]), Machine.model_validate(values[1])\n"
-        "sys.stdin.readline(); staging.stage(config, machine)\n"
+        "from forge.geometry import Geometry\n"
+        "sys.stdin.readline(); staging.stage(config, machine, Geometry())\n"
     )
     children = []
     for run in ("one", "two"):
@@ -216,5 +256,5 @@ def test_runs_that_stage_at_once_on_one_node_wait_for_each_other(config, machine
         json.loads((tmp_path / "results" / run / ".allocation" / "stage.json").read_text())
         for run in ("one", "two")
     ]
-    assert sorted(facts["skipped"] for facts in results) == [False, True]
+    assert sorted(facts["sent"] for facts in results) == [[], [hostname()]]
     assert len(copies(root)) == 1

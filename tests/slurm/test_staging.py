@@ -1,0 +1,264 @@
+"""Shards on the nodes of an allocation: only where they lack, never half of them, never left behind.
+
+Each machine has a /tmp of its own, which stands for a node's disk; the rest is the shared file system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .cluster import Cluster
+
+ROOT = f"/tmp/forge-{os.getuid()}"
+UNFIT = 69
+
+
+@dataclass
+class Allocation:
+    """A job that holds nodes, and the verbs that run in it, as from `salloc` on the login node."""
+
+    cluster: Cluster
+    job: str
+    hosts: list[str]
+    config: Path
+    results: Path
+
+    def forge(
+        self, verb: str, *options: str, python: str | Path = sys.executable, cwd: Path = Path("/")
+    ) -> subprocess.CompletedProcess[str]:
+        return self.cluster.run(
+            *(python, "-m", "forge", verb, self.config, f"--results={self.results}", "--run=base"),
+            *(f"--nodes={len(self.hosts)}", "--machine.launcher=srun"),
+            *("--machine.fabric.backend=gloo", "--machine.stage.mode=always", *options),
+            env={"SLURM_JOB_ID": self.job},
+            cwd=cwd,
+            check=False,
+            timeout=120,
+        )
+
+    def stage(self, *options: str, **keys: Any) -> dict[str, Any]:
+        done = self.forge("stage", *options, **keys)
+        assert done.returncode == 0, done.stderr
+        return self.facts() | {"said": done.stderr}
+
+    def facts(self) -> dict[str, Any]:
+        return dict(json.loads((self.results / "base/.allocation/stage.json").read_text()))
+
+    def on(self, host: str, script: str) -> str:
+        return self.cluster.run("sh", "-c", script, machine=host, cwd=Path("/")).stdout
+
+    def content(self, host: str) -> list[str]:
+        """What lies below the private folder of a node."""
+        listing = f"find {ROOT} -mindepth 1 -maxdepth 2 -printf '%P\\n' 2>/dev/null || true"
+        return sorted(self.on(host, listing).split())
+
+
+@pytest.fixture
+def allocate(
+    cluster: Cluster, nodes: Callable[[int], list[str]], science: Path, shared_folder: Path
+) -> Iterator[Callable[[int], Allocation]]:
+    """allocate(2): an allocation of two nodes, whose disks are empty."""
+    jobs = []
+
+    def make(count: int) -> Allocation:
+        hosts = nodes(count)
+        for host in hosts:
+            cluster.run("rm", "-rf", ROOT, machine=host, cwd=Path("/"))
+        jobs.append(
+            cluster.submit(
+                *(f"--nodelist={','.join(hosts)}", f"--nodes={count}", "--ntasks-per-node=1"),
+                *("--mem=1500", "--time=5", "--output=/dev/null", "--wrap=sleep 300"),
+            )
+        )
+        cluster.wait_for_state(jobs[-1], "RUNNING")
+        return Allocation(cluster, jobs[-1], hosts, science, shared_folder / "results")
+
+    yield make
+    for job in jobs:
+        cluster.run("scancel", job)
+
+
+def test_only_nodes_that_lack_the_shards_get_them(allocate):
+    here = allocate(2)
+    one, two = here.hosts
+    first = here.stage("--machine.stage.keep=true")
+    assert first["sent"] == here.hosts
+    folder = first["folders"][one]
+    assert folder == f"{ROOT}/{first['digest'][:32]}"
+    source = here.config.parent / "data" / "tokens"
+    for host in here.hosts:
+        assert Path(folder).name in here.content(host)
+        assert not [name for name in here.content(host) if name.startswith("job-")]
+        here.on(host, f"cd {source}/* && for f in *.bin *.json; do cmp $f {folder}/$f; done")
+        assert here.on(host, f"stat -c %a {ROOT} {folder}").split() == ["700", "700"]
+    assert here.stage("--machine.stage.keep=true")["sent"] == []
+    here.on(two, f"rm -r {folder}")
+    assert here.stage("--machine.stage.keep=true")["sent"] == [two]
+    here.on(one, f"cd {folder}; f=$(ls train*.bin | head -1); printf X | dd of=$f conv=notrunc")
+    again = here.stage("--machine.stage.keep=true")
+    assert again["sent"] == [one]
+    assert f"{one}: replacing a damaged copy: shard {folder}/train" in again["said"]
+    assert here.stage("--machine.stage.keep=true")["sent"] == []
+
+
+def test_ranks_read_the_staged_shards_and_train_removes_them(allocate, shared_folder):
+    here = allocate(2)
+    # Shards in a place of their own, since they are taken away.
+    data = shared_folder / "data"
+    shutil.copytree(here.config.parent / "data", data)
+    options = (f"--data={data}", "--train.max_steps=10")
+    here.on(here.hosts[0], f"mkdir -m 700 {ROOT}; mkdir {ROOT}/job-1 {ROOT}/job-{here.job}")
+    facts = here.stage(*options)
+    assert "removed what ended jobs had left (job-1)" in facts["said"]
+    for host in here.hosts:
+        name = facts["digest"][:32]
+        assert facts["folders"][host] == f"{ROOT}/job-{here.job}/{name}"
+        assert {f"job-{here.job}/{name}", f"job-{here.job}/used-by-base"} <= set(here.content(host))
+        assert "job-1" not in here.content(host)
+    shutil.rmtree(data / "tokens")
+    done = here.forge("train", *options)
+    assert done.returncode == 0, done.stderr
+    assert [here.content(host) for host in here.hosts] == [[], []]
+
+
+def test_full_disk_of_one_node_is_named_before_anything_is_sent(allocate):
+    here = allocate(2)
+    one, two = here.hosts
+    here.cluster.fill_tmp(two, leave_mib=9)
+    done = here.forge("stage")
+    here.cluster.empty_tmp(two)
+    assert done.returncode == UNFIT
+    assert f"staging failed on node {two}: {ROOT} has 0.01 GiB free" in done.stderr
+    assert f"node {one}" not in done.stderr
+    assert here.content(one) == []
+
+
+def test_disk_that_takes_no_more_while_sbcast_writes_is_named(allocate):
+    here = allocate(2)
+    one, two = here.hosts
+    # Room for the folders, none for another file: free space alone does not show it.
+    here.on(two, "mkdir /tmp/few; mount -t tmpfs -o size=1g,nr_inodes=6 few /tmp/few")
+    here.on(one, "mkdir /tmp/few")
+    done = here.forge("stage", "--machine.stage.folder=/tmp/few")
+    here.on(two, "umount --lazy /tmp/few")
+    assert done.returncode == UNFIT, done.stderr
+    assert f"sbcast failed on node {two}: sbcast: " in done.stderr
+    assert f"node {one}" not in done.stderr
+    assert here.on(one, f"ls /tmp/few/forge-{os.getuid()}") == ""
+
+
+def test_spare_node_that_cannot_be_used_is_left_out(allocate):
+    here = allocate(3)
+    one, two, three = here.hosts
+    here.on(two, f"mkdir /tmp/trap; ln -s /tmp/trap {ROOT}")
+    strict = here.forge("stage")
+    assert strict.returncode == UNFIT
+    assert f"node {two}: {ROOT} is not a folder (a planted link?)" in strict.stderr
+    facts = here.stage("--nodes=2")
+    assert facts["sent"] == [one, three] == list(facts["folders"])
+    assert here.on(two, "ls /tmp/trap") == ""
+
+
+def test_node_whose_slurmd_hangs_is_named_and_holds_up_nobody(allocate):
+    here = allocate(2)
+    one, two = here.hosts
+    code = (
+        "import json; from forge import slurm; from forge.crew import Crew\n"
+        "from forge.geometry import Place\n"
+        "job = slurm.this_job()\n"
+        "with Crew(Place(job.nodes, job), start_sec=5) as crew:\n"
+        "    answers = crew.ask('hello', timeout_sec=20)\n"
+        "print(json.dumps({h: str(a) for h, a in answers.items()}))\n"
+    )
+    here.on(two, "pkill -STOP -x slurmd")
+    try:
+        environment = {"SLURM_JOB_ID": here.job}
+        done = here.cluster.run(sys.executable, "-c", code, env=environment, timeout=60)
+    finally:
+        here.on(two, "pkill -CONT -x slurmd")
+    answers = json.loads(done.stdout)
+    assert f"'host': '{one}'" in answers[one]
+    assert "no answer to 'hello' within 5 s" in answers[two]
+    left = here.on(one, "pgrep -f 'forge[.]node' || true")
+    assert left == ""
+
+
+# --- the project itself ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lean_project(shared_folder: Path) -> Path:
+    """A folder with Forge's code and an environment that has only what its nodes' part needs."""
+    project = shared_folder / "project"
+    shutil.copytree(Path(__file__).parents[2] / "forge", project / "forge")
+    make = [sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(project / ".venv")]
+    subprocess.run(make, check=True)
+    target = project / ".venv" / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+    for path in _imported_packages():
+        copy = shutil.copytree if path.is_dir() else shutil.copy
+        copy(path, target / path.name)
+    (target / "__editable__.forge.pth").write_text(f"{project}\n")
+    return project
+
+
+def _imported_packages() -> list[Path]:
+    """Top folders and files in site-packages behind the verb and a node, with their libraries."""
+    site = Path(sysconfig.get_path("purelib"))
+    code = (
+        "import sys, forge.staging, forge.node\n"
+        "files = [getattr(m, '__file__', None) or '' for m in list(sys.modules.values())]\n"
+        "print(*files, sep='\\n')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    paths = {Path(line) for line in done.stdout.split()}
+    tops = {site / p.relative_to(site).parts[0] for p in paths if p.is_relative_to(site)}
+    libraries = {site / f"{top.name}.libs" for top in tops} & set(site.iterdir())
+    return sorted(top for top in tops | libraries if not top.name.startswith("__editable__"))
+
+
+INSPECT = """
+import sys, forge.node
+print(forge.__file__)
+project = sys.argv[1]
+print([path for path in sys.path if path.startswith(project)])
+print([line for line in open("/proc/self/maps") if project in line])
+"""
+
+
+def test_node_that_does_not_see_the_project_gets_it(allocate, lean_project):
+    here = allocate(2)
+    blind = here.hosts[1]
+    here.cluster.hide(blind, lean_project)
+    python = lean_project / ".venv" / "bin" / "python"
+    missing = here.forge("stage", python=python, cwd=lean_project)
+    assert missing.returncode == UNFIT
+    assert f"node {blind}: its process ended" in missing.stderr
+    facts = here.stage("--machine.stage.project=true", python=python, cwd=lean_project)
+    here.cluster.unhide(blind, lean_project)
+    assert facts["sent"] == here.hosts
+    for host in here.hosts:
+        # From within the project, and with it in the environment: the staged one does not look.
+        found = here.cluster.run(
+            *(facts["python"], "-c", INSPECT, lean_project),
+            machine=host,
+            cwd=lean_project,
+            env={"PYTHONPATH": str(lean_project)},
+        )
+        code, *reads = found.stdout.splitlines()
+        assert code.startswith(f"{ROOT}/job-{here.job}/project-")
+        assert reads == ["[]", "[]"]
+    assert (
+        "project and Python"
+        not in here.stage("--machine.stage.project=true", python=python)["said"]
+    )

@@ -1,0 +1,151 @@
+"""A node that is frozen, dead or wrong must be named within the deadline, and hold up nobody else.
+
+Processes on this host stand in for nodes: each host's command may be another one.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+from forge import crew, slurm
+from forge.crew import Crew, Trouble
+from forge.errors import UnfitError
+from forge.geometry import Place
+from forge.launch import hostname
+
+NODE = [sys.executable, "-m", "forge.node"]
+FROZEN = ["sleep", "60"]
+DEAD = ["sh", "-c", "echo no such node >&2; exit 1"]
+CHATTY = ["sh", "-c", f'echo "Welcome to this site"; exec {sys.executable} -m forge.node']
+
+
+@pytest.fixture
+def crew_of(monkeypatch):
+    """crew_of(a=NODE, b=FROZEN): hosts a and b, each answered for by a local process."""
+    monkeypatch.setattr(crew, "END_SEC", 0.5)
+
+    def make(start_sec=10, **commands):
+        monkeypatch.setattr(Crew, "_command", lambda self, host: commands[host])
+        return Crew(Place(tuple(commands)), start_sec=start_sec)
+
+    return make
+
+
+def pids(asked):
+    return [member._process.pid for member in asked._members.values()]
+
+
+def test_this_host_answers_without_srun():
+    with Crew(Place.here()) as here:
+        answers = here.ask("hello", timeout_sec=5)
+    assert answers[hostname()]["host"] == hostname()
+    assert answers[hostname()]["pid"] != os.getpid()
+
+
+def test_frozen_node_is_named_in_time_and_holds_up_nobody(crew_of):
+    with crew_of(start_sec=4, a=NODE, b=FROZEN) as both:
+        started = time.monotonic()
+        answers = both.ask("hello", timeout_sec=30)
+        assert time.monotonic() - started < 5
+    assert answers["a"]["host"] == hostname()
+    assert answers["b"] == Trouble("no answer to 'hello' within 4 s")
+
+
+def test_dead_node_is_named_with_its_last_words(crew_of):
+    with crew_of(a=NODE, b=DEAD) as both:
+        answers = both.ask("hello", timeout_sec=5)
+    assert answers["a"]["host"] == hostname()
+    assert answers["b"].message == "its process ended: no such node"
+
+
+def test_node_that_freezes_later_misses_only_its_own_deadline(crew_of):
+    with crew_of(a=NODE, b=NODE) as both:
+        frozen = both.ask("hello", timeout_sec=5)["b"]["pid"]
+        os.kill(frozen, signal.SIGSTOP)
+        answers = both.ask("hello", timeout_sec=0.5)
+        assert answers["a"]["host"] == hostname()
+        assert isinstance(answers["b"], Trouble)
+        os.kill(frozen, signal.SIGCONT)
+        # The late answer is not taken for the one to this question.
+        late = both.ask("begin", timeout_sec=5, temporary="/proc/no")["b"]
+        assert isinstance(late, Trouble)
+        assert both.ask("hello", timeout_sec=5)["b"]["pid"] == frozen
+
+
+def test_error_of_a_node_comes_with_cause_and_fix(crew_of, tmp_path):
+    (tmp_path / f"forge-{os.getuid()}").symlink_to(tmp_path)
+    arguments = {"digest": "d", "job": None, "sender": "localhost", "mode": "always"}
+    with crew_of(a=NODE) as one:
+        answers = one.ask("look", timeout_sec=5, base=str(tmp_path), shared="/", **arguments)
+    assert "planted link" in answers["a"].message
+    assert "another user" in answers["a"].cause
+    assert "stage.folder" in answers["a"].fix
+    with pytest.raises(UnfitError, match=r"looking failed on node a: .*planted link"):
+        raise crew.named(answers, "looking")
+
+
+def test_each_host_gets_its_own_arguments(crew_of, tmp_path):
+    for name in "ab":
+        (tmp_path / name / "old").mkdir(parents=True)
+    with crew_of(a=NODE, b=NODE) as both:
+        each = {name: {"root": str(tmp_path / name)} for name in "ab"}
+        answers = both.ask("forget", timeout_sec=5, hosts=["b"], each=each, names=["old"])
+    assert list(answers) == ["b"]
+    assert [(tmp_path / name / "old").exists() for name in "ab"] == [True, False]
+
+
+def test_words_of_a_site_are_no_answers(crew_of):
+    with crew_of(a=CHATTY) as one:
+        assert one.ask("hello", timeout_sec=5)["a"]["host"] == hostname()
+
+
+def test_bug_in_a_question_ends_the_node_and_shows_its_traceback(crew_of):
+    with crew_of(a=NODE) as one:
+        assert "KeyError: 'nonsense'" in one.ask("nonsense", timeout_sec=5)["a"].message
+
+
+def test_large_question_reaches_a_node_that_reads_slowly(crew_of):
+    slow = ["sh", "-c", f"sleep 0.3; exec {sys.executable} -m forge.node"]
+    with crew_of(a=slow) as one:
+        names = ["x" * 100] * 5000  # half a megabyte, a pipe holds 64 KiB
+        free = one.ask("forget", timeout_sec=10, root="/nowhere", names=names)["a"]
+        assert "No such file" in free.message
+
+
+def test_no_process_is_left_whatever_state_it_was_in(crew_of):
+    with crew_of(start_sec=0.5, a=NODE, b=FROZEN, c=DEAD) as three:
+        processes = pids(three)
+    assert not [pid for pid in processes if psutil.pid_exists(pid)]
+
+
+def test_steps_of_nodes_that_do_not_end_are_cancelled(crew_of, monkeypatch):
+    cancelled = []
+    monkeypatch.setattr(slurm, "cancel_step", lambda job, name: cancelled.append((job, name)))
+    asked = crew_of(start_sec=0.5, a=NODE, b=FROZEN)
+    job = slurm.parse_job("JobId=7 JobState=RUNNING")
+    asked.place = Place(asked.place.hosts, job)
+    with asked:
+        pass
+    assert cancelled == [("7", f"crew-{os.getpid()}")]
+
+
+def test_nodes_end_with_a_verb_that_was_killed():
+    code = textwrap.dedent("""
+        import time
+        from forge.crew import Crew
+        from forge.geometry import Place
+        with Crew(Place.here()) as here:
+            print(*[a["pid"] for a in here.ask("hello", timeout_sec=5).values()], flush=True)
+            time.sleep(60)
+    """)
+    verb = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    node = psutil.Process(int(verb.stdout.readline()))
+    verb.kill()
+    verb.wait()
+    assert psutil.wait_procs([node], timeout=5)[1] == []

@@ -1,0 +1,133 @@
+"""What decides where a node reads: never a set that changed, never a file system that is too slow."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from test_shards import make
+
+from forge import node_staging
+from forge.broadcast import COMPRESS_SHARDS_BELOW, blame, is_slower
+from forge.crew import Trouble
+from forge.errors import DataError
+
+
+@pytest.fixture
+def shards(tmp_path):
+    return make(tmp_path / "shards")
+
+
+@pytest.fixture
+def verified(monkeypatch):
+    """Folders whose bytes were read, in order."""
+    seen = []
+    real = node_staging.verify
+    monkeypatch.setattr(node_staging, "verify", lambda set_: (seen.append(set_.folder), real(set_)))
+    return seen
+
+
+def test_untouched_set_is_not_read_again(shards, verified):
+    assert node_staging.is_whole(shards.folder, shards.digest)
+    assert node_staging.is_whole(shards.folder, shards.digest)
+    assert verified == [shards.folder]
+
+
+def test_touched_set_is_read_again(shards, verified):
+    assert node_staging.is_whole(shards.folder, shards.digest)
+    path = shards.train[0].path
+    before = path.stat()
+    data = path.read_bytes()
+    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as cp -p and rsync do
+    with pytest.raises(DataError, match="train-00000-000"):
+        node_staging.is_whole(shards.folder, shards.digest)
+
+
+def test_set_is_read_again_after_a_boot(shards, verified, monkeypatch):
+    assert node_staging.is_whole(shards.folder, shards.digest)
+    real = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda p, *a: "other" if p.name == "boot_id" else real(p, *a)
+    )
+    assert node_staging.is_whole(shards.folder, shards.digest)
+    assert len(verified) == 2
+
+
+def test_set_with_another_digest_is_not_ours(shards, verified):
+    assert not node_staging.is_whole(shards.folder, "0" * 64)
+    assert not node_staging.is_whole(shards.folder.with_name("nothing"), shards.digest)
+    assert verified == []
+
+
+@pytest.mark.parametrize(
+    ("reads", "rate", "enough"),
+    [(1000, 500, True), (999, 5000, False), (9000, 499, False)],
+)
+def test_shared_file_system_is_read_in_place_if_it_is_fast(
+    shards, monkeypatch, reads, rate, enough
+):
+    monkeypatch.setattr(node_staging, "_measure", lambda _: (reads, rate))
+    elsewhere = Path("/proc")  # another file system
+    found, why = node_staging.shared_verdict(shards.folder, shards.digest, elsewhere, "auto")
+    assert found == enough
+    assert f"{reads} random reads/s and {rate} MiB/s, 1000 and 500 are enough" in why
+
+
+def test_speed_is_measured_on_the_files_themselves(shards):
+    reads, rate = node_staging._measure(shards)
+    assert reads > 0 and rate > 0
+
+
+def test_shared_folder_with_other_or_no_shards_is_never_read(shards, tmp_path):
+    verdict = node_staging.shared_verdict
+    for mode in ("auto", "never"):
+        assert verdict(shards.folder, "0" * 64, tmp_path, mode)[0] is False
+        assert verdict(tmp_path / "none", shards.digest, tmp_path, mode)[0] is False
+    assert verdict(shards.folder, shards.digest, tmp_path, "always")[0] is False
+    assert verdict(shards.folder, shards.digest, tmp_path, "never")[0] is True
+
+
+def test_set_that_came_meanwhile_is_kept(shards, tmp_path):
+    """Another run of the job was faster: its ranks may read the folder already."""
+    place = tmp_path / "root" / "set"
+    shutil.copytree(shards.folder, place)
+    inode = (place / "manifest.json").stat().st_ino
+    temporary = tmp_path / "root" / "writing"
+    shutil.copytree(shards.folder, temporary)
+    (temporary / "parts").mkdir()
+    node_staging.finish(temporary=str(temporary), folder=str(place), digest=shards.digest)
+    assert (place / "manifest.json").stat().st_ino == inode
+    assert not temporary.exists()
+
+
+def test_set_that_arrived_damaged_is_refused_and_removed(shards, tmp_path):
+    temporary = tmp_path / "root" / "writing"
+    shutil.copytree(shards.folder, temporary)
+    (temporary / "parts").mkdir()
+    (temporary / "val-00000-000.bin").write_bytes(b"\1" * 1200)
+    place = tmp_path / "root" / "set"
+    with pytest.raises(DataError, match="val-00000-000"):
+        node_staging.finish(temporary=str(temporary), folder=str(place), digest=shards.digest)
+    assert list(tmp_path.glob("root/*")) == []
+
+
+def test_slow_links_are_those_of_a_known_speed_below_the_limit():
+    assert is_slower([10000, 1000], COMPRESS_SHARDS_BELOW)
+    assert not is_slower([10000, 0], COMPRESS_SHARDS_BELOW)
+    assert not is_slower([], COMPRESS_SHARDS_BELOW)
+
+
+def test_nodes_are_read_from_what_sbcast_prints():
+    said = (
+        "sbcast: error: REQUEST_FILE_BCAST(node03): Unspecified error\n"
+        "sbcast: error: REQUEST_FILE_BCAST(node[04-05]): No such file or directory\n"
+    )
+    hosts = ["node02", "node03", "node04", "node05"]
+    assert blame(said, hosts) == {
+        "node03": Trouble("sbcast: Unspecified error"),
+        "node04": Trouble("sbcast: No such file or directory"),
+        "node05": Trouble("sbcast: No such file or directory"),
+    }
+    lost = "sbcast: error: Slurm job 17.99 lookup error: Invalid job id specified"
+    assert blame(lost, hosts) == dict.fromkeys(hosts, Trouble(lost))
