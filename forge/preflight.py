@@ -1,302 +1,328 @@
-"""The verb `preflight`: is this node fit, do the ranks meet and talk? Said before training starts."""
+"""The verb `preflight`: are these nodes fit, do their ranks meet and talk? Said before training."""
 
 from __future__ import annotations
 
 import csv
-import os
-import platform
-import resource
-import shutil
-import socket
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import psutil
-
-from forge import fabric, ledger
+from forge import allocation, bad_nodes, ledger
+from forge.allocation import EXCLUDE_ONE, UNCLEAR, Node, fewest_to_leave_out
 from forge.artefacts import freeze
+from forge.bisection import Broken
 from forge.config import Config
 from forge.errors import UnfitError
-from forge.geometry import Geometry, check_geometry
+from forge.geometry import Geometry, Place, check_geometry, find_place
 from forge.launch import hostname
-from forge.launcher import Record, run_ranks
 from forge.lease import lease
 from forge.machine import Machine
-from forge.manifest import atomic_open, write_json
+from forge.manifest import atomic_open, read_json, write_json
+from forge.node_checks import Check, Wanted
 from forge.paths import RunPaths, tokens_folder
+from forge.probing import Prober
 from forge.progress import say
+from forge.staged import staged_folders, staged_python
 
-Status = Literal["ok", "warn", "fail"]
+# The nodes' own checks may take this share of the deadline; a node that is down takes all of it.
+NODES_SHARE = 0.5
+# Up to so many fit nodes have a line each on the screen.
+MOST_LINES = 16
 
 
-@dataclass(frozen=True)
-class Check:
-    """What one check found, and what to do about it."""
+@dataclass
+class Findings:
+    """What preflight found on one allocation."""
 
-    name: str
-    status: Status
-    message: str
-    fix: str = ""
+    place: Place
+    geometry: Geometry
+    nodes: list[Node]
+    ranks: list[Check] = field(default_factory=list)
+    identity: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def fit(self) -> list[str]:
+        return [node.name for node in self.nodes if node.is_fit]
+
+    @property
+    def chosen(self) -> list[str]:
+        """The nodes that train; [] where too few are fit."""
+        enough = len(self.fit) >= self.geometry.nodes and not self.failed_ranks
+        return self.fit[: self.geometry.nodes] if enough else []
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Unfit nodes and why."""
+        return {node.name: node.reason for node in self.nodes if not node.is_fit}
+
+    @property
+    def failed_ranks(self) -> list[Check]:
+        return [check for check in self.ranks if check.status == "fail"]
+
+    @property
+    def failed(self) -> list[Check]:
+        return [check for node in self.nodes for check in node.failed] + self.failed_ranks
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "status": "ok" if self.chosen else "failed",
+            "nodes": [
+                {
+                    "node": node.name,
+                    "line": node.line,
+                    "checks": [asdict(check) for check in node.checks],
+                }
+                for node in self.nodes
+            ],
+            "ranks": {
+                "world_size": self.geometry.world_size,
+                "checks": [asdict(check) for check in self.ranks],
+            },
+            "chosen": self.chosen,
+            "left_out": self.left_out,
+            "restart": self.place.job.restarts if self.place.job else 0,
+            "identity": self.identity,
+        }
 
 
 def preflight(config: Config, machine: Machine, geometry: Geometry) -> Path:
-    """Check this node and its ranks; the path of the passed `.allocation/preflight.json`.
+    """Check all nodes of this place and their ranks; the path of `.allocation/preflight.json`, which
+    names the nodes that train: the first geometry.nodes fit ones.
 
-    Writes preflight.json and preflight.tsv either way. Raises UnfitError that names what failed.
-    Ends within preflight.deadline_sec plus seconds.
+    Writes preflight.json and preflight.tsv either way. Raises UnfitError that names every unfit node
+    where too few are left. Ends within preflight.deadline_sec plus seconds.
     """
-    started = time.time()
+    started, end = time.time(), time.monotonic() + machine.preflight.deadline_sec
     config = freeze(config)
     check_geometry(machine, geometry, config)
+    place = find_place(machine, geometry)
     paths = RunPaths.of(config)
     with lease(paths.root, "preflight"):
         paths.preflight_pass.unlink(missing_ok=True)  # an earlier pass says nothing about today
-        node = list(node_checks(config, paths, machine, geometry))
-        # Ranks on a node that is unfit would only fail in a less readable way.
-        ranks = [] if _failed(node) else _check_ranks(paths, machine, geometry)
-        failed = _failed(node + ranks)
-        summary = {
-            "status": "failed" if failed else "ok",
-            "nodes": [
-                {
-                    "node": hostname(),
-                    "line": node_line(node),
-                    "checks": [asdict(check) for check in node],
-                }
-            ],
-            "ranks": {
-                "world_size": geometry.world_size,
-                "checks": [asdict(check) for check in ranks],
-            },
-        }
-        _write(paths, summary)
-        _tell(node, ranks)
-        seconds = round(time.time() - started, 3)
+        wanted = _wanted(config, paths, machine, geometry, place)
+        sec = NODES_SHARE * machine.preflight.deadline_sec
+        python = staged_python(paths)
+        nodes = allocation.inspect(place, wanted, machine, sec=sec, python=python)
+        found = Findings(place, geometry, nodes)
+        found.identity = _identity(found, machine, wanted)
+        if reason := _reason_to_skip(found, paths):
+            found.ranks = [Check("ranks", "ok", f"skipped: {reason}")]
+        else:
+            ranks = geometry.ranks_per_node
+            prober = Prober(paths, machine, ranks, place, python=python, end=end)
+            found.ranks = _check_ranks(found, prober)
+        _write(paths, found)
+        _tell(found)
         ledger.record(
             paths.events,
             "preflight",
-            seconds=seconds,
-            status=summary["status"],
-            failed=[check.name for check in failed],
+            seconds=round(time.time() - started, 3),
+            status="ok" if found.chosen else "failed",
+            failed=[check.name for check in found.failed],
+            nodes=found.chosen,
+            left_out=found.left_out,
         )
-        if failed:
-            raise UnfitError(
-                f"{hostname()} is not fit to train {config.run}: "
-                + "; ".join(f"{check.name}: {check.message}" for check in failed),
-                fix="; ".join(dict.fromkeys(check.fix for check in failed if check.fix))
-                + f"   (all checks: {paths.preflight_table})",
-            )
-        write_json(paths.preflight_pass, {"status": "ok", "host": hostname()})
+        if not found.chosen:
+            if place.job and len(found.fit) < geometry.nodes:
+                bad_nodes.add(paths.bad_nodes, allocation.bad_nodes(nodes))
+            raise _unfit(config, paths, found)
+        write_json(
+            paths.preflight_pass, {"status": "ok", "host": hostname(), "nodes": found.chosen}
+        )
     return paths.preflight_pass
 
 
-def _failed(checks: list[Check]) -> list[Check]:
+def _wanted(
+    config: Config, paths: RunPaths, machine: Machine, geometry: Geometry, place: Place
+) -> dict[str, Wanted]:
+    """What each node is checked for."""
+    assert config.ids
+    folders = staged_folders(paths)
+    digest = read_json(paths.stage)["digest"] if folders else ""
+    return {
+        host: Wanted(
+            results=str(paths.root.absolute()),
+            data=str(tokens_folder(config.data, config.ids.tokens).absolute()),
+            staged=folders.get(host, ""),
+            digest=digest,
+            machine=machine.model_dump(mode="json"),
+            ranks_per_node=geometry.ranks_per_node,
+            head="" if place.is_here else place.hosts[0],
+        )
+        for host in place.hosts
+    }
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def _check_ranks(found: Findings, prober: Prober) -> list[Check]:
+    """Checks of the ranks of all fit nodes. Nodes at fault for what fails get a check that says so.
+
+    Also where too few nodes are fit already: a second submission should not meet the next fault.
+    """
+    # Ranks on a node that is unfit would only fail in a less readable way.
+    everyone = found.fit
+    if not everyone:
+        return []
+    checks = prober.together(everyone)
+    if len(everyone) == 1 or not _failed(checks):
+        return checks
+    broken = prober.search(everyone)
+    _blame(found.nodes, broken, prober)
+    if len(found.fit) < found.geometry.nodes:
+        return checks
+    if found.fit != everyone and (known := prober.found(found.fit)):
+        return known
+    if prober.has_time:
+        return prober.together(found.fit)
+    return [*checks, _still_in_doubt(broken)]
+
+
+def _failed(checks: Sequence[Check]) -> list[Check]:
     return [check for check in checks if check.status == "fail"]
 
 
-# --- the node ------------------------------------------------------------------------------------
+def _blame(nodes: Sequence[Node], broken: Broken, prober: Prober) -> None:
+    """Add what the search found to the checks of the nodes."""
+    by_name = {node.name: node for node in nodes}
+    for name in broken.nodes:
+        cause = "it fails alone, or with every other node, while those work with each other"
+        fix = f"leave {name} out, or see its network and the ranks' logs in {prober.trials}"
+        check = Check("collectives", "fail", prober.reason(name), fix, cause)
+        by_name[name].checks.append(check)
+    pairs = broken.pairs + broken.unclear
+    both_ways = [*pairs, *((other, one) for one, other in pairs)]
+    gone = fewest_to_leave_out(both_ways, list(by_name))
+    for pair in pairs:
+        message = f"{' and '.join(pair)} fail together: {prober.reason(*pair)}"
+        for name in pair:
+            if name not in gone:
+                check = Check("collectives", "warn", message, "nothing: the other is left out")
+            elif pair in broken.unclear:
+                cause = "one of the two is at fault; a third node would tell which"
+                check = Check(UNCLEAR, "fail", message, EXCLUDE_ONE, cause)
+            else:
+                cause = "each works with other nodes: the way between these two is broken"
+                check = Check("collectives", "fail", message, f"leave {name} out", cause)
+            by_name[name].checks.append(check)
 
 
-def node_checks(
-    config: Config, paths: RunPaths, machine: Machine, geometry: Geometry
-) -> Iterator[Check]:
-    """Everything that can be said of this node without torch, in milliseconds."""
-    limits = machine.preflight
-    yield _name_resolves()
-    yield _project_visible()
-    yield _packages()
-    yield _data_visible(config)
-    yield _results_writable(paths)
-    yield _at_least(
-        "disk",
-        shutil.disk_usage(paths.root).free / 2**30,
-        limits.min_free_disk_gib,
-        f"GiB free in {paths.root}",
-        "free space there, or point `results` to another disk",
-    )
-    yield _at_least(
-        "memory",
-        psutil.virtual_memory().available / 2**30,
-        limits.min_free_memory_gib * geometry.ranks_per_node,
-        "GiB available",
-        "end other programs, use fewer ranks, or ask for more memory",
-    )
-    yield _at_least(
-        "open files",
-        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        limits.min_open_files,
-        "open files allowed",
-        "ulimit -n 4096",
-    )
-    yield _cores(geometry)
-    yield _interface(machine)
-
-
-def _name_resolves() -> Check:
-    name = socket.gethostname()
-    try:
-        address = socket.getaddrinfo(name, None)[0][4][0]
-    except OSError as err:
-        # Ranks of one node meet on the loopback address, so this only warns.
-        fix = f"add {name} to /etc/hosts"
-        return Check("name", "warn", f"{name} does not resolve: {err}", fix)
-    return Check("name", "ok", f"{name} is {address}")
-
-
-def _project_visible() -> Check:
-    folder = Path(__file__).parent
-    if not os.access(folder / "rank.py", os.R_OK):
-        return Check("project", "fail", f"cannot read {folder}", "check its file system and mode")
-    return Check("project", "ok", f"code in {folder}")
-
-
-def _packages() -> Check:
-    try:
-        found = {name: version(name) for name in ("torch", "numpy", "tokenizers", "blake3")}
-    except PackageNotFoundError as err:
-        return Check("packages", "fail", f"package {err.name} is missing", "run: make setup")
-    text = ", ".join(f"{name} {number}" for name, number in found.items())
-    return Check("packages", "ok", f"Python {platform.python_version()}, {text}")
-
-
-def _data_visible(config: Config) -> Check:
-    assert config.ids
-    folder = tokens_folder(config.data, config.ids.tokens)
-    if not os.access(folder / "manifest.json", os.R_OK):
-        return Check("data", "fail", f"cannot read {folder}/manifest.json", "run: forge tokenize")
-    return Check("data", "ok", f"shards in {folder}")
-
-
-def _results_writable(paths: RunPaths) -> Check:
-    probe = paths.root / f".writable-{os.getpid()}"
-    try:
-        with atomic_open(probe) as file:
-            file.write(b"x")
-        probe.unlink()
-    except UnfitError as err:
-        return Check("results", "fail", err.what, err.fix)
-    return Check("results", "ok", f"{paths.root} is writable")
-
-
-def _at_least(name: str, found: float, needed: float, unit: str, fix: str) -> Check:
-    message = f"{found:,.1f} {unit}, {needed:g} needed"
-    return Check(name, "ok", message) if found >= needed else Check(name, "fail", message, fix)
-
-
-def _cores(geometry: Geometry) -> Check:
-    cores, ranks = fabric.available_cores(), geometry.ranks_per_node
-    message = f"{cores} cores for {ranks} ranks"
-    if cores < ranks:
-        return Check("cores", "warn", message, "use fewer ranks: they share cores and run slower")
-    return Check("cores", "ok", message)
-
-
-def _interface(machine: Machine) -> Check:
-    wanted = machine.fabric.interface
-    there = psutil.net_if_stats()
-    if wanted and not (wanted in there and there[wanted].isup):
-        up = ", ".join(sorted(name for name, state in there.items() if state.isup))
-        return Check(
-            "interface",
-            "fail",
-            f"{wanted} (fabric.interface) is {'down' if wanted in there else 'not there'}",
-            f"set fabric.interface to one that is up: {up}",
-        )
-    chosen = wanted or fabric.infiniband_interface() or fabric.interface_towards("127.0.0.1")
-    return Check("interface", "ok", f"{chosen}")
-
-
-def node_line(checks: list[Check]) -> str:
-    """One line for the node, as people of clusters know it."""
-    by_name = {check.name: check.status for check in checks}
-    state = "FAIL" if _failed(checks) else "OK"
-    parts = [f"NODE {hostname()} {state} PY {platform.python_version()}"]
-    if by_name.get("packages") == "ok":
-        parts.append(f"torch {version('torch')}")
-    shown = (("proj", "project"), ("pkgs", "packages"), ("data", "data"), ("disk", "disk"))
-    parts += [f"{short}={by_name[name]}" for short, name in shown if name in by_name]
-    return " ".join(parts)
-
-
-# --- its ranks -----------------------------------------------------------------------------------
-
-
-def _check_ranks(paths: RunPaths, machine: Machine, geometry: Geometry) -> list[Check]:
-    deadline = machine.preflight.deadline_sec
-    record = run_ranks("preflight", paths, machine, geometry, deadline_sec=deadline)
-    if record.status != "completed":
-        fix = "read the ranks' logs in " + str(paths.logs)
-        what = f"not through within {deadline:g} s: " if record.status == "lost" else ""
-        return [Check("rendezvous", "fail", f"{what}{record.message}", fix)]
-    return list(rank_checks(record, geometry))
-
-
-def rank_checks(record: Record, geometry: Geometry) -> Iterator[Check]:
-    """Checks on what the ranks found together; `record` is rank 0's."""
-    result = record.result
-    ranks: list[dict[str, Any]] = result["ranks"]
-    world = geometry.world_size
-    where = ", ".join(f"{r['rank']}={r['host']}:{r['device']}" for r in ranks[:16])
-    numbers = sorted(rank["rank"] for rank in ranks)
-    mapped = numbers == list(range(world))
-    yield Check(
-        "mapping",
-        "ok" if mapped else "fail",
-        f"world of {world}: {where}",
-        "" if mapped else "give the --nodes and --ranks-per-node that the launcher starts",
-    )
-    yield Check("rendezvous", "ok", f"{result['backend']} over {result['interface'] or 'any'}")
-    differing = [rank["rank"] for rank in ranks if rank["versions"] != ranks[0]["versions"]]
-    if differing:
-        message = f"ranks {differing} have other versions than rank 0"
-        yield Check("versions", "fail", message, "use one environment on all nodes")
-    else:
-        yield Check("versions", "ok", "equal on all ranks")
-    right = result["all_reduce_right"]
-    figures = f"{result['latency_us']:.0f} µs, bus {result['bus_gb_per_sec']:.2f} GB/s"
-    yield Check(
-        "all-reduce",
-        "ok" if right else "fail",
-        figures if right else "the sum over ranks is wrong",
-        "" if right else "the interface or GPU link corrupts data: leave this node out",
+def _still_in_doubt(broken: Broken) -> Check:
+    return Check(
+        "search",
+        "fail",
+        f"time ran out after {broken.probes} trials; the fault is among {', '.join(broken.among)}",
+        "give preflight.deadline_sec more seconds, or exclude these nodes",
     )
 
 
-# --- telling it ----------------------------------------------------------------------------------
+# --- an earlier pass that still holds -------------------------------------------------------------
 
 
-def _write(paths: RunPaths, summary: dict[str, Any]) -> None:
+def _identity(found: Findings, machine: Machine, wanted: dict[str, Wanted]) -> dict[str, Any]:
+    """All that the ranks' checks depend on; equal after a restart where they need not run again."""
+    return {
+        "job": found.place.job.id if found.place.job else None,
+        "nodes": {node.name: node.facts.get("versions") for node in found.nodes},
+        "ranks_per_node": found.geometry.ranks_per_node,
+        "launcher": machine.launcher,
+        "fabric": machine.fabric.model_dump(mode="json"),
+        "staged": sorted({wish.digest for wish in wanted.values()}),
+    }
+
+
+def _reason_to_skip(found: Findings, paths: RunPaths) -> str:
+    """Why the ranks of this restart need no check; "" to check them.
+
+    Only after a restart of the same job by Slurm, and not when a rank was lost since: that may have
+    been the fabric.
+    """
+    job = found.place.job
+    if job is None or not job.restarts or not paths.preflight.exists():
+        return ""
+    earlier = read_json(paths.preflight)
+    restart = earlier.get("restart", job.restarts)
+    same = earlier.get("identity") == found.identity and restart < job.restarts
+    if not same or earlier["status"] != "ok" or found.left_out or earlier["left_out"]:
+        return ""
+    events = [event["event"] for event in ledger.read_lines(paths.events)]
+    since = events[len(events) - events[::-1].index("preflight") :] if "preflight" in events else []
+    if {"lost", "failed"} & set(since):
+        return ""
+    return f"the same nodes, shards and versions passed in start {restart} of job {job.id}"
+
+
+# --- telling it -----------------------------------------------------------------------------------
+
+
+def _write(paths: RunPaths, found: Findings) -> None:
     """The last result under its fixed names, and one that stays, per start."""
-    started = time.strftime("%Y%m%dT%H%M%S")
+    summary, job = found.to_json(), found.place.job
+    start = f"{job.id}.{job.restarts}" if job else f"local.{time.strftime('%Y%m%dT%H%M%S')}"
     write_json(paths.preflight, summary)
-    write_json(paths.logs / f"preflight.local.{started}.json", summary)
+    write_json(paths.logs / f"preflight.{start}.json", summary)
+    keys = ("name", "status", "message", "fix", "cause")
     rows = [
-        [place, *check.values()]
-        for place, checks in (
-            *((node["node"], node["checks"]) for node in summary["nodes"]),
-            ("ranks", summary["ranks"]["checks"]),
+        [where, *(getattr(check, key) for key in keys)]
+        for where, checks in (
+            *((node.name, node.checks) for node in found.nodes),
+            ("ranks", found.ranks),
         )
         for check in checks
     ]
     with atomic_open(paths.preflight_table, "w") as file:
         table = csv.writer(file, delimiter="\t", lineterminator="\n")
-        table.writerow(["where", "name", "status", "message", "fix"])
+        table.writerow(["where", *keys])
         table.writerows(rows)
 
 
-def _tell(node: list[Check], ranks: list[Check]) -> None:
-    say(node_line(node))
-    by_name = {check.name: check for check in ranks}
+def _tell(found: Findings) -> None:
+    nodes = sorted(found.nodes, key=lambda node: node.name)
+    fine = [node for node in nodes if all(check.status == "ok" for check in node.checks)]
+    if len(fine) > MOST_LINES:
+        say(f"{fine[0].line}   ({fine[0].name} to {fine[-1].name}: {len(fine)} nodes like this)")
+        nodes = [node for node in nodes if node not in fine]
+    for node in nodes:
+        say(node.line)
+        _tell_troubles(node.checks)
+    by_name = {check.name: check for check in found.ranks}
     if "all-reduce" in by_name:
         say(f"RANKS {by_name['mapping'].message}; all-reduce {by_name['all-reduce'].message}")
-    for check in (*node, *ranks):
+    elif "ranks" in by_name:
+        say(f"RANKS {by_name['ranks'].message}")
+    _tell_troubles(found.ranks)
+    if found.chosen and len(found.nodes) > found.geometry.nodes:
+        out = ", ".join(found.left_out) or "none"
+        say(f"training gets {', '.join(found.chosen)}; unfit: {out}")
+
+
+def _tell_troubles(checks: Sequence[Check]) -> None:
+    for check in checks:
         if check.status != "ok":
-            say(f"  {check.status}: {check.name}: {check.message}" + _fix(check))
+            cause = f"   cause: {check.cause}" if check.cause else ""
+            fix = f"   fix: {check.fix}" if check.fix else ""
+            say(f"  {check.status}: {check.name}: {check.message}{cause}{fix}")
 
 
-def _fix(check: Check) -> str:
-    return f"   fix: {check.fix}" if check.fix else ""
+def _unfit(config: Config, paths: RunPaths, found: Findings) -> UnfitError:
+    """What is said in the end, with exit code 69."""
+    failed = "; ".join(f"{check.name}: {check.message}" for check in found.failed_ranks)
+    if len(found.nodes) == 1:
+        reasons = "; ".join(filter(None, [found.nodes[0].reason, failed]))
+        what = f"{found.nodes[0].name} is not fit to train {config.run}: {reasons}"
+    else:
+        what = f"{len(found.fit)} of {len(found.nodes)} nodes are fit, {config.run} needs"
+        what += f" {found.geometry.nodes}:\n" + "\n".join(
+            f"    {name}: {reason}" for name, reason in sorted(found.left_out.items())
+        )
+        what += f"\n    ranks: {failed}" if failed and not found.left_out else ""
+    fixes = dict.fromkeys(check.fix for check in found.failed if check.fix)
+    causes = dict.fromkeys(check.cause for check in found.failed if check.cause)
+    return UnfitError(
+        what,
+        cause="; ".join(causes),
+        fix=f"{'; '.join(fixes)}   (all checks: {paths.preflight_table})",
+    )

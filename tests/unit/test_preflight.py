@@ -1,29 +1,23 @@
-"""What is wrong with a node must be said before the expensive start, with what to do about it."""
+"""The verb: what is said and written, who trains, who is left out, and what a restart may skip."""
 
 import csv
 import json
-import os
-import re
-import resource
-import socket
-from collections import namedtuple
-from importlib.metadata import PackageNotFoundError
-from pathlib import Path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 
-from forge import fabric, preflight
+from forge import allocation, bad_nodes, preflight, probing
+from forge.allocation import Node
+from forge.bisection import Broken
 from forge.config import Ids, load_config
 from forge.errors import ConfigError, UnfitError
-from forge.geometry import Geometry
+from forge.geometry import Geometry, Place
 from forge.launch import hostname
 from forge.launcher import Record
-from forge.ledger import read_lines
+from forge.ledger import read_lines, record
 from forge.machine import load_machine
+from forge.node_checks import Check
 from forge.paths import RunPaths, tokens_folder
-from forge.preflight import Check
+from forge.slurm import Job
 
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
 MODEST = {"preflight.min_free_disk_gib": 0, "preflight.min_free_memory_gib": 0}
@@ -32,7 +26,9 @@ MODEST = {"preflight.min_free_disk_gib": 0, "preflight.min_free_memory_gib": 0}
 @pytest.fixture
 def config(tmp_path):
     folders = {"results": str(tmp_path / "results"), "data": str(tmp_path / "data")}
-    config = load_config("/dev/null", folders).model_copy(update={"ids": IDS})
+    config = load_config("/dev/null", {**folders, "train.batch_size": 24}).model_copy(
+        update={"ids": IDS}
+    )
     tokens = tokens_folder(config.data, IDS.tokens)
     tokens.mkdir(parents=True)
     (tokens / "manifest.json").write_text("{}")
@@ -45,18 +41,11 @@ def paths(config):
     return RunPaths.of(config)
 
 
-def checks(config, ranks=1, **limits):
-    machine = load_machine(None, {**MODEST, **{k.replace("__", "."): v for k, v in limits.items()}})
-    found = preflight.node_checks(config, RunPaths.of(config), machine, Geometry(1, ranks))
-    return {check.name: check for check in found}
-
-
-def problems(found):
-    return {check.name: check for check in found.values() if check.status != "ok"}
-
-
 def result(**changes):
-    rank = {"rank": 0, "local_rank": 0, "host": "n1", "device": "cpu", "versions": {"torch": "2"}}
+    rank = {
+        **{"rank": 0, "local_rank": 0, "host": "n1", "device": "cpu", "versions": {"torch": "2"}},
+        **{"infiniband": False, "network": "", "tflop_per_sec": 0.05, "pairs": []},
+    }
     return {
         "ranks": [rank, {**rank, "rank": 1, "local_rank": 1}],
         "backend": "gloo",
@@ -68,182 +57,7 @@ def result(**changes):
     }
 
 
-def rank_checks(**changes):
-    record = Record("completed", result=result(**changes))
-    return {check.name: check for check in preflight.rank_checks(record, Geometry(1, 2))}
-
-
-# --- the node -------------------------------------------------------------------------------------
-
-
-def test_fit_node_passes_every_check(config):
-    found = checks(config, preflight__min_open_files=0)
-    assert [check.name for check in found.values() if check.status == "fail"] == []
-    assert list(found) == [
-        *("name", "project", "packages", "data", "results"),
-        *("disk", "memory", "open files", "cores", "interface"),
-    ]
-
-
-def test_host_name_that_does_not_resolve_only_warns(config, monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    check = checks(config)["name"]
-    assert check.status == "warn"
-    assert "no-such-host.invalid does not resolve" in check.message
-    assert check.fix == "add no-such-host.invalid to /etc/hosts"
-
-
-def test_unreadable_project_fails(config, monkeypatch):
-    real = os.access
-    monkeypatch.setattr(os, "access", lambda p, m: Path(p).name != "rank.py" and real(p, m))
-    check = problems(checks(config))["project"]
-    assert (check.status, check.fix) == ("fail", "check its file system and mode")
-    assert "cannot read" in check.message
-
-
-def test_missing_package_is_named(config, monkeypatch):
-    def version(name):
-        if name == "blake3":
-            raise PackageNotFoundError(name)
-        return "1"
-
-    monkeypatch.setattr(preflight, "version", version)
-    check = problems(checks(config))["packages"]
-    assert check == Check("packages", "fail", "package blake3 is missing", "run: make setup")
-
-
-def test_missing_shards_are_named(config):
-    manifest = tokens_folder(config.data, IDS.tokens) / "manifest.json"
-    manifest.unlink()
-    check = problems(checks(config))["data"]
-    assert check == Check("data", "fail", f"cannot read {manifest}", "run: forge tokenize")
-
-
-def test_results_that_cannot_be_written_fail(config, paths):
-    # A file in the way: unlike a mode, it stops root as well.
-    machine = load_machine(None, MODEST)
-    (paths.root / "file").touch()
-    inside = RunPaths(paths.root / "file")
-    found = preflight.node_checks(config, inside, machine, Geometry())
-    check = next(check for check in found if check.name == "results")
-    assert check.status == "fail"
-    assert str(inside.root) in check.message
-    assert check.fix
-
-
-@pytest.mark.parametrize(
-    ("key", "name", "unit", "fix"),
-    [
-        ("preflight__min_free_disk_gib", "disk", "GiB free in", "point `results` to another disk"),
-        ("preflight__min_free_memory_gib", "memory", "GiB available", "use fewer ranks"),
-        ("preflight__min_open_files", "open files", "open files allowed", "ulimit -n 4096"),
-    ],
-)
-def test_too_little_is_told_with_both_numbers(config, key, name, unit, fix):
-    check = problems(checks(config, **{key: 10**9}))[name]
-    assert check.status == "fail"
-    assert re.fullmatch(rf"[\d,.]+ {unit}.*, 1e\+09 needed", check.message), check.message
-    assert fix in check.fix
-
-
-def test_memory_is_counted_per_rank(config, monkeypatch):
-    memory = SimpleNamespace(available=3 * 2**30)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    limits = {"preflight__min_free_memory_gib": 2}
-    assert checks(config, ranks=1, **limits)["memory"].status == "ok"
-    assert checks(config, ranks=2, **limits)["memory"].message == "3.0 GiB available, 4 needed"
-
-
-def test_open_files_are_the_soft_limit(config, monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (255, 4096))
-    assert checks(config)["open files"].message == "255.0 open files allowed, 256 needed"
-    assert checks(config)["open files"].status == "fail"
-
-
-def test_more_ranks_than_cores_only_warns(config, monkeypatch):
-    monkeypatch.setattr(fabric, "available_cores", lambda: 2)
-    check = checks(config, ranks=3)["cores"]
-    assert (check.status, check.message) == ("warn", "2 cores for 3 ranks")
-    assert "fewer ranks" in check.fix
-
-
-@pytest.mark.parametrize(("name", "state"), [("ib7", "not there"), ("eth1", "down")])
-def test_interface_that_cannot_serve_fails_and_names_those_that_can(
-    config, monkeypatch, name, state
-):
-    Stats = namedtuple("Stats", "isup")
-    there = {"lo": Stats(True), "eth1": Stats(False), "eth0": Stats(True)}
-    monkeypatch.setattr(psutil, "net_if_stats", lambda: there)
-    assert checks(config, fabric__interface=name)["interface"] == Check(
-        "interface",
-        "fail",
-        f"{name} (fabric.interface) is {state}",
-        "set fabric.interface to one that is up: eth0, lo",
-    )
-
-
-# --- one line for the node ------------------------------------------------------------------------
-
-
-def test_line_of_a_fit_node(config):
-    line = preflight.node_line(list(checks(config, preflight__min_open_files=0).values()))
-    pattern = (
-        rf"NODE {re.escape(hostname())} OK PY 3\.\d+\.\d+ torch 2\.\S+"
-        r" proj=ok pkgs=ok data=ok disk=ok"
-    )
-    assert re.fullmatch(pattern, line), line
-
-
-def test_line_of_an_unfit_node_says_which_part_failed(config, monkeypatch):
-    monkeypatch.setattr(preflight, "hostname", lambda: "n7")
-    monkeypatch.setattr(preflight.platform, "python_version", lambda: "3.11.9")
-    found = [
-        Check("project", "ok", ""),
-        Check("packages", "fail", "package torch is missing", "run: make setup"),
-        Check("data", "warn", ""),
-    ]
-    assert preflight.node_line(found) == "NODE n7 FAIL PY 3.11.9 proj=ok pkgs=fail data=warn"
-
-
-# --- its ranks ------------------------------------------------------------------------------------
-
-
-def test_ranks_that_agree_pass():
-    found = rank_checks()
-    assert problems(found) == {}
-    assert found["mapping"].message == "world of 2: 0=n1:cpu, 1=n1:cpu"
-    assert found["rendezvous"].message == "gloo over eth7"
-    assert found["all-reduce"].message == "40 µs, bus 3.46 GB/s"
-
-
-def test_wrong_sum_fails():
-    check = problems(rank_checks(all_reduce_right=False))["all-reduce"]
-    assert (check.status, check.message) == ("fail", "the sum over ranks is wrong")
-    assert "leave this node out" in check.fix
-
-
-def test_ranks_with_other_versions_are_named():
-    ranks = result()["ranks"]
-    ranks[1] = {**ranks[1], "versions": {"torch": "1"}}
-    assert problems(rank_checks(ranks=ranks)) == {
-        "versions": Check(
-            "versions",
-            "fail",
-            "ranks [1] have other versions than rank 0",
-            "use one environment on all nodes",
-        )
-    }
-
-
-def test_two_processes_of_one_rank_fail_and_the_map_is_shown():
-    ranks = result()["ranks"]
-    ranks[1] = {**ranks[1], "rank": 0}
-    check = problems(rank_checks(ranks=ranks))["mapping"]
-    assert (check.status, check.message) == ("fail", "world of 2: 0=n1:cpu, 0=n1:cpu")
-    assert "--ranks-per-node" in check.fix
-
-
-# --- the verb -------------------------------------------------------------------------------------
+# --- one node -------------------------------------------------------------------------------------
 
 
 def verb(config, monkeypatch, record=None, ranks=2, **limits):
@@ -254,7 +68,7 @@ def verb(config, monkeypatch, record=None, ranks=2, **limits):
         starts.append(options)
         return record or Record("completed", result=result())
 
-    monkeypatch.setattr(preflight, "run_ranks", run_ranks)
+    monkeypatch.setattr(probing, "run_ranks", run_ranks)
     keys = {**MODEST, "launcher": "torchrun", "preflight.min_open_files": 0, **limits}
     try:
         preflight.preflight(config, load_machine(None, keys), Geometry(1, ranks))
@@ -270,7 +84,7 @@ def table(paths):
 
 def test_pass_is_written_for_people_machines_and_the_workflow(config, paths, monkeypatch):
     starts = verb(config, monkeypatch, **{"preflight.deadline_sec": 7})
-    assert starts == [{"deadline_sec": 7}]
+    assert [start["deadline_sec"] for start in starts] == [7]
     summary = json.loads(paths.preflight.read_text())
     assert summary["status"] == "ok"
     assert summary["ranks"]["world_size"] == 2
@@ -278,7 +92,11 @@ def test_pass_is_written_for_people_machines_and_the_workflow(config, paths, mon
     assert [row["name"] for row in table(paths) if row["where"] == "ranks"] == [
         *("mapping", "rendezvous", "versions", "all-reduce"),
     ]
-    assert json.loads(paths.preflight_pass.read_text()) == {"status": "ok", "host": hostname()}
+    assert json.loads(paths.preflight_pass.read_text()) == {
+        "status": "ok",
+        "host": hostname(),
+        "nodes": [hostname()],
+    }
     assert len(list(paths.logs.glob("preflight.local.*.json"))) == 1
 
 
@@ -306,7 +124,7 @@ def test_failure_takes_back_an_earlier_pass(config, paths, monkeypatch):
     [
         (
             Record("lost", message="ranks without a record: 1 of 2"),
-            "not through within 90 s: ranks",
+            "rendezvous: ranks without a record: 1 of 2",
         ),
         (Record("failed", 1, 69, message="no route to host"), "rendezvous: no route to host"),
     ],
@@ -320,5 +138,181 @@ def test_ranks_that_do_not_meet_fail_with_where_to_look(
 
 
 def test_geometry_that_the_launcher_cannot_give_is_refused_first(config, monkeypatch):
-    with pytest.raises(ConfigError, match="3 ranks"):
-        verb(config, monkeypatch, ranks=3, **{"launcher": "process"})
+    with pytest.raises(ConfigError, match="5 ranks"):
+        verb(config, monkeypatch, ranks=5, **{"launcher": "process"})
+
+
+# --- an allocation --------------------------------------------------------------------------------
+
+
+NAMES = ("n1", "n2", "n3", "n4")
+DOWN = Check("answers", "fail", "its process ended", "see that it is up", "it is down")
+GOOD = [Check("mapping", "ok", "world"), Check("all-reduce", "ok", "40 µs")]
+HANG = [Check("rendezvous", "fail", "large all-reduce took longer than 10 s")]
+
+
+class Nodes:
+    """An allocation in place of a real one: who is down, and what its ranks do together."""
+
+    def __init__(self, monkeypatch, config):
+        self.config, self.down, self.broken = config, {}, None
+        self.probed, self.restart, self.versions = [], 0, {"python": "3.11", "torch": "2.13"}
+        self.has_time = True
+        monkeypatch.setattr(preflight, "find_place", lambda *_: self.place)
+        monkeypatch.setattr(allocation, "inspect", self.inspect)
+        monkeypatch.setattr(preflight, "Prober", lambda *_, **__: self)
+
+    @property
+    def place(self):
+        job = Job("7", "RUNNING", self.restart, NAMES, 1, "main", "forge", True, None)
+        return Place(NAMES, job)
+
+    def inspect(self, place, wanted, machine, *, sec, python):
+        assert set(wanted) == set(NAMES) and {w.head for w in wanted.values()} == {"n1"}
+        return [
+            Node(name, [self.down[name]], {})
+            if name in self.down
+            else Node(name, [Check("project", "ok", "")], {"versions": self.versions})
+            for name in place.hosts
+        ]
+
+    def bad(self, hosts):
+        gone = {*self.broken.nodes, *(two for _, two in self.broken.pairs)} if self.broken else ()
+        return set(hosts) & set(gone)
+
+    # From here on it is the Prober.
+    def together(self, hosts):
+        self.probed.append(list(hosts))
+        return HANG if self.bad(hosts) else GOOD
+
+    trials = "trials"
+
+    def search(self, hosts):
+        return self.broken
+
+    def found(self, hosts):
+        return None
+
+    def reason(self, *hosts):
+        return "too slow"
+
+    def run(self, nodes=4, **limits):
+        machine = load_machine(None, {"launcher": "srun", **limits})
+        preflight.preflight(self.config, machine, Geometry(nodes, 1))
+        return json.loads(RunPaths.of(self.config).preflight_pass.read_text())["nodes"]
+
+
+@pytest.fixture
+def nodes(monkeypatch, config):
+    return Nodes(monkeypatch, config)
+
+
+def event(paths):
+    return [e for e in read_lines(paths.events) if e["event"] == "preflight"][-1]
+
+
+def test_all_fit_nodes_train_and_the_record_is_named_by_job_and_restart(nodes, paths):
+    assert nodes.run() == list(NAMES)
+    assert nodes.probed == [list(NAMES)]
+    assert (event(paths)["nodes"], event(paths)["left_out"]) == (list(NAMES), {})
+    assert (paths.logs / "preflight.7.0.json").exists()
+
+
+def test_unfit_node_makes_way_for_a_spare_and_is_not_held_to_be_bad(nodes, paths, capsys):
+    nodes.down = {"n2": DOWN}
+    assert nodes.run(3) == ["n1", "n3", "n4"]
+    assert event(paths)["left_out"] == {"n2": "answers: its process ended"}
+    assert "training gets n1, n3, n4; unfit: n2" in capsys.readouterr().err
+    assert not paths.bad_nodes.exists()
+
+
+def test_more_spares_than_needed_are_checked_and_stay_idle(nodes):
+    assert nodes.run(2) == ["n1", "n2"]
+    assert nodes.probed == [list(NAMES)]
+
+
+def test_too_few_fit_nodes_name_all_that_are_not(nodes, paths, capsys):
+    """Also those that only the ranks of the other nodes show."""
+    nodes.down, nodes.broken = {"n2": DOWN}, Broken(nodes=["n4"])
+    with pytest.raises(UnfitError, match="2 of 4 nodes are fit, base needs 4") as caught:
+        nodes.run()
+    assert nodes.probed == [["n1", "n3", "n4"]]
+    assert "n2: answers: its process ended" in str(caught.value)
+    assert "n4: collectives: too slow" in str(caught.value)
+    assert "it is down" in caught.value.cause
+    assert "see that it is up" in caught.value.fix
+    assert bad_nodes.read(paths.bad_nodes) == ["n2", "n4"]
+    assert "cause: it is down   fix: see that it is up" in capsys.readouterr().err
+
+
+def test_after_a_search_the_rest_is_tried_together_before_it_trains(nodes):
+    nodes.broken = Broken(pairs=[("n1", "n3")])
+    assert nodes.run(3) == ["n1", "n2", "n4"]
+    assert nodes.probed == [list(NAMES), ["n1", "n2", "n4"]]
+
+
+def test_of_two_that_fail_together_without_a_third_neither_is_held_to_be_bad(nodes, paths):
+    nodes.down = {"n3": DOWN, "n4": DOWN}
+    nodes.broken = Broken(unclear=[("n1", "n2")])
+    nodes.bad = lambda hosts: {"n1", "n2"} <= set(hosts)
+    with pytest.raises(UnfitError, match="a third node would tell which"):
+        nodes.run(2)
+    assert bad_nodes.read(paths.bad_nodes) == ["n3", "n4"]
+
+
+def test_when_time_ends_what_is_known_is_said(nodes, paths):
+    nodes.broken, nodes.has_time = Broken(among=("n3", "n4"), probes=5), False
+    nodes.bad = lambda hosts: True
+    with pytest.raises(UnfitError, match="after 5 trials; the fault is among n3, n4"):
+        nodes.run()
+    assert not paths.bad_nodes.exists()
+
+
+def test_trouble_that_went_away_is_tried_once_more(nodes):
+    nodes.broken = Broken(among=NAMES, probes=3)
+    nodes.bad = lambda hosts: len(nodes.probed) == 1
+    assert nodes.run() == list(NAMES)
+
+
+@pytest.mark.parametrize(("num_nodes", "num_lines"), [(16, 16), (17, 1)])
+def test_many_fit_nodes_share_one_line(capsys, num_nodes, num_lines):
+    some = [Node(f"n{n:02}", [Check("data", "ok", "")], {}) for n in range(num_nodes)]
+    odd = Node("n99", [Check("clock", "warn", "8 s ahead")], {})
+    found = preflight.Findings(Place(NAMES), Geometry(1), [odd, *some])
+    preflight._tell(found)
+    said = capsys.readouterr().err.splitlines()
+    lines = [line for line in said if line.startswith("NODE n")]
+    assert len(lines) == num_lines + 1
+    assert lines[-1].startswith("NODE n99")
+    assert ("17 nodes like this" in lines[0]) == (num_lines == 1)
+
+
+# --- a restart ------------------------------------------------------------------------------------
+
+
+def test_restart_with_the_same_nodes_skips_the_ranks_and_says_so(nodes, paths, capsys):
+    nodes.run()
+    nodes.restart = 1
+    assert nodes.run() == list(NAMES)
+    assert len(nodes.probed) == 1
+    text = "the same nodes, shards and versions passed in start 0 of job 7"
+    assert f"RANKS skipped: {text}" in capsys.readouterr().err
+    assert (paths.logs / "preflight.7.1.json").exists()
+
+
+@pytest.mark.parametrize("change", ["versions", "lost rank", "failed before", "no restart"])
+def test_ranks_are_checked_again_where_anything_may_have_changed(nodes, paths, change):
+    if change == "failed before":
+        nodes.down = {"n2": DOWN}
+        with pytest.raises(UnfitError):
+            nodes.run()
+        nodes.down = {}
+    else:
+        nodes.run()
+    nodes.restart = 0 if change == "no restart" else 1
+    if change == "versions":
+        nodes.versions = {"python": "3.11", "torch": "2.14"}
+    if change == "lost rank":
+        record(paths.events, "lost", message="ranks without a record: 1")
+    nodes.run()
+    assert len(nodes.probed) == 2

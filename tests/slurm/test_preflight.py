@@ -1,0 +1,186 @@
+"""Unfit nodes of a real allocation: each is named with cause and fix before the deadline, and where
+a spare node is there, training gets the others."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from forge import bad_nodes
+from forge.ledger import read_lines
+from forge.manifest import read_json
+from forge.paths import RunPaths
+
+from .cluster import REPOSITORY, Cluster
+from .job_run import machine
+
+DEADLINE_SEC = 90
+MODEST = {"min_free_disk_gib": 0, "min_free_memory_gib": 0, "min_open_files": 0}
+
+
+@dataclass
+class Outcome:
+    code: int
+    text: str
+    seconds: float
+    paths: RunPaths
+
+    @property
+    def lines(self) -> dict[str, str]:
+        """The line of each node, by its name."""
+        nodes = [line for line in self.text.splitlines() if line.startswith("NODE ")]
+        return {line.split()[1]: line for line in nodes}
+
+    @property
+    def event(self) -> dict[str, Any]:
+        return [e for e in read_lines(self.paths.events) if e["event"] == "preflight"][-1]
+
+    def failed(self, node: str) -> dict[str, dict[str, str]]:
+        """The checks that failed on a node, by name."""
+        (found,) = (n for n in read_json(self.paths.preflight)["nodes"] if n["node"] == node)
+        return {c["name"]: c for c in found["checks"] if c["status"] == "fail"}
+
+
+Preflight = Callable[..., Outcome]
+
+
+@pytest.fixture
+def preflight(cluster: Cluster, science: Path, shared_folder: Path) -> Preflight:
+    """The verb in an allocation of the given nodes, of which `train` are needed."""
+
+    def run(names: list[str], *, train: int, ranks: int = 1, **keys: Any) -> Outcome:
+        file = shared_folder / "machine.yaml"
+        limits = {**MODEST, "deadline_sec": DEADLINE_SEC, "spare_nodes": len(names) - train}
+        file.write_text(yaml.safe_dump(machine("srun", **{"preflight": limits, **keys})))
+        started = time.monotonic()
+        done = cluster.run(
+            *("salloc", "--quiet", f"--nodes={len(names)}", f"--nodelist={','.join(names)}"),
+            *(f"--ntasks-per-node={ranks}", "--cpus-per-task=1", "--time=5"),
+            *("python", "-m", "forge", "preflight", science, f"--machine={file}"),
+            *("--run=base", f"--results={shared_folder}/results", "--train.batch_size=24"),
+            *(f"--nodes={train}", f"--ranks-per-node={ranks}"),
+            check=False,
+            timeout=DEADLINE_SEC + 40,
+        )
+        paths = RunPaths(shared_folder / "results/base")
+        return Outcome(done.returncode, done.stderr, time.monotonic() - started, paths)
+
+    return run
+
+
+def test_four_fit_nodes_pass_each_with_its_line(
+    nodes: Callable[[int], list[str]], preflight: Preflight, cluster: Cluster
+) -> None:
+    names = nodes(4)
+    interfaces = {"interfaces": dict.fromkeys(names, "eth0"), "interface": "none0"}
+    found = preflight(names, train=4, ranks=2, fabric={"backend": "gloo", **interfaces})
+    assert found.code == 0, found.text
+    assert sorted(found.lines) == names
+    assert all(" OK PY 3." in line and "net=ok" in line for line in found.lines.values())
+    where = ", ".join(f"{2 * i + r}={name}:cpu" for i, name in enumerate(names) for r in (0, 1))
+    assert f"RANKS world of 8: {where}; all-reduce" in found.text
+    assert read_json(found.paths.preflight_pass)["nodes"] == names
+    assert (found.event["nodes"], found.event["left_out"]) == (names, {})
+    checks = {c["name"] for c in read_json(found.paths.preflight)["ranks"]["checks"]}
+    assert {"mapping", "all-reduce", "matrix product", "pair bandwidth"} <= checks
+    (record,) = found.paths.logs.glob("preflight.*.json")
+    assert json.loads(record.read_text()) == read_json(found.paths.preflight)
+    assert not found.paths.bad_nodes.exists()
+
+
+def test_spare_node_takes_the_place_of_one_that_is_cut_off(
+    nodes: Callable[[int], list[str]], preflight: Preflight, cluster: Cluster
+) -> None:
+    names = nodes(3)
+    cluster.cable_cut(names[1])
+    found = preflight(names, train=2)
+    assert found.code == 0, found.text
+    assert found.lines[names[1]] == f"NODE {names[1]} FAIL answers=fail"
+    chosen = [names[0], names[2]]
+    assert read_json(found.paths.preflight_pass)["nodes"] == chosen
+    assert found.event["nodes"] == chosen
+    assert list(found.event["left_out"]) == [names[1]]
+    assert f"training gets {', '.join(chosen)}; unfit: {names[1]}" in found.text
+    assert not found.paths.bad_nodes.exists()
+
+
+def test_without_a_spare_all_unfit_nodes_are_named_and_noted_as_bad(
+    nodes: Callable[[int], list[str]], preflight: Preflight, cluster: Cluster
+) -> None:
+    """One does not see the project, one has a full /tmp, two are fit."""
+    names = nodes(4)
+    cluster.hide(names[1], REPOSITORY)
+    cluster.fill_tmp(names[2], leave_mib=1)
+    found = preflight(names, train=4)
+    assert found.code == 69
+    assert "2 of 4 nodes are fit, base needs 4" in found.text
+    assert "does not see this Python" in found.failed(names[1])["answers"]["cause"]
+    full = found.failed(names[2])["local disk"]
+    assert "No space left on device" in full["message"]
+    assert "remove old files in /tmp on this node" in full["fix"]
+    assert not found.failed(names[0]) and not found.failed(names[3])
+    assert bad_nodes.read(found.paths.bad_nodes) == names[1:3]
+    assert not found.paths.preflight_pass.exists()
+
+
+def test_of_a_pair_that_cannot_talk_one_is_left_out(
+    nodes: Callable[[int], list[str]], preflight: Preflight, cluster: Cluster
+) -> None:
+    names = nodes(3)
+    cluster.block_pair(names[0], names[2])
+    found = preflight(names, train=3)
+    assert found.code == 69
+    (check,) = found.failed(names[2]).values()
+    assert check["name"] == "reach"
+    assert f"{names[2]} and {names[0]} cannot talk" in check["message"]
+    assert "it talks to 1 of 2 nodes" in check["cause"]
+    assert bad_nodes.read(found.paths.bad_nodes) == [names[2]]
+
+
+def test_node_that_loses_large_packets_is_left_out(
+    nodes: Callable[[int], list[str]], preflight: Preflight, cluster: Cluster
+) -> None:
+    """Here Slurm's own messages are lost, too, so that the node cannot even be asked."""
+    names = nodes(3)
+    cluster.small_mtu(names[0])
+    found = preflight(names, train=2)
+    assert found.code == 0, found.text
+    assert list(found.event["left_out"]) == [names[0]]
+    assert found.event["nodes"] == names[1:]
+
+
+def test_trouble_that_only_ranks_meet_is_found_by_trying_halves(
+    nodes: Callable[[int], list[str]], preflight: Preflight, cluster: Cluster
+) -> None:
+    """A link so slow that small messages pass, and collectives do not."""
+    names = nodes(4)
+    cluster.slow_link(names[2], mbit=2)
+    found = preflight(names, train=3)
+    assert found.code == 0, found.text
+    assert "4 nodes fail together" in found.text
+    assert list(found.event["left_out"]) == [names[2]]
+    assert "all-reduces of 16 MiB took longer than" in found.event["left_out"][names[2]]
+    assert found.failed(names[2])["collectives"]["fix"].startswith(f"leave {names[2]} out")
+    assert found.event["nodes"] == [names[0], names[1], names[3]]
+
+
+def test_torch_that_one_node_cannot_import_is_found_by_trying_halves(
+    nodes: Callable[[int], list[str]], preflight: Preflight, cluster: Cluster
+) -> None:
+    """Its metadata are there, so only a rank meets the trouble."""
+    names = nodes(2)
+    found_torch = importlib.util.find_spec("torch")
+    assert found_torch and found_torch.origin
+    cluster.hide(names[0], Path(found_torch.origin).parent)
+    found = preflight(names, train=2)
+    assert found.code == 69
+    assert "torch" in found.failed(names[0])["collectives"]["message"]
+    assert bad_nodes.read(found.paths.bad_nodes) == [names[0]]

@@ -1,0 +1,296 @@
+"""What is wrong with a node must be said by the node itself, with what to do about it."""
+
+import errno
+import os
+import re
+import resource
+import socket
+import time
+from collections import namedtuple
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from test_shards import make
+
+from forge import fabric, node_checks
+from forge.errors import UnfitError
+from forge.launch import hostname
+from forge.machine import load_machine
+from forge.node_checks import Check, Wanted
+from forge.shards import ShardSet
+
+MODEST = {"preflight.min_free_disk_gib": 0, "preflight.min_free_memory_gib": 0}
+
+
+@pytest.fixture
+def wanted(tmp_path):
+    """A node that is alone, and sees results and shards."""
+    for name in ("results", "data"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "data/manifest.json").write_text("{}")
+    folders = {"results": str(tmp_path / "results"), "data": str(tmp_path / "data")}
+    return Wanted(**folders, staged="", digest="", machine={}, ranks_per_node=1, head="")
+
+
+def checks(wanted, ranks=1, **limits):
+    machine = load_machine(None, {**MODEST, **{k.replace("__", "."): v for k, v in limits.items()}})
+    found = node_checks.node_checks(replace(wanted, ranks_per_node=ranks), machine)
+    return {check.name: check for check in found}
+
+
+def problems(found):
+    return {check.name: check for check in found.values() if check.status != "ok"}
+
+
+def test_fit_node_passes_every_check(wanted):
+    found = checks(wanted, preflight__min_open_files=0)
+    assert [check.name for check in found.values() if check.status == "fail"] == []
+    assert [name for name in found if name != "locked memory"] == [
+        *("name", "project", "packages", "data", "results"),
+        *("disk", "local disk", "memory", "open files", "cores", "interface"),
+    ]
+
+
+def test_host_name_that_does_not_resolve_only_warns(wanted, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    check = checks(wanted)["name"]
+    assert check.status == "warn"
+    assert "no-such-host.invalid does not resolve" in check.message
+    assert check.fix == "add no-such-host.invalid to /etc/hosts"
+
+
+def test_unreadable_project_fails(wanted, monkeypatch):
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda p, m: Path(p).name != "rank.py" and real(p, m))
+    check = problems(checks(wanted))["project"]
+    assert (check.status, check.fix) == ("fail", "check its file system and mode")
+    assert "cannot read" in check.message
+
+
+def test_missing_package_is_named(wanted, monkeypatch):
+    def version(name):
+        if name == "blake3":
+            raise PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(node_checks, "version", version)
+    check = problems(checks(wanted))["packages"]
+    assert check == Check("packages", "fail", "package blake3 is missing", "run: make setup")
+
+
+def test_missing_shards_are_named(wanted):
+    manifest = Path(wanted.data) / "manifest.json"
+    manifest.unlink()
+    check = problems(checks(wanted))["data"]
+    assert check == Check("data", "fail", f"cannot read {manifest}", "run: forge tokenize")
+
+
+def test_results_that_cannot_be_written_fail(wanted):
+    # A file in the way: unlike a mode, it stops root as well.
+    inside = Path(wanted.results) / "file"
+    inside.touch()
+    check = checks(replace(wanted, results=str(inside)))["results"]
+    assert check.status == "fail"
+    assert str(inside) in check.message
+    assert check.fix
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "unit", "fix"),
+    [
+        ("preflight__min_free_disk_gib", "disk", "GiB free in", "point `results` to another disk"),
+        ("preflight__min_free_memory_gib", "memory", "GiB available", "use fewer ranks"),
+        ("preflight__min_open_files", "open files", "open files allowed", "ulimit -n 4096"),
+    ],
+)
+def test_too_little_is_told_with_both_numbers(wanted, key, name, unit, fix):
+    check = problems(checks(wanted, **{key: 10**9}))[name]
+    assert check.status == "fail"
+    assert re.fullmatch(rf"[\d,.]+ {unit}.*, 1e\+09 needed", check.message), check.message
+    assert fix in check.fix
+
+
+def test_memory_is_counted_per_rank(wanted, monkeypatch):
+    memory = SimpleNamespace(available=3 * 2**30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    limits = {"preflight__min_free_memory_gib": 2}
+    assert checks(wanted, ranks=1, **limits)["memory"].status == "ok"
+    assert checks(wanted, ranks=2, **limits)["memory"].message == "3.0 GiB available, 4 needed"
+
+
+def test_open_files_are_the_soft_limit(wanted, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (255, 4096))
+    assert checks(wanted)["open files"].message == "255.0 open files allowed, 256 needed"
+    assert checks(wanted)["open files"].status == "fail"
+
+
+def test_more_ranks_than_cores_only_warns(wanted, monkeypatch):
+    monkeypatch.setattr(fabric, "available_cores", lambda: 2)
+    check = checks(wanted, ranks=3)["cores"]
+    assert (check.status, check.message) == ("warn", "2 cores for 3 ranks")
+    assert "fewer ranks" in check.fix
+
+
+@pytest.mark.parametrize(("name", "state"), [("ib7", "not there"), ("eth1", "down")])
+def test_interface_that_cannot_serve_fails_and_names_those_that_can(
+    wanted, monkeypatch, name, state
+):
+    Stats = namedtuple("Stats", "isup")
+    there = {"lo": Stats(True), "eth1": Stats(False), "eth0": Stats(True)}
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: there)
+    assert checks(wanted, fabric__interface=name)["interface"] == Check(
+        "interface",
+        "fail",
+        f"{name} (fabric.interface) is {state}",
+        "set fabric.interface to one that is up: eth0, lo",
+    )
+
+
+def test_interface_of_this_node_in_the_map_wins_and_is_named_by_its_key(wanted):
+    key = f"fabric.interfaces.{hostname()}"
+    machine = load_machine(None, {"fabric.interfaces": {hostname(): "none1"}})
+    (check,) = [c for c in node_checks.node_checks(wanted, machine) if c.name == "interface"]
+    assert check.message == f"none1 ({key}) is not there"
+    assert key in check.fix
+    machine = load_machine(
+        None, {"fabric.interface": "none0", "fabric.interfaces": {hostname(): "lo"}}
+    )
+    (check,) = [c for c in node_checks.node_checks(wanted, machine) if c.name == "interface"]
+    assert (check.status, check.message) == ("ok", "lo")
+
+
+def test_loopback_is_no_interface_for_several_nodes(wanted):
+    check = problems(checks(replace(wanted, head="localhost")))["interface"]
+    assert check.status == "fail"
+    assert "other nodes cannot reach lo" in check.message
+    assert "localhost does not resolve here, or to a loopback address" in check.cause
+
+
+def test_full_local_disk_fails(wanted, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.delenv("SLURM_TMPDIR", raising=False)
+
+    def fsync(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    check = problems(checks(wanted))["local disk"]
+    assert check.status == "fail"
+    assert "No space left on device, 16 MiB needed" in check.message
+    assert str(tmp_path) in check.fix
+    assert list(tmp_path.glob(".forge*")) == []
+
+
+def test_staged_shards_must_have_the_staged_digest(wanted, tmp_path):
+    folder = tmp_path / "staged"
+    make(folder)
+    digest = ShardSet.open(folder).digest
+    staged = replace(wanted, staged=str(folder), digest=digest)
+    assert checks(staged)["data"] == Check("data", "ok", f"staged shards in {folder}")
+    other = problems(checks(replace(staged, digest="f" * 64)))["data"]
+    assert "digest" in other.message and other.cause == "staged for other data"
+    next(folder.glob("*.bin")).unlink()
+    gone = problems(checks(staged))["data"]
+    assert (gone.status, gone.fix) == ("fail", "run: forge stage")
+
+
+def test_staged_shards_that_are_gone_only_warn_where_the_shared_ones_are_seen(wanted, tmp_path):
+    staged = replace(wanted, staged=str(tmp_path / "gone"), digest="f" * 64)
+    check = checks(staged)["data"]
+    assert (check.status, check.fix) == ("warn", "run: forge stage")
+    assert f"ranks read {wanted.data}" in check.message
+    blind = checks(replace(staged, data=str(tmp_path / "none")))["data"]
+    assert blind.status == "fail"
+
+
+def test_head_says_when_the_port_that_the_user_has_set_is_taken(wanted, monkeypatch):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        at_head = replace(wanted, head=hostname())
+        check = problems(checks(at_head))["port"]
+        assert f"cannot listen on port {port} (MASTER_PORT)" in check.message
+        assert "port" not in checks(wanted)
+    assert checks(at_head)["port"].status == "ok"
+
+
+def test_gpus_are_counted_where_the_backend_needs_them(wanted, monkeypatch):
+    monkeypatch.setattr(node_checks, "count_gpus", lambda: 3)
+    assert checks(wanted, ranks=3, fabric__backend="nccl")["gpus"].status == "ok"
+    check = checks(wanted, ranks=4, fabric__backend="nccl")["gpus"]
+    assert (check.status, check.message) == ("fail", "3 GPUs for 4 ranks")
+    assert "gpus" not in checks(wanted, ranks=4)
+
+
+def test_locked_memory_is_asked_for_where_there_is_infiniband(wanted, monkeypatch):
+    monkeypatch.setattr(fabric, "infiniband_interface", lambda: "ib0")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8 * 2**20, 8 * 2**20))
+    check = checks(wanted)["locked memory"]
+    assert (check.status, check.message) == ("warn", "8.0 MiB of memory may be locked")
+
+
+def test_versions_change_with_the_code(monkeypatch, tmp_path):
+    before = node_checks.installed_versions()
+    assert {"python", "torch", "numpy", "tokenizers", "forge", "forge code"} <= set(before)
+    (tmp_path / "module.py").write_text("pass")
+    monkeypatch.setattr(node_checks, "__file__", str(tmp_path / "node_checks.py"))
+    after = node_checks.installed_versions()
+    assert {key for key in before if before[key] != after[key]} == {"forge code"}
+
+
+# --- the way to the others ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listener(wanted):
+    machine = load_machine(None, {"fabric.interface": "lo"}).model_dump(mode="json")
+    return node_checks.listen(machine, "localhost")
+
+
+def reach(listeners, head="", patience_sec=2):
+    return node_checks.reach(listeners, head, patience_sec)
+
+
+def test_node_that_listens_is_reached_and_tells_the_time(listener):
+    assert listener["address"] == "127.0.0.1"
+    found = reach({"localhost": listener, hostname(): listener}, head="localhost")
+    assert list(found) == ["localhost"]
+    assert found["localhost"]["trouble"] == ""
+    assert abs(found["localhost"]["ahead_sec"]) < 0.5
+
+
+def test_clock_of_the_other_is_compared_with_ours():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(f"{time.time() - 7:.6f}\n".encode())
+        assert node_checks._Talk(ours, 2).clock_ahead() == pytest.approx(-7, abs=0.5)
+
+
+def test_name_that_does_not_resolve_is_told(listener):
+    found = reach({"no-such-host.invalid": listener})
+    assert found["no-such-host.invalid"]["trouble"].startswith("its name does not resolve")
+
+
+def test_port_where_nobody_listens_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    found = reach({"localhost": {"address": "127.0.0.1", "port": port}})
+    assert found["localhost"]["trouble"] == "cannot connect to 127.0.0.1: Connection refused"
+
+
+def test_node_that_accepts_and_then_is_silent_is_told_within_the_patience():
+    """As where small packets arrive and large ones vanish."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        at = {"address": "127.0.0.1", "port": silent.getsockname()[1]}
+        found = reach({"localhost": at}, patience_sec=0.2)
+    assert found["localhost"]["trouble"] == "cannot hear from 127.0.0.1: timed out"
+
+
+def test_interface_without_an_address_cannot_listen():
+    machine = load_machine(None, {"fabric.interface": "none0"}).model_dump(mode="json")
+    with pytest.raises(UnfitError, match=r"none0 .* has no IPv4 address"):
+        node_checks.listen(machine, "localhost")

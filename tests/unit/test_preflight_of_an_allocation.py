@@ -1,0 +1,185 @@
+"""Which nodes go and which stay: the fewest, never one that is merely the other end."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.allocation import (
+    Node,
+    bad_nodes,
+    compare,
+    fewest_to_leave_out,
+    judge_clocks,
+    judge_ways,
+)
+from forge.machine import load_machine
+from forge.node_checks import Check
+
+NAMES = [f"n{number}" for number in range(6)]
+VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "forge code": "abc"}
+FAIL = Check("disk", "fail", "0.1 GiB free", "free space")
+
+
+def node(name="n0", *checks, **facts):
+    return Node(name, list(checks), {"versions": VERSIONS, "infiniband": False, "gpus": 0, **facts})
+
+
+def last(node):
+    return node.checks[-1]
+
+
+# --- lines ----------------------------------------------------------------------------------------
+
+
+def test_line_of_a_fit_node():
+    found = node("n7", *(Check(n, "ok", "") for n in ("project", "packages", "data", "disk")))
+    assert found.line == "NODE n7 OK PY 3.11.7 torch 2.13.0 proj=ok pkgs=ok data=ok disk=ok"
+
+
+def test_line_of_an_unfit_node_says_which_part_failed():
+    checks = [
+        Check("project", "ok", ""),
+        Check("packages", "fail", "package torch is missing", "run: make setup"),
+        Check("data", "warn", ""),
+    ]
+    found = node("n7", *checks, versions={"python": "3.11.9", "torch": ""})
+    assert found.line == "NODE n7 FAIL PY 3.11.9 proj=ok pkgs=fail data=warn"
+    assert found.reason == "packages: package torch is missing"
+
+
+def test_line_of_a_node_without_an_answer():
+    found = Node("n7", [Check("answers", "fail", "its process ended")])
+    assert found.line == "NODE n7 FAIL answers=fail"
+
+
+# --- who talks to whom ----------------------------------------------------------------------------
+
+
+pairs = st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)), max_size=9).map(
+    lambda found: [pair for pair in found if pair[0] != pair[1]]
+)
+
+
+@given(pairs)
+def test_no_failing_pair_is_left_and_no_smaller_choice_would_do(failing):
+    gone = fewest_to_leave_out(failing, NAMES)
+    assert all(set(pair) & set(gone) for pair in failing)
+    smaller = [
+        chosen
+        for number in range(2 ** len(NAMES))
+        if (chosen := {n for i, n in enumerate(NAMES) if number >> i & 1})
+        and len(chosen) < len(gone)
+        and all(set(pair) & chosen for pair in failing)
+    ]
+    assert not gone or (not smaller and failing)
+
+
+def test_of_two_the_one_that_fails_itself_goes_and_else_the_later():
+    assert fewest_to_leave_out([("n1", "n2")], NAMES) == ("n1",)
+    assert fewest_to_leave_out([("n1", "n2"), ("n2", "n1")], NAMES) == ("n2",)
+
+
+def ways(names, *lost):
+    """What each node says of each other one; lost: (from, to) that fail."""
+    return {
+        a: {
+            b: {"trouble": "cannot connect" if (a, b) in lost else "", "ahead_sec": 0.0}
+            for b in names
+            if b != a
+        }
+        for a in names
+    }
+
+
+def both(a, b):
+    return (a, b), (b, a)
+
+
+def judged(names, *lost):
+    nodes = {name: node(name) for name in names}
+    judge_ways(nodes, ways(names, *lost))
+    return nodes
+
+
+def test_nodes_that_all_reach_each_other_pass():
+    nodes = judged(NAMES[:3])
+    assert {last(n).status for n in nodes.values()} == {"ok"}
+    assert last(nodes["n0"]).message == "reaches 2 other nodes, and they this one"
+
+
+def test_node_that_nobody_reaches_is_at_fault_and_the_others_are_only_warned():
+    nodes = judged(NAMES[:3], *both("n0", "n1"), *both("n0", "n2"))
+    assert {name: last(n).status for name, n in nodes.items()} == {
+        "n0": "fail",
+        "n1": "warn",
+        "n2": "warn",
+    }
+    assert "no way to any other node" in last(nodes["n0"]).cause
+    assert list(bad_nodes(list(nodes.values()))) == ["n0"]
+
+
+def test_one_node_of_a_broken_pair_is_left_out():
+    nodes = judged(NAMES[:4], *both("n1", "n2"))
+    assert [name for name, n in nodes.items() if not n.is_fit] == ["n2"]
+    assert "n2 and n1 cannot talk: cannot connect" in last(nodes["n2"]).message
+    assert "it talks to 2 of 3 nodes" in last(nodes["n2"]).cause
+    assert list(bad_nodes(list(nodes.values()))) == ["n2"]
+
+
+def test_of_two_nodes_alone_neither_is_held_to_be_bad():
+    nodes = judged(["n0", "n1"], *both("n0", "n1"))
+    assert [name for name, n in nodes.items() if not n.is_fit] == ["n1"]
+    assert "a third node would tell which" in last(nodes["n1"]).cause
+    assert bad_nodes(list(nodes.values())) == {}
+
+
+@pytest.mark.parametrize(("ahead", "word"), [(8.0, "ahead of"), (-8.0, "behind")])
+def test_clock_that_differs_from_the_others_only_warns(ahead, word):
+    nodes = {name: node(name) for name in NAMES[:4]}
+    seen = ways(NAMES[:4])
+    for name in seen:
+        for other, found in seen[name].items():
+            found["ahead_sec"] = ahead * ((other == "n3") - (name == "n3"))
+    judge_clocks(nodes, seen, 5)
+    assert [last(n).status for n in nodes.values()] == ["ok", "ok", "ok", "warn"]
+    assert last(nodes["n3"]).message == f"8.000 s {word} the other nodes"
+
+
+# --- nodes compared -------------------------------------------------------------------------------
+
+
+def compared(*nodes, **keys):
+    compare(nodes, load_machine(None, keys))
+    return [[check.name for check in node.failed] for node in nodes]
+
+
+def test_node_with_other_versions_than_most_is_unfit():
+    odd = node("n2", versions={**VERSIONS, "torch": "2.12.0", "forge code": "abd"})
+    assert compared(node("n0"), node("n1"), odd) == [[], [], ["versions"]]
+    assert last(odd).message == (
+        "torch 2.12.0 here, 2.13.0 on 2 nodes; forge code abd here, abc on 2 nodes"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fact", "name"), [({"infiniband": True}, "infiniband"), ({"gpus": 4}, "gpus")]
+)
+def test_hardware_that_only_one_node_misses_makes_it_unfit(fact, name):
+    nodes = node("n0", **fact), node("n1", **fact), node("n2")
+    assert compared(*nodes, **{"fabric.backend": "nccl"}) == [[], [], [name]]
+    nodes = node("n0", **fact), node("n1", **fact), node("n2")
+    assert compared(*nodes, **{"fabric.backend": "gloo"}) == [[], [], []]
+
+
+# --- who is to blame ------------------------------------------------------------------------------
+
+
+def test_what_fails_on_every_node_is_nobodys_fault():
+    assert bad_nodes([node("n0", FAIL), node("n1", FAIL)]) == {}
+    assert bad_nodes([node("n0", FAIL), node("n1")]) == {"n0": "disk: 0.1 GiB free"}
+    assert bad_nodes([node("n0", FAIL)]) == {}
+
+
+def test_full_disk_of_its_own_is_a_nodes_fault_also_where_all_have_it():
+    full = Check("local disk", "fail", "No space left")
+    assert list(bad_nodes([node("n0", full), node("n1", full)])) == ["n0", "n1"]

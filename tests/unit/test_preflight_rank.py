@@ -1,0 +1,171 @@
+"""What ranks found out together must lead to the right verdict, and name slow nodes with numbers."""
+
+import statistics
+
+import pytest
+
+from forge.geometry import Geometry
+from forge.launcher import Record
+from forge.machine import load_machine
+from forge.node_checks import Check
+from forge.preflight_rank import PAIR_ROUNDS, network_chosen, tournament
+from forge.probing import last_error
+from forge.rank_checks import rank_checks
+
+
+def rank(number, host="n1", **changes):
+    return {
+        **{"rank": number, "local_rank": 0, "host": host, "device": "cpu"},
+        **{"versions": {"torch": "2"}, "infiniband": False, "network": ""},
+        **{"tflop_per_sec": 0.05, "pairs": [], **changes},
+    }
+
+
+def checks(ranks=None, nodes=1, **changes):
+    result = {
+        **{"ranks": ranks or [rank(0), rank(1)], "backend": "gloo", "interface": "eth7"},
+        **{"all_reduce_right": True, "latency_us": 40.2, "bus_gb_per_sec": 3.456, **changes},
+    }
+    geometry = Geometry(nodes, len(result["ranks"]) // nodes)
+    found = rank_checks(Record("completed", result=result), geometry, load_machine(None))
+    return {check.name: check for check in found}
+
+
+def problems(found):
+    return {check.name: check for check in found.values() if check.status != "ok"}
+
+
+def test_ranks_that_agree_pass():
+    found = checks()
+    assert problems(found) == {}
+    assert found["mapping"].message == "world of 2: 0=n1:cpu, 1=n1:cpu"
+    assert found["rendezvous"].message == "gloo over eth7"
+    assert found["all-reduce"].message == "40 µs, bus 3.46 GB/s"
+
+
+def test_wrong_sum_fails():
+    check = problems(checks(all_reduce_right=False))["all-reduce"]
+    assert (check.status, check.message) == ("fail", "the sum over ranks is wrong")
+    assert "leave this node out" in check.fix
+
+
+def test_ranks_with_other_versions_are_named():
+    ranks = [rank(0), rank(1, versions={"torch": "1"})]
+    assert problems(checks(ranks)) == {
+        "versions": Check(
+            "versions",
+            "fail",
+            "ranks [1] have other versions than rank 0",
+            "use one environment on all nodes",
+        )
+    }
+
+
+def test_two_processes_of_one_rank_fail_and_the_map_is_shown():
+    ranks = [rank(0), rank(0)]
+    check = problems(checks(ranks))["mapping"]
+    assert (check.status, check.message) == ("fail", "world of 2: 0=n1:cpu, 0=n1:cpu")
+    assert "--ranks-per-node" in check.fix
+
+
+# --- nodes compared -------------------------------------------------------------------------------
+
+
+def cluster(speeds, pair):
+    """One rank on each node; pair(a, b): GB/s between two of them."""
+    names = list(speeds)
+    return [
+        rank(
+            number,
+            name,
+            tflop_per_sec=speeds[name],
+            pairs=[[names.index(o), pair(name, o)] for o in names if o != name],
+        )
+        for number, name in enumerate(names)
+    ]
+
+
+def test_equal_nodes_are_not_slow():
+    found = checks(cluster(dict.fromkeys("abcd", 0.05), lambda a, b: 1.0), nodes=4)
+    assert problems(found) == {}
+    assert found["pair bandwidth"].message.startswith("median 1 GB/s to others")
+
+
+def test_node_that_computes_slowly_is_named_with_numbers():
+    speeds = {**dict.fromkeys("abcd", 0.05), "c": 0.02}
+    check = problems(checks(cluster(speeds, lambda a, b: 1.0), nodes=4))["matrix product"]
+    assert check.status == "warn"
+    assert check.message == "slow: c 0.02; median of 4 nodes 0.05 TFLOP/s a rank"
+    assert "exclude c" in check.fix
+
+
+@pytest.mark.parametrize("names", ["abc", "abcd", "abcde"])
+def test_node_that_talks_slowly_is_named_and_its_partners_are_not(names):
+    speeds = dict.fromkeys(names, 0.05)
+    found = checks(cluster(speeds, lambda a, b: 0.1 if "b" in (a, b) else 1.0), nodes=len(names))
+    assert list(problems(found)) == ["pair bandwidth"]
+    assert found["pair bandwidth"].message.startswith("slow: b 0.1; median")
+
+
+@pytest.mark.parametrize("players", [1, 2, 3, 4, 7, 8])
+def test_tournament_brings_each_pair_together_once(players):
+    met = [frozenset(pair) for partners in tournament(players) for pair in partners.items()]
+    assert sorted(map(sorted, met)) == sorted(
+        [a, b] for a in range(players) for b in range(a + 1, players) for _ in range(2)
+    )
+
+
+def test_large_tournament_is_cut_and_still_gives_each_node_a_median():
+    rounds = list(tournament(64))
+    assert len(rounds) == PAIR_ROUNDS
+    assert statistics.mean(len(partners) for partners in rounds) == 64
+
+
+# --- which network NCCL chose ---------------------------------------------------------------------
+
+
+IB = """\
+node02:4711:4790 [0] NCCL INFO NET/Plugin: Could not find: libnccl-net.so. Using internal net plugin.
+node02:4711:4790 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB ib0:10.1.0.2<0>
+node02:4711:4790 [0] NCCL INFO Using network IB
+"""
+SOCKET = """\
+node02:4711:4790 [0] NCCL INFO NET/IB : No device found.
+node02:4711:4790 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>
+node02:4711:4790 [0] NCCL INFO Using network Socket
+"""
+
+
+@pytest.mark.parametrize(("log", "network"), [(IB, "IB mlx5_0"), (SOCKET, "Socket eth0"), ("", "")])
+def test_network_is_read_from_what_nccl_says(log, network):
+    assert network_chosen(log) == network
+
+
+def test_sockets_where_there_is_infiniband_are_told():
+    ranks = [
+        rank(0, "n1", infiniband=True, network="IB mlx5_0"),
+        rank(1, "n2", infiniband=True, network="Socket eth0"),
+    ]
+    check = problems(checks(ranks, backend="nccl"))["network"]
+    assert check.status == "warn"
+    assert check.message == (
+        "NCCL uses IB mlx5_0, Socket eth0: sockets on n2, which have InfiniBand"
+    )
+
+
+def test_sockets_where_there_is_nothing_else_are_fine():
+    ranks = [rank(n, network="Socket eth0") for n in (0, 1)]
+    assert checks(ranks, backend="nccl")["network"] == Check(
+        "network", "ok", "NCCL uses Socket eth0"
+    )
+
+
+# --- ranks that fail ------------------------------------------------------------------------------
+
+
+def test_last_error_of_the_logs_is_found_and_older_logs_do_not_count(tmp_path):
+    log = tmp_path / "7.0.node01.0.log"
+    log.write_text("Traceback …\nModuleNotFoundError: No module named 'torch'\nbye\n")
+    since = log.stat().st_mtime
+    assert last_error(tmp_path, since) == "ModuleNotFoundError: No module named 'torch'"
+    assert last_error(tmp_path, since + 1) == ""
