@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
     verb("tokenizer", _tokenizer, "train, copy or fetch the tokenizer")
     _workers(verb("tokenize", _tokenize, "turn the corpus into shards of token ids"))
-    _machine(verb("stage", _stage, "put the shards onto this node's own disk"), ranks=False)
+    _machine(verb("stage", _stage, "put the shards onto the nodes' own disks"))
     _machine(verb("preflight", _preflight, "check nodes and ranks before training"))
     _machine(verb("train", _train, "train to the goal, going on from the last checkpoint"))
     verb("validate", _validate, "check the last checkpoint of a run, or any checkpoint")
@@ -112,6 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     show = verbs.add_parser("show", help="show status, samples and lineage of runs")
     show.set_defaults(action=_show, log=None)
     show.add_argument("runs", nargs="*", metavar="RUN", help="run folders (default: results/*)")
+    _logs_options(verbs.add_parser("logs", help="show what ranks and launcher said, errors first"))
+    _status_options(verbs.add_parser("status", help="show where each run stands now"))
     return parser
 
 
@@ -119,11 +121,26 @@ def _workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, help="processes (default: all cores)")
 
 
-def _machine(parser: argparse.ArgumentParser, *, ranks: bool = True) -> None:
+def _machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", help="machine.yaml of a profile (default: built-in values)")
-    if ranks:
-        parser.add_argument("--nodes", type=int, default=1, help="nodes (default: 1)")
-        parser.add_argument("--ranks-per-node", type=int, default=1, help="ranks (default: 1)")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes (default: 1)")
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="ranks (default: 1)")
+
+
+def _logs_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(action=_logs, log=None)
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or its name in results/")
+    parser.add_argument("--follow", action="store_true", help="go on with what is written")
+    parser.add_argument("--rank", type=int, metavar="N", help="the log of this rank")
+    parser.add_argument("--restart", metavar="N", help="restart N, a start's name, or all")
+    parser.add_argument("--lines", type=int, default=20, metavar="N", help="lines (default: 20)")
+
+
+def _status_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(action=_status, log=None)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="runs (default: results/*)")
+    parser.add_argument("--watch", action="store_true", help="draw it again every few seconds")
+    parser.add_argument("--json", action="store_true", help="for scripts")
 
 
 def _load(options: argparse.Namespace) -> Config:
@@ -175,7 +192,7 @@ def _tokenize(options: argparse.Namespace) -> None:
 def _stage(options: argparse.Namespace) -> None:
     from forge.staging import stage
 
-    stage(_load(options), _load_machine(options))
+    stage(_load(options), _load_machine(options), _geometry(options))
 
 
 def _preflight(options: argparse.Namespace) -> None:
@@ -227,6 +244,44 @@ def _show(options: argparse.Namespace) -> None:
                 f"{folder} is not a run's folder", fix="name folders such as results/base"
             )
     show([RunPaths(Path(folder)) for folder in folders])
+
+
+def _logs(options: argparse.Namespace) -> None:
+    from forge.logs import logs
+
+    (run,) = _runs([options.run])
+    logs(
+        run,
+        rank=options.rank,
+        restart=options.restart,
+        lines=options.lines,
+        follow=options.follow,
+    )
+
+
+def _status(options: argparse.Namespace) -> None:
+    from forge.status import status
+
+    status(_runs(options.runs), watch=options.watch, as_json=options.json)
+
+
+def _runs(names: list[str]) -> list[Any]:
+    """Folders of runs, each given by its path or by its name in results/; all where none is given."""
+    from forge.paths import RunPaths
+
+    there = sorted(path.parent for path in Path("results").glob("*/config.json"))
+    runs = []
+    for name in names:
+        folder = next((f for f in (Path(name), Path("results") / name) if f.is_dir()), None)
+        if folder is None:
+            raise ConfigError(
+                f"there is no run {name}",
+                fix=f"runs here: {', '.join(path.name for path in there)}"
+                if there
+                else "go to the project's folder, or give the path of a run's folder",
+            )
+        runs.append(RunPaths(folder))
+    return runs or [RunPaths(folder) for folder in there]
 
 
 if __name__ == "__main__":

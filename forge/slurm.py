@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 
 from forge.errors import UnfitError
 
@@ -68,11 +67,11 @@ def this_job_id() -> str | None:
 def show_job(job_id: str) -> Job | None:
     """The job; None when Slurm has forgotten it. Raises SlurmSilent."""
     try:
-        text = _ask("scontrol", "show", "job", "--oneliner", job_id)
-    except _Refused as err:
+        text = ask("scontrol", "show", "job", "--oneliner", job_id)
+    except Refused as err:
         if "Invalid job id" in str(err):
             return None
-        raise _silent(str(err)) from None
+        raise silent(str(err)) from None
     return parse_job(text)
 
 
@@ -202,46 +201,31 @@ def output_on(job_id: str, host: str, command: Sequence[str], timeout_sec: float
 
 def cancel_step(job_id: str, name: str) -> None:
     """Kill the job's steps of this name, also on nodes whose srun is gone. Silence is no error."""
-    with contextlib.suppress(_Refused, SlurmSilent):
-        listed = _ask("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i|%j")
+    with contextlib.suppress(Refused, SlurmSilent):
+        listed = ask("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i|%j")
         for line in listed.splitlines():
             step, _, found = line.strip().partition("|")
             if found == name:
-                _ask("scancel", "--signal=KILL", step)
+                ask("scancel", "--signal=KILL", step)
 
 
 def requeue(job_id: str) -> str:
     """Send the job back to the queue; "" or why Slurm would not."""
     try:
-        _ask("scontrol", "requeue", job_id)
-    except (_Refused, SlurmSilent) as err:
+        ask("scontrol", "requeue", job_id)
+    except (Refused, SlurmSilent) as err:
         return str(err)
     return ""
 
 
-def jobs_in_queue(workdir: Path) -> list[tuple[str, Job]]:
-    """This user's jobs that were submitted from this folder, with their comments. Raises SlurmSilent."""
-    try:
-        lines = _ask("squeue", "--noheader", "--me", "--format=%i|%k|%Z").splitlines()
-    except _Refused as err:
-        raise _silent(str(err)) from None
-    found = []
-    for line in lines:
-        job_id, comment, folder = line.split("|", 2)
-        if Path(folder).resolve() == workdir.resolve():
-            job = show_job(job_id)
-            if job and (job.is_living or job.is_waiting):
-                found.append((comment, job))
-    return found
-
-
-class _Refused(Exception):
+class Refused(Exception):
     """The command answered, with an error."""
 
 
-def _ask(*command: str) -> str:
-    """What the command prints. Asked again while the controller does not answer."""
-    end = time.monotonic() + PATIENCE_SEC
+def ask(*command: str, patience_sec: float | None = None, timeout_sec: float = ASK_SEC) -> str:
+    """What a Slurm command prints. Asked again for so long (PATIENCE_SEC) while the controller does
+    not answer; each time for timeout_sec at most. Raises SlurmSilent and Refused."""
+    end = time.monotonic() + (PATIENCE_SEC if patience_sec is None else patience_sec)
     while True:
         try:
             done = subprocess.run(
@@ -250,20 +234,20 @@ def _ask(*command: str) -> str:
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
-                timeout=ASK_SEC,
-                env=environment(),
+                timeout=timeout_sec,
+                env={**environment(), "SLURM_TIME_FORMAT": "standard"},
             )
             if done.returncode == 0:
                 return done.stdout
             trouble = done.stderr.strip()
             if not _is_silence(trouble):
-                raise _Refused(trouble)
+                raise Refused(trouble)
         except subprocess.TimeoutExpired:
-            trouble = f"no answer within {ASK_SEC:g} s"
+            trouble = f"no answer within {timeout_sec:g} s"
         except OSError as err:
-            raise _silent(f"{command[0]}: {err}") from None
+            raise silent(f"{command[0]}: {err}") from None
         if time.monotonic() > end:
-            raise _silent(f"{' '.join(command)}: {trouble}")
+            raise silent(f"{' '.join(command)}: {trouble}")
         time.sleep(1)
 
 
@@ -274,7 +258,7 @@ def _is_silence(trouble: str) -> bool:
     )
 
 
-def _silent(trouble: str) -> SlurmSilent:
+def silent(trouble: str) -> SlurmSilent:
     return SlurmSilent(
         f"Slurm does not answer: {trouble}",
         cause="its controller is down or restarting, or this node has no Slurm commands",

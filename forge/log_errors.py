@@ -1,0 +1,187 @@
+"""Which errors are in these log lines, which of them came first, and on how many ranks?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+MAX_BLOCK = 400  # lines of one traceback: recursion errors are longer, and end the same way
+
+# What launchers and torch put before a line: `[rank3]: `, and srun --label's `3: `.
+_LABEL = re.compile(r"^(?:\[(?:default|rank)?\d+\]:\s?|\s*\d+: )")
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAIN = re.compile(r"^(?:During handling of|The above exception was)")
+_ERROR = re.compile(
+    r"\b(?:error|fatal|exception)\b"
+    r"|\b\w+(?:error|exception):"
+    r"|^\[?[EF]\d{4} \d\d:\d\d:\d\d"  # glog: torch's C++ and torchrun
+    r"|signal \d+ \(SIG(?:KILL|SEGV|BUS|ABRT|FPE)\)"  # torchrun, of the rank that died
+    r"|NCCL WARN|segmentation fault|bus error|out of memory|oom.?kill|core dumped|\baborted\b",
+    re.IGNORECASE,
+)
+# One of these words is in every line that _ERROR finds: ten times faster to look for.
+_WORDS = (
+    "error",
+    "exception",
+    "fatal",
+    "warn",
+    "fault",
+    "memory",
+    "oom",
+    "dumped",
+    "abort",
+    "signal",
+)
+_NO_ERROR = re.compile(
+    r"^\s*warning\b|^\[?[WI]\d{4} \d\d:\d\d:\d\d|\b(?:no|0|without) errors?\b"
+    r"|^[A-Z][A-Z0-9_]*=",  # a setting that is named after errors
+    re.IGNORECASE,
+)
+# What a rank or the launcher says because another rank has ended: seldom the cause.
+_ECHO = re.compile(
+    r"connection (?:reset|closed) by|closed by peer|peerfailed|rank \d+ failed|broken pipe"
+    r"|exited with exit code|: terminated$|cancelled at \S+ \*\*\*|childfailederror|exitcode"
+    r"|job step aborted|signalexception|sigterm|remote process exited|socket closed"
+    r"|communicator was aborted",
+    re.IGNORECASE,
+)
+_ISO = re.compile(r"\b(\d{4}-\d\d-\d\d)[T _](\d\d:\d\d:\d\d(?:[.,]\d+)?)")
+_GLOG = re.compile(r"^\[?[EFWI](\d\d)(\d\d) (\d\d:\d\d:\d\d(?:\.\d+)?)")
+_GLOG_HEAD = re.compile(_GLOG.pattern + r"[^\]]*\] ")
+
+
+@dataclass(frozen=True)
+class Found:
+    """One error in one log. time: seconds since the epoch, at the latest."""
+
+    lines: tuple[str, ...]
+    time: float
+    who: str  # such as "rank 3", "srun", "fit.log"
+    node: str = ""
+    is_echo: bool = False
+
+    @property
+    def headline(self) -> str:
+        """The line that tells what it is: of a traceback the exception."""
+        if self.lines[0] != _TRACEBACK:
+            return self.lines[0]
+        return next(
+            (line for line in reversed(self.lines) if line and not line.startswith(" ")),
+            self.lines[-1],
+        )
+
+    @property
+    def kind(self) -> str:
+        """The headline without what differs between ranks: numbers, addresses, who says it."""
+        text = re.sub(r"^forge \w+: ", "", self.headline)
+        text = re.sub(r"^rank \d+: ", "", text)
+        return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", text)
+
+
+def find(lines: Sequence[str], who: str, *, written: float, node: str = "") -> Iterator[Found]:
+    """The errors in a log's lines, in their order.
+
+    written: when the log was last written. Lines mostly have no time of their own, so an error gets
+    that of a stamp in it, else `written`: what ends a process is the last that its log is told.
+    """
+    rest = [_LABEL.sub("", line) for line in lines]
+    at = 0
+    while at < len(rest):
+        if rest[at].startswith(_TRACEBACK):
+            end = _end_of_traceback(rest, at)
+        elif _tells_error(rest[at]):
+            end = _end_of_indented(rest, at + 1)
+        else:
+            at += 1
+            continue
+        block = tuple(line.rstrip() for line in rest[at:end])
+        found = Found(block, _stamp(block, written) or written, who, node)
+        yield Found(block, found.time, who, node, bool(_ECHO.search(found.headline)))
+        at = end
+
+
+def _tells_error(line: str) -> bool:
+    lower = line.lower()
+    if not (any(word in lower for word in _WORDS) or _GLOG.match(line)):
+        return False
+    return bool(_ERROR.search(line)) and not _NO_ERROR.search(line)
+
+
+def _end_of_traceback(lines: Sequence[str], start: int) -> int:
+    """Behind the exception's line, what is indented below it, and tracebacks chained to it."""
+    end = _end_of_indented(lines, start + 1)  # the frames
+    end = _end_of_indented(lines, end + 1)  # the exception, and its cause and fix
+    following = end
+    while following < len(lines) and not lines[following].strip():
+        following += 1
+    chained = following < len(lines) and _CHAIN.match(lines[following])
+    if chained and following - start < MAX_BLOCK:
+        following += 1
+        while following < len(lines) and not lines[following].strip():
+            following += 1
+        if following < len(lines) and lines[following].startswith(_TRACEBACK):
+            return _end_of_traceback(lines, following)
+    return min(end, len(lines))
+
+
+def _end_of_indented(lines: Sequence[str], at: int) -> int:
+    while at < len(lines) and lines[at].startswith(" "):
+        at += 1
+    return at
+
+
+def _stamp(block: Sequence[str], written: float) -> float | None:
+    """The time that the lines tell themselves, in this machine's time zone."""
+    for line in block:
+        if iso := _ISO.search(line):
+            text = f"{iso[1]} {iso[2].replace(',', '.')}"
+        elif glog := _GLOG.match(line):  # no year: that of the file
+            year = datetime.fromtimestamp(written).year
+            text = f"{year}-{glog[1]}-{glog[2]} {glog[3][:15]}"
+        else:
+            continue
+        try:
+            return datetime.fromisoformat(text[:26]).timestamp()
+        except ValueError:
+            continue
+    return None
+
+
+def said(headline: str) -> str:
+    """A headline without the time and source file that torch puts before it."""
+    return _GLOG_HEAD.sub("", headline)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The same error, of one rank or of many; `all` in order of time."""
+
+    all: tuple[Found, ...]
+
+    @property
+    def first(self) -> Found:
+        return self.all[0]
+
+    @property
+    def fullest(self) -> Found:
+        """The one that tells most."""
+        return max(self.all, key=lambda found: len(found.lines))
+
+    @property
+    def title(self) -> str:
+        """Who had it: `rank 3 (and 63 more) on node02`. Ranks, where any had it."""
+        had = [found for found in self.all if found.who.startswith("rank ")] or list(self.all)
+        others = len({found.who for found in had}) - 1
+        more = f" (and {others} more)" if others else ""
+        return f"{had[0].who}{more}{f' on {had[0].node}' if had[0].node else ''}"
+
+
+def group(errors: Iterable[Found]) -> list[Group]:
+    """Equal errors together. Earliest first, which mostly is the cause; those that only tell of
+    another rank's end come last, since times of different logs are not exact enough to tell."""
+    groups: dict[str, list[Found]] = {}
+    for found in sorted(errors, key=lambda found: (found.is_echo, found.time)):
+        groups.setdefault(found.kind, []).append(found)
+    return [Group(tuple(found)) for found in groups.values()]

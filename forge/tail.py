@@ -1,0 +1,43 @@
+"""The end of a file that may be long and may still grow."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def last_lines(path: Path, num_bytes: int) -> tuple[list[str], bool]:
+    """The lines in the last `num_bytes` of a file, and whether there are more before them.
+
+    ([], False) where there is no file.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            cut = size > num_bytes
+            file.seek(max(0, size - num_bytes))
+            text = file.read(num_bytes)
+    except FileNotFoundError:
+        return [], False
+    if cut:
+        text = text.partition(b"\n")[2]  # the first line is cut, it may begin inside a character
+    # A process that was killed leaves its last words without an end of line.
+    return text.decode(errors="replace").removesuffix("\n").split("\n") if text else [], cut
+
+
+class Follower:
+    """What is appended to a file from now on, in whole lines."""
+
+    BLOCK = 2**20
+
+    def __init__(self, path: Path, *, from_start: bool) -> None:
+        self.path = path
+        self._read = 0 if from_start else path.stat().st_size
+
+    def new_lines(self) -> list[str]:
+        """Lines that ended since the last call; at most a block of them, the rest comes next."""
+        with open(self.path, "rb") as file:
+            file.seek(self._read)
+            whole, newline, _ = file.read(self.BLOCK).rpartition(b"\n")
+        self._read += len(whole + newline)
+        return whole.decode(errors="replace").split("\n") if newline else []
