@@ -96,7 +96,7 @@ def keys_text(model: type[Section], *, with_resume: bool) -> str:
             shown = field.alias or key
             default = "set by Forge" if required else f"`{_json(schema[shown].get('default'))}`"
             cells = [f"`{name}.{shown}`" if name else f"`{shown}`"]
-            cells += [_type(schema[shown]), default, field.description or ""]
+            cells += [_type(schema[shown]), default, " ".join((field.description or "").split())]
             cells += [_may_change(name, section, key)] * with_resume
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         heading = f"### `{name}`" if name else "### Top level"

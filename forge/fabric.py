@@ -61,7 +61,7 @@ def rank_settings(
         Setting("TOKENIZERS_PARALLELISM", "false", "no thread pool beside the training threads"),
         *OFFLINE,
     ]
-    infiniband = infiniband_interface()
+    infiniband = _usable_infiniband(fabric)
     interface, reason = choose_interface(fabric, master)
     if interface:
         settings += [
@@ -78,7 +78,8 @@ def rank_settings(
                 Setting("NCCL_IB_GID_INDEX", str(fabric.gid_index), "from machine.yaml")
             )
     else:
-        settings.append(Setting("NCCL_IB_DISABLE", "1", "no InfiniBand interface is up"))
+        why = "fabric.infiniband: never" if fabric.infiniband == "never" else "no InfiniBand is up"
+        settings.append(Setting("NCCL_IB_DISABLE", "1", why))
     if fabric.debug:
         settings += DEBUG
     return settings
@@ -90,9 +91,13 @@ def choose_interface(fabric: Fabric, master: str) -> tuple[str | None, str]:
         return named, f"fabric.interfaces of {hostname()}"
     if fabric.interface:
         return fabric.interface, "fabric.interface"
-    if found := infiniband_interface():
+    if found := _usable_infiniband(fabric):
         return found, "InfiniBand with an address"
     return interface_towards(master), f"routes to {master}"
+
+
+def _usable_infiniband(fabric: Fabric) -> str | None:
+    return None if fabric.infiniband == "never" else infiniband_interface()
 
 
 # Compute nodes have no internet: a library that tries waits for minutes, then fails.

@@ -130,7 +130,7 @@ def launch_line(
             place.hosts,
             tasks_per_node=ranks,
             cpus_per_task=job.cpus_per_task,
-            options=(f"--job-name={spec.parent.name}", "--kill-on-bad-exit=1"),
+            options=_step_options(spec),
         )
         return [*line, python, *entry]
     if geometry.nodes == 1 and place.is_here:
@@ -140,7 +140,7 @@ def launch_line(
         job.id,
         place.hosts,
         cpus_per_task=job.cpus_per_task * ranks,
-        options=(f"--job-name={spec.parent.name}", "--kill-on-bad-exit=1"),
+        options=_step_options(spec),
     )
     meeting = [
         f"--nnodes={geometry.nodes}",
@@ -150,6 +150,12 @@ def launch_line(
         f"--rdzv-conf=join_timeout={machine.fabric.timeout_sec:.0f}",
     ]
     return [*line, *_torchrun(machine, ranks, python), *meeting, *entry]
+
+
+def _step_options(spec: Path) -> tuple[str, ...]:
+    # --overlap: a step that was lost with a node holds its cores until Slurm has noticed, and the next
+    # one would wait for them.
+    return (f"--job-name={spec.parent.name}", "--kill-on-bad-exit=1", "--overlap")
 
 
 def _torchrun(machine: Machine, ranks: int, python: str) -> list[str]:
@@ -171,7 +177,7 @@ def allocation_resources(fit: Mapping[str, Any], machine: Machine) -> dict[str, 
     wait for ever or run one rank. Raises ConfigError for what could not work.
     """
     _refuse_own(fit)
-    ranks, nodes = int(fit.get("tasks_per_node", 1)), int(fit.get("nodes", 1))
+    ranks, nodes = _number(fit, "tasks_per_node"), _number(fit, "nodes")
     gpus = gpus_per_node(fit)
     if gpus is not None and gpus != ranks:
         raise ConfigError(
@@ -204,10 +210,24 @@ def _refuse_own(fit: Mapping[str, Any]) -> None:
             raise ConfigError(f"profile: set-resources of fit has {key}={fit[key]!r}", fix=fix)
 
 
+def _number(fit: Mapping[str, Any], key: str) -> int:
+    value = fit.get(key, 1)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"profile: fit has {key}={value!r}", fix="give a whole number from 1")
+    return value
+
+
 def gpus_per_node(fit: Mapping[str, Any]) -> int | None:
-    """GPUs a node in `gres` (`gpu:4`, `gpu:h100:4`); None without GPUs."""
-    found = re.search(r"gpu(?::[A-Za-z]\w*)?(?::(\d+))?", str(fit.get("gres", "")))
-    return int(found.group(1) or 1) if found else None
+    """GPUs a node in `gres` (`gpu:4`, `gpu:h100:4`); None without GPUs. Raises ConfigError."""
+    gres = str(fit.get("gres", ""))
+    if not gres:
+        return None
+    found = re.fullmatch(r"gpu(?::[A-Za-z][\w.]*)?(?::(\d+))?", gres)
+    if not found:
+        raise ConfigError(
+            f"profile: fit has gres {gres!r}", fix='write it as "gpu:4" or "gpu:h100:4"'
+        )
+    return int(found.group(1) or 1)
 
 
 def sbatch_options(machine: Machine, ranks_per_node: int, bad_nodes: Sequence[str]) -> str:
@@ -218,6 +238,8 @@ def sbatch_options(machine: Machine, ranks_per_node: int, bad_nodes: Sequence[st
     options = [f"--ntasks-per-node={ranks_per_node}", "--open-mode=append"]
     if machine.slurm.warn_sec:
         options.append(f"--signal=SIGUSR1@{machine.slurm.warn_sec}")
+    if machine.preflight.spare_nodes:
+        options.append("--no-kill")  # a spare takes over for a node that dies
     given = shlex.split(machine.slurm.options)
     own = [o.partition("=")[2] for o in given if o.startswith("--exclude=")]
     given = [o for o in given if not o.startswith("--exclude=")]

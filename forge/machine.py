@@ -22,6 +22,8 @@ class Fabric(Section):
     """Network interface of the ranks; null finds it on each node for itself."""
     interfaces: dict[str, str] = Field(default={})
     """Interface by node name, for nodes where it has another name; wins over all else."""
+    infiniband: Literal["auto", "never"] = "auto"
+    """`auto` uses InfiniBand where an interface of it is up; `never` also not then."""
     gid_index: int | None = Field(None, ge=0)
     """NCCL_IB_GID_INDEX for clusters that need one."""
     timeout_sec: float = Field(300, gt=0)

@@ -63,20 +63,20 @@ def requeue(
 def _guard(paths: RunPaths, job: slurm.Job, machine: Machine, *, progressed: bool) -> str:
     """Why the job must not go back to the queue; "" if it may. Asked just before the call."""
     now = slurm.show_job(job.id)
-    if now and (now.is_waiting or now.restarts > job.restarts):
-        return f"Slurm has sent job {job.id} back itself"
-    if now is None or now.state != "RUNNING":
+    if now is None:
+        return f"job {job.id} is gone: it was cancelled"
+    reasons = {
+        f"Slurm has sent job {job.id} back itself": now.is_waiting or now.restarts > job.restarts,
         # scancel makes it COMPLETING: requeuing would bring a cancelled job back.
-        return f"job {job.id} is {now.state if now else 'gone'}: it was cancelled"
-    if not now.batch:
-        return f"job {job.id} is an interactive allocation"
-    if paths.stop.exists():
-        return f"{paths.stop} asks it to stop"
-    if now.restarts >= machine.slurm.max_restarts:
-        return f"it was restarted {now.restarts} times (slurm.max_restarts)"
-    if not progressed and now.restarts > 0:
-        return "the last start did not advance the step"
-    return ""
+        f"job {job.id} is {now.state}: it was cancelled": now.state != "RUNNING",
+        f"job {job.id} is an interactive allocation": not now.batch,
+        f"{paths.stop} asks it to stop": paths.stop.exists(),
+        f"it was restarted {now.restarts} times (slurm.max_restarts)": (
+            now.restarts >= machine.slurm.max_restarts
+        ),
+        "the last start did not advance the step": not progressed and now.restarts > 0,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _wait_for_the_end() -> None:

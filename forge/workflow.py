@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from forge import bad_nodes, slurm, store
+from forge import bad_nodes, jobs, store
 from forge.artefacts import freeze
 from forge.config import Config, checked
-from forge.errors import UnfitError
+from forge.errors import ConfigError, UnfitError
 from forge.geometry import allocation_resources, sbatch_options
 from forge.machine import Machine, load_machine
 from forge.manifest import canonical, digest_bytes, write_json
@@ -24,8 +24,7 @@ from forge.runs import resolve_runs, shared_folders
 CONFIG = "config/config.yaml"
 SHEET = "config/runs.tsv"
 LOCAL_MACHINE = "profiles/local/machine.yaml"  # without a profile
-ALLOCATION = "allocation"
-ALLOCATION_RULES = ("stage_run", "preflight_run", "fit")
+ALLOCATION = jobs.ALLOCATION
 # Names the file with the runs as they were submitted, for the Snakemake inside a job.
 SUBMITTED = "FORGE_SUBMITTED"
 QUEUE_POLL_SEC = 10.0
@@ -112,6 +111,22 @@ class Allocation:
         bad = bad_nodes.read(RunPaths.of(self._runs[run]).bad_nodes)
         return sbatch_options(self.machine, self._made["tasks_per_node"], bad)
 
+    def check_profile(self, defaults: Mapping[str, Any] | None) -> None:
+        """ConfigError for lines of a shipped profile that were not edited, and for an account that
+        Slurm does not give this user. Asked before anything is submitted: where the executor finds
+        it in the submission of a group, it waits for ever.
+        """
+        for place, values in (("default-resources", defaults or {}), ("fit", self.fit)):
+            for name, value in values.items():
+                if str(_plain(value)).startswith("EDIT_"):
+                    raise ConfigError(
+                        f"the profile still says {name}: {_plain(value)} ({place})",
+                        fix="edit this line in config.yaml of the profile: your account, and"
+                        " partitions as `sinfo` lists them",
+                    )
+            if account := values.get("slurm_account"):
+                _check_account(str(_plain(account)), place)
+
     def wait_for_queue(self, say: Callable[[str], None]) -> None:
         """Refuse, or wait for, a job that still trains one of these runs: a killed Snakemake leaves
         its jobs behind, and a second one must not start a second trainer. Raises UnfitError.
@@ -119,14 +134,14 @@ class Allocation:
         After waiting it starts this Snakemake anew: what has to run is not what it was.
         """
         waited = False
-        while jobs := _jobs_of(self._runs):
+        while found := _jobs_of(self._runs):
             waited = True
-            told = "; ".join(f"job {job.id} ({job.state}) trains {run}" for run, job in jobs)
+            told = "; ".join(f"job {job.id} ({job.state}) trains {run}" for run, job in found)
             if self.machine.slurm.when_running == "stop":
                 raise UnfitError(
                     told,
                     cause="an earlier Snakemake was killed, or the same command was given twice",
-                    fix=f"wait for it, or end it: scancel {' '.join(job.id for _, job in jobs)}\n"
+                    fix=f"wait for it, or end it: scancel {' '.join(job.id for _, job in found)}\n"
                     "         (slurm.when_running: wait in machine.yaml waits and goes on)",
                 )
             say(f"waiting: {told}")
@@ -135,22 +150,30 @@ class Allocation:
             os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
+def _check_account(account: str, place: str) -> None:
+    from snakemake_executor_plugin_slurm.accounts import validate_account
+    from snakemake_interface_common.exceptions import WorkflowError
+
+    try:
+        validate_account(account, logging.getLogger(__name__))
+    except (WorkflowError, OSError) as err:
+        raise ConfigError(
+            f"slurm_account {account} ({place}): {err}",
+            fix="edit this line in config.yaml of the profile",
+        ) from None
+
+
 def _plain(value: Any) -> Any:
     """A resource of the profile as a number or text: on Snakemake's command line all are texts."""
     raw = getattr(value, "raw", value)
     return int(raw) if isinstance(raw, str) and raw.isdigit() else raw
 
 
-def _jobs_of(runs: dict[str, Config]) -> list[tuple[str, slurm.Job]]:
+def _jobs_of(runs: dict[str, Config]) -> list[tuple[str, jobs.QueuedJob]]:
     """Jobs in the queue that this project submitted for one of these runs."""
-    rules = "|".join(ALLOCATION_RULES)
-    found = []
-    for comment, job in slurm.jobs_in_queue(Path.cwd()):
-        # The executor's comment is the group and its rules: rule_allocation-base_fit_stage_run
-        match = re.fullmatch(rf"rule_{ALLOCATION}-(.+?)(?:_(?:{rules}))+", comment)
-        if match and match.group(1) in runs:
-            found.append((match.group(1), job))
-    return found
+    queue = jobs.read_queue([os.getuid()])
+    found = ((name, jobs.of_run(queue, name, set(), Path.cwd())) for name in runs)
+    return [(name, job) for name, job in found if job]
 
 
 # --- what rules are given --------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def interfaces(**interface):
 WITHOUT_INFINIBAND = [
     *COMMON,
     *interfaces(found=("eth7", "routes to 10.0.0.1")),
-    ("NCCL_IB_DISABLE", "1", "no InfiniBand interface is up"),
+    ("NCCL_IB_DISABLE", "1", "no InfiniBand is up"),
 ]
 WITH_INFINIBAND = [
     *COMMON,

@@ -55,6 +55,7 @@ def test_line_of_srun_starts_every_rank_itself():
         "--export=ALL",
         "--job-name=20260101T000000-7",
         "--kill-on-bad-exit=1",
+        "--overlap",
         sys.executable,
         *ENTRY,
     ]
@@ -71,6 +72,7 @@ def test_line_of_torchrun_on_two_nodes_is_one_task_a_node():
         "--export=ALL",
         "--job-name=20260101T000000-7",
         "--kill-on-bad-exit=1",
+        "--overlap",
         *TORCHRUN,
         "--shutdown-timeout=50",
         "--nnodes=2",
@@ -113,6 +115,9 @@ def test_spare_nodes_are_asked_for_on_top():
         ({**CPUS, "gpu": 8}, "gpu=8"),
         ({**GPUS, "tasks_per_node": 2}, "4 GPUs a node and 2 ranks"),
         ({**GPUS, "gres": "gpu:h100:8"}, "8 GPUs a node and 4 ranks"),
+        ({**GPUS, "gres": "4 gpus"}, "gres '4 gpus'"),
+        ({**CPUS, "nodes": "two"}, "nodes='two'"),
+        ({**CPUS, "nodes": 0}, "nodes=0"),
         ({**GPUS, "gres": "gpu"}, "1 GPUs a node and 4 ranks"),
     ],
 )
@@ -140,6 +145,11 @@ def test_options_of_sbatch_warn_the_ranks_and_merge_excluded_nodes():
         "--ntasks-per-node=4 --open-mode=append --signal=SIGUSR1@120"
         " --exclude=n7,n8,n1,n3 --mail-type=END"
     )
+
+
+def test_a_job_with_spare_nodes_outlives_a_node():
+    machine = load_machine(None, {"preflight.spare_nodes": 1})
+    assert "--no-kill" in sbatch_options(machine, 1, []).split()
 
 
 def test_no_nodes_to_leave_out_means_no_exclude():

@@ -14,20 +14,22 @@ FOLDER = Path(forge.__file__).parent
 # From the bottom up; a module imports from rows above its own in this table only.
 LAYERS = (
     # words for people
-    "errors progress stopping",
+    "errors progress stopping tail log_errors bisection",
     # config, small files, who am I
     "config manifest launch console slurm",
     # names, machine, formats of files
-    "paths machine ledger lease lineage runs corpus shards",
+    "paths machine ledger lease lineage runs corpus shards jobs bad_nodes",
     # geometry and environment of ranks
     "geometry",
     # launching, what is on disk
-    "artefacts crew fabric launcher metrics store history config_docs cpu loss",
+    "artefacts crew packs fabric launcher metrics store history config_docs cpu loss",
     # parts of the verbs
-    "loader model numerics optim world tokenizer summary charts",
-    "checkpoints encoding",
+    "loader model numerics optim world tokenizer summary charts broadcast node_staging node_checks",
+    "checkpoints encoding project staged rank_checks allocation",
+    # the halves of `stage` and `preflight` that are for several nodes
+    "staging_nodes probing restarts",
     # verbs, and their halves that run in ranks
-    "tokenization staging preflight fit trainer report show preflight_rank reload",
+    "tokenization staging preflight fit trainer report show logs status preflight_rank reload",
     "validation rank node",
     # what starts the verbs: the command, and the helpers of the Snakefile
     "cli workflow",

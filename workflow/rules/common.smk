@@ -71,6 +71,7 @@ onstart:
     if workflow.executor_plugin.name == "slurm":
         helpers.keep_for_jobs(RUNS)
         try:
+            ALLOCATION.check_profile(workflow.resource_settings.default_resources)
             ALLOCATION.wait_for_queue(logger.info)
         except ForgeError as err:
             raise WorkflowError(str(err)) from None

@@ -1,0 +1,122 @@
+"""Jobs that are stopped: by the clock, by others who come first, by a person. Each ends with the
+weights of the undisturbed run, or stays ended where a person wished it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from .cluster import Cluster
+from .job_run import JobRun, Undisturbed, measure, pending
+from .machines import wait_until
+
+BOTH = pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+NewRun = Callable[..., JobRun]
+
+
+@BOTH
+def test_time_limit_is_met_with_a_checkpoint_and_the_job_goes_on(
+    new_run: NewRun, undisturbed: Undisturbed, launcher: str, cluster: Cluster
+) -> None:
+    run = new_run(launcher)
+    job = run.submit("--time=1", "--signal=SIGUSR1@50")
+    run.wait_for_step(50)
+    held = run.ranks()
+    run.hold(lambda: all(pending(rank, signal.SIGUSR1) for rank in held), timeout=90)
+    event, step = time.time(), run.step()
+    requeued = run.wait_for_event("requeue")
+    assert requeued["cause"] == "SIGUSR1"
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")  # one time is enough
+    run.wait_for_end(job)
+    undisturbed.equals(run)
+    assert measure("time limit", run, event, step)["steps_lost"] == 0
+
+
+@BOTH
+def test_preempted_job_goes_on_after_the_other(
+    new_run: NewRun, undisturbed: Undisturbed, launcher: str, cluster: Cluster
+) -> None:
+    run = new_run(launcher)
+    job = run.submit("--partition=low")
+    run.wait_for_step(50)
+    event, step = time.time(), run.step()
+    preempt(cluster, run)
+    ended = run.wait_for_end(job)
+    assert ended["JobState"] == "COMPLETED"
+    assert ended["Restarts"] == "1"
+    undisturbed.equals(run)
+    assert measure("preemption, requeue", run, event, step)["steps_lost"] == 0
+
+
+def test_job_that_a_preemption_would_cancel_goes_back_by_itself(
+    new_run: NewRun, undisturbed: Undisturbed, cluster: Cluster
+) -> None:
+    run = new_run()
+    job = run.submit("--partition=lowcancel")
+    run.wait_for_step(50)
+    event, step = time.time(), run.step()
+    preempt(cluster, run)
+    run.wait_for_event("requeue")
+    assert run.wait_for_end(job)["JobState"] == "COMPLETED"
+    undisturbed.equals(run)
+    assert measure("preemption, cancel", run, event, step)["steps_lost"] == 0
+
+
+def test_cancelled_job_leaves_a_checkpoint_and_stays_ended(
+    new_run: NewRun, undisturbed: Undisturbed, cluster: Cluster
+) -> None:
+    run = new_run()
+    job = run.submit()
+    run.wait_for_step(50)
+    event, step = time.time(), run.step()
+    cluster.run("scancel", job)
+    wait_until(
+        lambda: job not in [each["id"] for each in cluster.squeue()], 60, f"{job} left the queue"
+    )
+    assert run.events("requeue") == []
+    [stop] = run.events("stop")
+    assert stop["step"] >= step
+    again = run.submit()
+    run.wait_for_end(again)
+    undisturbed.equals(run)
+    assert measure("scancel, then the command again", run, event, step)["steps_lost"] == 0
+
+
+def test_signal_by_scancel_sends_the_job_back(
+    new_run: NewRun, undisturbed: Undisturbed, cluster: Cluster
+) -> None:
+    run = new_run()
+    job = run.submit()
+    run.wait_for_step(50)
+    event, step = time.time(), run.step()
+    cluster.run("scancel", "--signal=TERM", job)
+    assert run.wait_for_event("requeue")["cause"] == "SIGTERM"
+    run.wait_for_end(job)
+    undisturbed.equals(run)
+    assert measure("scancel --signal=TERM", run, event, step)["steps_lost"] == 0
+
+
+def test_stop_file_ends_the_job_for_good(new_run: NewRun) -> None:
+    run = new_run()
+    job = run.submit()
+    run.wait_for_step(50)
+    event, step = time.time(), run.step()
+    run.paths.stop.touch()
+    ended = run.wait_for_end(job)
+    assert ended["ExitCode"] == "75:0"
+    assert ended["Restarts"] == "0"
+    [stop] = run.events("stop")
+    assert stop["cause"] == "STOP file" and stop["step"] >= step
+    assert measure("STOP file", run, event, step)["outcome"] == "ends"
+
+
+def preempt(cluster: Cluster, run: JobRun) -> None:
+    """A job that comes first needs the run's nodes for a moment."""
+    hosts = run.events("launch")[-1]["nodes"]
+    cluster.submit(
+        *("--partition=high", "--exclusive", "--nodes=2", f"--nodelist={','.join(hosts)}"),
+        *("--output=/dev/null", "--wrap=sleep 2"),
+    )

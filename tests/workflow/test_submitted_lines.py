@@ -1,0 +1,117 @@
+"""What profiles for GPUs give to sbatch, compared word for word: it takes no GPU to see it."""
+
+import subprocess
+import sys
+
+import pytest
+
+# Writes down how it was called, and refuses: nothing comes after it.
+SBATCH = """#!/bin/sh
+printf '%s\\n' "$@" > "$SBATCH_LINE"
+exit 1
+"""
+ANSWERS = {
+    "scontrol": "MaxArraySize = 1001",
+    "squeue": "",
+    "sacctmgr": "my_account\nmy_kempner_lab",
+    "sinfo": "gpu",
+}
+
+
+@pytest.fixture
+def submitted(project, tmp_path):
+    """submitted(profile): the arguments of sbatch for the run's allocation."""
+    project.write_config()
+    code, output = project.snakemake("--until", "tokenize")
+    assert code == 0, output
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    scripts = {name: f"#!/bin/sh\nprintf '{answer}\\n'\n" for name, answer in ANSWERS.items()}
+    for name, text in {**scripts, "sbatch": SBATCH}.items():
+        (bin_folder / name).write_text(text)
+        (bin_folder / name).chmod(0o755)
+
+    def words(profile):
+        config = project.root / "profiles" / profile / "config.yaml"
+        config.write_text(config.read_text().replace("EDIT_", "my_"))
+        environment = project.environment
+        environment |= {
+            "PATH": f"{bin_folder}:{environment['PATH']}",
+            "SBATCH_LINE": str(tmp_path / "line"),
+        }
+        line = [sys.executable, "-m", "snakemake", "--profile", f"profiles/{profile}", "train"]
+        done = subprocess.run(
+            line,
+            cwd=project.root,
+            env=environment,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode != 0
+        assert (tmp_path / "line").exists(), done.stdout + done.stderr
+        return own((tmp_path / "line").read_text().splitlines())
+
+    return words
+
+
+def own(words):
+    """What Forge and the profile decide; not names of this Snakemake and its command."""
+    kept, skip = [], False
+    for word in words:
+        if skip or word.startswith("--wrap"):
+            skip = False
+            continue
+        skip = word in ("--job-name", "--output", "-D")
+        if not skip:
+            kept.append(word)
+    return kept
+
+
+COMMON = ["--parsable", "--export=ALL", "--comment"]
+COMMENT = "rule_allocation-base_fit_preflight_run_stage_run"
+ALWAYS = ["--ntasks-per-node=4", "--open-mode=append", "--signal=SIGUSR1@120"]
+
+
+def test_kempner_asks_for_whole_h100_nodes_with_one_task_a_gpu(submitted):
+    assert submitted("kempner") == [
+        *COMMON,
+        COMMENT,
+        *("-A", "my_kempner_lab", "-p", "kempner_h100", "-t", "2880", "--mem", "1200000"),
+        *("--nodes=2", "--requeue", "--cpus-per-task=16"),
+        *ALWAYS,
+        "--gres=gpu:4",
+    ]
+
+
+def test_kempner_requeue_asks_for_nodes_of_one_kind_and_seven_days(submitted):
+    assert submitted("kempner-requeue") == [
+        *COMMON,
+        COMMENT,
+        *("-A", "my_kempner_lab", "-p", "kempner_requeue", "-t", "10080", "-C", "h100"),
+        *("--mem", "1200000", "--nodes=2", "--requeue", "--cpus-per-task=16"),
+        *ALWAYS,
+        "--gres=gpu:4",
+    ]
+
+
+def test_ethernet_asks_for_gpus_by_node(submitted):
+    assert submitted("ethernet") == [
+        *COMMON,
+        COMMENT,
+        *("-A", "my_account", "-p", "my_gpu_partition", "-t", "1440", "--mem", "64000"),
+        *("--nodes=2", "--requeue", "--cpus-per-task=8"),
+        *("--ntasks-per-node=2", *ALWAYS[1:]),
+        "--gres=gpu:2",
+    ]
+
+
+def test_slurm_cpu_asks_for_tasks(submitted):
+    assert submitted("slurm-cpu") == [
+        *COMMON,
+        COMMENT,
+        *("-A", "my_account", "-p", "my_partition", "-t", "240", "--mem", "8000"),
+        *("--nodes=2", "--requeue", "--ntasks=4", "--cpus-per-task=4"),
+        *("--ntasks-per-node=2", *ALWAYS[1:]),
+    ]
