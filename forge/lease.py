@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from forge import slurm
 from forge.errors import UnfitError
@@ -33,6 +34,20 @@ def lease(folder: Path, verb: str) -> Iterator[None]:
     finally:
         if _read(name) == mine:
             name.unlink(missing_ok=True)
+
+
+def check_held(folder: Path, holder: dict[str, Any]) -> None:
+    """UnfitError when the folder is held from another host than that of `holder` (a Process as JSON):
+    whoever has taken over writes there now, and must not find its files changed.
+
+    A successor on the same host is no danger: it waits for the ranks of the one before.
+    """
+    held = _read(folder / ".lease")
+    if held and held["host"] != holder["host"]:
+        raise UnfitError(
+            f"{folder} is held by {_who(held)} now: nothing was committed",
+            cause="this node was cut off, and the run has gone on elsewhere",
+        )
 
 
 def _acquire(name: Path, mine: dict[str, object]) -> None:

@@ -20,6 +20,7 @@ from forge.console import RankProgress
 from forge.errors import DataError, Exit, TrainingError
 from forge.launch import hostname
 from forge.launcher import Record, Spec
+from forge.lease import check_held
 from forge.lineage import lineage, versions
 from forge.loader import Loader, Windows, eval_batches
 from forge.manifest import digest_file
@@ -336,6 +337,8 @@ class Trainer:
         manifest = self._manifest(files, probe)
 
         def commit() -> None:
+            # A node that was cut off may find that its job has gone on elsewhere.
+            check_held(self.paths.root, self.spec.launcher)
             store.commit(self.paths, folder, manifest, self.settings.keep_last)
 
         self.world.on_main(commit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import yaml
 from forge.manifest import read_json
 
 from .cluster import Cluster
-from .job_run import GOAL, Undisturbed
+from .job_run import GOAL, SCIENCE, Undisturbed
 from .machines import wait_until
 from .project import Project
 
@@ -170,18 +169,6 @@ def test_preempted_job_is_waited_for(
     undisturbed.equals(run)
 
 
-def test_power_cut_is_survived_by_the_workflow(
-    new_project: NewProject, cluster: Cluster, undisturbed: Undisturbed
-) -> None:
-    project = new_project(on=3)
-    command = project.start()
-    run = project.run()
-    run.wait_for_step(250, timeout=120)
-    cluster.power_cut(run.events("launch")[-1]["nodes"][1])
-    assert project.end(command, timeout=280) == 0, project.said()
-    undisturbed.equals(run)
-
-
 def test_accounting_that_is_down_for_half_a_minute_is_not_noticed(
     new_project: NewProject, whole_cluster: Cluster, undisturbed: Undisturbed
 ) -> None:
@@ -210,6 +197,29 @@ def test_kempner_profile_runs_with_only_partition_gpus_and_backend_changed(
     undisturbed.equals(project.run())
 
 
+@pytest.mark.parametrize(
+    ("profile", "fit", "machine"),
+    [
+        ("slurm-cpu", {}, {"launcher": "torchrun"}),
+        ("ethernet", {"gres": "gpu:1"}, {"fabric": {"backend": "gloo", "timeout_sec": 60}}),
+    ],
+)
+def test_one_rank_on_one_node_is_no_special_case(
+    new_project: NewProject, profile: str, fit: dict[str, Any], machine: dict[str, Any]
+) -> None:
+    project = new_project(
+        on=1,
+        profile=profile,
+        fit={"nodes": 1, "tasks_per_node": 1, **fit},
+        machine=machine,
+        values={"train": {**SCIENCE["train"], "max_steps": 20}},
+    )
+    assert project.end(project.start()) == 0, project.said()
+    run = project.run()
+    assert read_json(run.paths.validated)["status"] == "valid"
+    assert [event["world_size"] for event in run.events("launch")] == [1]
+
+
 def test_interactive_profile_trains_inside_an_allocation(
     new_project: NewProject, cluster: Cluster, undisturbed: Undisturbed
 ) -> None:
@@ -236,16 +246,3 @@ def test_profile_that_was_not_edited_is_refused_before_anything_is_submitted(
     assert project.end(project.start(), timeout=60) != 0
     assert "the profile still says slurm_account: EDIT_account" in project.output()
     assert project.submitted() == []
-
-
-def test_scancel_of_the_job_stays_ended_and_snakemake_says_so(
-    new_project: NewProject, cluster: Cluster
-) -> None:
-    project = new_project()
-    command = project.start()
-    project.run().wait_for_step(50, timeout=120)
-    cluster.run("scancel", project.submitted()[-1])
-    assert project.end(command, timeout=120) != 0
-    all_jobs_gone(cluster, project, 60)
-    [stop] = project.run().events("stop")
-    assert stop["cause"] in signal.Signals.__members__

@@ -11,7 +11,7 @@ import pytest
 from forge import slurm
 from forge.errors import UnfitError
 from forge.launch import Process, hostname
-from forge.lease import lease
+from forge.lease import check_held, lease
 
 
 def test_second_writer_is_refused_with_pid_and_host(tmp_path):
@@ -135,3 +135,13 @@ def test_of_many_starts_at_once_exactly_one_wins(tmp_path):
     for start in starts:
         start.communicate("done\n", timeout=30)
     assert sorted(outcomes) == ["refused"] * 5 + ["won"]
+
+
+def test_a_node_that_was_cut_off_is_told_that_the_run_went_on_elsewhere(tmp_path):
+    mine = Process.current().to_json()
+    with lease(tmp_path, "train"):
+        check_held(tmp_path, mine)
+    check_held(tmp_path, mine)  # nobody
+    held_by_job(tmp_path)
+    with pytest.raises(UnfitError, match=r"held by `forge train` .* on node07, Slurm job 42"):
+        check_held(tmp_path, mine)
