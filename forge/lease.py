@@ -17,23 +17,27 @@ from forge.launch import Process, hostname
 from forge.manifest import atomic_open, disk_trouble
 from forge.progress import say
 
+LEASE = ".lease"
+# Held by the Snakemake that looks after a run: a second one would submit the same job again.
+WORKFLOW_LEASE = ".workflow-lease"
+
 
 @contextmanager
-def lease(folder: Path, verb: str) -> Iterator[None]:
+def lease(folder: Path, verb: str, *, name: str = LEASE) -> Iterator[None]:
     """Hold the right to write `folder`; UnfitError names a living holder, a dead one is replaced.
 
     Made with link(2), which fails where the name exists: works on NFS too, unlike flock. A holder on
     another host is judged by its Slurm job: whether that runs, and in which restart.
     """
-    name = folder / ".lease"
+    path = folder / name
     job = slurm.this_job()
     mine = {**Process.current().to_json(), "verb": verb, "restart": job.restarts if job else 0}
-    _acquire(name, mine)
+    _acquire(path, mine)
     try:
         yield
     finally:
-        if _read(name) == mine:
-            name.unlink(missing_ok=True)
+        if _read(path) == mine:
+            path.unlink(missing_ok=True)
 
 
 def check_held(folder: Path, holder: dict[str, Any]) -> None:
@@ -42,7 +46,7 @@ def check_held(folder: Path, holder: dict[str, Any]) -> None:
 
     A successor on the same host is no danger: it waits for the ranks of the one before.
     """
-    held = _read(folder / ".lease")
+    held = _read(folder / LEASE)
     if held and held["host"] != holder["host"]:
         raise UnfitError(
             f"{folder} is held by {_who(held)} now: nothing was committed",
@@ -137,4 +141,6 @@ def _refuse_living_job(name: Path, held: dict[str, object], job_id: str) -> None
 
 def _who(held: dict[str, object]) -> str:
     job = f", Slurm job {held['slurm_job']}" if held.get("slurm_job") else ""
-    return f"`forge {held.get('verb')}` (pid {held.get('pid')} on {held.get('host')}{job})"
+    verb = held.get("verb")
+    command = verb if verb == "snakemake" else f"forge {verb}"
+    return f"`{command}` (pid {held.get('pid')} on {held.get('host')}{job})"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from forge.artefacts import freeze
 from forge.config import Config, checked
 from forge.errors import ConfigError, UnfitError
 from forge.geometry import allocation_resources, sbatch_options
+from forge.lease import WORKFLOW_LEASE, lease
 from forge.machine import Machine, load_machine
 from forge.manifest import canonical, digest_bytes, write_json
 from forge.paths import RunPaths
@@ -127,27 +130,33 @@ class Allocation:
             if account := values.get("slurm_account"):
                 _check_account(str(_plain(account)), place)
 
-    def wait_for_queue(self, say: Callable[[str], None]) -> None:
-        """Refuse, or wait for, a job that still trains one of these runs: a killed Snakemake leaves
-        its jobs behind, and a second one must not start a second trainer. Raises UnfitError.
+    def take_over(self, say: Callable[[str], None], *, submits: bool) -> None:
+        """Look after these runs until this Snakemake ends, as the only one.
 
-        After waiting it starts this Snakemake anew: what has to run is not what it was.
+        A second command must not start a second trainer: a living Snakemake that does the same, or a
+        job that still trains one of the runs (a killed Snakemake leaves its jobs behind), is named and
+        refused, or waited for (slurm.when_running). Raises UnfitError.
         """
         waited = False
-        while found := _jobs_of(self._runs):
-            waited = True
-            told = "; ".join(f"job {job.id} ({job.state}) trains {run}" for run, job in found)
-            if self.machine.slurm.when_running == "stop":
-                raise UnfitError(
-                    told,
-                    cause="an earlier Snakemake was killed, or the same command was given twice",
-                    fix=f"wait for it, or end it: scancel {' '.join(job.id for _, job in found)}\n"
-                    "         (slurm.when_running: wait in machine.yaml waits and goes on)",
-                )
-            say(f"waiting: {told}")
-            time.sleep(QUEUE_POLL_SEC)
-        if waited:
-            os.execv(sys.executable, [sys.executable, *sys.argv])
+        while True:
+            try:
+                with ExitStack() as held:
+                    for settings in self._runs.values():
+                        root = RunPaths.of(settings).root
+                        held.enter_context(lease(root, "snakemake", name=WORKFLOW_LEASE))
+                    if submits:
+                        _refuse_queued(self._runs)
+                    if not waited:
+                        atexit.register(held.pop_all().close)
+                        return
+                # What has to run is not what it was: begin anew.
+                os.execv(sys.executable, [sys.executable, "-m", "snakemake", *sys.argv[1:]])
+            except UnfitError as err:
+                if self.machine.slurm.when_running == "stop":
+                    raise
+                say(f"waiting: {err.what}")
+                waited = True
+                time.sleep(QUEUE_POLL_SEC)
 
 
 def _check_account(account: str, place: str) -> None:
@@ -167,6 +176,16 @@ def _plain(value: Any) -> Any:
     """A resource of the profile as a number or text: on Snakemake's command line all are texts."""
     raw = getattr(value, "raw", value)
     return int(raw) if isinstance(raw, str) and raw.isdigit() else raw
+
+
+def _refuse_queued(runs: dict[str, Config]) -> None:
+    if found := _jobs_of(runs):
+        raise UnfitError(
+            "; ".join(f"job {job.id} ({job.state}) trains {run}" for run, job in found),
+            cause="an earlier Snakemake was killed, or the same command was given twice",
+            fix=f"wait for it, or end it: scancel {' '.join(job.id for _, job in found)}\n"
+            "         (slurm.when_running: wait in machine.yaml waits and goes on)",
+        )
 
 
 def _jobs_of(runs: dict[str, Config]) -> list[tuple[str, jobs.QueuedJob]]:

@@ -110,7 +110,10 @@ def test_same_command_given_twice_at_once_trains_once(
     project = new_project()
     commands = [project.start(), project.start()]
     codes = [project.end(command) for command in commands]
-    assert 0 in codes, project.said()
+    assert sorted(map(bool, codes)) == [False, True], project.said()
+    refused = project.output(0 if codes[0] else 1)
+    assert "is being written by `snakemake`" in refused
+    assert len(project.submitted()) == 2  # the allocation and the validation, once
     undisturbed.equals(project.run())
     trained = [line["step"] for line in project.run().train_lines()]
     assert trained == list(range(1, GOAL + 1))

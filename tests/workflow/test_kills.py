@@ -57,6 +57,31 @@ def test_ctrl_c_commits_and_the_same_command_goes_on(long_project, undisturbed):
     finish(long_project, undisturbed)
 
 
+def test_same_command_given_twice_is_refused_and_the_first_is_not_disturbed(
+    long_project, undisturbed
+):
+    process = long_project.start("train")
+    long_project.wait_for_step(6, process)
+    code, output = long_project.snakemake("train")
+    assert code != 0
+    assert f"is being written by `snakemake` (pid {process.pid}" in output
+    process.communicate(timeout=120)
+    assert process.returncode == 0
+    finish(long_project, undisturbed)
+
+
+def test_the_same_command_can_wait_for_the_first(long_project, undisturbed):
+    long_project.machine(slurm={"when_running": "wait"})
+    first = long_project.start("train")
+    long_project.wait_for_step(6, first)
+    code, output = long_project.snakemake("train")
+    assert code == 0, output
+    assert "waiting: " in output
+    assert first.communicate(timeout=60) and first.returncode == 0
+    assert "Nothing to be done" in output
+    finish(long_project, undisturbed)
+
+
 def test_two_complete_runs_from_scratch_give_the_same_digests(long_project, undisturbed):
     finish(long_project, undisturbed)
     for name in ("data/tokenizers", "data/tokens"):

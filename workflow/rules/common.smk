@@ -68,13 +68,14 @@ def resumed_files(wildcards):
 
 onstart:
     # Not in a dry run. Only here is it known where jobs will run.
-    if workflow.executor_plugin.name == "slurm":
-        helpers.keep_for_jobs(RUNS)
-        try:
+    submits = workflow.executor_plugin.name == "slurm"
+    try:
+        if submits:
             ALLOCATION.check_profile(workflow.resource_settings.default_resources)
-            ALLOCATION.wait_for_queue(logger.info)
-        except ForgeError as err:
-            raise WorkflowError(str(err)) from None
+            helpers.keep_for_jobs(RUNS)
+        ALLOCATION.take_over(logger.info, submits=submits)
+    except ForgeError as err:
+        raise WorkflowError(str(err)) from None
     # `resume` says go on, also to a run that a STOP file has stopped. Not in a dry run.
     helpers.remove_stop_files({name: RUNS[name] for name in RESUMED}, logger.info)
 
