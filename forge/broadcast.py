@@ -101,19 +101,7 @@ class Broadcast:
             f"--jobid={self._job_id}.{self._step_id}",
             *(str(file), f"{folder}/{file.name}"),
         ]
-        try:
-            done = subprocess.run(
-                command,
-                check=False,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=limit,
-                env=slurm.environment(),
-            )
-            trouble = done.stderr if done.returncode else ""
-        except subprocess.TimeoutExpired:
-            trouble = f"{file.name} was not sent within {limit:.0f} s"
+        _, trouble = slurm.run(command, timeout_sec=limit)
         if trouble:
             raise Broken(blame(trouble, self._hosts))
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from forge import ledger, slurm
 from forge.geometry import Place
@@ -20,6 +21,7 @@ REQUEUED_CAUSES = ("SIGUSR1", "SIGTERM", "peer lost")
 # Slurm ends a requeued job within its KillWait (30 s by default) plus a scheduling round.
 REQUEUE_WAIT_SEC = 180.0
 NODE_ANSWER_SEC = 20.0
+ASKED_AT_ONCE = 32
 
 
 def silent_nodes(place: Place) -> list[str]:
@@ -27,7 +29,9 @@ def silent_nodes(place: Place) -> list[str]:
     if place.job is None or place.is_here:
         return []
     job_id = place.job.id
-    return [host for host in place.hosts if not slurm.answers(job_id, host, NODE_ANSWER_SEC)]
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+        well = pool.map(lambda host: slurm.answers(job_id, host, NODE_ANSWER_SEC), place.hosts)
+        return [host for host, answered in zip(place.hosts, well, strict=True) if not answered]
 
 
 def was_cancelled(place: Place) -> bool:

@@ -157,46 +157,44 @@ def environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k in KEPT or not k.startswith(dropped)}
 
 
-def answers(job_id: str, host: str, timeout_sec: float) -> bool:
-    """Whether this node of the job starts a process within the time."""
-    line = [*srun(job_id, [host], options=("--overlap", "--gres=none", "--immediate=10")), "true"]
+def run(command: Sequence[str], *, timeout_sec: float) -> tuple[str, str]:
+    """What a Slurm command prints, and its trouble in words ("" when it went well)."""
     try:
         done = subprocess.run(
-            line,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=timeout_sec,
-            env=environment(),
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
-
-
-def output_on(job_id: str, host: str, command: Sequence[str], timeout_sec: float = 60) -> str:
-    """What a short command prints on one node of the job. Raises UnfitError that names the node."""
-    line = [*srun(job_id, [host], options=("--overlap", "--gres=none")), *command]
-    try:
-        done = subprocess.run(
-            line,
+            command,
             check=False,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=timeout_sec,
-            env=environment(),
+            env={**environment(), "SLURM_TIME_FORMAT": "standard"},
         )
-        trouble = done.stderr.strip() if done.returncode else ""
     except subprocess.TimeoutExpired:
-        trouble = f"no answer within {timeout_sec:g} s"
+        return "", f"no answer within {timeout_sec:g} s"
+    except OSError as err:
+        return "", f"{command[0]}: {err}"
+    if done.returncode:
+        return done.stdout, done.stderr.strip() or f"exit status {done.returncode}"
+    return done.stdout, ""
+
+
+def answers(job_id: str, host: str, timeout_sec: float) -> bool:
+    """Whether this node of the job starts a process within the time."""
+    line = srun(job_id, [host], options=("--overlap", "--gres=none", "--immediate=10"))
+    return not run([*line, "true"], timeout_sec=timeout_sec)[1]
+
+
+def output_on(job_id: str, host: str, command: Sequence[str], timeout_sec: float = 60) -> str:
+    """What a short command prints on one node of the job. Raises UnfitError that names the node."""
+    line = srun(job_id, [host], options=("--overlap", "--gres=none"))
+    output, trouble = run([*line, *command], timeout_sec=timeout_sec)
     if trouble:
         raise UnfitError(
             f"node {host} cannot run {command[0]}: {trouble}",
             cause="the node is down, or does not see this Python",
             fix="run the target preflight, which names unfit nodes",
         )
-    return done.stdout
+    return output
 
 
 def cancel_step(job_id: str, name: str) -> None:
@@ -227,25 +225,11 @@ def ask(*command: str, patience_sec: float | None = None, timeout_sec: float = A
     not answer; each time for timeout_sec at most. Raises SlurmSilent and Refused."""
     end = time.monotonic() + (PATIENCE_SEC if patience_sec is None else patience_sec)
     while True:
-        try:
-            done = subprocess.run(
-                command,
-                check=False,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=timeout_sec,
-                env={**environment(), "SLURM_TIME_FORMAT": "standard"},
-            )
-            if done.returncode == 0:
-                return done.stdout
-            trouble = done.stderr.strip()
-            if not _is_silence(trouble):
-                raise Refused(trouble)
-        except subprocess.TimeoutExpired:
-            trouble = f"no answer within {timeout_sec:g} s"
-        except OSError as err:
-            raise silent(f"{command[0]}: {err}") from None
+        output, trouble = run(command, timeout_sec=timeout_sec)
+        if not trouble:
+            return output
+        if not _is_silence(trouble):
+            raise Refused(trouble)
         if time.monotonic() > end:
             raise silent(f"{' '.join(command)}: {trouble}")
         time.sleep(1)
@@ -254,7 +238,7 @@ def ask(*command: str, patience_sec: float | None = None, timeout_sec: float = A
 def _is_silence(trouble: str) -> bool:
     return any(
         sign in trouble
-        for sign in ("Unable to contact", "Connection refused", "timed out", "Socket timed out")
+        for sign in ("Unable to contact", "Connection refused", "timed out", "no answer within")
     )
 
 
