@@ -36,7 +36,8 @@ class Stage(Section):
     """Where token shards are put for fast reading."""
 
     mode: Literal["auto", "always", "never"] = "auto"
-    """`auto` stages unless the shards already lie on the staging folder's own file system."""
+    """`auto` reads in place on the staging folder's own file system, and on a shared one that a
+    measurement on the node finds fast enough (1000 random reads/s, 500 MiB/s); else it stages."""
     folder: str | None = None
     """Node-local folder; null: $SLURM_TMPDIR, else $TMPDIR, else /tmp."""
     keep: bool = False

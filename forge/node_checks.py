@@ -26,7 +26,7 @@ import blake3
 import psutil
 
 import forge
-from forge import fabric
+from forge import fabric, slurm
 from forge.errors import DataError, UnfitError
 from forge.launch import hostname, node_local_folder
 from forge.machine import Machine
@@ -201,6 +201,10 @@ def _results_writable(folder: Path) -> Check:
         probe.unlink()
     except UnfitError as err:
         return Check("results", "fail", err.what, err.fix)
+    if slurm.this_job_id() and folder.resolve().is_relative_to(Path.home().resolve()):
+        # Homes of clusters are small, slow and shared by all jobs of a user.
+        fix = "set `results` and `data` in config.yaml to scratch storage"
+        return Check("results", "warn", f"{folder} is in your home folder", fix)
     return Check("results", "ok", f"{folder} is writable")
 
 

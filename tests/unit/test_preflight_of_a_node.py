@@ -89,6 +89,16 @@ def test_missing_shards_are_named(wanted):
     assert check == Check("data", "fail", f"cannot read {manifest}", "run: forge tokenize")
 
 
+def test_results_in_the_home_folder_of_a_cluster_warn(wanted, monkeypatch):
+    monkeypatch.setenv("HOME", wanted.results)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert checks(wanted)["results"].status == "ok"
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    check = checks(wanted)["results"]
+    assert check.status == "warn" and "in your home folder" in check.message
+    assert "scratch" in check.fix
+
+
 def test_results_that_cannot_be_written_fail(wanted):
     # A file in the way: unlike a mode, it stops root as well.
     inside = Path(wanted.results) / "file"
