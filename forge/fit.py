@@ -145,7 +145,7 @@ def _train_until_it_ends(
 
 
 def _nodes_that_passed(paths: RunPaths) -> list[str]:
-    """The nodes that the preflight of this allocation chose; none where it was not asked."""
+    """The fit nodes of this allocation, spare ones too; none where preflight was not asked."""
     if not paths.preflight_pass.exists():
         return []
     return list(read_json(paths.preflight_pass).get("nodes", []))
@@ -159,7 +159,7 @@ def _requeue(
     *,
     started_at: store.Checkpoint | None,
 ) -> None:
-    """Back to the queue if Slurm and the cause allow it, which does not return; else say why not."""
+    """Back to the queue if Slurm and the cause allow it, which ends this process; else say why not."""
     if place.job is None:
         return
     checkpoint = store.latest(paths)
@@ -193,8 +193,8 @@ def _conclude(config: Config, paths: RunPaths, record: Record) -> Path:
     )
     if record.status == "lost":
         raise UnfitError(
-            f"a rank was lost {1 + MAX_RESTARTS_AFTER_LOSS} times: {record.message}",
-            cause="killed by the system (out of memory?), or the node or network fails",
+            f"ranks were lost, and starting them again did not help: {record.message}",
+            cause="killed by the system (out of memory?), or a node or the network fails",
             fix=f"read the ranks' logs in {paths.logs}, then give the same command again",
         )
     raise RankFailure(record, paths.logs)

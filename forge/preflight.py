@@ -128,9 +128,8 @@ def preflight(config: Config, machine: Machine, geometry: Geometry) -> Path:
             if place.job and len(found.fit) < geometry.nodes:
                 bad_nodes.add(paths.bad_nodes, allocation.bad_nodes(nodes))
             raise _unfit(config, paths, found)
-        write_json(
-            paths.preflight_pass, {"status": "ok", "host": hostname(), "nodes": found.chosen}
-        )
+        # All that are fit: training takes the first ones, and the others when it loses one.
+        write_json(paths.preflight_pass, {"status": "ok", "host": hostname(), "nodes": found.fit})
     return paths.preflight_pass
 
 
