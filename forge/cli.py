@@ -190,15 +190,21 @@ def _tokenize(options: argparse.Namespace) -> None:
 
 
 def _stage(options: argparse.Namespace) -> None:
+    from forge.restarts import back_to_the_queue_if_preempted
     from forge.staging import stage
 
-    stage(_load(options), _load_machine(options), _geometry(options))
+    machine = _load_machine(options)
+    with back_to_the_queue_if_preempted(machine):
+        stage(_load(options), machine, _geometry(options))
 
 
 def _preflight(options: argparse.Namespace) -> None:
     from forge.preflight import preflight
+    from forge.restarts import back_to_the_queue_if_preempted
 
-    preflight(_load(options), _load_machine(options), _geometry(options))
+    machine = _load_machine(options)
+    with back_to_the_queue_if_preempted(machine):
+        preflight(_load(options), machine, _geometry(options))
 
 
 def _train(options: argparse.Namespace) -> None:

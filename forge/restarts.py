@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from forge import ledger, slurm
+from forge.errors import ForgeError
 from forge.geometry import Place
 from forge.launcher import Record
 from forge.machine import Machine
@@ -32,6 +34,24 @@ def silent_nodes(place: Place) -> list[str]:
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         well = pool.map(lambda host: slurm.answers(job_id, host, NODE_ANSWER_SEC), place.hosts)
         return [host for host, answered in zip(place.hosts, well, strict=True) if not answered]
+
+
+@contextmanager
+def back_to_the_queue_if_preempted(machine: Machine) -> Iterator[None]:
+    """For what comes before training: an error while the job is preempted is the preemption's.
+
+    Slurm requeues a preempted job only while its batch script runs or has ended well: a rule that
+    fails because its steps were signalled would end the job for good.
+    """
+    try:
+        yield
+    except ForgeError:
+        job = slurm.this_job()
+        may = job and job.is_preempted and job.batch and job.restarts < machine.slurm.max_restarts
+        if job and may and not slurm.requeue(job.id):
+            say(f"job {job.id} is preempted: it goes back to the queue and begins again")
+            _wait_for_the_end()
+        raise
 
 
 def was_cancelled(place: Place) -> bool:

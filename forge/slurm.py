@@ -43,6 +43,7 @@ class Job:
     name: str
     batch: bool  # False: salloc, which cannot be requeued
     end_time: float | None  # seconds since the epoch, None when there is no limit
+    is_preempted: bool = False  # another job takes its nodes
 
     @property
     def is_living(self) -> bool:
@@ -95,6 +96,7 @@ def parse_job(text: str) -> Job:
         name=field("JobName"),
         batch=field("BatchFlag", "0") != "0",
         end_time=None if end == "Unknown" else datetime.fromisoformat(end).timestamp(),
+        is_preempted=field("PreemptTime", "None") != "None",
     )
 
 

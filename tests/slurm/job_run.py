@@ -111,6 +111,32 @@ class Progress:
         )
         return self.events(name)[count - 1]
 
+    def ranks(self) -> list[psutil.Process]:
+        """The living rank processes of this run, on all nodes."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                # Not srun and torchrun, which have the same words behind others.
+                line = [word for word in process.cmdline()[1:] if word != "-u"]
+                mine = line[:2] == ["-m", "forge.rank"] and line[2].startswith(
+                    str(self.paths.launches)
+                )
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def hold(self, until: Callable[[], object], timeout: float) -> None:
+        """Stop the ranks (SIGSTOP) until something has happened: a step waits for no scheduler."""
+        held = self.ranks()
+        for process in held:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            wait_until(until, timeout, "what the ranks were held for", self.said)
+        finally:
+            for process in held:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGCONT)
+
     def said(self) -> str:
         """The last words of the run's logs, for a test that waits in vain."""
         logs = sorted(self.paths.logs.glob("*.log")) + sorted(self.folder.parent.glob("*.out"))
@@ -157,39 +183,14 @@ class JobRun(Progress):
         ends = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL PREEMPTED"
         return self.cluster.wait_for_state(job, ends, timeout)
 
-    def ranks(self) -> list[psutil.Process]:
-        """The living rank processes of this run, on all nodes."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                # Not srun and torchrun, which have the same words behind others.
-                line = [word for word in process.cmdline()[1:] if word != "-u"]
-                mine = line[:2] == ["-m", "forge.rank"] and line[2].startswith(
-                    str(self.paths.launches)
-                )
-                if mine and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
 
-    def hold(self, until: Callable[[], object], timeout: float) -> None:
-        """Stop the ranks (SIGSTOP) until something has happened: a step waits for no scheduler."""
-        held = self.ranks()
-        for process in held:
-            process.send_signal(signal.SIGSTOP)
-        try:
-            wait_until(until, timeout, "what the ranks were held for", self.said)
-        finally:
-            for process in held:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGCONT)
-
-
-def pending(process: psutil.Process, number: signal.Signals) -> bool:
-    """Whether the kernel holds this signal for a stopped process (man 5 proc, ShdPnd)."""
+def pending(process: psutil.Process, *numbers: signal.Signals) -> bool:
+    """Whether the kernel holds one of these signals for a stopped process (man 5 proc, ShdPnd)."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         status = Path(f"/proc/{process.pid}/status").read_text()
         masks = (line.split()[1] for line in status.splitlines() if "Pnd:" in line)
-        return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+        wanted = sum(1 << (number - 1) for number in numbers)
+        return any(int(mask, 16) & wanted for mask in masks)
     return True  # it has ended meanwhile
 
 

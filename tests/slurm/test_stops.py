@@ -44,6 +44,8 @@ def test_preempted_job_goes_on_after_the_other(
     run.wait_for_step(50)
     event, step = time.time(), run.step()
     preempt(cluster, run)
+    held = run.ranks()
+    run.hold(lambda: all(pending(rank, signal.SIGUSR1, signal.SIGTERM) for rank in held), 60)
     ended = run.wait_for_end(job)
     assert ended["JobState"] == "COMPLETED"
     assert ended["Restarts"] == "1"
@@ -59,6 +61,8 @@ def test_job_that_a_preemption_would_cancel_goes_back_by_itself(
     run.wait_for_step(50)
     event, step = time.time(), run.step()
     preempt(cluster, run)
+    held = run.ranks()
+    run.hold(lambda: all(pending(rank, signal.SIGUSR1, signal.SIGTERM) for rank in held), 60)
     run.wait_for_event("requeue")
     assert run.wait_for_end(job)["JobState"] == "COMPLETED"
     undisturbed.equals(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import yaml
 from forge.manifest import read_json
 
 from .cluster import Cluster
-from .job_run import GOAL, SCIENCE, Undisturbed
+from .job_run import GOAL, SCIENCE, Progress, Undisturbed, pending
 from .machines import wait_until
 from .project import Project
 
@@ -150,25 +151,34 @@ def test_job_in_the_queue_keeps_the_config_it_was_submitted_with(
     project.end(command)
 
 
+def preempted(run: Progress) -> Callable[[], bool]:
+    """Whether the ranks of now have been told to leave."""
+    ranks = run.ranks()
+    return lambda: all(pending(rank, signal.SIGUSR1, signal.SIGTERM) for rank in ranks)
+
+
 def excluded(project: Project) -> list[str]:
     machine = yaml.safe_load((project.profile_folder / "machine.yaml").read_text())
     return list(machine.get("slurm", {}).get("exclude", []))
 
 
-def test_preempted_job_is_waited_for(
+def test_job_preempted_in_preflight_and_again_in_training_is_waited_for(
     new_project: NewProject, cluster: Cluster, undisturbed: Undisturbed
 ) -> None:
     project = new_project(fit={"slurm_partition": "low"})
     command = project.start()
     run = project.run()
+    hosts = ",".join(sorted(set(cluster.nodes) - set(excluded(project))))
+    first = ("--partition=high", "--exclusive", "--nodes=2", f"--nodelist={hosts}")
+    wait_until(run.paths.stage.exists, 120, "staged", project.said, every=0.05)
+    cluster.submit(*first, "--output=/dev/null", "--wrap=sleep 2")
+    job = project.wait_for_job()
+    wait_until(lambda: int(cluster.job(job)["Restarts"]) == 1, 90, "a restart", project.said)
     run.wait_for_step(50, timeout=120)
-    hosts = run.events("launch")[-1]["nodes"]
-    cluster.submit(
-        *("--partition=high", "--exclusive", "--nodes=2", f"--nodelist={','.join(hosts)}"),
-        *("--output=/dev/null", "--wrap=sleep 2"),
-    )
+    cluster.submit(*first, "--output=/dev/null", "--wrap=sleep 2")
+    run.hold(preempted(run), timeout=60)  # else it may be through before Slurm has decided
     assert project.end(command, timeout=240) == 0, project.said()
-    assert int(cluster.job(project.submitted()[0])["Restarts"]) == 1
+    assert int(cluster.job(job)["Restarts"]) == 2, project.said()
     undisturbed.equals(run)
 
 

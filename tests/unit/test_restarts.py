@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from forge import restarts, slurm
+from forge.errors import UnfitError
 from forge.geometry import Place
 from forge.launcher import Record
 from forge.machine import load_machine
@@ -93,3 +94,17 @@ def test_hosts_are_picked_in_the_jobs_order_without_those_to_avoid():
     place = Place(("n1", "n2", "n3"), JOB)
     assert restarts.pick_hosts(place, 2, avoid=["n1"]).hosts == ("n2", "n3")
     assert restarts.pick_hosts(place, 3, avoid=["n1"]) is None
+
+
+@pytest.mark.parametrize(("preempted", "sent"), [(True, ["42"]), (False, [])])
+def test_error_before_training_sends_only_a_preempted_job_back(
+    monkeypatch, slurm_says, preempted, sent
+):
+    requeued = slurm_says(JOB)
+    monkeypatch.setattr(slurm, "this_job", lambda: replace(JOB, is_preempted=preempted))
+    with (
+        pytest.raises(UnfitError, match="no answer"),
+        restarts.back_to_the_queue_if_preempted(load_machine(None)),
+    ):
+        raise UnfitError("no answer")
+    assert requeued == sent

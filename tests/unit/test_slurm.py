@@ -33,6 +33,12 @@ def test_a_waiting_job_has_no_nodes():
     assert job.nodes == () and job.is_waiting and not job.is_living
 
 
+def test_a_preempted_job_is_known_by_its_time():
+    assert not slurm.parse_job(RUNNING).is_preempted
+    assert not slurm.parse_job(f"{RUNNING} PreemptTime=None").is_preempted
+    assert slurm.parse_job(f"{RUNNING} PreemptTime=2026-11-21T04:25:31").is_preempted
+
+
 def test_a_job_without_a_limit_has_no_end():
     assert slurm.parse_job(RUNNING.replace("2026-11-21T04:25:31", "Unknown")).end_time is None
 
