@@ -31,7 +31,7 @@ ORPHAN_WAIT_SEC = 30.0
 MAX_RESTARTS_AFTER_LOSS = 2
 # srun waits for a node that is gone until Slurm has noticed, which may take minutes. Once a rank has
 # said that it failed, the others get this long to say so too.
-AFTER_FAILURE_SEC = 20.0
+AFTER_FAILURE_SEC = 10.0
 
 POLL_SEC = 0.05
 RESERVED_BYTES = 8192

@@ -78,12 +78,15 @@ def _attempt(spec: Spec, paths: RunPaths, rank: Rank, stop: StopFlag) -> Record:
         lost = is_peer_loss(err)
         if not lost:
             progress.say(traceback.format_exc())
+        message = f"{type(err).__name__}: {err}"
+        if type(err).__name__ == "OutOfMemoryError":  # torch's, for a GPU
+            message += "\n  fix:   lower train.micro_batch_size, or use more GPUs"
         return Record(
             "failed",
             rank.rank,
             Exit.UNFIT if lost else Exit.FAILED,
             cause="peer lost" if lost else "bug",
-            message=f"{type(err).__name__}: {err}",
+            message=message,
         )
 
 

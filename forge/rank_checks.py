@@ -92,6 +92,8 @@ def _compared(
     name: str, speeds: Mapping[str, float], factor: float, unit: str, cause: str
 ) -> Check:
     middle = statistics.median(speeds.values())
+    if len(speeds) < 3:
+        return Check(name, "ok", f"median {middle:.3g} {unit}; it takes three nodes to compare")
     slow = {host: speed for host, speed in speeds.items() if speed * factor < middle}
     if not slow:
         return Check(name, "ok", f"median {middle:.3g} {unit}, no node below 1/{factor:g} of it")

@@ -6,6 +6,7 @@ import atexit
 import json
 import logging
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from forge import bad_nodes, jobs, store
+from forge import bad_nodes, jobs, slurm, store
 from forge.artefacts import freeze
 from forge.config import Config, checked
 from forge.errors import ConfigError, UnfitError
@@ -31,6 +32,7 @@ ALLOCATION = jobs.ALLOCATION
 # Names the file with the runs as they were submitted, for the Snakemake inside a job.
 SUBMITTED = "FORGE_SUBMITTED"
 QUEUE_POLL_SEC = 10.0
+BEFORE_FIT_MIN = 10  # time limit of stage, and of preflight
 
 
 def prepare_environment() -> None:
@@ -95,8 +97,8 @@ class Allocation:
 
     @property
     def whole(self) -> dict[str, Any]:
-        """For stage and preflight: all nodes, spare ones too. Their time is within that of fit."""
-        return {**self._made, "train_nodes": self.train_nodes, "runtime": 0}
+        """For stage and preflight: all nodes, spare ones too. In a group, times add up."""
+        return {**self._made, "train_nodes": self.train_nodes, "runtime": BEFORE_FIT_MIN}
 
     @property
     def own(self) -> dict[str, Any]:
@@ -129,6 +131,29 @@ class Allocation:
                     )
             if account := values.get("slurm_account"):
                 _check_account(str(_plain(account)), place)
+
+    def check_submission(self, defaults: Mapping[str, Any] | None) -> None:
+        """ConfigError when Slurm would refuse this allocation, or could never start it.
+
+        Asked with sbatch --test-only: what Slurm says to the executor's own sbatch of a group is not
+        shown, and a job that can never start waits for ever.
+        """
+        wanted = {name: _plain(value) for name, value in {**(defaults or {}), **self._made}.items()}
+        flags = {
+            **{"slurm_account": "account", "slurm_partition": "partition", "nodes": "nodes"},
+            "cpus_per_task": "cpus-per-task",
+            **{"mem_mb": "mem", "runtime": "time", "gres": "gres", "constraint": "constraint"},
+            "qos": "qos",
+        }
+        options = [f"--{flag}={wanted[name]}" for name, flag in flags.items() if wanted.get(name)]
+        options += shlex.split(sbatch_options(self.machine, self._made["tasks_per_node"], []))
+        _, trouble = slurm.run(["sbatch", "--test-only", *options, "--wrap=true"], timeout_sec=60)
+        if "allocation failure" in trouble:
+            raise ConfigError(
+                f"Slurm would not start this: sbatch {' '.join(options)}\n  {trouble}",
+                fix="edit set-resources of fit in config.yaml of the profile; `sinfo` and `sacctmgr"
+                " show assoc` tell what there is",
+            )
 
     def take_over(self, say: Callable[[str], None], *, submits: bool) -> None:
         """Look after these runs until this Snakemake ends, as the only one.

@@ -13,12 +13,15 @@ import subprocess
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from .cluster import Cluster, base_folder, why_not
 from .job_run import JobRun, Undisturbed, write_science
 from .machines import ClusterError
+from .project import Project
 from .settings import Settings
 from .sharing import own_nodes, shared_cluster, turn
 
@@ -61,7 +64,9 @@ def cluster_of_this_run() -> Iterator[Cluster]:
     if reason := why_not():
         (pytest.fail if wish == "required" else pytest.skip)(reason)
     run_id = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
-    settings = Settings(nodes=int(os.environ.get("FORGE_TEST_SLURM_NODES") or 6))
+    nodes = int(os.environ.get("FORGE_TEST_SLURM_NODES") or 6)
+    # A busy machine needs its time to save and to call scontrol before a preempted job is killed.
+    settings = Settings(nodes=nodes, grace_sec=10)
     with shared_cluster(base_folder(), run_id, settings) as cluster:
         yield cluster
 
@@ -131,5 +136,30 @@ def new_run(
     def make(launcher: str = "srun", *, on: int = 2, **keys: object) -> JobRun:
         folder = shared_folder / "results" / "base"
         return JobRun(folder, cluster, nodes(on), science, launcher, dict(keys))
+
+    return make
+
+
+@pytest.fixture
+def new_project(
+    cluster: Cluster,
+    nodes: Callable[[int], list[str]],
+    science: Path,
+    undisturbed: Undisturbed,
+    shared_folder: Path,
+) -> Callable[..., Project]:
+    """The project with the tiny science, whose tokens are there already."""
+    del undisturbed  # computed before the case begins
+
+    def make(*, on: int = 2, **given: Any) -> Project:
+        values = yaml.safe_load(science.read_text()) | given.pop("values", {})
+        return Project.make(
+            shared_folder / "project",
+            cluster,
+            values=values,
+            names=nodes(on),
+            fit={"nodes": 2, "tasks_per_node": 1} | given.pop("fit", {}),
+            **given,
+        )
 
     return make

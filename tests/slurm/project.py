@@ -79,6 +79,11 @@ class Project:
             values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
         path.write_text(yaml.safe_dump(values))
 
+    def excluded(self) -> list[str]:
+        """The nodes of other cases."""
+        machine = yaml.safe_load((self.profile_folder / "machine.yaml").read_text())
+        return list(machine.get("slurm", {}).get("exclude", []))
+
     def start(self, target: str = "train", *arguments: str, machine: str = "ctl") -> Inside:
         """`snakemake --profile … target` on the login node, its output in a file."""
         command = self.cluster.popen(

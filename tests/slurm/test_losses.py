@@ -4,7 +4,6 @@ last checkpoint at the latest, and ends with the weights of the undisturbed run.
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Callable
 
@@ -61,76 +60,3 @@ def test_cut_cable_sends_the_job_to_other_nodes(
     assert ended["JobState"] == "COMPLETED"
     undisturbed.equals(run)
     assert measure("cable cut", run, event, step)["steps_lost"] <= INTERVAL + 50
-
-
-@pytest.mark.parametrize("cut", ["power_cut", "cable_cut"])
-def test_ranks_leave_a_silent_node_before_slurm_has_noticed(
-    new_run: NewRun, undisturbed: Undisturbed, whole_cluster: Cluster, cut: str
-) -> None:
-    whole_cluster.configure(SlurmdTimeout=600)
-    run = new_run(on=4)
-    job = run.submit()
-    run.wait_for_step(INTERVAL + 50)
-    event, step = time.time(), run.step()
-    lost = run.events("launch")[-1]["nodes"][1]
-    getattr(whole_cluster, cut)(lost)
-    assert run.wait_for_event("lost", timeout=120)["silent"] == [lost]
-    assert run.wait_for_event("requeue", timeout=60)["cause"] == "peer lost"
-    assert lost in run.paths.bad_nodes.read_text()
-    # Slurm keeps the job back until the lost node has answered, or is declared dead.
-    whole_cluster.run("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=lost")
-    ended = run.wait_for_end(job)
-    assert ended["JobState"] == "COMPLETED"
-    undisturbed.equals(run)
-    row = measure(f"{cut.replace('_', ' ')}, Slurm slow to notice", run, event, step)
-    assert row["steps_lost"] <= INTERVAL + 50
-
-
-def test_spare_node_takes_over_without_the_queue(
-    new_run: NewRun, undisturbed: Undisturbed, whole_cluster: Cluster
-) -> None:
-    whole_cluster.configure(SlurmdTimeout=600)
-    run = new_run(on=3)
-    run.submit("--no-kill", nodes=3)
-    run.wait_for_step(INTERVAL + 50)
-    event, step = time.time(), run.step()
-    hosts = run.events("launch")[-1]["nodes"]
-    whole_cluster.power_cut(hosts[1])
-    again = run.wait_for_event("launch", 2, timeout=120)
-    assert hosts[1] not in again["nodes"] and len(again["nodes"]) == 2
-    run.wait_for_event("completed", timeout=120)
-    assert run.events("requeue") == []
-    undisturbed.equals(run)
-    assert measure("power cut, spare node", run, event, step)["steps_lost"] <= INTERVAL + 50
-
-
-def test_restarted_controller_is_not_noticed(
-    new_run: NewRun, undisturbed: Undisturbed, whole_cluster: Cluster
-) -> None:
-    run = new_run()
-    job = run.submit()
-    run.wait_for_step(50)
-    whole_cluster.restart_slurmctld()
-    ended = run.wait_for_end(job)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0")
-    assert len(run.events("launch")) == 1
-    undisturbed.equals(run)
-
-
-def test_stop_while_the_controller_is_away_still_goes_back_to_the_queue(
-    new_run: NewRun, undisturbed: Undisturbed, whole_cluster: Cluster
-) -> None:
-    run = new_run()
-    job = run.submit()
-    run.wait_for_step(50)
-    event, step = time.time(), run.step()
-    whole_cluster.stop_daemon("slurmctld")
-    back = threading.Timer(8, whole_cluster.start_daemon, ["slurmctld"])
-    back.start()
-    for rank in run.ranks():
-        rank.send_signal(signal.SIGTERM)
-    run.wait_for_event("requeue", timeout=60)
-    back.join(60)
-    run.wait_for_end(job)
-    undisturbed.equals(run)
-    assert measure("SIGTERM, controller away for 8 s", run, event, step)["steps_lost"] == 0

@@ -341,6 +341,8 @@ class Command:
             stdout=theirs,
             stderr=subprocess.DEVNULL,
             env={**kept, "TERM": "xterm-256color", "COLUMNS": "200", **environ},
+            # In the background of a script, the shell has SIGINT ignored for all.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         )
         os.close(theirs)
         self.text = ""

@@ -383,7 +383,13 @@ def test_watching_draws_anew_until_interrupted(project):
         "raise SystemExit(cli.main(['status', '--watch']))"
     )
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "150", "PATH": "/nowhere"}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=theirs, env=environ) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=theirs,
+        env=environ,
+        # In the background of a script, the shell has SIGINT ignored for all.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    ) as child:
         os.close(theirs)
         text, end = "", time.monotonic() + 30
         while not ("not started" in text and "running" in text):

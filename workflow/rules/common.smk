@@ -71,7 +71,9 @@ onstart:
     submits = workflow.executor_plugin.name == "slurm"
     try:
         if submits:
-            ALLOCATION.check_profile(workflow.resource_settings.default_resources)
+            defaults = workflow.resource_settings.default_resources
+            ALLOCATION.check_profile(defaults)
+            ALLOCATION.check_submission(defaults)
             helpers.keep_for_jobs(RUNS)
         ALLOCATION.take_over(logger.info, submits=submits)
     except ForgeError as err:

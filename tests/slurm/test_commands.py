@@ -1,0 +1,104 @@
+"""Commands that people give at night: Ctrl-C, a killed login process, the same command twice, an edit
+while the job waits. One trainer at the most, and the weights of the undisturbed run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import yaml
+
+from .cluster import Cluster
+from .job_run import GOAL, Undisturbed
+from .machines import wait_until
+from .project import Project
+
+Nodes = Callable[[int], list[str]]
+NewProject = Callable[..., Project]
+
+
+def all_jobs_gone(cluster: Cluster, project: Project, timeout: float) -> None:
+    ids = set(project.submitted())
+    wait_until(lambda: not ids & {job["id"] for job in cluster.squeue()}, timeout, "an empty queue")
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_no_job_and_the_next_command_goes_on(
+    new_project: NewProject, cluster: Cluster, undisturbed: Undisturbed
+) -> None:
+    project = new_project()
+    command = project.start()
+    run = project.run()
+    run.wait_for_step(50, timeout=120)
+    command.press_ctrl_c()
+    assert project.end(command) != 0
+    all_jobs_gone(cluster, project, 60)
+    assert run.events("requeue") == []
+    [stop] = run.events("stop")
+    assert stop["step"] >= 50
+    assert project.end(project.start()) == 0, project.said()
+    undisturbed.equals(run)
+
+
+def test_second_command_after_a_killed_one_names_the_job_that_still_trains(
+    new_project: NewProject, undisturbed: Undisturbed
+) -> None:
+    project = new_project()
+    command = project.start()
+    project.run().wait_for_step(50, timeout=120)
+    command.kill_group()
+    again = project.start()
+    assert project.end(again, timeout=60) != 0
+    job = project.submitted()[-1]
+    assert f"job {job} (RUNNING) trains base" in project.output()
+    assert f"scancel {job}" in project.output()
+    # With the other setting it waits for the job, and does what is left.
+    project.edit_machine({"slurm": {"when_running": "wait"}})
+    assert project.end(project.start()) == 0, project.said()
+    assert len(project.run().events("launch")) == 1
+    undisturbed.equals(project.run())
+    assert project.run().paths.report.exists()
+
+
+def test_same_command_given_twice_at_once_trains_once(
+    new_project: NewProject, undisturbed: Undisturbed
+) -> None:
+    project = new_project()
+    commands = [project.start(), project.start()]
+    codes = [project.end(command) for command in commands]
+    assert sorted(map(bool, codes)) == [False, True], project.said()
+    refused = project.output(0 if codes[0] else 1)
+    assert "is being written by `snakemake`" in refused
+    assert len(project.submitted()) == 2  # the allocation and the validation, once
+    undisturbed.equals(project.run())
+    trained = [line["step"] for line in project.run().train_lines()]
+    assert trained == list(range(1, GOAL + 1))
+
+
+def test_job_in_the_queue_keeps_the_config_it_was_submitted_with(
+    new_project: NewProject, cluster: Cluster, undisturbed: Undisturbed
+) -> None:
+    project = new_project()
+    names = sorted(set(cluster.nodes) - set(project.excluded()))
+    sleeper = cluster.submit(
+        *("--exclusive", f"--nodelist={','.join(names)}", f"--nodes={len(names)}"),
+        *("--output=/dev/null", "--wrap=sleep 300"),
+    )
+    cluster.wait_for_state(sleeper, "RUNNING")
+    command = project.start()
+    job = project.wait_for_job()
+    assert cluster.job(job)["JobState"] == "PENDING"
+    config = project.folder / "config/config.yaml"
+    values = yaml.safe_load(config.read_text())
+    values["train"]["max_steps"] = 7
+    config.write_text(yaml.safe_dump(values))
+    (project.folder / "config/runs.tsv").write_text("run\nsomething-else\n")
+    cluster.run("scancel", sleeper)
+    wait_until(
+        project.run().paths.fit.exists,
+        120,
+        "the end of training",
+        project.said,
+        every=0.2,
+    )
+    undisturbed.equals(project.run())
+    command.press_ctrl_c()
+    project.end(command)

@@ -1,0 +1,255 @@
+"""Threat: pages that quote messages, variables, keys, tests and files which are no longer there."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from forge.config import Config
+from forge.config_docs import ROOT
+from forge.machine import Machine
+
+PAGES = ["README.md", *(f"docs/{n}.md" for n in ("new-cluster", "environment", "troubleshooting"))]
+FILES = {"yaml", "json", "jsonl", "tsv", "html"}  # report.html is no key
+GAP = "…"  # stands for names and numbers, in the pages as in the texts of the sources
+
+# What others say, as read in their sources: the pages may quote no more than this.
+LIBRARIES = {
+    "torch": {
+        "The server socket has failed to listen on any local network address",
+        "NCCL error in:",
+        "Watchdog caught collective operation timeout",
+        "CUDA out of memory",
+    },
+    "NCCL": {
+        "ncclSystemError",
+        "ncclRemoteError",
+        "ncclUnhandledCudaError",
+        "Call to ibv_modify_qp failed",
+        "Duplicate GPU detected",
+    },
+    "Slurm": {
+        *("Resources", "Priority", "PartitionNodeLimit", "AssocGrpGRES"),
+        *("QOSMaxGRESPerUser", "ReqNodeNotAvail", "oom-kill"),
+    },
+    "Snakemake": {"Error in group allocation-"},
+}
+
+
+def sources() -> list[Path]:
+    return sorted((ROOT / "forge").glob("*.py"))
+
+
+@cache
+def texts() -> list[str]:
+    """Every text in the package's sources, what is filled in as a gap."""
+    found = []
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (v.value if isinstance(v, ast.Constant) else GAP for v in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+# --- troubleshooting ------------------------------------------------------------------------------
+
+
+def entries() -> dict[str, str]:
+    """Title -> body, of each symptom."""
+    _, *parts = re.split(r"^## ", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.M)
+    return {title: body for title, _, body in (part.partition("\n") for part in parts)}
+
+
+def quotes(body: str) -> Iterator[tuple[str, str]]:
+    """(who says it, what) of the code spans behind `You see:` and `You see (LIBRARY):`."""
+    seen = body.partition("\nCause:")[0]
+    for part in re.split(r"(?=You see)", seen)[1:]:
+        who = re.match(r"You see(?: \((\w+)\))?:", part)
+        assert who, f"not `You see:` or `You see (LIBRARY):`: {part}"
+        for span in re.findall(r"`([^`]+)`", part):
+            yield who[1] or "Forge", " ".join(span.split())
+
+
+def is_said(quote: str) -> bool:
+    """Whether a text of the sources holds the quote, whatever stands in its gaps."""
+    pattern = ".*".join(re.escape(part) for part in quote.split(GAP))
+    return any(re.search(pattern, text, re.DOTALL) for text in texts())
+
+
+@pytest.mark.parametrize("title", entries())
+def test_every_quoted_message_is_said(title: str) -> None:
+    found = list(quotes(entries()[title]))
+    assert found
+    for who, quote in found:
+        if who == "Forge":
+            assert sum(map(str.isalpha, quote)) > 5, f"fits everything: {quote}"
+            assert is_said(quote) or quote in COMPOSED, f"no source says: {quote}"
+        else:
+            assert quote in LIBRARIES[who], f"not known of {who}: {quote}"
+
+
+# Quotes that are put together from several texts; each was seen as it stands.
+COMPOSED = {"NODE … FAIL answers=fail", "interface: ib9 (fabric.interface) is not there"}
+
+
+@pytest.mark.parametrize("title", entries())
+def test_every_entry_tells_cause_what_to_do_and_a_test_that_exists(title: str) -> None:
+    body = entries()[title]
+    assert all(f"\n{part}: " in body for part in ("Cause", "Do", "Test"))
+    told = body.partition("\nTest: ")[2]
+    tests = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", told)
+    assert tests or "not reproducible" in told
+    for path, name in tests:
+        assert f"def {name}" in (ROOT / path).read_text(), f"{path} has no {name}"
+
+
+def test_a_message_that_nobody_says_is_noticed() -> None:
+    assert is_said("could not join at") and is_said("cannot listen on port … (MASTER_PORT)")
+    assert not is_said("ranks … are holding hands")
+
+
+# --- environment ----------------------------------------------------------------------------------
+
+# Texts of the sources that look like variables: states of jobs and nodes in Slurm.
+NO_VARIABLES = {"REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT", "STAGE_OUT"}
+MAKES_OWN = {"SHELL", "BIN"}
+NAME = r"[A-Z][A-Z0-9_]*[A-Z0-9]"
+IN_SHELL = re.compile(
+    rf"\$[({{]?({NAME})\b|\b(?:export|unset) ({NAME}) ?({NAME})?|^({NAME}) \?=", re.M
+)
+OF_PIP = re.compile(r"pip_setting ([A-Z_]+)")
+
+# Module that reads what Forge passes through.
+PASSED_THROUGH = {
+    "CUDA_VISIBLE_DEVICES": "torch/cuda/__init__.py",
+    "PYTORCH_CUDA_ALLOC_CONF": "torch/utils/collect_env.py",
+    "TORCHINDUCTOR_CACHE_DIR": "torch/_inductor/runtime/cache_dir_utils.py",
+    "NO_COLOR": "rich/console.py",
+    "FORCE_COLOR": "rich/console.py",
+    "HF_HOME": "huggingface_hub/constants.py",
+    "HF_TOKEN": "huggingface_hub/constants.py",
+    "HF_ENDPOINT": "huggingface_hub/constants.py",
+    "SNAKEMAKE_PROFILE": "snakemake/cli.py",
+}
+
+
+def used_in_python(paths: list[Path]) -> set[str]:
+    """Names in os.environ, all texts that look like a variable, and those in shell inside a text."""
+    found: set[str] = set()
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", node.value):
+                    found.add(node.value)
+                found |= {name for match in IN_SHELL.findall(node.value) for name in match if name}
+            elif isinstance(node, ast.Subscript | ast.Call):
+                found |= read_from_environ(node)
+    return found - NO_VARIABLES
+
+
+def read_from_environ(node: ast.Subscript | ast.Call) -> set[str]:
+    """The name in environ["X"], environ.get("X"), Setting("X", …) and the like."""
+    where, name = (node.value, node.slice) if isinstance(node, ast.Subscript) else (node.func, None)
+    if isinstance(node, ast.Call) and node.args:
+        name = node.args[0]
+    of_environ = re.search(r"\benviron\b|^Setting$", ast.unparse(where))
+    if of_environ and isinstance(name, ast.Constant) and isinstance(name.value, str):
+        return {name.value}
+    return set()
+
+
+def used() -> set[str]:
+    """Variables of the package, the workflow and the tools, and of the test cluster."""
+    found = used_in_python(sources()) | {"RANK"}  # of launch.py, one word among others
+    tests = used_in_python(sorted((ROOT / "tests/slurm").glob("*.py")))
+    found |= {name for name in tests if name.startswith("FORGE_")}
+    shell = [ROOT / "Makefile", *(ROOT / "tools").iterdir(), *(ROOT / "workflow").rglob("*.smk")]
+    for path in shell:
+        text = path.read_text()
+        found |= {name for match in IN_SHELL.findall(text) for name in match if name}
+        found |= {f"PIP_{name}" for name in OF_PIP.findall(text)}
+    return found - MAKES_OWN
+
+
+def documented(*, passed_through: bool) -> set[str]:
+    """Names in the first column of the tables."""
+    own, _, theirs = (ROOT / "docs/environment.md").read_text().partition("## Passed through")
+    rows = re.findall(r"^\| (`.+?`) \|", theirs if passed_through else own, re.M)
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+
+def test_every_variable_is_in_the_table_and_no_other() -> None:
+    assert used() - documented(passed_through=False) == set(), "not in docs/environment.md"
+    assert documented(passed_through=False) - used() == set(), "nothing uses it"
+
+
+def test_libraries_read_what_is_passed_through() -> None:
+    assert documented(passed_through=True) == set(PASSED_THROUGH)
+    for name, module in PASSED_THROUGH.items():
+        spec = importlib.util.find_spec(module.partition("/")[0])
+        assert spec and spec.origin
+        assert name in (Path(spec.origin).parents[1] / module).read_text(), f"{module}: {name}"
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ('os.environ["HOMELY"]', "HOMELY"),
+        ('os.environ.get("HOMELY", "")', "HOMELY"),
+        ('Setting("HOMELY", "1", "why")', "HOMELY"),
+        ('names = ("NCCL_ALGO", "lower")', "NCCL_ALGO"),
+        ('LOOK = "echo ${SITE_DISK:-/tmp}"', "SITE_DISK"),
+    ],
+)
+def test_a_new_variable_is_noticed(tmp_path: Path, code: str, name: str) -> None:
+    (tmp_path / "new.py").write_text(code)
+    assert used_in_python([tmp_path / "new.py"]) == {name}
+
+
+# --- all pages ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if not target.startswith("http"):
+            assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_keys_that_are_named_exist(page: str) -> None:
+    """`train.keep_last` and the like."""
+    sections = {
+        name: set(value)
+        for model in (Config(), Machine())
+        for name, value in model.model_dump(mode="json", by_alias=True).items()
+        if isinstance(value, dict)
+    }
+    for span in re.findall(r"`([^`\n]+)`", (ROOT / page).read_text()):
+        key = re.match(r"(\w+)\.(\w+)(?=[:\s]|$)", span)
+        if key and key[1] in sections and key[2] not in FILES:
+            assert key[2] in sections[key[1]], f"{page}: no key {key[0]}"
+
+
+def test_readmes_profile_for_the_test_cluster_is_edited_to_the_end(tmp_path: Path) -> None:
+    (command,) = re.findall(
+        r"^    (sed -i .+ )profiles/mine", (ROOT / "README.md").read_text(), re.M
+    )
+    shutil.copy(ROOT / "profiles/slurm-cpu/config.yaml", tmp_path)
+    subprocess.run(["bash", "-c", f"{command} config.yaml"], cwd=tmp_path, check=True)
+    text = (tmp_path / "config.yaml").read_text()
+    assert "EDIT_" not in text
+    assert text.count("slurm_partition: main") == 2
+    assert "mem_mb: 4000 # per node" in text and "cpus_per_task: 1" in text
