@@ -98,7 +98,9 @@ def _guard(paths: RunPaths, job: slurm.Job, machine: Machine, *, progressed: boo
         f"it was restarted {now.restarts} times (slurm.max_restarts)": (
             now.restarts >= machine.slurm.max_restarts
         ),
-        "the last start did not advance the step": not progressed and now.restarts > 0,
+        "the last start did not advance the step": (
+            not progressed and now.restarts > 0 and not now.is_preempted
+        ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

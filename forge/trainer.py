@@ -139,7 +139,11 @@ class Trainer:
     # --- the loop ------------------------------------------------------------------------------
 
     def run(self, stop: StopFlag) -> Record:
-        """Train to the goal or to an agreed stop; the last state is committed either way."""
+        """Train to the goal or to an agreed stop; the last state is committed either way.
+
+        Not at step 0: nothing is lost there, and to ask AdamW for its state before its first step
+        would count as one, so that the run that goes on would end with other weights.
+        """
         goal = self.settings.max_steps
         if self.step == 0:
             self.evaluate()
@@ -148,7 +152,8 @@ class Trainer:
         while self.step < goal and not cause:
             loss = self._step()
             cause = self._after_step(stop, loss, report)
-        self.save()
+        if self.step > 0:
+            self.save()
         if self.step < goal:
             return Record("stopped", self.world.rank.rank, Exit.STOPPED, self.step, cause)
         digest = checkpoints.weights_digest(self.model)

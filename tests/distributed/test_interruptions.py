@@ -164,3 +164,17 @@ def test_stop_before_the_ranks_are_up_stops_and_starts_nothing_again(runs):
     assert [stop["cause"] for stop in run.events("stop")] == ["SIGTERM"]
     assert len(run.events("launch")) == 1
     assert living() == []
+
+
+def test_stop_at_step_0_keeps_nothing_and_changes_nothing(runs, undisturbed):
+    run = runs("at-zero", *LONG)
+    started = run.start("train", *TWO_RANKS)
+    wait_until(lambda: len(list(run.paths.launches.glob("*/rank-?.pid"))) == 2, "the ranks")
+    for rank in ranks():
+        rank.send_signal(signal.SIGTERM)
+    outcome = started.end()
+    assert outcome.code == 75, outcome.text
+    assert (run.step(), store.latest(run.paths)) == (0, None)
+    assert run.forge("train", *TWO_RANKS).code == 0
+    assert run.weights_digest() == undisturbed.weights_digest()
+    assert run.losses() == undisturbed.losses()

@@ -88,6 +88,8 @@ def test_a_restart_that_did_not_advance_is_not_repeated(tmp_path, slurm_says):
     place = Place(PLACE.hosts, again)
     assert "did not advance" in ask(tmp_path, "SIGUSR1", place=place, started_at=5)
     assert requeued == []
+    slurm_says(replace(again, is_preempted=True))
+    assert ask(tmp_path, "SIGUSR1", place=place, started_at=5) == ""
 
 
 def test_hosts_are_picked_in_the_jobs_order_without_those_to_avoid():
