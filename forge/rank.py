@@ -68,8 +68,12 @@ def _prepare(spec: Spec, rank: Rank) -> None:
 
 def _attempt(spec: Spec, paths: RunPaths, rank: Rank, stop: StopFlag) -> Record:
     """The task's record, also when it fails."""
-    from forge.world import is_peer_loss
-
+    try:
+        from forge.world import is_peer_loss
+    except (ImportError, OSError) as err:  # OSError: a library that torch loads
+        progress.say(traceback.format_exc())
+        message = f"cannot import torch on {hostname()}: {err}"
+        return Record("failed", rank.rank, Exit.UNFIT, cause="environment", message=message)
     try:
         return _do(spec, paths, rank, stop)
     except ForgeError as err:
