@@ -6,9 +6,15 @@ with an unpickler that knows the index's own classes and nothing else.
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import pickle
 import shutil
 import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +23,27 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
+from forge import points
 from forge.errors import DataError, ForgeError, UnfitError
-from forge.manifest import digest_file
+from forge.fabric import available_cores
+from forge.manifest import digest_file, disk_trouble, fsync_file
 from forge.world import World
 
-# As fast as raw write + fsync on local disks and network file systems.
+# Two to four files at once are as fast as raw write + fsync, on local disks and network file systems;
+# more threads than cores are slower.
 WRITER_THREADS = 4
 FULL_MIB = 16  # with less than this free, a failed write is put down to a full disk
 
@@ -47,37 +60,141 @@ def training_state(
     return {"model": dict(get_model_state_dict(model)), "optimizer": dict(optimizer_state)}
 
 
-def write_state(state: dict[str, Any], folder: Path, world: World) -> dict[str, dict[str, Any]]:
-    """Write the state into `folder`; digest and size of each file, by name. All ranks call it.
+def state_bytes(state: dict[str, Any], *, local: bool = False) -> int:
+    """Size of all tensors of a state; `local`: only what this rank holds of sharded ones."""
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in (
+            t.to_local() if local and isinstance(t, DTensor) else t for t in _tensors(state)
+        )
+    )
 
-    Raises UnfitError on every rank when one cannot write.
+
+def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for value in state.values():
+        if isinstance(value, dict):
+            yield from _tensors(value)
+        else:
+            yield value
+
+
+def is_finite(state: dict[str, Any]) -> bool:
+    """Whether every number that this rank holds is finite; one pass, without a copy."""
+    for tensor in _tensors(state):
+        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        # The extremes tell of every NaN and infinity, and need no tensor of booleans.
+        if part.numel() and not all(bool(torch.isfinite(end)) for end in torch.aminmax(part)):
+            return False
+    return True
+
+
+def write_state(state: dict[str, Any], folder: Path, world: World) -> dict[str, dict[str, Any]]:
+    """Write the state into `folder`, durably; digest and size of each file, by name.
+
+    All ranks call it, on world.control. Raises UnfitError on every rank when one cannot write.
     """
-    writer = FileSystemWriter(folder, thread_count=WRITER_THREADS, sync_files=True)
+    # blake3 over whole files sees what a CRC of each tensor would.
+    torch.serialization.set_crc32_options(False)
+    threads = max(1, min(WRITER_THREADS, available_cores() // world.rank.local_world_size))
+    writer = DigestingWriter(folder, thread_count=threads, sync_files=False)
     try:
         dcp.save(state, storage_writer=writer, process_group=world.control)
     except CheckpointException as err:  # a BaseException: no `except Exception` would see it
-        raise _disk_error(err, folder) from None
-    files: list[dict[str, Any] | None] = [None] * world.rank.world_size
-    dist.all_gather_object(files, _own_files(folder, world.rank.rank), group=world.control)
-    return {name: facts for part in files if part for name, facts in part.items()}
+        raise _write_error(err, folder) from None
+    world.on_main(lambda: _settle_index(writer.fs, folder), "write of the index")
+    points.reach("save.written", folder)
+    parts = world.gather_objects(writer.fs.files, "gather of digests")
+    return {name: facts for part in parts for name, facts in part.items()}
 
 
-def _own_files(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
-    # DCP names a rank's files __RANK_NUMBER.distcp; the index is rank 0's.
-    mine = sorted(folder.glob(f"__{rank}_*")) + ([folder / ".metadata"] if rank == 0 else [])
-    return {path.name: {"bytes": path.stat().st_size, "digest": digest_file(path)} for path in mine}
+def _settle_index(files: DigestingFiles, folder: Path) -> None:
+    with disk_trouble(folder):
+        files.settle(folder / ".metadata")
 
 
-def _disk_error(err: CheckpointException, folder: Path) -> ForgeError:
-    causes = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in err.failures.items())
+class DigestingFiles(FileSystem):
+    """Files of one save: each is fsynced and digested as soon as it is written."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, dict[str, Any]] = {}  # by name: bytes, digest
+        self.errors: list[BaseException] = []
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """DCP's hook for each file; its writer threads come here, each with a file of its own."""
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield _Stream(stream, Path(path)) if points.hook else stream
+            if mode == "wb" and Path(path).suffix == ".distcp":
+                self.settle(Path(path))
+        except BaseException as err:
+            self.errors.append(err)
+            raise
+
+    def settle(self, path: Path) -> None:
+        """Make a written file durable and take its digest, side by side: one waits for the disk."""
+        points.reach("save.sync", path)
+        with ThreadPoolExecutor(1) as pool:
+            digest = pool.submit(digest_file, path)
+            fsync_file(path)
+            self.files[path.name] = {"bytes": path.stat().st_size, "digest": digest.result()}
+
+
+class _Stream(io.RawIOBase):
+    """A file that says before each write that it comes."""
+
+    def __init__(self, file: io.IOBase, path: Path) -> None:
+        self.file, self.path = file, path
+
+    def write(self, data: Any) -> int:
+        points.reach("save.write", self.path)
+        return int(self.file.write(data))
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+class DigestingWriter(FileSystemWriter):
+    """DCP's writer, with digests, and with errors: what fails in one of its threads but the first
+    is lost there, and the save would go on without those tensors (torch 2.13)."""
+
+    fs: DigestingFiles
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fs = DigestingFiles()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written = super().write_data(plan, planner)
+        if self.fs.errors:
+            raise self.fs.errors[0]
+        if len(written.value()) != len(plan.items):
+            raise OSError(f"{len(written.value())} of {len(plan.items)} tensors were written")
+        return written
+
+
+def _write_error(err: CheckpointException, folder: Path) -> ForgeError:
+    """What to tell of a save that failed on some rank."""
+    causes = sorted({f"rank {rank}: {failure[0]}" for rank, failure in err.failures.items()})
+    numbers = {getattr(failure[0], "errno", None) for failure in err.failures.values()}
     # torch's file writer tells of a full disk as an "unexpected pos".
-    free_mib = shutil.disk_usage(folder).free / 2**20
+    with suppress(OSError):
+        free_mib = shutil.disk_usage(folder).free / 2**20
+        if numbers & {errno.ENOSPC, errno.EDQUOT} or free_mib < FULL_MIB:
+            return UnfitError(
+                f"cannot write checkpoint {folder}: {'; '.join(causes)}",
+                cause=f"no space left on the device: {free_mib:.1f} MiB are free",
+                fix="free space and give the same command again; the last checkpoint is intact",
+            )
     return UnfitError(
-        f"cannot write checkpoint {folder}: {causes}",
-        cause=f"no space left on the device: {free_mib:.1f} MiB are free"
-        if free_mib < FULL_MIB
-        else "the disk is read-only or failing",
-        fix="free space and give the same command again; the last checkpoint is intact",
+        f"cannot write checkpoint {folder}: {'; '.join(causes)}",
+        cause="the disk is read-only or failing",
+        fix="give the same command again, or choose another folder for `results`; the last"
+        " checkpoint is intact",
     )
 
 
@@ -117,7 +234,14 @@ def read_tensors(state: dict[str, Any], folder: Path, **dcp_options: Any) -> Non
 
 
 class SafeReader(FileSystemReader):
-    """DCP's reader, with an index reader that cannot be made to run code."""
+    """DCP's reader, with an index reader that cannot be made to run code.
+
+    Tensors are read with torch.load(weights_only=True) already.
+    """
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        points.reach("load.read", Path(self.path))
+        return super().read_data(plan, planner)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:

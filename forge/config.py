@@ -168,8 +168,12 @@ class Train(Section):
     """Held-out windows per evaluation, the same ones each time."""
     checkpoint_every: int = Field(50, ge=1, json_schema_extra=FREE)
     """Steps between two checkpoints."""
+    checkpoint_minutes: float | None = Field(None, gt=0, json_schema_extra=FREE)
+    """Minutes after which a checkpoint is due as well, however few steps there were."""
     keep_last: int = Field(2, ge=1, json_schema_extra=FREE)
-    """Committed checkpoints to keep."""
+    """Newest committed checkpoints to keep."""
+    keep_every: int | None = Field(None, ge=1, json_schema_extra=FREE)
+    """Also keep, for ever, the checkpoints whose step is a multiple of this."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:

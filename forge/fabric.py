@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -116,6 +117,21 @@ DEBUG = [
 def available_cores() -> int:
     """Cores this process may use, which under Slurm are fewer than the node has."""
     return len(os.sched_getaffinity(0))
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: what the node has left, within its cgroups' limits."""
+    left = int(psutil.virtual_memory().available)
+    group = Path("/proc/self/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        # "0::/path" is the one line of cgroup v2; Slurm puts the job's limit on a folder above.
+        path = Path("/sys/fs/cgroup") / group.read_text().partition("0::/")[2].strip()
+        for folder in (path, *path.parents):
+            limit = folder / "memory.max"
+            if limit.exists() and (most := limit.read_text().strip()) != "max":
+                used = int((folder / "memory.current").read_text())
+                left = min(left, int(most) - used)
+    return left
 
 
 def infiniband_interface() -> str | None:

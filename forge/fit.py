@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
 
-from forge import bad_nodes, ledger, restarts, store
+from forge import bad_nodes, gate, ledger, restarts, store
 from forge.artefacts import freeze
 from forge.config import Config
 from forge.errors import DataError, Exit, ForgeError, TrainingError, UnfitError
@@ -27,19 +28,28 @@ class StoppedEarly(ForgeError):
     code = Exit.STOPPED
 
 
-def train(config: Config, machine: Machine, geometry: Geometry) -> Path:
-    """Train a run to its goal; the path of fit.json. Resumes from `latest`.
+def train(
+    config: Config, machine: Machine, geometry: Geometry, *, require_checkpoint: bool = False
+) -> Path:
+    """Train a run to its goal; the path of fit.json. Resumes from the newest sound checkpoint.
 
     Under Slurm the ranks run on the nodes that preflight chose, and a stop that the cluster caused
-    sends the job back to the queue. Raises StoppedEarly (75) after an agreed stop; the errors of
-    config, data and machine.
+    sends the job back to the queue. Raises StoppedEarly (75) after an agreed stop; DataError when
+    require_checkpoint is set and none is left; the errors of config, data and machine.
     """
+    deadline = time.time() + 60 * machine.max_minutes if machine.max_minutes else math.inf
     config = freeze(config)
     paths = RunPaths.of(config)
     check_geometry(machine, geometry, config)
     place = find_place(machine, geometry)
+    if place.job and place.job.end_time:
+        deadline = min(deadline, place.job.end_time)
     with lease(paths.root, "train"):
-        checkpoint = store.check_resumable(config, paths)
+        checkpoint = store.newest_whole(paths)
+        if checkpoint is None:
+            store.begin_afresh(paths, require_checkpoint)
+        else:
+            store.check_compatible(config, checkpoint)
         _refuse_known_failure(config, paths)
         _write_config(config, paths)
         store.clean(paths)
@@ -49,12 +59,17 @@ def train(config: Config, machine: Machine, geometry: Geometry) -> Path:
                 say(f"{paths.root} is at its goal, step {checkpoint.step}: nothing to train")
                 remove_staged(paths, place)
                 return _write_fit(config, paths, checkpoint.step, digest)
+        options = {
+            "shards": _shards(config, paths),
+            "require_checkpoint": require_checkpoint,
+            "deadline": deadline if deadline < math.inf else None,
+        }
         try:
-            record = _train_until_it_ends(config, paths, machine, geometry, place)
+            record = _train_until_it_ends(config, paths, machine, geometry, place, options=options)
         finally:
             remove_staged(paths, place)
         if record.status in ("stopped", "lost"):
-            _requeue(record, paths, place, machine, started_at=checkpoint)
+            _requeue(record, paths, place, machine)
         return _conclude(config, paths, record)
 
 
@@ -103,14 +118,16 @@ def _shards(config: Config, paths: RunPaths) -> dict[str, Any]:
 
 
 def _train_until_it_ends(
-    config: Config, paths: RunPaths, machine: Machine, geometry: Geometry, place: Place
+    config: Config,
+    paths: RunPaths,
+    machine: Machine,
+    geometry: Geometry,
+    place: Place,
+    *,
+    options: dict[str, Any],
 ) -> Record:
     """Launch ranks; after the loss of one, launch again, twice at most, without silent nodes."""
     refuse_stop_file(paths)
-    checkpoint = store.latest(paths)
-    if checkpoint is not None:
-        store.warn_if_decayed(config, checkpoint)
-    options: dict[str, Any] = {"shards": _shards(config, paths)}
     fit_nodes = place.only(_nodes_that_passed(paths) or place.hosts)
     hosts = restarts.pick_hosts(fit_nodes, geometry.nodes)
     if hosts is None:
@@ -120,7 +137,12 @@ def _train_until_it_ends(
             fix="run forge preflight in this allocation first",
         )
     for attempt in range(1 + MAX_RESTARTS_AFTER_LOSS):
-        options["started"] = time.time()
+        checkpoint = store.newest_whole(paths)
+        if checkpoint is not None and attempt == 0:
+            store.warn_if_decayed(config, checkpoint)
+        step = checkpoint.step if checkpoint else 0
+        _end_if_stuck(config, paths, machine, step)
+        options |= {"started": time.time(), "step": step}
         record = run_ranks(
             "train",
             paths,
@@ -144,6 +166,15 @@ def _train_until_it_ends(
     return record
 
 
+def _end_if_stuck(config: Config, paths: RunPaths, machine: Machine, step: int) -> None:
+    """The progress gate: TrainingError instead of one more start that gets nowhere."""
+    try:
+        gate.refuse_if_stuck(paths.events, step, machine.max_restarts_without_progress)
+    except TrainingError as err:
+        _record_failure(config, paths, Record("failed", code=err.code, message=str(err)))
+        raise
+
+
 def _nodes_that_passed(paths: RunPaths) -> list[str]:
     """The fit nodes of this allocation, spare ones too; none where preflight was not asked."""
     if not paths.preflight_pass.exists():
@@ -156,15 +187,11 @@ def _requeue(
     paths: RunPaths,
     place: Place,
     machine: Machine,
-    *,
-    started_at: store.Checkpoint | None,
 ) -> None:
     """Back to the queue if Slurm and the cause allow it, which ends this process; else say why not."""
     if place.job is None:
         return
-    checkpoint = store.latest(paths)
-    before, now = (c.step if c else 0 for c in (started_at, checkpoint))
-    if reason := restarts.requeue(record, paths, place, machine, started_at=before, step=now):
+    if reason := restarts.requeue(record, paths, place, machine, step=_committed_step(paths)):
         say(f"not sent back to the queue: {reason}")
 
 
@@ -174,14 +201,24 @@ def _conclude(config: Config, paths: RunPaths, record: Record) -> Path:
         assert record.step is not None
         return _write_fit(config, paths, record.step, record.result["weights_digest"])
     if record.status == "stopped":
-        committed = store.latest(paths)
-        step = committed.step if committed else 0
+        step = _committed_step(paths)
         ledger.record(paths.events, "stop", cause=record.cause, step=step)
         raise StoppedEarly(
             f"{config.run} stopped at step {step} of {config.train.max_steps} ({record.cause});"
-            f" {'a checkpoint is committed' if committed else 'nothing had been trained yet'}",
+            f" {'a checkpoint is committed' if step else 'nothing had been trained yet'}",
             fix="give the same command again to go on",
         )
+    _record_failure(config, paths, record)
+    if record.status == "lost":
+        raise UnfitError(
+            f"ranks were lost, and starting them again did not help: {record.message}",
+            cause="killed by the system (out of memory?), or a node or the network fails",
+            fix=f"read the ranks' logs in {paths.logs}, then give the same command again",
+        )
+    raise RankFailure(record, paths.logs)
+
+
+def _record_failure(config: Config, paths: RunPaths, record: Record) -> None:
     ledger.record(
         paths.events,
         "failed",
@@ -191,13 +228,11 @@ def _conclude(config: Config, paths: RunPaths, record: Record) -> Path:
         diverged=record.cause == TrainingError.__name__,
         config_digest=config_digest(config),
     )
-    if record.status == "lost":
-        raise UnfitError(
-            f"ranks were lost, and starting them again did not help: {record.message}",
-            cause="killed by the system (out of memory?), or a node or the network fails",
-            fix=f"read the ranks' logs in {paths.logs}, then give the same command again",
-        )
-    raise RankFailure(record, paths.logs)
+
+
+def _committed_step(paths: RunPaths) -> int:
+    committed = store.latest(paths)
+    return committed.step if committed else 0
 
 
 def _recorded_digest(paths: RunPaths, step: int) -> str | None:

@@ -254,7 +254,10 @@ def _phases(events: list[Line], launches: list[Launch], kept: dict[str, float]) 
 
 
 def _span(event: Line) -> Phase:
-    return Phase(event["event"], event["time"] - (event.get("seconds") or 0.0), event["time"])
+    """When training stood still for it: a save is written beside training after its `stall`."""
+    seconds = event.get("seconds") or 0.0
+    start = event["time"] - seconds
+    return Phase(event["event"], start, start + event.get("stall", seconds))
 
 
 def _inside(launch: Launch) -> list[Phase]:
@@ -284,8 +287,13 @@ def _lost_from(launch: Launch, kept_step: float) -> float:
         kept_step = min(kept_step, last_saved)
     if launch.last_step <= kept_step:
         return inf
-    before = [line["time"] for line in launch.lines if line.get("step", inf) <= kept_step]
+    before = [_passed(line) for line in launch.lines if line.get("step", inf) <= kept_step]
     return max(before, default=launch.ready)
+
+
+def _passed(line: Line) -> float:
+    """When training went on beyond a line. A save is told when it is committed, steps later."""
+    return _span(line).end if line.get("event") == "save" else float(line["time"])
 
 
 def _undone(pieces: Iterable[Phase], lost_from: float) -> list[Phase]:

@@ -62,6 +62,10 @@ class Spec:
         return RunPaths(Path(self.run)).launches / self.launch
 
     @property
+    def machine_settings(self) -> Machine:
+        return Machine.model_validate(self.machine)
+
+    @property
     def geometry(self) -> Geometry:
         return Geometry(self.nodes, self.ranks_per_node)
 
@@ -174,6 +178,7 @@ def run_ranks(
             launcher=machine.launcher,
             host=hostname(),
             nodes=list(place.hosts),
+            step=spec.options["step"],
             **({"job": job.id, "restart": job.restarts} if job else {}),
         )
     try:
@@ -221,7 +226,7 @@ def _run(
                     child.send_signal(signal.SIGUSR1 if spec.job else stopped[0])
                     say("stopping: the ranks finish their step and commit a checkpoint …")
                     killed_at = killed_at or time.monotonic() + grace_sec
-                if killed_at is None and spec.job and _any_failed(spec):
+                if killed_at is None and _any_failed(spec):
                     killed_at = time.monotonic() + AFTER_FAILURE_SEC
                 if killed_at and time.monotonic() > killed_at:
                     _kill_all(spec, child)

@@ -88,6 +88,14 @@ class Machine(Section):
     a node; `srun` starts every rank itself."""
     stop_grace_sec: float = Field(60, gt=0)
     """Ranks get this long to commit after a stop signal before they are killed."""
+    save_beside: bool = True
+    """Checkpoints are written beside training, from a copy of the state in host memory; false, or too
+    little memory: training waits for each."""
+    max_minutes: float | None = Field(None, gt=0)
+    """Training stops with a checkpoint before this many minutes have passed, for machines that take
+    themselves back without a signal; null: no limit but Slurm's, which is asked for."""
+    max_restarts_without_progress: int = Field(5, ge=1)
+    """So many starts in a row without a new checkpoint end the run, with the reason of each."""
     fabric: Fabric = Fabric()
     stage: Stage = Stage()
     preflight: Preflight = Preflight()

@@ -62,6 +62,11 @@ class RunPaths:
         return self.checkpoints / "latest"
 
     @property
+    def quarantine(self) -> Path:
+        """Damaged checkpoints, each with its reasons in damage.json."""
+        return self.checkpoints / "quarantine"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 

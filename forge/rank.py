@@ -19,7 +19,7 @@ from forge.stopping import StopFlag
 
 
 def main(spec_path: str) -> int:
-    """Run the task of a spec on this rank. Exit status 0 when a record says how it ended well."""
+    """Run the task of a spec on this rank. Exit status 0 when its record says that it ended well."""
     stop_with_parent()
     spec = Spec.read(Path(spec_path))
     paths = RunPaths(Path(spec.run))
@@ -33,7 +33,11 @@ def main(spec_path: str) -> int:
     _prepare(spec, rank)
     record = _attempt(spec, paths, rank, stop)
     record.write(spec)
-    return 0 if record.status in ("completed", "stopped") else 1
+    if record.status not in ("completed", "stopped"):
+        # At once: a thread may wait for other ranks in the middle of a save.
+        sys.stdout.flush()
+        os._exit(1)
+    return 0
 
 
 def _redirect(paths: RunPaths, spec: Spec, rank: Rank) -> None:

@@ -18,7 +18,7 @@ from forge.paths import RunPaths
 from forge.progress import say
 
 # Stops after which a Slurm job goes back to the queue. Ctrl-C and a STOP file are a person's wish.
-REQUEUED_CAUSES = ("SIGUSR1", "SIGTERM", "peer lost")
+REQUEUED_CAUSES = ("deadline", "SIGUSR1", "SIGTERM", "peer lost")
 
 # Slurm ends a requeued job within its KillWait (30 s by default) plus a scheduling round.
 REQUEUE_WAIT_SEC = 180.0
@@ -62,19 +62,24 @@ def was_cancelled(place: Place) -> bool:
     return now is None or now.state != "RUNNING"
 
 
-def requeue(
-    record: Record, paths: RunPaths, place: Place, machine: Machine, *, started_at: int, step: int
-) -> str:
+def requeue(record: Record, paths: RunPaths, place: Place, machine: Machine, *, step: int) -> str:
     """Send the job back to the queue where its end asks for it; "" or why it stays ended.
 
-    started_at and step: the step of the last checkpoint at the start of this job's run, and now.
-    Returns when Slurm has told this process to end.
+    The job is asked for just before the call: it may have been cancelled meanwhile. step: of the last
+    checkpoint. Returns when Slurm has told this process to end. Whether the run gets anywhere is the
+    progress gate's question, at the next start.
     """
     if place.job is None:
         return "not in a Slurm job"
     if record.cause not in REQUEUED_CAUSES:
         return f"{record.cause} ends it"
-    if reason := _guard(paths, place.job, machine, progressed=step > started_at):
+    now = slurm.show_job(place.job.id)
+    if now is None:
+        return f"job {place.job.id} is gone: it was cancelled"
+    sent_back = now.is_waiting or now.restarts > place.job.restarts
+    if sent_back or now.is_preempted:
+        ledger.record(paths.events, "preempted", job=place.job.id, step=step)
+    if reason := _guard(paths, now, machine, sent_back=sent_back):
         return reason
     ledger.record(paths.events, "requeue", job=place.job.id, cause=record.cause, step=step)
     if refusal := slurm.requeue(place.job.id):
@@ -84,22 +89,16 @@ def requeue(
     return ""
 
 
-def _guard(paths: RunPaths, job: slurm.Job, machine: Machine, *, progressed: bool) -> str:
-    """Why the job must not go back to the queue; "" if it may. Asked just before the call."""
-    now = slurm.show_job(job.id)
-    if now is None:
-        return f"job {job.id} is gone: it was cancelled"
+def _guard(paths: RunPaths, now: slurm.Job, machine: Machine, *, sent_back: bool) -> str:
+    """Why the job, as it is now, must not go back to the queue; "" if it may."""
     reasons = {
-        f"Slurm has sent job {job.id} back itself": now.is_waiting or now.restarts > job.restarts,
+        f"Slurm has sent job {now.id} back itself": sent_back,
         # scancel makes it COMPLETING: requeuing would bring a cancelled job back.
-        f"job {job.id} is {now.state}: it was cancelled": now.state != "RUNNING",
-        f"job {job.id} is an interactive allocation": not now.batch,
+        f"job {now.id} is {now.state}: it was cancelled": now.state != "RUNNING",
+        f"job {now.id} is an interactive allocation": not now.batch,
         f"{paths.stop} asks it to stop": paths.stop.exists(),
         f"it was restarted {now.restarts} times (slurm.max_restarts)": (
             now.restarts >= machine.slurm.max_restarts
-        ),
-        "the last start did not advance the step": (
-            not progressed and now.restarts > 0 and not now.is_preempted
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

@@ -65,10 +65,13 @@ def this_job_id() -> str | None:
     return os.environ.get("SLURM_JOB_ID") or None
 
 
-def show_job(job_id: str) -> Job | None:
-    """The job; None when Slurm has forgotten it. Raises SlurmSilent."""
+def show_job(
+    job_id: str, *, patience_sec: float | None = None, timeout_sec: float = ASK_SEC
+) -> Job | None:
+    """The job; None when Slurm has forgotten it. Raises SlurmSilent, when as `ask` says."""
+    line = ("scontrol", "show", "job", "--oneliner", job_id)
     try:
-        text = ask("scontrol", "show", "job", "--oneliner", job_id)
+        text = ask(*line, patience_sec=patience_sec, timeout_sec=timeout_sec)
     except Refused as err:
         if "Invalid job id" in str(err):
             return None

@@ -7,7 +7,8 @@ from pathlib import Path
 from types import FrameType
 
 # In order of rising weight: when ranks saw different causes, the heaviest is everybody's.
-CAUSES = ("", "STOP file", "SIGUSR1", "SIGTERM", "Ctrl-C")
+CAUSES = ("", "deadline", "STOP file", "SIGUSR1", "SIGTERM", "Ctrl-C")
+PERSONS_CAUSES = ("STOP file", "Ctrl-C")
 
 SIGNAL_CAUSES = {
     signal.SIGUSR1: "SIGUSR1",

@@ -1,29 +1,54 @@
 """Checkpoint folders: what makes one valid, how it is committed, found, checked and pruned. No torch.
 
 A checkpoint is a folder `step-00000100` with the files of torch.distributed.checkpoint and a
-`checkpoint.json` that names each with its digest. It is written under a temporary name; the rename
-is the commit; then `latest` is swapped. A committed folder is never written into.
+`checkpoint.json` that names each with its digest. It is written under a temporary name; the new
+`latest` is noted beside it; the rename of the folder is the commit; then `latest` is swapped. A commit
+that was cut off between the two renames is finished by the next start (`finish_commit`). A committed
+folder is never written into; a damaged one is moved to `quarantine/`.
 """
 
 from __future__ import annotations
 
-import os
+import itertools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forge import ledger, points
 from forge.config import Config, Model, Section, Train, is_free
-from forge.errors import ConfigError, DataError
-from forge.manifest import digest_file, disk_trouble, fsync_folder, read_json, write_json
+from forge.errors import ConfigError, DataError, UnfitError
+from forge.manifest import (
+    canonical,
+    digest_bytes,
+    digest_file,
+    disk_trouble,
+    fsync_folder,
+    read_json,
+    write_json,
+)
 from forge.paths import CHECKPOINT_PREFIX, RunPaths, checkpoint_name
 from forge.progress import say
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "checkpoint.json"
 TEMPORARY = ".writing-"
+# Room for manifest, index and the ledger beside the tensors.
+SPARE_BYTES = 4 * 2**20
+
+
+class OtherFormat(DataError):
+    """A checkpoint of another version of Forge: nothing is wrong with it."""
+
+
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with format and its own digest: no byte of it can change unseen."""
+    content = {**manifest, "format": FORMAT}
+    content.pop("digest", None)
+    return {**content, "digest": digest_bytes(canonical(content))}
 
 
 @dataclass(frozen=True)
@@ -35,12 +60,20 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Read a folder's manifest. Raises DataError where it is none of ours."""
+        """Read a folder's manifest. Raises DataError where it is damaged, or none of ours."""
         manifest = read_json(folder / MANIFEST)
-        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        if not isinstance(manifest, dict) or "format" not in manifest:
+            raise DataError(f"{folder} is not a checkpoint", cause="not written by Forge")
+        if manifest["format"] != FORMAT:
+            raise OtherFormat(
+                f"{folder} is a checkpoint of format {manifest['format']}, not {FORMAT}",
+                cause="written by another version of Forge",
+                fix="go on with that version, or start again under a new run name",
+            )
+        if manifest != sealed(manifest):
             raise DataError(
-                f"{folder} is not a checkpoint of format {FORMAT}",
-                cause="written by another version of Forge, or not by Forge",
+                f"{folder / MANIFEST} does not have the digest that it names",
+                cause="a disk error, or an edit",
             )
         return cls(folder, manifest)
 
@@ -48,24 +81,29 @@ class Checkpoint:
     def step(self) -> int:
         return int(self.manifest["step"])
 
-    def bad_files(self, threads: int = 4) -> Iterator[str]:
-        """What is wrong with the files, one sentence each; reads and digests all of them."""
-        files: dict[str, dict[str, Any]] = self.manifest["files"]
-        with ThreadPoolExecutor(threads) as pool:
-            yield from filter(None, pool.map(self._bad_file, files, files.values()))
-        extra = {p.name for p in self.folder.iterdir()} - set(files) - {MANIFEST}
-        for name in sorted(extra):
-            yield f"{name} is not in the manifest"
+    def check_form(self) -> None:
+        """DataError when this is another step's manifest, or a file is missing or cut."""
+        if checkpoint_name(self.step) != self.folder.name:
+            raise DataError(f"{self.folder} holds the manifest of step {self.step}")
+        for name, expected in self.manifest["files"].items():
+            if bad := self._bad_size(name, expected):
+                raise DataError(bad)
 
-    def _bad_file(self, name: str, expected: dict[str, Any]) -> str | None:
-        path = self.folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != expected["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes, the manifest says {expected['bytes']}"
-        if digest_file(path) != expected["digest"]:
-            return f"{name} has another digest than the manifest: its content has changed"
-        return None
+    def bad_files(self, threads: int = 4, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
+        """What is wrong with the files, one sentence each; reads and digests all of them.
+
+        share: (i, n) looks at every n-th file from the i-th on, for n readers. Raises UnfitError when
+        the disk reports an error, which says nothing about the content.
+        """
+        points.reach("load.verify", self.folder)
+        files: dict[str, dict[str, Any]] = self.manifest["files"]
+        mine = dict(sorted(files.items())[share[0] :: share[1]])
+        with disk_trouble(self.folder, "read"), ThreadPoolExecutor(threads) as pool:
+            yield from filter(None, pool.map(self._bad_file, mine, mine.values()))
+        if share[0] == 0:
+            extra = {p.name for p in self.folder.iterdir()} - set(files) - {MANIFEST}
+            for name in sorted(extra):
+                yield f"{name} is not in the manifest"
 
     def verify(self) -> None:
         """DataError that lists every damaged file."""
@@ -73,21 +111,29 @@ class Checkpoint:
             raise DataError(
                 f"checkpoint {self.folder} is damaged: " + "; ".join(bad),
                 cause="a disk error, a copy that broke off, or an edit",
-                fix=f"move it away and point latest to an older one: {_others(self.folder)}",
+                fix="use another one; `forge train` moves it to quarantine and takes the one before",
             )
+
+    def _bad_size(self, name: str, expected: dict[str, Any]) -> str | None:
+        path = self.folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, the manifest says {expected['bytes']}"
+        return None
+
+    def _bad_file(self, name: str, expected: dict[str, Any]) -> str | None:
+        if bad := self._bad_size(name, expected):
+            return bad
+        if digest_file(self.folder / name) != expected["digest"]:
+            return f"{name} has another digest than the manifest: its content has changed"
+        return None
 
 
 def committed(checkpoints: Path) -> list[Path]:
     """All committed checkpoint folders of a run, oldest first."""
     found = checkpoints.glob(f"{CHECKPOINT_PREFIX}*/{MANIFEST}")
     return sorted(path.parent for path in found)
-
-
-def _others(folder: Path) -> str:
-    names = [path.name for path in committed(folder.parent) if path != folder]
-    if not names:
-        return "there is none; start again with a new run name"
-    return f"ln -sfn {names[-1]} {folder.parent / 'latest'}"
 
 
 def latest(paths: RunPaths) -> Checkpoint | None:
@@ -98,68 +144,132 @@ def latest(paths: RunPaths) -> Checkpoint | None:
     there = committed(paths.checkpoints)
     if not link.is_symlink() and not there:
         return None
-    target = f"points to {link.readlink()}, which is not there" if link.is_symlink() else "is gone"
-    fix = f"ln -sfn {there[-1].name} {link}" if there else f"rm {link}   (starts at step 0)"
     raise DataError(
-        f"{link} {target}",
+        f"{link} {_trouble(link)}",
         cause="a checkpoint was removed or moved by hand",
-        fix=fix,
+        fix=f"ln -sfn {there[-1].name} {link}" if there else f"rm {link}   (starts at step 0)",
     )
 
 
-def begin(paths: RunPaths, step: int) -> Path:
-    """An empty temporary folder for the checkpoint of this step. Rank 0."""
-    folder = paths.checkpoints / f"{TEMPORARY}{checkpoint_name(step)}"
+def _trouble(link: Path) -> str:
+    return f"points to {link.readlink()}, which is not there" if link.is_symlink() else "is gone"
+
+
+# --- saving ----------------------------------------------------------------------------------------
+
+
+def begin(paths: RunPaths, step: int, size: int = 0) -> Path:
+    """An empty temporary folder for the checkpoint of this step. Rank 0.
+
+    Raises UnfitError when fewer than `size` bytes, and a little more, are free for it.
+    """
+    folder = temporary_folder(paths, step)
+    points.reach("save.begin", folder)
     with disk_trouble(folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        free = shutil.disk_usage(folder).free
+    needed = size + SPARE_BYTES
+    if free < needed:
+        raise UnfitError(
+            f"the checkpoint of step {step} needs {needed / 2**20:,.0f} MiB in {paths.checkpoints},"
+            f" {free / 2**20:,.0f} MiB are free",
+            cause="the disk is almost full",
+            fix="free space and give the same command again; the last checkpoint is intact",
+        )
     return folder
 
 
-def commit(paths: RunPaths, folder: Path, manifest: dict[str, Any], keep_last: int) -> Checkpoint:
-    """Make a written temporary folder the newest checkpoint, durably, then prune. Rank 0."""
+def temporary_folder(paths: RunPaths, step: int) -> Path:
+    """Where the checkpoint of this step is written before it is committed."""
+    return paths.checkpoints / f"{TEMPORARY}{checkpoint_name(step)}"
+
+
+def commit(
+    paths: RunPaths,
+    folder: Path,
+    manifest: dict[str, Any],
+    keep_last: int,
+    keep_every: int | None = None,
+) -> Checkpoint:
+    """Make a written temporary folder the newest checkpoint, durably, then prune. Rank 0.
+
+    Its files are on disk already: whoever wrote one has fsynced it.
+    """
     final = paths.checkpoints / checkpoint_name(manifest["step"])
     with disk_trouble(final):
-        for name in manifest["files"]:
-            _fsync(folder / name)
-        write_json(folder / MANIFEST, {"format": FORMAT, **manifest})
-        if final.exists():  # the same step again, after a dangling or older `latest`
+        points.reach("commit.manifest", folder)
+        manifest = sealed(manifest)
+        write_json(folder / MANIFEST, manifest)
+        points.reach("commit.intent", folder)
+        intent = _intent(paths)
+        intent.unlink(missing_ok=True)
+        intent.symlink_to(final.name)
+        if final.exists():  # the same step again, after a person went back to an older `latest`
             final.rename(paths.checkpoints / f"{TEMPORARY}replaced-{final.name}")
+        points.reach("commit.rename", folder)
         folder.rename(final)
         fsync_folder(paths.checkpoints)
-        _point_latest(paths, final)
-    prune(paths, keep_last)
-    return Checkpoint(final, {"format": FORMAT, **manifest})
+        points.reach("commit.latest", final)
+        intent.replace(paths.latest)
+        fsync_folder(paths.checkpoints)
+    points.reach("commit.done", final)
+    prune(paths, keep_last, keep_every)
+    return Checkpoint(final, manifest)
 
 
-def _fsync(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+def _intent(paths: RunPaths) -> Path:
+    """The new `latest` of a commit under way. It tells a commit that was cut off from a person who
+    has pointed `latest` to an older checkpoint."""
+    return paths.checkpoints / f"{TEMPORARY}latest"
 
 
-def _point_latest(paths: RunPaths, folder: Path) -> None:
-    """Swap the relative symlink `latest` by rename, so that it always resolves."""
-    temporary = paths.checkpoints / f"{TEMPORARY}latest"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(folder.name)
-    temporary.replace(paths.latest)
-    fsync_folder(paths.checkpoints)
+def finish_commit(paths: RunPaths) -> None:
+    """Swap `latest` where a commit was cut off after its folder had its name. Under the lease only."""
+    intent = _intent(paths)
+    if not intent.is_symlink():
+        return
+    with disk_trouble(intent):
+        replaced = paths.checkpoints / f"{TEMPORARY}replaced-{intent.readlink()}"
+        final = paths.checkpoints / intent.readlink()
+        if replaced.is_dir() and not final.exists():
+            replaced.rename(final)  # cut off between the two renames: the old one stands again
+            intent.unlink()
+        elif (final / MANIFEST).is_file():
+            say(f"finishing the commit of {final}")
+            intent.replace(paths.latest)
+        else:
+            intent.unlink()
+        fsync_folder(paths.checkpoints)
 
 
-def prune(paths: RunPaths, keep_last: int) -> None:
-    """Remove all but the newest `keep_last` checkpoints, never the one behind `latest`."""
+def prune(paths: RunPaths, keep_last: int, keep_every: int | None = None) -> None:
+    """Remove all but the newest `keep_last` checkpoints and those at multiples of `keep_every`.
+
+    Never the one behind `latest`. What cannot be removed stays: the next save tries again.
+    """
     keep = paths.latest.resolve()
     for folder in committed(paths.checkpoints)[:-keep_last]:
-        if folder.resolve() != keep:
+        if folder.resolve() == keep or (keep_every and _step_of(folder) % keep_every == 0):
+            continue
+        try:
             _remove(folder)
+        except OSError as err:
+            say(f"warning: cannot remove the old checkpoint {folder}: {err}")
     clean(paths)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix(CHECKPOINT_PREFIX))
 
 
 def _remove(folder: Path) -> None:
     # The rename first: a removal that is cut off must not leave half a checkpoint under its name.
+    points.reach("prune.rename", folder)
     doomed = folder.with_name(f"{TEMPORARY}pruned-{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
+    points.reach("prune.remove", doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
@@ -170,6 +280,114 @@ def clean(paths: RunPaths) -> None:
             leftover.unlink()
         else:
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+# --- which checkpoint to go on from ----------------------------------------------------------------
+
+
+def newest_whole(paths: RunPaths) -> Checkpoint | None:
+    """The checkpoint behind `latest`, or the newest one older than it whose manifest can be read.
+
+    Moves unreadable ones to quarantine and mends `latest`, both said aloud; None when none is left.
+    Reads manifests only: whether the files are as they say is `bad_files`'s question. Under the
+    run's lease only. Raises UnfitError.
+    """
+    finish_commit(paths)
+    while True:
+        folder = _behind_latest(paths)
+        if folder is None:
+            return None
+        try:
+            with disk_trouble(folder, "read"):
+                checkpoint = Checkpoint.open(folder)
+                checkpoint.check_form()
+            return checkpoint
+        except OtherFormat:
+            raise
+        except DataError as err:
+            quarantine(paths, folder, [err.what])
+
+
+def begin_afresh(paths: RunPaths, refuse: bool) -> None:
+    """When no checkpoint is left to go on from: DataError if that is refused (--require-checkpoint);
+    else say so, where there has been one. Rank 0, or the launcher."""
+    lost = sorted(folder.name for folder in paths.quarantine.glob(f"{CHECKPOINT_PREFIX}*"))
+    if refuse:
+        raise DataError(
+            f"{paths.root} has no checkpoint to go on from"
+            + (f"; in quarantine: {', '.join(lost)}" if lost else ""),
+            cause="all were damaged or removed" if lost else "none was ever committed",
+            fix="bring a checkpoint back, or leave out --require-checkpoint to start at step 0",
+        )
+    if lost:
+        say(
+            f"warning: no checkpoint of {paths.root} is left (in quarantine: {', '.join(lost)}):"
+            " training starts at step 0 with fresh weights"
+        )
+
+
+def _behind_latest(paths: RunPaths) -> Path | None:
+    """The folder that `latest` points to, `latest` mended where it points to nothing."""
+    link = paths.latest
+    if link.is_dir():
+        return link.resolve()
+    there = _older_first(paths, link.readlink().name if link.is_symlink() else None)
+    if not there:
+        if link.is_symlink():
+            say(f"warning: {link} {_trouble(link)}, and no checkpoint is left")
+            with disk_trouble(link):
+                link.unlink()
+        return None
+    say(f"warning: {link} {_trouble(link)}: going on from {there[-1].name}")
+    _point_latest(paths, there[-1])
+    return there[-1]
+
+
+def _older_first(paths: RunPaths, name: str | None) -> list[Path]:
+    """Committed folders, the best to go on from last: the newest before `name`, else the newest."""
+    there = committed(paths.checkpoints)
+    older = [folder for folder in there if name is None or folder.name < name]
+    return older or there
+
+
+def _point_latest(paths: RunPaths, folder: Path) -> None:
+    """Swap the relative symlink `latest` by rename, so that it always resolves."""
+    temporary = paths.checkpoints / f"{TEMPORARY}mended-latest"
+    with disk_trouble(temporary):
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(folder.name)
+        temporary.replace(paths.latest)
+        fsync_folder(paths.checkpoints)
+
+
+def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
+    """Move a damaged checkpoint out of the way, with its reasons; where it lies now.
+
+    `latest`, if it pointed there, points to the next older one, or is removed. Under the run's
+    lease only, on one rank. Raises UnfitError when the disk does not let it.
+    """
+    place = paths.quarantine / folder.name
+    for number in itertools.count(2):
+        if not place.exists():
+            break
+        place = paths.quarantine / f"{folder.name}.{number}"
+    followers = [other for other in _older_first(paths, folder.name) if other != folder]
+    was_latest = paths.latest.resolve() == folder.resolve()
+    with disk_trouble(place):
+        paths.quarantine.mkdir(exist_ok=True)
+        folder.rename(place)
+        if was_latest and followers:
+            _point_latest(paths, followers[-1])
+        elif was_latest:
+            paths.latest.unlink()
+        fsync_folder(paths.checkpoints)
+    ledger.record(paths.events, "quarantine", checkpoint=folder.name, reasons=list(reasons))
+    with suppress(UnfitError):
+        write_json(place / "damage.json", {"reasons": list(reasons)})
+    say(f"warning: checkpoint {folder} is damaged: {'; '.join(reasons)}")
+    following = followers[-1].name if followers else "nothing: no checkpoint is left"
+    say(f"warning: it was moved to {place}; going on from {following}")
+    return place
 
 
 # --- does this config go on from this checkpoint? --------------------------------------------------
@@ -239,11 +457,21 @@ def warn_if_decayed(config: Config, checkpoint: Checkpoint) -> None:
 
 
 def check_resumable(config: Config, paths: RunPaths) -> Checkpoint | None:
-    """The checkpoint that this config goes on from, None for a fresh start.
+    """The checkpoint that this config will go on from, None for a fresh start; changes nothing.
 
-    Raises ConfigError and DataError as `latest` and `check_compatible` do; changes nothing.
+    One that cannot be read is passed over here: training moves it to quarantine. Raises ConfigError
+    as `check_compatible` does.
     """
-    checkpoint = latest(paths)
-    if checkpoint is not None:
+    there = committed(paths.checkpoints)
+    if paths.latest.is_dir():
+        there.append(paths.latest.resolve())
+    for folder in reversed(there):
+        try:
+            checkpoint = Checkpoint.open(folder)
+        except OtherFormat:
+            raise
+        except DataError:
+            continue
         check_compatible(config, checkpoint)
-    return checkpoint
+        return checkpoint
+    return None

@@ -6,18 +6,19 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from forge import checkpoints, ledger, metrics, optim, store
+from forge import checkpoints, ledger, metrics, optim, points, slurm, store
 from forge.config import Config
 from forge.console import RankProgress
-from forge.errors import DataError, Exit, TrainingError
+from forge.errors import DataError, Exit, TrainingError, UnfitError
+from forge.grace import SLURM_LATE_SEC, Grace
 from forge.launch import hostname
 from forge.launcher import Record, Spec
 from forge.lease import check_held
@@ -26,11 +27,15 @@ from forge.loader import Loader, Windows, eval_batches
 from forge.manifest import digest_file
 from forge.model import Decoder
 from forge.numerics import PROBE_SAMPLES, numerics, precision, prepare, probe_samples
-from forge.paths import RunPaths, checkpoint_name, tokenizer_folder
+from forge.paths import RunPaths, tokenizer_folder
 from forge.progress import Progress, say
+from forge.saver import Saver
 from forge.shards import MANIFEST, ShardSet
 from forge.stopping import CAUSES, StopFlag
-from forge.world import World
+from forge.world import World, is_peer_loss, named
+
+# After the loss of a rank a save that needs nothing of it has this long to end.
+PEERS_SAVE_SEC = 5.0
 
 
 class Trainer:
@@ -58,9 +63,17 @@ class Trainer:
         if self.settings.parallel == "fsdp2":
             _shard(self.model, world, self.precision)
         self.optimizer = optim.make_optimizer(self.model, self.settings)
-        self.checkpoint = store.latest(paths)
-        self.decay_steps = store.frozen_decay_steps(config, self.checkpoint)
         self.step = 0  # completed steps
+        self.saved_step = 0  # of the newest checkpoint, be it still on its way
+        self.saved_at = time.monotonic()
+        self.saver = Saver(
+            world,
+            paths,
+            beside=spec.machine_settings.save_beside,
+            # A node that was cut off may find that its job has gone on elsewhere.
+            before_commit=lambda: check_held(paths.root, spec.launcher),
+        )
+        self.grace = _grace(spec)
         self.rate = self.settings.lr  # of the last step
         self.train_sec = 0.0  # in steps since the last metrics line
         self.logged_step = 0
@@ -76,23 +89,45 @@ class Trainer:
     # --- start ---------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Load the checkpoint behind `latest`, if there is one. DataError if it is damaged."""
-        if self.checkpoint is None:
+        """Load the newest checkpoint whose files are as their manifest says, if there is one.
+
+        Damaged ones go to quarantine. DataError if it was trained on other data.
+        """
+        found = self._newest_verified()
+        self.decay_steps = store.frozen_decay_steps(self.config, found)
+        self.lineage = self._lineage()
+        if found is None:
             return
-        found = self.checkpoint
-        self.world.on_main(lambda: self._check_lineage(found))
+        self.world.on_main(lambda: self._check_lineage(found), "check of the lineage")
         checkpoints.load_state(self.model, self.optimizer, found.folder, self.world)
-        self.step = self.logged_step = found.step
+        points.reach("load.done", found.folder)
+        self.step = self.logged_step = self.saved_step = found.step
         if self.world.rank.is_main:
             say(f"resume from {found.folder}")
 
+    def _newest_verified(self) -> store.Checkpoint | None:
+        """Reads every byte of it, the files shared out among the ranks."""
+        share = (self.world.rank.rank, self.world.rank.world_size)
+        lost = False
+        while (found := store.latest(self.paths)) is not None:
+            mine = self.world.together(partial(_bad_files, found, share), "check of digests")
+            damage = [bad for part in self.world.gather_objects(mine, "damage") for bad in part]
+            if not damage:
+                return found
+            lost = True
+            self.world.on_main(partial(store.quarantine, self.paths, found.folder, damage))
+        if lost:
+            refuse = self.spec.options["require_checkpoint"]
+            self.world.on_main(partial(store.begin_afresh, self.paths, refuse))
+        return None
+
     def _check_lineage(self, found: store.Checkpoint) -> None:
-        found.verify()
+        lineage = found.manifest["lineage"]
         for name, now in (
             ("tokens", self.shards.digest),
             ("tokenizer", self._tokenizer_digest()),
         ):
-            then = found.manifest["lineage"][name]["digest"]
+            then = lineage[name]["digest"]
             if then != now:
                 raise DataError(
                     f"the {name} of this run have digest {now[:12]}, {found.folder} was trained"
@@ -100,6 +135,15 @@ class Trainer:
                     cause="the corpus or the tokenizer was edited in place and made again",
                     fix="restore the old input, or give the run a new name",
                 )
+
+    def _lineage(self) -> dict[str, Any]:
+        """What made the run's next checkpoints: asked once, the code in memory does not change."""
+        found = lineage(
+            self.config,
+            tokenizer_digest=self._tokenizer_digest(),
+            tokens_digest=self.shards.digest,
+        )
+        return {**found, "numerics": numerics(self.world.device, self.precision)}
 
     def _tokenizer_digest(self) -> str:
         assert self.config.ids
@@ -145,15 +189,17 @@ class Trainer:
         would count as one, so that the run that goes on would end with other weights.
         """
         goal = self.settings.max_steps
-        if self.step == 0:
+        cause, _ = self._agree(stop)
+        if self.step == 0 and not cause:
             self.evaluate()
-        cause = self._agreed(stop)
+            cause, _ = self._agree(stop)
         report = RankProgress(self.spec.folder, f"train {self.config.run}", goal, "steps")
         while self.step < goal and not cause:
             loss = self._step()
             cause = self._after_step(stop, loss, report)
+        self._finish_save()
         if self.step > 0:
-            self.save()
+            self.save(last=True)
         if self.step < goal:
             return Record("stopped", self.world.rank.rank, Exit.STOPPED, self.step, cause)
         digest = checkpoints.weights_digest(self.model)
@@ -171,17 +217,26 @@ class Trainer:
             tokens_per_sec = self._log(loss)
             if self.world.rank.is_main:
                 report(self.step, f"loss {loss:.3f}, {tokens_per_sec:,.0f} tokens/s")
-        cause = self._agreed(stop)
+        cause, overdue = self._agree(stop)
         if not cause and (self.step % settings.eval_every == 0 or done):
             self.evaluate()
-        if not cause and self.step % settings.checkpoint_every == 0:
+        if not cause and not done and (overdue or self.step % settings.checkpoint_every == 0):
             self.save()
         return cause
 
-    def _agreed(self, stop: StopFlag) -> str:
-        """The heaviest cause that any rank has for stopping, the same on all ranks."""
-        table = self.world.gather([float(CAUSES.index(stop.cause()))])
-        return CAUSES[int(max(row[0] for row in table))]
+    def _agree(self, stop: StopFlag) -> tuple[str, bool]:
+        """The heaviest cause that any rank has for stopping, and whether a checkpoint is overdue by
+        the clock, the same on all ranks. Finishes a save whose threads have all ended."""
+        mine, overdue = stop.cause(), False
+        if self.world.rank.is_main:
+            minutes = self.settings.checkpoint_minutes
+            overdue = minutes is not None and time.monotonic() - self.saved_at > 60 * minutes
+            mine = mine or ("deadline" if self.grace.is_due() else "")
+        wish = [float(CAUSES.index(mine)), float(overdue), float(self.saver.is_done())]
+        table = self.world.gather(wish, f"agreement after step {self.step}")
+        if all(row[2] for row in table):
+            self._finish_save()
+        return CAUSES[int(max(row[0] for row in table))], bool(table[0][1])
 
     def _step(self) -> float:
         """One optimizer step; the loss averaged over ranks. TrainingError if it is not finite."""
@@ -191,19 +246,23 @@ class Trainer:
         self.rate = optim.learning_rate(self.step, self.settings, self.decay_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate
-        local_loss = self._backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
-        self.grad_norm = _number(norm)
-        table = self.world.gather([local_loss, self.grad_norm])
+        with named(f"all-reduce of gradients in step {self.step + 1}"):
+            local_loss = self._backward()
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
+            self.grad_norm = _number(norm)
+        table = self.world.gather([local_loss, self.grad_norm], f"losses of step {self.step + 1}")
         self._refuse_non_finite(table)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        self.train_sec += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.train_sec += seconds
+        self.grace.measure_step(seconds)
         return sum(row[0] for row in table) / len(table)
 
     def _backward(self) -> float:
         """Gradients of this rank's samples, accumulated over micro-batches; their mean loss."""
+        points.reach("data.read")
         inputs, targets = self.loader.batch(self.step)
         micro = self._micro_size()
         parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
@@ -249,15 +308,14 @@ class Trainer:
                     " weights were not updated"
                 )
 
-    def _refuse_broken_weights(self, losses: list[float]) -> None:
-        """TrainingError if the last update broke the weights: `latest` must stay fit to go on from."""
-        parts = (p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters())
-        whole = all(bool(torch.isfinite(part).all()) for part in parts)
-        broken = [rank for rank, row in enumerate(self.world.gather([float(whole)])) if not row[0]]
-        if broken or not all(map(math.isfinite, losses)):
+    def _refuse_broken_losses(self, losses: list[float]) -> None:
+        """TrainingError if the last update broke the weights: `latest` must stay fit to go on from.
+
+        That every number of the state is finite is looked at when it is written.
+        """
+        if not all(map(math.isfinite, losses)):
             raise self._diverged(
-                f"weights on ranks {broken} or their losses {losses} on held-out samples are not"
-                " finite; no checkpoint of them was committed"
+                f"the losses {losses} on held-out samples are not finite; no checkpoint was committed"
             )
 
     def _diverged(self, what: str) -> TrainingError:
@@ -306,7 +364,7 @@ class Trainer:
             total += self._loss(inputs, targets) * counted
             tokens += counted
         self.model.train()
-        table = self.world.gather([total, float(tokens)])
+        table = self.world.gather([total, float(tokens)], "held-out losses")
         loss = sum(row[0] for row in table) / sum(row[1] for row in table)
         if not math.isfinite(loss):
             raise self._diverged(f"held-out loss {loss} is not finite")
@@ -328,49 +386,51 @@ class Trainer:
 
     # --- checkpoints ---------------------------------------------------------------------------
 
-    def save(self) -> None:
-        """Commit a checkpoint of this step, unless it is committed already."""
-        if self.checkpoint is not None and self.checkpoint.step == self.step:
+    def save(self, *, last: bool = False) -> None:
+        """Begin to commit a checkpoint of this step, unless it is committed already.
+
+        last: nothing is trained after it, so wait for it.
+        """
+        self._finish_save()
+        if self.saved_step == self.step:
             return
-        started = time.perf_counter()
         probe = self._probe()
-        self._refuse_broken_weights(probe["losses"])
-        self.world.on_main(lambda: store.begin(self.paths, self.step))
-        folder = self.paths.checkpoints / f"{store.TEMPORARY}{checkpoint_name(self.step)}"
+        self._refuse_broken_losses(probe["losses"])
         state = checkpoints.training_state(self.model, self.optimizer)
-        files = checkpoints.write_state(state, folder, self.world)
-        manifest = self._manifest(files, probe)
+        settings = self.settings
+        self.saver.start(
+            state,
+            self._manifest(probe),
+            keep_last=settings.keep_last,
+            keep_every=settings.keep_every,
+            last=last,
+        )
+        self.saved_step, self.saved_at = self.step, time.monotonic()
+        if last:
+            self._finish_save()
 
-        def commit() -> None:
-            # A node that was cut off may find that its job has gone on elsewhere.
-            check_held(self.paths.root, self.spec.launcher)
-            store.commit(self.paths, folder, manifest, self.settings.keep_last)
+    def _finish_save(self) -> None:
+        """Wait for the save under way, if there is one, and tell of it. Raises what ended it."""
+        done = self.saver.finish()
+        if done is None or not self.world.rank.is_main:
+            return
+        assert done.seconds is not None and done.checkpoint is not None
+        facts = {"seconds": round(done.seconds, 3), "stall": round(done.stall, 3)}
+        ledger.record(self.paths.events, "save", step=done.step, **facts, bytes=done.size)
+        say(f"step {done.step}: committed {done.checkpoint.folder}")
+        self.grace.measure_save(done.seconds, done.stall)
+        if warning := self.grace.warning():
+            ledger.record(self.paths.events, "grace", needed=round(self.grace.needed, 1))
+            say(f"warning: {warning}")
 
-        self.world.on_main(commit)
-        final = self.paths.checkpoints / checkpoint_name(self.step)
-        self.checkpoint = store.Checkpoint(final, manifest)
-        if self.world.rank.is_main:
-            seconds = round(time.perf_counter() - started, 3)
-            size = sum(facts["bytes"] for facts in files.values())
-            ledger.record(self.paths.events, "save", step=self.step, seconds=seconds, bytes=size)
-            say(f"step {self.step}: committed {final}")
-
-    def _manifest(self, files: dict[str, Any], probe: dict[str, Any]) -> dict[str, Any]:
+    def _manifest(self, probe: dict[str, Any]) -> dict[str, Any]:
         return {
             "step": self.step,
             "world_size": self.world.rank.world_size,
             "decay_steps": self.decay_steps,
             "next_sample": self.step * self.settings.batch_size,
-            "files": files,
             "probe": probe,
-            "lineage": {
-                **lineage(
-                    self.config,
-                    tokenizer_digest=self._tokenizer_digest(),
-                    tokens_digest=self.shards.digest,
-                ),
-                "numerics": numerics(self.world.device, self.precision),
-            },
+            "lineage": self.lineage,
         }
 
     @torch.no_grad()
@@ -382,7 +442,10 @@ class Trainer:
         self.model.eval()
         loss = self._loss(window[:, :-1], window[:, 1:])
         self.model.train()
-        return {"samples": PROBE_SAMPLES, "losses": [row[0] for row in self.world.gather([loss])]}
+        return {
+            "samples": PROBE_SAMPLES,
+            "losses": [row[0] for row in self.world.gather([loss], "probe")],
+        }
 
     def announce(self, seconds: float) -> None:
         """The `init` event: where this start began and on what."""
@@ -423,6 +486,27 @@ def _shard(model: Decoder, world: World, precision: str) -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
+def _bad_files(checkpoint: store.Checkpoint, share: tuple[int, int]) -> list[str]:
+    return list(checkpoint.bad_files(share=share))
+
+
+def _grace(spec: Spec) -> Grace:
+    """What is known of the time that a stop has: the profile's windows, and the job's end."""
+    machine, job = spec.machine_settings, spec.job
+    windows = {"stop_grace_sec": machine.stop_grace_sec}
+    if job and machine.slurm.warn_sec:
+        windows["slurm.warn_sec"] = machine.slurm.warn_sec - SLURM_LATE_SEC
+
+    def ask_again() -> float | None:
+        with suppress(UnfitError):
+            now = slurm.show_job(job, patience_sec=0, timeout_sec=5) if job else None
+            return now.end_time if now else None
+        return None
+
+    deadline = spec.options.get("deadline")
+    return Grace(windows, deadline, ask_again, in_flight=machine.save_beside)
+
+
 def _number(norm: torch.Tensor) -> float:
     whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return float(whole)
@@ -451,7 +535,13 @@ def train(
     trainer.resume()
     trainer.wrap()
     trainer.announce(time.time() - spec.options["started"])
-    return trainer.run(stop)
+    try:
+        return trainer.run(stop)
+    except Exception as err:
+        # A save under way may still be committed, unless it waits for a rank that is gone.
+        grace_sec = spec.machine_settings.stop_grace_sec
+        trainer.saver.drain(PEERS_SAVE_SEC if is_peer_loss(err) else grace_sec)
+        raise
 
 
 def _shards_folder(spec: Spec) -> Path:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,12 @@ from forge.machine import Fabric
 
 T = TypeVar("T")
 
+# Ranks write to disks of their own speed. That one is gone is noticed by others, and sooner.
+SLOWEST_SAVE_SEC = 3600.0
+
 
 class PeerFailed(RuntimeError):
-    """Another rank failed; its own record says why."""
+    """Another rank failed, its own record says why; or it is gone, or does not answer."""
 
 
 def is_peer_loss(error: BaseException) -> bool:
@@ -29,6 +32,21 @@ def is_peer_loss(error: BaseException) -> bool:
         return True
     # Gloo raises plain RuntimeErrors that name their source file.
     return isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Around a collective: when it fails for a peer's sake, PeerFailed says which one it was.
+
+    Which peer it was the launcher tells: the one that left no record.
+    """
+    try:
+        yield
+    except RuntimeError as err:
+        if not is_peer_loss(err) or isinstance(err, PeerFailed):
+            raise
+        reason = str(err).splitlines()[0].partition("] ")[2] or str(err)
+        raise PeerFailed(f"{what}: {reason}") from err
 
 
 @dataclass(frozen=True)
@@ -40,15 +58,35 @@ class World:
     backend: str
     control: dist.ProcessGroup
 
-    def gather(self, values: list[float]) -> list[list[float]]:
-        """Every rank's few numbers, by rank, the same on all ranks. All ranks call it."""
+    def beside(self) -> World:
+        """The same ranks with a control group of their own, for a thread beside the main one.
+
+        Its collectives wait for SLOWEST_SAVE_SEC: ranks may be that far apart with their writing.
+        All ranks call it.
+        """
+        timeout = timedelta(seconds=SLOWEST_SAVE_SEC)
+        return replace(self, control=dist.new_group(backend="gloo", timeout=timeout))
+
+    def gather(self, values: list[float], what: str = "agreement") -> list[list[float]]:
+        """Every rank's few numbers, by rank, the same on all ranks. All ranks call it.
+
+        what: the name of this collective in the message when a rank does not take part.
+        """
         mine = torch.tensor(values, dtype=torch.float64)
         everyone = torch.empty(self.rank.world_size * len(values), dtype=torch.float64)
-        dist.all_gather_single(everyone, mine, group=self.control)
+        with named(what):
+            dist.all_gather_single(everyone, mine, group=self.control)
         table: list[list[float]] = everyone.view(self.rank.world_size, len(values)).tolist()
         return table
 
-    def together(self, action: Callable[[], T]) -> T:
+    def gather_objects(self, value: T, what: str) -> list[T]:
+        """Every rank's value, by rank, the same on all ranks. All ranks call it."""
+        values: list[Any] = [None] * self.rank.world_size
+        with named(what):
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def together(self, action: Callable[[], T], what: str = "agreement") -> T:
         """Do `action` on every rank; if it fails on one, no rank goes on. All ranks call it.
 
         Raises what `action` raised, and PeerFailed on the ranks where it went well: without this
@@ -59,22 +97,22 @@ class World:
             outcome = action()
         except Exception as err:
             error = err
-        failed = [
-            rank for rank, row in enumerate(self.gather([float(error is not None)])) if row[0]
-        ]
+        table = self.gather([float(error is not None)], what)
+        failed = [rank for rank, row in enumerate(table) if row[0]]
         if error:
             raise error
         if failed:
-            raise PeerFailed(f"rank {failed[0]} failed")
+            raise PeerFailed(f"{what}: rank {failed[0]} failed")
         return outcome
 
-    def on_main(self, action: Callable[[], object]) -> None:
+    def on_main(self, action: Callable[[], object], what: str = "agreement") -> None:
         """Do `action` on rank 0 while the others wait. All ranks call it; raises as together does."""
-        self.together(action if self.rank.is_main else lambda: None)
+        self.together(action if self.rank.is_main else lambda: None, what)
 
-    def barrier(self) -> None:
+    def barrier(self, what: str = "barrier") -> None:
         """All ranks wait for each other."""
-        dist.barrier(group=self.control)
+        with named(what):
+            dist.barrier(group=self.control)
 
 
 @contextmanager
@@ -108,10 +146,9 @@ def joined(rank: Rank, fabric: Fabric) -> Iterator[World]:
             fix="run forge preflight; see fabric.interface in profiles/README.md",
         ) from err
     assert control is not None
-    try:
-        yield World(rank, device, backend, control)
-    finally:
-        dist.destroy_process_group()
+    yield World(rank, device, backend, control)
+    # Not after an error: a thread may be in a collective still, and the process ends anyway.
+    dist.destroy_process_group()
 
 
 def _init(backend: str, rank: Rank, timeout: timedelta, device: torch.device) -> None:

@@ -34,7 +34,7 @@ def make_digests_right(folder):
         for path in folder.iterdir()
         if path.name != store.MANIFEST
     }
-    write_json(folder / store.MANIFEST, manifest)
+    write_json(folder / store.MANIFEST, store.sealed(manifest))
 
 
 def test_good_run_is_valid_and_its_probe_equal_to_the_last_bit(undisturbed, tmp_path):

@@ -14,7 +14,7 @@ FOLDER = Path(forge.__file__).parent
 # From the bottom up; a module imports from rows above its own in this table only.
 LAYERS = (
     # words for people
-    "errors progress stopping tail log_errors bisection",
+    "errors progress stopping tail log_errors bisection points grace",
     # config, small files, who am I
     "config manifest launch console slurm",
     # names, machine, formats of files
@@ -22,14 +22,14 @@ LAYERS = (
     # geometry and environment of ranks
     "geometry",
     # launching, what is on disk
-    "artefacts crew packs fabric launcher metrics store history config_docs cpu loss",
+    "artefacts crew packs fabric launcher metrics store gate history config_docs cpu loss",
     # parts of the verbs
     "loader model numerics optim world tokenizer summary charts broadcast node_staging node_checks",
     "checkpoints encoding project staged rank_checks allocation",
     # the halves of `stage` and `preflight` that are for several nodes
-    "staging_nodes probing restarts",
+    "staging_nodes probing restarts saver",
     # verbs, and their halves that run in ranks
-    "tokenization staging preflight fit trainer report show logs status preflight_rank reload",
+    "tokenization staging preflight fit trainer report show logs status export preflight_rank reload",
     "validation rank node",
     # what starts the verbs: the command, and the helpers of the Snakefile
     "cli workflow",
@@ -38,8 +38,8 @@ LAYERS = (
 LAYER = {module: number for number, row in enumerate(LAYERS) for module in row.split()}
 
 TENSORS = {
-    *("cpu", "loss", "loader", "model", "numerics", "optim", "world", "checkpoints"),
-    *("trainer", "preflight_rank", "reload", "validation"),
+    *("cpu", "loss", "loader", "model", "numerics", "optim", "world", "checkpoints", "saver"),
+    *("trainer", "preflight_rank", "reload", "validation", "export"),
 }
 
 

@@ -8,6 +8,7 @@ from forge import restarts, slurm
 from forge.errors import UnfitError
 from forge.geometry import Place
 from forge.launcher import Record
+from forge.ledger import read_lines
 from forge.machine import load_machine
 from forge.paths import RunPaths
 
@@ -29,12 +30,10 @@ def slurm_says(monkeypatch):
     return set_state
 
 
-def ask(tmp_path, cause, *, place=PLACE, started_at=0, step=5, **keys):
+def ask(tmp_path, cause, *, place=PLACE, step=5, **keys):
     record = Record("stopped", cause=cause)
     machine = load_machine(None, keys)
-    return restarts.requeue(
-        record, RunPaths(tmp_path), place, machine, started_at=started_at, step=step
-    )
+    return restarts.requeue(record, RunPaths(tmp_path), place, machine, step=step)
 
 
 @pytest.mark.parametrize("cause", ["SIGUSR1", "SIGTERM", "peer lost"])
@@ -82,14 +81,13 @@ def test_restarts_are_capped(tmp_path, slurm_says):
     assert requeued == []
 
 
-def test_a_restart_that_did_not_advance_is_not_repeated(tmp_path, slurm_says):
-    again = replace(JOB, restarts=1)
-    requeued = slurm_says(again)
-    place = Place(PLACE.hosts, again)
-    assert "did not advance" in ask(tmp_path, "SIGUSR1", place=place, started_at=5)
-    assert requeued == []
-    slurm_says(replace(again, is_preempted=True))
-    assert ask(tmp_path, "SIGUSR1", place=place, started_at=5) == ""
+def test_preemption_is_in_the_ledger_whoever_sends_the_job_back(tmp_path, slurm_says):
+    slurm_says(replace(JOB, is_preempted=True))
+    assert ask(tmp_path, "SIGUSR1") == ""
+    slurm_says(replace(JOB, state="PENDING"))
+    assert "itself" in ask(tmp_path, "SIGTERM")
+    events = [event["event"] for event in read_lines(RunPaths(tmp_path).events)]
+    assert events == ["preempted", "requeue", "preempted"]
 
 
 def test_hosts_are_picked_in_the_jobs_order_without_those_to_avoid():

@@ -2,9 +2,10 @@
 
 import pytest
 
-from forge import store
+from forge import points, store
 from forge.config import Ids, load_config
 from forge.errors import ConfigError, DataError, UnfitError
+from forge.ledger import read_lines
 from forge.manifest import digest_bytes
 from forge.paths import RunPaths
 
@@ -19,7 +20,7 @@ def paths(tmp_path):
     return RunPaths(tmp_path / "results" / "run")
 
 
-def save(paths, step, *, config=None, keep_last=2, content=b"weights"):
+def save(paths, step, *, config=None, keep_last=2, keep_every=None, content=b"weights"):
     config = config or config_of()
     folder = store.begin(paths, step)
     (folder / "__0_0.distcp").write_bytes(content)
@@ -30,7 +31,7 @@ def save(paths, step, *, config=None, keep_last=2, content=b"weights"):
         "files": files,
         "lineage": {"config": config.to_json()},
     }
-    return store.commit(paths, folder, manifest, keep_last)
+    return store.commit(paths, folder, manifest, keep_last, keep_every)
 
 
 def test_latest_is_the_last_commit(paths):
@@ -73,11 +74,129 @@ def test_dangling_latest_is_refused_with_the_command_that_mends_it(paths):
     assert (paths.checkpoints / "step-00000010").is_dir()
 
 
-def test_lost_link_with_checkpoints_beside_it_does_not_start_from_zero(paths):
+def test_training_mends_a_dangling_or_lost_latest_and_says_so(paths, capsys):
     save(paths, 10)
+    last = save(paths, 20)
+    last.folder.rename(paths.root / "moved")
+    assert store.newest_whole(paths).step == 10
+    assert "which is not there: going on from step-00000010" in capsys.readouterr().err
     paths.latest.unlink()
     with pytest.raises(DataError, match="is gone"):
         store.latest(paths)
+    assert store.newest_whole(paths).step == store.latest(paths).step == 10
+
+
+def test_latest_set_back_by_a_person_stays(paths):
+    save(paths, 10)
+    save(paths, 20)
+    paths.latest.unlink()
+    paths.latest.symlink_to("step-00000010")
+    assert store.newest_whole(paths).step == 10
+
+
+@pytest.mark.parametrize(("point", "step"), [("commit.rename", 10), ("commit.latest", 20)])
+def test_commit_that_was_cut_off_is_finished_or_forgotten(paths, monkeypatch, point, step):
+    save(paths, 10)
+    cut_off_at(monkeypatch, point)
+    with pytest.raises(CutOff):
+        save(paths, 20)
+    monkeypatch.undo()
+    assert store.latest(paths).step == 10
+    assert store.newest_whole(paths).step == step
+    store.clean(paths)
+    assert store.latest(paths).step == step
+    assert names(paths.checkpoints) == {"latest", *(f"step-{n:08}" for n in (10, step))}
+
+
+def test_commit_of_a_step_again_that_was_cut_off_keeps_the_old_one(paths, monkeypatch):
+    save(paths, 20, content=b"old")
+    cut_off_at(monkeypatch, "commit.rename")
+    with pytest.raises(CutOff):
+        save(paths, 20, content=b"new")
+    monkeypatch.undo()
+    assert (store.newest_whole(paths).folder / "__0_0.distcp").read_bytes() == b"old"
+
+
+class CutOff(BaseException):
+    """As if the process had been killed."""
+
+
+def cut_off_at(monkeypatch, wanted):
+    def hook(point, _path):
+        if point == wanted:
+            raise CutOff
+
+    monkeypatch.setattr(points, "hook", hook)
+
+
+def names(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("damage", ["manifest", "manifest byte", "file", "missing file"])
+def test_damaged_checkpoint_goes_to_quarantine_and_the_one_before_is_taken(paths, damage, capsys):
+    save(paths, 10)
+    last = save(paths, 20)
+    file = last.folder / "__0_0.distcp"
+    manifest = last.folder / store.MANIFEST
+    {
+        "manifest": lambda: manifest.write_text("{"),
+        "manifest byte": lambda: manifest.write_text(
+            manifest.read_text().replace('"decay_steps": 200', '"decay_steps": 300')
+        ),
+        "file": lambda: file.write_bytes(b"cut"),
+        "missing file": file.unlink,
+    }[damage]()
+    assert store.newest_whole(paths).step == 10
+    assert store.latest(paths).step == 10
+    assert names(paths.quarantine) == {"step-00000020"}
+    assert (paths.quarantine / "step-00000020" / "damage.json").is_file()
+    said = capsys.readouterr().err
+    assert f"{last.folder} is damaged" in said and "going on from step-00000010" in said
+    assert [e["checkpoint"] for e in read_lines(paths.events)] == ["step-00000020"]
+
+
+def test_last_damaged_checkpoint_means_fresh_weights_said_aloud_or_refused(paths, capsys):
+    saved = save(paths, 10)
+    (saved.folder / "__0_0.distcp").unlink()
+    assert store.newest_whole(paths) is None
+    assert not paths.latest.is_symlink()
+    with pytest.raises(
+        DataError, match="no checkpoint to go on from; in quarantine: step-00000010"
+    ):
+        store.begin_afresh(paths, refuse=True)
+    store.begin_afresh(paths, refuse=False)
+    assert "starts at step 0 with fresh weights" in capsys.readouterr().err
+
+
+def test_checkpoint_of_another_version_is_refused_and_stays_where_it_is(paths):
+    saved = save(paths, 10)
+    manifest = saved.folder / store.MANIFEST
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 9'))
+    with pytest.raises(DataError, match="of format 9, not 2"):
+        store.newest_whole(paths)
+    assert saved.folder.is_dir()
+
+
+def test_a_disk_that_cannot_be_read_puts_nothing_into_quarantine(paths, monkeypatch):
+    saved = save(paths, 10)
+
+    def broken(_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(store, "digest_file", broken)
+    with pytest.raises(UnfitError, match=r"cannot read .*Input/output error"):
+        list(saved.bad_files())
+    assert saved.folder.is_dir()
+
+
+def test_readers_share_the_files_and_together_see_all(paths):
+    saved = save(paths, 10)
+    (saved.folder / "__0_0.distcp").write_bytes(b"Weights")
+    (saved.folder / "extra").write_bytes(b"")
+    found = [list(saved.bad_files(share=(number, 2))) for number in (0, 1)]
+    assert ["another digest" in bad for bad in found[0]] == [True, False]
+    assert found[1] == []
 
 
 def test_flipped_byte_missing_and_extra_files_are_found(paths):
@@ -93,6 +212,19 @@ def test_flipped_byte_missing_and_extra_files_are_found(paths):
     assert list(saved.bad_files()) == ["__0_0.distcp is missing", "extra is not in the manifest"]
     with pytest.raises(DataError, match="is damaged"):
         saved.verify()
+
+
+def test_multiples_of_keep_every_stay_for_ever(paths):
+    for step in range(10, 70, 10):
+        save(paths, step, keep_last=1, keep_every=30)
+    assert names(paths.checkpoints) == {"latest", "step-00000030", "step-00000060"}
+
+
+def test_save_without_room_is_refused_before_anything_is_written(paths):
+    save(paths, 10)
+    with pytest.raises(UnfitError, match=r"needs .* MiB in .* are free"):
+        store.begin(paths, 20, size=2**60)
+    assert store.latest(paths).step == 10
 
 
 def test_changed_science_is_refused_by_key_and_value(paths):
@@ -136,7 +268,7 @@ def test_full_disk_is_told_and_keeps_the_last_checkpoint(paths, monkeypatch):
 
     folder = store.begin(paths, 20)
     (folder / "__0_0.distcp").write_bytes(b"w")
-    monkeypatch.setattr(store.os, "fsync", full)
+    monkeypatch.setattr(store, "fsync_folder", full)
     with pytest.raises(UnfitError, match="No space left"):
         store.commit(paths, folder, {"step": 20, "files": {"__0_0.distcp": {}}}, 2)
     assert store.latest(paths).step == 10

@@ -1,0 +1,74 @@
+"""Whether a stop fits into the time that is left: measured steps and saves against what is announced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+# Before the first save is measured, a stop is taken to need this much for it.
+UNMEASURED_SAVE_SEC = 30.0
+# Beyond what was measured: ranks that agree, a loaded file system, the way out.
+MARGIN_SEC, MARGIN = 5.0, 1.1
+# Slurm looks at time limits about twice a minute (sched_params), so its warning may be this late.
+SLURM_LATE_SEC = 30.0
+# What saving may cost of the time of training where people ask for an interval.
+SAVE_SHARE = 0.02
+WARN_AGAIN = 1.5
+
+
+@dataclass
+class Grace:
+    """Rank 0's view of time. All numbers are seconds; `deadline` is seconds since the epoch."""
+
+    windows: dict[str, float]  # key of machine.yaml -> how long before the end a stop is announced
+    deadline: float | None = None
+    ask_again: Callable[[], float | None] = lambda: (
+        None
+    )  # the deadline as it is now, if it has moved
+    step_sec: float = 0.0
+    save_sec: float | None = None
+    stall_sec: float = 0.0
+    in_flight: bool = False  # saves go on beside training: a stop may have to wait for one
+    _warned: float = field(default=0.0, init=False)
+
+    def measure_step(self, seconds: float) -> None:
+        self.step_sec = max(self.step_sec, seconds)
+
+    def measure_save(self, seconds: float, stall: float) -> None:
+        """A save that took `seconds` from begin to commit, and stopped training for `stall`."""
+        self.save_sec = max(self.save_sec or 0.0, seconds)
+        self.stall_sec = max(self.stall_sec, stall)
+
+    @property
+    def needed(self) -> float:
+        """What a stop takes at worst: the step, the save under way, the last save."""
+        save = UNMEASURED_SAVE_SEC if self.save_sec is None else self.save_sec
+        return (self.step_sec + save * (2 if self.in_flight else 1)) * MARGIN + MARGIN_SEC
+
+    def is_due(self) -> bool:
+        """Whether training must stop now to be through before the deadline."""
+        if self.deadline is None or time.time() + self.needed < self.deadline:
+            return False
+        # A limit that was extended meanwhile is worth a question.
+        self.deadline = self.ask_again() or self.deadline
+        return time.time() + self.needed >= self.deadline
+
+    def warning(self) -> str:
+        """What to tell people, once for a need: a stop that does not fit into its window, and the
+        settings that help; "" when all is well."""
+        if self.save_sec is None or self.needed <= self._warned * WARN_AGAIN:
+            return ""
+        short = {key: window for key, window in self.windows.items() if window < self.needed}
+        if not short:
+            return ""
+        self._warned = self.needed
+        given = ", ".join(f"{key} gives {window:g} s" for key, window in short.items())
+        minutes = max(self.stall_sec / SAVE_SHARE, 2 * self.save_sec) / 60
+        return (
+            f"a stop may need {self.needed:.0f} s here (a step of {self.step_sec:.1f} s, a save of"
+            f" {self.save_sec:.1f} s), {given}: set {' and '.join(short)} to"
+            f" {self.needed + SLURM_LATE_SEC:.0f} or more; where the site gives no more, a stop loses"
+            f" the steps since the last checkpoint: set train.checkpoint_minutes to"
+            f" {max(minutes, 0.1):.1f}"
+        )

@@ -1,0 +1,67 @@
+"""A stop that will not fit into its time is told before it is needed; a deadline is met."""
+
+import re
+import time
+
+import pytest
+
+from forge import grace
+from forge.grace import Grace
+
+
+def measured(step=1.0, save=20.0, stall=0.5, **facts):
+    found = Grace({"stop_grace_sec": 60.0, "slurm.warn_sec": 30.0}, **facts)
+    found.measure_step(step)
+    found.measure_save(save, stall)
+    return found
+
+
+def test_a_stop_needs_the_step_and_the_save_and_the_one_under_way():
+    assert measured().needed == pytest.approx(21 * grace.MARGIN + grace.MARGIN_SEC)
+    assert measured(in_flight=True).needed == pytest.approx(41 * grace.MARGIN + grace.MARGIN_SEC)
+
+
+def test_slowest_step_and_save_count():
+    found = measured()
+    found.measure_step(0.1)
+    found.measure_save(2.0, 0.1)
+    assert found.needed == measured().needed
+
+
+def test_what_fits_is_not_warned_of():
+    assert measured(save=10.0).warning() == ""
+
+
+def test_nothing_is_said_before_a_save_was_measured():
+    assert Grace({"stop_grace_sec": 1.0}).warning() == ""
+
+
+def test_warning_names_need_window_and_the_settings_that_help():
+    told = measured(save=40.0).warning()
+    assert "slurm.warn_sec gives 30 s" in told and "stop_grace_sec" not in told
+    wanted = int(re.search(r"set slurm.warn_sec to (\d+)", told)[1])
+    assert wanted >= measured(save=40.0).needed
+    # 40 s for a save, and 0.5 s of stall, which are 2 % of 25 s.
+    assert "train.checkpoint_minutes to 1.3" in told
+
+
+def test_the_same_need_is_told_once_and_a_greater_one_again():
+    found = measured(save=40.0)
+    assert found.warning() and not found.warning()
+    found.measure_save(90.0, 0.5)
+    told = found.warning()
+    assert "stop_grace_sec gives 60 s, slurm.warn_sec gives 30 s" in told
+
+
+def test_stop_is_due_when_what_is_left_is_just_enough():
+    assert not measured(deadline=time.time() + 100).is_due()
+    assert measured(deadline=time.time() + 20).is_due()
+    assert not measured().is_due()
+
+
+def test_deadline_that_was_put_off_is_asked_for_before_training_stops():
+    answers = [time.time() + 1000]
+    found = measured(deadline=time.time() + 20, ask_again=answers.pop)
+    assert not found.is_due()
+    assert answers == []
+    assert not found.is_due()  # and not asked again before it is near
