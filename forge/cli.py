@@ -105,7 +105,13 @@ def _parser() -> argparse.ArgumentParser:
     _workers(verb("tokenize", _tokenize, "turn the corpus into shards of token ids"))
     _machine(verb("stage", _stage, "put the shards onto the nodes' own disks"))
     _machine(verb("preflight", _preflight, "check nodes and ranks before training"))
-    _machine(verb("train", _train, "train to the goal, going on from the last checkpoint"))
+    train = verb("train", _train, "train to the goal, going on from the last checkpoint")
+    train.add_argument(
+        "--require-checkpoint",
+        action="store_true",
+        help="end with 65 instead of starting at step 0 when no checkpoint is left",
+    )
+    _machine(train)
     verb("validate", _validate, "check the last checkpoint of a run, or any checkpoint")
     verb("report", _report, "write the run's report.html")
     verb("config", _config, "write a run's config.json with all defaults and ids")
@@ -114,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("runs", nargs="*", metavar="RUN", help="run folders (default: results/*)")
     _logs_options(verbs.add_parser("logs", help="show what ranks and launcher said, errors first"))
     _status_options(verbs.add_parser("status", help="show where each run stands now"))
+    _export_options(verbs.add_parser("export", help="write a checkpoint as transformers loads it"))
     return parser
 
 
@@ -141,6 +148,23 @@ def _status_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="*", metavar="RUN", help="runs (default: results/*)")
     parser.add_argument("--watch", action="store_true", help="draw it again every few seconds")
     parser.add_argument("--json", action="store_true", help="for scripts")
+
+
+def _export_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(action=_export, log=None)
+    parser.allow_abbrev = False
+    parser.add_argument(
+        "run", metavar="RUN", help="a run's folder, its name in results/, or a checkpoint's folder"
+    )
+    parser.add_argument(
+        "--format", choices=("safetensors",), default="safetensors", help="layout (safetensors)"
+    )
+    parser.add_argument(
+        "--to", metavar="FOLDER", type=Path, help="default: export/step-… in the run's folder"
+    )
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (fp32, as stored)"
+    )
 
 
 def _load(options: argparse.Namespace) -> Config:
@@ -210,7 +234,8 @@ def _preflight(options: argparse.Namespace) -> None:
 def _train(options: argparse.Namespace) -> None:
     from forge.fit import train
 
-    train(_load(options), _load_machine(options), _geometry(options))
+    config, machine, geometry = _load(options), _load_machine(options), _geometry(options)
+    train(config, machine, geometry, require_checkpoint=options.require_checkpoint)
 
 
 def _validate(options: argparse.Namespace) -> None:
@@ -269,6 +294,13 @@ def _status(options: argparse.Namespace) -> None:
     from forge.status import status
 
     status(_runs(options.runs), watch=options.watch, as_json=options.json)
+
+
+def _export(options: argparse.Namespace) -> None:
+    from forge.export import export
+
+    (run,) = _runs([options.run])
+    export(run.root, options.to, options.dtype, options.overrides)
 
 
 def _runs(names: list[str]) -> list[Any]:
