@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-import shutil
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from forge import checkpoints, ledger, metrics, optim, points, slurm, store
+from forge import checkpoints, ledger, metrics, optim, points, resume, slurm, store
 from forge.config import Config
 from forge.console import RankProgress
-from forge.errors import DataError, Exit, TrainingError, UnfitError
+from forge.errors import Exit, TrainingError, UnfitError
 from forge.grace import SLURM_LATE_SEC, Grace
 from forge.launch import hostname
 from forge.launcher import Record, Spec
@@ -27,6 +23,7 @@ from forge.loader import Loader, Windows, eval_batches
 from forge.manifest import digest_file
 from forge.model import Decoder
 from forge.numerics import PROBE_SAMPLES, numerics, precision, prepare, probe_samples
+from forge.parallel import ParallelModel
 from forge.paths import RunPaths, tokenizer_folder
 from forge.progress import Progress, say
 from forge.saver import Saver
@@ -59,11 +56,10 @@ class Trainer:
         )
         self.held_out = Windows(shards.val, self.settings.seq_len, split="val")
         self.model = Decoder(config.model, shards.vocab_size, seed=self.settings.seed)
-        self.model.to(world.device)
-        if self.settings.parallel == "fsdp2":
-            _shard(self.model, world, self.precision)
+        self.parallel = ParallelModel(self.model, self.settings, world, self.precision)
         self.optimizer = optim.make_optimizer(self.model, self.settings)
         self.step = 0  # completed steps
+        self.first_step = 0  # where this start began
         self.saved_step = 0  # of the newest checkpoint, be it still on its way
         self.saved_at = time.monotonic()
         self.saver = Saver(
@@ -84,101 +80,38 @@ class Trainer:
         )
         self.flops_per_token = self.model.flops_per_token(self.settings.seq_len)
         self.num_parameters = self.model.num_parameters()
-        self.forward: torch.nn.Module = self.model
 
     # --- start ---------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Load the newest checkpoint whose files are as their manifest says, if there is one.
-
-        Damaged ones go to quarantine. DataError if it was trained on other data.
-        """
-        found = self._newest_verified()
+        """Load the newest sound checkpoint, if there is one. DataError if it is of other data."""
+        require = self.spec.options["require_checkpoint"]
+        found = resume.newest_verified(self.paths, self.world, require_checkpoint=require)
         self.decay_steps = store.frozen_decay_steps(self.config, found)
         self.lineage = self._lineage()
-        if found is None:
-            return
-        self.world.on_main(lambda: self._check_lineage(found), "check of the lineage")
-        checkpoints.load_state(self.model, self.optimizer, found.folder, self.world)
-        points.reach("load.done", found.folder)
-        self.step = self.logged_step = self.saved_step = found.step
-        if self.world.rank.is_main:
-            say(f"resume from {found.folder}")
+        if found is not None:
+            self.world.on_main(lambda: self._check_data(found), "check of the lineage")
+            checkpoints.load_state(self.model, self.optimizer, found.folder, self.world)
+            points.reach("load.done", found.folder)
+            self.step = self.logged_step = self.saved_step = self.first_step = found.step
+            if self.world.rank.is_main:
+                say(f"resume from {found.folder}")
+        self.parallel.wrap()
 
-    def _newest_verified(self) -> store.Checkpoint | None:
-        """Reads every byte of it, the files shared out among the ranks."""
-        share = (self.world.rank.rank, self.world.rank.world_size)
-        lost = False
-        while (found := store.latest(self.paths)) is not None:
-            mine = self.world.together(partial(_bad_files, found, share), "check of digests")
-            damage = [bad for part in self.world.gather_objects(mine, "damage") for bad in part]
-            if not damage:
-                return found
-            lost = True
-            self.world.on_main(partial(store.quarantine, self.paths, found.folder, damage))
-        if lost:
-            refuse = self.spec.options["require_checkpoint"]
-            self.world.on_main(partial(store.begin_afresh, self.paths, refuse))
-        return None
-
-    def _check_lineage(self, found: store.Checkpoint) -> None:
-        lineage = found.manifest["lineage"]
-        for name, now in (
-            ("tokens", self.shards.digest),
-            ("tokenizer", self._tokenizer_digest()),
-        ):
-            then = lineage[name]["digest"]
-            if then != now:
-                raise DataError(
-                    f"the {name} of this run have digest {now[:12]}, {found.folder} was trained"
-                    f" with {then[:12]}",
-                    cause="the corpus or the tokenizer was edited in place and made again",
-                    fix="restore the old input, or give the run a new name",
-                )
+    def _check_data(self, found: store.Checkpoint) -> None:
+        digests = {name: self.lineage[name]["digest"] for name in ("tokens", "tokenizer")}
+        resume.check_same_data(found, **digests)
 
     def _lineage(self) -> dict[str, Any]:
-        """What made the run's next checkpoints: asked once, the code in memory does not change."""
+        """What makes the run's next checkpoints: asked once, the code in memory does not change."""
+        assert self.config.ids
+        folder = tokenizer_folder(self.config.data, self.config.ids.tokenizer)
         found = lineage(
             self.config,
-            tokenizer_digest=self._tokenizer_digest(),
+            tokenizer_digest=digest_file(folder / "tokenizer.json"),
             tokens_digest=self.shards.digest,
         )
         return {**found, "numerics": numerics(self.world.device, self.precision)}
-
-    def _tokenizer_digest(self) -> str:
-        assert self.config.ids
-        folder = tokenizer_folder(self.config.data, self.config.ids.tokenizer)
-        return digest_file(folder / "tokenizer.json")
-
-    def wrap(self) -> None:
-        """Compile and replicate the model, as the config says."""
-        if self.settings.compile:
-            self.forward = self._compiled()
-        if self.settings.parallel == "ddp" and self.world.rank.world_size > 1:
-            self.forward = DistributedDataParallel(self.forward, gradient_as_bucket_view=True)
-
-    def _compiled(self) -> torch.nn.Module:
-        """The compiled model, proven by one forward and backward on every rank, else the plain one."""
-        error = ""
-        compiled: Any = None
-        if self.world.device.type == "cpu" and not (shutil.which("c++") or shutil.which("g++")):
-            error = "no C++ compiler on the PATH"
-        else:
-            compiled = torch.compile(self.model)
-            micro = self._micro_size()
-            tokens = torch.zeros(micro, self.settings.seq_len, dtype=torch.int64)
-            tokens = tokens.to(self.world.device)
-            try:
-                with self._autocast():
-                    compiled(tokens, tokens).backward()
-            except Exception as err:
-                # Whatever the compiler stack raises, training without it is right, only slower.
-                error = f"{type(err).__name__}: {err}".splitlines()[0]
-            self.optimizer.zero_grad(set_to_none=True)
-        if any(row[0] for row in self.world.gather([float(bool(error))])):
-            say(f"warning: training without torch.compile: {error or 'it failed on another rank'}")
-            return self.model
-        return compiled
 
     # --- the loop ------------------------------------------------------------------------------
 
@@ -247,9 +180,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate
         with named(f"all-reduce of gradients in step {self.step + 1}"):
-            local_loss = self._backward()
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
-            self.grad_norm = _number(norm)
+            points.reach("data.read")
+            local_loss = self.parallel.backward(*self.loader.batch(self.step))
+            self.grad_norm = self.parallel.clip_gradients(self.settings.grad_clip)
         table = self.world.gather([local_loss, self.grad_norm], f"losses of step {self.step + 1}")
         self._refuse_non_finite(table)
         self.optimizer.step()
@@ -257,48 +190,9 @@ class Trainer:
         self.step += 1
         seconds = time.perf_counter() - started
         self.train_sec += seconds
-        self.grace.measure_step(seconds)
+        if self.step > self.first_step + 1:  # the first one warms up
+            self.grace.measure_step(seconds)
         return sum(row[0] for row in table) / len(table)
-
-    def _backward(self) -> float:
-        """Gradients of this rank's samples, accumulated over micro-batches; their mean loss."""
-        points.reach("data.read")
-        inputs, targets = self.loader.batch(self.step)
-        micro = self._micro_size()
-        parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
-        total = torch.zeros((), device=self.world.device)
-        for number, (tokens, wanted) in enumerate(parts):
-            with self._synchronised(number == len(parts) - 1), self._autocast():
-                loss = self.forward(
-                    tokens.to(self.world.device, non_blocking=True),
-                    wanted.to(self.world.device, non_blocking=True),
-                )
-                share = len(tokens) / len(inputs)
-                (loss * share).backward()
-                total += loss.detach() * share
-        return float(total)
-
-    def _micro_size(self) -> int:
-        return self.settings.micro_batch_size or (
-            self.settings.batch_size // self.world.rank.world_size
-        )
-
-    @contextmanager
-    def _synchronised(self, last: bool) -> Iterator[None]:
-        """Gradients are averaged over ranks in the last micro-batch only."""
-        if isinstance(self.forward, DistributedDataParallel):
-            with nullcontext() if last else self.forward.no_sync():
-                yield
-        else:
-            if self.settings.parallel == "fsdp2":
-                self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
-            yield
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        # FSDP2 casts by its own policy.
-        if self.precision == "bf16" and self.settings.parallel == "ddp":
-            return torch.autocast(self.world.device.type, torch.bfloat16)
-        return nullcontext()
 
     def _refuse_non_finite(self, table: list[list[float]]) -> None:
         for rank, (loss, norm) in enumerate(table):
@@ -359,9 +253,9 @@ class Trainer:
             self.settings.eval_samples,
             rank=rank.rank,
             world_size=rank.world_size,
-            micro=self._micro_size(),
+            micro=self.parallel.micro_size,
         ):
-            total += self._loss(inputs, targets) * counted
+            total += self.parallel.loss(inputs, targets) * counted
             tokens += counted
         self.model.train()
         table = self.world.gather([total, float(tokens)], "held-out losses")
@@ -373,16 +267,6 @@ class Trainer:
             seconds = round(time.perf_counter() - started, 3)
             ledger.record(self.paths.events, "eval", step=self.step, seconds=seconds, loss=loss)
             say(f"step {self.step}: held-out loss {loss:.4f}")
-
-    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        # FSDP2 gathers weights by hooks that a compiled or replicated wrapper does not add to.
-        with self._autocast():
-            loss = self.model(inputs.to(self.world.device), targets.to(self.world.device))
-        if self.settings.parallel == "fsdp2":
-            # It keeps the outermost weights whole for a backward, which does not come here; the
-            # state of the optimizer, asked for next, belongs to the shards.
-            self.model.reshard()  # type: ignore[operator]
-        return float(loss)
 
     # --- checkpoints ---------------------------------------------------------------------------
 
@@ -440,7 +324,7 @@ class Trainer:
         samples = probe_samples(self.held_out.num_samples, rank.rank)
         window = torch.from_numpy(self.held_out.gather(samples))
         self.model.eval()
-        loss = self._loss(window[:, :-1], window[:, 1:])
+        loss = self.parallel.loss(window[:, :-1], window[:, 1:])
         self.model.train()
         return {
             "samples": PROBE_SAMPLES,
@@ -472,24 +356,6 @@ class Trainer:
 # --- parts ---------------------------------------------------------------------------------------
 
 
-def _shard(model: Decoder, world: World, precision: str) -> None:
-    """FSDP2: each block is a unit; with bf16 the fp32 shards are cast as they are gathered."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    mesh = init_device_mesh(world.device.type, (world.rank.world_size,))
-    policy = MixedPrecisionPolicy()
-    if precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.model.layers:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
-def _bad_files(checkpoint: store.Checkpoint, share: tuple[int, int]) -> list[str]:
-    return list(checkpoint.bad_files(share=share))
-
-
 def _grace(spec: Spec) -> Grace:
     """What is known of the time that a stop has: the profile's windows, and the job's end."""
     machine, job = spec.machine_settings, spec.job
@@ -505,11 +371,6 @@ def _grace(spec: Spec) -> Grace:
 
     deadline = spec.options.get("deadline")
     return Grace(windows, deadline, ask_again, in_flight=machine.save_beside)
-
-
-def _number(norm: torch.Tensor) -> float:
-    whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return float(whole)
 
 
 def _mix(seed: int, step: int, rank: int) -> int:
@@ -533,7 +394,6 @@ def train(
     shards = world.together(lambda: _open_verified(_shards_folder(spec), world))
     trainer = Trainer(config, paths, world, shards, spec)
     trainer.resume()
-    trainer.wrap()
     trainer.announce(time.time() - spec.options["started"])
     try:
         return trainer.run(stop)

@@ -27,7 +27,7 @@ LAYERS = (
     "loader model numerics optim world tokenizer summary charts broadcast node_staging node_checks",
     "checkpoints encoding project staged rank_checks allocation",
     # the halves of `stage` and `preflight` that are for several nodes
-    "staging_nodes probing restarts saver",
+    "staging_nodes probing restarts saver parallel resume",
     # verbs, and their halves that run in ranks
     "tokenization staging preflight fit trainer report show logs status export preflight_rank reload",
     "validation rank node",
@@ -38,7 +38,7 @@ LAYERS = (
 LAYER = {module: number for number, row in enumerate(LAYERS) for module in row.split()}
 
 TENSORS = {
-    *("cpu", "loss", "loader", "model", "numerics", "optim", "world", "checkpoints", "saver"),
+    *("cpu", "loss", "loader", "model", "numerics", "optim", "world", "checkpoints", "saver", "parallel"),
     *("trainer", "preflight_rank", "reload", "validation", "export"),
 }
 

@@ -1,0 +1,255 @@
+"""How long does a checkpoint stop training, and how long until it is committed? Ratios of medians.
+
+python -m bench.save [--quick] [--folder DIR]    about 2 min; needs 2 GiB of disk, 5 GiB of memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from forge import checkpoints, cpu
+from forge.config import Model, Train
+from forge.launch import Rank
+from forge.machine import Fabric
+from forge.manifest import fsync_file
+from forge.model import Decoder
+from forge.optim import make_optimizer
+from forge.paths import RunPaths
+from forge.saver import Saver
+from forge.world import World, joined
+
+MIB = 2**20
+Seconds = dict[str, list[float]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="64 MB, two rounds")
+    parser.add_argument(
+        "--folder", type=Path, help="where to write (default: the temporary folder)"
+    )
+    options = parser.parse_args()
+    sizes, rounds = ((64,), 2) if options.quick else ((512, 2048), 9)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for mib, ranks in [*((mib, 1) for mib in sizes), (sizes[0], 2)]:
+            plan = Plan(ranks, free_port(), mib, max(3, rounds * sizes[0] // mib), Path(folder))
+            mp.spawn(measure, args=(plan,), nprocs=ranks)
+
+
+class Plan(NamedTuple):
+    """One table: so many ranks that meet at a port, MiB of state, rounds, and where to write."""
+
+    ranks: int
+    port: int
+    mib: int
+    rounds: int
+    folder: Path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def measure(number: int, plan: Plan) -> None:
+    """One rank's part; rank 0 prints the table."""
+    ranks, port, mib, rounds, folder = plan
+    environ = {"RANK": number, "WORLD_SIZE": ranks, "LOCAL_RANK": number, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in environ.items()}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+    cpu.keep_freed_memory()
+    rank = Rank(number, number, ranks, ranks)
+    with joined(rank, Fabric(backend="gloo")) as world:
+        bench = Bench(world, folder, mib)
+        for _ in range(1 + rounds):  # the first round apart: it makes the buffers
+            bench.round()
+        if rank.is_main:
+            print(f"\n{mib} MB of state, {ranks} rank(s), {rounds} rounds", flush=True)
+            tell({name: times[1:] for name, times in bench.seconds.items()}, bench.stall_of_first)
+
+
+class Bench:
+    """A state of the wished size, like a model's, and everything that is done with it in a round."""
+
+    def __init__(self, world: World, folder: Path, mib: int) -> None:
+        self.world, self.folder = world, folder
+        self.paths = RunPaths(folder / f"run-{mib}-{world.rank.world_size}")
+        self.state = make_state(mib)
+        self.tensors = list(leaves(self.state))
+        self.copies = [torch.empty_like(tensor) for tensor in self.tensors]
+        self.savers = {
+            beside: Saver(world, self.paths, beside=beside, before_commit=lambda: None)
+            for beside in (False, True)
+        }
+        self.seconds: Seconds = defaultdict(list)
+        self.steps = itertools.count(1)
+        self.step = training_step()
+        self.stall_of_first = 0.0
+
+    def round(self) -> None:
+        """Each measurement once, on a quiet disk. All ranks call it."""
+        mine = {
+            "copy": self.copy,
+            "raw write": self.raw_write,
+            "forge, waiting": lambda: self.save(beside=False),
+            "the same without digests": self.save_without_digests,
+            "forge, beside": lambda: self.save(beside=True),
+            "dcp.save": lambda: self.dcp_save(1),
+            "dcp.async_save": lambda: self.dcp_async(AsyncCheckpointerType.THREAD),
+        }
+        for name, action in mine.items():
+            self.world.on_main(lambda: shutil.rmtree(self.folder / "other", ignore_errors=True))
+            os.sync()
+            self.world.barrier()
+            started = time.perf_counter()
+            total = action()
+            self.seconds[name].append(total or time.perf_counter() - started)
+        self.rate()
+
+    def copy(self) -> None:
+        for copy, tensor in zip(self.copies, self.tensors, strict=True):
+            copy.copy_(tensor)
+
+    def raw_write(self) -> None:
+        """The bytes of this rank's share, one after another into one file, and one fsync."""
+        rank = self.world.rank
+        path = self.folder / f"raw-{rank.rank}"
+        with open(path, "wb", buffering=0) as file:
+            for tensor in self.tensors[rank.rank :: rank.world_size]:
+                file.write(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            os.fsync(file.fileno())
+        path.unlink()
+
+    def save(self, *, beside: bool) -> float:
+        """Through to the commit; the stall of one beside training goes to a row of its own."""
+        saver = self.savers[beside]
+        started = time.perf_counter()
+        saver.start(self.state, {"step": next(self.steps)}, keep_last=1, last=not beside)
+        if beside:
+            self.seconds["  stall"].append(time.perf_counter() - started)
+            self.stall_of_first = self.seconds["  stall"][0]
+        saver.finish()
+        return time.perf_counter() - started
+
+    def save_without_digests(self) -> float:
+        def settle(files: Any, path: Path) -> None:
+            fsync_file(path)
+            files.files[path.name] = {"bytes": path.stat().st_size, "digest": ""}
+
+        with mock.patch.object(checkpoints.DigestingFiles, "settle", settle):
+            return self.save(beside=False)
+
+    def dcp_save(self, threads: int) -> None:
+        writer = dcp.FileSystemWriter(self.folder / "other", thread_count=threads)
+        dcp.save(self.state, storage_writer=writer)
+
+    def dcp_async(self, kind: AsyncCheckpointerType) -> float:
+        started = time.perf_counter()
+        writer = dcp.FileSystemWriter(self.folder / "other")
+        saving: Any = dcp.async_save(
+            self.state, storage_writer=writer, async_checkpointer_type=kind
+        )
+        self.seconds["  its stall"].append(time.perf_counter() - started)
+        saving.result()
+        return time.perf_counter() - started
+
+    def rate(self) -> None:
+        """Training steps a second, alone, and while saves follow each other without a pause."""
+        for name, saver in (("steps/s alone", None), ("steps/s while saving", self.savers[True])):
+            stalls, steps = 0.0, 0
+            started = time.perf_counter()
+            for _ in range(3):
+                began = time.perf_counter()
+                if saver:
+                    saver.start(self.state, {"step": next(self.steps)}, keep_last=1)
+                    stalls += time.perf_counter() - began
+                while (saver and not saver.is_done()) or time.perf_counter() < began + 0.5:
+                    self.step()
+                    steps += 1
+                    if saver and saver.is_done():
+                        break
+                if saver:
+                    before = time.perf_counter()
+                    saver.finish()
+                    stalls += time.perf_counter() - before
+            self.seconds[name].append(steps / (time.perf_counter() - started - stalls))
+
+
+def make_state(mib: int) -> dict[str, dict[str, Any]]:
+    """Weights and moments of a decoder of dim 1024, about `mib` MiB in all."""
+    state: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+    shapes = [*[(1024, 1024)] * 4, *[(2816, 1024)] * 3, (1024,), (1024,)]
+    for number in itertools.count():
+        for part, shape in enumerate(shapes):
+            name = f"layers.{number}.{part}.weight"
+            state["model"][name] = torch.randn(shape)
+            state["optimizer"][name] = {
+                "step": torch.tensor(1.0),
+                "exp_avg": torch.randn(shape),
+                "exp_avg_sq": torch.rand(shape),
+            }
+            if checkpoints.state_bytes(state) >= mib * MIB:
+                return state
+    raise AssertionError
+
+
+def leaves(state: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for value in state.values():
+        yield from leaves(value) if isinstance(value, dict) else (value,)
+
+
+def training_step() -> Callable[[], None]:
+    """A step of a small model on all threads, some 10 ms long."""
+    model = Decoder(Model(dim=128, layers=2), 512, seed=0)
+    optimizer = make_optimizer(model, Train())
+    tokens = torch.randint(512, (4, 129), generator=torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def tell(seconds: Seconds, stall_of_first: float) -> None:
+    """Medians and the ratios that matter."""
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    for name, value in median.items():
+        low, high = min(seconds[name]), max(seconds[name])
+        print(f"  {name:28}{value:9.3f}   ({low:.3f} to {high:.3f})")
+    stall, waiting = median["  stall"], median["forge, waiting"]
+    ratios = {
+        "stall / copy": stall / median["copy"],
+        "first stall / copy": stall_of_first / median["copy"],
+        "waiting save / stall": waiting / stall,
+        "waiting / raw write": waiting / median["raw write"],
+        "beside / raw write": median["forge, beside"] / median["raw write"],
+        "with digests / without": waiting / median["the same without digests"],
+        "rate while saving / alone": median["steps/s while saving"] / median["steps/s alone"],
+    }
+    for name, ratio in ratios.items():
+        print(f"  {name:28}{ratio:9.2f}")
+
+
+if __name__ == "__main__":
+    main()
