@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-# Before the first save is measured, a stop is taken to need this much for it.
-UNMEASURED_SAVE_SEC = 30.0
+# A save that was never measured is taken to need this: fp32 weights and two moments at 100 MB/s, which
+# most disks exceed.
+UNMEASURED_SEC, UNMEASURED_SEC_PER_WEIGHT = 5.0, 12 / 100e6
 # Beyond what was measured: ranks that agree, a loaded file system, the way out.
 MARGIN_SEC, MARGIN = 5.0, 1.1
 # Slurm looks at time limits about twice a minute (sched_params), so its warning may be this late.
@@ -29,6 +30,7 @@ class Grace:
     step_sec: float = 0.0
     save_sec: float | None = None
     stall_sec: float = 0.0
+    num_weights: int = 0
     in_flight: bool = False  # saves go on beside training: a stop may have to wait for one
     _warned: float = field(default=0.0, init=False)
 
@@ -43,8 +45,11 @@ class Grace:
     @property
     def needed(self) -> float:
         """What a stop takes at worst: the step, the save under way, the last save."""
-        save = UNMEASURED_SAVE_SEC if self.save_sec is None else self.save_sec
-        return (self.step_sec + save * (2 if self.in_flight else 1)) * MARGIN + MARGIN_SEC
+        if self.save_sec is None:
+            saves = UNMEASURED_SEC + UNMEASURED_SEC_PER_WEIGHT * self.num_weights
+        else:
+            saves = self.save_sec * (2 if self.in_flight else 1)
+        return (self.step_sec + saves) * MARGIN + MARGIN_SEC
 
     def is_due(self) -> bool:
         """Whether training must stop now to be through before the deadline."""

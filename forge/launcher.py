@@ -332,14 +332,15 @@ def verdict(records: list[Record], spec: Spec) -> Record:
     lost = [r for r in records if r.status == "lost"]
     orphaned = [r for r in records if r.status == "failed"]
     if lost or orphaned:
-        gone = ", ".join(str(r.rank) for r in lost) or "none"
+        numbers = ", ".join(str(r.rank) for r in lost)
+        gone = f"rank {numbers} of {len(records)} left no word" if lost else "ranks lost each other"
         seen = f"; rank {orphaned[0].rank} saw: {orphaned[0].message}" if orphaned else ""
         return Record(
             "lost",
             rank=lost[0].rank if lost else orphaned[0].rank,
             code=Exit.UNFIT,
             cause="peer lost",
-            message=f"ranks without a record: {gone} of {len(records)}{seen}",
+            message=f"{gone}{seen}",
             result={"lost": [r.rank for r in lost]},
         )
     return records[0]

@@ -86,7 +86,7 @@ def _attempt(spec: Spec, paths: RunPaths, rank: Rank, stop: StopFlag) -> Record:
         lost = is_peer_loss(err)
         if not lost:
             progress.say(traceback.format_exc())
-        message = f"{type(err).__name__}: {err}"
+        message = str(err) if lost else f"{type(err).__name__}: {err}"
         if type(err).__name__ == "OutOfMemoryError":  # torch's, for a GPU
             message += "\n  fix:   lower train.micro_batch_size, or use more GPUs"
         return Record(

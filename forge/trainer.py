@@ -69,7 +69,6 @@ class Trainer:
             # A node that was cut off may find that its job has gone on elsewhere.
             before_commit=lambda: check_held(paths.root, spec.launcher),
         )
-        self.grace = _grace(spec)
         self.rate = self.settings.lr  # of the last step
         self.train_sec = 0.0  # in steps since the last metrics line
         self.logged_step = 0
@@ -80,6 +79,7 @@ class Trainer:
         )
         self.flops_per_token = self.model.flops_per_token(self.settings.seq_len)
         self.num_parameters = self.model.num_parameters()
+        self.grace = _grace(spec, self.num_parameters)
 
     # --- start ---------------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class Trainer:
 # --- parts ---------------------------------------------------------------------------------------
 
 
-def _grace(spec: Spec) -> Grace:
+def _grace(spec: Spec, num_weights: int) -> Grace:
     """What is known of the time that a stop has: the profile's windows, and the job's end."""
     machine, job = spec.machine_settings, spec.job
     windows = {"stop_grace_sec": machine.stop_grace_sec}
@@ -370,7 +370,9 @@ def _grace(spec: Spec) -> Grace:
         return None
 
     deadline = spec.options.get("deadline")
-    return Grace(windows, deadline, ask_again, in_flight=machine.save_beside)
+    return Grace(
+        windows, deadline, ask_again, num_weights=num_weights, in_flight=machine.save_beside
+    )
 
 
 def _mix(seed: int, step: int, rank: int) -> int:

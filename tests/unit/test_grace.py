@@ -53,6 +53,12 @@ def test_the_same_need_is_told_once_and_a_greater_one_again():
     assert "stop_grace_sec gives 60 s, slurm.warn_sec gives 30 s" in told
 
 
+def test_a_save_that_was_never_measured_is_guessed_from_the_size_of_the_model():
+    small, large = (Grace({}, num_weights=number) for number in (10**6, 10**9))
+    assert small.needed < 15
+    assert 120 < large.needed < 200
+
+
 def test_stop_is_due_when_what_is_left_is_just_enough():
     assert not measured(deadline=time.time() + 100).is_due()
     assert measured(deadline=time.time() + 20).is_due()

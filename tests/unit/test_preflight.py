@@ -123,8 +123,8 @@ def test_failure_takes_back_an_earlier_pass(config, paths, monkeypatch):
     ("record", "message"),
     [
         (
-            Record("lost", message="ranks without a record: 1 of 2"),
-            "rendezvous: ranks without a record: 1 of 2",
+            Record("lost", message="rank 1 of 2 left no word"),
+            "rendezvous: rank 1 of 2 left no word",
         ),
         (Record("failed", 1, 69, message="no route to host"), "rendezvous: no route to host"),
     ],
@@ -314,6 +314,6 @@ def test_ranks_are_checked_again_where_anything_may_have_changed(nodes, paths, c
     if change == "versions":
         nodes.versions = {"python": "3.11", "torch": "2.14"}
     if change == "lost rank":
-        record(paths.events, "lost", message="ranks without a record: 1")
+        record(paths.events, "lost", message="rank 1 of 2 left no word")
     nodes.run()
     assert len(nodes.probed) == 2
