@@ -95,10 +95,10 @@ class Checkpoint:
         share: (i, n) looks at every n-th file from the i-th on, for n readers. Raises UnfitError when
         the disk reports an error, which says nothing about the content.
         """
-        points.reach("load.verify", self.folder)
         files: dict[str, dict[str, Any]] = self.manifest["files"]
         mine = dict(sorted(files.items())[share[0] :: share[1]])
         with disk_trouble(self.folder, "read"), ThreadPoolExecutor(threads) as pool:
+            points.reach("load.verify", self.folder)
             yield from filter(None, pool.map(self._bad_file, mine, mine.values()))
         if share[0] == 0:
             extra = {p.name for p in self.folder.iterdir()} - set(files) - {MANIFEST}
@@ -164,18 +164,18 @@ def begin(paths: RunPaths, step: int, size: int = 0) -> Path:
     Raises UnfitError when fewer than `size` bytes, and a little more, are free for it.
     """
     folder = temporary_folder(paths, step)
-    points.reach("save.begin", folder)
     with disk_trouble(folder):
+        points.reach("save.begin", folder)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         free = shutil.disk_usage(folder).free
     needed = size + SPARE_BYTES
     if free < needed:
         raise UnfitError(
-            f"the checkpoint of step {step} needs {needed / 2**20:,.0f} MiB in {paths.checkpoints},"
-            f" {free / 2**20:,.0f} MiB are free",
+            f"the checkpoint of step {step} needs {needed / 2**20:,.1f} MiB in {paths.checkpoints},"
+            f" {free / 2**20:,.1f} MiB are free",
             cause="the disk is almost full",
-            fix="free space and give the same command again; the last checkpoint is intact",
+            fix="free space and give the same command again; what was committed before is intact",
         )
     return folder
 
@@ -385,8 +385,10 @@ def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
     with suppress(UnfitError):
         write_json(place / "damage.json", {"reasons": list(reasons)})
     say(f"warning: checkpoint {folder} is damaged: {'; '.join(reasons)}")
-    following = followers[-1].name if followers else "nothing: no checkpoint is left"
-    say(f"warning: it was moved to {place}; going on from {following}")
+    if followers:
+        say(f"warning: it was moved to {place}; going on from {followers[-1].name}")
+    else:
+        say(f"warning: it was moved to {place}; no other checkpoint is left")
     return place
 
 

@@ -130,7 +130,6 @@ class Trainer:
         while self.step < goal and not cause:
             loss = self._step()
             cause = self._after_step(stop, loss, report)
-        self._finish_save()
         if self.step > 0:
             self.save(last=True)
         if self.step < goal:
@@ -278,17 +277,19 @@ class Trainer:
         self._finish_save()
         if self.saved_step == self.step:
             return
+        started = time.perf_counter()
         probe = self._probe()
         self._refuse_broken_losses(probe["losses"])
         state = checkpoints.training_state(self.model, self.optimizer)
         settings = self.settings
-        self.saver.start(
+        begun = self.saver.start(
             state,
             self._manifest(probe),
             keep_last=settings.keep_last,
             keep_every=settings.keep_every,
             last=last,
         )
+        begun.stall = time.perf_counter() - started  # with the probe
         self.saved_step, self.saved_at = self.step, time.monotonic()
         if last:
             self._finish_save()
