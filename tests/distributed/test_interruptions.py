@@ -178,3 +178,56 @@ def test_stop_at_step_0_keeps_nothing_and_changes_nothing(runs, undisturbed):
     assert run.forge("train", *TWO_RANKS).code == 0
     assert run.weights_digest() == undisturbed.weights_digest()
     assert run.losses() == undisturbed.losses()
+
+
+def test_deadline_stops_in_time_with_a_checkpoint(runs):
+    run = runs("deadline", *ENDLESS)
+    stopped = run.forge("train", *TWO_RANKS, "--machine.max_minutes=0.5")
+    assert stopped.code == 75, stopped.text
+    [stop], [launch] = run.events("stop"), run.events("launch")
+    assert stop["cause"] == "deadline"
+    # A machine so busy that its ranks took half a minute to start has nothing to commit.
+    assert stop["step"] == run.step() == getattr(store.latest(run.paths), "step", 0)
+    assert stop["step"] == 0 or stop["time"] < launch["time"] + 30
+
+
+def test_checkpoints_are_due_by_the_clock_as_well(runs):
+    run = runs("clock", "--train.max_steps=60", "--train.checkpoint_minutes=0.0001")
+    assert run.forge("train").code == 0
+    saved = [save["step"] for save in run.events("save")]
+    assert len(saved) > 10
+    assert saved[-1] == 60
+
+
+def test_starts_that_get_nowhere_end_with_70_and_their_reasons_and_then_may_go_on(runs):
+    run = runs("stuck", *ENDLESS)
+    limit = "--machine.max_restarts_without_progress=2"
+    for number in (1, 2):
+        started = run.start("train", limit)
+        wait_until(lambda: len(run.events("init")) == number, "the start")  # noqa: B023
+        started.process.kill()
+        kill_all()
+        started.end()
+    stuck = run.forge("train", limit)
+    assert stuck.code == 70
+    assert "2 starts in a row did not get beyond step 0" in stuck.text
+    assert stuck.text.count("ended without a word") == 2
+    again = run.start("train", limit)
+    wait_for_step(run, 3)
+    again.process.terminate()
+    assert again.end().code == 75
+
+
+def test_damaged_newest_checkpoint_costs_one_interval_and_no_bit_of_the_end(undisturbed, tmp_path):
+    run = undisturbed.copy(tmp_path / "damaged")
+    run.paths.fit.unlink()
+    file = next(store.latest(run.paths).folder.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    again = run.forge("train", *TWO_RANKS, "--train.max_steps=201")
+    assert again.code == 0, again.text
+    assert "has another digest" in again.text
+    assert [event["checkpoint"] for event in run.events("quarantine")] == ["step-00000200"]
+    assert run.events("init")[-1]["step"] == 195
+    assert run.losses()[-6:-1] == undisturbed.losses()[-5:]
