@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from forge.errors import ConfigError
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -85,11 +83,16 @@ def node_local_folder() -> Path:
 
 @dataclass(frozen=True)
 class Process:
-    """A process that cannot be mistaken for a later one with the same pid."""
+    """A process that cannot be mistaken for another one with the same pid.
+
+    Known by the kernel's own counts: wall clocks jump, and what is derived from them jumps along
+    (the boot time in /proc/stat does).
+    """
 
     host: str
     pid: int
-    started: float  # seconds since the epoch, as the kernel counts them for this pid
+    boot_id: str | None  # random, new at each boot. None in files of earlier versions of Forge
+    start_ticks: int | None  # from boot to its start, in clock ticks
     slurm_job: str | None = None
 
     @classmethod
@@ -98,13 +101,16 @@ class Process:
 
     @classmethod
     def of(cls, pid: int) -> Process:
-        """A living process on this host. Raises psutil.NoSuchProcess."""
-        started = psutil.Process(pid).create_time()
-        return cls(hostname(), pid, started, os.environ.get("SLURM_JOB_ID"))
+        """A process on this host that nobody has reaped yet. Raises ProcessLookupError."""
+        found = _state_and_start(pid)
+        if found is None:
+            raise ProcessLookupError(f"no process {pid} on {hostname()}")
+        return cls(hostname(), pid, _boot_id(), found[1], os.environ.get("SLURM_JOB_ID"))
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Process:
-        return cls(value["host"], value["pid"], value["started"], value.get("slurm_job"))
+        known = (value.get(name) for name in ("boot_id", "start_ticks", "slurm_job"))
+        return cls(value["host"], value["pid"], *known)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -114,14 +120,44 @@ class Process:
         return self.host == hostname()
 
     def is_alive(self) -> bool:
-        """Whether it runs on this host; a zombie or a reused pid does not count."""
-        try:
-            found = psutil.Process(self.pid)
-            # The boot time behind create_time may move by a tick between two readings.
-            same = abs(found.create_time() - self.started) < 1
-            return same and found.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
+        """Whether it runs on this host; a zombie or a reused pid does not count.
+
+        Of a process that an earlier version of Forge wrote down only the pid is known: any living
+        process with it counts, for two writers are worse than one that has to ask.
+        """
+        if self.boot_id not in (None, _boot_id()):
             return False
+        found = _state_and_start(self.pid)
+        if found is None:
+            return _is_hidden(self.pid)
+        state, start_ticks = found
+        return state not in "ZX" and (self.boot_id is None or start_ticks == self.start_ticks)
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _state_and_start(pid: int) -> tuple[str, int] | None:
+    """Fields 3 and 22 of /proc/PID/stat (man 5 proc); None where no such process is seen."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # Field 2, the name in brackets, may hold blanks and brackets.
+    fields = stat.rpartition(b")")[2].split()
+    return fields[0].decode(), int(fields[19])
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether another user's process has this pid where /proc shows only one's own (hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except ProcessLookupError:
+        pass
+    return False
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -14,7 +14,7 @@ from typing import Any
 from forge import slurm
 from forge.errors import UnfitError
 from forge.launch import Process, hostname
-from forge.manifest import atomic_open, disk_trouble
+from forge.manifest import atomic_open, disk_trouble, short_id
 from forge.progress import say
 
 LEASE = ".lease"
@@ -26,8 +26,8 @@ WORKFLOW_LEASE = ".workflow-lease"
 def lease(folder: Path, verb: str, *, name: str = LEASE) -> Iterator[None]:
     """Hold the right to write `folder`; UnfitError names a living holder, a dead one is replaced.
 
-    Made with link(2), which fails where the name exists: works on NFS too, unlike flock. A holder on
-    another host is judged by its Slurm job: whether that runs, and in which restart.
+    Made with link(2) and rename(2), which are atomic on NFS too, unlike flock. A holder on another
+    host is judged by its Slurm job: whether that runs, and in which restart.
     """
     path = folder / name
     job = slurm.this_job()
@@ -36,8 +36,7 @@ def lease(folder: Path, verb: str, *, name: str = LEASE) -> Iterator[None]:
     try:
         yield
     finally:
-        if _read(path) == mine:
-            path.unlink(missing_ok=True)
+        _give_back(path, mine)
 
 
 def check_held(folder: Path, holder: dict[str, Any]) -> None:
@@ -54,43 +53,55 @@ def check_held(folder: Path, holder: dict[str, Any]) -> None:
         )
 
 
-def _acquire(name: Path, mine: dict[str, object]) -> None:
-    draft = name.with_name(f".lease.{uuid.uuid4().hex}")
-    with disk_trouble(name):
+def _acquire(path: Path, mine: dict[str, object]) -> None:
+    draft = path.with_name(f".lease.{uuid.uuid4().hex}")
+    with disk_trouble(path):
         with atomic_open(draft, "w") as file:
             json.dump(mine, file)
         try:
-            while True:
-                try:
-                    os.link(draft, name)
-                    return
-                except FileExistsError:
-                    _remove_dead(name)
+            _take(path, draft)
         finally:
             draft.unlink(missing_ok=True)
 
 
-def _remove_dead(name: Path) -> None:
-    """Remove the lease if its holder is dead; UnfitError if it lives or cannot be asked."""
-    held = _read(name)
-    if held is None:
-        return  # given back meanwhile
-    _refuse_living(name, held)
-    # Two starts may both find it dead: the rename moves whatever is there now, so look at what
-    # was moved, and put a living one back.
-    moved = name.with_name(f".lease.{uuid.uuid4().hex}")
+def _give_back(path: Path, mine: dict[str, object]) -> None:
+    """Its failure is no error: the end of this process gives the lease back as well."""
     try:
-        name.rename(moved)
-    except FileNotFoundError:
-        return
-    if _read(moved) == held:
-        moved.unlink()
-        say(f"{name.parent}: took over from a {_who(held)} that is gone")
-    else:
+        if _read(path) == mine:
+            path.unlink(missing_ok=True)
+    except OSError as err:
+        say(f"{path} stays behind: {err.strerror}")
+
+
+def _take(path: Path, draft: Path) -> None:
+    """Make `draft` the lease at `path`; UnfitError if the holder lives or cannot be asked.
+
+    Many may find the same holder dead. The right to replace it is a lease itself, named after that
+    holder, so one of them has it; and the rename that replaces uses it up in the same moment, so
+    that nobody comes between, and somebody killed before it is replaced in turn.
+    """
+    while True:
         try:
-            os.link(moved, name)
-        finally:
-            moved.unlink()
+            os.link(draft, path)
+            return
+        except FileExistsError:
+            held = _read(path)
+        if held is None:
+            continue  # given back meanwhile
+        _refuse_living(path, held)
+        right = path.with_name(f"{path.name}.{short_id(held)}")
+        try:
+            _take(right, draft)
+        except UnfitError:
+            if _read(path) == held:
+                raise
+            continue  # replaced meanwhile: judge the new holder
+        if _read(path) == held:
+            right.rename(path)
+            before = f"{_who(held)} that is gone" if held else "damaged lease"
+            say(f"{path.parent}: took over from a {before}")
+            return
+        right.unlink()
 
 
 def _read(name: Path) -> dict[str, object] | None:
@@ -111,10 +122,11 @@ def _refuse_living(name: Path, held: dict[str, object]) -> None:
     if holder.is_here and not holder.is_alive():
         return
     if holder.is_here:
+        reused = f" (or, if that is no Forge: rm {name})" if holder.boot_id is None else ""
         raise UnfitError(
             f"{name.parent} is being written by {_who(held)}",
             cause="the same command was given twice",
-            fix=f"wait for it, or stop it with: kill {holder.pid}",
+            fix=f"wait for it, or stop it with: kill {holder.pid}{reused}",
         )
     if holder.slurm_job and slurm.is_here():
         with contextlib.suppress(slurm.SlurmSilent):

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from dataclasses import replace
 
 import pytest
@@ -92,7 +93,57 @@ def test_a_living_process_is_alive_and_survives_json():
 
 def test_a_reused_pid_is_not_alive():
     me = Process.current()
-    assert not replace(me, started=me.started - 60).is_alive()
+    assert not replace(me, start_ticks=me.start_ticks - 1).is_alive()
+
+
+def test_a_pid_of_another_boot_is_not_alive():
+    me = Process.current()
+    assert not replace(me, boot_id=str(uuid.uuid4())).is_alive()
+
+
+def test_start_is_counted_from_boot_whatever_the_process_is_called():
+    def ticks():
+        return time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")
+
+    before = int(ticks())
+    # Blanks and brackets in the name must not shift the fields behind it.
+    code = "open('/proc/self/comm', 'w').write('a) Z 1 (b'); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        child.stdout.readline()
+        process = Process.of(child.pid)
+        assert process.is_alive()
+    assert before <= process.start_ticks <= ticks()
+
+
+def test_a_pid_that_nobody_has_is_no_process():
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        pass
+    with pytest.raises(ProcessLookupError, match=f"no process {child.pid} on"):
+        Process.of(child.pid)
+
+
+@pytest.mark.parametrize(("error", "alive"), [(PermissionError, True), (ProcessLookupError, False)])
+def test_a_process_that_proc_hides_may_be_alive(monkeypatch, error, alive):
+    """With hidepid, /proc shows only one's own processes."""
+
+    def kill(pid, number):
+        assert number == 0
+        raise error
+
+    me = Process.current()
+    monkeypatch.setattr(launch, "_state_and_start", lambda pid: None)
+    monkeypatch.setattr(os, "kill", kill)
+    assert me.is_alive() == alive
+
+
+def test_a_process_that_an_earlier_version_wrote_down_is_known_by_its_pid():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        old = {"host": launch.hostname(), "pid": child.pid, "started": 1.5, "slurm_job": None}
+        process = Process.from_json(old)
+        assert process.is_here and process.is_alive()
+    assert not process.is_alive()
 
 
 def test_a_zombie_is_not_alive_and_neither_is_what_is_gone():

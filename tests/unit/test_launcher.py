@@ -50,9 +50,7 @@ def test_verdict_over_all_ranks(tmp_path, records, status, rank, code):
 
 def test_lost_ranks_are_named_with_what_the_others_saw(tmp_path):
     found = launcher.verdict([PEER, lost(1), lost(3)], spec_of(tmp_path))
-    assert found.message == (
-        "ranks without a record: 1, 3 of 3; rank 0 saw: connection closed by peer"
-    )
+    assert found.message == ("rank 1, 3 of 3 left no word; rank 0 saw: connection closed by peer")
     assert found.result == {"lost": [1, 3]}
 
 
@@ -82,7 +80,7 @@ def test_living_orphans_are_named_and_their_folder_stays(tmp_path, monkeypatch):
 
 def test_what_dead_ranks_left_is_cleaned(tmp_path):
     paths = RunPaths(tmp_path)
-    dead = {**Process.current().to_json(), "started": 1.0}
+    dead = {**Process.current().to_json(), "start_ticks": 1}
     write_json(paths.launches / "old" / "rank-0.pid", dead)
     launcher._wait_for_orphans(paths)
     assert list(paths.launches.iterdir()) == []

@@ -1,17 +1,35 @@
 """Two writers of one folder destroy a run: a living holder is refused by name, a dead one replaced."""
 
+import contextlib
+import fcntl
 import json
+import multiprocessing
 import os
+import random
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+import forge.lease
 from forge import slurm
-from forge.errors import UnfitError
+from forge.errors import Exit, UnfitError
 from forge.launch import Process, hostname
 from forge.lease import check_held, lease
+from forge.manifest import short_id
+
+FORK = multiprocessing.get_context("fork")
+
+
+def left_by_a_dead(**other):
+    """A lease whose holder had the pid of this process, in an earlier life."""
+    me = Process.current().to_json()
+    return {**me, "start_ticks": me["start_ticks"] - 1, "verb": "train", "restart": 0, **other}
 
 
 def test_second_writer_is_refused_with_pid_and_host(tmp_path):
@@ -50,10 +68,74 @@ def test_lease_of_a_killed_process_is_taken_over(tmp_path):
         assert json.loads((tmp_path / ".lease").read_text())["pid"] == os.getpid()
 
 
-def test_a_reused_pid_does_not_hold_a_lease(tmp_path):
-    stale = {**Process.current().to_json(), "verb": "train"}
-    stale["started"] = time.time() - 10**6
-    (tmp_path / ".lease").write_text(json.dumps(stale))
+@pytest.mark.parametrize("reboot", [False, True])
+def test_a_reused_pid_does_not_hold_a_lease(tmp_path, reboot):
+    before = {"boot_id": "another", "start_ticks": Process.current().start_ticks} if reboot else {}
+    (tmp_path / ".lease").write_text(json.dumps(left_by_a_dead(**before)))
+    with lease(tmp_path, "train"):
+        assert json.loads((tmp_path / ".lease").read_text())["verb"] == "train"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pid_that_the_kernel_gave_out_again_does_not_hold_a_lease(tmp_path):
+    """The same as above, but real: the holder dies, another process gets its number."""
+    code = "import os; print(os.getpid(), flush=True); input()"
+    line = [sys.executable, "-c", code]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        held = {**Process.of(first.pid).to_json(), "verb": "train", "restart": 0}
+    (tmp_path / ".lease").write_text(json.dumps(held))
+    for _ in range(100):  # another process of this machine may take the number first
+        try:
+            Path("/proc/sys/kernel/ns_last_pid").write_text(str(first.pid - 1))
+        except OSError as err:
+            pytest.skip(f"may not choose pids here: {err}")
+        with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as second:
+            if second.pid == first.pid:
+                with lease(tmp_path, "train"):
+                    assert json.loads((tmp_path / ".lease").read_text())["pid"] == os.getpid()
+                return
+    pytest.skip(f"others of this machine were quicker to take pid {first.pid}")
+
+
+def test_a_wall_clock_that_jumps_does_not_make_a_second_writer(tmp_path):
+    """When a clock is set, the kernel moves the boot time in /proc/stat; who counted starts from it
+    would not know the holder any more."""
+    jumped = tmp_path / "stat"
+    real = Path("/proc/stat").read_text()
+    jumped.write_text(re.sub(r"btime \d+", "btime 1000000000", real))
+    run = tmp_path / "run"
+    code = (
+        "import sys, time; from pathlib import Path; from forge.errors import UnfitError\n"
+        "from forge.lease import lease\n"
+        "time.time = lambda: 1e9 + 60\n"
+        "assert 'btime 1000000000' in Path('/proc/stat').read_text()\n"
+        "try:\n"
+        "    with lease(Path(sys.argv[1]), 'train'): print('two writers')\n"
+        "except UnfitError as err: print(err.what)\n"
+    )
+    inside = 'mount --bind "$0" /proc/stat || exit 42; exec "$@"'
+    with lease(run, "train"):
+        done = subprocess.run(
+            ["unshare", "--mount", "sh", "-c", inside, jumped, sys.executable, "-c", code, run],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    if done.returncode == 42 or "unshare:" in done.stderr:
+        pytest.skip(f"may not change what /proc tells here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    assert f"is being written by `forge train` (pid {os.getpid()} on" in done.stdout
+
+
+def test_lease_of_an_earlier_version_is_kept_while_its_pid_lives_then_taken_over(tmp_path):
+    """It knew only a time of the wall clock, which proves nothing: any process with the pid counts."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as holder:
+        old = {"host": hostname(), "pid": holder.pid, "started": 12.5, "slurm_job": None}
+        (tmp_path / ".lease").write_text(json.dumps({**old, "verb": "train", "restart": 0}))
+        with pytest.raises(UnfitError, match=f"pid {holder.pid} on") as caught:
+            lease(tmp_path, "train").__enter__()
+        assert f"if that is no Forge: rm {tmp_path}/.lease" in caught.value.fix
     with lease(tmp_path, "train"):
         pass
 
@@ -101,40 +183,246 @@ def test_holder_on_another_host_is_refused_with_what_to_do(tmp_path):
     assert f"rm {tmp_path}/.lease" in str(caught.value)
 
 
-def test_damaged_lease_does_not_lock_a_run_for_ever(tmp_path):
-    (tmp_path / ".lease").write_text("{half")
+@pytest.mark.parametrize(
+    "content",
+    ["", "{half", "[]", "null", '{"verb": "train"}', "\0" * 99],
+    ids=["empty", "half", "list", "null", "without a holder", "zeros after a power cut"],
+)
+def test_damaged_lease_does_not_lock_a_run_for_ever(tmp_path, content, capfd):
+    (tmp_path / ".lease").write_text(content)
+    with lease(tmp_path, "train"):
+        assert json.loads((tmp_path / ".lease").read_text())["pid"] == os.getpid()
+    assert list(tmp_path.iterdir()) == []
+    assert "took over from a damaged lease" in capfd.readouterr().err
+
+
+# --- many at once ---------------------------------------------------------------------------------
+
+RIVALS = 6
+ROUNDS = 300
+HOLDERS = 100
+
+
+def _compete(folder, number, gate):
+    """Try for each round's lease at the same moment as the others; hold it until all have tried."""
+    outcomes = []
+    for each in sorted(folder.glob("round-*")):
+        gate.wait(60)
+        try:
+            with lease(each, f"train{number}"):
+                outcomes.append([number, ""])
+                gate.wait(60)
+        except UnfitError as err:
+            outcomes.append([number, err.what])
+            gate.wait(60)
+    (folder / f"outcomes-{number}.json").write_text(json.dumps(outcomes))
+
+
+@pytest.mark.parametrize("dead", [False, True], ids=["free", "dead lease in the way"])
+def test_of_several_that_start_in_the_same_moment_one_wins_and_is_named_to_the_others(
+    tmp_path, dead
+):
+    for number in range(ROUNDS):
+        folder = tmp_path / f"round-{number:03}"
+        folder.mkdir()
+        if dead:
+            (folder / ".lease").write_text(json.dumps(left_by_a_dead()))
+    gate = FORK.Barrier(RIVALS)
+    rivals = [FORK.Process(target=_compete, args=(tmp_path, n, gate)) for n in range(RIVALS)]
+    for rival in rivals:
+        rival.start()
+    for rival in rivals:
+        rival.join(120)
+        rival.kill()
+    outcomes = [json.loads((tmp_path / f"outcomes-{n}.json").read_text()) for n in range(RIVALS)]
+    for number, tries in enumerate(zip(*outcomes, strict=True)):
+        [winner] = [n for n, refusal in tries if not refusal]
+        who = f"`forge train{winner}` (pid {rivals[winner].pid} on {hostname()}"
+        assert all(who in refusal for n, refusal in tries if n != winner)
+        assert list((tmp_path / f"round-{number:03}").iterdir()) == []
+
+
+def _write_and_die(folder, until):
+    """Hold the lease once and be killed with it. flock, which the kernel gives back, tells whether
+    somebody else is inside as well."""
+    with open(folder / "inside", "a", buffering=1) as inside:
+        while time.monotonic() < until:
+            with contextlib.suppress(UnfitError), lease(folder, "train"):
+                try:
+                    fcntl.flock(inside, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    (folder / "two writers").touch()
+                inside.write("x\n")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_writers_that_are_killed_at_any_moment_are_replaced_by_one_at_a_time(tmp_path):
+    """Those who wait fight over every dead lease, and some of them are killed while they do."""
+    chance, until = random.Random(7), time.monotonic() + 60
+
+    def start():
+        writer = FORK.Process(target=_write_and_die, args=(tmp_path, until))
+        writer.start()
+        return writer
+
+    writers = [start() for _ in range(RIVALS)]
+    inside, killed = tmp_path / "inside", 0
+    try:
+        while time.monotonic() < until and not (
+            inside.exists() and inside.stat().st_size >= 2 * HOLDERS
+        ):
+            victim = chance.randrange(RIVALS)
+            if chance.random() < 0.3:
+                killed += writers[victim].is_alive()
+                writers[victim].kill()
+            writers[victim].join(0.01)
+            if not writers[victim].is_alive():
+                writers[victim].close()
+                writers[victim] = start()
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.join(10)
+    assert not (tmp_path / "two writers").exists()
+    assert inside.stat().st_size >= 2 * HOLDERS and killed >= 10
     with lease(tmp_path, "train"):
         pass
 
 
-def test_of_many_starts_at_once_exactly_one_wins(tmp_path):
-    stale = {**Process.current().to_json(), "verb": "train", "started": 1.0}
-    (tmp_path / ".lease").write_text(json.dumps(stale))
-    code = (
-        "import sys, time; from pathlib import Path; from forge.lease import lease\n"
-        "from forge.errors import UnfitError\n"
-        "sys.stdin.readline()\n"
-        "try:\n"
-        "    with lease(Path(sys.argv[1]), 'train'):\n"
-        "        print('won', flush=True); sys.stdin.readline()\n"
-        "except UnfitError: print('refused', flush=True)\n"
+def test_one_that_died_while_it_took_over_is_replaced_too(tmp_path):
+    dead = left_by_a_dead()
+    heir = left_by_a_dead(verb="preflight")
+    (tmp_path / ".lease").write_text(json.dumps(dead))
+    (tmp_path / f".lease.{short_id(dead)}").write_text(json.dumps(heir))
+    with lease(tmp_path, "train"):
+        assert [path.name for path in tmp_path.iterdir()] == [".lease"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_comes_late_leaves_the_new_lease_in_its_place_all_the_time(tmp_path, monkeypatch):
+    """It has judged the old holder dead, and is put to sleep; meanwhile another one takes over. Were
+    the new lease away for a moment, a third could make one."""
+    path, dead = tmp_path / ".lease", left_by_a_dead()
+    new = {**Process.current().to_json(), "verb": "preflight", "restart": 0}
+    path.write_text(json.dumps(dead))
+    judge, in_place = forge.lease._refuse_living, []
+
+    def judge_and_sleep(name, held):
+        judge(name, held)
+        path.write_text(json.dumps(new))
+        for change in ("link", "rename", "replace", "unlink"):
+            monkeypatch.setattr(os, change, watched(getattr(os, change)))
+
+    def watched(change):
+        def call(*arguments, **keys):
+            try:
+                return change(*arguments, **keys)
+            finally:
+                in_place.append(path.exists() and json.loads(path.read_text()) == new)
+
+        return call
+
+    monkeypatch.setattr(forge.lease, "_refuse_living", judge_and_sleep)
+    with pytest.raises(UnfitError, match="by `forge preflight` "), lease(tmp_path, "train"):
+        pass
+    assert in_place and all(in_place)
+
+
+def test_one_that_is_taking_over_is_refused_by_name(tmp_path):
+    dead = left_by_a_dead()
+    heir = {**Process.current().to_json(), "verb": "preflight", "restart": 0}
+    (tmp_path / ".lease").write_text(json.dumps(dead))
+    (tmp_path / f".lease.{short_id(dead)}").write_text(json.dumps(heir))
+    with pytest.raises(UnfitError, match="by `forge preflight` "), lease(tmp_path, "train"):
+        pass
+    assert json.loads((tmp_path / ".lease").read_text()) == dead
+
+
+def test_refusal_names_the_new_holder_not_another_that_comes_late_as_well(tmp_path, monkeypatch):
+    path, dead = tmp_path / ".lease", left_by_a_dead()
+    right = tmp_path / f".lease.{short_id(dead)}"
+    late, new = (
+        {**Process.current().to_json(), "verb": verb} for verb in ("preflight", "validate")
     )
-    starts = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(6)
-    ]
-    for start in starts:
-        start.stdin.write("go\n")
-        start.stdin.flush()
-    outcomes = [start.stdout.readline().strip() for start in starts]
-    for start in starts:
-        start.communicate("done\n", timeout=30)
-    assert sorted(outcomes) == ["refused"] * 5 + ["won"]
+    path.write_text(json.dumps(dead))
+    right.write_text(json.dumps(late))
+    judge = forge.lease._refuse_living
+
+    def judge_when_replaced(name, held):
+        if name == right:
+            path.write_text(json.dumps(new))
+        judge(name, held)
+
+    monkeypatch.setattr(forge.lease, "_refuse_living", judge_when_replaced)
+    with pytest.raises(UnfitError, match="by `forge validate` "), lease(tmp_path, "train"):
+        pass
+
+
+# --- folders that do not serve --------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 KiB. As root a folder's mode would not bind."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    done = subprocess.run(mount, check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"may not mount a tmpfs here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_read_only_folder_is_refused_by_name(small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(UnfitError) as caught, lease(small_disk, "train"):
+        pass
+    assert caught.value.code == Exit.UNFIT
+    assert str(small_disk) in caught.value.what and "Read-only file system" in caught.value.what
+    assert "choose another folder" in caught.value.fix
+
+
+@pytest.mark.parametrize("dead", [False, True], ids=["free", "dead lease in the way"])
+def test_full_disk_while_acquiring_leaves_the_folder_as_it_was(small_disk, dead):
+    held = json.dumps(left_by_a_dead())
+    if dead:
+        (small_disk / ".lease").write_text(held)
+    with contextlib.suppress(OSError), open(small_disk / "data", "wb") as data:
+        while True:
+            data.write(b"x" * 4096)
+            data.flush()
+    with pytest.raises(UnfitError) as caught, lease(small_disk, "train"):
+        pass
+    assert caught.value.code == Exit.UNFIT
+    assert str(small_disk) in caught.value.what and "No space left" in caught.value.what
+    assert {path.name for path in small_disk.iterdir()} == (
+        {".lease", "data"} if dead else {"data"}
+    )
+    (small_disk / "data").unlink()
+    with lease(small_disk, "train"):
+        pass
+
+
+def test_disk_that_became_read_only_does_not_hide_what_the_verb_says(small_disk, capfd):
+    with pytest.raises(UnfitError, match="the verb's own"), lease(small_disk, "train"):
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+        raise UnfitError("the verb's own")
+    assert f"{small_disk}/.lease stays behind: Read-only" in capfd.readouterr().err
+
+
+def test_folder_that_vanishes_while_held_stays_away(tmp_path):
+    run = tmp_path / "run"
+    with lease(run, "train"):
+        shutil.rmtree(run)
+    assert not run.exists()
+
+
+def test_lease_that_somebody_else_has_got_meanwhile_is_not_given_back(tmp_path):
+    other = {**Process.current().to_json(), "host": "node07", "verb": "train", "restart": 0}
+    with lease(tmp_path, "train"):
+        (tmp_path / ".lease").write_text(json.dumps(other))
+    assert json.loads((tmp_path / ".lease").read_text()) == other
 
 
 def test_a_node_that_was_cut_off_is_told_that_the_run_went_on_elsewhere(tmp_path):

@@ -58,7 +58,7 @@ def dead():
 
 
 def elsewhere(job=None):
-    return Process("node07", 12, 1.0, job)
+    return Process("node07", 12, "of-node07", 1, job)
 
 
 def queued(state="RUNNING", job_id="17", run="base", folder=None, **facts):
