@@ -98,7 +98,7 @@ class Progress:
     def weights_digest(self) -> str:
         return str(read_json(self.paths.fit)["weights_digest"])
 
-    def wait_for_step(self, step: int, timeout: float = 90) -> None:
+    def wait_for_step(self, step: int, timeout: float = 150) -> None:
         wait_until(lambda: self.step() >= step, timeout, f"step {step}", self.said, every=0.05)
 
     def wait_for_event(self, name: str, count: int = 1, timeout: float = 90) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from datetime import datetime
 
 import pytest
 
@@ -15,15 +16,22 @@ from .machines import wait_until
 
 BOTH = pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 NewRun = Callable[..., JobRun]
+# Ranks that a test holds until Slurm has acted are waited for by nobody meanwhile.
+PATIENT = {"backend": "gloo", "timeout_sec": 120}
 
 
 @BOTH
 def test_time_limit_is_met_with_a_checkpoint_and_the_job_goes_on(
     new_run: NewRun, undisturbed: Undisturbed, launcher: str, cluster: Cluster
 ) -> None:
-    run = new_run(launcher)
-    job = run.submit("--time=1", "--signal=SIGUSR1@50")
+    run = new_run(launcher, fabric=PATIENT)
+    job = run.submit("--time=10", "--signal=SIGUSR1@180")
     run.wait_for_step(50)
+    # The limit comes near only now: a busy machine may need longer than any time to reach a step.
+    # Between two and three minutes are left, so the signal is due, and nothing is in a hurry.
+    hours, minutes, _ = map(int, cluster.job(job)["RunTime"].split(":"))
+    limit = hours * 60 + minutes + 3
+    cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
     held = run.ranks()
     run.hold(lambda: all(pending(rank, signal.SIGUSR1) for rank in held), timeout=90)
     event, step = time.time(), run.step()
@@ -35,11 +43,28 @@ def test_time_limit_is_met_with_a_checkpoint_and_the_job_goes_on(
     assert measure("time limit", run, event, step)["steps_lost"] == 0
 
 
+def test_time_limit_that_nothing_announces_is_asked_of_slurm(
+    new_run: NewRun, undisturbed: Undisturbed, cluster: Cluster
+) -> None:
+    run = new_run(fabric=PATIENT)
+    job = run.submit("--time=1")
+    run.wait_for_step(50)
+    # Held until what a stop may need does not fit any more; then they stop, and nobody signals them.
+    limit = datetime.fromisoformat(cluster.job(job)["EndTime"]).timestamp()
+    run.hold(lambda: time.time() > limit - 8, timeout=60)
+    event, step = time.time(), run.step()
+    assert run.wait_for_event("requeue")["cause"] == "deadline"
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
+    run.wait_for_end(job)
+    undisturbed.equals(run)
+    assert measure("time limit, asked of Slurm", run, event, step)["steps_lost"] == 0
+
+
 @BOTH
 def test_preempted_job_goes_on_after_the_other(
     new_run: NewRun, undisturbed: Undisturbed, launcher: str, cluster: Cluster
 ) -> None:
-    run = new_run(launcher)
+    run = new_run(launcher, fabric=PATIENT)
     job = run.submit("--partition=low")
     run.wait_for_step(50)
     event, step = time.time(), run.step()
@@ -56,7 +81,7 @@ def test_preempted_job_goes_on_after_the_other(
 def test_job_that_a_preemption_would_cancel_goes_back_by_itself(
     new_run: NewRun, undisturbed: Undisturbed, cluster: Cluster
 ) -> None:
-    run = new_run()
+    run = new_run(fabric=PATIENT)
     job = run.submit("--partition=lowcancel")
     run.wait_for_step(50)
     event, step = time.time(), run.step()
