@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         help="end with 65 instead of starting at step 0 when no checkpoint is left",
     )
     _machine(train)
-    verb("validate", _validate, "check the last checkpoint of a run, or any checkpoint")
+    _validate_options(verb("validate", _validate, "check the last checkpoint of a run, or any"))
     verb("report", _report, "write the run's report.html")
     verb("config", _config, "write a run's config.json with all defaults and ids")
     show = verbs.add_parser("show", help="show status, samples and lineage of runs")
@@ -132,6 +132,13 @@ def _machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", help="machine.yaml of a profile (default: built-in values)")
     parser.add_argument("--nodes", type=int, default=1, help="nodes (default: 1)")
     parser.add_argument("--ranks-per-node", type=int, default=1, help="ranks (default: 1)")
+
+
+def _validate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--all", action="store_true", help="check all of the run, print a table")
+    parser.add_argument(
+        "--fix", action="store_true", help="as --all, and move damaged ones to quarantine"
+    )
 
 
 def _logs_options(parser: argparse.ArgumentParser) -> None:
@@ -239,10 +246,13 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _validate(options: argparse.Namespace) -> None:
-    from forge.validation import validate, validate_folder
+    from forge.validation import validate, validate_all, validate_folder
 
-    if Path(options.config).is_dir():
-        validate_folder(Path(options.config), options.overrides)
+    place = Path(options.config)
+    if options.all or options.fix:
+        validate_all(place, options.overrides, fix=options.fix)
+    elif place.is_dir():
+        validate_folder(place, options.overrides)
     else:
         validate(_load(options))
 

@@ -1,4 +1,7 @@
-"""Load a checkpoint on another number of ranks than wrote it: one rank's part of validation."""
+"""Load a checkpoint into fresh ranks, and train on from it: one rank's part of validation.
+
+Nothing is written. The config says how far: train.max_steps is the checkpoint's step, or a later one.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,79 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from forge import checkpoints, optim
+from forge import checkpoints, optim, store
 from forge.config import Config
-from forge.launcher import Record
+from forge.launcher import Record, Spec
+from forge.machine import Machine
 from forge.model import Decoder
+from forge.numerics import numerics, prepare
+from forge.paths import RunPaths
 from forge.shards import ShardSet
+from forge.trainer import Trainer
 from forge.world import World
 
 
 def check(world: World, config: Config, checkpoint: Path, shards: Path) -> Record:
-    """Load weights and optimizer sharded over these ranks; their digest. All ranks call it."""
-    model = Decoder(config.model, ShardSet.open(shards).vocab_size)
+    """Load, or load and train on, as the config says. All ranks call it."""
+    found = store.Checkpoint.open(checkpoint)
+    if config.train.max_steps > found.step:
+        result = _train_on(world, config, found, ShardSet.open(shards))
+    else:
+        result = {"weights_digest": _load(world, config, checkpoint, ShardSet.open(shards))}
+    world.barrier()
+    return Record("completed", world.rank.rank, result=result)
+
+
+def _load(world: World, config: Config, checkpoint: Path, shards: ShardSet) -> str | None:
+    """Weights and optimizer sharded over these ranks, however many wrote them; the weights' digest."""
+    model = Decoder(config.model, shards.vocab_size)
     mesh = init_device_mesh("cpu", (world.rank.world_size,))
     for block in model.model.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = optim.make_optimizer(model, config.train)
     checkpoints.load_state(model, optimizer, checkpoint, world)
-    digest = checkpoints.weights_digest(model)
-    finite = all(bool(torch.isfinite(p.to_local()).all()) for p in model.parameters())  # type: ignore[attr-defined]
-    world.barrier()
-    result = {"weights_digest": digest, "finite": finite}
-    return Record("completed", world.rank.rank, result=result)
+    return checkpoints.weights_digest(model)
+
+
+class _Continued(Trainer):
+    """The trainer, at a given checkpoint."""
+
+    def __init__(
+        self, world: World, config: Config, found: store.Checkpoint, shards: ShardSet
+    ) -> None:
+        paths = RunPaths.of(config)
+        spec = Spec(
+            *("reload", str(paths.root), "", Machine().model_dump(mode="json")),
+            nodes=1,
+            ranks_per_node=world.rank.world_size,
+            launcher={},
+        )
+        super().__init__(config, paths, world, shards, spec)
+        checkpoints.load_state(self.model, self.optimizer, found.folder, world)
+        self.decay_steps = found.manifest["decay_steps"]
+        self.step = self.first_step = found.step
+        self.parallel.wrap()
+
+    def losses(self) -> list[float]:
+        """Of each step up to the goal, averaged over ranks. TrainingError if one is not finite."""
+        return [self._step() for _ in range(self.step, self.settings.max_steps)]
+
+    def is_finite(self) -> bool:
+        """Whether all ranks have finite weights and moments only."""
+        mine = checkpoints.is_finite(checkpoints.training_state(self.model, self.optimizer))
+        return all(row[0] for row in self.world.gather([float(mine)], "check of numbers"))
+
+
+def _train_on(
+    world: World, config: Config, found: store.Checkpoint, shards: ShardSet
+) -> dict[str, object]:
+    prepare(world.device)
+    then = found.manifest["lineage"]["numerics"]
+    torch.set_num_threads(then["threads"])  # the sums in a product depend on it
+    trainer = _Continued(world, config, found, shards)
+    return {
+        "losses": trainer.losses(),
+        "finite": trainer.is_finite(),
+        "numerics": numerics(world.device, then["precision"]),
+    }

@@ -1,45 +1,30 @@
-"""The verb `validate`: an independent look at a checkpoint, in a fresh process on its own.
-
-Trusts nothing that training held in memory: files, names, shapes, numbers and losses are read anew.
-"""
+"""The verb `validate`: an independent look at checkpoints, in a fresh process on its own."""
 
 from __future__ import annotations
 
-import math
-import tempfile
+import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import blake3
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from forge import checkpoints, ledger, store
+from forge import ledger, store
 from forge.artefacts import freeze
-from forge.config import Config, apply_overrides, checked
-from forge.errors import DataError, ForgeError
-from forge.geometry import Geometry
-from forge.launcher import run_ranks
+from forge.config import Config, apply_overrides, checked, load_config
+from forge.continuation import NOT_DONE, NOT_RECORDED
+from forge.errors import ConfigError, DataError, UnfitError
+from forge.examination import OF_THE_CHECKPOINT, Data, Examination
 from forge.lease import lease
-from forge.loader import Windows, eval_batches
-from forge.machine import Machine
-from forge.manifest import read_json, write_json
-from forge.model import Decoder, sample
-from forge.numerics import PROBE_SAMPLES, numerics, prepare, probe_samples
-from forge.paths import RunPaths, tokenizer_folder, tokens_folder
-from forge.preflight import Check
-from forge.progress import say
-from forge.shards import ShardSet
-from forge.tokenizer import load_tokenizer
-
-# How far a recomputed probe loss may be from the recorded one on another device, number of threads
-# or in another arithmetic. Equal conditions must give equal bits.
-TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
-HELD_OUT_SAMPLES = 8  # in one forward pass
-SAMPLING_TEMPERATURE = 0.8
-SAMPLING_TOP_K = 50
+from forge.manifest import disk_trouble, read_json, write_json
+from forge.numerics import prepare
+from forge.paths import CHECKPOINT_PREFIX, RunPaths, checkpoint_name
+from forge.progress import progress, say
+from forge.status import duration
 
 
 def validate(config: Config) -> Path:
@@ -54,13 +39,14 @@ def validate(config: Config) -> Path:
         checkpoint = store.latest(paths)
         if checkpoint is None:
             raise DataError(f"{paths.root} has no checkpoint", fix="train the run first")
-        goal = read_json(paths.fit) if paths.fit.exists() else None
-        result = examine(checkpoint, config, goal)
+        result = _examine(
+            Examination(checkpoint, config, Data(config), goal=_read(paths.fit), paths=paths)
+        )
         write_json(paths.validation, result)
         seconds = round(time.time() - started, 3)
         status, step = result["status"], result["step"]
         ledger.record(paths.events, "validate", seconds=seconds, status=status, step=step)
-        _tell(checkpoint.folder, result)
+        _tell(checkpoint.folder, result, paths.root)
         kept = ("status", "step", "loss", "weights_digest", "checkpoint_digest")
         write_json(paths.validated, {key: result[key] for key in kept})
     return paths.validated
@@ -74,269 +60,299 @@ def validate_folder(folder: Path, overrides: dict[str, Any]) -> None:
     if (folder / "checkpoints").is_dir():
         folder = folder / "checkpoints" / "latest"
     checkpoint = store.Checkpoint.open(folder.resolve())
+    config = _own_config(checkpoint, overrides)
+    paths = RunPaths(checkpoint.folder.parent.parent)
+    of_a_run = paths.checkpoints == checkpoint.folder.parent and paths.metrics.exists()
+    examination = Examination(checkpoint, config, Data(config), paths=paths if of_a_run else None)
+    _tell(folder, _examine(examination), paths.root if of_a_run else None)
+
+
+def _own_config(checkpoint: store.Checkpoint, overrides: dict[str, Any]) -> Config:
+    """The config that made it, with overrides."""
     values = apply_overrides(checkpoint.manifest["lineage"]["config"], overrides)
-    config: Config = checked(Config, values, str(folder))
-    _tell(folder, examine(checkpoint, config, None))
+    config: Config = checked(Config, values, str(checkpoint.folder))
+    return config
 
 
-def _tell(folder: Path, result: dict[str, Any]) -> None:
+def _examine(examination: Examination) -> dict[str, Any]:
+    """All checks of validate.depth, as the content of validation.json."""
+    prepare(torch.device("cpu"))
+    examination.look_at_files()
+    examination.look_at_state()
+    examination.look_at_losses()
+    examination.show_to_people()
+    return examination.result()
+
+
+def _tell(folder: Path, result: dict[str, Any], run: Path | None) -> None:
     for check in result["checks"]:
         say(f"  {check['status']:4} {check['name']}: {check['message']}")
     say(f"{folder}: {result['status']}, step {result['step']}")
     if result["reasons"]:
+        others = f"look at all of this run: forge validate {run} --all" if run else ""
         raise DataError(
             f"checkpoint {folder} is invalid: " + "; ".join(result["reasons"]),
             cause="a damaged file, or a checkpoint of another run",
-            fix="go on from an older checkpoint, or train again",
+            fix=others or "use another one",
         )
 
 
-def examine(
-    checkpoint: store.Checkpoint, config: Config, goal: dict[str, Any] | None
-) -> dict[str, Any]:
-    """All checks of config.validation.depth on a checkpoint, as the content of validation.json.
+# --- all checkpoints of a run ----------------------------------------------------------------------
 
-    goal: the run's fit.json, whose step and weights must be these; None for a lone checkpoint.
+
+@dataclass
+class Row:
+    """One checkpoint in the table, with what is known of it so far."""
+
+    folder: Path
+    size: int = 0
+    age_sec: float = 0.0
+    verdict: str = ""  # "" while checks are to come
+    reasons: list[str] = field(default_factory=list)
+    is_damaged: bool = False  # the checkpoint itself, not what lies around it
+    examination: Examination | None = None
+    cells: tuple[str, ...] = ("", "", "", "")
+
+    def close(self, verdict: str, reasons: Sequence[str] = ()) -> None:
+        self.verdict, self.reasons = verdict, list(reasons)
+        if self.examination:
+            self.cells = _cells_of_checks(self.examination)
+        self.examination = None  # and with it the model
+
+
+def validate_all(place: Path, overrides: dict[str, Any], *, fix: bool) -> None:
+    """Examine every committed checkpoint of a run, the cheap checks of all first, and print a table.
+
+    place: a config file, then each must fit that config; or a run's folder, then each is examined by
+    the config that made it. fix: move damaged ones to quarantine, under the run's lease; without it
+    nothing is changed. Raises DataError if one is invalid, and UnfitError, with nothing moved, if the
+    disk or this host kept one from being examined.
     """
+    paths, config = _run_at(place, overrides)
     prepare(torch.device("cpu"))
-    examination = _Examination(checkpoint, config, goal)
-    checks: list[Check] = []
+    with lease(paths.root, "validate") if fix else nullcontext():
+        if fix:
+            store.finish_commit(paths)
+        rows = [_row(folder) for folder in sorted(_folders(paths.checkpoints), reverse=True)]
+        if not rows:
+            raise DataError(f"{paths.root} has no checkpoint", fix="train the run first")
+        _examine_all(rows, paths, config, overrides)
+        _print([*rows, *_quarantined(paths)])
+        _conclude(rows, paths, fix)
+
+
+def _run_at(place: Path, overrides: dict[str, Any]) -> tuple[RunPaths, Config | None]:
+    if not place.is_dir():
+        config = freeze(load_config(place, overrides))
+        return RunPaths.of(config), config
+    if not (place / "checkpoints").is_dir():
+        raise ConfigError(
+            f"{place} is not a run's folder: it has no checkpoints/",
+            fix="name one such as results/base, or leave out --all and --fix to validate one checkpoint",
+        )
+    return RunPaths(place), None
+
+
+def _folders(place: Path) -> Iterator[Path]:
+    """Checkpoints by their names, also those whose manifest is lost."""
+    return (path for path in place.glob(f"{CHECKPOINT_PREFIX}*") if path.is_dir())
+
+
+def _row(folder: Path) -> Row:
+    row = Row(folder)
+    with suppress(FileNotFoundError):  # training prunes meanwhile
+        files = [path.stat() for path in folder.iterdir()]
+        row.size = sum(stat.st_size for stat in files)
+        row.age_sec = time.time() - min((stat.st_mtime for stat in files), default=time.time())
+    return row
+
+
+def _quarantined(paths: RunPaths) -> Iterator[Row]:
+    for folder in sorted(_folders(paths.quarantine), reverse=True):
+        row = _row(folder)
+        damage = _read(folder / "damage.json") or {}
+        row.close("in quarantine", damage.get("reasons") or [])
+        yield row
+
+
+def _read(path: Path) -> Any:
+    return read_json(path) if path.exists() else None
+
+
+def _examine_all(
+    rows: Sequence[Row], paths: RunPaths, config: Config | None, overrides: dict[str, Any]
+) -> None:
+    """Fill in the rows. What is damaged on the disk is known before the first model is built."""
+    goal = _read(paths.fit)
+    all_data: dict[str, Data] = {}
+
+    def look_at_files(row: Row) -> None:
+        checkpoint = store.Checkpoint.open(row.folder)
+        checkpoint.check_form()
+        its_config = config or _own_config(checkpoint, overrides)
+        data = all_data.setdefault(str(its_config.ids), Data(its_config))
+        its_goal = goal if goal and goal["step"] == checkpoint.step else None
+        row.examination = Examination(checkpoint, its_config, data, goal=its_goal, paths=paths)
+        row.examination.look_at_files()
+
+    def look_at_the_rest(row: Row) -> None:
+        assert row.examination
+        row.examination.look_at_state()
+        row.examination.look_at_losses()
+
+    with progress("validate", 2 * len(rows), "looks") as report:
+        for number, row in enumerate(rows):
+            report(number, f"at files of {row.folder.name}")
+            _look(row, look_at_files)
+        for number, row in enumerate(rows, start=len(rows)):
+            report(number, f"at tensors and losses of {row.folder.name}")
+            if not row.verdict:
+                _look(row, look_at_the_rest)
+            if not row.verdict:
+                row.close("valid")
+
+
+def _look(row: Row, look: Callable[[Row], None]) -> None:
+    """One part of the checks, and the verdict if it is known after it."""
     try:
-        for check in examination.checks():
-            checks.append(check)
-            if check.status == "fail":
-                break  # what follows reads what this one has refused
-    except ForgeError as err:
-        checks.append(Check("read", "fail", err.what, err.fix))
-    reasons = [f"{check.name}: {check.message}" for check in checks if check.status == "fail"]
-    return {
-        "status": "invalid" if reasons else "valid",
-        "step": checkpoint.step,
-        "depth": config.validation.depth,
-        "reasons": reasons,
-        "checks": [vars(check) for check in checks],
-        "loss": examination.loss,
-        "weights_digest": examination.weights_digest,
-        "checkpoint_digest": examination.manifest_digest,
-        "samples": examination.samples,
-    }
+        with disk_trouble(row.folder, "read"):
+            look(row)
+    except store.OtherFormat as err:
+        row.close("other format", [err.what])
+    except UnfitError as err:
+        row.close("unknown", [err.what])
+    except DataError as err:
+        row.is_damaged = True
+        row.close("invalid", [f"manifest: {err.what}"])
+    except FileNotFoundError:
+        if row.folder.exists():
+            raise
+    if row.examination and (failed := row.examination.failed):
+        row.is_damaged = failed.name in OF_THE_CHECKPOINT
+        row.close("invalid", [f"{failed.name}: {failed.message}"])
+    if not row.folder.exists():
+        row.is_damaged = False
+        row.close("gone", ["pruned by training meanwhile"])
 
 
-class _Examination:
-    """One checkpoint under examination; `checks` goes from cheap to dear."""
+# --- what follows ----------------------------------------------------------------------------------
 
-    def __init__(
-        self, checkpoint: store.Checkpoint, config: Config, goal: dict[str, Any] | None
-    ) -> None:
-        self.checkpoint, self.config, self.goal = checkpoint, config, goal
-        self.manifest = checkpoint.manifest
-        self.loss: float | None = None
-        self.weights_digest: str | None = None
-        self.samples: list[dict[str, str]] = []
-        self.manifest_digest = blake3.blake3(
-            (checkpoint.folder / store.MANIFEST).read_bytes()
-        ).hexdigest()
 
-    def checks(self) -> Iterator[Check]:
-        depth = self.config.validation.depth
-        yield self._goal()
-        yield self._digests()
-        if depth == "digests":
-            return
-        yield self._config()
-        yield self._tensors()
-        yield self._finite()
-        yield self._weights()
-        yield self._data()
-        yield from self._loads()
-        if depth == "load":
-            return
-        yield self._probe()
-        yield self._held_out()
-        yield self._sampled()
-
-    def _goal(self) -> Check:
-        step = self.checkpoint.step
-        if self.goal and self.goal["step"] != step:
-            return _fail("goal", f"fit.json says step {self.goal['step']}, latest is step {step}")
-        return Check("goal", "ok", f"step {step}")
-
-    def _digests(self) -> Check:
-        bad = list(self.checkpoint.bad_files())
-        if bad:
-            return _fail("digests", "; ".join(bad))
-        size = sum(facts["bytes"] for facts in self.manifest["files"].values())
-        return Check(
-            "digests", "ok", f"{len(self.manifest['files'])} files, {size / 2**20:.1f} MiB"
+def _conclude(rows: Sequence[Row], paths: RunPaths, fix: bool) -> None:
+    """The reasons, the repair, and the error that the table stands for."""
+    for row in rows:
+        for reason in row.reasons:
+            say(f"{row.folder.name}: {row.verdict}: {reason}")
+    unknown = [row.folder.name for row in rows if row.verdict == "unknown"]
+    if unknown:
+        raise UnfitError(
+            f"not examined to the end: {', '.join(unknown)} in {paths.checkpoints}"
+            + ("; nothing was moved" if fix else ""),
+            cause="the disk or this host failed, which says nothing about the checkpoints",
+            fix="mend it, or copy the run to another disk, and give the same command again",
         )
+    bad = [row for row in rows if row.verdict == "invalid"]
+    damaged = [row for row in bad if row.is_damaged]
+    trouble = _trouble_of_latest(paths)
+    if not bad and not trouble:
+        return
+    names = ", ".join(row.folder.name for row in bad)
+    what = f"{len(bad)} of {len(rows)} checkpoints of {paths.root} are invalid: {names}"
+    what = "; ".join([what] * bool(bad) + trouble)
+    if not damaged and not trouble:
+        following = "restore the config or the data that the reason names: the files are whole"
+    elif fix:
+        following = _repair(paths, damaged)
+    else:
+        following = f"forge validate {paths.root} --fix moves what is damaged to quarantine"
+    raise DataError(what, fix=following)
 
-    def _config(self) -> Check:
-        try:
-            store.check_compatible(self.config, self.checkpoint)
-        except ForgeError as err:
-            return _fail("config", err.what)
-        return Check("config", "ok", "fits the checkpoint")
 
-    def _tensors(self) -> Check:
-        """Names, shapes and types in the checkpoint's index against a model built from the config."""
-        assert self.config.ids
-        self.shards = ShardSet.open(tokens_folder(self.config.data, self.config.ids.tokens))
-        # Another seed than training's: what the checkpoint does not fill must not look right.
-        self.model = Decoder(self.config.model, self.shards.vocab_size, seed=2**32)
-        index = checkpoints.SafeReader(self.checkpoint.folder).read_metadata()
-        found = {
-            name.removeprefix("model."): (tuple(entry.size), entry.properties.dtype)
-            for name, entry in index.state_dict_metadata.items()
-            if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
-        }
-        wanted = {n: (tuple(t.shape), t.dtype) for n, t in self.model.state_dict().items()}
-        wrong = [
-            f"{name} is {found.get(name, 'missing')}, the config says {wanted.get(name, 'nothing')}"
-            for name in sorted(found.keys() | wanted.keys())
-            if found.get(name) != wanted.get(name)
+def _trouble_of_latest(paths: RunPaths) -> list[str]:
+    if paths.latest.is_dir():
+        return []
+    try:
+        store.latest(paths)
+    except DataError as err:
+        return [err.what]
+    return []
+
+
+def _repair(paths: RunPaths, damaged: Sequence[Row]) -> str:
+    """Move these away, mend `latest`, take back what was said of them; what to do next.
+
+    Under the run's lease.
+    """
+    for row in damaged:
+        store.quarantine(paths, row.folder, row.reasons)
+    moved = {row.folder.name for row in damaged}
+    left = store.newest_whole(paths)
+    fit, validated = _read(paths.fit), _read(paths.validated)
+    with disk_trouble(paths.root):
+        # Without these files the workflow knows that there is something to do.
+        if fit and Path(fit["checkpoint"]).name in moved:
+            paths.fit.unlink()
+        if validated and checkpoint_name(validated["step"]) in moved:
+            paths.validated.unlink()
+    done = f"{len(moved)} moved to {paths.quarantine}, `latest` is {left and left.folder.name}; "
+    if paths.fit.exists():
+        return f"{done}nothing else is left to do: the run is at its goal"
+    start = f"goes on from step {left.step}" if left else "starts at step 0"
+    return f"{done}give the command that trained the run again: it {start}"
+
+
+# --- for people ------------------------------------------------------------------------------------
+
+_HEADS = ("step", "size", "age", "digests", "loads", "probe", "next loss", "verdict")
+_TONES = {"valid": "green", "invalid": "red", "unknown": "red"}
+
+
+def _cells_of_checks(examination: Examination) -> tuple[str, ...]:
+    """Cells of digests, loads, probe, next loss."""
+    checks = {check.name: check for check in examination.checks}
+
+    def cell(*names: str) -> str:
+        found = [checks[name] for name in names if name in checks]
+        if any(check.status == "fail" for check in found):
+            return "FAIL"
+        if names[-1] not in checks:
+            return ""
+        notes = (NOT_RECORDED, NOT_DONE)
+        return next((note for note in notes if checks[names[-1]].message.startswith(note)), "ok")
+
+    loads = ("config", "data", "tensors", "finite", "weights", "world size")
+    return cell("goal", "digests"), cell(*loads), cell("probe"), cell("next loss")
+
+
+def _cells(row: Row) -> list[str]:
+    step = row.folder.name.removeprefix(CHECKPOINT_PREFIX).lstrip("0") or "0"
+    size = f"{row.size / 2**20:,.1f} MiB"
+    return [step, size, duration(row.age_sec), *row.cells, row.verdict]
+
+
+def _print(rows: Sequence[Row]) -> None:
+    """To standard output: with colours on a terminal, plain columns elsewhere."""
+    table = [_cells(row) for row in rows]
+    if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        _print_colours(table)
+        return
+    widths = [max(map(len, column)) for column in zip(_HEADS, *table, strict=True)]
+    for cells in [list(_HEADS), *table]:
+        padded = [
+            cell.rjust(width) if number < 3 else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
         ]
-        if wrong:
-            return _fail("tensors", "; ".join(wrong[:5]))
-        return Check("tensors", "ok", f"{len(wanted)} weights with the names and shapes expected")
-
-    def _finite(self) -> Check:
-        """Every number of the state, moments included, read one tensor after another."""
-        self.state = {"model": self.model.state_dict(), "optimizer": self._empty_moments()}
-        checkpoints.read_tensors(self.state, self.checkpoint.folder, no_dist=True)
-        moments = {
-            f"optimizer.{name}.{key}": tensor
-            for name, values in self.state["optimizer"].items()
-            for key, tensor in values.items()
-        }
-        bad = [
-            name
-            for name, tensor in {**self.state["model"], **moments}.items()
-            if not bool(torch.isfinite(tensor).all())
-        ]
-        if bad:
-            return _fail("finite", f"not finite: {', '.join(bad[:5])} ({len(bad)} tensors)")
-        return Check("finite", "ok", f"all numbers of {len(moments)} moments and all weights")
-
-    def _empty_moments(self) -> dict[str, dict[str, torch.Tensor]]:
-        return {
-            name: {
-                "step": torch.zeros(()),
-                "exp_avg": torch.empty_like(weight),
-                "exp_avg_sq": torch.empty_like(weight),
-            }
-            for name, weight in self.model.state_dict().items()
-        }
-
-    def _weights(self) -> Check:
-        hasher = blake3.blake3()
-        for name, tensor in sorted(self.model.state_dict().items()):
-            checkpoints.update_digest(hasher, name, tensor)
-        self.weights_digest = hasher.hexdigest()
-        if self.goal and self.goal["weights_digest"] != self.weights_digest:
-            return _fail(
-                "weights",
-                f"digest {self.weights_digest[:12]}, fit.json has {self.goal['weights_digest'][:12]}",
-            )
-        return Check("weights", "ok", f"digest {self.weights_digest[:12]}")
-
-    def _data(self) -> Check:
-        """The shards and the tokenizer must be those that the checkpoint names."""
-        assert self.config.ids
-        self.tokenizer = load_tokenizer(
-            tokenizer_folder(self.config.data, self.config.ids.tokenizer)
-        )
-        self.shards.verify()
-        then = self.manifest["lineage"]["tokens"]["digest"]
-        if self.shards.digest != then:
-            return _fail(
-                "data", f"shards have digest {self.shards.digest[:12]}, trained on {then[:12]}"
-            )
-        return Check("data", "ok", f"tokens {self.config.ids.tokens}, digests right")
-
-    def _loads(self) -> Iterator[Check]:
-        """This process is a world of one; a checkpoint of one rank is also loaded on two."""
-        written = self.manifest["world_size"]
-        if written > 1:
-            yield Check("world size", "ok", f"written by {written} ranks, loaded by 1")
-            return
-        digest = reload_on_two_ranks(self.config, self.checkpoint.folder)
-        if digest != self.weights_digest:
-            yield _fail("world size", f"other weights when loaded by 2 ranks ({digest})")
-        else:
-            yield Check("world size", "ok", "written by 1 rank, loaded by 2")
-
-    @torch.no_grad()
-    def _probe(self) -> Check:
-        """Recompute the loss that each rank recorded, on the same samples."""
-        recorded, then = self.manifest["probe"]["losses"], self.manifest["lineage"]["numerics"]
-        self.model.eval()
-        self.windows = Windows(self.shards.val, self.config.train.seq_len, split="val")
-        before = torch.get_num_threads()
-        torch.set_num_threads(then["threads"])  # the sums in a product depend on it
-        losses = [self._probe_loss(rank, then["precision"]) for rank in range(len(recorded))]
-        now = numerics(torch.device("cpu"), then["precision"])
-        torch.set_num_threads(before)
-        # FSDP2 casts weights to bf16 where autocast casts inputs of single operations.
-        cast = then["precision"] == "bf16" and self.config.train.parallel == "fsdp2"
-        exact = now == then and not cast
-        tolerance = 0.0 if exact else TOLERANCE[then["precision"]]
-        apart = max(abs(a - b) for a, b in zip(losses, recorded, strict=True))
-        bound = "equal to the last bit" if exact else f"within {tolerance:g}"
-        if not apart <= tolerance:  # also false for NaN
-            return _fail("probe", f"losses {losses}, recorded {recorded}; must be {bound}")
-        return Check("probe", "ok", f"{len(losses)} recorded losses recomputed, {bound}")
-
-    def _probe_loss(self, rank: int, precision: str) -> float:
-        samples = probe_samples(self.windows.num_samples, rank)
-        assert len(samples) == PROBE_SAMPLES
-        window = torch.from_numpy(self.windows.gather(samples))
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            return float(self.model(window[:, :-1], window[:, 1:]))
-
-    @torch.no_grad()
-    def _held_out(self) -> Check:
-        total, tokens = 0.0, 0
-        settings = self.config.train
-        batches = eval_batches(
-            self.windows, settings.eval_samples, rank=0, world_size=1, micro=HELD_OUT_SAMPLES
-        )
-        for inputs, targets, counted in batches:
-            total += float(self.model(inputs, targets)) * counted
-            tokens += counted
-        self.loss = total / tokens
-        if not math.isfinite(self.loss):
-            return _fail("held-out loss", f"{self.loss}")
-        return Check("held-out loss", "ok", f"{self.loss:.4f} over {tokens:,} tokens")
-
-    def _sampled(self) -> Check:
-        """A few lines of the model's own, for people."""
-        report = self.config.report
-        for number, prompt in enumerate(report.prompts):
-            ids = sample(
-                self.model,
-                self.tokenizer.encode(prompt),
-                report.sample_tokens,
-                seed=number,
-                temperature=SAMPLING_TEMPERATURE,
-                top_k=SAMPLING_TOP_K,
-            )
-            self.samples.append({"prompt": prompt, "text": self.tokenizer.decode(ids)})
-        return Check("samples", "ok", f"{len(self.samples)} prompts continued")
+        print("  ".join(padded).rstrip())
 
 
-def _fail(name: str, message: str) -> Check:
-    return Check(name, "fail", message)
+def _print_colours(table: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-
-def reload_on_two_ranks(config: Config, folder: Path) -> str | None:
-    """Weights digest of a checkpoint as two Gloo ranks load it, each its half; None if they fail."""
-    assert config.ids
-    shards = tokens_folder(config.data, config.ids.tokens).resolve()
-    options = {"checkpoint": str(folder.resolve()), "shards": str(shards)}
-    with tempfile.TemporaryDirectory(prefix="forge-reload-") as scratch:
-        # A run's folder of its own: the checkpoint may lie anywhere, and may be read-only.
-        paths = RunPaths(Path(scratch))
-        write_json(paths.config, config.to_json())
-        machine, geometry = Machine(launcher="torchrun"), Geometry(1, 2)
-        record = run_ranks("reload", paths, machine, geometry, options=options)
-    return record.result.get("weights_digest")
+    drawn = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for number, head in enumerate(_HEADS):
+        drawn.add_column(head, justify="right" if number < 3 else "left", no_wrap=True)
+    for *cells, verdict in table:
+        drawn.add_row(*map(Text, cells), Text(verdict, _TONES.get(verdict, "yellow")))
+    Console().print(drawn)

@@ -27,9 +27,11 @@ LAYERS = (
     "loader model numerics optim world tokenizer summary charts broadcast node_staging node_checks",
     "checkpoints encoding project staged rank_checks allocation",
     # the halves of `stage` and `preflight` that are for several nodes
-    "staging_nodes probing restarts saver parallel resume",
+    "staging_nodes probing restarts saver parallel resume continuation",
     # verbs, and their halves that run in ranks
-    "tokenization staging preflight fit trainer report show logs status export preflight_rank reload",
+    "tokenization staging preflight fit trainer report show logs status export preflight_rank",
+    # what those need of each other
+    "reload examination",
     "validation rank node",
     # what starts the verbs: the command, and the helpers of the Snakefile
     "cli workflow",
@@ -38,8 +40,19 @@ LAYERS = (
 LAYER = {module: number for number, row in enumerate(LAYERS) for module in row.split()}
 
 TENSORS = {
-    *("cpu", "loss", "loader", "model", "numerics", "optim", "world", "checkpoints", "saver", "parallel"),
-    *("trainer", "preflight_rank", "reload", "validation", "export"),
+    *(
+        "cpu",
+        "loss",
+        "loader",
+        "model",
+        "numerics",
+        "optim",
+        "world",
+        "checkpoints",
+        "saver",
+        "parallel",
+    ),
+    *("trainer", "preflight_rank", "reload", "examination", "validation", "export"),
 }
 
 

@@ -1,0 +1,290 @@
+"""Against a checkpoint that is refused too late, or never: all of a run, and what follows from them.
+
+A checkpoint whose weights are right and whose moments are not trains on to another model, and nothing in
+it tells. A repair that moves away what is sound loses work.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from live_run import GOAL, TWO_RANKS, forge
+from test_damaged_checkpoints import make_digests_right
+
+from forge import checkpoints, points, store
+from forge.lease import lease
+from forge.manifest import read_json, write_json
+
+LAST, BEFORE = f"step-{GOAL:08d}", "step-00000195"
+
+
+@pytest.fixture
+def run(undisturbed, tmp_path):
+    """A finished run with two checkpoints; its last one was found valid."""
+    copy = undisturbed.copy(tmp_path / "copied")
+    write_json(copy.paths.validated, {"status": "valid", "step": GOAL})
+    return copy
+
+
+@pytest.fixture
+def hook():
+    """Sets what happens at the points that a validation in this process comes by."""
+
+    def install(action):
+        points.hook = action
+
+    yield install
+    points.hook = None
+
+
+def damage(folder):
+    path = next(folder.glob("*.distcp"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return path.name
+
+
+def state_of(folder):
+    index = checkpoints.SafeReader(folder).read_metadata()
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in index.state_dict_metadata.items()
+    }
+    checkpoints.read_tensors(state, folder, no_dist=True)
+    return state
+
+
+def rewrite(folder, state):
+    """The checkpoint as if it had been saved with this state."""
+    for path in folder.glob("*.distcp"):
+        path.unlink()
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    make_digests_right(folder)
+
+
+def content(run):
+    """Every file of the run with its bytes, and where `latest` points."""
+    files = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+    return files, run.paths.latest.readlink()
+
+
+def table(text):
+    """The rows by step: the other cells as they stand there."""
+    head, *rows = text.splitlines()
+    assert head.endswith("verdict")
+    return {row.split()[0]: row for row in rows}
+
+
+def names(folder):
+    return sorted(path.name for path in folder.glob("step-*"))
+
+
+def cheaply(run, *more):
+    return forge("validate", str(run.folder), "--validate.depth=digests", *more)
+
+
+# --- all of a run ---------------------------------------------------------------------------------
+
+
+def test_all_checkpoints_are_in_the_table_and_nothing_is_changed(run, capsys):
+    before = content(run)
+    outcome = forge("validate", str(run.folder), "--all")
+    assert outcome.code == 0, outcome.text
+    rows = table(capsys.readouterr().out)
+    assert list(rows) == [str(GOAL), "195"]
+    assert rows["195"].endswith("ok       ok     ok     ok            valid")
+    assert rows[str(GOAL)].endswith("ok       ok     ok     not recorded  valid")
+    assert content(run) == before
+
+
+def test_each_damaged_one_is_named_with_its_reason_whatever_latest_is(run, capsys):
+    file = damage(run.paths.checkpoints / BEFORE)
+    before = content(run)
+    outcome = cheaply(run, "--all")
+    assert outcome.code == 65
+    assert f"{BEFORE}: invalid: digests: {file} has another digest" in outcome.text
+    assert f"1 of 2 checkpoints of {run.folder} are invalid: {BEFORE}" in outcome.text
+    assert f"forge validate {run.folder} --fix" in outcome.text
+    rows = table(capsys.readouterr().out)
+    assert "FAIL" in rows["195"] and rows["195"].endswith("invalid")
+    assert rows[str(GOAL)].endswith("valid") and "FAIL" not in rows[str(GOAL)]
+    assert content(run) == before
+
+
+def test_a_folder_that_is_no_run_is_a_mistake_of_the_command(run):
+    outcome = forge("validate", str(run.paths.checkpoints / LAST), "--all")
+    assert outcome.code == 78 and "is not a run's folder" in outcome.text
+
+
+def test_checkpoint_of_another_version_is_neither_invalid_nor_moved(run, capsys):
+    manifest = run.paths.checkpoints / BEFORE / store.MANIFEST
+    write_json(manifest, {**read_json(manifest), "format": store.FORMAT + 1})
+    assert cheaply(run, "--fix").code == 0
+    assert table(capsys.readouterr().out)["195"].endswith("other format")
+    assert names(run.paths.checkpoints) == [BEFORE, LAST]
+
+
+def test_checkpoint_that_training_prunes_meanwhile_is_not_called_invalid(run, hook, capsys):
+    def prune(name, path):
+        if name == "load.verify" and path.name == BEFORE:
+            shutil.rmtree(path)
+
+    hook(prune)
+    outcome = cheaply(run, "--all")
+    assert outcome.code == 0, outcome.text
+    assert table(capsys.readouterr().out)["195"].endswith("gone")
+
+
+# --- training on ----------------------------------------------------------------------------------
+
+
+# DCP warns that it overwrites, and that it runs in one process.
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint")
+def test_moments_of_another_step_pass_the_probe_and_fail_the_next_loss(run):
+    folder = run.paths.checkpoints / BEFORE
+    state, later = state_of(folder), state_of(run.paths.checkpoints / LAST)
+    state.update({name: later[name] for name in state if name.startswith("optimizer.")})
+    rewrite(folder, state)
+    outcome = forge("validate", str(folder))
+    assert outcome.code == 65, outcome.text
+    assert "ok   probe: 2 recorded losses recomputed, equal to the last bit" in outcome.text
+    assert "fail next loss: loss " in outcome.text
+    assert "of step 197, recorded " in outcome.text and "the moments are others" in outcome.text
+
+
+def test_every_fifth_loss_is_enough_and_one_rank_is_trained_on_as_well(solo, tmp_path):
+    run = solo.copy(tmp_path / "sparse")
+    lines = run.paths.metrics.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["step"] % 5 == 0]  # as with log_every: 5
+    run.paths.metrics.write_text("".join(kept))
+    outcome = forge("validate", str(run.paths.checkpoints / "step-00000006"))
+    assert outcome.code == 0, outcome.text
+    assert "ok   next loss: trained again: step 10 equal to the last bit" in outcome.text
+
+
+# --- repair ---------------------------------------------------------------------------------------
+
+
+def test_damaged_last_checkpoint_is_moved_and_the_run_trains_on_to_the_same_weights(run):
+    wanted = run.weights_digest()
+    damage(run.paths.checkpoints / LAST)
+    outcome = cheaply(run, "--fix")
+    assert outcome.code == 65
+    assert names(run.paths.quarantine) == [LAST] and names(run.paths.checkpoints) == [BEFORE]
+    assert "digests: " in read_json(run.paths.quarantine / LAST / "damage.json")["reasons"][0]
+    assert run.paths.latest.resolve().name == BEFORE
+    assert not run.paths.fit.exists() and not run.paths.validated.exists()
+    assert "give the command that trained the run again: it goes on from step 195" in outcome.text
+    trained = run.forge("train", *TWO_RANKS)
+    assert trained.code == 0, trained.text
+    assert run.weights_digest() == wanted
+
+
+def test_damaged_older_checkpoint_is_moved_and_the_end_of_the_run_stands(run, capsys):
+    (run.paths.checkpoints / BEFORE / store.MANIFEST).unlink()
+    outcome = cheaply(run, "--fix")
+    assert outcome.code == 65 and "the run is at its goal" in outcome.text
+    assert names(run.paths.quarantine) == [BEFORE]
+    assert run.paths.latest.resolve().name == LAST
+    assert run.paths.fit.exists() and run.paths.validated.exists()
+    capsys.readouterr()
+    outcome = cheaply(run, "--all")
+    assert outcome.code == 0, outcome.text
+    assert table(capsys.readouterr().out)["195"].endswith("in quarantine")
+
+
+def test_when_all_are_damaged_all_are_moved_and_the_run_starts_again(run):
+    damage(run.paths.checkpoints / LAST)
+    damage(run.paths.checkpoints / BEFORE)
+    outcome = cheaply(run, "--fix")
+    assert outcome.code == 65 and "it starts at step 0" in outcome.text
+    assert names(run.paths.quarantine) == [BEFORE, LAST]
+    assert not run.paths.latest.is_symlink() and not run.paths.fit.exists()
+
+
+def test_latest_that_points_to_nothing_is_told_and_mended(run):
+    shutil.rmtree(run.paths.checkpoints / LAST)
+    outcome = cheaply(run, "--all")
+    assert outcome.code == 65 and f"points to {LAST}, which is not there" in outcome.text
+    assert cheaply(run, "--fix").code == 65
+    assert run.paths.latest.resolve().name == BEFORE
+    assert cheaply(run, "--all").code == 0
+
+
+def test_config_that_was_edited_moves_no_checkpoint(run):
+    outcome = run.forge("validate", "--fix", "--validate.depth=load", "--model.dropout=0.2")
+    assert outcome.code == 65
+    assert "model.dropout is 0.2" in outcome.text and "the files are whole" in outcome.text
+    assert names(run.paths.checkpoints) == [BEFORE, LAST]
+    assert run.paths.fit.exists()
+
+
+def test_no_repair_while_training_holds_the_run(run):
+    damage(run.paths.checkpoints / LAST)
+    with lease(run.paths.root, "train"):
+        outcome = cheaply(run, "--fix")
+    assert outcome.code == 69 and "is being written by `forge train`" in outcome.text
+    assert names(run.paths.checkpoints) == [BEFORE, LAST]
+
+
+@pytest.mark.parametrize("point", ["load.verify", "load.read"])
+def test_error_of_the_disk_moves_nothing(run, hook, point):
+    damage(run.paths.checkpoints / LAST)
+
+    def fail(name, path):
+        if name == point and path.name == BEFORE:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    hook(fail)
+    outcome = forge("validate", str(run.folder), "--fix", "--validate.depth=load")
+    assert outcome.code == 69, outcome.text
+    assert f"{BEFORE}: unknown: " in outcome.text and "nothing was moved" in outcome.text
+    assert names(run.paths.checkpoints) == [BEFORE, LAST]
+    assert run.paths.fit.exists() and run.paths.latest.resolve().name == LAST
+
+
+# --- beyond memory --------------------------------------------------------------------------------
+
+PEAK = """
+import sys
+from pathlib import Path
+from forge import cli
+assert cli.main(sys.argv[1:]) == 0
+lines = Path("/proc/self/status").read_text().splitlines()
+print("peak", next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+"""
+
+
+def peak_bytes(*arguments):
+    """Most memory that a `forge` command in a process of its own has held at once."""
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, *arguments], check=True, capture_output=True, text=True
+    )
+    return int(done.stdout.split()[-1]) * 1024
+
+
+def test_validation_holds_the_weights_once_and_not_the_moments(session_runs):
+    sizes = ("--model.dim=512", "--model.layers=8", "--model.heads=8", "--model.ffn_dim=1408")
+    steps = ("--train.max_steps=2", "--train.warmup_steps=0", "--train.checkpoint_every=1")
+    run = session_runs("large", *sizes, *steps)
+    outcome = run.forge("train", *TWO_RANKS)
+    assert outcome.code == 0, outcome.text
+    checkpoint = store.latest(run.paths)
+    state = state_of(checkpoint.folder)
+    moments = sum(tensor.nbytes for name, tensor in state.items() if name.startswith("optimizer."))
+    weights = sum(tensor.nbytes for tensor in state.values()) - moments
+    assert moments > 190 * 2**20
+    assert len(store.committed(run.paths.checkpoints)) == 2
+    before = peak_bytes("validate", str(run.folder), "--all", "--validate.depth=digests")
+    peak = peak_bytes("validate", str(run.folder), "--all", "--validate.depth=load")
+    print(f"{weights:,} bytes of weights, {moments:,} of moments, {peak - before:,} at once")
+    assert weights < peak - before < weights + moments / 2

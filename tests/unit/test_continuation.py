@@ -1,0 +1,176 @@
+"""Against calling a sound checkpoint bad: losses of another launch or another line of history."""
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from forge import ledger, metrics
+from forge.continuation import Recorded, _compare, check_next_losses, recorded_losses
+from forge.fabric import available_cores
+from forge.lineage import cpu_name, versions
+from forge.paths import RunPaths
+from forge.store import Checkpoint
+
+NUMERICS = {"device": "cpu", "precision": "fp32", "threads": 1}
+
+
+def checkpoint(step=10, world_size=2, files=(), dropout=0.0, **train):
+    lineage = {
+        "numerics": NUMERICS,
+        "versions": versions(),
+        "hardware": {"cpu": cpu_name()},
+        "config": {
+            "train": {"parallel": "ddp", "compile": False, **train},
+            "model": {"dropout": dropout},
+        },
+    }
+    manifest = {"step": step, "world_size": world_size, "lineage": lineage, "files": dict(files)}
+    return Checkpoint(RunPaths(Path("/nowhere")).checkpoints, manifest)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunPaths(tmp_path)
+
+
+def log(run, launch, steps, world_size=2):
+    """What a launch of so many ranks writes in these steps; the loss tells launch and step."""
+    ledger.record(run.events, "init", launch=launch, world_size=world_size)
+    for step in steps:
+        loss = step + ord(launch) / 1000
+        metrics.write(run.metrics, "train", launch, step, loss=loss)
+
+
+def loss(launch, *steps):
+    return {step: step + ord(launch) / 1000 for step in steps}
+
+
+# --- which losses ---------------------------------------------------------------------------------
+
+
+def test_two_next_losses_are_enough(run):
+    log(run, "a", range(1, 20))
+    assert recorded_losses(run, checkpoint()) == Recorded(loss("a", 11, 12), by_maker=True)
+
+
+def test_losses_logged_now_and_then_are_looked_for_a_few_steps_on(run):
+    log(run, "a", range(5, 40, 5))
+    assert recorded_losses(run, checkpoint(10)) == Recorded(loss("a", 15), by_maker=True)
+    assert recorded_losses(run, checkpoint(14)) == Recorded(loss("a", 15, 20), by_maker=True)
+
+
+@pytest.mark.parametrize("steps", [range(1, 11), range(0, 100, 25)])
+def test_nothing_near_was_recorded(run, steps):
+    log(run, "a", steps)
+    assert recorded_losses(run, checkpoint()) is None
+    check = check_next_losses(None, checkpoint(), run)
+    assert check.status == "ok" and check.message.startswith("not recorded")
+
+
+def test_a_launch_of_another_world_size_does_not_count(run):
+    log(run, "a", range(1, 11))
+    log(run, "b", range(11, 15), world_size=1)
+    assert recorded_losses(run, checkpoint()) is None
+
+
+def test_the_launch_that_made_it_counts_more_than_the_one_that_went_on(run):
+    log(run, "a", range(1, 13))
+    log(run, "b", range(11, 20))
+    assert recorded_losses(run, checkpoint()) == Recorded(loss("a", 11, 12), by_maker=True)
+
+
+def test_only_the_next_launch_went_on_and_its_settings_may_be_others(run):
+    log(run, "a", range(1, 11))
+    log(run, "b", range(11, 20))
+    assert recorded_losses(run, checkpoint()) == Recorded(loss("b", 11, 12), by_maker=False)
+
+
+def test_losses_from_before_the_step_was_done_again_are_of_another_history(run):
+    log(run, "a", range(1, 13))
+    log(run, "b", range(6, 11), world_size=1)
+    assert recorded_losses(run, checkpoint()) is None
+
+
+def test_a_loss_that_was_not_finite_is_nothing_to_compare_with(run):
+    log(run, "a", range(1, 11))
+    metrics.write(run.metrics, "train", "a", 11, loss=float("nan"))
+    assert recorded_losses(run, checkpoint()) is None
+
+
+# --- what this host bears -------------------------------------------------------------------------
+
+
+def test_more_ranks_or_memory_than_here_is_a_note(run):
+    log(run, "a", range(1, 20), world_size=10_000)
+    check = check_next_losses(None, checkpoint(world_size=10_000), run)
+    assert check.status == "warn"
+    assert f"made by 10000 ranks, here are {available_cores()} cores" in check.message
+    log(run, "b", range(1, 20))
+    check = check_next_losses(None, checkpoint(files={"a": {"bytes": 2**50}}), run)
+    assert check.status == "warn" and "GiB are free" in check.message
+
+
+# --- how near -------------------------------------------------------------------------------------
+
+TWO = Recorded({11: 3.0, 12: 2.9}, by_maker=True)
+
+
+def compare(losses, made=None, recorded=TWO, finite=True, numerics=NUMERICS):
+    result = {"losses": losses, "finite": finite, "numerics": numerics}
+    return _compare(made or checkpoint(), recorded, result)
+
+
+def test_equal_conditions_must_give_equal_bits():
+    assert compare([3.0, 2.9]).status == "ok"
+    check = compare([3.0, 2.9000001])
+    assert check.status == "fail"
+    assert "step 12, recorded 2.9; must be equal to the last bit: the moments" in check.message
+    check = compare([3.0000001, 2.9])
+    assert check.status == "fail" and "weights or data are others" in check.message
+
+
+def other_lineage(section, key):
+    made = checkpoint()
+    manifest = copy.deepcopy(made.manifest)
+    manifest["lineage"][section][key] = "another"
+    return Checkpoint(made.folder, manifest)
+
+
+@pytest.mark.parametrize(
+    "conditions",
+    [
+        {"recorded": Recorded(TWO.losses, by_maker=False)},
+        {"numerics": {**NUMERICS, "threads": 2}},
+        {"made": checkpoint(compile=True)},
+        {"made": other_lineage("versions", "torch")},
+        {"made": other_lineage("hardware", "cpu")},
+    ],
+)
+def test_other_conditions_have_a_tolerance(conditions):
+    assert compare([3.0001, 2.9001], **conditions).status == "ok"
+    check = compare([3.01, 2.9], **conditions)
+    assert check.status == "fail" and "must be within 0.001" in check.message
+
+
+def test_dropout_is_drawn_otherwise_under_other_conditions_which_is_no_fault(run):
+    made = checkpoint(dropout=0.1)
+    assert compare([3.0, 2.9], made).status == "ok"
+    assert compare([3.1, 2.9], made).status == "fail"
+    check = compare([3.1, 2.9], made, numerics={**NUMERICS, "threads": 2})
+    assert check.status == "warn" and check.message.startswith("not done: dropout")
+    log(run, "a", range(1, 20))
+    check = check_next_losses(None, checkpoint(dropout=0.1, compile=True), run)
+    assert check.status == "warn" and check.message.startswith("not done: dropout")
+
+
+def test_ddp_on_many_ranks_is_exact_until_its_first_update():
+    many = checkpoint(world_size=3)
+    assert compare([3.0, 2.9001], many).status == "ok"
+    assert compare([3.0001, 2.9], many).status == "fail"
+    assert compare([3.0, 2.9001], checkpoint(world_size=3, parallel="fsdp2")).status == "fail"
+
+
+@pytest.mark.parametrize("broken", [{"losses": [3.0, float("nan")]}, {"finite": False}])
+def test_numbers_that_are_not_finite_fail(broken):
+    assert compare(**{"losses": [3.0, 2.9], **broken}).status == "fail"
