@@ -385,10 +385,12 @@ def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
     with suppress(UnfitError):
         write_json(place / "damage.json", {"reasons": list(reasons)})
     say(f"warning: checkpoint {folder} is damaged: {'; '.join(reasons)}")
-    if followers:
-        say(f"warning: it was moved to {place}; going on from {followers[-1].name}")
-    else:
-        say(f"warning: it was moved to {place}; no other checkpoint is left")
+    following = "no other checkpoint is left"
+    if not was_latest:
+        following = "latest stays as it is"
+    elif followers:
+        following = f"going on from {followers[-1].name}"
+    say(f"warning: it was moved to {place}; {following}")
     return place
 
 

@@ -123,7 +123,7 @@ def test_a_message_that_nobody_says_is_noticed() -> None:
 
 # Texts of the sources that look like variables: states of jobs and nodes in Slurm.
 NO_VARIABLES = {"REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT", "STAGE_OUT"}
-MAKES_OWN = {"SHELL", "BIN"}
+MAKES_OWN = {"SHELL", "BIN", "RANDOM"}
 NAME = r"[A-Z][A-Z0-9_]*[A-Z0-9]"
 IN_SHELL = re.compile(
     rf"\$[({{]?({NAME})\b|\b(?:export|unset) ({NAME}) ?({NAME})?|^({NAME}) \?=", re.M

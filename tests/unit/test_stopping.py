@@ -55,4 +55,4 @@ def test_without_a_stop_file_only_signals_count():
 
 def test_the_heavier_cause_is_the_later_one():
     """Ranks agree on the largest index, so what ends the job outweighs what only asks."""
-    assert CAUSES == ("", "STOP file", "SIGUSR1", "SIGTERM", "Ctrl-C")
+    assert CAUSES == ("", "deadline", "STOP file", "SIGUSR1", "SIGTERM", "Ctrl-C")
