@@ -1,5 +1,6 @@
 # make train   set up .venv, then raw text to a validated checkpoint on this machine
 # make test    set up, run all tests        make check   lint, formats, types
+# make faults  every fault at every point of a checkpoint's way (6 minutes)
 # make dag     draw the workflow            make bench   measure, side by side
 # make slurm-up, slurm-shell, slurm-down   a Slurm of four nodes on this machine (root)
 # PYTHON=python3.12 chooses the interpreter, PROFILE=profiles/local the machine.
@@ -7,13 +8,22 @@ SHELL := /bin/bash
 PROFILE ?= profiles/local
 BIN := .venv/bin
 
-.PHONY: train test check dag bench docs slurm-up slurm-shell slurm-down setup lock clean
+.PHONY: train test faults check dag bench docs slurm-up slurm-shell slurm-down setup lock clean
 
 train: .venv/ready
 	$(BIN)/snakemake --profile $(PROFILE) train
 
 test: .venv/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+# Every fault at every point, and random ones, whose seed is printed; renews the tables of docs/faults.md.
+faults: export FORGE_FAULTS := all
+faults: export FORGE_FAULTS_SEED := $(or $(FORGE_FAULTS_SEED),$(shell echo $$RANDOM))
+faults: export FORGE_FAULTS_RESULTS := $(shell mktemp -u)
+faults: .venv/ready
+	@echo "FORGE_FAULTS_SEED=$$FORGE_FAULTS_SEED make faults   brings these random interruptions back"
+	$(BIN)/python -m pytest tests/faults -n 2 --dist worksteal --deselect tests/faults/test_table.py
+	$(BIN)/python tests/faults/outcomes.py $$FORGE_FAULTS_RESULTS
 
 check: .venv/ready
 	$(BIN)/ruff check .

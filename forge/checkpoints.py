@@ -40,7 +40,7 @@ from forge import points
 from forge.errors import DataError, ForgeError, UnfitError
 from forge.fabric import available_cores
 from forge.manifest import digest_file, disk_trouble, fsync_file
-from forge.world import World
+from forge.world import World, named
 
 # Two to four files at once are as fast as raw write + fsync, on local disks and network file systems;
 # more threads than cores are slower.
@@ -98,7 +98,8 @@ def write_state(state: dict[str, Any], folder: Path, world: World) -> dict[str, 
     threads = max(1, min(WRITER_THREADS, available_cores() // world.rank.local_world_size))
     writer = DigestingWriter(folder, thread_count=threads, sync_files=False)
     try:
-        dcp.save(state, storage_writer=writer, process_group=world.control)
+        with named("write of the checkpoint"):
+            dcp.save(state, storage_writer=writer, process_group=world.control)
     except CheckpointException as err:  # a BaseException: no `except Exception` would see it
         raise _write_error(err, folder) from None
     world.on_main(lambda: _settle_index(writer.fs, folder), "write of the index")
@@ -209,7 +210,8 @@ def load_state(
     Raises DataError when names, shapes or files do not fit.
     """
     state = training_state(model, optimizer)
-    read_tensors(state, folder, process_group=world.control)
+    with named("load of the checkpoint"):
+        read_tensors(state, folder, process_group=world.control)
     set_model_state_dict(model, state["model"])
     groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
     set_optimizer_state_dict(
@@ -218,14 +220,21 @@ def load_state(
 
 
 def read_tensors(state: dict[str, Any], folder: Path, **dcp_options: Any) -> None:
-    """Fill the tensors of `state` in place from a checkpoint folder. DataError if they do not fit."""
+    """Fill the tensors of `state` in place from a checkpoint folder.
+
+    Raises DataError if they do not fit, UnfitError when the disk reports an error.
+    """
     try:
         with warnings.catch_warnings():
             # Loading in a single process is meant.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(state, storage_reader=SafeReader(folder), **dcp_options)
     except CheckpointException as err:
-        reasons = sorted({str(failure[0]) for failure in err.failures.values()})
+        for failure in err.failures.values():
+            if isinstance(failure[0], OSError):
+                with suppress(OSError), disk_trouble(folder, "read"):
+                    raise failure[0] from None
+        reasons = sorted({repr(failure[0]) for failure in err.failures.values()})
         raise DataError(
             f"cannot load checkpoint {folder}: {'; '.join(reasons)}",
             cause="it was made by another model, or a file is damaged",

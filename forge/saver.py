@@ -19,6 +19,8 @@ from forge.progress import say
 from forge.world import PeerFailed, World
 
 POLL_SEC = 0.005
+# Once a save has failed on one rank, the threads of the others are told of it within this time.
+FAILURE_SEC = 5.0
 # The copy must leave memory for what training itself allocates meanwhile.
 MEMORY_MARGIN = 1.25
 
@@ -140,14 +142,15 @@ class Saver:
         while True:
             failed = save.is_done and save.error is not None
             table = self.world.gather([float(save.is_done), float(failed)], what)
-            if save.is_done and save.error is not None:
-                raise save.error
-            for rank, row in enumerate(table):
-                if row[1]:
-                    raise PeerFailed(f"{what}: it failed on rank {rank}")
+            assert save.thread is not None
+            if any(row[1] for row in table):
+                # The table decides, so that all ranks leave here; and the rank with the reason may
+                # be an instant behind those that its thread has told.
+                save.thread.join(FAILURE_SEC)
+                where = [rank for rank, row in enumerate(table) if row[1]]
+                raise save.error or PeerFailed(f"{what}: it failed on rank {where[0]}")
             if all(row[0] for row in table):
                 return
-            assert save.thread is not None
             save.thread.join(POLL_SEC)
 
     def _has_room(self, state: dict[str, Any]) -> bool:

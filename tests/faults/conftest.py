@@ -1,0 +1,118 @@
+"""A tiny run, undisturbed and in the middle of its way, that the tests of faults begin with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))  # live_run
+
+from forked import start_server
+from injection import Fault
+from live_run import MARK, TINY
+from runs import GOAL, INTERVAL, FaultyRun, Story
+
+# Left over from a launcher around the tests, they would mislead every rank; and the fork server is not
+# to be ended with what tests of launched ranks leave behind.
+LEFT_OVER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", MARK)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _server() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in LEFT_OVER:
+            patch.delenv(name, raising=False)
+        patch.setenv("OMP_NUM_THREADS", "1")  # more threads than cores would wait spinning
+        start_server()
+
+
+@pytest.fixture(scope="session")
+def science(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of config.yaml, a corpus, its tokenizer and its shards."""
+    root = tmp_path_factory.mktemp("science")
+    corpus = root / "corpus"
+    corpus.mkdir()
+    for number in range(24):
+        words = (f"{number * word % 97} times {word} is the word" for word in range(60))
+        (corpus / f"{number:02}.txt").write_text(", ".join(words))
+    train = {
+        **TINY["train"],
+        **{"max_steps": GOAL, "decay_steps": GOAL, "checkpoint_every": INTERVAL, "keep_last": 2},
+    }
+    values = {
+        **TINY,
+        "model": {**TINY["model"], "dropout": 0.1},
+        "train": train,
+        "data": str(root / "data"),
+        "tokenize": {"inputs": [str(corpus)], "val_fraction": 0.3},
+    }
+    (root / "config.yaml").write_text(yaml.safe_dump(values))
+    maker = FaultyRun(root / "config.yaml", root / "none")
+    for verb in ("tokenizer", "tokenize"):
+        ended = maker.command(verb)
+        assert ended.code == 0, ended.text
+    return root
+
+
+@pytest.fixture(scope="session")
+def session_runs(
+    science: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., FaultyRun]:
+    """Makes runs that several tests look at: `session_runs(name, ranks, *overrides)`."""
+    results = tmp_path_factory.mktemp("results")
+    return lambda name, ranks, *more: FaultyRun.make(science, results, name, ranks, more)
+
+
+@pytest.fixture
+def runs(science: Path, tmp_path: Path) -> Callable[..., FaultyRun]:
+    """Makes runs of one test: `runs(name, ranks, *overrides)`."""
+    return lambda name, ranks, *more: FaultyRun.make(
+        science, tmp_path / "results", name, ranks, more
+    )
+
+
+@pytest.fixture(scope="session")
+def undisturbed(session_runs: Callable[..., FaultyRun]) -> Callable[[int], Story]:
+    """What a run of so many ranks is, when nothing happens to it."""
+    told: dict[int, Story] = {}
+
+    def tell(ranks: int) -> Story:
+        if ranks not in told:
+            run = session_runs(f"undisturbed-{ranks}", ranks)
+            ended = run.train()
+            assert ended.code == 0, ended.text
+            told[ranks] = run.story()
+        return told[ranks]
+
+    return tell
+
+
+@pytest.fixture(scope="session")
+def halfway(session_runs: Callable[..., FaultyRun]) -> Callable[[int], FaultyRun]:
+    """A run that was stopped at step 10: it has checkpoints at 8 and 10."""
+    made: dict[int, FaultyRun] = {}
+
+    def make(ranks: int) -> FaultyRun:
+        if ranks not in made:
+            run = session_runs(f"halfway-{ranks}", ranks)
+            ended = run.train(Fault("term", "data.read", at=10))
+            assert ended.code == 75, ended.text
+            made[ranks] = run
+        return made[ranks]
+
+    return make
+
+
+@pytest.fixture
+def resumable(halfway: Callable[[int], FaultyRun], tmp_path: Path) -> Callable[..., FaultyRun]:
+    """Copies of it, of one test: `resumable(name, ranks)`."""
+
+    def copy(name: str, ranks: int) -> FaultyRun:
+        (tmp_path / "results").mkdir(exist_ok=True)
+        return halfway(ranks).copy(tmp_path / "results" / name)
+
+    return copy

@@ -1,0 +1,32 @@
+"""Arms a rank that was really launched: with this folder on PYTHONPATH, Python imports it at start.
+
+FORGE_FAULT is the fault as JSON; it strikes once, which the file FORGE_FAULT_ONCE tells.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def _arm() -> None:
+    if "forge.rank" not in sys.orig_argv or "torch.distributed.run" in sys.orig_argv:
+        return
+    fault = json.loads(os.environ["FORGE_FAULT"])
+    if int(os.environ.get("RANK", "0")) != fault["rank"]:
+        return
+    try:
+        Path(os.environ["FORGE_FAULT_ONCE"]).touch(exist_ok=False)
+    except FileExistsError:
+        return
+    sys.path.append(str(Path(__file__).parents[1]))
+    from injection import Fault, Injector
+
+    from forge import points
+
+    run = Path(sys.orig_argv[-1]).parents[2]  # of RUN/.launch/ID/spec.json
+    points.hook = Injector([Fault(**fault)], fault["rank"], run)
+
+
+if "FORGE_FAULT" in os.environ:
+    _arm()
