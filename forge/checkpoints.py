@@ -175,7 +175,20 @@ class DigestingWriter(FileSystemWriter):
             raise self.fs.errors[0]
         if len(written.value()) != len(plan.items):
             raise OSError(f"{len(written.value())} of {len(plan.items)} tensors were written")
+        self._check_sizes(written.value())
         return written
+
+    def _check_sizes(self, results: list[WriteResult]) -> None:
+        """OSError when a file is not as long as what was written into it: it was cut meanwhile."""
+        ends: dict[str, int] = {}
+        for where in (result.storage_data for result in results):
+            end = where.offset + where.length
+            ends[where.relative_path] = max(end, ends.get(where.relative_path, 0))
+        for name, end in ends.items():
+            if self.fs.files[name]["bytes"] != end:
+                raise OSError(
+                    f"{name} has {self.fs.files[name]['bytes']} bytes, {end} were written"
+                )
 
 
 def _write_error(err: CheckpointException, folder: Path) -> ForgeError:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from forge.config import Train
 from forge.model import Decoder
 from forge.progress import say
-from forge.world import World
+from forge.world import World, named
 
 
 class ParallelModel:
@@ -46,7 +46,8 @@ class ParallelModel:
         if self.settings.compile:
             self.forward = self._compiled()
         if not self.is_sharded and self.world.rank.world_size > 1:
-            self.forward = DistributedDataParallel(self.forward, gradient_as_bucket_view=True)
+            with named("replication of the model"):
+                self.forward = DistributedDataParallel(self.forward, gradient_as_bucket_view=True)
 
     def _compiled(self) -> torch.nn.Module:
         """The compiled model, proven by one forward and backward on every rank, else the plain one."""

@@ -55,6 +55,16 @@ def test_disk_that_fills_up_ends_with_69_and_the_last_checkpoint(
     run.assert_whole()
 
 
+def test_file_that_is_cut_before_its_digest_is_taken_is_not_committed(runs, undisturbed):
+    """Else its digest would be right, and every start would end in the load."""
+    run = runs("cut", 1)
+    ended = run.train(Fault("truncate", "save.sync", step=2 * INTERVAL))
+    assert ended.code == Exit.UNFIT, ended.text
+    assert "were written" in ended.text
+    assert run.train().code == Exit.DONE
+    assert run.story() == undisturbed(1)
+
+
 def test_rank_with_the_reason_tells_it_also_when_the_others_fail_first(runs, undisturbed):
     """Else both ranks tell of each other only, and the command starts again on a full disk."""
     run = runs("slow", 2)

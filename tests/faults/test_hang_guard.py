@@ -17,6 +17,7 @@ MARGIN_SEC = 20.0
 ASLEEP = {
     "all-reduce of gradients in step 8": Fault("stop", "data.read", at=8, rank=1),
     "load of the checkpoint": Fault("stop", "load.read", rank=1),
+    "replication of the model": Fault("stop", "load.done", rank=1),
     "check of digests": Fault("stop", "load.verify", rank=1),
     "wait for the save of step 4": Fault("stop", "commit.rename", rank=0),
 }
