@@ -50,6 +50,7 @@ class Project:
         project = cls(folder, cluster, profile)
         others = sorted(set(cluster.nodes) - set(names))
         project.edit_profile(fit, {"slurm": {"exclude": others}} if others else {})
+        project.keep_cpu_jobs_from(others)
         project.edit_machine(
             {"fabric": {"timeout_sec": FABRIC_TIMEOUT_SEC}, "stop_grace_sec": 30, **(machine or {})}
         )
@@ -70,6 +71,14 @@ class Project:
         values["set-resources"]["fit"] |= fit
         path.write_text(yaml.safe_dump(values))
         self.edit_machine(machine)
+
+    def keep_cpu_jobs_from(self, others: list[str]) -> None:
+        """Jobs of rules without an allocation would be killed on nodes that another case repairs."""
+        path = self.profile_folder / "config.yaml"
+        values = yaml.safe_load(path.read_text())
+        if others and "default-resources" in values:
+            values["default-resources"]["slurm_extra"] = f"'--exclude={','.join(others)}'"
+            path.write_text(yaml.safe_dump(values))
 
     def edit_machine(self, changes: dict[str, Any]) -> None:
         """Merge sections into the profile's machine.yaml."""

@@ -28,6 +28,7 @@ def long_project(project):
 def test_kill_9_of_everything_then_the_same_command_ends_identical(long_project, undisturbed):
     process = long_project.start("train")
     long_project.wait_for_step(6, process)
+    wait(long_project.path("checkpoints/latest").exists, 60)
     kill_tree(process.pid)
     process.communicate()
     assert not long_project.path("fit.json").exists()
