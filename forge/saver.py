@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from forge.progress import say
 from forge.world import PeerFailed, World
 
 POLL_SEC = 0.005
+BESIDE_NICE = 19  # man 7 sched: weight 15 against training's 1024
 # Once a save has failed on one rank, the threads of the others are told of it within this time.
 FAILURE_SEC = 5.0
 # The copy must leave memory for what training itself allocates meanwhile.
@@ -93,6 +95,9 @@ class Saver:
         points.reach("save.staged")
 
         def work() -> None:
+            if not live:
+                # Training comes first where cores are short. Threads of this one inherit it.
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BESIDE_NICE)
             try:
                 save.checkpoint = self._write(state, manifest, keep_last, keep_every, save.size)
                 save.seconds = time.perf_counter() - save.started
