@@ -95,10 +95,10 @@ class Saver:
         points.reach("save.staged")
 
         def work() -> None:
-            if not live:
-                # Training comes first where cores are short. Threads of this one inherit it.
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BESIDE_NICE)
             try:
+                if not live:
+                    # Training comes first where cores are short. Threads of this one inherit it.
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BESIDE_NICE)
                 save.checkpoint = self._write(state, manifest, keep_last, keep_every, save.size)
                 save.seconds = time.perf_counter() - save.started
             except BaseException as err:  # torch's CheckpointException is no Exception
@@ -128,8 +128,6 @@ class Saver:
         before = time.perf_counter()
         self._wait(save)
         save.stall += time.perf_counter() - before
-        if save.error is not None:
-            raise save.error
         return save
 
     def drain(self, timeout_sec: float) -> None:
@@ -145,8 +143,9 @@ class Saver:
         the fabric's deadline: a rank that stopped is noticed while another writes for an hour."""
         what = f"wait for the save of step {save.step}"
         while True:
-            failed = save.is_done and save.error is not None
-            table = self.world.gather([float(save.is_done), float(failed)], what)
+            done = save.is_done  # asked once: it may end with an error between two questions
+            failed = done and save.error is not None
+            table = self.world.gather([float(done), float(failed)], what)
             assert save.thread is not None
             if any(row[1] for row in table):
                 # The table decides, so that all ranks leave here; and the rank with the reason may
