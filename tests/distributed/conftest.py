@@ -17,6 +17,7 @@ from live_run import (
     forge,
     kill_all,
     make_run,
+    write_corpus,
 )
 
 
@@ -43,11 +44,7 @@ def _nothing_outlives_its_test() -> Iterator[None]:
 def science(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of config.yaml, a corpus, its tokenizer and its shards."""
     root = tmp_path_factory.mktemp("science")
-    corpus = root / "corpus"
-    corpus.mkdir()
-    for number in range(24):
-        words = (f"{number * word % 97} times {word} is the word" for word in range(60))
-        (corpus / f"{number:02}.txt").write_text(", ".join(words))
+    corpus = write_corpus(root)
     values = {
         **TINY,
         "data": str(root / "data"),

@@ -172,6 +172,16 @@ def kill_all() -> None:
             process.send_signal(signal.SIGKILL)
 
 
+def write_corpus(root: Path) -> Path:
+    """A folder of 24 small texts that differ."""
+    corpus = root / "corpus"
+    corpus.mkdir()
+    for number in range(24):
+        words = (f"{number * word % 97} times {word} is the word" for word in range(60))
+        (corpus / f"{number:02}.txt").write_text(", ".join(words))
+    return corpus
+
+
 def make_run(science: Path, results: Path, name: str, overrides: tuple[str, ...]) -> Run:
     return Run(
         science / "config.yaml",

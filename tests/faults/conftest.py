@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))  # live_run
 
 from forked import start_server
 from injection import Fault
-from live_run import MARK, TINY
+from live_run import MARK, TINY, write_corpus
 from runs import GOAL, INTERVAL, FaultyRun, Story
 
 # Left over from a launcher around the tests, they would mislead every rank; and the fork server is not
@@ -34,11 +34,7 @@ def _server() -> None:
 def science(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of config.yaml, a corpus, its tokenizer and its shards."""
     root = tmp_path_factory.mktemp("science")
-    corpus = root / "corpus"
-    corpus.mkdir()
-    for number in range(24):
-        words = (f"{number * word % 97} times {word} is the word" for word in range(60))
-        (corpus / f"{number:02}.txt").write_text(", ".join(words))
+    corpus = write_corpus(root)
     train = {
         **TINY["train"],
         **{"max_steps": GOAL, "decay_steps": GOAL, "checkpoint_every": INTERVAL, "keep_last": 2},
