@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 
-# What a login shell on the cluster would not have.
-FOREIGN = re.compile(r"SLURM|SBATCH|SRUN|SQUEUE|PMI_|PYTEST|TMPDIR")
+# What a login shell on the cluster would not have. FORGE_TESTS marks what tests of ranks kill.
+FOREIGN = re.compile(r"SLURM|SBATCH|SRUN|SQUEUE|PMI_|PYTEST|TMPDIR|FORGE_TESTS|OMP_NUM_THREADS")
 
 
 def login_environment() -> dict[str, str]:

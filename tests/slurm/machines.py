@@ -118,6 +118,7 @@ class Machines:
             subprocess.run(
                 [*new, "bash", str(HERE / script[0]), *script[1:]],
                 cwd="/",
+                env=login_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -52,6 +52,19 @@ def reaches(cluster: Cluster, source: str, target: str, num_bytes: int = 100) ->
     return done.returncode == 0
 
 
+def test_machines_and_jobs_carry_no_mark_of_the_tests_that_started_them(
+    cluster: Cluster, nodes: Nodes, shared_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [name] = nodes(1)
+    monkeypatch.setenv("FORGE_TESTS", "those who clean up kill what carries this")
+    cluster.repair([name])
+    own = cluster.folder / "machines" / name / "pid"
+    assert b"FORGE_TESTS" not in Path(f"/proc/{own.read_text().strip()}/environ").read_bytes()
+    said = shared_folder / "out"
+    cluster.submit("--wait", f"--output={said}", "-w", name, "--wrap", "env", cwd=shared_folder)
+    assert "SLURM_JOB_ID" in said.read_text() and "FORGE_TESTS" not in said.read_text()
+
+
 def test_each_node_has_its_own_name_address_tmp_and_two_gpus(
     cluster: Cluster, nodes: Nodes
 ) -> None:
