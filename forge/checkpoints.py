@@ -13,10 +13,9 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import blake3
 import torch
@@ -39,12 +38,13 @@ from torch.futures import Future
 from forge import points
 from forge.errors import DataError, ForgeError, UnfitError
 from forge.fabric import available_cores
-from forge.manifest import digest_file, disk_trouble, fsync_file
+from forge.manifest import disk_trouble
 from forge.world import World, named
 
 # Two to four files at once are as fast as raw write + fsync, on local disks and network file systems;
 # more threads than cores are slower.
 WRITER_THREADS = 4
+WRITE_OUT_BYTES = 16 * 2**20
 FULL_MIB = 16  # with less than this free, a failed write is put down to a full disk
 
 
@@ -102,19 +102,13 @@ def write_state(state: dict[str, Any], folder: Path, world: World) -> dict[str, 
             dcp.save(state, storage_writer=writer, process_group=world.control)
     except CheckpointException as err:  # a BaseException: no `except Exception` would see it
         raise _write_error(err, folder) from None
-    world.on_main(lambda: _settle_index(writer.fs, folder), "write of the index")
     points.reach("save.written", folder)
     parts = world.gather_objects(writer.fs.files, "gather of digests")
     return {name: facts for part in parts for name, facts in part.items()}
 
 
-def _settle_index(files: DigestingFiles, folder: Path) -> None:
-    with disk_trouble(folder):
-        files.settle(folder / ".metadata")
-
-
 class DigestingFiles(FileSystem):
-    """Files of one save: each is fsynced and digested as soon as it is written."""
+    """Files of one save: each is digested on its way to the disk, and durable once it is closed."""
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, Any]] = {}  # by name: bytes, digest
@@ -123,40 +117,65 @@ class DigestingFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         """DCP's hook for each file; its writer threads come here, each with a file of its own."""
+        path = Path(path)
         try:
-            with super().create_stream(path, mode) as stream:
-                yield _Stream(stream, Path(path)) if points.hook else stream
-            if mode == "wb" and Path(path).suffix == ".distcp":
-                self.settle(Path(path))
+            with open(path, mode) as file:
+                with DigestingStream(file, path) as stream:
+                    yield stream
+                points.reach("save.sync", path)
+                os.fsync(file.fileno())
+            self.files[path.name] = {"bytes": path.stat().st_size, "digest": stream.digest()}
         except BaseException as err:
             self.errors.append(err)
             raise
 
-    def settle(self, path: Path) -> None:
-        """Make a written file durable and take its digest, side by side: one waits for the disk."""
-        points.reach("save.sync", path)
-        with ThreadPoolExecutor(1) as pool:
-            digest = pool.submit(digest_file, path)
-            fsync_file(path)
-            self.files[path.name] = {"bytes": path.stat().st_size, "digest": digest.result()}
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """DCP's hook for its index, which gets its name when it is whole."""
+        super().rename(path, new_path)
+        self.files[Path(new_path).name] = self.files.pop(Path(path).name)
 
 
-class _Stream(io.RawIOBase):
-    """A file that says before each write that it comes."""
+class DigestingStream(io.RawIOBase):
+    """Writes into an open file, digests what it is given, and has the disk begin with it at once.
 
-    def __init__(self, file: io.IOBase, path: Path) -> None:
+    When it is closed the file stays open for its fsync: whoever opened it closes it.
+    The digest is that of what was meant to be written: whatever happens to the file, from the first
+    byte on, is found when it is read back.
+    """
+
+    def __init__(self, file: IO[bytes], path: Path) -> None:
         self.file, self.path = file, path
+        self._hasher = blake3.blake3()
+        self._begun = 0  # bytes that the disk has been told to write
 
     def write(self, data: Any) -> int:
         points.reach("save.write", self.path)
-        return int(self.file.write(data))
+        self._hasher.update(data)
+        written = self.file.write(data)
+        if (end := self.tell()) - self._begun >= WRITE_OUT_BYTES:
+            self.file.flush()
+            _begin_write_out(self.file.fileno(), self._begun, end)
+            self._begun = end
+        return written
 
     def tell(self) -> int:
         return self.file.tell()
 
-    def close(self) -> None:
-        self.file.close()
-        super().close()
+    def flush(self) -> None:
+        self.file.flush()
+
+    def digest(self) -> str:
+        """blake3 of everything that was written, as 64 hex digits."""
+        return str(self._hasher.hexdigest())
+
+
+def _begin_write_out(fd: int, start: int, end: int) -> None:
+    """Have the kernel send these bytes to the disk now, so that little is left for fsync.
+
+    Linux starts the write-out of a range that is no longer needed (mm/fadvise.c).
+    """
+    with suppress(AttributeError, OSError):  # only a hint, and not on every system
+        os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
 
 
 class DigestingWriter(FileSystemWriter):

@@ -100,12 +100,6 @@ def _umask() -> int:
     return mask
 
 
-def fsync_file(path: Path) -> None:
-    """Return when the content of a written file is on disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
 def fsync_folder(path: Path) -> None:
     """Make renames in `path` survive a power cut."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -12,7 +12,7 @@ POINTS = {
     "save.begin": "before the temporary folder is made",
     "save.staged": "after the state was copied, before it is written",
     "save.write": "before each write into a file of tensors",
-    "save.sync": "before a file of tensors is fsynced and digested",
+    "save.sync": "before a file of tensors is fsynced",
     "save.written": "after all files of this rank are on disk",
     "commit.manifest": "before the manifest is written",
     "commit.intent": "before the intended `latest` is noted",

@@ -27,8 +27,9 @@ WRITING = {
     *("commit.manifest", "commit.intent", "commit.rename", "commit.latest"),
 }
 READING = {"load.verify", "load.read"}
-# There is a folder of a checkpoint whose digests have been taken.
-DIGESTED = {
+# There is a folder of a checkpoint whose files have been measured; a file that is cut before that is
+# an error of its save.
+MEASURED = {
     *("save.written", "commit.manifest", "commit.intent", "commit.rename", "commit.latest"),
     *("commit.done", "prune.rename", "prune.remove", *LOADING),
 }
@@ -110,7 +111,7 @@ def _makes_sense(point: str, kind: str) -> bool:
         return point in WRITING | READING | PRUNING
     if point == "data.read":
         return kind in ("flip", "empty")
-    return kind in DAMAGES and point in DIGESTED
+    return kind in DAMAGES and (point in MEASURED or (point, kind) == ("save.sync", "flip"))
 
 
 CASES = [
@@ -127,7 +128,7 @@ CHOSEN = {
     *("prune.rename-eio-1", "load.verify-flip-1", "load.read-eio-1", "commit.rename-mix-1"),
     *("commit.latest-truncate-1", "data.read-empty-1", "save.written-term-1"),
     *("save.sync-power-2", "save.written-kill-2", "commit.rename-kill-2", "load.read-kill-2"),
-    *("commit.manifest-term-2", "save.write-eio-2"),
+    *("commit.manifest-term-2", "save.write-eio-2", "save.sync-flip-1"),
 }
 
 
