@@ -139,6 +139,8 @@ def committed(checkpoints: Path) -> list[Path]:
 def latest(paths: RunPaths) -> Checkpoint | None:
     """What `latest` points to; None for a run without checkpoints. Raises DataError when it dangles."""
     link = paths.latest
+    if not link.is_symlink() and (_intent(paths) / MANIFEST).is_file():
+        link = _intent(paths)  # the first commit is between its two renames
     if link.is_dir():
         return Checkpoint.open(link.resolve())
     there = committed(paths.checkpoints)

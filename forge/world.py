@@ -45,8 +45,13 @@ def named(what: str) -> Iterator[None]:
     except RuntimeError as err:
         if not is_peer_loss(err) or isinstance(err, PeerFailed):
             raise
-        reason = str(err).splitlines()[0].partition("] ")[2] or str(err)
-        raise PeerFailed(f"{what}: {reason}") from err
+        raise PeerFailed(f"{what}: {_reason(err)}") from err
+
+
+def _reason(err: RuntimeError) -> str:
+    """What Gloo says, without its source file and its advice."""
+    said = " ".join(str(err).split())
+    return (said.partition("] ")[2] or said).partition(". This is typically")[0]
 
 
 @dataclass(frozen=True)

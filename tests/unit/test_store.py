@@ -41,6 +41,18 @@ def test_latest_is_the_last_commit(paths):
     assert paths.latest.readlink().name == "step-00000020"
 
 
+def test_the_first_checkpoint_is_latest_between_the_renames_of_its_commit(paths, monkeypatch):
+    seen = []
+
+    def hook(point, _path):
+        if point == "commit.latest":
+            seen.append(store.latest(paths).step)
+
+    monkeypatch.setattr(points, "hook", hook)
+    save(paths, 10)
+    assert seen == [10]
+
+
 def test_a_run_without_checkpoints_has_no_latest(paths):
     assert store.latest(paths) is None
 
