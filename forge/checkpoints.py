@@ -242,8 +242,14 @@ def load_state(
     Raises DataError when names, shapes or files do not fit.
     """
     state = training_state(model, optimizer)
-    with named("load of the checkpoint"):
-        read_tensors(state, folder, process_group=world.control)
+    group = world.beside().control
+    what = "load of the checkpoint"
+
+    def read() -> None:
+        with named(what):
+            read_tensors(state, folder, process_group=group)
+
+    world.patiently(read, what)
     set_model_state_dict(model, state["model"])
     groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
     set_optimizer_state_dict(

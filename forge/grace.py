@@ -28,6 +28,7 @@ class Grace:
         None
     )  # the deadline as it is now, if it has moved
     step_sec: float = 0.0
+    evaluation_sec: float = 0.0
     save_sec: float | None = None
     stall_sec: float = 0.0
     num_weights: int = 0
@@ -37,6 +38,9 @@ class Grace:
     def measure_step(self, seconds: float) -> None:
         self.step_sec = max(self.step_sec, seconds)
 
+    def measure_evaluation(self, seconds: float) -> None:
+        self.evaluation_sec = max(self.evaluation_sec, seconds)
+
     def measure_save(self, seconds: float, stall: float) -> None:
         """A save that took `seconds` from begin to commit, and stopped training for `stall`."""
         self.save_sec = max(self.save_sec or 0.0, seconds)
@@ -44,12 +48,13 @@ class Grace:
 
     @property
     def needed(self) -> float:
-        """What a stop takes at worst: the step, the save under way, the last save."""
+        """What a stop takes at worst: an evaluation and the step after it, the save under way, the last
+        save."""
         if self.save_sec is None:
             saves = UNMEASURED_SEC + UNMEASURED_SEC_PER_WEIGHT * self.num_weights
         else:
             saves = self.save_sec * (2 if self.in_flight else 1)
-        return (self.step_sec + saves) * MARGIN + MARGIN_SEC
+        return (self.evaluation_sec + self.step_sec + saves) * MARGIN + MARGIN_SEC
 
     def is_due(self) -> bool:
         """Whether training must stop now to be through before the deadline."""
@@ -71,9 +76,9 @@ class Grace:
         given = ", ".join(f"{key} gives {window:g} s" for key, window in short.items())
         minutes = max(self.stall_sec / SAVE_SHARE, 2 * self.save_sec) / 60
         return (
-            f"a stop may need {self.needed:.0f} s here (a step of {self.step_sec:.1f} s, a save of"
-            f" {self.save_sec:.1f} s), {given}: set {' and '.join(short)} to"
-            f" {self.needed + SLURM_LATE_SEC:.0f} or more; where the site gives no more, a stop loses"
-            f" the steps since the last checkpoint: set train.checkpoint_minutes to"
-            f" {max(minutes, 0.1):.1f}"
+            f"a stop may need {self.needed:.0f} s here (an evaluation of {self.evaluation_sec:.1f} s, a"
+            f" step of {self.step_sec:.1f} s, a save of {self.save_sec:.1f} s), {given}: set"
+            f" {' and '.join(short)} to {self.needed + SLURM_LATE_SEC:.0f} or more; where the site"
+            " gives no more, a stop loses the steps since the last checkpoint: set"
+            f" train.checkpoint_minutes to {max(minutes, 0.1):.1f}"
         )

@@ -53,8 +53,12 @@ class ParallelModel:
         """The compiled model, proven by one forward and backward on every rank, else the plain one."""
         error = ""
         compiled: Any = None
-        if self.world.device.type == "cpu" and not (shutil.which("c++") or shutil.which("g++")):
-            error = "no C++ compiler on the PATH"
+        missing = self.world.device.type == "cpu" and not (
+            shutil.which("c++") or shutil.which("g++")
+        )
+        # The trial of a sharded model has collectives: either all ranks try, or none.
+        if any(row[0] for row in self.world.gather([float(missing)], "look for a compiler")):
+            error = "no C++ compiler on the PATH" if missing else ""
         else:
             compiled = torch.compile(self.decoder)
             tokens = torch.zeros(self.micro_size, self.settings.seq_len, dtype=torch.int64)

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import time
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge import store
-from forge.errors import DataError
+from forge.errors import DataError, UnfitError
+from forge.launch import hostname
+from forge.manifest import disk_trouble
 from forge.paths import RunPaths
 
 if TYPE_CHECKING:
     from forge.world import World
 
+# For so long an NFS client may not see what another one has made (man 5 nfs, acdirmax).
+NETWORK_CACHE_SEC = 60.0
+
 
 def newest_verified(
     paths: RunPaths, world: World, *, require_checkpoint: bool
 ) -> store.Checkpoint | None:
-    """The checkpoint behind `latest`, all its bytes read, the files shared out among the ranks.
+    """The checkpoint behind rank 0's `latest`, all its bytes read, the files shared out among the ranks.
 
     Damaged ones go to quarantine and the next older one is looked at; None when none is left, which is
     DataError with require_checkpoint. All ranks call it.
     """
     share = (world.rank.rank, world.rank.world_size)
     lost = False
-    while (found := store.latest(paths)) is not None:
-        mine = world.together(partial(_bad_files, found, share), "check of digests")
+    while (found := _chosen(paths, world)) is not None:
+        mine = world.patiently(partial(_bad_files, found, share), "check of digests")
         damage = [bad for part in world.gather_objects(mine, "damage") for bad in part]
         if not damage:
             return found
@@ -33,6 +41,44 @@ def newest_verified(
     if lost:
         world.on_main(partial(store.begin_afresh, paths, require_checkpoint), "fresh start")
     return None
+
+
+def _chosen(paths: RunPaths, world: World) -> store.Checkpoint | None:
+    """What rank 0 goes on from, the same on all ranks: other nodes may see a network file system as it
+    was some seconds ago. Raises UnfitError when a node does not see that checkpoint."""
+
+    def look() -> str:
+        found = store.latest(paths) if world.rank.is_main else None
+        return os.path.relpath(found.folder, paths.checkpoints.resolve()) if found else ""
+
+    what = "choice of the checkpoint"
+    name = world.gather_objects(world.together(look, what), what)[0]
+    if not name:
+        return None
+    found = world.patiently(partial(_open, paths.checkpoints / name), what)
+    digests = world.gather_objects(found.manifest["digest"], what)
+    if len(set(digests)) > 1:
+        raise UnfitError(
+            f"{found.folder} is not the same checkpoint on all nodes",
+            cause="the network file system shows an old state on some of them",
+            fix="give the same command again",
+        )
+    return found
+
+
+def _open(folder: Path) -> store.Checkpoint:
+    """The checkpoint, waited for where this node does not see it yet. Raises DataError, UnfitError."""
+    end = time.monotonic() + NETWORK_CACHE_SEC
+    with disk_trouble(folder, "read"):
+        while not (folder / store.MANIFEST).exists() and time.monotonic() < end:
+            time.sleep(0.5)
+        if not (folder / store.MANIFEST).exists():
+            raise UnfitError(
+                f"{hostname()} does not see {folder / store.MANIFEST}, which rank 0 goes on from",
+                cause="the results are not on a file system that all nodes share",
+                fix="choose another folder for `results`",
+            )
+        return store.Checkpoint.open(folder)
 
 
 def _bad_files(checkpoint: store.Checkpoint, share: tuple[int, int]) -> list[str]:

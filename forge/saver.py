@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -13,23 +14,20 @@ import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from forge import checkpoints, points, store
-from forge.errors import TrainingError
+from forge.errors import TrainingError, UnfitError
 from forge.fabric import available_memory
-from forge.paths import RunPaths
+from forge.paths import RunPaths, checkpoint_name
 from forge.progress import say
-from forge.world import PeerFailed, World
+from forge.world import Background, World
 
-POLL_SEC = 0.005
 BESIDE_NICE = 19  # man 7 sched: weight 15 against training's 1024
-# Once a save has failed on one rank, the threads of the others are told of it within this time.
-FAILURE_SEC = 5.0
 # The copy must leave memory for what training itself allocates meanwhile.
 MEMORY_MARGIN = 1.25
 
 
 @dataclass
 class Save:
-    """One save, under way or ended. Seconds; `error` and `checkpoint` are this rank's."""
+    """One save, under way or ended; seconds."""
 
     step: int
     size: int  # bytes of the whole state, on all ranks together
@@ -37,12 +35,7 @@ class Save:
     stall: float = 0.0  # for which training stood still
     seconds: float | None = None  # from start to commit
     checkpoint: store.Checkpoint | None = None
-    error: BaseException | None = None
-    thread: threading.Thread | None = field(default=None, repr=False)
-
-    @property
-    def is_done(self) -> bool:
-        return self.thread is not None and not self.thread.is_alive()
+    work: Background[store.Checkpoint] | None = field(default=None, repr=False)
 
 
 class Saver:
@@ -86,26 +79,21 @@ class Saver:
         """
         assert self.under_way is None
         save = Save(manifest["step"], checkpoints.state_bytes(state), time.perf_counter())
-        if self.beside and not last and self._has_room(state):
+        live = last or not self._has_room(state)
+        if not live:
             state = self._stager.stage(state)  # type: ignore[assignment]
             self._has_copied = True
-            live = False
-        else:
-            live = True
         points.reach("save.staged")
 
-        def work() -> None:
-            try:
-                if not live:
-                    # Training comes first where cores are short. Threads of this one inherit it.
-                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BESIDE_NICE)
-                save.checkpoint = self._write(state, manifest, keep_last, keep_every, save.size)
-                save.seconds = time.perf_counter() - save.started
-            except BaseException as err:  # torch's CheckpointException is no Exception
-                save.error = err
+        def work() -> store.Checkpoint:
+            if not live:
+                # Training comes first where cores are short. Threads of this one inherit it.
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BESIDE_NICE)
+            written = self._write(state, manifest, keep_last, keep_every, save.size)
+            save.seconds = time.perf_counter() - save.started
+            return written
 
-        save.thread = threading.Thread(target=work, name=f"save-{save.step}", daemon=True)
-        save.thread.start()
+        save.work = Background(work, f"save-{save.step}")
         self.under_way = save
         if live and not last:
             self._wait(save)
@@ -114,7 +102,8 @@ class Saver:
 
     def is_done(self) -> bool:
         """Whether this rank's part of a save has ended and waits for `finish`."""
-        return self.under_way is not None and self.under_way.is_done
+        save = self.under_way
+        return save is not None and save.work is not None and save.work.is_done
 
     def finish(self) -> Save | None:
         """Wait for the save under way on all ranks; None if there is none.
@@ -126,7 +115,7 @@ class Saver:
         if save is None:
             return None
         before = time.perf_counter()
-        self._wait(save)
+        save.checkpoint = self._wait(save)
         save.stall += time.perf_counter() - before
         return save
 
@@ -135,31 +124,22 @@ class Saver:
 
         Where all ranks live, and do the same, the save is committed.
         """
-        if self.under_way is not None and self.under_way.thread is not None:
-            self.under_way.thread.join(timeout_sec)
+        if self.under_way is not None and self.under_way.work is not None:
+            self.under_way.work.join(timeout_sec)
 
-    def _wait(self, save: Save) -> None:
-        """Until every rank's thread has ended, or one failed. Through `world`, whose collectives have
-        the fabric's deadline: a rank that stopped is noticed while another writes for an hour."""
-        what = f"wait for the save of step {save.step}"
-        while True:
-            done = save.is_done  # asked once: it may end with an error between two questions
-            failed = done and save.error is not None
-            table = self.world.gather([float(done), float(failed)], what)
-            assert save.thread is not None
-            if any(row[1] for row in table):
-                # The table decides, so that all ranks leave here; and the rank with the reason may
-                # be an instant behind those that its thread has told.
-                save.thread.join(FAILURE_SEC)
-                where = [rank for rank, row in enumerate(table) if row[1]]
-                raise save.error or PeerFailed(f"{what}: it failed on rank {where[0]}")
-            if all(row[0] for row in table):
-                return
-            save.thread.join(POLL_SEC)
+    def _wait(self, save: Save) -> store.Checkpoint:
+        assert save.work
+        return self.world.wait_for(save.work, f"wait for the save of step {save.step}")
 
     def _has_room(self, state: dict[str, Any]) -> bool:
-        if self._has_copied:
-            return True
+        """Whether every rank has memory for a copy, which is kept once it is made."""
+        if not self.beside or self._has_copied:
+            return self.beside
+        short = self.world.gather([float(not self._has_own_room(state))], "room for a copy")
+        self.beside = not any(row[0] for row in short)
+        return self.beside
+
+    def _has_own_room(self, state: dict[str, Any]) -> bool:
         needed = MEMORY_MARGIN * checkpoints.state_bytes(state, local=True)
         room = available_memory() / self.world.rank.local_world_size
         if needed <= room:
@@ -168,7 +148,6 @@ class Saver:
             f"warning: training waits for each save: a copy of the state needs"
             f" {needed / 2**20:,.0f} MiB of memory, {room / 2**20:,.0f} MiB are left for this rank"
         )
-        self.beside = False
         return False
 
     def _write(
@@ -186,7 +165,12 @@ class Saver:
         self.aside.together(lambda: _refuse_non_finite(state, step), "check of numbers")
         self.aside.on_main(lambda: store.begin(self.paths, step, size), "begin of the save")
         folder = store.temporary_folder(self.paths, step)
-        files = checkpoints.write_state(state, folder, self.aside)
+        try:
+            files = checkpoints.write_state(state, folder, self.aside)
+        except UnfitError:
+            if self.world.rank.is_main:  # else a full disk would stay full
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
         whole = {**manifest, "files": files}
 
         def commit() -> None:
@@ -194,8 +178,7 @@ class Saver:
             store.commit(self.paths, folder, whole, keep_last, keep_every)
 
         self.aside.on_main(commit, "commit")
-        final = self.paths.checkpoints / folder.name.removeprefix(store.TEMPORARY)
-        return store.Checkpoint(final, store.sealed(whole))
+        return store.Checkpoint(self.paths.checkpoints / checkpoint_name(step), store.sealed(whole))
 
 
 def _refuse_non_finite(state: dict[str, Any], step: int) -> None:

@@ -264,6 +264,7 @@ class Trainer:
         if rank.is_main:
             metrics.write(self.paths.metrics, "eval", self.launch, self.step, loss=loss)
             seconds = round(time.perf_counter() - started, 3)
+            self.grace.measure_evaluation(seconds)
             ledger.record(self.paths.events, "eval", step=self.step, seconds=seconds, loss=loss)
             say(f"step {self.step}: held-out loss {loss:.4f}")
 
@@ -367,7 +368,8 @@ def _grace(spec: Spec, num_weights: int) -> Grace:
     def ask_again() -> float | None:
         with suppress(UnfitError):
             now = slurm.show_job(job, patience_sec=0, timeout_sec=5) if job else None
-            return now.end_time if now else None
+            if now and now.end_time:
+                return min(now.end_time, spec.options.get("own_deadline") or math.inf)
         return None
 
     deadline = spec.options.get("deadline")
@@ -377,8 +379,8 @@ def _grace(spec: Spec, num_weights: int) -> Grace:
 
 
 def _mix(seed: int, step: int, rank: int) -> int:
-    """One 63-bit seed of three numbers that collides for no step below 2^20 and rank below 2^12."""
-    return (seed << 31) ^ (step << 12) ^ rank & (2**63 - 1)
+    """One 63-bit seed of three numbers. Within a run it collides for no rank below 2^12."""
+    return (seed << 31) ^ (step << 12) ^ rank
 
 
 def train(
@@ -394,7 +396,7 @@ def train(
     seconds when the launcher began.
     """
     prepare(world.device)
-    shards = world.together(lambda: _open_verified(_shards_folder(spec), world))
+    shards = world.patiently(lambda: _open_verified(_shards_folder(spec), world), "check of shards")
     trainer = Trainer(config, paths, world, shards, spec)
     trainer.resume()
     trainer.announce(time.time() - spec.options["started"])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,12 @@ from forge.machine import Fabric
 
 T = TypeVar("T")
 
-# Ranks write to disks of their own speed. That one is gone is noticed by others, and sooner.
-SLOWEST_SAVE_SEC = 3600.0
+# Ranks read and write at the speed of their own disks. That one is gone is noticed by others, and
+# sooner: see World.wait_for.
+SLOWEST_DISK_SEC = 3600.0
+POLL_SEC = 0.005
+# Once an action has failed on one rank, the threads of the others are told of it within this time.
+FAILURE_SEC = 5.0
 
 
 class PeerFailed(RuntimeError):
@@ -54,6 +59,38 @@ def _reason(err: RuntimeError) -> str:
     return (said.partition("] ")[2] or said).partition(". This is typically")[0]
 
 
+class Background(Generic[T]):
+    """An action in a thread of its own, begun at once."""
+
+    def __init__(self, action: Callable[[], T], name: str) -> None:
+        self._action = action
+        self._value: T | None = None
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._value = self._action()
+        except BaseException as err:  # torch's CheckpointException is no Exception
+            self.error = err
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    @property
+    def value(self) -> T:
+        """What the action gave back. Raises what it raised. Only once it is done."""
+        assert self.is_done
+        if self.error is not None:
+            raise self.error
+        return self._value  # type: ignore[return-value]
+
+    def join(self, timeout_sec: float) -> None:
+        self._thread.join(timeout_sec)
+
+
 @dataclass(frozen=True)
 class World:
     """All ranks, joined. `control` is a Gloo group for flags and objects, off the GPU's queue."""
@@ -66,10 +103,10 @@ class World:
     def beside(self) -> World:
         """The same ranks with a control group of their own, for a thread beside the main one.
 
-        Its collectives wait for SLOWEST_SAVE_SEC: ranks may be that far apart with their writing.
+        Its collectives wait for SLOWEST_DISK_SEC: ranks may be that far apart with their files.
         All ranks call it.
         """
-        timeout = timedelta(seconds=SLOWEST_SAVE_SEC)
+        timeout = timedelta(seconds=SLOWEST_DISK_SEC)
         return replace(self, control=dist.new_group(backend="gloo", timeout=timeout))
 
     def gather(self, values: list[float], what: str = "agreement") -> list[list[float]]:
@@ -114,6 +151,38 @@ class World:
         """Do `action` on rank 0 while the others wait. All ranks call it; raises as together does."""
         self.together(action if self.rank.is_main else lambda: None, what)
 
+    def wait_for(self, work: Background[T], what: str) -> T:
+        """Wait until every rank's work has ended, or that of one has failed; raises as together does.
+
+        All ranks call it. One that stopped or is gone is noticed within the fabric's timeout, however
+        long the work of another takes: the main threads go on answering.
+        """
+        while True:
+            done = work.is_done  # asked once: it may end with an error between two questions
+            failed = done and work.error is not None
+            table = self.gather([float(done), float(failed)], what)
+            if any(row[1] for row in table):
+                # The table decides, so that all ranks leave here; and the rank with the reason may
+                # be an instant behind those that its thread has told.
+                work.join(FAILURE_SEC)
+                where = [rank for rank, row in enumerate(table) if row[1]]
+                raise work.error or PeerFailed(f"{what}: it failed on rank {where[0]}")
+            if all(row[0] for row in table):
+                return work.value
+            work.join(POLL_SEC)
+
+    def patiently(self, action: Callable[[], T], what: str) -> T:
+        """`together` for what takes as long as a rank's disk is slow. All ranks call it; an action
+        with collectives of its own needs `beside`."""
+        if self.device.type != "cuda":
+            return self.wait_for(Background(action, what), what)
+
+        def on_device() -> T:
+            torch.cuda.set_device(self.device)  # a thread begins with the first one
+            return action()
+
+        return self.wait_for(Background(on_device, what), what)
+
     def barrier(self, what: str = "barrier") -> None:
         """All ranks wait for each other."""
         with named(what):
@@ -141,7 +210,9 @@ def joined(rank: Rank, fabric: Fabric) -> Iterator[World]:
     timeout = timedelta(seconds=fabric.timeout_sec)
     try:
         _init(backend, rank, timeout, device)
-        control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
+        control = dist.group.WORLD
+        if backend != "gloo":  # where a group is not told its timeout, it has one of 30 minutes
+            control = dist.new_group(backend="gloo", timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError) as err:
         master = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UnfitError(

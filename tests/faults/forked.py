@@ -54,8 +54,9 @@ class Plan:
 
     faults: tuple[Fault, ...] = ()
     every_start: bool = False
-    poison: str = ""  # a key of POISONS, put into rank 0
+    poison: str = ""  # a key of POISONS, put into one rank
     poison_step: int = 0
+    poison_rank: int = 0
     points: bool = False  # write down each point that is reached
 
 
@@ -212,7 +213,7 @@ def arm(plan: Plan, rank: int, run: Path, started: float) -> None:
 
     injector = Injector(list(plan.faults), rank, run)
     points.hook = _noting(injector, run) if plan.points else injector
-    if plan.poison and rank == 0:
+    if plan.poison and rank == plan.poison_rank:
         POISONS[plan.poison](plan.poison_step)
     _record_samples(rank, run, started)
 
@@ -247,7 +248,7 @@ def _append(path: Path, value: object) -> None:
         file.write(json.dumps(value) + "\n")
 
 
-# --- numbers that are not finite ------------------------------------------------------------------
+# --- poisons: numbers that are not finite, and what one rank alone sees ----------------------------
 
 
 def _nan_gradient(step: int) -> None:
@@ -299,7 +300,27 @@ def _slow_to_fail(_step: int) -> None:
     World.together = slow  # type: ignore[assignment, method-assign]
 
 
+def _no_memory(_step: int) -> None:
+    """This rank alone finds no room for a copy of the state."""
+    from forge import saver
+
+    saver.available_memory = lambda: 0
+
+
+def _old_view(_step: int) -> None:
+    """This rank alone still sees the `latest` before the last one, as a network file system may."""
+    from forge import store
+    from forge.paths import RunPaths
+
+    def old(paths: RunPaths) -> store.Checkpoint:
+        return store.Checkpoint.open(store.committed(paths.checkpoints)[-2])
+
+    store.latest = old  # type: ignore[assignment]
+
+
 POISONS = {
+    "no-memory": _no_memory,
+    "old-view": _old_view,
     "slow-to-fail": _slow_to_fail,
     "nan-gradient": _nan_gradient,
     "infinite-moment": _infinite_moment,

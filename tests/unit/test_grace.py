@@ -2,11 +2,13 @@
 
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from forge import grace
+from forge import grace, slurm, trainer
 from forge.grace import Grace
+from forge.machine import load_machine
 
 
 def measured(step=1.0, save=20.0, stall=0.5, **facts):
@@ -59,6 +61,13 @@ def test_a_save_that_was_never_measured_is_guessed_from_the_size_of_the_model():
     assert 120 < large.needed < 200
 
 
+def test_an_evaluation_may_come_before_the_stop():
+    found = measured()
+    found.measure_evaluation(240.0)
+    assert found.needed == pytest.approx(261 * grace.MARGIN + grace.MARGIN_SEC)
+    assert "an evaluation of 240.0 s" in found.warning()
+
+
 def test_stop_is_due_when_what_is_left_is_just_enough():
     assert not measured(deadline=time.time() + 100).is_due()
     assert measured(deadline=time.time() + 20).is_due()
@@ -71,3 +80,14 @@ def test_deadline_that_was_put_off_is_asked_for_before_training_stops():
     assert not found.is_due()
     assert answers == []
     assert not found.is_due()  # and not asked again before it is near
+
+
+def test_a_limit_of_ones_own_holds_though_the_job_may_go_on(monkeypatch):
+    now = time.time()
+    job = slurm.Job("42", "RUNNING", 0, ("n1",), 1, "gpu", "x", True, now + 10_000)
+    monkeypatch.setattr(slurm, "show_job", lambda *_, **__: job)
+    options = {"deadline": now + 3, "own_deadline": now + 3}
+    spec = SimpleNamespace(machine_settings=load_machine(None), job="42", options=options)
+    assert trainer._grace(spec, 10).is_due()
+    spec.options = {"deadline": now + 3, "own_deadline": None}
+    assert not trainer._grace(spec, 10).is_due()

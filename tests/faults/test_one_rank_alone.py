@@ -1,0 +1,29 @@
+"""Against ranks that decide for themselves what all must do alike."""
+
+from __future__ import annotations
+
+import pytest
+from forked import Plan
+
+from forge.errors import Exit
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_room_for_a_copy_on_one_rank_only_means_that_all_wait_for_each_save(
+    rank, runs, undisturbed
+):
+    run = runs(f"no-memory-{rank}", 2)
+    ended = run.train(plan=Plan(poison="no-memory", poison_rank=rank))
+    assert ended.code == Exit.DONE, ended.text
+    assert run.events("lost") == []
+    assert run.story() == undisturbed(2)
+    saves = run.events("save")
+    assert saves and all(save["stall"] >= save["seconds"] for save in saves)
+
+
+def test_all_ranks_go_on_from_the_checkpoint_that_rank_0_sees(resumable, undisturbed):
+    run = resumable("old-view", 2)
+    ended = run.train(plan=Plan(poison="old-view", poison_rank=1))
+    assert ended.code == Exit.DONE, ended.text
+    assert run.events("lost") == []
+    assert run.story() == undisturbed(2)
