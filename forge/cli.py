@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options.overrides, options.machine_overrides = _overrides(rest)
         _prepare(options)
-        options.action(options)
+        with _disk_trouble():
+            options.action(options)
     except ForgeError as err:
         say(f"forge {options.verb}: {err}")
         return int(err.code)
@@ -50,6 +52,13 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"forge {options.verb}: interrupted; give the same command again to go on")
         return int(Exit.STOPPED)
     return int(Exit.DONE)
+
+
+def _disk_trouble() -> AbstractContextManager[None]:
+    """A last net: what a disk or a network file system does is no bug, wherever it strikes."""
+    from forge.manifest import disk_trouble
+
+    return disk_trouble(Path("a file"), "read or write")
 
 
 def _prepare(options: argparse.Namespace) -> None:

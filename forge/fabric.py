@@ -130,8 +130,15 @@ def available_memory() -> int:
             limit = folder / "memory.max"
             if limit.exists() and (most := limit.read_text().strip()) != "max":
                 used = int((folder / "memory.current").read_text())
-                left = min(left, int(most) - used)
+                left = min(left, int(most) - used + _file_cache(folder))
     return left
+
+
+def _file_cache(cgroup: Path) -> int:
+    """Bytes of the cgroup's memory that hold content of files: the kernel gives them up when asked.
+    Reading the shards and a checkpoint fills them."""
+    facts = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    return int(facts["active_file"]) + int(facts["inactive_file"])
 
 
 def infiniband_interface() -> str | None:

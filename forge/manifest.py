@@ -61,7 +61,14 @@ def disk_trouble(path: Path, action: str = "write") -> Iterator[None]:
             errno.EPERM: "you may not write there: check owner and mode, or choose another folder",
             errno.ENOTDIR: "a file is in the way of a folder: choose another folder",
             errno.EEXIST: "a file is in the way of a folder: choose another folder",
-            errno.EIO: "the disk or the network file system reports an error: use another one",
+            errno.EFBIG: "it is larger than this file system allows: choose another folder",
+            **dict.fromkeys(
+                (
+                    *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ESHUTDOWN),
+                    *(errno.ETIMEDOUT, errno.ENOTCONN, errno.ENOLCK),
+                ),
+                "the disk or the network file system reports an error: use another one",
+            ),
         }
         if err.errno not in fixes:
             raise
@@ -95,9 +102,10 @@ def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
 
 
 def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
+    """Of this process. Read (man 5 proc), since os.umask can only be asked by changing it, which other
+    threads would see."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("\nUmask:")[2].split()[0], 8)
 
 
 def fsync_folder(path: Path) -> None:

@@ -14,6 +14,7 @@ from forge.errors import Exit, ForgeError
 from forge.launch import Process, Rank, hostname, meeting_point, stop_with_parent, this_rank
 from forge.launcher import Record, Spec, register
 from forge.machine import Machine
+from forge.manifest import disk_trouble
 from forge.paths import RunPaths
 from forge.stopping import StopFlag
 
@@ -27,11 +28,15 @@ def main(spec_path: str) -> int:
     launcher = Process.from_json(spec.launcher)
     if launcher.is_here and not launcher.is_alive():
         return 1  # it died before the kernel was asked to tell us
-    rank = this_rank(spec.geometry.world_size, spec.ranks_per_node)
-    register(spec, f"rank-{rank.rank}", os.getpid())
-    _redirect(paths, spec, rank)
-    _prepare(spec, rank)
-    record = _attempt(spec, paths, rank, stop)
+    try:
+        rank = this_rank(spec.geometry.world_size, spec.ranks_per_node)
+        register(spec, f"rank-{rank.rank}", os.getpid())
+        with disk_trouble(paths.logs):
+            _redirect(paths, spec, rank)
+        _prepare(spec, rank)
+        record = _attempt(spec, paths, rank, stop)
+    except ForgeError as err:
+        record = _failure(err, min(int(os.environ["RANK"]), spec.geometry.world_size - 1))
     record.write(spec)
     if record.status not in ("completed", "stopped"):
         # At once: a thread may wait for other ranks in the middle of a save.
@@ -79,9 +84,10 @@ def _attempt(spec: Spec, paths: RunPaths, rank: Rank, stop: StopFlag) -> Record:
         message = f"cannot import torch on {hostname()}: {err}"
         return Record("failed", rank.rank, Exit.UNFIT, cause="environment", message=message)
     try:
-        return _do(spec, paths, rank, stop)
+        with disk_trouble(paths.root, "read or write"):
+            return _do(spec, paths, rank, stop)
     except ForgeError as err:
-        return Record("failed", rank.rank, err.code, cause=type(err).__name__, message=str(err))
+        return _failure(err, rank.rank)
     except Exception as err:
         lost = is_peer_loss(err)
         if not lost:
@@ -96,6 +102,10 @@ def _attempt(spec: Spec, paths: RunPaths, rank: Rank, stop: StopFlag) -> Record:
             cause="peer lost" if lost else "bug",
             message=message,
         )
+
+
+def _failure(err: ForgeError, rank: int) -> Record:
+    return Record("failed", rank, err.code, cause=type(err).__name__, message=str(err))
 
 
 def _do(spec: Spec, paths: RunPaths, rank: Rank, stop: StopFlag) -> Record:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -38,6 +39,7 @@ class StopFlag:
 
     def cause(self) -> str:
         """Why to stop, one of CAUSES; "" to go on."""
-        if not self._cause and self._stop_file and self._stop_file.exists():
-            self._cause = "STOP file"
+        with suppress(OSError):  # a network file system with a hiccup is asked again a step later
+            if not self._cause and self._stop_file and self._stop_file.exists():
+                self._cause = "STOP file"
         return self._cause

@@ -1,5 +1,6 @@
 """People and Snakemake go by the exit code; a mistake of the user must not look like a bug."""
 
+import errno
 import os
 import re
 import subprocess
@@ -36,6 +37,16 @@ def failing(monkeypatch, error):
 
 
 # --- exit codes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ESHUTDOWN, errno.EIO, errno.ETIMEDOUT])
+def test_network_file_system_that_fails_is_unfit_and_named(monkeypatch, config, capsys, number):
+    # Python makes a BrokenPipeError of ESHUTDOWN, which an evicted Lustre client gets.
+    failing(monkeypatch, OSError(number, os.strerror(number), "/results/base/events.jsonl"))
+    assert main(["report", config]) == Exit.UNFIT
+    said = capsys.readouterr().err
+    assert "cannot read or write /results/base/events.jsonl" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(

@@ -171,3 +171,9 @@ def test_infiniband_is_known_by_its_type_not_its_name(monkeypatch, tmp_path):
     )
     # ib0 is ethernet by another name, odd1 has no address, odd2 is down.
     assert fabric.infiniband_interface() == "odd3"
+
+
+def test_cached_files_count_as_memory_that_is_left(tmp_path):
+    facts = "anon 700\nfile 200\ninactive_file 150\nactive_file 50\nslab 9\n"
+    (tmp_path / "memory.stat").write_text(facts)
+    assert fabric._file_cache(tmp_path) == 200

@@ -1,7 +1,9 @@
 """A second signal during the last save must not kill it, and the first cause must be the told one."""
 
+import errno
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +32,19 @@ def test_signal_sets_the_flag_and_nothing_else(flag, number, cause):
     os.kill(os.getpid(), number)
     assert flag.cause() == cause
     assert cause in CAUSES
+
+
+def test_file_system_with_a_hiccup_is_no_error_and_is_asked_again(tmp_path, monkeypatch):
+    found = StopFlag(tmp_path / "STOP")
+    (tmp_path / "STOP").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", failing_exists)
+        assert found.cause() == ""
+    assert found.cause() == "STOP file"
+
+
+def failing_exists(_path):
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
 def test_first_cause_wins_and_a_second_signal_is_ignored(flag, tmp_path):
