@@ -7,12 +7,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from forge import bad_nodes, gate, ledger, restarts, store
+from forge import bad_nodes, gate, ledger, restarts, slurm, store
 from forge.artefacts import freeze
 from forge.config import Config
 from forge.errors import DataError, Exit, ForgeError, TrainingError, UnfitError
 from forge.geometry import Geometry, Place, check_geometry, find_place
-from forge.launcher import MAX_RESTARTS_AFTER_LOSS, RankFailure, Record, run_ranks
+from forge.launcher import (
+    MAX_RESTARTS_AFTER_LOSS,
+    RankFailure,
+    Record,
+    run_ranks,
+    wait_for_orphans,
+)
 from forge.lease import lease
 from forge.lineage import config_digest
 from forge.machine import Machine
@@ -37,14 +43,15 @@ def train(
     sends the job back to the queue. Raises StoppedEarly (75) after an agreed stop; DataError when
     require_checkpoint is set and none is left; the errors of config, data and machine.
     """
-    deadline = time.time() + 60 * machine.max_minutes if machine.max_minutes else math.inf
+    own_deadline = time.time() + 60 * machine.max_minutes if machine.max_minutes else math.inf
     config = freeze(config)
     paths = RunPaths.of(config)
     check_geometry(machine, geometry, config)
     place = find_place(machine, geometry)
-    if place.job and place.job.end_time:
-        deadline = min(deadline, place.job.end_time)
+    job = place.job or slurm.this_job()  # ranks that need no srun may be in a job as well
+    deadline = min(own_deadline, job.end_time if job and job.end_time else math.inf)
     with lease(paths.root, "train"):
+        wait_for_orphans(paths)
         checkpoint = store.newest_whole(paths)
         if checkpoint is None:
             store.begin_afresh(paths, require_checkpoint)
@@ -63,13 +70,14 @@ def train(
             "shards": _shards(config, paths),
             "require_checkpoint": require_checkpoint,
             "deadline": deadline if deadline < math.inf else None,
+            "own_deadline": own_deadline if own_deadline < math.inf else None,
         }
         try:
             record = _train_until_it_ends(config, paths, machine, geometry, place, options=options)
         finally:
             remove_staged(paths, place)
-        if record.status in ("stopped", "lost"):
-            _requeue(record, paths, place, machine)
+        if record.status in ("stopped", "lost") and job:
+            _requeue(record, paths, job, machine)
         return _conclude(config, paths, record)
 
 
@@ -185,14 +193,20 @@ def _nodes_that_passed(paths: RunPaths) -> list[str]:
 def _requeue(
     record: Record,
     paths: RunPaths,
-    place: Place,
+    job: slurm.Job,
     machine: Machine,
 ) -> None:
-    """Back to the queue if Slurm and the cause allow it, which ends this process; else say why not."""
-    if place.job is None:
-        return
-    if reason := restarts.requeue(record, paths, place, machine, step=_committed_step(paths)):
+    """Back to the queue if Slurm and the cause allow it, which ends this process; else say why not.
+
+    Raises StoppedEarly when the job will be back after ranks were lost: that is no end that a person
+    has to see, so the progress gate goes on counting.
+    """
+    step = _committed_step(paths)
+    goes_back, reason = restarts.requeue(record, paths, job, machine, step=step)
+    if reason:
         say(f"not sent back to the queue: {reason}")
+    if goes_back and record.status == "lost":
+        raise StoppedEarly(f"{record.message}; job {job.id} goes on from step {step}")
 
 
 def _conclude(config: Config, paths: RunPaths, record: Record) -> Path:
@@ -205,7 +219,7 @@ def _conclude(config: Config, paths: RunPaths, record: Record) -> Path:
         ledger.record(paths.events, "stop", cause=record.cause, step=step)
         raise StoppedEarly(
             f"{config.run} stopped at step {step} of {config.train.max_steps} ({record.cause});"
-            f" {'a checkpoint is committed' if step else 'nothing had been trained yet'}",
+            f" {_what_is_kept(record, step)}",
             fix="give the same command again to go on",
         )
     _record_failure(config, paths, record)
@@ -216,6 +230,16 @@ def _conclude(config: Config, paths: RunPaths, record: Record) -> Path:
             fix=f"read the ranks' logs in {paths.logs}, then give the same command again",
         )
     raise RankFailure(record, paths.logs)
+
+
+def _what_is_kept(record: Record, step: int) -> str:
+    if lost := record.result.get("lost"):
+        ranks = ", ".join(map(str, lost))
+        return (
+            f"rank {ranks} ended without a last checkpoint (before its first step, or killed after"
+            f" stop_grace_sec): what was trained beyond step {step} is lost"
+        )
+    return "a checkpoint is committed" if step else "nothing had been trained yet"
 
 
 def _record_failure(config: Config, paths: RunPaths, record: Record) -> None:

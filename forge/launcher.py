@@ -145,7 +145,7 @@ def run_ranks(
     The verdict comes from what the ranks recorded, never from the launcher's exit status:
     torchrun turns every code into 1. A rank without a record is `lost`.
     """
-    _wait_for_orphans(paths)
+    wait_for_orphans(paths)
     place = place or Place.here()
     job = place.job
     master = _meeting_point(place, python) if job else None
@@ -188,7 +188,7 @@ def run_ranks(
             # Lost: it came before they had their handlers, so they were asked to stop. Stopped: they
             # know what was passed on, which may be another signal than the one that came here.
             cause = SIGNAL_CAUSES[signal.Signals(stopped[0])]
-            return replace(record, status="stopped", code=Exit.STOPPED, cause=cause)
+            return replace(record, status="stopped", code=Exit.STOPPED, cause=cause)  # with `lost`
         return record
     finally:
         shutil.rmtree(spec.folder, ignore_errors=True)
@@ -216,26 +216,41 @@ def _run(
     with _stop_signals() as stopped:  # before there is a child that one could miss
         log.parent.mkdir(parents=True, exist_ok=True)
         child = _start(command, log, slurm.environment() if spec.job else None)
-        register(spec, "launcher", child.pid)
-        passed_on = False
-        with Console(spec.folder) as console:
-            while child.poll() is None:
-                if stopped and not passed_on:
-                    passed_on = True
-                    # srun passes SIGUSR1 on to its tasks; of SIGTERM it dies and kills them.
-                    child.send_signal(signal.SIGUSR1 if spec.job else stopped[0])
-                    say("stopping: the ranks finish their step and commit a checkpoint …")
-                    killed_at = killed_at or time.monotonic() + grace_sec
-                if killed_at is None and _any_failed(spec):
-                    killed_at = time.monotonic() + AFTER_FAILURE_SEC
-                if killed_at and time.monotonic() > killed_at:
-                    _kill_all(spec, child)
-                time.sleep(POLL_SEC)
-                console.show()
+        try:
+            register(spec, "launcher", child.pid)
+            _watch(child, spec, stopped, grace_sec, killed_at)
+        except BaseException:  # the lease is about to be given back: nobody may write on
+            _kill_all(spec, child)
+            raise
     # Ranks whose launcher was killed leave on their own; wait so that nobody writes behind us.
     _wait_until_gone(spec.folder, grace_sec)
     _kill_all(spec, child)
     return stopped
+
+
+def _watch(
+    child: subprocess.Popen[bytes],
+    spec: Spec,
+    stopped: list[int],
+    grace_sec: float,
+    killed_at: float | None,
+) -> None:
+    """Until the launch command has ended: show what rank 0 says, pass the stop on, end what hangs."""
+    passed_on = False
+    with Console(spec.folder) as console:
+        while child.poll() is None:
+            if stopped and not passed_on:
+                passed_on = True
+                # srun passes SIGUSR1 on to its tasks; of SIGTERM it dies and kills them.
+                child.send_signal(signal.SIGUSR1 if spec.job else stopped[0])
+                say("stopping: the ranks finish their step and commit a checkpoint …")
+                killed_at = killed_at or time.monotonic() + grace_sec
+            if killed_at is None and _any_failed(spec):
+                killed_at = time.monotonic() + AFTER_FAILURE_SEC
+            if killed_at and time.monotonic() > killed_at:
+                _kill_all(spec, child)
+            time.sleep(POLL_SEC)
+            console.show()
 
 
 def _start(
@@ -301,8 +316,11 @@ def _kill_all(spec: Spec, child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _wait_for_orphans(paths: RunPaths) -> None:
-    """Let ranks of a killed command commit and leave; UnfitError names those that stay."""
+def wait_for_orphans(paths: RunPaths) -> None:
+    """Let ranks of a killed command commit and leave; UnfitError names those that stay.
+
+    Under the run's lease, before anything of the run is looked at or mended.
+    """
     for folder in sorted(paths.launches.glob("*/")):
         if living := _living(folder):
             say(f"waiting for {len(living)} processes of an earlier start to commit and leave …")

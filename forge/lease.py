@@ -40,16 +40,19 @@ def lease(folder: Path, verb: str, *, name: str = LEASE) -> Iterator[None]:
 
 
 def check_held(folder: Path, holder: dict[str, Any]) -> None:
-    """UnfitError when the folder is held from another host than that of `holder` (a Process as JSON):
-    whoever has taken over writes there now, and must not find its files changed.
+    """UnfitError when `holder` (a Process as JSON) does not hold the folder any more: whoever has taken
+    over writes there now, or has ended, and must not find its files changed.
 
-    A successor on the same host is no danger: it waits for the ranks of the one before.
+    A successor on this very host is no danger: it sees our processes, and waits for them.
     """
     held = _read(folder / LEASE)
-    if held and held["host"] != holder["host"]:
+    if holder["host"] == hostname() and (not held or held["host"] == holder["host"]):
+        return
+    if not held or Process.from_json(held) != Process.from_json(holder):
+        now = f"held by {_who(held)} now" if held else "no longer held by the command that began"
         raise UnfitError(
-            f"{folder} is held by {_who(held)} now: nothing was committed",
-            cause="this node was cut off, and the run has gone on elsewhere",
+            f"{folder} is {now}: nothing was committed",
+            cause="this node was cut off, and the run has gone on without it",
         )
 
 
@@ -85,6 +88,8 @@ def _take(path: Path, draft: Path) -> None:
             os.link(draft, path)
             return
         except FileExistsError:
+            if _is_same_file(draft, path):
+                return  # made, but the answer was lost on the network and the question asked again
             held = _read(path)
         if held is None:
             continue  # given back meanwhile
@@ -102,6 +107,12 @@ def _take(path: Path, draft: Path) -> None:
             say(f"{path.parent}: took over from a {before}")
             return
         right.unlink()
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return one.samefile(other)
+    return False
 
 
 def _read(name: Path) -> dict[str, object] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +112,11 @@ class RunPaths:
 
 
 CHECKPOINT_PREFIX = "step-"
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder is one of Forge's, not a copy that a person has put beside them."""
+    return re.fullmatch(rf"{CHECKPOINT_PREFIX}\d{{8,}}", name) is not None
 
 
 def checkpoint_name(step: int) -> str:

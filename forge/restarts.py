@@ -63,35 +63,42 @@ def was_cancelled(place: Place) -> bool:
     """Whether Slurm is ending the job: what is lost then was taken, and needs no other start."""
     if place.job is None:
         return False
-    now = slurm.show_job(place.job.id)
+    try:
+        now = slurm.show_job(place.job.id)
+    except slurm.SlurmSilent:
+        return False  # a controller that is away cancels nothing
     return now is None or now.state != "RUNNING"
 
 
-def requeue(record: Record, paths: RunPaths, place: Place, machine: Machine, *, step: int) -> str:
-    """Send the job back to the queue where its end asks for it; "" or why it stays ended.
+def requeue(
+    record: Record, paths: RunPaths, job: slurm.Job, machine: Machine, *, step: int
+) -> tuple[bool, str]:
+    """Send the job back to the queue where its end asks for it: whether it will be back, and why this
+    has not sent it.
 
     The job is asked for just before the call: it may have been cancelled meanwhile. step: of the last
     checkpoint. Returns when Slurm has told this process to end. Whether the run gets anywhere is the
     progress gate's question, at the next start.
     """
-    if place.job is None:
-        return "not in a Slurm job"
     if record.cause not in REQUEUED_CAUSES:
-        return f"{record.cause} ends it"
-    now = slurm.show_job(place.job.id)
+        return False, f"{record.cause} ends it"
+    try:
+        now = slurm.show_job(job.id)
+    except slurm.SlurmSilent as err:
+        return False, err.what
     if now is None:
-        return f"job {place.job.id} is gone: it was cancelled"
-    sent_back = now.is_waiting or now.restarts > place.job.restarts
+        return False, f"job {job.id} is gone: it was cancelled"
+    sent_back = now.is_waiting or now.restarts > job.restarts
     if sent_back or now.is_preempted:
-        ledger.record(paths.events, "preempted", job=place.job.id, step=step)
+        ledger.record(paths.events, "preempted", job=job.id, step=step)
     if reason := _guard(paths, now, machine, sent_back=sent_back):
-        return reason
-    ledger.record(paths.events, "requeue", job=place.job.id, cause=record.cause, step=step)
-    if refusal := slurm.requeue(place.job.id):
-        return f"Slurm refused to requeue it: {refusal}"
-    say(f"job {place.job.id} goes back to the queue and will go on from step {step}")
+        return sent_back, reason
+    ledger.record(paths.events, "requeue", job=job.id, cause=record.cause, step=step)
+    if refusal := slurm.requeue(job.id):
+        return False, f"Slurm refused to requeue it: {refusal}"
+    say(f"job {job.id} goes back to the queue and will go on from step {step}")
     _wait_for_the_end()
-    return ""
+    return True, ""
 
 
 def _guard(paths: RunPaths, now: slurm.Job, machine: Machine, *, sent_back: bool) -> str:
@@ -119,7 +126,6 @@ def _wait_for_the_end() -> None:
         time.sleep(0.1)
 
 
-def pick_hosts(place: Place, nodes: int, avoid: Sequence[str] = ()) -> Place | None:
-    """The first `nodes` hosts of the place without those to avoid; None if there are too few."""
-    hosts = [host for host in place.hosts if host not in avoid]
-    return place.only(hosts[:nodes]) if len(hosts) >= nodes else None
+def pick_hosts(place: Place, nodes: int) -> Place | None:
+    """The first `nodes` hosts of the place; None if there are too few."""
+    return place.only(place.hosts[:nodes]) if len(place.hosts) >= nodes else None

@@ -18,6 +18,8 @@ from forge.errors import UnfitError
 PATIENCE_SEC = 60.0
 ASK_SEC = 20.0
 
+CONTROLLER_AWAY = "Unable to contact"  # "Unable to contact slurm controller (connect failure)"
+
 # Job states in which its processes may still run (man squeue, JOB STATE CODES).
 LIVING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING", "SIGNALING", "STAGE_OUT")
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
@@ -184,9 +186,11 @@ def run(command: Sequence[str], *, timeout_sec: float) -> tuple[str, str]:
 
 
 def answers(job_id: str, host: str, timeout_sec: float) -> bool:
-    """Whether this node of the job starts a process within the time."""
+    """Whether this node of the job starts a process within the time; also yes where only Slurm's
+    controller is away, of which the node cannot be blamed."""
     line = srun(job_id, [host], options=("--overlap", "--gres=none", "--immediate=10"))
-    return not run([*line, "true"], timeout_sec=timeout_sec)[1]
+    trouble = run([*line, "true"], timeout_sec=timeout_sec)[1]
+    return not trouble or CONTROLLER_AWAY in trouble
 
 
 def output_on(job_id: str, host: str, command: Sequence[str], timeout_sec: float = 60) -> str:
@@ -243,7 +247,7 @@ def ask(*command: str, patience_sec: float | None = None, timeout_sec: float = A
 def _is_silence(trouble: str) -> bool:
     return any(
         sign in trouble
-        for sign in ("Unable to contact", "Connection refused", "timed out", "no answer within")
+        for sign in (CONTROLLER_AWAY, "Connection refused", "timed out", "no answer within")
     )
 
 

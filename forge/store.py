@@ -30,7 +30,7 @@ from forge.manifest import (
     read_json,
     write_json,
 )
-from forge.paths import CHECKPOINT_PREFIX, RunPaths, checkpoint_name
+from forge.paths import CHECKPOINT_PREFIX, RunPaths, checkpoint_name, is_checkpoint_name
 from forge.progress import say
 
 FORMAT = 2
@@ -105,15 +105,6 @@ class Checkpoint:
             for name in sorted(extra):
                 yield f"{name} is not in the manifest"
 
-    def verify(self) -> None:
-        """DataError that lists every damaged file."""
-        if bad := list(self.bad_files()):
-            raise DataError(
-                f"checkpoint {self.folder} is damaged: " + "; ".join(bad),
-                cause="a disk error, a copy that broke off, or an edit",
-                fix="use another one; `forge train` moves it to quarantine and takes the one before",
-            )
-
     def _bad_size(self, name: str, expected: dict[str, Any]) -> str | None:
         path = self.folder / name
         if not path.is_file():
@@ -133,7 +124,7 @@ class Checkpoint:
 def committed(checkpoints: Path) -> list[Path]:
     """All committed checkpoint folders of a run, oldest first."""
     found = checkpoints.glob(f"{CHECKPOINT_PREFIX}*/{MANIFEST}")
-    return sorted(path.parent for path in found)
+    return sorted(path.parent for path in found if is_checkpoint_name(path.parent.name))
 
 
 def latest(paths: RunPaths) -> Checkpoint | None:
@@ -201,6 +192,12 @@ def commit(
     final = paths.checkpoints / checkpoint_name(manifest["step"])
     with disk_trouble(final):
         points.reach("commit.manifest", folder)
+        if lost := [name for name in manifest["files"] if not (folder / name).is_file()]:
+            raise UnfitError(
+                f"{folder} has lost {', '.join(lost)}: nothing was committed",
+                cause="it was removed by hand, or by another start of this run",
+                fix="see that one command trains this run, and give it again",
+            )
         manifest = sealed(manifest)
         write_json(folder / MANIFEST, manifest)
         points.reach("commit.intent", folder)
@@ -248,11 +245,13 @@ def finish_commit(paths: RunPaths) -> None:
 def prune(paths: RunPaths, keep_last: int, keep_every: int | None = None) -> None:
     """Remove all but the newest `keep_last` checkpoints and those at multiples of `keep_every`.
 
-    Never the one behind `latest`. What cannot be removed stays: the next save tries again.
+    Never the one behind `latest`, nor newer ones, which a person who has set `latest` back has left
+    behind. What cannot be removed stays: the next save tries again.
     """
-    keep = paths.latest.resolve()
-    for folder in committed(paths.checkpoints)[:-keep_last]:
-        if folder.resolve() == keep or (keep_every and _step_of(folder) % keep_every == 0):
+    newest = paths.latest.resolve().name
+    line = [folder for folder in committed(paths.checkpoints) if folder.name <= newest]
+    for folder in line[:-keep_last]:
+        if keep_every and _step_of(folder) % keep_every == 0:
             continue
         try:
             _remove(folder)

@@ -19,10 +19,11 @@ from forge.config import Config, apply_overrides, checked, load_config
 from forge.continuation import NOT_DONE, NOT_RECORDED
 from forge.errors import ConfigError, DataError, UnfitError
 from forge.examination import OF_THE_CHECKPOINT, Data, Examination
+from forge.launcher import wait_for_orphans
 from forge.lease import lease
 from forge.manifest import disk_trouble, read_json, write_json
 from forge.numerics import prepare
-from forge.paths import CHECKPOINT_PREFIX, RunPaths, checkpoint_name
+from forge.paths import CHECKPOINT_PREFIX, RunPaths, checkpoint_name, is_checkpoint_name
 from forge.progress import progress, say
 from forge.status import duration
 
@@ -132,8 +133,10 @@ def validate_all(place: Path, overrides: dict[str, Any], *, fix: bool) -> None:
     prepare(torch.device("cpu"))
     with lease(paths.root, "validate") if fix else nullcontext():
         if fix:
+            wait_for_orphans(paths)
             store.finish_commit(paths)
-        rows = [_row(folder) for folder in sorted(_folders(paths.checkpoints), reverse=True)]
+        there = _folders(paths.checkpoints)
+        rows = [_row(folder) for folder in there if is_checkpoint_name(folder.name)]
         if not rows:
             raise DataError(f"{paths.root} has no checkpoint", fix="train the run first")
         _examine_all(rows, paths, config, overrides)
@@ -154,8 +157,8 @@ def _run_at(place: Path, overrides: dict[str, Any]) -> tuple[RunPaths, Config | 
 
 
 def _folders(place: Path) -> Iterator[Path]:
-    """Checkpoints by their names, also those whose manifest is lost."""
-    return (path for path in place.glob(f"{CHECKPOINT_PREFIX}*") if path.is_dir())
+    """Checkpoints, newest first, also those whose manifest is lost."""
+    return iter(sorted(filter(Path.is_dir, place.glob(f"{CHECKPOINT_PREFIX}*")), reverse=True))
 
 
 def _row(folder: Path) -> Row:
@@ -168,7 +171,7 @@ def _row(folder: Path) -> Row:
 
 
 def _quarantined(paths: RunPaths) -> Iterator[Row]:
-    for folder in sorted(_folders(paths.quarantine), reverse=True):
+    for folder in _folders(paths.quarantine):
         row = _row(folder)
         damage = _read(folder / "damage.json") or {}
         row.close("in quarantine", damage.get("reasons") or [])

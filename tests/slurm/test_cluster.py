@@ -18,6 +18,8 @@ from .sharing import _remove_dead_runs, locked, own_nodes, turn
 
 Nodes = Callable[[int], list[str]]
 
+MARK = "FORGE_TESTS"  # of tests/distributed/live_run.py
+
 SLEEPER = """#!/bin/bash
 srun --kill-on-bad-exit=1 sleep 600
 """
@@ -56,13 +58,13 @@ def test_machines_and_jobs_carry_no_mark_of_the_tests_that_started_them(
     cluster: Cluster, nodes: Nodes, shared_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [name] = nodes(1)
-    monkeypatch.setenv("FORGE_TESTS", "those who clean up kill what carries this")
+    monkeypatch.setenv(MARK, "those who clean up kill what carries this")
     cluster.repair([name])
     own = cluster.folder / "machines" / name / "pid"
-    assert b"FORGE_TESTS" not in Path(f"/proc/{own.read_text().strip()}/environ").read_bytes()
+    assert MARK not in Path(f"/proc/{own.read_text().strip()}/environ").read_text()
     said = shared_folder / "out"
     cluster.submit("--wait", f"--output={said}", "-w", name, "--wrap", "env", cwd=shared_folder)
-    assert "SLURM_JOB_ID" in said.read_text() and "FORGE_TESTS" not in said.read_text()
+    assert "SLURM_JOB_ID" in said.read_text() and MARK not in said.read_text()
 
 
 def test_each_node_has_its_own_name_address_tmp_and_two_gpus(

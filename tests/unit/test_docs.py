@@ -124,6 +124,7 @@ def test_a_message_that_nobody_says_is_noticed() -> None:
 # Texts of the sources that look like variables: states of jobs and nodes in Slurm.
 NO_VARIABLES = {"REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT", "STAGE_OUT"}
 MAKES_OWN = {"SHELL", "BIN", "RANDOM"}
+OF_OTHER_TESTS = {"FORGE_TESTS"}
 NAME = r"[A-Z][A-Z0-9_]*[A-Z0-9]"
 IN_SHELL = re.compile(
     rf"\$[({{]?({NAME})\b|\b(?:export|unset) ({NAME}) ?({NAME})?|^({NAME}) \?=", re.M
@@ -179,7 +180,7 @@ def used() -> set[str]:
         text = path.read_text()
         found |= {name for match in IN_SHELL.findall(text) for name in match if name}
         found |= {f"PIP_{name}" for name in OF_PIP.findall(text)}
-    return found - MAKES_OWN
+    return found - MAKES_OWN - OF_OTHER_TESTS
 
 
 def documented(*, passed_through: bool) -> set[str]:

@@ -73,7 +73,7 @@ def test_living_orphans_are_named_and_their_folder_stays(tmp_path, monkeypatch):
     me = Process.current()
     write_json(paths.launches / "old" / "rank-0.pid", me.to_json())
     with pytest.raises(UnfitError, match=f"still write .*: pid {me.pid}") as caught:
-        launcher._wait_for_orphans(paths)
+        launcher.wait_for_orphans(paths)
     assert f"kill -9 {me.pid}" in caught.value.fix
     assert (paths.launches / "old").is_dir()
 
@@ -82,7 +82,7 @@ def test_what_dead_ranks_left_is_cleaned(tmp_path):
     paths = RunPaths(tmp_path)
     dead = {**Process.current().to_json(), "start_ticks": 1}
     write_json(paths.launches / "old" / "rank-0.pid", dead)
-    launcher._wait_for_orphans(paths)
+    launcher.wait_for_orphans(paths)
     assert list(paths.launches.iterdir()) == []
 
 

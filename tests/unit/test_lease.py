@@ -140,6 +140,30 @@ def test_lease_of_an_earlier_version_is_kept_while_its_pid_lives_then_taken_over
         pass
 
 
+def test_a_rank_on_another_node_commits_only_under_the_lease_of_its_own_launcher(tmp_path):
+    launcher = {**Process.current().to_json(), "host": "node01"}
+    file = tmp_path / ".lease"
+    with pytest.raises(UnfitError, match="no longer held by the command that began"):
+        check_held(tmp_path, launcher)  # a successor has come and gone
+    file.write_text(json.dumps({**launcher, "verb": "train", "restart": 0}))
+    check_held(tmp_path, launcher)
+    file.write_text(json.dumps({**launcher, "pid": 1, "verb": "train", "restart": 0}))
+    with pytest.raises(UnfitError, match=r"held by `forge train` \(pid 1 on node01\) now"):
+        check_held(tmp_path, launcher)
+
+
+def test_a_link_whose_answer_was_lost_on_the_network_is_ours(tmp_path, monkeypatch):
+    link = os.link
+
+    def link_twice(*names):
+        link(*names)
+        link(*names)  # as an NFS client that asks again
+
+    monkeypatch.setattr(os, "link", link_twice)
+    with lease(tmp_path, "train"):
+        assert json.loads((tmp_path / ".lease").read_text())["pid"] == os.getpid()
+
+
 def held_by_job(folder, restart=0):
     there = {**Process.current().to_json(), "host": "node07", "slurm_job": "42"}
     (folder / ".lease").write_text(json.dumps({**there, "verb": "train", "restart": restart}))
@@ -429,7 +453,7 @@ def test_a_node_that_was_cut_off_is_told_that_the_run_went_on_elsewhere(tmp_path
     mine = Process.current().to_json()
     with lease(tmp_path, "train"):
         check_held(tmp_path, mine)
-    check_held(tmp_path, mine)  # nobody
+    check_held(tmp_path, mine)  # nobody, and who comes will wait for us
     held_by_job(tmp_path)
     with pytest.raises(UnfitError, match=r"held by `forge train` .* on node07, Slurm job 42"):
         check_held(tmp_path, mine)

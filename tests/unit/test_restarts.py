@@ -13,7 +13,6 @@ from forge.machine import load_machine
 from forge.paths import RunPaths
 
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)
-PLACE = Place(("n1", "n2"), JOB)
 
 
 @pytest.fixture
@@ -30,10 +29,12 @@ def slurm_says(monkeypatch):
     return set_state
 
 
-def ask(tmp_path, cause, *, place=PLACE, step=5, **keys):
+def ask(tmp_path, cause, *, job=JOB, step=5, **keys):
+    """Why it was not sent back; "" when it was."""
     record = Record("stopped", cause=cause)
     machine = load_machine(None, keys)
-    return restarts.requeue(record, RunPaths(tmp_path), place, machine, step=step)
+    _, reason = restarts.requeue(record, RunPaths(tmp_path), job, machine, step=step)
+    return reason
 
 
 @pytest.mark.parametrize("cause", ["SIGUSR1", "SIGTERM", "peer lost"])
@@ -73,11 +74,34 @@ def test_a_stop_file_that_came_meanwhile_keeps_the_job_ended(tmp_path, slurm_say
     assert requeued == []
 
 
+def test_a_controller_that_is_away_ends_the_run_as_it_would_end_without_slurm(
+    tmp_path, monkeypatch
+):
+    def away(_job_id):
+        raise slurm.silent("Unable to contact slurm controller")
+
+    monkeypatch.setattr(slurm, "show_job", away)
+    assert "Slurm does not answer" in ask(tmp_path, "SIGTERM")
+    assert not restarts.was_cancelled(Place(("n1",), JOB))
+
+
+@pytest.mark.parametrize(
+    ("trouble", "silent"),
+    [
+        ("srun: error: Unable to create step: Unable to contact slurm controller", []),
+        ("no answer within 20 s", ["n1", "n2"]),
+        ("", []),
+    ],
+)
+def test_no_node_is_blamed_for_a_controller_that_is_away(monkeypatch, trouble, silent):
+    monkeypatch.setattr(slurm, "run", lambda *_, **__: ("", trouble))
+    assert restarts.silent_nodes(Place(("n1", "n2"), JOB)) == silent
+
+
 def test_restarts_are_capped(tmp_path, slurm_says):
     often = replace(JOB, restarts=3)
     requeued = slurm_says(often)
-    place = Place(PLACE.hosts, often)
-    assert "restarted 3 times" in ask(tmp_path, "SIGTERM", place=place, **{"slurm.max_restarts": 3})
+    assert "restarted 3 times" in ask(tmp_path, "SIGTERM", job=often, **{"slurm.max_restarts": 3})
     assert requeued == []
 
 
@@ -90,10 +114,10 @@ def test_preemption_is_in_the_ledger_whoever_sends_the_job_back(tmp_path, slurm_
     assert events == ["preempted", "requeue", "preempted"]
 
 
-def test_hosts_are_picked_in_the_jobs_order_without_those_to_avoid():
+def test_hosts_are_picked_in_the_jobs_order():
     place = Place(("n1", "n2", "n3"), JOB)
-    assert restarts.pick_hosts(place, 2, avoid=["n1"]).hosts == ("n2", "n3")
-    assert restarts.pick_hosts(place, 3, avoid=["n1"]) is None
+    assert restarts.pick_hosts(place, 2).hosts == ("n1", "n2")
+    assert restarts.pick_hosts(place, 4) is None
 
 
 @pytest.mark.parametrize(("preempted", "sent"), [(True, ["42"]), (False, [])])

@@ -1,0 +1,45 @@
+"""How training's end is told: to the ledger, to the queue, to people."""
+
+import pytest
+
+from forge import fit, restarts, slurm
+from forge.launcher import Record
+from forge.ledger import read_lines, record
+from forge.machine import load_machine
+from forge.paths import RunPaths
+
+JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)
+LOST = Record("lost", code=69, cause="peer lost", message="rank 1 of 2 left no word")
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return RunPaths(tmp_path)
+
+
+def test_lost_ranks_of_a_job_that_will_be_back_are_no_end_for_the_progress_gate(paths, monkeypatch):
+    monkeypatch.setattr(restarts, "requeue", lambda *_, **__: (True, ""))
+    with pytest.raises(fit.StoppedEarly, match="left no word; job 42 goes on from step 0"):
+        fit._requeue(LOST, paths, JOB, load_machine(None))
+    assert read_lines(paths.events) == []
+
+
+def test_why_a_job_stays_ended_is_said(paths, monkeypatch, capsys):
+    monkeypatch.setattr(restarts, "requeue", lambda *_, **__: (False, "it was cancelled"))
+    fit._requeue(LOST, paths, JOB, load_machine(None))
+    assert "not sent back to the queue: it was cancelled" in capsys.readouterr().err
+
+
+def test_starts_that_lose_ranks_again_and_again_end_at_the_gate_through_all_requeues(paths):
+    for number in range(3):
+        record(paths.events, "launch", launch=f"l{number}", step=0)
+        record(paths.events, "lost", message=LOST.message)
+        record(paths.events, "requeue", cause=LOST.cause, step=0)
+    assert len(fit.gate.fruitless_starts(read_lines(paths.events), 0)) == 3
+
+
+def test_ranks_that_were_killed_before_their_last_save_are_told():
+    killed = Record("stopped", cause="SIGTERM", result={"lost": [1]})
+    assert "rank 1 ended without a last checkpoint" in fit._what_is_kept(killed, 400)
+    assert "beyond step 400 is lost" in fit._what_is_kept(killed, 400)
+    assert fit._what_is_kept(Record("stopped"), 400) == "a checkpoint is committed"
