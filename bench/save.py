@@ -133,7 +133,7 @@ class Bench:
             started = time.perf_counter()
             total = action()
             self.seconds[name].append(total or time.perf_counter() - started)
-        self.rate()
+        self.rates()
 
     def copy(self) -> None:
         for copy, tensor in zip(self.copies, self.tensors, strict=True):
@@ -178,26 +178,34 @@ class Bench:
         saving.result()
         return time.perf_counter() - started
 
-    def rate(self) -> None:
-        """Training steps a second, alone, and while saves follow each other without a pause."""
-        for name, saver in (("steps/s alone", None), ("steps/s while saving", self.savers[True])):
-            stalls, steps = 0.0, 0
-            started = time.perf_counter()
-            for _ in range(3):
-                began = time.perf_counter()
-                if saver:
-                    saver.start(self.state, {"step": next(self.steps)}, keep_last=1)
-                    stalls += time.perf_counter() - began
-                while (saver and not saver.is_done()) or time.perf_counter() < began + 0.5:
-                    self.step()
-                    steps += 1
-                    if saver and saver.is_done():
-                        break
-                if saver:
-                    before = time.perf_counter()
-                    saver.finish()
-                    stalls += time.perf_counter() - before
-            self.seconds[name].append(steps / (time.perf_counter() - started - stalls))
+    def rates(self) -> None:
+        """Training steps a second, alone, and while a save is under way; with all cores, and with
+        half of them, since beside a GPU there are cores to spare."""
+        all_threads = torch.get_num_threads()
+        for cores, threads in (("half", all_threads // 2), ("all", all_threads)):
+            if not threads:
+                continue
+            torch.set_num_threads(threads)
+            alone, _ = self.rate(None)
+            saving, seconds = self.rate(self.savers[True])
+            self.seconds[f"steps/s alone, {cores}"].append(alone)
+            self.seconds[f"steps/s saving, {cores}"].append(saving)
+            self.seconds[f"a save beside it, {cores}"].append(seconds)
+        torch.set_num_threads(all_threads)
+
+    def rate(self, saver: Saver | None) -> tuple[float, float]:
+        """Steps a second between the stalls of a save, or for a second; and the seconds that it takes."""
+        started = time.perf_counter()
+        if saver:
+            saver.start(self.state, {"step": next(self.steps)}, keep_last=1)
+        begun, steps = time.perf_counter(), 0
+        while not saver.is_done() if saver else time.perf_counter() < begun + 1:
+            self.step()
+            steps += 1
+        ended = time.perf_counter()
+        if saver:
+            saver.finish()
+        return steps / (ended - begun), time.perf_counter() - started
 
 
 def make_state(mib: int) -> dict[str, dict[str, Any]]:
@@ -251,8 +259,14 @@ def tell(seconds: Seconds, stall_of_first: float) -> None:
         "waiting / raw write": waiting / median["raw write"],
         "beside / raw write": median["forge, beside"] / median["raw write"],
         "with digests / without": waiting / median["the same without digests"],
-        "rate while saving / alone": median["steps/s while saving"] / median["steps/s alone"],
     }
+    for cores in ("half", "all"):
+        if f"steps/s alone, {cores}" not in median:
+            continue
+        alone, saving = median[f"steps/s alone, {cores}"], median[f"steps/s saving, {cores}"]
+        ratios[f"rate while saving, {cores}"] = saving / alone
+        lost = (1 - saving / alone) * median[f"a save beside it, {cores}"]
+        ratios[f"seconds lost a save, {cores}"] = lost
     for name, ratio in ratios.items():
         print(f"  {name:28}{ratio:9.2f}")
 

@@ -6,13 +6,17 @@ with an unpickler that knows the index's own classes and nothing else.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import io
+import itertools
+import math
 import os
 import pickle
 import shutil
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -21,10 +25,27 @@ import blake3
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    _split_by_size_and_type,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -79,13 +100,22 @@ def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
 
 
 def is_finite(state: dict[str, Any]) -> bool:
-    """Whether every number that this rank holds is finite; one pass, without a copy."""
-    for tensor in _tensors(state):
-        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        # The extremes tell of every NaN and infinity, and need no tensor of booleans.
-        if part.numel() and not all(bool(torch.isfinite(end)) for end in torch.aminmax(part)):
-            return False
-    return True
+    """Whether every number that this rank holds is finite; one pass, without a copy.
+
+    The norms tell of every NaN and infinity, in two calls for all tensors: a thread that asked about
+    each would wait for Python's lock each time.
+    """
+    all_parts = (t.to_local() if isinstance(t, DTensor) else t for t in _tensors(state))
+    parts = [part for part in all_parts if part.numel()]
+    if not parts:
+        return True
+    norms = torch._foreach_norm(parts)
+    if len({(norm.device, norm.dtype) for norm in norms}) > 1:
+        norms = tuple(norm.cpu().float() for norm in norms)
+    if bool(torch.stack(norms).isfinite().all()):
+        return True
+    # Squares of large numbers are infinite as well.
+    return all(bool(torch.isfinite(end)) for part in parts for end in torch.aminmax(part))
 
 
 def write_state(state: dict[str, Any], folder: Path, world: World) -> dict[str, dict[str, Any]]:
@@ -93,10 +123,8 @@ def write_state(state: dict[str, Any], folder: Path, world: World) -> dict[str, 
 
     All ranks call it, on world.control. Raises UnfitError on every rank when one cannot write.
     """
-    # blake3 over whole files sees what a CRC of each tensor would.
-    torch.serialization.set_crc32_options(False)
     threads = max(1, min(WRITER_THREADS, available_cores() // world.rank.local_world_size))
-    writer = DigestingWriter(folder, thread_count=threads, sync_files=False)
+    writer = TensorWriter(folder, threads)
     try:
         with named("write of the checkpoint"):
             dcp.save(state, storage_writer=writer, process_group=world.control)
@@ -112,22 +140,17 @@ class DigestingFiles(FileSystem):
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, Any]] = {}  # by name: bytes, digest
-        self.errors: list[BaseException] = []
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """DCP's hook for each file; its writer threads come here, each with a file of its own."""
+        """For each file, with a thread of its own; DCP comes here with its index."""
         path = Path(path)
-        try:
-            with open(path, mode) as file:
-                with DigestingStream(file, path) as stream:
-                    yield stream
-                points.reach("save.sync", path)
-                os.fsync(file.fileno())
-            self.files[path.name] = {"bytes": path.stat().st_size, "digest": stream.digest()}
-        except BaseException as err:
-            self.errors.append(err)
-            raise
+        with open(path, mode) as file:
+            with DigestingStream(file, path) as stream:
+                yield stream
+            points.reach("save.sync", path)
+            os.fsync(file.fileno())
+        self.files[path.name] = {"bytes": path.stat().st_size, "digest": stream.digest()}
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """DCP's hook for its index, which gets its name when it is whole."""
@@ -146,20 +169,22 @@ class DigestingStream(io.RawIOBase):
     def __init__(self, file: IO[bytes], path: Path) -> None:
         self.file, self.path = file, path
         self._hasher = blake3.blake3()
-        self._begun = 0  # bytes that the disk has been told to write
+        self._end = 0  # bytes that were written
+        self._begun = 0  # those that the disk was told to write
 
     def write(self, data: Any) -> int:
         points.reach("save.write", self.path)
         self._hasher.update(data)
         written = self.file.write(data)
-        if (end := self.tell()) - self._begun >= WRITE_OUT_BYTES:
+        self._end += written
+        if self._end - self._begun >= WRITE_OUT_BYTES:
             self.file.flush()
-            _begin_write_out(self.file.fileno(), self._begun, end)
-            self._begun = end
+            _begin_write_out(self.file.fileno(), self._begun, self._end)
+            self._begun = self._end
         return written
 
     def tell(self) -> int:
-        return self.file.tell()
+        return self._end
 
     def flush(self) -> None:
         self.file.flush()
@@ -178,36 +203,57 @@ def _begin_write_out(fd: int, start: int, end: int) -> None:
         os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
 
 
-class DigestingWriter(FileSystemWriter):
-    """DCP's writer, with digests, and with errors: what fails in one of its threads but the first
-    is lost there, and the save would go on without those tensors (torch 2.13)."""
+class TensorWriter(FileSystemWriter):
+    """DCP's writer with files of our own: the bytes of tensors one after another, and nothing else.
+
+    What torch.save writes around each tensor takes Python's lock a dozen times, for which a thread
+    beside training waits, and training for it.
+    """
 
     fs: DigestingFiles
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, folder: Path, threads: int) -> None:
+        super().__init__(folder, thread_count=threads, sync_files=False)
         self.fs = DigestingFiles()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        written = super().write_data(plan, planner)
-        if self.fs.errors:
-            raise self.fs.errors[0]
-        if len(written.value()) != len(plan.items):
-            raise OSError(f"{len(written.value())} of {len(plan.items)} tensors were written")
-        self._check_sizes(written.value())
+        """DCP's hook: write this rank's share of the tensors. Raises OSError."""
+
+        def write(number: int, items: list[WriteItem]) -> list[WriteResult]:
+            return self._write_file(f"{plan.storage_data.prefix}{number}.distcp", items, planner)
+
+        shares = filter(None, _split_by_size_and_type(self.thread_count, plan.items))
+        with ThreadPoolExecutor(self.thread_count) as pool:
+            parts = list(pool.map(write, itertools.count(), shares))
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([result for part in parts for result in part])
         return written
 
-    def _check_sizes(self, results: list[WriteResult]) -> None:
-        """OSError when a file is not as long as what was written into it: it was cut meanwhile."""
-        ends: dict[str, int] = {}
-        for where in (result.storage_data for result in results):
-            end = where.offset + where.length
-            ends[where.relative_path] = max(end, ends.get(where.relative_path, 0))
-        for name, end in ends.items():
-            if self.fs.files[name]["bytes"] != end:
-                raise OSError(
-                    f"{name} has {self.fs.files[name]['bytes']} bytes, {end} were written"
-                )
+    def _write_file(
+        self, name: str, items: list[WriteItem], planner: SavePlanner
+    ) -> list[WriteResult]:
+        results = []
+        with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
+            for item in items:
+                tensor = planner.resolve_data(item)
+                assert isinstance(tensor, torch.Tensor)
+                if tensor.device.type != "cpu" or not tensor.is_contiguous():
+                    tensor = tensor.cpu().contiguous()
+                start = stream.tell()
+                length = stream.write(bytes_of(tensor))
+                where = _StorageInfo(name, start, length)
+                results.append(WriteResult(item.index, length, where))
+            end = stream.tell()
+        if self.fs.files[name]["bytes"] != end:  # it was cut meanwhile
+            raise OSError(f"{name} has {self.fs.files[name]['bytes']} bytes, {end} were written")
+        return results
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, as long as that lives; to read and to write."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    view = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(view).cast("B")
 
 
 def _write_error(err: CheckpointException, folder: Path) -> ForgeError:
@@ -281,14 +327,7 @@ def read_tensors(state: dict[str, Any], folder: Path, **dcp_options: Any) -> Non
 
 
 class SafeReader(FileSystemReader):
-    """DCP's reader, with an index reader that cannot be made to run code.
-
-    Tensors are read with torch.load(weights_only=True) already.
-    """
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        points.reach("load.read", Path(self.path))
-        return super().read_data(plan, planner)
+    """DCP's reader for what TensorWriter writes, with an index reader that runs no code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:
@@ -297,6 +336,49 @@ class SafeReader(FileSystemReader):
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._tensors = metadata.state_dict_metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """DCP's hook: read what this rank asks for. Raises OSError, and EOFError for a cut file."""
+        points.reach("load.read", Path(self.path))
+
+        def place(item: ReadItem) -> tuple[str, int]:
+            info = self.storage_data[item.storage_index]
+            return info.relative_path, info.offset
+
+        for name, items in itertools.groupby(sorted(plan.items, key=place), lambda i: place(i)[0]):
+            with open(Path(self.path) / name, "rb") as file:
+                for item in items:
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(self._read(file, item))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, file: IO[bytes], item: ReadItem) -> torch.Tensor:
+        """The part of a stored tensor that is asked for; of whole rows no other row is read."""
+        kept = self._tensors[item.storage_index.fqn]
+        assert isinstance(kept, TensorStorageMetadata)
+        sizes = next(c.sizes for c in kept.chunks if c.offsets == item.storage_index.offset)
+        info = self.storage_data[item.storage_index]
+        if info.length != math.prod(sizes) * kept.properties.dtype.itemsize:
+            raise ValueError(f"{item.storage_index.fqn} is not stored as Forge stores tensors")
+        start, shape = info.offset, list(sizes)
+        offsets, lengths = list(item.storage_offsets), list(item.lengths)
+        if shape and lengths[1:] == shape[1:]:
+            start += info.length // shape[0] * offsets[0] if shape[0] else 0
+            shape[0], offsets[0] = lengths[0], 0
+        tensor = torch.empty(shape, dtype=kept.properties.dtype)
+        file.seek(start)
+        if file.readinto(bytes_of(tensor)) != tensor.nbytes:  # type: ignore[attr-defined]
+            raise EOFError(f"{info.relative_path} ends before {item.storage_index.fqn} does")
+        return narrow_tensor_by_index(tensor, offsets, lengths)
 
 
 class IndexUnpickler(pickle.Unpickler):

@@ -20,7 +20,9 @@ from forge.paths import RunPaths, checkpoint_name
 from forge.progress import say
 from forge.world import Background, World
 
-BESIDE_NICE = 19  # man 7 sched: weight 15 against training's 1024
+# Weight 110 against training's 1024 (man 7 sched). A higher one makes saves longer and costs as much: a
+# thread that waits for a core may hold Python's lock.
+BESIDE_NICE = 10
 # The copy must leave memory for what training itself allocates meanwhile.
 MEMORY_MARGIN = 1.25
 

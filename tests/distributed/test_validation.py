@@ -67,7 +67,7 @@ def rewrite(folder, state):
     """The checkpoint as if it had been saved with this state."""
     for path in folder.glob("*.distcp"):
         path.unlink()
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    dcp.save(state, storage_writer=checkpoints.TensorWriter(folder, 1), no_dist=True)
     make_digests_right(folder)
 
 

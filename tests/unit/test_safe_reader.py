@@ -24,12 +24,13 @@ WEIGHTS = torch.arange(6.0).reshape(2, 3)
 def folder(tmp_path):
     """A genuine checkpoint with weights, optimizer moments of other types and a scalar."""
     state = {
-        "model": {"w": WEIGHTS, "b": torch.ones(3, dtype=torch.bfloat16)},
+        "model": {"w": WEIGHTS.T.contiguous().T, "b": torch.arange(3, dtype=torch.bfloat16)},
         "optimizer": {"w": {"step": torch.tensor(7.0), "exp_avg": WEIGHTS * 2}},
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # saving in a single process is meant
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "saved"), no_dist=True)
+        writer = checkpoints.TensorWriter(tmp_path / "saved", threads=2)
+        dcp.save(state, storage_writer=writer, no_dist=True)
     return tmp_path / "saved"
 
 
@@ -49,8 +50,36 @@ class Planted:
         return self.call
 
 
-def test_genuine_index_loads(folder):
+def test_what_was_written_is_read_to_the_last_bit(folder):
     assert torch.equal(read(folder), WEIGHTS)
+    others = {
+        "model": {"b": torch.zeros(3, dtype=torch.bfloat16)},
+        "optimizer": {"w": {"step": torch.tensor(0.0), "exp_avg": torch.zeros(2, 3)}},
+    }
+    checkpoints.read_tensors(others, folder)
+    assert torch.equal(others["model"]["b"], torch.arange(3, dtype=torch.bfloat16))
+    assert others["optimizer"]["w"]["step"] == 7.0
+    assert torch.equal(others["optimizer"]["w"]["exp_avg"], WEIGHTS * 2)
+
+
+def test_files_hold_the_bytes_of_tensors_and_no_pickle(folder):
+    size = WEIGHTS.nbytes * 2 + 3 * 2 + 4
+    assert sum(path.stat().st_size for path in folder.glob("*.distcp")) == size
+
+
+def test_files_of_another_writer_are_refused(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": {"w": WEIGHTS}}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(DataError, match="is not stored as Forge stores tensors"):
+        read(tmp_path)
+
+
+def test_cut_file_is_bad_data_that_names_it(folder):
+    cut = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    os.truncate(cut, 5)
+    with pytest.raises(DataError, match=f"{cut.name} ends before"):
+        read(folder)
 
 
 def test_pickle_that_runs_a_command_is_refused_and_does_not_run(folder, tmp_path):
