@@ -1,6 +1,6 @@
 """How long does a checkpoint stop training, and how long until it is committed? Ratios of medians.
 
-python -m bench.save [--quick] [--folder DIR]    about 2 min; needs 2 GiB of disk, 5 GiB of memory
+python -m bench.save [--quick] [--folder DIR]    about 6 min; needs 2 GiB of disk, 5 GiB of memory
 """
 
 from __future__ import annotations

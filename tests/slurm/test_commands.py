@@ -100,5 +100,4 @@ def test_job_in_the_queue_keeps_the_config_it_was_submitted_with(
         every=0.2,
     )
     undisturbed.equals(project.run())
-    command.press_ctrl_c()
-    project.end(command)
+    command.kill_group()  # it waits for validation in its own time
