@@ -170,28 +170,33 @@ def run_ranks(
     reserve(spec)
     log = paths.logs / f"{spec.log_prefix}.{machine.launcher}.log"
     if task == "train":
-        ledger.record(
-            paths.events,
-            "launch",
-            launch=spec.launch,
-            world_size=geometry.world_size,
-            launcher=machine.launcher,
-            host=hostname(),
-            nodes=list(place.hosts),
-            step=spec.options["step"],
-            **({"job": job.id, "restart": job.restarts} if job else {}),
-        )
+        _record_launch(paths, spec, place)
     try:
         stopped = _run(command, spec, log, machine.stop_grace_sec, deadline_sec)
         record = verdict(_records(spec), spec)
         if stopped and record.status in ("lost", "stopped"):
             # Lost: it came before they had their handlers, so they were asked to stop. Stopped: they
-            # know what was passed on, which may be another signal than the one that came here.
+            # know what was passed on, which may be another signal than the one that came here. Which
+            # ranks were lost stays in the result.
             cause = SIGNAL_CAUSES[signal.Signals(stopped[0])]
-            return replace(record, status="stopped", code=Exit.STOPPED, cause=cause)  # with `lost`
+            return replace(record, status="stopped", code=Exit.STOPPED, cause=cause)
         return record
     finally:
         shutil.rmtree(spec.folder, ignore_errors=True)
+
+
+def _record_launch(paths: RunPaths, spec: Spec, place: Place) -> None:
+    ledger.record(
+        paths.events,
+        "launch",
+        launch=spec.launch,
+        world_size=spec.geometry.world_size,
+        launcher=spec.machine_settings.launcher,
+        host=hostname(),
+        nodes=list(place.hosts),
+        step=spec.options["step"],
+        **({"job": spec.job, "restart": spec.restart} if spec.job else {}),
+    )
 
 
 def _meeting_point(place: Place, python: str) -> tuple[str, int]:
