@@ -192,20 +192,17 @@ def _too_much(checkpoint: store.Checkpoint) -> str:
 def _compare(checkpoint: store.Checkpoint, recorded: Recorded, result: dict[str, Any]) -> Check:
     """result: `losses` of the steps after the checkpoint, `finite`, `numerics`."""
     manifest = checkpoint.manifest
-    settings = manifest["lineage"]["config"]["train"]
     then = manifest["lineage"]["numerics"]
     exact = _is_same_course(checkpoint, recorded) and same_arithmetic(manifest, result["numerics"])
     if _draws_otherwise(checkpoint, exact):
         return Check("next loss", "warn", f"{NOT_DONE}: {OTHER_DROPOUT}")
-    # DDP's first step sums gradients in other buckets than the later ones; two ranks have one order.
-    exact_update = exact and (settings["parallel"] == "fsdp2" or manifest["world_size"] <= 2)
+    tolerance = 0.0 if exact else TOLERANCE[then["precision"]]
+    bound = "equal to the last bit" if exact else f"within {tolerance:g}"
     bounds: list[str] = []
     for step, then_loss in sorted(recorded.losses.items()):
-        same_bits = exact if step == checkpoint.step + 1 else exact_update
-        bound = "equal to the last bit" if same_bits else f"within {TOLERANCE[then['precision']]:g}"
         loss = result["losses"][step - checkpoint.step - 1]
         apart = abs(loss - then_loss)
-        if not apart <= (0.0 if same_bits else TOLERANCE[then["precision"]]):  # also false for NaN
+        if not apart <= tolerance:  # also false for NaN
             blame = ": weights or data are others" if step == checkpoint.step + 1 else ""
             blame = blame or (": the moments are others" if bounds else "")
             message = (

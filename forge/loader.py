@@ -149,7 +149,7 @@ class Loader:
         if not 0 <= step - self._first_step < len(self._order):
             self._first_step = step
             self._order = self._find_windows(self.sample_numbers(step, self._steps_at_once))
-        return _split(self.windows.gather(self._order[step - self._first_step]))
+        return split(self.windows.gather(self._order[step - self._first_step]))
 
     def _find_windows(self, numbers: np.ndarray) -> np.ndarray:
         """The window of each global sample number, int64, of the same shape."""
@@ -178,10 +178,11 @@ def eval_batches(
     num_batches = -(-num_windows // (world_size * micro))
     shares = np.array_split(chosen, num_batches * world_size)
     for indices in shares[rank::world_size]:
-        inputs, targets = _split(windows.gather(indices if len(indices) else chosen[:1]))
+        inputs, targets = split(windows.gather(indices if len(indices) else chosen[:1]))
         yield inputs, targets, len(indices) * windows.seq_len
 
 
-def _split(windows: np.ndarray) -> Any:
+def split(windows: np.ndarray) -> Any:
+    """Inputs and targets, int64 [B, seq_len] each, of windows [B, seq_len + 1]."""
     tokens = torch.from_numpy(windows)
     return tokens[:, :-1], tokens[:, 1:]

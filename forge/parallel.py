@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from forge.config import Train
+from forge.loader import split
 from forge.model import Decoder
 from forge.progress import say
 from forge.world import World, named
@@ -42,17 +44,37 @@ class ParallelModel:
         return self.settings.micro_batch_size or share
 
     def wrap(self) -> None:
-        """Compile and replicate the model. After a checkpoint was loaded."""
-        if self.settings.compile:
-            self.forward = self._compiled()
-        if not self.is_sharded and self.world.rank.world_size > 1:
+        """Replicate and compile the model. Neither weights nor the optimizer change."""
+        replicated = not self.is_sharded and self.world.rank.world_size > 1
+        if replicated:
             with named("replication of the model"):
-                self.forward = DistributedDataParallel(self.forward, gradient_as_bucket_view=True)
+                self.forward = DistributedDataParallel(self.decoder, gradient_as_bucket_view=True)
+        if self.settings.compile:
+            self._compile()
+        if replicated:
+            with named("trial all-reduce of gradients"):
+                self._settle_buckets()
 
-    def _compiled(self) -> torch.nn.Module:
-        """The compiled model, proven by one forward and backward on every rank, else the plain one."""
+    def _settle_buckets(self) -> None:
+        """One synchronized forward and backward, whose gradients are thrown away.
+
+        DDP lays its buckets out anew after its first backward, in the order in which the gradients
+        came (Reducer::rebuild_buckets, called as the next forward begins). Sums over three or more
+        ranks depend on the layout in the last bit: without this, the first step of every launch would
+        differ from the same step of a run that was not interrupted.
+        """
+        self.backward(*self._blank_batch())
+        self.decoder.zero_grad(set_to_none=True)
+
+    def _blank_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A micro-batch of token 0, with the shapes and strides of a real one: a graph is compiled for
+        them."""
+        inputs, targets = split(np.zeros((self.micro_size, self.settings.seq_len + 1), np.int64))
+        return inputs, targets
+
+    def _compile(self) -> None:
+        """Compile the model, proven by one forward and backward on every rank, else leave it plain."""
         error = ""
-        compiled: Any = None
         missing = self.world.device.type == "cpu" and not (
             shutil.which("c++") or shutil.which("g++")
         )
@@ -60,20 +82,31 @@ class ParallelModel:
         if any(row[0] for row in self.world.gather([float(missing)], "look for a compiler")):
             error = "no C++ compiler on the PATH" if missing else ""
         else:
-            compiled = torch.compile(self.decoder)
-            tokens = torch.zeros(self.micro_size, self.settings.seq_len, dtype=torch.int64)
-            tokens = tokens.to(self.world.device)
+            # One graph for each shape. With a graph for all of them, a step would be computed by
+            # whichever came first in this launch.
+            self._use(torch.compile(self.decoder, dynamic=False))
             try:
-                with self._autocast():
-                    compiled(tokens, tokens).backward()
+                self._trial()
             except Exception as err:
                 # Whatever the compiler stack raises, training without it is right, only slower.
                 error = f"{type(err).__name__}: {err}".splitlines()[0]
             self.decoder.zero_grad(set_to_none=True)
         if any(row[0] for row in self.world.gather([float(bool(error))], "end of compilation")):
             say(f"warning: training without torch.compile: {error or 'it failed on another rank'}")
-            return self.decoder
-        return compiled
+            self._use(self.decoder)
+
+    def _use(self, model: Any) -> None:
+        """Train with this form of the decoder."""
+        if isinstance(self.forward, DistributedDataParallel):
+            self.forward.module = model
+        else:
+            self.forward = model
+
+    def _trial(self) -> None:
+        """Forward and backward as in training; replicas do not wait for each other, one may fail."""
+        inputs, targets = (tokens.to(self.world.device) for tokens in self._blank_batch())
+        with self._synchronised(self.is_sharded), self._autocast():
+            self.forward(inputs, targets).backward()
 
     def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """Gradients of this rank's samples, averaged over ranks; the mean loss of these samples.

@@ -77,9 +77,9 @@ class Command:
     output: Path
     started: float = field(default_factory=time.monotonic)
 
-    def end(self) -> Ended:
+    def end(self, deadline_sec: float = DEADLINE_SEC) -> Ended:
         """Wait for it. Fails, and ends all of it, when it takes too long or leaves somebody behind."""
-        self.process.join(DEADLINE_SEC)
+        self.process.join(deadline_sec)
         hangs = self.process.is_alive()
         left = self._left(0.0 if hangs else 5.0)
         for process in left:
@@ -87,7 +87,7 @@ class Command:
                 process.kill()
         self.process.join(DEADLINE_SEC)
         text = self.output.read_text(errors="replace")
-        assert not hangs, f"it still runs after {DEADLINE_SEC:g} s:\n{text}"
+        assert not hangs, f"it still runs after {deadline_sec:g} s:\n{text}"
         assert not left, f"left running: {left}\n{text}"
         return Ended(self.process.exitcode, text, time.monotonic() - self.started)
 
@@ -255,16 +255,26 @@ def _nan_gradient(step: int) -> None:
     """One gradient is NaN after the backward pass of this step, whose loss is finite."""
     import torch
 
+    from forge.loader import Loader
     from forge.model import Decoder
 
-    forward, passes = Decoder.forward, itertools.count(1)
+    batch, forward, steps = Loader.batch, Decoder.forward, [0]
+    hooks: list[Any] = []
+
+    def noted(self: Loader, number: int) -> Any:
+        steps.append(number + 1)
+        return batch(self, number)
 
     def poisoned(self: Decoder, *arguments: Any) -> Any:
-        if self.training and next(passes) == step:
+        if self.training and steps[-1] == step:
             parameter = next(self.parameters())
-            parameter.register_hook(lambda gradient: gradient * torch.nan)
+            hook = parameter.register_hook(lambda gradient: gradient * torch.nan)
+            hooks.append(hook)
+        elif hooks:
+            hooks.pop().remove()
         return forward(self, *arguments)
 
+    Loader.batch = noted  # type: ignore[method-assign]
     Decoder.forward = poisoned  # type: ignore[assignment, method-assign]
 
 

@@ -1,0 +1,76 @@
+"""Against a resume that is nearly exact: sums over ranks, or compiled graphs, of another order.
+
+Two ranks have one order of adding; from three ranks on the order shows in the last bit. The cases
+together have every pair of world size, ddp or fsdp2, accumulation, compile and dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import FaultyRun
+
+from forge import store
+from forge.errors import Exit
+
+STEPS, MIDDLE = 8, 4
+SIZES = (
+    # 300,928 weights: more than fit in DDP's first bucket, of 1 MiB.
+    *("--model.dim=128", "--model.heads=4", "--model.layers=1", "--model.ffn_dim=512"),
+    *("--train.batch_size=24", f"--train.max_steps={STEPS}", f"--train.decay_steps={STEPS}"),
+    f"--train.checkpoint_every={MIDDLE}",
+    # The compiler keeps ranks apart for as long as cores are short.
+    "--machine.fabric.timeout_sec=240",
+)
+DEADLINE_SEC = 240.0
+DROPOUT, NO_DROPOUT = "--model.dropout=0.1", "--model.dropout=0"
+COMPILE = "--train.compile=true"
+
+
+def accumulate(micro: int) -> str:
+    return f"--train.micro_batch_size={micro}"
+
+
+@pytest.mark.timeout(540)
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "settings"),
+    [
+        (2, "ddp", (NO_DROPOUT,)),
+        (2, "fsdp2", (accumulate(5), COMPILE, DROPOUT)),  # 5 + 5 + 2 samples: graphs of two shapes
+        (3, "ddp", (COMPILE, DROPOUT)),
+        (3, "fsdp2", (accumulate(3), NO_DROPOUT)),
+        (4, "ddp", (accumulate(4), DROPOUT)),
+        (4, "fsdp2", (COMPILE, NO_DROPOUT)),
+        (8, "ddp", (accumulate(1), COMPILE, NO_DROPOUT)),
+        (8, "fsdp2", (DROPOUT,)),
+    ],
+)
+def test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(
+    ranks: int,
+    parallel: str,
+    settings: tuple[str, ...],
+    runs: Callable[..., FaultyRun],
+    tmp_path: Path,
+) -> None:
+    whole = runs("whole", ranks, *SIZES, f"--train.parallel={parallel}", *settings)
+    ended = whole.start_train().end(DEADLINE_SEC)
+    assert ended.code == Exit.DONE, ended.text
+    assert "training without torch.compile" not in ended.text
+
+    resumed = with_a_corrupt_last_checkpoint(whole, tmp_path / "resumed")
+    ended = resumed.start_train().end(DEADLINE_SEC)
+    assert ended.code == Exit.DONE, ended.text
+    assert [event["step"] for event in resumed.events("init")] == [0, MIDDLE]
+    assert resumed.story() == whole.story()
+
+
+def with_a_corrupt_last_checkpoint(whole: FaultyRun, folder: Path) -> FaultyRun:
+    """A copy of the run that resumes from the checkpoint before the last one."""
+    run = whole.copy(folder)
+    run.paths.fit.unlink()
+    last = store.latest(run.paths)
+    assert last is not None
+    next(last.folder.glob("*.distcp")).write_bytes(b"")
+    return run
