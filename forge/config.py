@@ -154,6 +154,11 @@ class Train(Section):
     """AdamW beta2."""
     grad_clip: float = Field(1.0, gt=0)
     """Largest gradient norm over all parameters."""
+    on_nonfinite: Literal["stop", "skip"] = Field("stop", json_schema_extra=FREE)
+    """A step whose loss or gradient norm is NaN or infinite on any rank: `stop` ends the run (exit 70),
+    `skip` leaves weights and optimizer state as they are and takes the next batch."""
+    max_skipped_steps: int = Field(10, ge=1, json_schema_extra=FREE)
+    """`skip` ends the run (exit 70) after this many skipped steps in a row."""
     precision: Literal["fp32", "bf16"] | None = None
     """Arithmetic of forward and backward (master weights are fp32); null: fp32 on CPU, bf16 on GPU."""
     parallel: Literal["ddp", "fsdp2"] = Field("ddp", json_schema_extra=FREE)

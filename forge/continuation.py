@@ -6,6 +6,7 @@ data are right as well shows only in the losses of the steps that follow it.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,9 @@ def _run(config: Config, checkpoint: store.Checkpoint, num_ranks: int, step: int
                 "train.precision": checkpoint.manifest["lineage"]["numerics"]["precision"],
                 # It takes longer than all else here; the tolerance covers its other bits.
                 "train.compile": False,
+                # A step that was skipped then is skipped here; the run may have been told so later.
+                "train.on_nonfinite": "skip",
+                "train.max_skipped_steps": MOST_STEPS,
             },
         )
         alone: Config = checked(Config, values, str(checkpoint.folder))
@@ -190,7 +194,7 @@ def _too_much(checkpoint: store.Checkpoint) -> str:
 
 
 def _compare(checkpoint: store.Checkpoint, recorded: Recorded, result: dict[str, Any]) -> Check:
-    """result: `losses` of the steps after the checkpoint, `finite`, `numerics`."""
+    """result: `losses` of the steps after the checkpoint (None: not finite), `finite`, `numerics`."""
     manifest = checkpoint.manifest
     then = manifest["lineage"]["numerics"]
     exact = _is_same_course(checkpoint, recorded) and same_arithmetic(manifest, result["numerics"])
@@ -201,7 +205,7 @@ def _compare(checkpoint: store.Checkpoint, recorded: Recorded, result: dict[str,
     bounds: list[str] = []
     for step, then_loss in sorted(recorded.losses.items()):
         loss = result["losses"][step - checkpoint.step - 1]
-        apart = abs(loss - then_loss)
+        apart = math.inf if loss is None else abs(loss - then_loss)
         if not apart <= tolerance:  # also false for NaN
             blame = ": weights or data are others" if step == checkpoint.step + 1 else ""
             blame = blame or (": the moments are others" if bounds else "")

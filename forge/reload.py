@@ -5,6 +5,7 @@ Nothing is written. The config says how far: train.max_steps is the checkpoint's
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from forge.config import Config
 from forge.launcher import Record, Spec
 from forge.machine import Machine
 from forge.model import Decoder
+from forge.nonfinite import Skipped
 from forge.numerics import numerics, prepare
 from forge.paths import RunPaths
 from forge.shards import ShardSet
@@ -63,11 +65,13 @@ class _Continued(Trainer):
         checkpoints.load_state(self.model, self.optimizer, found.folder, world)
         self.decay_steps = found.manifest["decay_steps"]
         self.step = self.first_step = found.step
+        self.skipped = Skipped.of(found.manifest)
         self.parallel.wrap()
 
-    def losses(self) -> list[float]:
-        """Of each step up to the goal, averaged over ranks. TrainingError if one is not finite."""
-        return [self._step() for _ in range(self.step, self.settings.max_steps)]
+    def losses(self) -> list[float | None]:
+        """Of each step up to the goal, averaged over ranks; None for one that is not finite."""
+        found = [self._step() for _ in range(self.step, self.settings.max_steps)]
+        return [loss if math.isfinite(loss) else None for loss in found]
 
     def is_finite(self) -> bool:
         """Whether all ranks have finite weights and moments only."""

@@ -52,6 +52,7 @@ class Summary:
             *((name, _id_and_digest(lineage.get(name))) for name in ("tokenizer", "tokens")),
             ("weights digest", self._weights_digest()),
             ("world size", str(self.record.get("world_size") or "")),
+            ("skipped steps", str((self.record.get("skipped") or {}).get("steps") or "")),
             *((name, _flat(lineage.get(name))) for name in ("numerics", "versions", "hardware")),
         ]
         return [(name, value) for name, value in rows if value]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from forge.lineage import lineage, versions
 from forge.loader import Loader, Windows, eval_batches
 from forge.manifest import digest_file
 from forge.model import Decoder
+from forge.nonfinite import Skipped, not_finite
 from forge.numerics import PROBE_SAMPLES, numerics, precision, prepare, probe_samples
 from forge.parallel import ParallelModel
 from forge.paths import RunPaths, tokenizer_folder
@@ -70,6 +72,7 @@ class Trainer:
             before_commit=lambda: check_held(paths.root, spec.launcher),
         )
         self.rate = self.settings.lr  # of the last step
+        self.skipped = Skipped()
         self.train_sec = 0.0  # in steps since the last metrics line
         self.logged_step = 0
         self.peak_flops = (
@@ -94,6 +97,7 @@ class Trainer:
             checkpoints.load_state(self.model, self.optimizer, found.folder, self.world)
             points.reach("load.done", found.folder)
             self.step = self.logged_step = self.saved_step = self.first_step = found.step
+            self.skipped = Skipped.of(found.manifest)
             if self.world.rank.is_main:
                 say(f"resume from {found.folder}")
         self.parallel.wrap()
@@ -171,7 +175,8 @@ class Trainer:
         return CAUSES[int(max(row[0] for row in table))], bool(table[0][1])
 
     def _step(self) -> float:
-        """One optimizer step; the loss averaged over ranks. TrainingError if it is not finite."""
+        """One optimizer step; the loss averaged over ranks. TrainingError if it is not finite, unless
+        train.on_nonfinite lets the update be skipped."""
         started = time.perf_counter()
         # Dropout depends on (seed, step, rank) only: a resumed run draws what it would have drawn.
         torch.manual_seed(_mix(self.settings.seed, self.step, self.world.rank.rank))
@@ -183,8 +188,11 @@ class Trainer:
             local_loss = self.parallel.backward(*self.loader.batch(self.step))
             self.grad_norm = self.parallel.clip_gradients(self.settings.grad_clip)
         table = self.world.gather([local_loss, self.grad_norm], f"losses of step {self.step + 1}")
-        self._refuse_non_finite(table)
-        self.optimizer.step()
+        if trouble := not_finite(table):
+            self._skip_update(trouble)
+        else:
+            self.optimizer.step()
+            self.skipped.in_a_row = 0
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         seconds = time.perf_counter() - started
@@ -193,13 +201,21 @@ class Trainer:
             self.grace.measure_step(seconds)
         return sum(row[0] for row in table) / len(table)
 
-    def _refuse_non_finite(self, table: list[list[float]]) -> None:
-        for rank, (loss, norm) in enumerate(table):
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise self._diverged(
-                    f"loss {loss} and gradient norm {norm} on rank {rank} are not finite; the"
-                    " weights were not updated"
-                )
+    def _skip_update(self, trouble: str) -> None:
+        """Count this step without its update. TrainingError where the config does not allow that.
+
+        The first update of a run is never skipped: before it AdamW has no state that could be saved.
+        """
+        refusal = self.skipped.refusal(self.settings)
+        if not refusal and not self.optimizer.state:
+            refusal = "the first update of a run cannot be skipped"
+        if refusal:
+            raise self._diverged(f"{trouble}; {refusal}")
+        self.skipped.count()
+        if self.world.rank.is_main:
+            facts = {"step": self.step + 1, "in_a_row": self.skipped.in_a_row, "reason": trouble}
+            ledger.record(self.paths.events, "skipped", **facts)
+            say(f"warning: the update of step {self.step + 1} is skipped: {trouble}")
 
     def _refuse_broken_losses(self, losses: list[float]) -> None:
         """TrainingError if the last update broke the weights: `latest` must stay fit to go on from.
@@ -214,8 +230,10 @@ class Trainer:
     def _diverged(self, what: str) -> TrainingError:
         return TrainingError(
             f"step {self.step}: {what}",
-            cause=f"a learning rate ({self.rate:.2g}) too high, or broken data",
-            fix="lower train.lr or raise train.warmup_steps under a new run name",
+            cause=f"a learning rate too high (train.lr is {self.settings.lr:.2g}, this step's rate was"
+            f" {self.rate:.2g}), or broken data",
+            fix="lower train.lr or raise train.warmup_steps under a new run name; where single batches"
+            " are to blame, train.on_nonfinite=skip goes on without them",
         )
 
     # --- looking at it -------------------------------------------------------------------------
@@ -315,6 +333,7 @@ class Trainer:
             "world_size": self.world.rank.world_size,
             "decay_steps": self.decay_steps,
             "next_sample": self.step * self.settings.batch_size,
+            "skipped": asdict(self.skipped),
             "probe": probe,
             "lineage": self.lineage,
         }
