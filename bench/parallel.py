@@ -1,6 +1,6 @@
-"""What do two ranks cost, against one process on the same two cores? Wall time a step, medians.
+"""What do ranks cost, against one process on the same two cores? Wall time a step, medians.
 
-python -m bench.parallel [--quick]    about 60 s: `forge train` on a small run, in turns
+python -m bench.parallel [--quick] [--ranks=4]    about 60 s: `forge train` on a small run, in turns
 """
 
 from __future__ import annotations
@@ -17,17 +17,22 @@ import time
 from pathlib import Path
 
 FORGE = Path(sys.executable).parent / "forge"
-SEQ_LEN, BATCH_SIZE = 128, 16  # the batch is the global one: two ranks share it
+SEQ_LEN, BATCH_SIZE = 128, 16  # the batch is the global one: the ranks share it
 SKIPPED = 5  # first steps: memory is allocated, peers are met
 
-TWO_RANKS = ["--machine.launcher=torchrun", "--ranks-per-node=2", "--machine.fabric.backend=gloo"]
-WAYS = {
-    "one process, 2 threads": [],
-    "DDP, 2 ranks": [*TWO_RANKS, "--train.parallel=ddp"],
-    "FSDP2, 2 ranks": [*TWO_RANKS, "--train.parallel=fsdp2"],
-}
-REFERENCE = next(iter(WAYS))
-BEST_KNOWN = dict(zip(WAYS, (1.0, 1.03, 1.08), strict=True))
+REFERENCE = "one process, 2 threads"
+BEST_KNOWN = {REFERENCE: 1.0, "DDP, 2 ranks": 1.03, "FSDP2, 2 ranks": 1.08}
+
+
+def ways(num_ranks: int) -> dict[str, list[str]]:
+    """What is compared, each with its options of `forge train`."""
+    world = ["--machine.launcher=torchrun", f"--ranks-per-node={num_ranks}"]
+    world += ["--machine.fabric.backend=gloo"]
+    return {
+        REFERENCE: [],
+        f"DDP, {num_ranks} ranks": [*world, "--train.parallel=ddp"],
+        f"FSDP2, {num_ranks} ranks": [*world, "--train.parallel=fsdp2"],
+    }
 
 
 def forge(*arguments: str) -> None:
@@ -67,16 +72,18 @@ def step_seconds(config: Path, run: str, arguments: list[str]) -> list[float]:
     return [SEQ_LEN * BATCH_SIZE / rate for rate in rates[SKIPPED:]]
 
 
-def measure(rounds: int, num_steps: int, most_sec: float) -> dict[str, list[float]]:
+def measure(
+    contenders: dict[str, list[str]], rounds: int, num_steps: int, most_sec: float
+) -> dict[str, list[float]]:
     """Median seconds of a step in each round; the ways take turns. No new round after most_sec."""
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    times: dict[str, list[float]] = {way: [] for way in contenders}
     with tempfile.TemporaryDirectory() as folder:
         config = prepare(Path(folder), num_steps)
         began = time.perf_counter()
         for number in range(rounds):
             if number and time.perf_counter() - began > most_sec:
                 break
-            for place, (way, arguments) in enumerate(WAYS.items()):
+            for place, (way, arguments) in enumerate(contenders.items()):
                 seconds = step_seconds(config, f"{number}-{place}", arguments)
                 times[way].append(statistics.median(seconds))
     return times
@@ -88,13 +95,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one short round")
     parser.add_argument("--seconds", type=float, default=30, help="no new round after this time")
+    parser.add_argument("--ranks", type=int, default=2, help="a divisor of 16")
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("bench.parallel compares on two cores; this process may use only one")
     os.sched_setaffinity(0, cores[:2])  # inherited by all that is started
     rounds, num_steps = (1, SKIPPED + 5) if options.quick else (3, 30)
-    times = measure(rounds, num_steps, options.seconds)
+    times = measure(ways(options.ranks), rounds, num_steps, options.seconds)
     rows = [
         {
             "training": way,
@@ -102,7 +110,7 @@ def main() -> None:
             "of one process": statistics.median(
                 a / b for a, b in zip(seconds, times[REFERENCE], strict=True)
             ),
-            "best known": BEST_KNOWN[way],
+            "best known": BEST_KNOWN.get(way, ""),
         }
         for way, seconds in times.items()
     ]
