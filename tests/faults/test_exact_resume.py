@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 from runs import FaultyRun
 
 from forge import store
 from forge.errors import Exit
+from forge.fabric import available_cores
 
 STEPS, MIDDLE = 8, 4
 SIZES = (
@@ -64,6 +66,20 @@ def test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(
     assert ended.code == Exit.DONE, ended.text
     assert [event["step"] for event in resumed.events("init")] == [0, MIDDLE]
     assert resumed.story() == whole.story()
+
+
+@pytest.mark.skipif(available_cores() < 2, reason="validation replays 3 ranks on 2 cores or more")
+def test_validation_compares_the_next_losses_of_three_replicas_to_the_last_bit(
+    runs: Callable[..., FaultyRun], tmp_path: Path
+) -> None:
+    run = runs("replayed", 3, *SIZES, DROPOUT)
+    ended = run.train()
+    assert ended.code == Exit.DONE, ended.text
+    folder = run.paths.checkpoints / f"step-{MIDDLE:08d}"
+    ended = forked.start(["validate", str(folder)], tmp_path / "validate.out").end()
+    assert ended.code == Exit.DONE, ended.text
+    both = ", ".join(f"step {step} equal to the last bit" for step in (MIDDLE + 1, MIDDLE + 2))
+    assert f"next loss: trained again: {both}" in ended.text
 
 
 def with_a_corrupt_last_checkpoint(whole: FaultyRun, folder: Path) -> FaultyRun:
