@@ -328,7 +328,23 @@ def _old_view(_step: int) -> None:
     store.latest = old  # type: ignore[assignment]
 
 
+def _no_compiler(_step: int) -> None:
+    """The compiler fails on this rank alone, as it comes to the first forward."""
+    import torch
+
+    def compile_and_fail(model: torch.nn.Module, **_: Any) -> torch.nn.Module:
+        def fail(*_: Any) -> None:
+            raise RuntimeError("the compiler fails here")
+
+        wrapper = torch.nn.ModuleList([model])
+        wrapper.forward = fail  # type: ignore[assignment]
+        return wrapper
+
+    torch.compile = compile_and_fail  # type: ignore[assignment]
+
+
 POISONS = {
+    "no-compiler": _no_compiler,
     "no-memory": _no_memory,
     "old-view": _old_view,
     "slow-to-fail": _slow_to_fail,

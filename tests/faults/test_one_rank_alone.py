@@ -27,3 +27,15 @@ def test_all_ranks_go_on_from_the_checkpoint_that_rank_0_sees(resumable, undistu
     assert ended.code == Exit.DONE, ended.text
     assert run.events("lost") == []
     assert run.story() == undisturbed(2)
+
+
+@pytest.mark.timeout(540)
+def test_compiler_that_fails_on_one_replica_leaves_all_uncompiled_and_waits_for_nobody(
+    runs, undisturbed
+):
+    run = runs("uncompiled", 2, "--train.compile=true", "--machine.fabric.timeout_sec=240")
+    plan = Plan(poison="no-compiler", poison_rank=1)
+    ended = run.start_train(plan=plan).end(500)
+    assert ended.code == Exit.DONE, ended.text
+    assert "training without torch.compile: it failed on another rank" in ended.text
+    assert run.story() == undisturbed(2)
