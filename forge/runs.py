@@ -3,66 +3,137 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import pandas as pd
 
 from forge.config import RUN_NAME, Config, apply_overrides, checked, read_cell
 from forge.errors import ConfigError
 
+COLUMN = r"[A-Za-z_][\w.]*"  # as the dotted names on the command line
 
-def read_runs(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Overrides by run name, in the order of the rows; empty cells override nothing.
 
-    Raises ConfigError that names row, column and value of a bad name or cell.
+@dataclass(frozen=True)
+class Row:
+    """One run of the sheet."""
+
+    line: int  # in the file, from 1; comments and blank lines count
+    run: str
+    overrides: dict[str, Any]  # config key by dotted name -> value, without empty cells
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """The rows of the sheet, in order.
+
+    Raises ConfigError that names line, column and value: a row that is read against the wrong columns
+    trains the wrong run, so nothing is guessed.
     """
+    lines = _lines(path)
+    if not lines:
+        raise ConfigError(f"sample sheet {path} is empty", fix="copy config/runs.tsv of Forge")
+    header, *rows = lines
+    columns = _columns(path, *header)
+    seen: dict[str, int] = {}
+    read = []
+    for line, cells in rows:
+        row = _row(f"{path}, line {line}", line, columns, cells)
+        if row.run in seen:
+            raise ConfigError(
+                f"{path}, line {line}, column run: duplicate run name {row.run!r}, already used on"
+                f" line {seen[row.run]}",
+                fix="give each run a name of its own",
+            )
+        seen[row.run] = line
+        read.append(row)
+    if not read:
+        raise ConfigError(f"sample sheet {path} has no rows", fix="add one row for each run")
+    return read
+
+
+def _lines(path: str | Path) -> list[tuple[int, list[str]]]:
+    """(line number, cells) of each line but comments and blank ones. Quotes are part of a cell."""
     try:
-        table = pd.read_csv(path, sep="\t", dtype=str, keep_default_na=False, comment="#")
+        # utf-8-sig: spreadsheets begin their files with a byte order mark.
+        text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"sample sheet {path} does not exist") from None
-    except (ValueError, OSError) as err:
+    except UnicodeDecodeError as err:
         raise ConfigError(
-            f"cannot read sample sheet {path}: {err}",
-            cause="not a table with tabs between its columns",
+            f"sample sheet {path} is not UTF-8: {err}",
+            cause="saved by a spreadsheet in another encoding",
+            fix="save it as text in UTF-8, with tabs between the columns",
         ) from None
-    if "run" not in table.columns:
+    except (OSError, ValueError) as err:
+        raise ConfigError(f"cannot read sample sheet {path}: {err}") from None
+    return [
+        (number, line.split("\t"))
+        for number, line in enumerate(text.split("\n"), start=1)
+        if line.strip() and not line.startswith("#")
+    ]
+
+
+def _columns(path: str | Path, line: int, cells: list[str]) -> list[str]:
+    """The names in the header."""
+    columns = [cell.strip() for cell in cells]
+    where = f"{path}, line {line}"
+    if "run" not in columns:
         raise ConfigError(
-            f"sample sheet {path} has the columns {', '.join(table.columns)}, but no column run",
-            cause="blanks instead of tabs between columns" if len(table.columns) == 1 else "",
+            f"sample sheet {path} has the columns {', '.join(columns)}, but no column run",
+            cause="blanks instead of tabs between columns" if len(columns) == 1 else "",
             fix="the first line names the columns, separated by tabs: run, train.max_steps, …",
         )
-    runs: dict[str, dict[str, Any]] = {}
-    for number, row in enumerate(table.to_dict("records"), start=2):
-        name = row["run"].strip()
-        where = f"{path}, row {number}"
-        if not re.fullmatch(RUN_NAME, name):
+    for number, column in enumerate(columns, start=1):
+        if not column:
             raise ConfigError(
-                f"{where}, column run: {name!r} cannot name a run",
-                fix="use letters, digits, - and _, at most 64, beginning with a letter or digit",
+                f"{where}: column {number} has no name",
+                cause="two tabs in a row, or a tab at the end of the line",
+                fix="remove the column, or name it",
             )
-        if name in runs:
-            raise ConfigError(f"{where}, column run: {name!r} is there twice")
-        cells = {
-            str(column): read_cell(cell.strip())
-            for column, cell in row.items()
-            if column != "run" and cell.strip()
-        }
-        runs[name] = {"run": name, **cells}
-    if not runs:
-        raise ConfigError(f"sample sheet {path} has no rows", fix="add one row a run")
-    return runs
+        if not re.fullmatch(COLUMN, column):
+            raise ConfigError(
+                f"{where}: column {number} is {column!r}, which cannot be a config key",
+                cause="blanks instead of a tab between two columns" if " " in column else "",
+                fix="name columns by dotted config keys, such as train.max_steps",
+            )
+        if columns.index(column) != number - 1:
+            raise ConfigError(
+                f"{where}: columns {columns.index(column) + 1} and {number} are both {column}",
+                fix="remove one of them",
+            )
+    return columns
+
+
+def _row(where: str, line: int, columns: list[str], cells: list[str]) -> Row:
+    cells = [cell.strip() for cell in cells]
+    if len(cells) != len(columns):
+        raise ConfigError(
+            f"{where}: {len(cells)} cells, but the header names {len(columns)} columns"
+            f" ({', '.join(columns)})",
+            cause="a tab at the end of the line"
+            if len(cells) > len(columns) and not cells[-1]
+            else "",
+            fix="separate the cells by single tabs, one cell for each column; a cell may be empty",
+        )
+    values = dict(zip(columns, cells, strict=True))
+    name = values.pop("run")
+    if not re.fullmatch(RUN_NAME, name):
+        raise ConfigError(
+            f"{where}, column run: {name!r} cannot name a run",
+            fix="use letters, digits, - and _, at most 64, beginning with a letter or digit",
+        )
+    return Row(line, name, {column: read_cell(cell) for column, cell in values.items() if cell})
 
 
 def resolve_runs(base: dict[str, Any], path: str | Path) -> dict[str, Config]:
     """The config of every run on the sheet: `base` with the row's cells. Raises ConfigError."""
     configs = {}
-    for number, (name, overrides) in enumerate(read_runs(path).items(), start=2):
-        where = f"{path}, row {number} (run {name})"
+    for row in read_rows(path):
+        where = f"{path}, line {row.line} (run {row.run})"
         try:
-            configs[name] = checked(Config, apply_overrides(base, overrides), where)
+            values = apply_overrides(base, {"run": row.run, **row.overrides})
+            configs[row.run] = checked(Config, values, where)
         except ConfigError as err:
-            raise _with_columns(err, overrides, where) from None
+            raise _with_columns(err, row.overrides, where) from None
     return configs
 
 
@@ -73,7 +144,7 @@ def _with_columns(err: ConfigError, overrides: dict[str, Any], where: str) -> Co
         f"column {key}: value {value!r}"
         for key, value in overrides.items()
         # A rule over several keys of a section names the section only.
-        if key != "run" and (key in detail or detail.startswith(f"{key.partition('.')[0]}: "))
+        if key in detail or detail.startswith(f"{key.partition('.')[0]}: ")
     ]
     return ConfigError(f"{', '.join([where, *blamed])}: {detail}", fix=err.fix)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from forge.errors import ConfigError
-from forge.runs import read_runs, resolve_runs, shared_folders
+from forge.runs import read_rows, resolve_runs, shared_folders
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_bad_cell_names_row_column_and_value(sheet):
     path = sheet("run\ttrain.lr\na\t0.1\nb\tfast\n")
     with pytest.raises(ConfigError) as caught:
         resolve_runs({}, path)
-    assert "row 3 (run b), column train.lr: value 'fast'" in str(caught.value)
+    assert "line 3 (run b), column train.lr: value 'fast'" in str(caught.value)
 
 
 def test_cells_that_do_not_fit_together_are_named(sheet):
@@ -47,25 +47,93 @@ def test_unknown_column_is_refused(sheet):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("run\na\na\n", r"row 3, column run: 'a' is there twice"),
-        ("run\na\n../b\n", r"row 3, column run: '\.\./b' cannot name a run"),
+        ("run\na\na\n", r"line 3, column run: duplicate run name 'a', already used on line 2"),
+        ("run\na\n../b\n", r"line 3, column run: '\.\./b' cannot name a run"),
         ("run\n", "no rows"),
         ("name\na\n", "no column run"),
         ("run train.lr\na 1\n", "blanks instead of tabs"),
-        ("", "cannot read"),
+        ("", "is empty"),
+        ("# only\n\n", "is empty"),
+        ("run\ttrain.seed\t\na\t1\t\n", "line 1: column 3 has no name"),
+        ("run\ttrain.seed\ttrain.seed\na\t1\t2\n", "columns 2 and 3 are both train.seed"),
+        ("run\ttrain.seed train.lr\na\t1\n", "column 2 is 'train.seed train.lr'.*\n.*blanks"),
+        ("run\tid\trun\na\t1\tb\n", "columns 1 and 3 are both run"),
     ],
 )
 def test_bad_sheet_is_refused(sheet, text, message):
     with pytest.raises(ConfigError, match=message):
-        read_runs(sheet(text))
+        read_rows(sheet(text))
 
 
 def test_missing_sheet_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nope\.tsv does not exist"):
-        read_runs(tmp_path / "nope.tsv")
+        read_rows(tmp_path / "nope.tsv")
 
 
 def test_runs_with_different_result_folders_are_refused(sheet):
     runs = resolve_runs({}, sheet("run\tresults\na\tx\nb\ty\n"))
     with pytest.raises(ConfigError, match="different folders"):
         shared_folders(runs)
+
+
+# --- cells and columns ------------------------------------------------------------------------------
+
+
+def test_tab_at_the_end_of_every_row_is_refused_and_shifts_nothing(sheet):
+    """pandas takes the first column for an index then, and trains a run called 7 with seed 0."""
+    with pytest.raises(ConfigError) as caught:
+        read_rows(sheet("run\ttrain.seed\nbase\t7\t\n"))
+    assert "line 2: 3 cells, but the header names 2 columns (run, train.seed)" in str(caught.value)
+    assert "a tab at the end of the line" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "cells"),
+    [
+        ("run\ttrain.seed\na\t1\nb\t2\t3\n", 3, 3),
+        ("run\ttrain.seed\na\t1\nb\n", 3, 1),
+        ("# c\n\nrun\ttrain.seed\n# c\na\t1\n\n#\nb\n", 8, 1),
+    ],
+)
+def test_row_of_another_width_is_refused_by_its_line_in_the_file(sheet, text, line, cells):
+    with pytest.raises(ConfigError, match=rf"line {line}: {cells} cells, but the header names 2"):
+        read_rows(sheet(text))
+
+
+def test_bad_cell_below_comments_and_blank_lines_is_told_with_its_line_in_the_file(sheet):
+    path = sheet("# c\nrun\ttrain.lr\n\n# c\nb\tfast\n")
+    with pytest.raises(ConfigError, match=r"line 5 \(run b\), column train\.lr: value 'fast'"):
+        resolve_runs({}, path)
+
+
+def test_column_below_a_value_is_told_with_its_line(sheet):
+    with pytest.raises(ConfigError, match=r"line 2 \(run a\), column run\.x: value 1: cannot set"):
+        resolve_runs({}, sheet("run\trun.x\na\t1\n"))
+
+
+def test_lines_of_tabs_only_and_comments_are_no_rows(sheet):
+    (row,) = read_rows(sheet("run\ttrain.seed\n\t\n#a\t1\t2\nb\t3\n"))
+    assert (row.line, row.run, row.overrides) == (4, "b", {"train.seed": 3})
+
+
+def test_hash_inside_a_cell_does_not_cut_it(sheet):
+    (row,) = read_rows(sheet("run\ttokenizer.eos_token\na\t<#eos#>\n"))
+    assert row.overrides == {"tokenizer.eos_token": "<#eos#>"}
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_sheet_saved_by_a_spreadsheet_is_read(tmp_path, end):
+    path = tmp_path / "runs.tsv"
+    lines = ["run \t train.seed", "a\t1", "b\t"]
+    path.write_bytes(b"\xef\xbb\xbf" + end.join(lines).encode())
+    assert [(row.run, row.overrides) for row in read_rows(path)] == [
+        ("a", {"train.seed": 1}),
+        ("b", {}),
+    ]
+
+
+def test_sheet_in_another_encoding_is_refused(tmp_path):
+    path = tmp_path / "runs.tsv"
+    path.write_bytes("run\na\n".encode("utf-16"))
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        read_rows(path)

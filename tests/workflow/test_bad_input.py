@@ -21,12 +21,12 @@ def test_unknown_key(project):
 
 def test_bad_cell_of_the_sample_sheet(project):
     project.write_runs("run\ttrain.lr\nbase\tfast\n")
-    refused(project, "row 2 (run base), column train.lr: value 'fast'")
+    refused(project, "line 2 (run base), column train.lr: value 'fast'")
 
 
 def test_double_and_illegal_run_names(project):
     project.write_runs("run\nbase\nbase\n")
-    refused(project, "'base' is there twice")
+    refused(project, "duplicate run name 'base'")
     project.write_runs("run\n$(reboot)\n")
     refused(project, "'$(reboot)' cannot name a run")
 
