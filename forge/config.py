@@ -9,12 +9,22 @@ import difflib
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from forge.errors import ConfigError
+from forge.values import describe, read_cell, read_text, read_yaml, shown
 
 # Never a path, an option or a piece of shell; also the wildcard constraint of the workflow.
 RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
@@ -23,14 +33,52 @@ RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 # what the checkpoint is, and a change is refused.
 FREE: dict[str, Any] = {"resume": "free"}
 
+MAX_NAME_BYTES = 255  # of one file or directory, on every file system of Linux (NAME_MAX)
+MAX_PATH_BYTES = 3072  # Linux takes 4096 (PATH_MAX); Forge adds names of its own
+MAX_MIB = 2**30  # a PiB
+
+
+def _usable_path(path: str) -> str:
+    if "\0" in path:
+        raise ValueError("a null byte cannot be part of a path")
+    longest = max(path.split("/"), key=lambda name: len(name.encode()))
+    if len(longest.encode()) > MAX_NAME_BYTES:
+        raise ValueError(f"a name in it has more than {MAX_NAME_BYTES} bytes: {longest:.20}…")
+    if len(path.encode()) > MAX_PATH_BYTES:
+        raise ValueError(f"the path has more than {MAX_PATH_BYTES} bytes")
+    return path
+
+
+FilePath = Annotated[str, AfterValidator(_usable_path)]
+
 
 class Section(BaseModel):
     """Unknown keys are refused: a misspelt key that trains with a default costs days."""
 
     # validate_default: a default 64 of a float key must be the same 64.0 that a file gives.
+    # allow_inf_nan: infinity satisfies every lower bound, then fails or diverges hours later.
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
+            raise ValueError("Input should be a number")
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _integer_fits(cls, value: Any) -> Any:
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError("Input should fit into 64 bits")
+        return value
 
 
 class Tokenizer(Section):
@@ -40,9 +88,9 @@ class Tokenizer(Section):
     """`train` a byte-level BPE on the corpus, take a file (`path`), or a `hub` repository."""
     vocab_size: int = Field(4096, ge=257, le=2**24)
     """Number of ids of a trained tokenizer, its end-of-text token included."""
-    sample_mib: float = Field(64, gt=0)
+    sample_mib: float = Field(64, gt=0, le=MAX_MIB)
     """A trained tokenizer sees at most this much of the corpus (MiB), spread evenly over the files."""
-    path: str | None = None
+    path: FilePath | None = None
     """The tokenizer.json for `source: path`."""
     hub: str | None = None
     """`owner/name@revision` for `source: hub`; fetched on a login node."""
@@ -62,7 +110,7 @@ class Tokenizer(Section):
 class Tokenize(Section):
     """What the corpus is and how it becomes shards of token ids."""
 
-    inputs: list[str] = Field(default=["python:stdlib"], min_length=1)
+    inputs: list[FilePath] = Field(default=["python:stdlib"], min_length=1)
     """Files, folders, globs; `python:stdlib` is the text every Python brings along."""
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
     """`auto` goes by the file name (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, else text)."""
@@ -76,7 +124,7 @@ class Tokenize(Section):
     """Share of documents held out for evaluation, chosen by the digest of the document."""
     shard_tokens: int = Field(2**26, ge=1024)
     """A shard ends at the first document that reaches this many tokens."""
-    part_mib: float = Field(4, gt=0)
+    part_mib: float = Field(4, gt=0, le=MAX_MIB)
     """Input files are grouped to parts of about this size (MiB); a part is one unit of parallel work."""
 
 
@@ -219,9 +267,9 @@ class Config(Section):
 
     run: str = Field("base", pattern=rf"^{RUN_NAME}$")
     """Name of the run and of its folder in `results`."""
-    results: str = Field("results", min_length=1)
+    results: FilePath = Field("results", min_length=1)
     """Folder that holds one folder per run."""
-    data: str = Field("data", min_length=1)
+    data: FilePath = Field("data", min_length=1)
     """Folder of tokenizers and tokens, shared between runs."""
     tokenizer: Tokenizer = Tokenizer()
     tokenize: Tokenize = Tokenize()
@@ -259,14 +307,6 @@ def parse_override(argument: str) -> tuple[str, Any]:
     return match[1], read_cell(match[2])
 
 
-def read_cell(text: str) -> Any:
-    """One value as YAML reads it, except that 1e-3 is a number as in Python."""
-    try:
-        return float(text) if re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", text) else yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-
-
 def apply_overrides(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """A copy of the nested `values` with each dotted key set."""
     merged = json.loads(json.dumps(values))
@@ -286,19 +326,18 @@ def apply_overrides(values: dict[str, Any], overrides: dict[str, Any]) -> dict[s
 
 def read_values(path: str | Path) -> dict[str, Any]:
     """The plain values in a YAML or JSON config file. Raises ConfigError."""
+    text = read_text(path, "config file")
     try:
-        values = yaml.safe_load(Path(path).read_text())
-    except FileNotFoundError:
+        values = read_yaml(text)
+    except yaml.YAMLError as err:
         raise ConfigError(
-            f"config file {path} does not exist",
-            fix="name an existing file, for example config/config.yaml",
+            f"cannot read config file {path}: {describe(err)}",
+            fix="config/README.md says how values are written",
         ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as err:
-        raise ConfigError(f"cannot read config file {path}: {err}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"config file {path} must hold keys and values, not {values!r:.60}")
+        raise ConfigError(f"config file {path} must hold keys and values, not {shown(values)}")
     return values
 
 
@@ -321,7 +360,7 @@ def checked(model: type[Section], values: dict[str, Any], where: str) -> Any:
 
 def _problem(model: type[Section], detail: Any) -> str:
     loc = [str(part) for part in detail["loc"]]
-    dotted = ".".join(loc)
+    dotted = ".".join(loc)[:200]
     if detail["type"] == "extra_forbidden":
         section, names = model, loc[:-1]
         for name in names:
@@ -334,7 +373,9 @@ def _problem(model: type[Section], detail: Any) -> str:
     message = detail["msg"].removeprefix("Value error, ")
     if not loc or isinstance(detail["input"], dict):
         return f"{dotted}: {message}" if dotted else message
-    return f"{dotted} is {detail['input']!r}: {message}"
+    if detail["type"] == "string_type" and isinstance(detail["input"], int | float):
+        message += f'; put it in quotes: "{shown(detail["input"])}"'
+    return f"{dotted} is {shown(detail['input'])}: {message}"
 
 
 def _fields(section: type[BaseModel]) -> dict[str, Any]:

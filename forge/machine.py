@@ -10,7 +10,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from forge.config import Section, apply_overrides, checked, read_values
+from forge.config import FilePath, Section, apply_overrides, checked, read_values
+
+# What timers of other programs take (poll counts milliseconds in 32 bits): 11 days.
+MAX_SEC = 10**6
 
 
 class Fabric(Section):
@@ -26,7 +29,7 @@ class Fabric(Section):
     """`auto` uses InfiniBand where an interface of it is up; `never` also not then."""
     gid_index: int | None = Field(None, ge=0)
     """NCCL_IB_GID_INDEX for clusters that need one."""
-    timeout_sec: float = Field(300, gt=0)
+    timeout_sec: float = Field(300, gt=0, le=MAX_SEC)
     """A collective that takes longer than this ends the rank with an error."""
     debug: bool = False
     """Verbose NCCL and torch.distributed logs."""
@@ -38,7 +41,7 @@ class Stage(Section):
     mode: Literal["auto", "always", "never"] = "auto"
     """`auto` reads in place on the staging folder's own file system, and on a shared one that a
     measurement on the node finds fast enough (1000 random reads/s, 500 MiB/s); else it stages."""
-    folder: str | None = None
+    folder: FilePath | None = None
     """Node-local folder; null: $SLURM_TMPDIR, else $TMPDIR, else /tmp."""
     keep: bool = False
     """Leave the shards on the nodes when the job ends, for the next run on the same nodes."""
@@ -49,7 +52,7 @@ class Stage(Section):
 class Preflight(Section):
     """What a node must offer before training starts."""
 
-    deadline_sec: float = Field(90, gt=0)
+    deadline_sec: float = Field(90, gt=0, le=MAX_SEC)
     """The rank checks must be through by then; what is missing is named."""
     min_free_disk_gib: float = Field(1, ge=0)
     """Free space in the results folder."""
@@ -57,7 +60,7 @@ class Preflight(Section):
     """Available memory per rank."""
     min_open_files: int = Field(256, ge=0)
     """Soft limit of open files (`ulimit -n`)."""
-    max_clock_skew_sec: float = Field(5, gt=0)
+    max_clock_skew_sec: float = Field(5, gt=0, le=MAX_SEC)
     """Clocks of nodes may differ by this much; more only warns."""
     slow_factor: float = Field(2, gt=1)
     """A node slower than the median of the nodes by this factor is named; it only warns."""
@@ -68,7 +71,7 @@ class Preflight(Section):
 class Slurm(Section):
     """What Slurm is asked for, and what follows when it takes the nodes away."""
 
-    warn_sec: int = Field(120, ge=0)
+    warn_sec: int = Field(120, ge=0, le=65535)
     """Ranks get SIGUSR1 this long before the time limit, to commit and leave. Slurm may be 30 s late."""
     max_restarts: int = Field(50, ge=0)
     """A job that was restarted this often is not sent back to the queue again."""
@@ -86,12 +89,12 @@ class Machine(Section):
     launcher: Literal["process", "torchrun", "srun"] = "process"
     """`process` runs one rank here; `torchrun` starts each node's ranks, under Slurm by one srun task
     a node; `srun` starts every rank itself."""
-    stop_grace_sec: float = Field(60, gt=0)
+    stop_grace_sec: float = Field(60, gt=0, le=MAX_SEC)
     """Ranks get this long to commit after a stop signal before they are killed."""
     save_beside: bool = True
     """Checkpoints are written beside training, from a copy of the state in host memory; false, or too
     little memory: training waits for each."""
-    max_minutes: float | None = Field(None, gt=0)
+    max_minutes: float | None = Field(None, gt=0, le=10**7)
     """Training stops with a checkpoint before this many minutes have passed, for machines that take
     themselves back without a signal; null: no limit but Slurm's, which is asked for."""
     max_restarts_without_progress: int = Field(5, ge=1)

@@ -130,7 +130,8 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except FileNotFoundError:
         raise DataError(f"{path} does not exist", fix="run the step that writes it first") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as err:
+    # ValueError: JSONDecodeError, UnicodeDecodeError, and integers of more than 4300 digits.
+    except (ValueError, RecursionError) as err:
         raise DataError(
             f"{path} is not JSON: {err}",
             cause="cut short by a full disk or edited by hand",

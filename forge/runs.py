@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge.config import RUN_NAME, Config, apply_overrides, checked, read_cell
+from forge.config import RUN_NAME, Config, apply_overrides, checked
 from forge.errors import ConfigError
+from forge.values import read_cell, read_text, shown
 
 COLUMN = r"[A-Za-z_][\w.]*"  # as the dotted names on the command line
 
@@ -52,19 +53,7 @@ def read_rows(path: str | Path) -> list[Row]:
 
 def _lines(path: str | Path) -> list[tuple[int, list[str]]]:
     """(line number, cells) of each line but comments and blank ones. Quotes are part of a cell."""
-    try:
-        # utf-8-sig: spreadsheets begin their files with a byte order mark.
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"sample sheet {path} does not exist") from None
-    except UnicodeDecodeError as err:
-        raise ConfigError(
-            f"sample sheet {path} is not UTF-8: {err}",
-            cause="saved by a spreadsheet in another encoding",
-            fix="save it as text in UTF-8, with tabs between the columns",
-        ) from None
-    except (OSError, ValueError) as err:
-        raise ConfigError(f"cannot read sample sheet {path}: {err}") from None
+    text = read_text(path, "sample sheet")
     return [
         (number, line.split("\t"))
         for number, line in enumerate(text.split("\n"), start=1)
@@ -141,7 +130,7 @@ def _with_columns(err: ConfigError, overrides: dict[str, Any], where: str) -> Co
     """The same error; where cells of this row are to blame, it names their columns and values."""
     detail = err.what.removeprefix(f"{where}: ")
     blamed = [
-        f"column {key}: value {value!r}"
+        f"column {key}: value {shown(value)}"
         for key, value in overrides.items()
         # A rule over several keys of a section names the section only.
         if key in detail or detail.startswith(f"{key.partition('.')[0]}: ")

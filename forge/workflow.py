@@ -16,12 +16,12 @@ from typing import Any
 
 from forge import bad_nodes, jobs, slurm, store
 from forge.artefacts import freeze
-from forge.config import Config, checked
+from forge.config import Config, checked, read_values
 from forge.errors import ConfigError, UnfitError
 from forge.geometry import allocation_resources, sbatch_options
 from forge.lease import WORKFLOW_LEASE, lease
 from forge.machine import Machine, load_machine
-from forge.manifest import canonical, digest_bytes, write_json
+from forge.manifest import canonical, digest_bytes, read_json, write_json
 from forge.paths import RunPaths
 from forge.runs import resolve_runs, shared_folders
 
@@ -47,27 +47,48 @@ def prepare_environment() -> None:
     environ.setdefault("FORGE_USER_OMP_NUM_THREADS", environ.get("OMP_NUM_THREADS", ""))
 
 
-def config_file(*, main: bool) -> str:
-    """What the Snakefile reads. main: False for the Snakemake inside a job, which goes on with the
-    runs as they were submitted: the config may have been edited while the job was in the queue."""
-    return CONFIG if main else os.environ.get(SUBMITTED, CONFIG)
+def read_config(settings: Any) -> dict[str, Any]:
+    """config.yaml with what Snakemake's options --configfile and --config set in it.
+
+    settings: Snakemake's ConfigSettings. Read by Forge and not by Snakemake's `configfile:`, which
+    would read some values in another way than every other place (`010` as 8, YAML 1.1), and would read
+    a file of 300 bytes for minutes. Raises ConfigError.
+    """
+    merged: dict[str, Any] = {}
+    if not settings.replace_workflow_config and (Path(CONFIG).exists() or not settings.configfiles):
+        merged = read_values(CONFIG)
+    for values in (*map(read_values, settings.configfiles), settings.config):
+        _merge(merged, values)
+    return merged
 
 
-def read_runs(config: dict[str, Any]) -> dict[str, Config]:
+def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def read_runs(settings: Any, *, main: bool) -> dict[str, Config]:
     """Run name -> config with ids, for every row of the sheet (key `runs`, else config/runs.tsv).
+
+    settings: as for `read_config`. main: False for the Snakemake inside a job, which goes on with the
+    runs as they were submitted: the config may have been edited while the job was in the queue.
 
     Raises ForgeError for a bad config or sheet, and for a run that cannot go on from its checkpoint:
     refused here, since Snakemake removes a rule's outputs before it starts the rule.
     """
-    if "submitted" in config:
-        submitted: dict[str, Any] = config["submitted"]
+    if not main and SUBMITTED in os.environ:
+        path = Path(os.environ[SUBMITTED])
+        submitted: dict[str, Any] = read_json(path)["submitted"]
         return {name: checked(Config, values, "the job") for name, values in submitted.items()}
-    base = dict(config)
-    sheet = base.pop("runs", SHEET)
-    runs = {name: freeze(settings) for name, settings in resolve_runs(base, sheet).items()}
+    base = read_config(settings)
+    sheet = str(base.pop("runs", SHEET))
+    runs = {name: freeze(config) for name, config in resolve_runs(base, sheet).items()}
     shared_folders(runs)
-    for settings in runs.values():
-        store.check_resumable(settings, RunPaths.of(settings))
+    for config in runs.values():
+        store.check_resumable(config, RunPaths.of(config))
     return runs
 
 

@@ -1,11 +1,14 @@
 """A typo in a config that trains with a default costs days: everything unknown is refused."""
 
 import json
+from typing import get_args
 
 import pytest
 
-from forge.config import Config, apply_overrides, load_config, parse_override, read_cell
+from forge.config import Config, Section, apply_overrides, load_config, parse_override
 from forge.errors import ConfigError
+from forge.machine import Machine, load_machine
+from forge.values import read_cell
 
 
 def config_of(**overrides):
@@ -83,6 +86,54 @@ def test_config_survives_its_own_json_unchanged():
     again = Config.model_validate(json.loads(json.dumps(config.to_json())))
     assert again == config
     assert json.dumps(again.to_json()) == json.dumps(config.to_json())
+
+
+def keys_of(model, kind, prefix=""):
+    """Dotted names of the keys that take a value of type `kind`."""
+    for name, field in model.model_fields.items():
+        below = get_args(field.annotation) or (field.annotation,)
+        dotted = prefix + (field.alias or name)
+        if isinstance(below[0], type) and issubclass(below[0], Section):
+            yield from keys_of(below[0], kind, f"{dotted}.")
+        elif kind in below:
+            yield dotted
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", ".inf", ".nan", "Infinity", "1e999"])
+@pytest.mark.parametrize(
+    ("load", "key"),
+    [(load_config, key) for key in keys_of(Config, float)]
+    + [(load_machine, key) for key in keys_of(Machine, float)],
+)
+def test_no_number_is_infinite(tmp_path, load, key, value):
+    """Infinity satisfies every lower bound: train.grad_clip=.inf passed, then ended in a traceback."""
+    with pytest.raises(ConfigError, match=f"{key} is '?{value.replace('1e999', 'inf')}'?: "):
+        load("/dev/null", dict([parse_override(f"--{key}={value}")]))
+    with pytest.raises(ConfigError, match=f"{key} is "):
+        load("/dev/null", {key: float(value.replace(".", ""))})
+
+
+@pytest.mark.parametrize("key", [*keys_of(Config, int), *keys_of(Config, float)])
+def test_true_is_no_number(key):
+    """Else train.max_steps=true trains one step."""
+    with pytest.raises(ConfigError, match=f"{key} is True: Input should be a number"):
+        load_config("/dev/null", {key: True})
+
+
+@pytest.mark.parametrize("key", ["results", "data", "tokenizer.path", "tokenize.inputs"])
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("a\0b", "null byte"), ("a/" + "x" * 256, "more than 255 bytes"), ("a/" * 2000, "3072 bytes")],
+)
+def test_path_that_no_file_can_have_is_refused(key, path, message):
+    with pytest.raises(ConfigError, match=rf"{key}.* is .*: .*{message}"):
+        config_of(**{key: [path] if key == "tokenize.inputs" else path})
+
+
+def test_text_that_is_not_utf8_is_refused():
+    """What a terminal in another encoding gives: Python keeps such bytes as surrogates."""
+    with pytest.raises(ConfigError, match=r"results is .*: .*unicode"):
+        config_of(results=b"caf\xe9".decode(errors="surrogateescape"))
 
 
 def test_override_below_a_value_is_refused():

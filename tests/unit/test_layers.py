@@ -15,6 +15,8 @@ FOLDER = Path(forge.__file__).parent
 LAYERS = (
     # words for people
     "errors progress stopping tail log_errors bisection points grace",
+    # what people write
+    "values",
     # config, small files, who am I
     "config manifest launch console slurm",
     # names, machine, formats of files

@@ -1,5 +1,7 @@
 """Whatever a tired person types is refused with key, file and value, before anything is made."""
 
+from itertools import pairwise
+
 import pytest
 
 pytestmark = pytest.mark.xdist_group("bad_input")
@@ -72,3 +74,26 @@ def test_ranks_that_cannot_share_the_batch(project):
     code, output = project.snakemake("train")
     assert code != 0
     assert "batch_size 7 cannot be shared by a world of 2" in output
+
+
+def test_config_that_is_no_plain_values_is_refused_at_once(project):
+    """Snakemake's own reader took minutes and gigabytes for 300 bytes, and ended with tracebacks."""
+    config = project.root / "config/config.yaml"
+    names = "abcdefghi"
+    config.write_text(
+        "a: &a [x,x,x,x,x,x,x,x,x]\n"
+        + "".join(
+            f"{name}: &{name} [{','.join(['*' + below] * 9)}]\n" for below, name in pairwise(names)
+        )
+    )
+    refused(project, "config file config/config.yaml: line 2: the alias *a is not supported")
+    config.write_text(f"train: {{max_steps: {'9' * 5000}}}\n")
+    refused(project, "train.max_steps is '999", "exceeded maximum size")
+
+
+def test_words_of_the_config_mean_the_same_as_in_a_cell(project):
+    """YAML 1.1 reads 010 as 8 and 1:30 as 90."""
+    project.write_config()
+    config = project.root / "config/config.yaml"
+    config.write_text(config.read_text().replace("max_steps: 12", "max_steps: 1:30"))
+    refused(project, "train.max_steps is '1:30': Input should be a valid integer")

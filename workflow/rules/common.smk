@@ -10,7 +10,8 @@ from forge.runs import shared_folders
 helpers.prepare_environment()
 
 try:
-    RUNS = helpers.read_runs(config)
+    # No `configfile:`, so that a value means the same here as in every `forge` verb.
+    RUNS = helpers.read_runs(workflow.config_settings, main=workflow.is_main_process)
     ALLOCATION = helpers.Allocation(
         workflow.resource_settings.overwrite_resources.get("fit", {}), RUNS
     )
