@@ -11,7 +11,15 @@ from pathlib import Path
 from forge import console, fabric, progress
 from forge.config import load_config
 from forge.errors import Exit, ForgeError
-from forge.launch import Process, Rank, hostname, meeting_point, stop_with_parent, this_rank
+from forge.launch import (
+    Process,
+    Rank,
+    hostname,
+    meeting_point,
+    rank_for_record,
+    stop_with_parent,
+    this_rank,
+)
 from forge.launcher import Record, Spec, register
 from forge.machine import Machine
 from forge.manifest import disk_trouble
@@ -36,7 +44,7 @@ def main(spec_path: str) -> int:
         _prepare(spec, rank)
         record = _attempt(spec, paths, rank, stop)
     except ForgeError as err:
-        record = _failure(err, min(int(os.environ["RANK"]), spec.geometry.world_size - 1))
+        record = _failure(err, rank_for_record(spec.geometry.world_size))
     record.write(spec)
     if record.status not in ("completed", "stopped"):
         # At once: a thread may wait for other ranks in the middle of a save.

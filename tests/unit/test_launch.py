@@ -64,6 +64,32 @@ def test_world_of_another_size_is_refused_with_both_numbers(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"RANK": "3", "WORLD_SIZE": "1"}, "RANK=3, WORLD_SIZE=1, so this would be rank 3 of 1"),
+        ({"RANK": "-1"}, "RANK=-1, so this would be rank -1 of 1"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2, so this would be"),
+        ({"RANK": "first"}, "RANK=first, which are not all numbers"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "8", **SLURM},
+            "RANK=2, WORLD_SIZE=8, but Slurm started this process as task 5",
+        ),
+    ],
+)
+def test_variables_left_over_in_the_shell_are_named(monkeypatch, values, message):
+    export(monkeypatch, **values)
+    with pytest.raises(ConfigError, match=message) as caught:
+        this_rank(int(values.get("WORLD_SIZE", 1)), 1)
+    assert caught.value.fix.startswith("unset ")
+    assert 0 <= launch.rank_for_record(4) < 4
+
+
+def test_ranks_of_torchrun_may_have_other_numbers_than_slurms_tasks(monkeypatch):
+    export(monkeypatch, RANK="2", LOCAL_RANK="0", WORLD_SIZE="8", TORCHELASTIC_RUN_ID="x", **SLURM)
+    assert this_rank(8, 1).rank == 2
+
+
+@pytest.mark.parametrize(
     ("job", "user", "folder"),
     [("/job", "/user", "/job"), ("", "/user", "/user"), ("", "", "/tmp")],
 )
