@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import io
+import locale
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import forge
-from forge.config import Config, load_config, parse_override
+from forge.config import Config, is_boolean, load_config, parse_override
 from forge.errors import ConfigError, Exit, ForgeError
 from forge.progress import copy_to, say
 
 # Imports of the verbs stay inside their functions: `forge --help` answers without torch or pandas.
 
 EXIT_CODES = """exit codes: 0 done · 75 stopped early, a checkpoint is committed, give the command again
-65 bad data · 69 node, network or disk unfit · 70 diverged, or a bug · 78 bad config"""
+65 bad data · 69 node, network or disk unfit · 70 diverged, or a bug · 78 bad config or command line"""
 
 OVERRIDES = (
     "Every key of the config can be given by its dotted name, for example --train.max_steps=1000,"
@@ -28,13 +30,15 @@ OVERRIDES = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one verb; the exit code."""
+    """Run one verb; the exit code. arguments: those of the command line where None."""
+    if arguments is None:
+        _in_utf8()
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     try:
         options.overrides, options.machine_overrides = _overrides(rest)
-        _prepare(options)
         with _disk_trouble():
+            _prepare(options)
             options.action(options)
     except ForgeError as err:
         say(f"forge {options.verb}: {err}")
@@ -54,6 +58,18 @@ def main(arguments: list[str] | None = None) -> int:
     return int(Exit.DONE)
 
 
+def _in_utf8() -> None:
+    """All text that Forge reads and writes is UTF-8, also where the locale says otherwise: a corpus, a
+    tokenizer and a report do not change with LANG. Starts Python again, since only that sets it for
+    every file and every process to come. A terminal without some character shows its number.
+    """
+    if not sys.flags.utf8_mode and locale.getencoding().lower() not in ("utf-8", "utf8"):
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def _disk_trouble() -> AbstractContextManager[None]:
     """A last net: what a disk or a network file system does is no bug, wherever it strikes."""
     from forge.manifest import disk_trouble
@@ -68,7 +84,7 @@ def _prepare(options: argparse.Namespace) -> None:
         stop_with_parent()
     if options.log:
         Path(options.log).parent.mkdir(parents=True, exist_ok=True)
-        copy_to(open(options.log, "a", buffering=1))  # noqa: SIM115  open until the process ends
+        copy_to(open(options.log, "a", buffering=1, encoding="utf-8"))  # noqa: SIM115  open until the process ends
 
 
 def _overrides(rest: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -83,7 +99,7 @@ def _overrides(rest: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     config: dict[str, Any] = {}
     machine: dict[str, Any] = {}
     for argument in joined:
-        key, value = parse_override(argument)
+        key, value = parse_override(_with_value(argument))
         if key.startswith("machine."):
             machine[key.removeprefix("machine.")] = value
         else:
@@ -91,8 +107,34 @@ def _overrides(rest: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     return config, machine
 
 
+def _with_value(argument: str) -> str:
+    """`--train.compile` as `--train.compile=true`, where the key is one that is true or false."""
+    from forge.machine import Machine
+
+    key = argument.removeprefix("--")
+    if "=" in argument or not argument.startswith("--"):
+        return argument
+    model, name = (
+        (Machine, key.removeprefix("machine.")) if key.startswith("machine.") else (Config, key)
+    )
+    if not is_boolean(model, name):
+        raise ConfigError(
+            f"cannot read {argument!r}: it has no value",
+            fix=f"give one, as in {argument}=VALUE; only keys that are true or false may stand alone",
+        )
+    return f"{argument}=true"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Usage errors end with 78: 2, argparse's own, is none of the documented exit codes."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(int(Exit.CONFIG), f"{self.prog}: {message}\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="forge",
         description=forge.__doc__,
         epilog=f"{OVERRIDES}\n\n{EXIT_CODES}",

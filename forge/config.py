@@ -386,6 +386,13 @@ def _fields(section: type[BaseModel]) -> dict[str, Any]:
     }
 
 
+def is_boolean(section: type[Section], dotted: str) -> bool:
+    """Whether the key with this dotted name is true or false."""
+    first, _, rest = dotted.partition(".")
+    below = _fields(section).get(first)
+    return is_boolean(below, rest) if rest and below else below is bool
+
+
 def is_free(section: type[Section], key: str) -> bool:
     """Whether this key may change between two starts of one run."""
     return section.model_fields[key].json_schema_extra == FREE

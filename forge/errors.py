@@ -13,7 +13,7 @@ class Exit(IntEnum):
     UNFIT = 69  # EX_UNAVAILABLE: a node, the fabric, the network or a disk is unfit
     FAILED = 70  # EX_SOFTWARE: training diverged, or a bug
     STOPPED = 75  # EX_TEMPFAIL: stopped early with a committed checkpoint; run it again
-    CONFIG = 78  # EX_CONFIG: bad config
+    CONFIG = 78  # EX_CONFIG: bad config or command line
 
 
 class ForgeError(Exception):

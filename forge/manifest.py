@@ -47,7 +47,10 @@ def short_id(value: Any) -> str:
 
 @contextmanager
 def disk_trouble(path: Path, action: str = "write") -> Iterator[None]:
-    """Turn a full, read-only, failing or forbidden disk, or a file in the way, into an UnfitError."""
+    """Turn a full, read-only, failing or forbidden disk, or a file in the way, into an UnfitError.
+
+    action: `write`, `read` or `read or write`, whatever may be what failed.
+    """
     try:
         yield
     except OSError as err:
@@ -57,8 +60,13 @@ def disk_trouble(path: Path, action: str = "write") -> Iterator[None]:
             errno.ENOSPC: "free space there, or point `results`, `data` or the stage folder elsewhere",
             errno.EDQUOT: "your quota is used up there: free space or ask for more",
             errno.EROFS: "the file system is read-only: choose another folder",
-            errno.EACCES: "you may not write there: check owner and mode, or choose another folder",
-            errno.EPERM: "you may not write there: check owner and mode, or choose another folder",
+            **dict.fromkeys(
+                (errno.EACCES, errno.EPERM),
+                f"you may not {action} there: check owner and mode, or choose another folder",
+            ),
+            errno.EISDIR: "a directory is where a file is expected: move it away",
+            errno.ENAMETOOLONG: "one name in a path has at most 255 bytes: choose shorter ones",
+            errno.ELOOP: "symbolic links lead back to themselves: remove the link",
             errno.ENOTDIR: "a file is in the way of a folder: choose another folder",
             errno.EEXIST: "a file is in the way of a folder: choose another folder",
             errno.EFBIG: "it is larger than this file system allows: choose another folder",
@@ -89,7 +97,7 @@ def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
         fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         temporary = Path(name)
         try:
-            with os.fdopen(fd, mode) as file:
+            with os.fdopen(fd, mode, encoding=None if "b" in mode else "utf-8") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -124,10 +132,23 @@ def write_json(path: Path, value: Any) -> None:
         file.write(text)
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """As read_json, for a file that must hold keys and values. Raises DataError."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{path} must hold keys and values, not {str(value)[:60]!r}",
+            cause="cut short by a full disk or edited by hand",
+            fix="remove it and run the step that writes it again",
+        )
+    return value
+
+
 def read_json(path: Path) -> Any:
     """The value in a JSON file; DataError where it is missing or not JSON."""
     try:
-        return json.loads(path.read_text())
+        with disk_trouble(path, "read"):
+            return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{path} does not exist", fix="run the step that writes it first") from None
     # ValueError: JSONDecodeError, UnicodeDecodeError, and integers of more than 4300 digits.

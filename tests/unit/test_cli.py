@@ -1,6 +1,7 @@
 """People and Snakemake go by the exit code; a mistake of the user must not look like a bug."""
 
 import errno
+import json
 import os
 import re
 import subprocess
@@ -47,6 +48,32 @@ def test_network_file_system_that_fails_is_unfit_and_named(monkeypatch, config, 
     said = capsys.readouterr().err
     assert "cannot read or write /results/base/events.jsonl" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.EACCES, "you may not read or write there"),
+        (errno.EISDIR, "a directory is where a file is expected"),
+        (errno.ENAMETOOLONG, "at most 255 bytes"),
+        (errno.ELOOP, "symbolic links lead back to themselves"),
+    ],
+)
+def test_file_that_cannot_be_used_is_named_with_what_is_wrong(
+    monkeypatch, config, capsys, number, fix
+):
+    failing(monkeypatch, OSError(number, os.strerror(number), "results/base/fit.json"))
+    assert main(["report", config]) == Exit.UNFIT
+    said = capsys.readouterr().err
+    assert "cannot read or write results/base/fit.json" in said
+    assert fix in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("log", [".", "x" * 300, "/dev/null/x"])
+def test_log_that_cannot_be_written_is_no_bug(config, capsys, log):
+    assert main(["report", config, f"--log={log}"]) == Exit.UNFIT
+    assert "cannot read or write" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -106,8 +133,10 @@ def test_verb_that_is_through_gives_0(config, monkeypatch):
 def test_command_line_that_no_verb_fits_is_refused_with_the_choices(capsys, arguments, message):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
-    assert caught.value.code == 2
-    assert re.search(message, capsys.readouterr().err)
+    assert caught.value.code == 78
+    said = capsys.readouterr().err
+    assert said.startswith("usage: forge ")
+    assert re.search(message, said)
 
 
 def test_config_that_does_not_exist_is_a_bad_config(tmp_path, capsys):
@@ -148,6 +177,22 @@ def test_overrides_reach_config_and_machine(config, monkeypatch):
     options = options_of(monkeypatch, config, "--train.lr=0.5", "--machine.fabric.gid_index=3")
     assert (cli._load(options).run, cli._load(options).train.lr) == ("small", 0.5)
     assert cli._load_machine(options).fabric.gid_index == 3
+
+
+def test_key_that_is_true_or_false_may_stand_alone(config, monkeypatch):
+    options = options_of(monkeypatch, config, "--train.compile", "--machine.fabric.debug")
+    assert options.overrides == {"train.compile": True}
+    assert options.machine_overrides == {"fabric.debug": True}
+    assert options_of(monkeypatch, "--train.compile", config).overrides == {"train.compile": True}
+    off = options_of(monkeypatch, config, "--train.compile", "off", "--train.seed=1")
+    assert off.overrides == {"train.compile": "off", "train.seed": 1}
+    assert cli._load(off).train.compile is False
+
+
+@pytest.mark.parametrize("key", ["train.lr", "train", "nope", "train.compile.x", "machine.stage"])
+def test_other_key_without_a_value_is_refused(config, capsys, key):
+    assert main(["train", config, f"--{key}", "--train.seed=1"]) == 78
+    assert f"cannot read '--{key}': it has no value" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -215,3 +260,43 @@ def test_reader_that_has_left_is_no_failure():
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+ASCII = (
+    {"PYTHONIOENCODING": "ascii"},
+    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+)
+
+
+@pytest.mark.parametrize("variables", ASCII)
+@pytest.mark.parametrize("arguments", ["--help", "train --help", "report nowhere·", "train"])
+def test_terminal_without_unicode_ends_nothing(variables, arguments):
+    """The help has characters beyond ASCII; it ended with UnicodeEncodeError."""
+    done = subprocess.run(
+        [sys.executable, "-m", "forge", *arguments.split()],
+        capture_output=True,
+        env={**os.environ, **variables},
+        check=False,
+    )
+    assert done.returncode == (0 if "--help" in arguments else 78)
+    assert b"Traceback" not in done.stderr
+    assert b"usage: forge" in done.stdout + done.stderr or b"does not exist" in done.stderr
+
+
+@pytest.mark.parametrize("variables", ASCII)
+def test_locale_changes_no_file(tmp_path, variables):
+    """In an old locale é was read as two characters, or ended in a traceback."""
+    text = "tokenizer: {eos_token: é😀}\ntokenize: {inputs: [config.yaml]}\nresults: ü\n"
+    (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
+    for verb, code in (("config", 0), ("stage", 65)):
+        done = subprocess.run(
+            [sys.executable, "-m", "forge", verb, "config.yaml", "--log=log", "--data=é"],
+            cwd=tmp_path,
+            capture_output=True,
+            env={**os.environ, **variables},
+            check=False,
+        )
+        assert (done.returncode, b"Traceback" in done.stderr) == (code, False), done.stderr
+    assert "é/tokens" in (tmp_path / "log").read_text(encoding="utf-8")
+    written = json.loads((tmp_path / "ü/base/config.json").read_text(encoding="utf-8"))
+    assert written["tokenizer"]["eos_token"] == "é😀"
