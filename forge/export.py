@@ -30,6 +30,7 @@ from forge.manifest import (
     disk_trouble,
     fsync_folder,
     read_json,
+    read_object,
     write_json,
 )
 from forge.model import INIT_STD, Trunk
@@ -299,7 +300,7 @@ def _check_goal(checkpoint: store.Checkpoint, weights_digest: str) -> None:
     paths = _run_of(checkpoint)
     if paths is None or not paths.fit.exists():
         return
-    goal = read_json(paths.fit)
+    goal = read_object(paths.fit, "step", "weights_digest")
     if goal["step"] == checkpoint.step and goal["weights_digest"] != weights_digest:
         raise DataError(
             f"the weights in {checkpoint.folder} have digest {weights_digest[:12]}, {paths.fit} has"
@@ -434,7 +435,7 @@ def _held_out_loss(checkpoint: store.Checkpoint, facts: dict[str, Any]) -> float
     paths = _run_of(checkpoint)
     if paths is None or not paths.validation.exists():
         return None
-    verdict = read_json(paths.validation)
+    verdict = read_object(paths.validation, "status", "checkpoint_digest", "loss")
     if verdict["status"] != "valid":
         return None
     same = verdict["checkpoint_digest"] == facts["checkpoint_digest"]

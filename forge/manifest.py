@@ -132,12 +132,13 @@ def write_json(path: Path, value: Any) -> None:
         file.write(text)
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """As read_json, for a file that must hold keys and values. Raises DataError."""
+def read_object(path: Path, *keys: str) -> dict[str, Any]:
+    """As read_json, for a file that must hold an object with these keys. Raises DataError."""
     value = read_json(path)
-    if not isinstance(value, dict):
+    missing = [key for key in keys if key not in value] if isinstance(value, dict) else None
+    if missing or not isinstance(value, dict):
         raise DataError(
-            f"{path} must hold keys and values, not {str(value)[:60]!r}",
+            f"{path} has no {', '.join(missing)}" if missing else f"{path} is no JSON object",
             cause="cut short by a full disk or edited by hand",
             fix="remove it and run the step that writes it again",
         )

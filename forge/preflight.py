@@ -19,7 +19,7 @@ from forge.geometry import Geometry, Place, check_geometry, find_place
 from forge.launch import hostname
 from forge.lease import lease
 from forge.machine import Machine
-from forge.manifest import atomic_open, read_json, write_json
+from forge.manifest import atomic_open, read_object, write_json
 from forge.node_checks import Check, Wanted
 from forge.paths import RunPaths, tokens_folder
 from forge.probing import Prober
@@ -139,7 +139,7 @@ def _wanted(
     """What each node is checked for."""
     assert config.ids
     folders = staged_folders(paths)
-    digest = read_json(paths.stage)["digest"] if folders else ""
+    digest = read_object(paths.stage, "digest")["digest"] if folders else ""
     return {
         host: Wanted(
             results=str(paths.root.absolute()),
@@ -242,7 +242,7 @@ def _reason_to_skip(found: Findings, paths: RunPaths) -> str:
     job = found.place.job
     if job is None or not job.restarts or not paths.preflight.exists():
         return ""
-    earlier = read_json(paths.preflight)
+    earlier = read_object(paths.preflight, "status", "left_out")
     restart = earlier.get("restart", job.restarts)
     same = earlier.get("identity") == found.identity and restart < job.restarts
     if not same or earlier["status"] != "ok" or found.left_out or earlier["left_out"]:

@@ -8,7 +8,7 @@ from forge import node_staging, slurm
 from forge.crew import Crew, Trouble
 from forge.geometry import Place
 from forge.launch import hostname
-from forge.manifest import read_json
+from forge.manifest import read_object
 from forge.paths import RunPaths
 from forge.progress import say
 
@@ -17,12 +17,12 @@ REMOVE_SEC = 60.0
 
 def staged_folders(paths: RunPaths) -> dict[str, str]:
     """Where `stage` put the shards, by node; empty where it was not asked."""
-    return dict(read_json(paths.stage)["folders"]) if paths.stage.exists() else {}
+    return dict(read_object(paths.stage, "folders")["folders"]) if paths.stage.exists() else {}
 
 
 def staged_python(paths: RunPaths) -> str:
     """What runs the ranks: the Python that `stage.project` put on the nodes, else this one."""
-    facts = read_json(paths.stage) if paths.stage.exists() else {}
+    facts = read_object(paths.stage) if paths.stage.exists() else {}
     return str(facts.get("python") or sys.executable)
 
 
@@ -32,7 +32,7 @@ def remove_staged(paths: RunPaths, place: Place) -> None:
     What another run of the same job still reads stays. Trouble is told, never raised: what is left
     goes with the next `stage` on that node.
     """
-    facts = read_json(paths.stage) if paths.stage.exists() else {}
+    facts = read_object(paths.stage) if paths.stage.exists() else {}
     job = place.job.id if place.job else slurm.this_job_id()
     if not facts.get("roots") or facts["job"] != job:
         return

@@ -128,16 +128,22 @@ def preflight_checks(preflight: dict[str, Any]) -> list[dict[str, str]]:
     """Checks of all nodes and of the ranks, worst first: where, name, status, message, fix."""
     checks = [
         _check(check, str(node.get("node", "?")))
-        for node in preflight.get("nodes") or []
-        for check in node.get("checks") or []
+        for node in _objects(preflight.get("nodes"))
+        for check in _objects(node.get("checks"))
     ]
-    ranks = preflight.get("ranks") or {}
-    return _worst_first(checks + [_check(check, "ranks") for check in ranks.get("checks") or []])
+    (ranks,) = _objects([preflight.get("ranks")]) or [{}]
+    found = [_check(check, "ranks") for check in _objects(ranks.get("checks"))]
+    return _worst_first(checks + found)
 
 
 def validation_checks(validation: dict[str, Any]) -> list[dict[str, str]]:
     """Validation's checks, worst first: name, status, message, fix."""
-    return _worst_first([_check(check, "") for check in validation.get("checks") or []])
+    return _worst_first([_check(check, "") for check in _objects(validation.get("checks"))])
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    """The objects in a list; none of what is neither: a report must not fail."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _check(check: dict[str, Any], where: str) -> dict[str, str]:

@@ -21,11 +21,13 @@ from forge.errors import ConfigError, DataError, UnfitError
 from forge.examination import OF_THE_CHECKPOINT, Data, Examination
 from forge.launcher import wait_for_orphans
 from forge.lease import lease
-from forge.manifest import disk_trouble, read_json, write_json
+from forge.manifest import disk_trouble, read_object, write_json
 from forge.numerics import prepare
 from forge.paths import CHECKPOINT_PREFIX, RunPaths, checkpoint_name, is_checkpoint_name
 from forge.progress import progress, say
 from forge.status import duration
+
+_GOAL = ("step", "weights_digest", "checkpoint")  # what fit.json is asked for
 
 
 def validate(config: Config) -> Path:
@@ -41,7 +43,9 @@ def validate(config: Config) -> Path:
         if checkpoint is None:
             raise DataError(f"{paths.root} has no checkpoint", fix="train the run first")
         result = _examine(
-            Examination(checkpoint, config, Data(config), goal=_read(paths.fit), paths=paths)
+            Examination(
+                checkpoint, config, Data(config), goal=_read(paths.fit, *_GOAL), paths=paths
+            )
         )
         write_json(paths.validation, result)
         seconds = round(time.time() - started, 3)
@@ -178,15 +182,15 @@ def _quarantined(paths: RunPaths) -> Iterator[Row]:
         yield row
 
 
-def _read(path: Path) -> Any:
-    return read_json(path) if path.exists() else None
+def _read(path: Path, *keys: str) -> dict[str, Any] | None:
+    return read_object(path, *keys) if path.exists() else None
 
 
 def _examine_all(
     rows: Sequence[Row], paths: RunPaths, config: Config | None, overrides: dict[str, Any]
 ) -> None:
     """Fill in the rows. What is damaged on the disk is known before the first model is built."""
-    goal = _read(paths.fit)
+    goal = _read(paths.fit, *_GOAL)
     all_data: dict[str, Data] = {}
 
     def look_at_files(row: Row) -> None:
@@ -290,7 +294,7 @@ def _repair(paths: RunPaths, damaged: Sequence[Row]) -> str:
         store.quarantine(paths, row.folder, row.reasons)
     moved = {row.folder.name for row in damaged}
     left = store.newest_whole(paths)
-    fit, validated = _read(paths.fit), _read(paths.validated)
+    fit, validated = _read(paths.fit, *_GOAL), _read(paths.validated, "step")
     with disk_trouble(paths.root):
         # Without these files the workflow knows that there is something to do.
         if fit and Path(fit["checkpoint"]).name in moved:

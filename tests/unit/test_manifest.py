@@ -149,8 +149,8 @@ def test_a_file_where_a_folder_should_be_is_told(tmp_path):
 
 
 def test_other_errors_stay_what_they_are():
-    with pytest.raises(IsADirectoryError), manifest.disk_trouble(Path("x")):
-        raise IsADirectoryError(errno.EISDIR, "a bug of ours")
+    with pytest.raises(OSError, match="a bug"), manifest.disk_trouble(Path("x")):
+        raise OSError(errno.EBADF, "a bug of ours")
 
 
 # --- JSON and digests -----------------------------------------------------------------------------
@@ -190,3 +190,23 @@ def test_missing_and_cut_json_are_bad_data_that_names_the_file(tmp_path):
         (tmp_path / "a.json").write_bytes(content)
         with pytest.raises(DataError, match=r"a\.json is not JSON"):
             manifest.read_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "7", "null", "{}", '{"step": 1}', '{"step": ', "9" * 5000, "[" * 9999]
+)
+def test_record_that_is_no_object_or_half_a_file_is_bad_data(tmp_path, text):
+    """Half a fit.json ended `forge export` and `forge validate` with a traceback."""
+    path = tmp_path / "fit.json"
+    path.write_text(text)
+    with pytest.raises(DataError) as caught:
+        manifest.read_object(path, "step", "weights_digest")
+    assert str(path) in str(caught.value)
+    assert "remove it" in caught.value.fix
+    path.write_text('{"step": 1, "weights_digest": "x"}')
+    assert manifest.read_object(path, "step", "weights_digest")["step"] == 1
+
+
+def test_directory_where_a_record_is_expected_is_told(tmp_path):
+    with pytest.raises(UnfitError, match="a directory is where a file is expected"):
+        manifest.read_object(tmp_path)
