@@ -10,20 +10,32 @@ from typing import Any
 
 from forge import ledger
 
-# Dense bf16 tensor-core peaks in FLOP/s. Source: NVIDIA data sheets (A100, H100, H200 SXM; RTX PRO
-# 6000 Blackwell), without sparsity. Longer names first, since "H100" is in "H100 NVL" too.
+# Dense bf16 tensor-core peaks in FLOP/s, without sparsity. Source: NVIDIA's data sheets, which give most
+# of them with sparsity, twice as much (B200: HGX B200, 36 PFLOP/s of 8 GPUs; GB200: NVL72, 360 PFLOP/s of
+# 72). Longer names first, since "H100" is in "H100 NVL" too. None: known to differ, and not published.
 PEAK_BF16_FLOPS = {
+    "RTX PRO 6000 Blackwell Max-Q": None,
     "RTX PRO 6000": 503.8e12,
+    "L40S": 362.05e12,
     "A100": 312e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835.5e12,
     "H100": 989.4e12,
+    "H200 NVL": 835.5e12,
     "H200": 989.4e12,
+    "GH200": 989.4e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
 }
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak bf16 FLOP/s of one GPU by its name; None for a CPU or an unknown GPU."""
+    """Peak bf16 FLOP/s of one GPU by its name; None for a CPU, an unknown GPU, and a slice of a GPU.
+
+    A slice (MIG) has not its share of the whole: 1g of an H100 is 16 of 132 multiprocessors, not 1/7.
+    """
+    if re.search(r"\bMIG\b", device_name):
+        return None
     for name, peak in PEAK_BF16_FLOPS.items():
         if re.search(rf"\b{name}\b", device_name):  # not the A100 in "RTX A1000"
             return peak
