@@ -22,7 +22,7 @@ from forge.launcher import (
 from forge.lease import lease
 from forge.lineage import config_digest
 from forge.machine import Machine
-from forge.manifest import read_json, write_json
+from forge.manifest import read_json, read_object, write_json
 from forge.paths import RunPaths, tokens_folder
 from forge.progress import say
 from forge.staged import remove_staged, staged_folders, staged_python
@@ -146,8 +146,9 @@ def _train_until_it_ends(
         )
     for attempt in range(1 + MAX_RESTARTS_AFTER_LOSS):
         checkpoint = store.newest_whole(paths)
-        if checkpoint is not None and attempt == 0:
-            store.warn_if_decayed(config, checkpoint)
+        if attempt == 0:
+            for line in store.schedule_warnings(config, checkpoint):
+                say(line)
         step = checkpoint.step if checkpoint else 0
         _end_if_stuck(config, paths, machine, step)
         options |= {"started": time.time(), "step": step}
@@ -187,7 +188,7 @@ def _nodes_that_passed(paths: RunPaths) -> list[str]:
     """The fit nodes of this allocation, spare ones too; none where preflight was not asked."""
     if not paths.preflight_pass.exists():
         return []
-    return list(read_json(paths.preflight_pass).get("nodes", []))
+    return list(read_object(paths.preflight_pass).get("nodes", []))
 
 
 def _requeue(

@@ -451,14 +451,26 @@ def _differs(key: str, now: object, then: object) -> str:
     return f"{key} is {now!r}, the checkpoint has {then!r}"
 
 
-def warn_if_decayed(config: Config, checkpoint: Checkpoint) -> None:
-    """Say that steps beyond a finished decay run at the minimum rate."""
-    decay_steps = frozen_decay_steps(config, checkpoint)
-    if config.train.max_steps > decay_steps:
-        say(
-            f"warning: train.max_steps {config.train.max_steps} is beyond decay_steps {decay_steps}:"
+def schedule_warnings(config: Config, checkpoint: Checkpoint | None) -> list[str]:
+    """What people should know of the learning rate before a start: no peak, or no rate left."""
+    train, decay_steps = config.train, frozen_decay_steps(config, checkpoint)
+    goal, warmup = train.max_steps, train.warmup_steps
+    warnings: list[str] = []
+    if checkpoint is not None and checkpoint.step == goal:
+        return warnings  # nothing is left to train
+    end = min(goal, decay_steps)
+    if warmup > end:
+        key = "max_steps" if end == goal else "decay_steps"
+        warnings.append(
+            f"warning: train.warmup_steps {warmup} is beyond {key} {end}: the learning rate reaches"
+            f" {train.lr * end / warmup:.3g}, never {train.lr:.3g} (train.lr)"
+        )
+    if checkpoint is not None and goal > decay_steps:
+        warnings.append(
+            f"warning: train.max_steps {goal} is beyond decay_steps {decay_steps}:"
             f" steps after {decay_steps} run at the minimum learning rate"
         )
+    return warnings
 
 
 def check_resumable(config: Config, paths: RunPaths) -> Checkpoint | None:

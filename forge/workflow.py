@@ -23,6 +23,7 @@ from forge.lease import WORKFLOW_LEASE, lease
 from forge.machine import Machine, load_machine
 from forge.manifest import canonical, digest_bytes, read_json, write_json
 from forge.paths import RunPaths
+from forge.progress import say
 from forge.runs import resolve_runs, shared_folders
 
 CONFIG = "config/config.yaml"
@@ -87,8 +88,10 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, Config]:
     sheet = str(base.pop("runs", SHEET))
     runs = {name: freeze(config) for name, config in resolve_runs(base, sheet).items()}
     shared_folders(runs)
-    for config in runs.values():
-        store.check_resumable(config, RunPaths.of(config))
+    for name, config in runs.items():
+        checkpoint = store.check_resumable(config, RunPaths.of(config))
+        for line in store.schedule_warnings(config, checkpoint) if main else ():
+            say(f"{name}: {line}")
     return runs
 
 

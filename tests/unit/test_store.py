@@ -1,5 +1,6 @@
 """A checkpoint is valid or it is not there: half-written, damaged and foreign folders never resume."""
 
+import re
 import shutil
 
 import pytest
@@ -290,6 +291,38 @@ def test_decay_stays_as_at_the_first_start_when_the_goal_is_raised(paths):
         store.check_compatible(
             config_of(**{"train.max_steps": 300, "train.decay_steps": 300}), saved
         )
+
+
+@pytest.mark.parametrize(
+    ("keys", "step", "said"),
+    [
+        (
+            {"warmup_steps": 20, "max_steps": 10, "lr": 0.1},
+            None,
+            "max_steps 10: .* 0.05, never 0.1",
+        ),
+        ({"warmup_steps": 20, "max_steps": 10, "decay_steps": 99}, None, "beyond max_steps 10"),
+        ({"warmup_steps": 20, "max_steps": 10}, 5, "beyond max_steps 10"),
+        ({"warmup_steps": 20, "max_steps": 10}, 10, None),
+        ({"warmup_steps": 10, "max_steps": 10}, None, None),
+        ({"warmup_steps": 0, "max_steps": 1}, None, None),
+    ],
+)
+def test_warmup_that_never_ends_is_told_until_the_goal_is_reached(paths, keys, step, said):
+    """max_steps only stops, so it may be small; but nobody should wonder why the loss is high."""
+    config = config_of(**{f"train.{key}": value for key, value in keys.items()})
+    saved = save(paths, step, config=config) if step else None
+    warnings = store.schedule_warnings(config, saved)
+    assert len(warnings) == (said is not None)
+    assert said is None or re.search(said, warnings[0])
+
+
+def test_goal_raised_beyond_a_decay_that_ended_in_the_warmup_is_told(paths):
+    saved = save(paths, 10, config=config_of(**{"train.max_steps": 10, "train.warmup_steps": 20}))
+    raised = config_of(**{"train.max_steps": 30, "train.warmup_steps": 20})
+    warmup, decay = store.schedule_warnings(raised, saved)
+    assert "warmup_steps 20 is beyond decay_steps 10" in warmup
+    assert "max_steps 30 is beyond decay_steps 10" in decay
 
 
 def test_goal_below_latest_is_refused_and_nothing_is_deleted(paths):
