@@ -247,10 +247,12 @@ class Validate(Section):
 class Report(Section):
     """What the report shows besides the curves."""
 
-    prompts: list[str] = Field(default=["def ", "class ", "import "], max_length=16)
+    prompts: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=["def ", "class ", "import "], max_length=16
+    )
     """The model continues each of these; the samples are in report and `forge show`."""
     sample_tokens: int = Field(40, ge=1, le=1024)
-    """Tokens per sample."""
+    """Tokens per sample. Beyond train.seq_len the model goes on from the last seq_len tokens only."""
 
 
 class Ids(Section):

@@ -318,18 +318,23 @@ class Examination:
 
     def _sampled(self) -> Check:
         """A few lines of the model's own, for people."""
-        report = self.config.report
+        report, context, longest = self.config.report, self.config.train.seq_len, 0
         for number, prompt in enumerate(report.prompts):
+            prompt_ids = self.data.tokenizer.encode(prompt)
+            longest = max(longest, len(prompt_ids) + report.sample_tokens)
             ids = sample(
                 self.model,
-                self.data.tokenizer.encode(prompt),
+                prompt_ids,
                 report.sample_tokens,
+                context=context,
                 seed=number,
                 temperature=SAMPLING_TEMPERATURE,
                 top_k=SAMPLING_TOP_K,
             )
             self.samples.append({"prompt": prompt, "text": self.data.tokenizer.decode(ids)})
-        return Check("samples", "ok", f"{len(self.samples)} prompts continued")
+        # The last token of a sample is not read again.
+        beyond = f", each token from the last {context} (seq_len)" if longest - 1 > context else ""
+        return Check("samples", "ok", f"{len(self.samples)} prompts continued{beyond}")
 
 
 def _fail(name: str, message: str) -> Check:

@@ -188,14 +188,17 @@ def sample(
     prompt_ids: list[int],
     num_tokens: int,
     *,
+    context: int,
     seed: int,
     temperature: float = 0.8,
     top_k: int = 50,
 ) -> list[int]:
     """`num_tokens` ids that continue the prompt; temperature 0 takes the likeliest each time.
 
-    Every token costs a whole forward pass, which is quick enough for the short samples of a report.
-    Raises ConfigError on an empty prompt. Called on one rank with an unsharded model.
+    context: the model is given at most so many tokens, the last ones; at positions beyond train.seq_len
+    it was never trained. Every token costs a whole forward pass, which is quick enough for the short
+    samples of a report. Raises ConfigError on an empty prompt.
+    Called on one rank with an unsharded model.
     """
     if not prompt_ids:
         raise ConfigError("the prompt has no tokens", fix="give at least one character to continue")
@@ -205,7 +208,7 @@ def sample(
     ids = list(prompt_ids)
     device = model.model.embed_tokens.weight.device
     for _ in range(num_tokens):
-        logits_V = model(torch.tensor([ids], device=device))[0, -1].float().cpu()
+        logits_V = model(torch.tensor([ids[-context:]], device=device))[0, -1].float().cpu()
         if temperature == 0:
             ids.append(int(logits_V.argmax()))
             continue

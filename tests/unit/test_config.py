@@ -42,6 +42,7 @@ def test_unknown_section_is_refused():
         ("tokenizer.source", "hub", "hub must be given"),
         ("tokenizer.hub", "no-revision", "owner/name@revision"),
         ("results", "a{b}", "braces"),
+        ("report.prompts", [""], "at least 1 character"),
     ],
 )
 def test_bad_value_is_named_with_its_key(key, value, message):

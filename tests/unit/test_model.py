@@ -332,11 +332,11 @@ print(before, kept, faults())
 
 def test_samples_repeat_with_their_seed_and_leave_the_model_in_training() -> None:
     model = Decoder(SMALL.model_copy(update={"dropout": 0.5}), VOCAB)
-    first = sample(model, [1, 2, 3], 12, seed=0)
+    first = sample(model, [1, 2, 3], 12, context=64, seed=0)
     assert len(first) == 12
     assert all(0 <= token < VOCAB for token in first)
-    assert sample(model, [1, 2, 3], 12, seed=0) == first
-    assert sample(model, [1, 2, 3], 12, seed=1) != first
+    assert sample(model, [1, 2, 3], 12, context=64, seed=0) == first
+    assert sample(model, [1, 2, 3], 12, context=64, seed=1) != first
     assert model.training
 
 
@@ -345,10 +345,20 @@ def test_cold_samples_take_the_likeliest_token() -> None:
     ids = [5]
     for _ in range(4):
         ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-    assert sample(model, [5], 4, seed=0, temperature=0) == ids[1:]
-    assert sample(model, [5], 4, seed=0, top_k=1) == ids[1:]
+    assert sample(model, [5], 4, context=64, seed=0, temperature=0) == ids[1:]
+    assert sample(model, [5], 4, context=64, seed=0, top_k=1) == ids[1:]
 
 
 def test_empty_prompt_is_refused() -> None:
     with pytest.raises(ConfigError, match="no tokens"):
-        sample(Decoder(SMALL, VOCAB), [], 4, seed=0)
+        sample(Decoder(SMALL, VOCAB), [], 4, context=64, seed=0)
+
+
+def test_samples_beyond_the_context_are_made_from_the_last_tokens():
+    """At positions beyond train.seq_len the model was never trained."""
+    model = Decoder(SMALL, VOCAB)
+    seen = []
+    model.register_forward_pre_hook(lambda _model, inputs: seen.append(inputs[0].tolist()[0]))
+    made = sample(model, [1, 2, 3], 6, context=4, seed=0)
+    ids = [1, 2, 3, *made]
+    assert seen == [ids[max(0, end - 4) : end] for end in range(3, 9)]
