@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -73,29 +74,31 @@ class NoFastEncoder(Exception):
     """Why the fast encoder cannot stand in for the tokenizers library, in words for a person."""
 
 
-class OtherIds(Exception):
-    """The fast encoder gave other ids than the tokenizers library: the text, in words."""
+@contextmanager
+def _gigatoken_may_fail(action: str) -> Iterator[None]:
+    """Turn whatever gigatoken raises into NoFastEncoder: the tokenizers library takes over."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as err:  # a panic of Rust is no Exception
+        reason = next(iter(str(err).splitlines()), "")  # the lines below name places in its source
+        raise NoFastEncoder(f"gigatoken cannot {action} ({type(err).__name__}: {reason})") from None
 
 
 def fast_encoder(tokenizer: LoadedTokenizer) -> Encode:
     """gigatoken, with the ids of `reference_encoder`: a sample of all that it encodes is compared.
 
-    Raises NoFastEncoder; the function that it returns raises OtherIds.
+    Raises NoFastEncoder, as does the function that it returns: then nothing of what gigatoken
+    encoded is to be trusted.
     """
     source = _plain_text_bpe(tokenizer)
-    try:
+    with _gigatoken_may_fail("be imported"):
         import gigatoken
-
+    with _gigatoken_may_fail("load this tokenizer"):
         unchecked = _Gigatoken(gigatoken.Tokenizer.from_json, source)
-    except ImportError as err:
-        raise NoFastEncoder(f"gigatoken cannot be imported ({err})") from None
-    except ValueError as err:
-        raise NoFastEncoder(f"gigatoken cannot load this tokenizer ({err})") from None
     reference = reference_encoder(tokenizer)
-    try:
-        _compare(unchecked, reference, PROBE)
-    except OtherIds as err:
-        raise NoFastEncoder(str(err)) from None
+    _compare(unchecked, reference, PROBE)
     return _checked(unchecked, reference)
 
 
@@ -104,7 +107,8 @@ def _plain_text_bpe(tokenizer: LoadedTokenizer) -> str:
     parts = json.loads(tokenizer.tokenizer.to_str())
     model, words = parts["model"], parts["pre_tokenizer"] or {}
     steps = words.get("pretokenizers", [words])
-    if model["type"] != "BPE" or steps[-1].get("type") != "ByteLevel" or model.get("dropout"):
+    last = steps[-1] if steps else {}
+    if model["type"] != "BPE" or last.get("type") != "ByteLevel" or model.get("dropout"):
         raise NoFastEncoder("the tokenizer is not a byte-level BPE")
     if parts["normalizer"] not in (None, {"type": "NFC"}):
         raise NoFastEncoder("the tokenizer changes the text before it encodes")
@@ -129,9 +133,11 @@ class _Gigatoken:
 
     def __call__(self, documents: list[str]) -> list[Ids]:
         if self._process.memory_info().rss > self._most_bytes:
-            self._start()
-        # One by one on this thread is as fast as its batches, and gives arrays at once.
-        return [self._tokenizer.encode(document) for document in documents]
+            with _gigatoken_may_fail("load this tokenizer"):
+                self._start()
+        with _gigatoken_may_fail("encode a text"):
+            # One by one on this thread is as fast as its batches, and gives arrays at once.
+            return [self._tokenizer.encode(document) for document in documents]
 
 
 def _checked(fast: Encode, reference: Encode) -> Encode:
@@ -156,7 +162,9 @@ def _checked(fast: Encode, reference: Encode) -> Encode:
 
 def _compare(fast: Encode, reference: Encode, text: str) -> None:
     if not np.array_equal(fast([text])[0], reference([text])[0]):
-        raise OtherIds(f"gigatoken gives other ids than tokenizers for a text with {text[:40]!r}")
+        raise NoFastEncoder(
+            f"gigatoken gives other ids than tokenizers for a text with {text[:40]!r}"
+        )
 
 
 def _is_divisible(tokenizer: LoadedTokenizer) -> bool:

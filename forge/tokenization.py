@@ -27,7 +27,6 @@ from forge.encoding import (
     BATCH_BYTES,
     Encode,
     NoFastEncoder,
-    OtherIds,
     fast_encoder,
     reference_encoder,
 )
@@ -191,14 +190,16 @@ def _say_result(folder: Path) -> None:
 
 # --- which encoder ------------------------------------------------------------------------------
 
-# In a folder whose parts gigatoken once encoded to other ids: a run that goes on must not trust it.
+# In a folder where gigatoken once failed midway or gave other ids: a run that goes on must not
+# trust it. Holds the reason.
 ONLY_TOKENIZERS = "only-tokenizers"
 
 
 def _can_be_fast(folder: Path, tokenizer: LoadedTokenizer) -> bool:
     try:
         if (folder / ONLY_TOKENIZERS).exists():
-            raise NoFastEncoder("gigatoken gave other ids before")
+            reason = (folder / ONLY_TOKENIZERS).read_text(errors="replace")
+            raise NoFastEncoder(reason or "gigatoken gave other ids before")
         fast_encoder(tokenizer)
     except NoFastEncoder as err:
         say(f"{err}: encoding with tokenizers, the same ids but many times slower")
@@ -207,13 +208,18 @@ def _can_be_fast(folder: Path, tokenizer: LoadedTokenizer) -> bool:
 
 
 def _encode_with_fallback(job: _Job, groups: list[list[InputFile]], workers: int) -> list[Part]:
-    """Every part's record. Where a sample shows other ids, no part keeps what gigatoken made."""
+    """Every part's record. Where gigatoken fails midway, no part keeps what it made.
+
+    Its finished parts were compared only by sample. After one text that it cannot encode, that is
+    too little to trust the rest; and so the shards are those of one encoder, the tokenizers library.
+    """
     try:
         return _encode_parts(job, groups, workers)
-    except OtherIds as err:
-        say(f"{err}: encoding every part again with tokenizers, many times slower")
+    except NoFastEncoder as err:
+        reason = str(err)
+    say(f"{reason}: encoding every part again with tokenizers, many times slower")
     with disk_trouble(job.folder):
-        (job.folder / ONLY_TOKENIZERS).touch()
+        (job.folder / ONLY_TOKENIZERS).write_text(reason)
         for record in (job.folder / "parts").glob("part-*.json"):
             record.unlink()
     return _encode_parts(replace(job, fast=False), groups, workers)
