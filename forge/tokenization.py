@@ -27,6 +27,8 @@ from forge.encoding import (
     BATCH_BYTES,
     Encode,
     NoFastEncoder,
+    Unencodable,
+    check_no_end,
     fast_encoder,
     reference_encoder,
 )
@@ -353,7 +355,7 @@ def _make_part(number: int, files: list[InputFile]) -> tuple[Part, list[str]]:
         for stale in _job.folder.glob(f"*-{number:05d}-*.bin"):
             stale.unlink()
     warnings: list[str] = []
-    splits = _write_shards(number, _documents(number, files, warnings), tokenizer, encode)
+    splits = _write_shards(number, files, warnings, tokenizer, encode)
     part = Part(tokenizer_digest=tokenizer.digest, inputs=inputs, splits=splits)
     write_json(path, part.model_dump(mode="json"))
     return part, warnings
@@ -367,7 +369,11 @@ def _finished_part(path: Path, inputs: list[InputEntry], tokenizer: LoadedTokeni
             return None
         dtype = np.dtype(dtype_name(tokenizer.vocab_size))
         for entry in (entry for split in SPLITS for entry in part.splits[split]):
-            Shard(_job.folder / entry.file, entry.tokens, entry.digest, dtype).check_digest()
+            shard = Shard(_job.folder / entry.file, entry.tokens, entry.digest, dtype)
+            shard.check_digest()
+            # A Forge that took text for the end of a document may have made it.
+            if np.count_nonzero(shard.read() == tokenizer.eos_id) != entry.documents:
+                return None
     except (DataError, ValidationError):
         return None
     return part
@@ -384,10 +390,15 @@ def _documents(number: int, files: list[InputFile], warnings: list[str]) -> Iter
 
 
 def _write_shards(
-    number: int, documents: Iterator[str], tokenizer: LoadedTokenizer, encode: Encode
+    number: int,
+    files: list[InputFile],
+    warnings: list[str],
+    tokenizer: LoadedTokenizer,
+    encode: Encode,
 ) -> dict[Split, list[ShardEntry]]:
     eos = np.array([tokenizer.eos_id], dtype=np.uint32)
     settings = _job.settings
+    num_documents = 0
     with ExitStack() as stack:
         writers = {
             split: stack.enter_context(
@@ -400,10 +411,34 @@ def _write_shards(
             )
             for split in SPLITS
         }
-        for batch in _batches(documents):
-            for document, ids in zip(batch, encode(batch), strict=True):
+        for batch in _batches(_documents(number, files, warnings)):
+            try:
+                encoded = encode(batch)
+                # The last defense: as many of these ids as documents, whatever encoded them.
+                check_no_end(tokenizer, batch, encoded)
+            except Unencodable as err:
+                raise _unencodable(files, num_documents + err.number, err.reason) from None
+            num_documents += len(batch)
+            for document, ids in zip(batch, encoded, strict=True):
                 writers[split_of(document, settings.val_fraction)].add(np.concatenate([ids, eos]))
     return {split: writer.entries for split, writer in writers.items()}
+
+
+def _unencodable(files: list[InputFile], index: int, reason: str) -> DataError:
+    """The error that names the index-th document of some files, which are read again for that."""
+    place = "a document"
+    for file in files:
+        documents = corpus.read_documents(file, _job.settings, warn=lambda _: None)
+        for number, _ in enumerate(documents, start=1):
+            if index == 0:
+                place = f"{file.path}, document {number}"
+            index -= 1
+    return DataError(
+        f"{place}: {reason}",
+        cause="the tokenizer's vocabulary has no other ids for this text",
+        fix="take the text out of the document, choose another tokenizer, "
+        "or a tokenizer.eos_token that no text spells",
+    )
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:

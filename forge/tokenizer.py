@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from forge.manifest import (
     write_json,
 )
 from forge.paths import tokenizer_folder
+from forge.plain_text import for_plain_text
 from forge.progress import progress, say
 
 if TYPE_CHECKING:
@@ -50,10 +52,32 @@ class LoadedTokenizer:
     eos_token: str
     eos_id: int
 
+    @functools.cached_property
+    def text_parts(self) -> dict[str, Any]:
+        """The tokenizer.json with which text is encoded, as `for_plain_text` changes it."""
+        return for_plain_text(json.loads(self.tokenizer.to_str()), self.eos_token)
+
+    @functools.cached_property
+    def for_text(self) -> tokenizers.Tokenizer:
+        """What text is encoded with: text can spell special tokens, never be them."""
+        return _parse(json.dumps(self.text_parts).encode(), f"tokenizer {self.id}")
+
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        """Ids of a text, without special tokens. DataError where the tokenizer has none for it."""
+        return list(self.encoding(text).ids)
+
+    def encoding(self, text: str) -> tokenizers.Encoding:
+        """Ids of a text as `encode` gives them, with the place of each in the text."""
+        try:
+            return self.for_text.encode(text, add_special_tokens=False)
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as err:  # the library raises plain Exception, and panics of Rust
+            raise DataError(
+                f"tokenizer {self.id} cannot encode the text {text[:40]!r}: {err}",
+                cause="its vocabulary has neither the text nor a token for what it does not know",
+                fix="choose another tokenizer, or leave this text out",
+            ) from None
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids; special tokens are shown."""
@@ -99,7 +123,8 @@ def _parse(data: bytes, where: str) -> tokenizers.Tokenizer:
     # Some published files cut or pad every text to the length of one model's context.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # A text that spells "<|endoftext|>" is about that token; it must not end its document.
+    # A text that spells "<|endoftext|>" is about that token; it must not end its document. This
+    # keeps only added tokens from being found in text; see plain_text for what models know.
     tokenizer.encode_special_tokens = True
     return tokenizer
 
