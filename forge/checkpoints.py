@@ -34,8 +34,10 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
     Metadata,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
@@ -330,8 +332,7 @@ class SafeReader(FileSystemReader):
     """DCP's reader for what TensorWriter writes, with an index reader that runs no code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata: Metadata = IndexUnpickler(file).load()
+        metadata = _read_index(Path(self.path) / ".metadata")
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -379,6 +380,52 @@ class SafeReader(FileSystemReader):
         if file.readinto(bytes_of(tensor)) != tensor.nbytes:  # type: ignore[attr-defined]
             raise EOFError(f"{info.relative_path} ends before {item.storage_index.fqn} does")
         return narrow_tensor_by_index(tensor, offsets, lengths)
+
+
+def _read_index(path: Path) -> Metadata:
+    """A DCP index, its parts looked at before anything reads them. Raises DataError, OSError."""
+    try:
+        with open(path, "rb") as file:
+            index = IndexUnpickler(file).load()
+        trouble = _index_trouble(index)
+    except (DataError, OSError):
+        raise
+    except Exception as err:  # any error: the bytes decide what the unpickler calls with what
+        trouble = f"{type(err).__name__}: {err}"
+    if trouble:
+        raise DataError(
+            f"{path} is no index of a checkpoint: {trouble:.200}",
+            cause="it was not written by Forge, or it is damaged",
+            fix="do not use this checkpoint",
+        )
+    assert isinstance(index, Metadata)
+    return index
+
+
+def _index_trouble(index: Any) -> str:
+    """Which part of an index is none; empty where it is one of tensors in files beside it."""
+    if not isinstance(index, Metadata):
+        return f"it holds a {type(index).__name__}"
+    entries, places = index.state_dict_metadata, index.storage_data
+    if not isinstance(entries, dict) or not isinstance(places, dict):
+        return "it lists no tensors"
+    for name, entry in entries.items():
+        is_tensor = (
+            isinstance(name, str)
+            and isinstance(entry, TensorStorageMetadata)
+            and isinstance(entry.size, torch.Size)
+            and isinstance(entry.properties, TensorProperties)
+            and isinstance(entry.properties.dtype, torch.dtype)
+            and isinstance(entry.chunks, list)
+            and all(isinstance(chunk, ChunkStorageMetadata) for chunk in entry.chunks)
+        )
+        if not is_tensor:
+            return f"{name!r:.60} is no tensor"
+    for place in places.values():
+        # A path would lead out of the checkpoint's directory.
+        if not isinstance(place, _StorageInfo) or "/" in place.relative_path:
+            return f"{place!r:.100} is no place in a file beside it"
+    return ""
 
 
 class IndexUnpickler(pickle.Unpickler):

@@ -114,11 +114,21 @@ class RunPaths:
 CHECKPOINT_PREFIX = "step-"
 
 
-def is_checkpoint_name(name: str) -> bool:
-    """Whether a folder is one of Forge's, not a copy that a person has put beside them."""
-    return re.fullmatch(rf"{CHECKPOINT_PREFIX}\d{{8,}}", name) is not None
-
-
 def checkpoint_name(step: int) -> str:
-    """`step-00000100`: eight digits, so that names sort as numbers."""
+    """`step-00000100`: at least eight digits, so that a listing shows most runs in order."""
     return f"{CHECKPOINT_PREFIX}{step:08d}"
+
+
+def checkpoint_step(name: str) -> int | None:
+    """The step of `step-00000100`; None for any other name, such as that of a copy that a person has
+    put beside the checkpoints."""
+    digits = name.removeprefix(CHECKPOINT_PREFIX)
+    if not re.fullmatch("[0-9]{8,}", digits) or checkpoint_name(int(digits)) != name:
+        return None
+    return int(digits)
+
+
+def by_step(folder: Path) -> tuple[int, str]:
+    """Sort key: by step, then by name (quarantine has `step-00000020.2`); other names come first."""
+    step = checkpoint_step(folder.name.partition(".")[0])
+    return -1 if step is None else step, folder.name

@@ -10,6 +10,7 @@ folder is never written into; a damaged one is moved to `quarantine/`.
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge import ledger, points
+from forge import checkpoint_shape, ledger, points
 from forge.config import Config, Model, Section, Train, is_free
 from forge.errors import ConfigError, DataError, UnfitError
 from forge.manifest import (
@@ -30,7 +31,7 @@ from forge.manifest import (
     read_json,
     write_json,
 )
-from forge.paths import CHECKPOINT_PREFIX, RunPaths, checkpoint_name, is_checkpoint_name
+from forge.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
 from forge.progress import say
 
 FORMAT = 2
@@ -51,6 +52,13 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     return {**content, "digest": digest_bytes(canonical(content))}
 
 
+def _is_sealed(manifest: dict[str, Any]) -> bool:
+    try:
+        return manifest == sealed(manifest)
+    except (ValueError, RecursionError):  # NaN, or nested too deeply: Forge writes no such value
+        return False
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A committed checkpoint: its folder and its manifest."""
@@ -60,7 +68,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Read a folder's manifest. Raises DataError where it is damaged, or none of ours."""
+        """Read a folder's manifest. Raises DataError where it is damaged, none of ours, or that of
+        another step than the folder's name says; a folder not named as a step's is not asked."""
         manifest = read_json(folder / MANIFEST)
         if not isinstance(manifest, dict) or "format" not in manifest:
             raise DataError(f"{folder} is not a checkpoint", cause="not written by Forge")
@@ -70,21 +79,31 @@ class Checkpoint:
                 cause="written by another version of Forge",
                 fix="go on with that version, or start again under a new run name",
             )
-        if manifest != sealed(manifest):
+        if not _is_sealed(manifest):
             raise DataError(
                 f"{folder / MANIFEST} does not have the digest that it names",
                 cause="a disk error, or an edit",
             )
-        return cls(folder, manifest)
+        if wrong := checkpoint_shape.trouble(manifest):
+            raise DataError(
+                f"{folder / MANIFEST} is no manifest of a checkpoint: {wrong}",
+                cause="written by another program, or by hand",
+            )
+        found, named = cls(folder, manifest), checkpoint_step(folder.name)
+        if named is not None and named != found.step:
+            raise DataError(
+                f"{folder} is named for step {named}, its manifest is of step {found.step}",
+                cause="the folder was renamed, or another checkpoint was copied into it",
+                fix=f"rename it: mv {folder} {folder.with_name(checkpoint_name(found.step))}",
+            )
+        return found
 
     @property
     def step(self) -> int:
         return int(self.manifest["step"])
 
     def check_form(self) -> None:
-        """DataError when this is another step's manifest, or a file is missing or cut."""
-        if checkpoint_name(self.step) != self.folder.name:
-            raise DataError(f"{self.folder} holds the manifest of step {self.step}")
+        """DataError when a file is missing or cut."""
         for name, expected in self.manifest["files"].items():
             if bad := self._bad_size(name, expected):
                 raise DataError(bad)
@@ -124,16 +143,18 @@ class Checkpoint:
 def committed(checkpoints: Path) -> list[Path]:
     """All committed checkpoint folders of a run, oldest first."""
     found = checkpoints.glob(f"{CHECKPOINT_PREFIX}*/{MANIFEST}")
-    return sorted(path.parent for path in found if is_checkpoint_name(path.parent.name))
+    folders = (path.parent for path in found)
+    return sorted((f for f in folders if checkpoint_step(f.name) is not None), key=by_step)
 
 
 def latest(paths: RunPaths) -> Checkpoint | None:
     """What `latest` points to; None for a run without checkpoints. Raises DataError when it dangles."""
     link = paths.latest
+    folder = linked(paths)
     if not link.is_symlink() and (_intent(paths) / MANIFEST).is_file():
-        link = _intent(paths)  # the first commit is between its two renames
-    if link.is_dir():
-        return Checkpoint.open(link.resolve())
+        folder = _intent(paths).resolve()  # the first commit is between its two renames
+    if folder:
+        return Checkpoint.open(folder)
     there = committed(paths.checkpoints)
     if not link.is_symlink() and not there:
         return None
@@ -144,8 +165,36 @@ def latest(paths: RunPaths) -> Checkpoint | None:
     )
 
 
+def linked(paths: RunPaths) -> Path | None:
+    """The folder that `latest` links to; None where it links to none, or is not there.
+
+    Raises DataError where a person or a program has put something else in its place.
+    """
+    link = paths.latest
+    if link.is_symlink():
+        return link.resolve() if link.is_dir() else None
+    if os.path.lexists(paths.checkpoints) and not paths.checkpoints.is_dir():
+        raise DataError(
+            f"{paths.checkpoints} is no directory",
+            cause="a file or a link to nothing was put there",
+            fix=f"move it away: mv {paths.checkpoints} {paths.checkpoints}.old",
+        )
+    if os.path.lexists(link):
+        there = committed(paths.checkpoints)
+        relink = f" && ln -s {there[-1].name} {link}" if there else "   (starts at step 0)"
+        raise DataError(
+            f"{link} is no symbolic link",
+            cause="a copy of the run that followed links (cp -L, rsync -L), or an edit",
+            fix=f"mv {link} {link}.old{relink}",
+        )
+    return None
+
+
 def _trouble(link: Path) -> str:
-    return f"points to {link.readlink()}, which is not there" if link.is_symlink() else "is gone"
+    if not link.is_symlink():
+        return "is gone"
+    is_there = os.path.lexists(link.parent / link.readlink())  # a file, or links in a circle
+    return f"points to {link.readlink()}, which is {'no directory' if is_there else 'not there'}"
 
 
 # --- saving ----------------------------------------------------------------------------------------
@@ -248,8 +297,9 @@ def prune(paths: RunPaths, keep_last: int, keep_every: int | None = None) -> Non
     Never the one behind `latest`, nor newer ones, which a person who has set `latest` back has left
     behind. What cannot be removed stays: the next save tries again.
     """
-    newest = paths.latest.resolve().name
-    line = [folder for folder in committed(paths.checkpoints) if folder.name <= newest]
+    folder = linked(paths)
+    newest = (checkpoint_step(folder.name) or 0) if folder else 0
+    line = [f for f in committed(paths.checkpoints) if _step_of(f) <= newest]
     for folder in line[:-keep_last]:
         if keep_every and _step_of(folder) % keep_every == 0:
             continue
@@ -261,7 +311,9 @@ def prune(paths: RunPaths, keep_last: int, keep_every: int | None = None) -> Non
 
 
 def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix(CHECKPOINT_PREFIX))
+    step = checkpoint_step(folder.name)
+    assert step is not None
+    return step
 
 
 def _remove(folder: Path) -> None:
@@ -312,7 +364,8 @@ def newest_whole(paths: RunPaths) -> Checkpoint | None:
 def begin_afresh(paths: RunPaths, refuse: bool) -> None:
     """When no checkpoint is left to go on from: DataError if that is refused (--require-checkpoint);
     else say so, where there has been one. Rank 0, or the launcher."""
-    lost = sorted(folder.name for folder in paths.quarantine.glob(f"{CHECKPOINT_PREFIX}*"))
+    there = sorted(paths.quarantine.glob(f"{CHECKPOINT_PREFIX}*"), key=by_step)
+    lost = [folder.name for folder in there]
     if refuse:
         raise DataError(
             f"{paths.root} has no checkpoint to go on from"
@@ -330,8 +383,8 @@ def begin_afresh(paths: RunPaths, refuse: bool) -> None:
 def _behind_latest(paths: RunPaths) -> Path | None:
     """The folder that `latest` points to, `latest` mended where it points to nothing."""
     link = paths.latest
-    if link.is_dir():
-        return link.resolve()
+    if folder := linked(paths):
+        return folder
     there = _older_first(paths, link.readlink().name if link.is_symlink() else None)
     if not there:
         if link.is_symlink():
@@ -347,7 +400,8 @@ def _behind_latest(paths: RunPaths) -> Path | None:
 def _older_first(paths: RunPaths, name: str | None) -> list[Path]:
     """Committed folders, the best to go on from last: the newest before `name`, else the newest."""
     there = committed(paths.checkpoints)
-    older = [folder for folder in there if name is None or folder.name < name]
+    step = checkpoint_step(name or "")
+    older = [folder for folder in there if step is None or _step_of(folder) < step]
     return older or there
 
 
@@ -373,7 +427,7 @@ def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
             break
         place = paths.quarantine / f"{folder.name}.{number}"
     followers = [other for other in _older_first(paths, folder.name) if other != folder]
-    was_latest = paths.latest.resolve() == folder.resolve()
+    was_latest = linked(paths) == folder.resolve()
     with disk_trouble(place):
         paths.quarantine.mkdir(exist_ok=True)
         folder.rename(place)
@@ -480,8 +534,8 @@ def check_resumable(config: Config, paths: RunPaths) -> Checkpoint | None:
     as `check_compatible` does.
     """
     there = committed(paths.checkpoints)
-    if paths.latest.is_dir():
-        there.append(paths.latest.resolve())
+    if folder := linked(paths):
+        there.append(folder)
     for folder in reversed(there):
         try:
             checkpoint = Checkpoint.open(folder)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from forge import store
 from forge.errors import ConfigError, DataError
 from forge.history import Launch, read_launches
 from forge.manifest import read_json
@@ -72,10 +73,20 @@ def summarise(paths: RunPaths) -> Summary:
             fix=f"runs there: {', '.join(there)}" if there else "train one first: make train",
         )
     fit, validation, preflight = map(_read, (paths.fit, paths.validation, paths.preflight))
-    checkpoint = paths.latest.resolve() if paths.latest.exists() else None
-    record = _read(checkpoint / "checkpoint.json") if checkpoint else {}
-    standing = _standing(read_launches(paths), preflight, _verdict(validation, record))
-    return Summary(paths.root.name, *standing, checkpoint, record, fit, validation, preflight)
+    checkpoint, troubles = _checkpoint(paths)
+    folder, record = (checkpoint.folder, checkpoint.manifest) if checkpoint else (None, {})
+    status, tone, reasons = _standing(read_launches(paths), preflight, _verdict(validation, record))
+    tone, reasons = ("bad" if troubles else tone), [*reasons, *troubles]
+    standing = status, tone, reasons
+    return Summary(paths.root.name, *standing, folder, record, fit, validation, preflight)
+
+
+def _checkpoint(paths: RunPaths) -> tuple[store.Checkpoint | None, list[str]]:
+    """The checkpoint behind `latest`, and why it cannot be shown where it is none."""
+    try:
+        return store.latest(paths), []
+    except DataError as err:
+        return None, [err.what]
 
 
 # --- status -------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from forge.launcher import wait_for_orphans
 from forge.lease import lease
 from forge.manifest import disk_trouble, read_object, write_json
 from forge.numerics import prepare
-from forge.paths import CHECKPOINT_PREFIX, RunPaths, checkpoint_name, is_checkpoint_name
+from forge.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
 from forge.progress import progress, say
 from forge.status import duration
 
@@ -39,9 +39,7 @@ def validate(config: Config) -> Path:
     config = freeze(config)
     paths = RunPaths.of(config)
     with lease(paths.root, "validate"):
-        checkpoint = store.latest(paths)
-        if checkpoint is None:
-            raise DataError(f"{paths.root} has no checkpoint", fix="train the run first")
+        checkpoint = _latest(paths)
         result = _examine(
             Examination(
                 checkpoint, config, Data(config), goal=_read(paths.fit, *_GOAL), paths=paths
@@ -57,14 +55,23 @@ def validate(config: Config) -> Path:
     return paths.validated
 
 
+def _latest(paths: RunPaths) -> store.Checkpoint:
+    checkpoint = store.latest(paths)
+    if checkpoint is None:
+        raise DataError(f"{paths.root} has no checkpoint", fix="train the run first")
+    return checkpoint
+
+
 def validate_folder(folder: Path, overrides: dict[str, Any]) -> None:
     """Validate any checkpoint folder, or the latest one of a run's folder; writes nothing.
 
     The config is the one in the checkpoint; overrides may say where `data` lies now.
     """
     if (folder / "checkpoints").is_dir():
+        checkpoint = _latest(RunPaths(folder))
         folder = folder / "checkpoints" / "latest"
-    checkpoint = store.Checkpoint.open(folder.resolve())
+    else:
+        checkpoint = store.Checkpoint.open(folder.resolve())
     config = _own_config(checkpoint, overrides)
     paths = RunPaths(checkpoint.folder.parent.parent)
     of_a_run = paths.checkpoints == checkpoint.folder.parent and paths.metrics.exists()
@@ -140,7 +147,7 @@ def validate_all(place: Path, overrides: dict[str, Any], *, fix: bool) -> None:
             wait_for_orphans(paths)
             store.finish_commit(paths)
         there = _folders(paths.checkpoints)
-        rows = [_row(folder) for folder in there if is_checkpoint_name(folder.name)]
+        rows = [_row(folder) for folder in there if checkpoint_step(folder.name) is not None]
         if not rows:
             raise DataError(f"{paths.root} has no checkpoint", fix="train the run first")
         _examine_all(rows, paths, config, overrides)
@@ -162,7 +169,8 @@ def _run_at(place: Path, overrides: dict[str, Any]) -> tuple[RunPaths, Config | 
 
 def _folders(place: Path) -> Iterator[Path]:
     """Checkpoints, newest first, also those whose manifest is lost."""
-    return iter(sorted(filter(Path.is_dir, place.glob(f"{CHECKPOINT_PREFIX}*")), reverse=True))
+    found = filter(Path.is_dir, place.glob(f"{CHECKPOINT_PREFIX}*"))
+    return iter(sorted(found, key=by_step, reverse=True))
 
 
 def _row(folder: Path) -> Row:
@@ -276,10 +284,9 @@ def _conclude(rows: Sequence[Row], paths: RunPaths, fix: bool) -> None:
 
 
 def _trouble_of_latest(paths: RunPaths) -> list[str]:
-    if paths.latest.is_dir():
-        return []
     try:
-        store.latest(paths)
+        if store.linked(paths) is None:
+            store.latest(paths)
     except DataError as err:
         return [err.what]
     return []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -16,6 +18,11 @@ from forge.manifest import digest_file, read_json, write_json
 def validate(run):
     outcome = run.forge("validate")
     return outcome, read_json(run.paths.validation)
+
+
+def show(run):
+    command = [sys.executable, "-m", "forge", "show", str(run.folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def checks(verdict):
@@ -138,3 +145,45 @@ def test_checkpoint_folder_copied_elsewhere_is_validated_there(undisturbed, tmp_
     assert outcome.code == 0, outcome.text
     assert f"{folder}: valid, step 200" in outcome.text
     assert sorted(folder.iterdir()) == before
+
+
+def test_every_command_refuses_a_checkpoint_under_another_steps_name_and_training_takes_the_previous(
+    solo, tmp_path
+):
+    run = solo.copy(tmp_path / "renamed")
+    newest = store.latest(run.paths).folder
+    wrong = newest.rename(newest.with_name("step-00000020"))
+    run.paths.latest.unlink()
+    run.paths.latest.symlink_to(wrong.name)
+    said = "step-00000020 is named for step 20, its manifest is of step 12"
+
+    elsewhere = f"--to={tmp_path / 'export'}"
+    for command in (
+        ("validate", str(wrong)),
+        ("validate", str(run.folder)),
+        ("export", str(wrong), elsewhere),
+        ("export", str(run.folder), elsewhere),
+    ):
+        refused = forge(*command)
+        assert (refused.code, said in refused.text) == (65, True), (command, refused.text)
+    shown = show(run)
+    assert shown.returncode == 0
+    assert said in shown.stdout
+    assert wrong.is_dir()
+
+    trained = run.forge("train")
+    assert trained.code == 0, trained.text
+    assert f"checkpoint {wrong} is damaged" in trained.text and said in trained.text
+    assert f"resume from {wrong.with_name('step-00000006')}" in trained.text
+    assert run.weights_digest() == solo.weights_digest()
+
+
+def test_a_copy_of_a_checkpoint_under_a_name_of_no_step_is_validated_and_exported(solo, tmp_path):
+    run = solo.copy(tmp_path / "copied")
+    newest = store.latest(run.paths).folder
+    for name in ("step-00000100.bak", "best"):
+        copy = shutil.copytree(newest, newest.with_name(name))
+        outcome = forge("validate", str(copy), "--validate.depth=digests")
+        assert outcome.code == 0, outcome.text
+        outcome = forge("export", str(copy), f"--to={tmp_path / 'export' / name}")
+        assert outcome.code == 0, outcome.text

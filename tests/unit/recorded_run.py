@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from manifests import manifest_of
+
 from forge.config import Config
 from forge.ledger import append_line
 from forge.manifest import write_json
@@ -69,20 +71,7 @@ class RecordedRun:
         folder = self.paths.checkpoints / checkpoint_name(step)
         write_json(
             folder / "checkpoint.json",
-            {
-                "step": step,
-                "weights_digest": f"{step:064x}",
-                "world_size": 2,
-                "lineage": {
-                    "code": {"commit": "0123abc", "dirty": True, "version": "0.1.0"},
-                    "config": Config().to_json(),
-                    "config_digest": "c" * 64,
-                    "tokenizer": {"id": "a1b2c3d4e5f6", "digest": "a" * 64},
-                    "tokens": {"id": "0f1e2d3c4b5a", "digest": "b" * 64},
-                    "versions": {"python": "3.11.9", "torch": "2.13.0"},
-                    "hardware": {"device": "cpu", "cpu": "Example 9000", "hosts": ["laptop"]},
-                },
-            },
+            manifest_of(step, weights_digest=f"{step:064x}"),
         )
         self.paths.latest.unlink(missing_ok=True)
         self.paths.latest.symlink_to(folder.name)

@@ -20,7 +20,7 @@ LAYERS = (
     # config, small files, who am I
     "config manifest launch console slurm",
     # names, machine, formats of files
-    "paths machine ledger lease lineage runs corpus shards jobs bad_nodes nonfinite",
+    "paths machine ledger lease lineage runs corpus shards jobs bad_nodes nonfinite checkpoint_shape",
     # geometry and environment of ranks
     "geometry",
     # launching, what is on disk

@@ -4,6 +4,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from manifests import manifest_of
 
 from forge import resume, store
 from forge.errors import UnfitError
@@ -15,7 +16,7 @@ STEP = "step-00000010"
 
 def put_checkpoint(folder, **facts):
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / store.MANIFEST, store.sealed({"step": 10, "files": {}, **facts}))
+    write_json(folder / store.MANIFEST, manifest_of(10, **facts))
 
 
 class Seen:

@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -171,3 +172,53 @@ def test_digest_of_weights_covers_name_type_shape_and_bytes():
         digest("w", changed),
     ]
     assert len({digest("w", WEIGHTS), *others}) == 5
+
+
+def with_parts(index, **parts):
+    """The index with some of its parts replaced."""
+    for name, value in parts.items():
+        setattr(index, name, value)
+    return index
+
+
+def of_one_entry(index, **parts):
+    """The index with parts of the entry of one tensor replaced."""
+    with_parts(index.state_dict_metadata["model.w"], **parts)
+    return index
+
+
+OTHER_INDEXES = {
+    "empty": lambda _: b"",
+    "no pickle": lambda _: b"{}",
+    "cut": lambda index: pickle.dumps(index)[:-20],
+    "a number": lambda _: pickle.dumps(7),
+    "a dict": lambda index: pickle.dumps(index.state_dict_metadata),
+    "no tensors": lambda index: pickle.dumps(with_parts(index, state_dict_metadata=None)),
+    "no places": lambda index: pickle.dumps(with_parts(index, storage_data=[])),
+    "no entry": lambda index: pickle.dumps(with_parts(index, state_dict_metadata={"model.w": 7})),
+    "no size": lambda index: pickle.dumps(of_one_entry(index, size="2 x 3")),
+    "no type": lambda index: pickle.dumps(of_one_entry(index, properties=None)),
+    "no chunks": lambda index: pickle.dumps(of_one_entry(index, chunks=[None])),
+    "no place": lambda index: pickle.dumps(
+        with_parts(index, storage_data=dict.fromkeys(index.storage_data))
+    ),
+    "a path": lambda index: pickle.dumps(
+        with_parts(
+            index,
+            storage_data={
+                key: replace(place, relative_path=f"../saved/{place.relative_path}")
+                for key, place in index.storage_data.items()
+            },
+        )
+    ),
+    "text for a call": lambda _: b"cforge\nnothing\n(tR.",
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_INDEXES)
+def test_index_that_is_none_is_bad_data_that_names_it(folder, kind):
+    index = checkpoints.SafeReader(folder).read_metadata()
+    (folder / ".metadata").write_bytes(OTHER_INDEXES[kind](index))
+    for reading in (checkpoints.SafeReader(folder).read_metadata, lambda: read(folder)):
+        with pytest.raises(DataError, match=r"\.metadata is no index|which no index needs"):
+            reading()

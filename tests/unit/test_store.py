@@ -4,12 +4,13 @@ import re
 import shutil
 
 import pytest
+from manifests import manifest_of
 
 from forge import points, store
 from forge.config import Ids, load_config
 from forge.errors import ConfigError, DataError, UnfitError
 from forge.ledger import read_lines
-from forge.manifest import digest_bytes
+from forge.manifest import canonical, digest_bytes
 from forge.paths import RunPaths
 
 
@@ -28,12 +29,7 @@ def save(paths, step, *, config=None, keep_last=2, keep_every=None, content=b"we
     folder = store.begin(paths, step)
     (folder / "__0_0.distcp").write_bytes(content)
     files = {"__0_0.distcp": {"bytes": len(content), "digest": digest_bytes(content)}}
-    manifest = {
-        "step": step,
-        "decay_steps": config.train.decay_steps or config.train.max_steps,
-        "files": files,
-        "lineage": {"config": config.to_json()},
-    }
+    manifest = manifest_of(step, config, files=files)
     return store.commit(paths, folder, manifest, keep_last, keep_every)
 
 
@@ -78,6 +74,60 @@ def test_a_copy_that_a_person_put_beside_checkpoints_is_none_and_stays(paths):
         save(paths, step, keep_last=1, keep_every=40)
     assert copy.is_dir()
     assert [folder.name for folder in store.committed(paths.checkpoints)] == ["step-00000040"]
+
+
+@pytest.mark.parametrize("name", ["step-00000020", "step-123456789"])
+def test_checkpoint_under_another_steps_name_is_refused_with_both_steps(paths, name):
+    saved = save(paths, 10)
+    folder = saved.folder.rename(saved.folder.with_name(name))
+    named = int(name.removeprefix("step-"))
+    with pytest.raises(DataError, match=f"{name} is named for step {named}, .* of step 10"):
+        store.Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("name", ["best", "step-00000100.bak", "step-0000000100", "latest"])
+def test_a_copy_under_a_name_that_is_no_steps_opens(paths, name):
+    saved = save(paths, 10)
+    copy = shutil.copytree(saved.folder, paths.root / name)
+    assert store.Checkpoint.open(copy).step == 10
+
+
+def test_latest_on_a_checkpoint_under_another_steps_name_quarantines_it_and_takes_the_previous(
+    paths, capsys
+):
+    save(paths, 10)
+    newest = save(paths, 20)
+    wrong = newest.folder.rename(newest.folder.with_name("step-00000030"))
+    paths.latest.unlink()
+    paths.latest.symlink_to(wrong.name)
+    with pytest.raises(DataError, match=r"named for step 30, .* of step 20"):
+        store.latest(paths)
+    assert store.check_resumable(config_of(), paths).step == 10
+    assert store.newest_whole(paths).step == store.latest(paths).step == 10
+    assert names(paths.quarantine) == {"step-00000030"}
+    assert "named for step 30" in capsys.readouterr().err
+
+
+def test_latest_on_a_copy_under_another_name_is_resumed_from_and_left_there(paths):
+    saved = save(paths, 10)
+    saved.folder.rename(saved.folder.with_name("best"))
+    paths.latest.unlink()
+    paths.latest.symlink_to("best")
+    assert store.newest_whole(paths).step == store.latest(paths).step == 10
+    save(paths, 20, keep_last=1)
+    assert names(paths.checkpoints) == {"latest", "best", "step-00000020"}
+
+
+def test_steps_of_nine_digits_come_after_those_of_eight(paths):
+    """As text, step-100000000 comes before step-99999999."""
+    for step in (99_999_998, 99_999_999, 100_000_000):
+        save(paths, step, keep_last=2)
+    kept = ["step-99999999", "step-100000000"]
+    assert [folder.name for folder in store.committed(paths.checkpoints)] == kept
+    paths.latest.unlink()
+    assert store.newest_whole(paths).step == 100_000_000
+    store.quarantine(paths, paths.checkpoints / kept[-1], ["for the test"])
+    assert store.latest(paths).step == 99_999_999
 
 
 def test_checkpoints_that_were_left_behind_by_going_back_do_not_count_as_kept(paths):
@@ -346,3 +396,100 @@ def test_full_disk_is_told_and_keeps_the_last_checkpoint(paths, monkeypatch):
     with pytest.raises(UnfitError, match="No space left"):
         store.commit(paths, folder, {"step": 20, "files": {"__0_0.distcp": {}}}, 2)
     assert store.latest(paths).step == 10
+
+
+# --- links and manifests that are none ------------------------------------------------------------
+
+HUGE = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", "10"),
+        ("step", -1),
+        ("step", True),
+        ("step", 10**400),
+        ("world_size", 0),
+        ("files", ["__0_0.distcp"]),
+        ("files", {"../../config.json": {"bytes": 1, "digest": "a"}}),
+        ("files", {"a": {"bytes": 10**400, "digest": "a"}}),
+        ("files", {"a": 7}),
+        ("lineage", None),
+        ("lineage", {"config": []}),
+        ("probe", {"losses": "none"}),
+    ],
+)
+def test_manifest_of_another_shape_with_the_right_digest_is_no_checkpoint(paths, key, value):
+    saved = save(paths, 10)
+    text = canonical(store.sealed({**saved.manifest, key: value}))
+    (saved.folder / store.MANIFEST).write_bytes(text)
+    with pytest.raises(DataError, match=rf"is no manifest of a checkpoint: {key}"):
+        store.Checkpoint.open(saved.folder)
+    assert store.newest_whole(paths) is None
+
+
+@pytest.mark.parametrize("text", ["[]", "7", "null", f'{{"format": {HUGE}}}', "[" * 10**5])
+def test_file_that_is_no_object_is_no_checkpoint(paths, text):
+    saved = save(paths, 10)
+    (saved.folder / store.MANIFEST).write_text(text)
+    with pytest.raises(DataError, match=r"is not a checkpoint|is not JSON"):
+        store.Checkpoint.open(saved.folder)
+
+
+def test_manifest_with_numbers_that_json_has_not_is_not_as_it_was_sealed(paths):
+    saved = save(paths, 10)
+    manifest = saved.folder / store.MANIFEST
+    manifest.write_text(manifest.read_text().replace("5.5", "NaN"))
+    with pytest.raises(DataError, match="does not have the digest"):
+        store.Checkpoint.open(saved.folder)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_latest_that_links_to_itself_is_told_and_training_mends_it(paths, there, capsys):
+    if there:
+        save(paths, 10)
+        paths.latest.unlink()
+    paths.checkpoints.mkdir(parents=True, exist_ok=True)
+    paths.latest.symlink_to("latest")
+    with pytest.raises(DataError, match="latest points to latest, which is no directory"):
+        store.latest(paths)
+    step = 10 if there else None
+    assert getattr(store.check_resumable(config_of(), paths), "step", None) == step
+    store.prune(paths, 1)
+    assert getattr(store.newest_whole(paths), "step", None) == step
+    assert "which is no directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["text", "directory", "copy"])
+def test_latest_that_is_no_link_is_refused_before_anything_is_written_over_it(paths, kind):
+    """A copy that follows links (cp -L) leaves a directory, an editor or git on Windows a text file."""
+    saved = save(paths, 10)
+    paths.latest.unlink()
+    {
+        "text": lambda: paths.latest.write_text("step-00000010\n"),
+        "directory": paths.latest.mkdir,
+        "copy": lambda: shutil.copytree(saved.folder, paths.latest),
+    }[kind]()
+    before = sorted(paths.checkpoints.rglob("*"))
+    for action in (
+        lambda: store.latest(paths),
+        lambda: store.newest_whole(paths),
+        lambda: store.check_resumable(config_of(), paths),
+    ):
+        with pytest.raises(DataError, match="latest is no symbolic link") as caught:
+            action()
+        assert f"ln -s step-00000010 {paths.latest}" in str(caught.value)
+    assert sorted(paths.checkpoints.rglob("*")) == before
+
+
+def test_checkpoints_that_is_a_file_is_refused_at_once(paths):
+    paths.root.mkdir(parents=True)
+    paths.checkpoints.write_text("")
+    for action in (
+        lambda: store.latest(paths),
+        lambda: store.newest_whole(paths),
+        lambda: store.check_resumable(config_of(), paths),
+    ):
+        with pytest.raises(DataError, match="checkpoints is no directory"):
+            action()

@@ -1,0 +1,86 @@
+"""What `checkpoint.json` must hold before anything else reads it: keys, types and bounds. No torch.
+
+A manifest may have its own digest and still be none: a file that was made by another program, or by
+hand. Keys that are not named here are left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+# Steps, sizes and counts fit into 64 bits: sums and names of files with them cannot overflow.
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+# A plain name in the checkpoint's directory: 255 bytes is the limit of Linux (man 7 path_resolution).
+FileName = Annotated[str, Field(pattern=r"^[^/\x00]{1,255}$")]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class _File(_Part):
+    bytes: Count
+    digest: str
+
+
+class _Artefact(_Part):
+    digest: str
+
+
+class _Ids(_Part):
+    tokenizer: str
+    tokens: str
+
+
+class _Config(_Part):
+    model: dict[str, Any]
+    train: dict[str, Any]
+    ids: _Ids
+
+
+class _Numerics(_Part):
+    device: str
+    precision: Literal["fp32", "bf16"]
+    threads: Annotated[int, Field(ge=1, le=2**16)]
+
+
+class _Versions(_Part):
+    torch: str
+
+
+class _Hardware(_Part):
+    cpu: str
+
+
+class _Lineage(_Part):
+    config: _Config
+    tokenizer: _Artefact
+    tokens: _Artefact
+    numerics: _Numerics
+    versions: _Versions
+    hardware: _Hardware
+
+
+class _Probe(_Part):
+    losses: list[float]
+
+
+class _Manifest(_Part):
+    step: Count
+    world_size: Annotated[int, Field(ge=1, lt=2**31)]
+    decay_steps: Count
+    files: dict[FileName, _File]
+    probe: _Probe
+    lineage: _Lineage
+
+
+def trouble(manifest: dict[str, Any]) -> str:
+    """The first key that is missing or wrong, with the reason; empty where the manifest is one."""
+    try:
+        _Manifest.model_validate(manifest)
+    except ValidationError as err:
+        first = err.errors()[0]
+        return f"{'.'.join(str(part)[:60] for part in first['loc'])}: {first['msg']}"
+    return ""
