@@ -54,6 +54,12 @@ class _Hardware(_Part):
     cpu: str
 
 
+class _Parent(_Part):
+    run: str
+    step: Count
+    digest: str
+
+
 class _Lineage(_Part):
     config: _Config
     tokenizer: _Artefact
@@ -61,6 +67,7 @@ class _Lineage(_Part):
     numerics: _Numerics
     versions: _Versions
     hardware: _Hardware
+    parent: _Parent | None = None
 
 
 class _Probe(_Part):

@@ -28,6 +28,10 @@ from forge.values import describe, read_cell, read_text, read_yaml, shown
 
 # Never a path, an option or a piece of shell; also the wildcard constraint of the workflow.
 RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
+# A checkpoint of another run. Steps fit into 64 bits.
+PARENT = rf"({RUN_NAME})@([1-9][0-9]{{0,17}})"
+# Names of folders say nothing about what is trained.
+FOLDERS = ("run", "results", "data")
 
 # Keys that may change between two starts of one run; every other key of model and train is part of
 # what the checkpoint is, and a change is refused.
@@ -273,6 +277,8 @@ class Config(Section):
     """Folder that holds one folder per run."""
     data: FilePath = Field("data", min_length=1)
     """Folder of tokenizers and tokens, shared between runs."""
+    parent: str | None = None
+    """`RUN@STEP`: start from this checkpoint of another run in `results`; null starts at step 0."""
     tokenizer: Tokenizer = Tokenizer()
     tokenize: Tokenize = Tokenize()
     model: Model = Model()
@@ -289,6 +295,25 @@ class Config(Section):
         if re.search(r"[{}\n]", folder):
             raise ValueError(f"{folder!r} has braces or line breaks, which file names here cannot")
         return folder.rstrip("/") or "/"
+
+    @field_validator("parent")
+    @classmethod
+    def _parent_has_a_step(cls, parent: str | None) -> str | None:
+        if parent is not None and not re.fullmatch(PARENT, parent):
+            raise ValueError(
+                "must be RUN@STEP, such as base@5000: the name of a run and the step of one of its"
+                " checkpoints (ls results/RUN/checkpoints)"
+            )
+        return parent
+
+    @model_validator(mode="after")
+    def _parent_is_another_run(self) -> Self:
+        if self.parent and self.parent.partition("@")[0] == self.run:
+            raise ValueError(
+                f"parent is {self.parent!r}, a checkpoint of this run itself: a run resumes from its"
+                " own checkpoints without it; give a new run a name of its own"
+            )
+        return self
 
     def to_json(self) -> dict[str, Any]:
         """The whole config with every default filled in, as plain JSON values."""

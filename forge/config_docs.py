@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from forge.config import Config, Section, is_free
+from forge.config import FOLDERS, Config, Section, is_free
 from forge.errors import ConfigError
 from forge.machine import Machine
 from forge.manifest import atomic_open
@@ -122,7 +122,7 @@ def _section_of(annotation: Any) -> type[Section] | None:
 
 def _may_change(name: str, section: type[Section], key: str) -> str:
     if not name:
-        return "–"  # names of folders, no part of any checkpoint
+        return "–" if key in FOLDERS else "no"  # names of folders are no part of any checkpoint
     return "yes" if name in READ_AFTERWARDS or is_free(section, key) else "no"
 
 

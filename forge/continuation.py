@@ -76,7 +76,7 @@ def _run(config: Config, checkpoint: store.Checkpoint, num_ranks: int, step: int
         values = apply_overrides(
             checkpoint.manifest["lineage"]["config"],
             {
-                **{"run": "reload", "results": scratch, "data": config.data},
+                **{"run": "reload", "results": scratch, "data": config.data, "parent": None},
                 "train.max_steps": step,
                 "train.decay_steps": checkpoint.manifest["decay_steps"],
                 "train.precision": checkpoint.manifest["lineage"]["numerics"]["precision"],

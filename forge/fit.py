@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from forge import bad_nodes, gate, ledger, restarts, slurm, store
+from forge import bad_nodes, gate, ledger, parent, restarts, slurm, store
 from forge.artefacts import freeze
 from forge.config import Config
 from forge.errors import DataError, Exit, ForgeError, TrainingError, UnfitError
@@ -54,7 +54,8 @@ def train(
         wait_for_orphans(paths)
         checkpoint = store.newest_whole(paths)
         if checkpoint is None:
-            store.begin_afresh(paths, require_checkpoint)
+            parent.find(config)
+            store.begin_afresh(paths, require_checkpoint, config.parent)
         else:
             store.check_compatible(config, checkpoint)
         _refuse_known_failure(config, paths)
@@ -77,7 +78,7 @@ def train(
         finally:
             remove_staged(paths, place)
         if record.status in ("stopped", "lost") and job:
-            _requeue(record, paths, job, machine)
+            _requeue(record, config, paths, job, machine)
         return _conclude(config, paths, record)
 
 
@@ -101,8 +102,8 @@ def _refuse_known_failure(config: Config, paths: RunPaths) -> None:
     if last.get("diverged") and last.get("config_digest") == config_digest(config):
         raise TrainingError(
             f"this config failed before: {last['message']}",
-            fix="change the config under a new run name"
-            f" (to try the same once more, remove {paths.events})",
+            fix="change the config under a new run name; parent: RUN@STEP starts it from a checkpoint"
+            f" of this one (to try the same once more, remove {paths.events})",
         )
 
 
@@ -149,7 +150,7 @@ def _train_until_it_ends(
         if attempt == 0:
             for line in store.schedule_warnings(config, checkpoint):
                 say(line)
-        step = checkpoint.step if checkpoint else 0
+        step = checkpoint.step if checkpoint else parent.first_step(config)
         _end_if_stuck(config, paths, machine, step)
         options |= {"started": time.time(), "step": step}
         record = run_ranks(
@@ -193,6 +194,7 @@ def _nodes_that_passed(paths: RunPaths) -> list[str]:
 
 def _requeue(
     record: Record,
+    config: Config,
     paths: RunPaths,
     job: slurm.Job,
     machine: Machine,
@@ -202,7 +204,7 @@ def _requeue(
     Raises StoppedEarly when the job will be back after ranks were lost: that is no end that a person
     has to see, so the progress gate goes on counting.
     """
-    step = _committed_step(paths)
+    step = _committed_step(config, paths)
     goes_back, reason = restarts.requeue(record, paths, job, machine, step=step)
     if reason:
         say(f"not sent back to the queue: {reason}")
@@ -216,11 +218,11 @@ def _conclude(config: Config, paths: RunPaths, record: Record) -> Path:
         assert record.step is not None
         return _write_fit(config, paths, record.step, record.result["weights_digest"])
     if record.status == "stopped":
-        step = _committed_step(paths)
+        step = _committed_step(config, paths)
         ledger.record(paths.events, "stop", cause=record.cause, step=step)
         raise StoppedEarly(
             f"{config.run} stopped at step {step} of {config.train.max_steps} ({record.cause});"
-            f" {_what_is_kept(record, step)}",
+            f" {_what_is_kept(config, record, step)}",
             fix="give the same command again to go on",
         )
     _record_failure(config, paths, record)
@@ -233,14 +235,15 @@ def _conclude(config: Config, paths: RunPaths, record: Record) -> Path:
     raise RankFailure(record, paths.logs)
 
 
-def _what_is_kept(record: Record, step: int) -> str:
+def _what_is_kept(config: Config, record: Record, step: int) -> str:
     if lost := record.result.get("lost"):
         ranks = ", ".join(map(str, lost))
         return (
             f"rank {ranks} ended without a last checkpoint (before its first step, or killed after"
             f" stop_grace_sec): what was trained beyond step {step} is lost"
         )
-    return "a checkpoint is committed" if step else "nothing had been trained yet"
+    is_trained = step > parent.first_step(config)
+    return "a checkpoint is committed" if is_trained else "nothing had been trained yet"
 
 
 def _record_failure(config: Config, paths: RunPaths, record: Record) -> None:
@@ -255,9 +258,10 @@ def _record_failure(config: Config, paths: RunPaths, record: Record) -> None:
     )
 
 
-def _committed_step(paths: RunPaths) -> int:
+def _committed_step(config: Config, paths: RunPaths) -> int:
+    """The step that the next start begins at."""
     committed = store.latest(paths)
-    return committed.step if committed else 0
+    return committed.step if committed else parent.first_step(config)
 
 
 def _recorded_digest(paths: RunPaths, step: int) -> str | None:
@@ -279,5 +283,7 @@ def _write_fit(config: Config, paths: RunPaths, step: int, digest: str) -> Path:
         "weights_digest": digest,
         "config_digest": config_digest(config),
     }
+    if made_from := checkpoint.manifest["lineage"].get("parent"):
+        record["parent"] = made_from
     write_json(paths.fit, record)
     return paths.fit

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import forge
-from forge.config import Config
+from forge.config import FOLDERS, Config
 from forge.launch import hostname
 from forge.manifest import canonical, digest_bytes
 
@@ -18,7 +18,7 @@ PACKAGES = ("torch", "tokenizers", "numpy", "snakemake", "pydantic", "blake3")
 
 def config_digest(config: Config) -> str:
     """Digest of the science of a run: its config without the names of folders."""
-    science = {k: v for k, v in config.to_json().items() if k not in ("run", "results", "data")}
+    science = {k: v for k, v in config.to_json().items() if k not in FOLDERS}
     return digest_bytes(canonical(science))
 
 

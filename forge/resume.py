@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge import store
+from forge import parent, store
+from forge.config import Config
 from forge.errors import DataError, UnfitError
 from forge.launch import hostname
 from forge.manifest import disk_trouble
@@ -22,25 +23,50 @@ NETWORK_CACHE_SEC = 60.0
 
 
 def newest_verified(
-    paths: RunPaths, world: World, *, require_checkpoint: bool
+    paths: RunPaths, world: World, *, require_checkpoint: bool, parent_name: str | None = None
 ) -> store.Checkpoint | None:
     """The checkpoint behind rank 0's `latest`, all its bytes read, the files shared out among the ranks.
 
     Damaged ones go to quarantine and the next older one is looked at; None when none is left, which is
-    DataError with require_checkpoint. All ranks call it.
+    DataError with require_checkpoint. parent_name: the warning says that training then starts from it.
+    All ranks call it.
     """
-    share = (world.rank.rank, world.rank.world_size)
     lost = False
     while (found := _chosen(paths, world)) is not None:
-        mine = world.patiently(partial(_bad_files, found, share), "check of digests")
-        damage = [bad for part in world.gather_objects(mine, "damage") for bad in part]
+        damage = _damage(found, world)
         if not damage:
             return found
         lost = True
         world.on_main(partial(store.quarantine, paths, found.folder, damage), "quarantine")
     if lost:
-        world.on_main(partial(store.begin_afresh, paths, require_checkpoint), "fresh start")
+        begin = partial(store.begin_afresh, paths, require_checkpoint, parent_name)
+        world.on_main(begin, "fresh start")
     return None
+
+
+def verified_parent(config: Config, world: World) -> store.Checkpoint | None:
+    """The checkpoint that config.parent names, all its bytes read, the files shared out among the ranks;
+    None without a parent. All ranks call it.
+
+    Never another one than the config names, and nothing of the parent is moved. Raises ConfigError and
+    DataError as parent.find does.
+    """
+    named = parent.Parent.of(config)
+    if named is None:
+        return None
+    what = "choice of the parent's checkpoint"
+    world.on_main(partial(parent.find, config), what)
+    found = _open_alike(named.folder, world, what)
+    if damage := _damage(found, world):
+        raise parent.corrupt(config, damage)
+    return found
+
+
+def _damage(found: store.Checkpoint, world: World) -> list[str]:
+    """What is wrong with a checkpoint's files, the same on all ranks, each of which reads its share."""
+    share = (world.rank.rank, world.rank.world_size)
+    mine = world.patiently(partial(_bad_files, found, share), "check of digests")
+    return [bad for part in world.gather_objects(mine, "damage") for bad in part]
 
 
 def _chosen(paths: RunPaths, world: World) -> store.Checkpoint | None:
@@ -53,9 +79,12 @@ def _chosen(paths: RunPaths, world: World) -> store.Checkpoint | None:
 
     what = "choice of the checkpoint"
     name = world.gather_objects(world.together(look, what), what)[0]
-    if not name:
-        return None
-    found = world.patiently(partial(_open, paths.checkpoints / name), what)
+    return _open_alike(paths.checkpoints / name, world, what) if name else None
+
+
+def _open_alike(folder: Path, world: World, what: str) -> store.Checkpoint:
+    """A checkpoint, the same on all ranks. Raises UnfitError when a node does not see it."""
+    found = world.patiently(partial(_open, folder), what)
     digests = world.gather_objects(found.manifest["digest"], what)
     if len(set(digests)) > 1:
         raise UnfitError(
@@ -82,7 +111,10 @@ def _open(folder: Path) -> store.Checkpoint:
 
 
 def _bad_files(checkpoint: store.Checkpoint, share: tuple[int, int]) -> list[str]:
-    return list(checkpoint.bad_files(share=share))
+    try:
+        return list(checkpoint.bad_files(share=share))
+    except FileNotFoundError as err:  # of a parent run that is training, and prunes
+        return [f"{err.filename} was removed while it was read"]
 
 
 def check_same_data(found: store.Checkpoint, *, tokens: str, tokenizer: str) -> None:

@@ -188,5 +188,6 @@ def _refuse_non_finite(state: dict[str, Any], step: int) -> None:
         raise TrainingError(
             f"step {step}: weights or moments are not finite; no checkpoint of them was committed",
             cause="a learning rate too high, or broken data",
-            fix="lower train.lr or raise train.warmup_steps under a new run name",
+            fix="start a new run with parent: RUN@STEP, an earlier checkpoint of this one, and a lower"
+            " train.lr (config/README.md)",
         )

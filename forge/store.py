@@ -361,9 +361,10 @@ def newest_whole(paths: RunPaths) -> Checkpoint | None:
             quarantine(paths, folder, [err.what])
 
 
-def begin_afresh(paths: RunPaths, refuse: bool) -> None:
+def begin_afresh(paths: RunPaths, refuse: bool, parent: str | None = None) -> None:
     """When no checkpoint is left to go on from: DataError if that is refused (--require-checkpoint);
-    else say so, where there has been one. Rank 0, or the launcher."""
+    else say so, where there has been one. parent: the checkpoint of another run that training then
+    starts from. Rank 0, or the launcher."""
     there = sorted(paths.quarantine.glob(f"{CHECKPOINT_PREFIX}*"), key=by_step)
     lost = [folder.name for folder in there]
     if refuse:
@@ -376,7 +377,7 @@ def begin_afresh(paths: RunPaths, refuse: bool) -> None:
     if lost:
         say(
             f"warning: no checkpoint of {paths.root} is left (in quarantine: {', '.join(lost)}):"
-            " training starts at step 0 with fresh weights"
+            f" training starts {f'from {parent}' if parent else 'at step 0 with fresh weights'}"
         )
 
 
@@ -471,12 +472,11 @@ def check_compatible(config: Config, checkpoint: Checkpoint) -> None:
     decay_steps = frozen_decay_steps(config, checkpoint)
     if decay_steps != checkpoint.manifest["decay_steps"]:
         problems.append(
-            _differs("train.decay_steps", decay_steps, checkpoint.manifest["decay_steps"])
+            differs("train.decay_steps", decay_steps, checkpoint.manifest["decay_steps"])
         )
-    for name in ("tokenizer", "tokens"):
-        now = getattr(config.ids, name) if config.ids else None
-        if now and now != made_by["ids"][name]:
-            problems.append(_differs(f"ids.{name}", now, made_by["ids"][name]))
+    problems += changed_ids(config, made_by)
+    if config.parent != made_by.get("parent"):
+        problems.append(differs("parent", config.parent, made_by.get("parent")))
     if problems:
         raise ConfigError(
             f"the config does not fit {checkpoint.folder}: " + "; ".join(problems),
@@ -498,10 +498,19 @@ def _changed(
         if key == "decay_steps" or is_free(model, key):
             continue
         if getattr(now, key) != then.get(key):
-            yield _differs(f"{section}.{key}", getattr(now, key), then.get(key))
+            yield differs(f"{section}.{key}", getattr(now, key), then.get(key))
 
 
-def _differs(key: str, now: object, then: object) -> str:
+def changed_ids(config: Config, made_by: dict[str, Any]) -> Iterator[str]:
+    """One sentence for each artefact that is another than in the config of a checkpoint."""
+    for name in ("tokenizer", "tokens"):
+        now = getattr(config.ids, name) if config.ids else None
+        if now and now != made_by["ids"][name]:
+            yield differs(f"ids.{name}", now, made_by["ids"][name])
+
+
+def differs(key: str, now: object, then: object) -> str:
+    """The sentence for a key that the config has changed since a checkpoint was made."""
     return f"{key} is {now!r}, the checkpoint has {then!r}"
 
 

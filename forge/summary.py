@@ -51,6 +51,7 @@ class Summary:
             ("code commit", f"{code['commit']}{dirty}" if code.get("commit") else ""),
             ("config digest", lineage.get("config_digest") or ""),
             *((name, _id_and_digest(lineage.get(name))) for name in ("tokenizer", "tokens")),
+            ("parent", _parent(lineage.get("parent"))),
             ("weights digest", self._weights_digest()),
             ("world size", str(self.record.get("world_size") or "")),
             ("skipped steps", str((self.record.get("skipped") or {}).get("steps") or "")),
@@ -181,6 +182,10 @@ def _read(path: Path) -> dict[str, Any]:
 def _id_and_digest(artefact: dict[str, Any] | None) -> str:
     parts = [str((artefact or {}).get(key) or "") for key in ("id", "digest")]
     return f"{parts[0]} (digest {parts[1]})" if parts[1] else parts[0]
+
+
+def _parent(parent: dict[str, Any] | None) -> str:
+    return f"{parent['run']}@{parent['step']} (digest {parent['digest']})" if parent else ""
 
 
 def _flat(values: dict[str, Any] | None) -> str:

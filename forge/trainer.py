@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from forge import checkpoints, ledger, metrics, optim, points, resume, slurm, store
+from forge import checkpoints, ledger, metrics, optim, parent, points, resume, slurm, store
 from forge.config import Config
 from forge.console import RankProgress
 from forge.errors import Exit, TrainingError, UnfitError
@@ -87,11 +87,15 @@ class Trainer:
     # --- start ---------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Load the newest sound checkpoint, if there is one. DataError if it is of other data."""
+        """Load the newest valid checkpoint, else the parent's, if there is one. DataError if it is of
+        other data."""
         require = self.spec.options["require_checkpoint"]
-        found = resume.newest_verified(self.paths, self.world, require_checkpoint=require)
-        self.decay_steps = store.frozen_decay_steps(self.config, found)
-        self.lineage = self._lineage()
+        own = resume.newest_verified(
+            self.paths, self.world, require_checkpoint=require, parent_name=self.config.parent
+        )
+        found = own or resume.verified_parent(self.config, self.world)
+        self.decay_steps = store.frozen_decay_steps(self.config, own)
+        self.lineage = self._lineage() | parent.lineage(self.config, own, found)
         if found is not None:
             self.world.on_main(lambda: self._check_data(found), "check of the lineage")
             checkpoints.load_state(self.model, self.optimizer, found.folder, self.world)
@@ -99,7 +103,7 @@ class Trainer:
             self.step = self.logged_step = self.saved_step = self.first_step = found.step
             self.skipped = Skipped.of(found.manifest)
             if self.world.rank.is_main:
-                say(f"resume from {found.folder}")
+                say(f"{'resume' if own else 'start'} from {found.folder}")
         self.parallel.wrap()
 
     def _check_data(self, found: store.Checkpoint) -> None:
@@ -232,8 +236,8 @@ class Trainer:
             f"step {self.step}: {what}",
             cause=f"a learning rate too high (train.lr is {self.settings.lr:.2g}, this step's rate was"
             f" {self.rate:.2g}), or broken data",
-            fix="lower train.lr or raise train.warmup_steps under a new run name; where single batches"
-            " are to blame, train.on_nonfinite=skip goes on without them",
+            fix=f"{parent.way_on(self.config, self.saved_step)}; where single batches are to blame,"
+            " train.on_nonfinite=skip goes on without them",
         )
 
     # --- looking at it -------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from forge import bad_nodes, jobs, slurm, store
+from forge import bad_nodes, jobs, parent, slurm, store
 from forge.artefacts import freeze
 from forge.config import Config, checked, read_values
 from forge.errors import ConfigError, UnfitError
@@ -77,7 +77,8 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, Config]:
     settings: as for `read_config`. main: False for the Snakemake inside a job, which goes on with the
     runs as they were submitted: the config may have been edited while the job was in the queue.
 
-    Raises ForgeError for a bad config or sheet, and for a run that cannot go on from its checkpoint:
+    Raises ForgeError for a bad config or sheet, for a run that cannot go on from its checkpoint, and for
+    a new one that cannot start from its parent's:
     refused here, since Snakemake removes a rule's outputs before it starts the rule.
     """
     if not main and SUBMITTED in os.environ:
@@ -88,8 +89,13 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, Config]:
     sheet = str(base.pop("runs", SHEET))
     runs = {name: freeze(config) for name, config in resolve_runs(base, sheet).items()}
     shared_folders(runs)
+    parent.refuse_circles(runs)
     for name, config in runs.items():
-        checkpoint = store.check_resumable(config, RunPaths.of(config))
+        paths = RunPaths.of(config)
+        checkpoint = store.check_resumable(config, paths)
+        # A finished run needs no parent any more, even where its checkpoints were removed.
+        if checkpoint is None and not paths.fit.exists():
+            parent.find(config)
         for line in store.schedule_warnings(config, checkpoint) if main else ():
             say(f"{name}: {line}")
     return runs

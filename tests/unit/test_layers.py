@@ -26,7 +26,8 @@ LAYERS = (
     # launching, what is on disk
     "artefacts crew packs fabric launcher metrics store gate history config_docs cpu loss",
     # parts of the verbs
-    "loader model numerics optim world tokenizer summary charts broadcast node_staging node_checks",
+    "loader model numerics optim world tokenizer summary charts broadcast node_staging node_checks"
+    " parent",
     "checkpoints encoding project staged rank_checks allocation",
     # the halves of `stage` and `preflight` that are for several nodes
     "staging_nodes probing restarts saver parallel resume continuation",

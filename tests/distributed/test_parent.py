@@ -1,0 +1,156 @@
+"""A run that starts from a checkpoint of another one trains on exactly, and a diverged one has a way on.
+
+Threats: a start from other weights, moments or samples than the parent's; from a corrupt checkpoint;
+anything written into the parent's directory.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from dataclasses import replace
+
+import pytest
+from live_run import GOAL, TWO_RANKS, forge, ranks, wait_until
+
+from forge import store
+from forge.manifest import read_json
+from forge.paths import checkpoint_step
+
+
+@pytest.fixture
+def base(solo, tmp_path):
+    """A finished run with checkpoints at 6 and 12."""
+    return solo.copy(tmp_path / "base")
+
+
+def child_of(run, name, parent, *overrides):
+    """A run in the same `results`, with the settings of `run`."""
+    arguments = (*run.overrides, f"--run={name}", f"--parent={parent}", *overrides)
+    return replace(run, folder=run.folder.parent / name, overrides=arguments)
+
+
+def listing(run):
+    return {path: path.read_bytes() for path in sorted(run.folder.rglob("*")) if path.is_file()}
+
+
+def trained(run, *more):
+    outcome = run.forge("train", *more)
+    assert outcome.code == 0, outcome.text
+    return outcome
+
+
+def test_unchanged_settings_give_the_weights_of_the_parents_own_continuation(base):
+    child = child_of(base, "child", "base@6")
+    before = listing(base)
+    outcome = trained(child)
+    assert f"start from {base.paths.checkpoints}/step-00000006" in outcome.text
+    assert [event["step"] for event in child.events("init")] == [6]
+    assert child.losses() == base.losses()[6:]
+    assert child.weights_digest() == base.weights_digest()
+    assert listing(base) == before
+
+
+def test_two_ranks_with_dropout_start_from_a_parent_as_they_resume_also_after_a_stop_before_a_step(
+    undisturbed, tmp_path
+):
+    base = undisturbed.copy(tmp_path / "base")
+    step = checkpoint_step(store.committed(base.paths.checkpoints)[0].name)
+    child = child_of(base, "child", f"base@{step}")
+    started = child.start("train", *TWO_RANKS)
+    wait_until(lambda: len(list(child.paths.launches.glob("*/rank-?.pid"))) == 2, "the ranks")
+    for rank in ranks():
+        rank.send_signal(signal.SIGTERM)
+    outcome = started.end()
+    assert outcome.code == 75, outcome.text
+    assert f"stopped at step {step} of {GOAL}" in outcome.text
+    assert "nothing had been trained yet" in outcome.text
+    assert store.latest(child.paths) is None
+
+    trained(child, *TWO_RANKS)
+    assert child.losses() == base.losses()[-len(child.losses()) :]
+    assert child.step() == GOAL
+    assert child.weights_digest() == base.weights_digest()
+
+
+def test_run_that_diverged_goes_on_under_a_new_name_with_a_lower_rate(base):
+    hot = child_of(base, "hot", "base@6", "--train.lr=1e30", "--train.warmup_steps=0")
+    diverged = hot.forge("train")
+    assert diverged.code == 70, diverged.text
+    assert "not finite" in diverged.text
+    assert "start a new run with parent: base@6, or an earlier checkpoint" in diverged.text
+
+    settings = ("--train.lr=1e-3", "--train.max_steps=10", "--train.decay_steps=null")
+    cool = child_of(base, "cool", "base@6", *settings)
+    trained(cool)
+    assert store.latest(cool.paths).manifest["decay_steps"] == 10, "the schedule is its own"
+    assert cool.losses()[0] == base.losses()[6], "the first loss is of the parent's weights"
+    assert cool.losses()[1] != base.losses()[7], "the first update is at the run's own rate"
+    validated = cool.forge("validate")
+    assert validated.code == 0, validated.text
+
+    then = store.Checkpoint.open(base.paths.checkpoints / "step-00000006").manifest["digest"]
+    lineage = {"run": "base", "step": 6, "digest": then}
+    assert store.latest(cool.paths).manifest["lineage"]["parent"] == lineage
+    assert read_json(cool.paths.fit)["parent"] == lineage
+    assert cool.forge("report").code == 0
+    assert f"base@6 (digest {then})" in cool.paths.report.read_text()
+
+
+def test_run_with_a_checkpoint_of_its_own_resumes_from_that_when_the_parent_is_gone(base):
+    child = child_of(
+        base, "child", "base@6", "--train.checkpoint_every=1", "--train.decay_steps=12"
+    )
+    trained(child, "--train.max_steps=8")
+    lineage = store.latest(child.paths).manifest["lineage"]["parent"]
+    shutil.rmtree(base.folder)
+    outcome = trained(child)
+    assert f"resume from {child.paths.checkpoints}/step-00000008" in outcome.text
+    assert store.latest(child.paths).manifest["lineage"]["parent"] == lineage
+
+    changed = child.forge("train", "--parent=base@12", "--train.max_steps=14")
+    assert changed.code == 78
+    assert "parent is 'base@12', the checkpoint has 'base@6'" in changed.text
+
+    for checkpoint in store.committed(child.paths.checkpoints):
+        shutil.rmtree(checkpoint)
+    lost = child.forge("train")
+    assert lost.code == 78, "it starts from nothing else"
+    assert "there is no run base" in lost.text
+
+
+def test_corrupt_parent_is_refused_by_name_and_nothing_of_it_is_moved(base):
+    """A flipped bit has the right size: only the ranks, which read all bytes, can see it."""
+    file = next((base.paths.checkpoints / "step-00000012").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    before = listing(base)
+    child = child_of(base, "child", "base@12", "--train.max_steps=14")
+    refused = child.forge("train", *TWO_RANKS)
+    assert refused.code == 65, refused.text
+    assert f"its parent base@12 is corrupt: {file.name} has another digest" in refused.text
+    assert listing(base) == before
+    assert store.latest(child.paths) is None
+
+
+def test_parent_that_does_not_fit_is_refused_before_anything_is_written(base):
+    child = child_of(base, "child", "base@6", "--model.dim=64", "--train.batch_size=4")
+    refused = child.forge("train")
+    assert refused.code == 78
+    assert "model.dim is 64, the checkpoint has 32" in refused.text
+    assert "train.batch_size is 4, the checkpoint has 8" in refused.text
+    missing = child_of(base, "child", "base@7").forge("train")
+    assert missing.code == 78
+    assert "has the steps 6, 12" in missing.text
+    assert not child.paths.config.exists()
+    assert not child.paths.checkpoints.exists()
+
+
+def test_a_lone_checkpoint_of_a_child_is_valid_where_its_parent_is_not(base, tmp_path):
+    child = child_of(base, "child", "base@6")
+    trained(child)
+    copy = shutil.copytree(store.latest(child.paths).folder, tmp_path / "elsewhere" / "best")
+    shutil.rmtree(base.folder)
+    outcome = forge("validate", str(copy))
+    assert outcome.code == 0, outcome.text

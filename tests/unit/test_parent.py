@@ -1,0 +1,257 @@
+"""A run that names the wrong parent is refused before anything starts, and never gets another one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from manifests import IDS, manifest_of
+
+from forge import parent, store, workflow
+from forge.config import Ids, load_config
+from forge.config_docs import keys_text
+from forge.errors import ConfigError, DataError
+from forge.manifest import digest_bytes
+from forge.paths import RunPaths
+from forge.runs import resolve_runs
+
+CONTENT = b"weights"
+
+
+@pytest.fixture
+def results(tmp_path):
+    return tmp_path / "results"
+
+
+@pytest.fixture
+def config_of(results):
+    def make(run="child", ids=IDS, **overrides):
+        overrides = {key.replace("__", "."): value for key, value in overrides.items()}
+        found = load_config("/dev/null", {"run": run, "results": str(results), **overrides})
+        return found.model_copy(update={"ids": ids})
+
+    return make
+
+
+def save(config, step, **facts):
+    paths = RunPaths.of(config)
+    folder = store.begin(paths, step)
+    (folder / "__0_0.distcp").write_bytes(CONTENT)
+    files = {"__0_0.distcp": {"bytes": len(CONTENT), "digest": digest_bytes(CONTENT)}}
+    manifest = manifest_of(step, config, files=files, **facts)
+    return store.commit(paths, folder, manifest, keep_last=9)
+
+
+@pytest.fixture
+def base(config_of):
+    """A run with checkpoints of the steps 50 and 100."""
+    config = config_of("base")
+    save(config, 50)
+    save(config, 100)
+    return config
+
+
+def test_a_run_without_a_parent_starts_from_nothing(config_of):
+    assert parent.find(config_of()) is None
+    assert parent.first_step(config_of()) == 0
+
+
+def test_the_named_checkpoint_is_found_and_not_the_newest(base, config_of):
+    child = config_of(parent="base@50")
+    assert parent.find(child).folder == RunPaths.of(base).checkpoints / "step-00000050"
+    assert parent.first_step(child) == 50
+
+
+@pytest.mark.parametrize(
+    "value", ["base", "base@", "base@0", "base@07", "@5", "../x@5", "a@5@5", "a@x"]
+)
+def test_parent_that_names_no_step_of_a_run_is_refused_with_an_example(config_of, value):
+    with pytest.raises(ConfigError, match=r"parent is .*must be RUN@STEP, such as base@5000"):
+        config_of(parent=value)
+
+
+def test_a_run_is_not_its_own_parent(config_of):
+    with pytest.raises(ConfigError, match="a checkpoint of this run itself"):
+        config_of("base", parent="base@50")
+
+
+def test_unknown_run_is_refused(config_of, results):
+    with pytest.raises(ConfigError, match=f"there is no run base in {results}") as caught:
+        parent.find(config_of(parent="base@50"))
+    assert "train base first" in str(caught.value)
+
+
+def test_run_that_is_not_trained_so_far_is_refused_with_the_steps_that_are_there(base, config_of):
+    with pytest.raises(ConfigError, match="base@75 does not exist") as caught:
+        parent.find(config_of(parent="base@75"))
+    assert "has the steps 50, 100" in str(caught.value)
+    assert "train.keep_every" in str(caught.value)
+    shutil.rmtree(RunPaths.of(base).checkpoints)
+    with pytest.raises(ConfigError, match="has no checkpoint"):
+        parent.find(config_of(parent="base@75"))
+
+
+@pytest.mark.parametrize("damage", ["manifest", "size", "missing", "renamed"])
+def test_corrupt_checkpoint_is_refused_by_name_and_stays_where_it_is(base, config_of, damage):
+    paths = RunPaths.of(base)
+    folder = paths.checkpoints / "step-00000100"
+    {
+        "manifest": lambda: (folder / store.MANIFEST).write_text("{"),
+        "size": lambda: (folder / "__0_0.distcp").write_bytes(b"cut"),
+        "missing": (folder / "__0_0.distcp").unlink,
+        "renamed": lambda: shutil.copytree(
+            paths.checkpoints / "step-00000050", folder, dirs_exist_ok=True
+        ),
+    }[damage]()
+    before = sorted(paths.root.rglob("*"))
+    with pytest.raises(DataError, match="run child: its parent base@100 is corrupt") as caught:
+        parent.find(config_of(parent="base@100"))
+    assert "the steps 50, 100" in str(caught.value)
+    assert sorted(paths.root.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "then"),
+    [
+        ("model__dim", 128, 256),
+        ("model__layers", 2, 4),
+        ("model__tie_embeddings", False, True),
+        ("model__rope_theta", 5e5, 10000.0),
+        ("train__seq_len", 128, 256),
+        ("train__batch_size", 32, 16),
+    ],
+)
+def test_key_that_a_run_shares_with_its_parent_is_refused_by_name(
+    base, config_of, key, value, then
+):
+    with pytest.raises(ConfigError) as caught:
+        parent.find(config_of(parent="base@50", **{key: value}))
+    assert f"{key.replace('__', '.')} is {value!r}, the checkpoint has {then!r}" in str(
+        caught.value
+    )
+
+
+def test_other_tokens_or_another_tokenizer_are_refused_by_name(base, config_of):
+    for key in ("tokens", "tokenizer"):
+        ids = Ids(**{**IDS.model_dump(), key: "0" * 12})
+        with pytest.raises(ConfigError, match=rf"ids\.{key} is '0+', the checkpoint has"):
+            parent.find(config_of(parent="base@50", ids=ids))
+
+
+def test_what_a_cure_for_divergence_changes_may_differ(base, config_of):
+    changed = {
+        **{
+            "train__lr": 1e-4,
+            "train__seed": 7,
+            "train__schedule": "wsd",
+            "train__warmup_steps": 70,
+        },
+        **{"train__weight_decay": 0.0, "train__beta2": 0.99, "train__grad_clip": 0.5},
+        **{"train__decay_steps": 500, "train__max_steps": 400, "train__precision": "bf16"},
+        **{"model__dropout": 0.1, "train__parallel": "fsdp2"},
+    }
+    assert parent.find(config_of(parent="base@50", **changed)).step == 50
+
+
+@pytest.mark.parametrize("max_steps", [49, 50])
+def test_goal_that_the_parent_has_reached_already_is_refused(base, config_of, max_steps):
+    with pytest.raises(ConfigError, match=f"max_steps is {max_steps}, but .* at step 50 already"):
+        parent.find(config_of(parent="base@50", train__max_steps=max_steps))
+
+
+def test_parents_in_a_circle_are_refused(config_of):
+    runs = {
+        "a": config_of("a", parent="c@1"),
+        "b": config_of("b", parent="a@1"),
+        "c": config_of("c", parent="b@1"),
+    }
+    with pytest.raises(ConfigError, match="a from c from b from a"):
+        parent.refuse_circles(runs)
+    parent.refuse_circles({**runs, "c": config_of("c", parent="other@1")})
+
+
+# --- the sheet, and the second start --------------------------------------------------------------
+
+
+def test_the_sheet_has_a_column_parent_and_an_empty_cell_is_none(tmp_path):
+    sheet = tmp_path / "runs.tsv"
+    sheet.write_text("run\tparent\ttrain.lr\nbase\t\t\ncooler\tbase@50\t1e-4\n")
+    runs = resolve_runs({}, sheet)
+    assert [(run.parent, run.train.lr) for run in runs.values()] == [
+        (None, 3e-3),
+        ("base@50", 1e-4),
+    ]
+    sheet.write_text("run\tparent\nbase\tbase\n")
+    with pytest.raises(ConfigError, match=r"row 2 \(run base\), column parent: .*must be RUN@STEP"):
+        resolve_runs({}, sheet)
+
+
+@pytest.fixture
+def sheet(tmp_path, results, monkeypatch):
+    """Runs of a sheet as the Snakefile reads them."""
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("words")
+    monkeypatch.chdir(tmp_path)
+
+    def read(text):
+        (tmp_path / "runs.tsv").write_text(text)
+        values = {"results": str(results), "tokenize": {"inputs": [str(corpus)]}}
+        return workflow.read_runs({**values, "runs": str(tmp_path / "runs.tsv")})
+
+    return read
+
+
+def test_workflow_refuses_a_missing_parent_until_it_is_trained(sheet):
+    rows = "run\tparent\nbase\t\nchild\tbase@50\n"
+    with pytest.raises(ConfigError, match="there is no run base"):
+        sheet(rows)
+    save(sheet("run\nbase\n")["base"], 50)
+    assert sheet(rows)["child"].parent == "base@50"
+
+
+def test_a_run_with_a_checkpoint_of_its_own_needs_its_parent_no_more(sheet):
+    rows = "run\tparent\nchild\tbase@50\n"
+    save(sheet("run\nbase\n")["base"], 50)
+    child = sheet(rows)["child"]
+    save(child, 60)
+    shutil.rmtree(RunPaths.of(child).root.parent / "base")
+    assert sheet(rows)["child"].parent == "base@50"
+    RunPaths.of(child).fit.write_text(json.dumps({}))
+    shutil.rmtree(RunPaths.of(child).checkpoints)
+    assert sheet(rows), "it is trained: nothing of the parent is asked for"
+
+
+def test_parent_changed_after_the_first_checkpoint_is_refused_by_key(base, config_of):
+    save(config_of(parent="base@50"), 60)
+    saved = store.latest(RunPaths.of(config_of()))
+    for changed, shown in (({"parent": "base@100"}, "'base@100'"), ({}, "None")):
+        with pytest.raises(ConfigError, match=f"parent is {shown}, the checkpoint has 'base@50'"):
+            store.check_compatible(config_of(**changed), saved)
+
+
+def test_lineage_names_run_step_and_digest_and_is_handed_on_by_the_runs_own_checkpoints(
+    base, config_of
+):
+    child = config_of(parent="base@50")
+    start = parent.find(child)
+    then = {"parent": {"run": "base", "step": 50, "digest": start.manifest["digest"]}}
+    assert parent.lineage(child, None, start) == then
+    own = save(child, 60)
+    assert parent.lineage(child, own, own) == {}
+    lineage = {**own.manifest["lineage"], **then}
+    assert parent.lineage(child, save(child, 70, lineage=lineage), None) == then
+
+
+def test_a_run_that_diverged_is_shown_the_way_on(config_of):
+    assert "parent: child@60, or an earlier" in parent.way_on(config_of(), 60)
+    child = config_of(parent="base@50")
+    assert "parent: child@60, or an earlier" in parent.way_on(child, 60)
+    assert "parent: base@50, or an earlier" in parent.way_on(child, 50)
+    assert "lower train.lr" in parent.way_on(config_of(), 0)
+
+
+def test_the_table_of_keys_says_that_parent_may_not_change():
+    [line] = [text for text in keys_text(type(load_config("/dev/null")), with_resume=True).splitlines()
+              if text.startswith("| `parent`")]  # fmt: skip
+    assert line.endswith("| no |")
