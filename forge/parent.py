@@ -172,6 +172,6 @@ def way_on(config: Config, saved_step: int) -> str:
     if name is None:
         return "lower train.lr or raise train.warmup_steps under a new run name"
     return (
-        f"start a new run with parent: {name}, or an earlier checkpoint, and a lower train.lr"
-        " (config/README.md)"
+        f"start a new run with parent: {name}, or a step from before the loss rose, and a lower"
+        " train.lr (config/README.md)"
     )

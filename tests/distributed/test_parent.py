@@ -73,28 +73,51 @@ def test_two_ranks_with_dropout_start_from_a_parent_as_they_resume_also_after_a_
     assert child.weights_digest() == base.weights_digest()
 
 
-def test_run_that_diverged_goes_on_under_a_new_name_with_a_lower_rate(base):
-    hot = child_of(base, "hot", "base@6", "--train.lr=1e30", "--train.warmup_steps=0")
+# The rate rises until weights grow by more than half at each step (lr x weight_decay > 2).
+TOO_HOT = (
+    *("--train.lr=4", "--train.weight_decay=1", "--train.warmup_steps=200"),
+    *("--train.max_steps=400", "--train.decay_steps=400"),
+    *("--train.checkpoint_every=10", "--train.keep_every=10"),
+)
+
+
+def test_run_that_diverged_goes_on_under_a_new_name_with_a_lower_rate(runs):
+    hot = runs("hot", *TOO_HOT)
     diverged = hot.forge("train")
     assert diverged.code == 70, diverged.text
     assert "not finite" in diverged.text
-    assert "start a new run with parent: base@6, or an earlier checkpoint" in diverged.text
+    newest = store.latest(hot.paths).step
+    assert f"start a new run with parent: hot@{newest}, or a step from before" in diverged.text
+    assert newest > 40
 
-    settings = ("--train.lr=1e-3", "--train.max_steps=10", "--train.decay_steps=null")
-    cool = child_of(base, "cool", "base@6", *settings)
+    schedule = ("--train.warmup_steps=0", "--train.max_steps=30", "--train.decay_steps=null")
+    cool = child_of(hot, "cool", "hot@20", "--train.lr=3e-3", *schedule)
     trained(cool)
-    assert store.latest(cool.paths).manifest["decay_steps"] == 10, "the schedule is its own"
-    assert cool.losses()[0] == base.losses()[6], "the first loss is of the parent's weights"
-    assert cool.losses()[1] != base.losses()[7], "the first update is at the run's own rate"
+    assert cool.losses()[0] == hot.losses()[20], "the first loss is of the parent's weights"
+    assert cool.losses()[1] != hot.losses()[21], "the first update is at the run's own rate"
+    assert store.latest(cool.paths).manifest["decay_steps"] == 30, "the schedule is its own"
     validated = cool.forge("validate")
     assert validated.code == 0, validated.text
 
-    then = store.Checkpoint.open(base.paths.checkpoints / "step-00000006").manifest["digest"]
-    lineage = {"run": "base", "step": 6, "digest": then}
+    then = store.Checkpoint.open(hot.paths.checkpoints / "step-00000020").manifest["digest"]
+    lineage = {"run": "hot", "step": 20, "digest": then}
     assert store.latest(cool.paths).manifest["lineage"]["parent"] == lineage
     assert read_json(cool.paths.fit)["parent"] == lineage
     assert cool.forge("report").code == 0
-    assert f"base@6 (digest {then})" in cool.paths.report.read_text()
+    assert f"hot@20 (digest {then})" in cool.paths.report.read_text()
+
+
+def test_parent_alone_is_no_cure(runs):
+    """With unchanged settings the same step diverges again."""
+    hot = runs("hot", *TOO_HOT)
+    first = hot.forge("train")
+    child = child_of(hot, "child", f"hot@{store.latest(hot.paths).step}")
+    again = child.forge("train")
+    assert (first.code, again.code) == (70, 70), again.text
+    diverged = [run.events("failed")[-1]["message"].split("\n")[0] for run in (hot, child)]
+    assert diverged[0] == diverged[1]
+    assert f"parent: hot@{store.latest(hot.paths).step}" in again.text
+    assert store.latest(child.paths) is None
 
 
 def test_run_with_a_checkpoint_of_its_own_resumes_from_that_when_the_parent_is_gone(base):

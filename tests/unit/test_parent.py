@@ -244,10 +244,10 @@ def test_lineage_names_run_step_and_digest_and_is_handed_on_by_the_runs_own_chec
 
 
 def test_a_run_that_diverged_is_shown_the_way_on(config_of):
-    assert "parent: child@60, or an earlier" in parent.way_on(config_of(), 60)
+    assert "parent: child@60, or a step" in parent.way_on(config_of(), 60)
     child = config_of(parent="base@50")
-    assert "parent: child@60, or an earlier" in parent.way_on(child, 60)
-    assert "parent: base@50, or an earlier" in parent.way_on(child, 50)
+    assert "parent: child@60, or a step" in parent.way_on(child, 60)
+    assert "parent: base@50, or a step" in parent.way_on(child, 50)
     assert "lower train.lr" in parent.way_on(config_of(), 0)
 
 
