@@ -34,9 +34,18 @@ class _Ids(_Part):
     tokens: str
 
 
+class _Model(_Part):
+    dropout: float
+
+
+class _Train(_Part):
+    parallel: str
+    compile: bool
+
+
 class _Config(_Part):
-    model: dict[str, Any]
-    train: dict[str, Any]
+    model: _Model
+    train: _Train
     ids: _Ids
 
 
@@ -61,7 +70,9 @@ class _Parent(_Part):
 
 
 class _Lineage(_Part):
+    code: dict[str, Any]
     config: _Config
+    config_digest: str
     tokenizer: _Artefact
     tokens: _Artefact
     numerics: _Numerics
@@ -78,6 +89,7 @@ class _Manifest(_Part):
     step: Count
     world_size: Annotated[int, Field(ge=1, lt=2**31)]
     decay_steps: Count
+    next_sample: Count
     files: dict[FileName, _File]
     probe: _Probe
     lineage: _Lineage

@@ -387,6 +387,7 @@ def _write_manifest(draft: Path, source: _Source, facts: dict[str, Any]) -> None
         "run": source.config.run,
         "step": source.checkpoint.step,
         **{key: lineage[key] for key in ("config_digest", "tokenizer", "tokens", "code")},
+        **({"parent": lineage["parent"]} if "parent" in lineage else {}),
         "files": {path.name: digest_file(path) for path in sorted(draft.iterdir())},
     }
     write_json(draft / MANIFEST, facts)

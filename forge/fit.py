@@ -78,7 +78,7 @@ def train(
         finally:
             remove_staged(paths, place)
         if record.status in ("stopped", "lost") and job:
-            _requeue(record, config, paths, job, machine)
+            _requeue(record, paths, job, machine, first_step=parent.first_step(config))
         return _conclude(config, paths, record)
 
 
@@ -194,17 +194,18 @@ def _nodes_that_passed(paths: RunPaths) -> list[str]:
 
 def _requeue(
     record: Record,
-    config: Config,
     paths: RunPaths,
     job: slurm.Job,
     machine: Machine,
+    *,
+    first_step: int = 0,
 ) -> None:
     """Back to the queue if Slurm and the cause allow it, which ends this process; else say why not.
 
     Raises StoppedEarly when the job will be back after ranks were lost: that is no end that a person
     has to see, so the progress gate goes on counting.
     """
-    step = _committed_step(config, paths)
+    step = _committed_step(paths, first_step)
     goes_back, reason = restarts.requeue(record, paths, job, machine, step=step)
     if reason:
         say(f"not sent back to the queue: {reason}")
@@ -218,11 +219,12 @@ def _conclude(config: Config, paths: RunPaths, record: Record) -> Path:
         assert record.step is not None
         return _write_fit(config, paths, record.step, record.result["weights_digest"])
     if record.status == "stopped":
-        step = _committed_step(config, paths)
+        first_step = parent.first_step(config)
+        step = _committed_step(paths, first_step)
         ledger.record(paths.events, "stop", cause=record.cause, step=step)
         raise StoppedEarly(
             f"{config.run} stopped at step {step} of {config.train.max_steps} ({record.cause});"
-            f" {_what_is_kept(config, record, step)}",
+            f" {_what_is_kept(record, step, first_step)}",
             fix="give the same command again to go on",
         )
     _record_failure(config, paths, record)
@@ -235,15 +237,14 @@ def _conclude(config: Config, paths: RunPaths, record: Record) -> Path:
     raise RankFailure(record, paths.logs)
 
 
-def _what_is_kept(config: Config, record: Record, step: int) -> str:
+def _what_is_kept(record: Record, step: int, first_step: int = 0) -> str:
     if lost := record.result.get("lost"):
         ranks = ", ".join(map(str, lost))
         return (
             f"rank {ranks} ended without a last checkpoint (before its first step, or killed after"
             f" stop_grace_sec): what was trained beyond step {step} is lost"
         )
-    is_trained = step > parent.first_step(config)
-    return "a checkpoint is committed" if is_trained else "nothing had been trained yet"
+    return "a checkpoint is committed" if step > first_step else "nothing had been trained yet"
 
 
 def _record_failure(config: Config, paths: RunPaths, record: Record) -> None:
@@ -258,10 +259,10 @@ def _record_failure(config: Config, paths: RunPaths, record: Record) -> None:
     )
 
 
-def _committed_step(config: Config, paths: RunPaths) -> int:
-    """The step that the next start begins at."""
+def _committed_step(paths: RunPaths, first_step: int) -> int:
+    """The step that the next start begins at; first_step: of a run without a checkpoint."""
     committed = store.latest(paths)
-    return committed.step if committed else parent.first_step(config)
+    return committed.step if committed else first_step
 
 
 def _recorded_digest(paths: RunPaths, step: int) -> str | None:

@@ -43,3 +43,4 @@ def test_ranks_that_were_killed_before_their_last_save_are_told():
     assert "rank 1 ended without a last checkpoint" in fit._what_is_kept(killed, 400)
     assert "beyond step 400 is lost" in fit._what_is_kept(killed, 400)
     assert fit._what_is_kept(Record("stopped"), 400) == "a checkpoint is committed"
+    assert fit._what_is_kept(Record("stopped"), 400, 400) == "nothing had been trained yet"
