@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,33 @@ def _refuse_own(fit: Mapping[str, Any]) -> None:
     for key, fix in fixes.items():
         if key in fit:
             raise ConfigError(f"profile: set-resources of fit has {key}={fit[key]!r}", fix=fix)
+
+
+# Resources that Snakemake or its Slurm executor reads (submit_string.py and __init__.py of 2.8.0), and
+# our own `machine`.
+_KNOWN_RESOURCES = (
+    *("machine", "nodes", "tasks_per_node", "tasks_per_gpu", "gres", "gpu_model"),
+    *("cpus_per_task", "cpus_per_gpu", "mem", "mem_mb", "mem_mib", "mem_mb_per_cpu"),
+    *("disk", "disk_mb", "disk_mib", "runtime", "tmpdir", "constraint", "qos"),
+    *("slurm_account", "slurm_partition", "slurm_cluster", "cluster", "clusters"),
+)
+
+
+def refuse_unknown(fit: Mapping[str, Any], custom: Collection[str]) -> None:
+    """ConfigError for a name that nobody reads: Snakemake would take it without a word.
+
+    custom: names that the user gave a limit for with --resources.
+    """
+    for name, value in fit.items():
+        if name in _KNOWN_RESOURCES or name in custom:
+            continue
+        close = difflib.get_close_matches(name, _KNOWN_RESOURCES, n=1)
+        raise ConfigError(
+            f"profile: set-resources of fit has {name}={value!r}, and no such resource is known"
+            f"{f' (did you mean {close[0]}?)' if close else ''}",
+            fix="correct the name, or give the resource a limit of your own with `resources` in"
+            " config.yaml of the profile",
+        )
 
 
 def _number(fit: Mapping[str, Any], key: str) -> int:

@@ -237,14 +237,14 @@ def ask(*command: str, patience_sec: float | None = None, timeout_sec: float = A
         output, trouble = run(command, timeout_sec=timeout_sec)
         if not trouble:
             return output
-        if not _is_silence(trouble):
+        if not is_silence(trouble):
             raise Refused(trouble)
         if time.monotonic() > end:
             raise silent(f"{' '.join(command)}: {trouble}")
         time.sleep(1)
 
 
-def _is_silence(trouble: str) -> bool:
+def is_silence(trouble: str) -> bool:
     return any(
         sign in trouble
         for sign in (CONTROLLER_AWAY, "Connection refused", "timed out", "no answer within")

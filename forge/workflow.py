@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
 import os
-import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from forge import bad_nodes, jobs, parent, slurm, store
+from forge import bad_nodes, jobs, parent, store, submission
 from forge.artefacts import freeze
 from forge.config import Config, checked, read_values
 from forge.errors import ConfigError, UnfitError
-from forge.geometry import allocation_resources, sbatch_options
+from forge.geometry import (
+    Geometry,
+    allocation_resources,
+    check_geometry,
+    refuse_unknown,
+    sbatch_options,
+)
+from forge.job_requests import requests_of
 from forge.lease import WORKFLOW_LEASE, lease
 from forge.machine import Machine, load_machine
 from forge.manifest import canonical, digest_bytes, read_json, write_json
@@ -110,6 +115,14 @@ def keep_for_jobs(runs: dict[str, Config]) -> None:
     os.environ[SUBMITTED] = str(path)
 
 
+def check_submission(dag: Any, folders: Iterable[str], say: Callable[[str], None]) -> None:
+    """ConfigError for a job of Snakemake's plan that Slurm could never start. folders: that nodes must
+    see, beside the project's."""
+    submission.check_folders([Path.cwd(), *map(Path, folders)], say)
+    due = dag.needrun_jobs()
+    submission.check(requests_of({dag.get_job_group(job) or job for job in due}), say)
+
+
 # --- the allocation --------------------------------------------------------------------------------
 
 
@@ -119,8 +132,8 @@ class Allocation:
     Raises ConfigError for what could not work on any cluster.
     """
 
-    def __init__(self, fit: Mapping[str, Any], runs: dict[str, Config]) -> None:
-        self.fit, self._runs = {name: _plain(value) for name, value in fit.items()}, runs
+    def __init__(self, resources: Mapping[str, Any], runs: dict[str, Config]) -> None:
+        self.fit, self._runs = {name: _plain(value) for name, value in resources.items()}, runs
         machine = self.fit.get("machine", LOCAL_MACHINE)
         self.machine: Machine = load_machine(machine)
         self._made = {"machine": machine, **allocation_resources(self.fit, self.machine)}
@@ -146,11 +159,9 @@ class Allocation:
         bad = bad_nodes.read(RunPaths.of(self._runs[run]).bad_nodes)
         return sbatch_options(self.machine, self._made["tasks_per_node"], bad)
 
-    def check_profile(self, defaults: Mapping[str, Any] | None) -> None:
-        """ConfigError for lines of a shipped profile that were not edited, and for an account that
-        Slurm does not give this user. Asked before anything is submitted: where the executor finds
-        it in the submission of a group, it waits for ever.
-        """
+    def check_profile(self, defaults: Mapping[str, Any] | None, custom: Collection[str]) -> None:
+        """ConfigError for lines of a shipped profile that were not edited, and for names in fit that
+        no resource has. custom: resources that the user gave a limit for (--resources)."""
         for place, values in (("default-resources", defaults or {}), ("fit", self.fit)):
             for name, value in values.items():
                 if str(_plain(value)).startswith("EDIT_"):
@@ -159,31 +170,17 @@ class Allocation:
                         fix="edit this line in config.yaml of the profile: your account, and"
                         " partitions as `sinfo` lists them",
                     )
-            if account := values.get("slurm_account"):
-                _check_account(str(_plain(account)), place)
+        refuse_unknown(self.fit, custom)
 
-    def check_submission(self, defaults: Mapping[str, Any] | None) -> None:
-        """ConfigError when Slurm would refuse this allocation, or could never start it.
-
-        Asked with sbatch --test-only: what Slurm says to the executor's own sbatch of a group is not
-        shown, and a job that can never start waits for ever.
-        """
-        wanted = {name: _plain(value) for name, value in {**(defaults or {}), **self._made}.items()}
-        flags = {
-            **{"slurm_account": "account", "slurm_partition": "partition", "nodes": "nodes"},
-            "cpus_per_task": "cpus-per-task",
-            **{"mem_mb": "mem", "runtime": "time", "gres": "gres", "constraint": "constraint"},
-            "qos": "qos",
-        }
-        options = [f"--{flag}={wanted[name]}" for name, flag in flags.items() if wanted.get(name)]
-        options += shlex.split(sbatch_options(self.machine, self._made["tasks_per_node"], []))
-        _, trouble = slurm.run(["sbatch", "--test-only", *options, "--wrap=true"], timeout_sec=60)
-        if "allocation failure" in trouble:
-            raise ConfigError(
-                f"Slurm would not start this: sbatch {' '.join(options)}\n  {trouble}",
-                fix="edit set-resources of fit in config.yaml of the profile; `sinfo` and `sacctmgr"
-                " show assoc` tell what there is",
-            )
+    def check_runs(self, due: Iterable[Any]) -> None:
+        """ConfigError for a run whose batch these ranks cannot share. due: jobs that will run."""
+        geometry = Geometry(self.train_nodes, self._made["tasks_per_node"])
+        allocated = [job for job in due if job.rule.name in jobs.ALLOCATION_RULES]
+        for name in dict.fromkeys(job.wildcards.run for job in allocated):
+            try:
+                check_geometry(self.machine, geometry, self._runs[name])
+            except ConfigError as err:
+                raise ConfigError(f"run {name}: {err.what}", cause=err.cause, fix=err.fix) from None
 
     def take_over(self, say: Callable[[str], None], *, submits: bool) -> None:
         """Look after these runs until this Snakemake ends, as the only one.
@@ -212,19 +209,6 @@ class Allocation:
                 say(f"waiting: {err.what}")
                 waited = True
                 time.sleep(QUEUE_POLL_SEC)
-
-
-def _check_account(account: str, place: str) -> None:
-    from snakemake_executor_plugin_slurm.accounts import validate_account
-    from snakemake_interface_common.exceptions import WorkflowError
-
-    try:
-        validate_account(account, logging.getLogger(__name__))
-    except (WorkflowError, OSError) as err:
-        raise ConfigError(
-            f"slurm_account {account} ({place}): {err}",
-            fix="edit this line in config.yaml of the profile",
-        ) from None
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from forge.manifest import read_json
 
@@ -132,20 +133,40 @@ def test_interactive_profile_trains_inside_an_allocation(
 
 
 @pytest.mark.parametrize(
-    ("line", "wrong", "told"),
+    ("section", "wrong", "told"),
     [
-        ("slurm_account: root", "slurm_account: EDIT_account", "still says slurm_account"),
-        ("slurm_account: root", "slurm_account: nobody", "slurm_account nobody"),
-        ("slurm_partition: main", "slurm_partition: nope", "Invalid partition name"),
-        ("nodes: 2", "nodes: 50", "Requested node configuration is not available"),
+        ("default-resources", {"slurm_account": "EDIT_account"}, "still says slurm_account"),
+        ("default-resources", {"slurm_account": "nobody"}, "slurm_account nobody"),
+        # The partition of the rules without an allocation: told before the training, not after it.
+        ("default-resources", {"slurm_partition": "nope"}, "start rule validate_run: sbatch"),
+        ("fit", {"nodes": 50}, "50 nodes, it gives 6 (TotalNodes)"),
+        ("fit", {"runtime": 220}, "set runtime: 40 or less"),
+        ("fit", {"mem_mb": 6000}, "6000 MB a node, 2 of its nodes have 5000"),
+        ("fit", {"task_per_node": 2}, "did you mean tasks_per_node?"),
+        ("fit", {"tasks_per_node": 3}, "run base: train.batch_size 4 cannot be shared by a world"),
     ],
 )
 def test_profile_that_cannot_work_is_refused_before_anything_is_submitted(
-    new_project: NewProject, line: str, wrong: str, told: str
+    new_project: NewProject, section: str, wrong: dict[str, Any], told: str
 ) -> None:
-    project = new_project(values={"train": {**SCIENCE["train"], "batch_size": 50}})
+    project = new_project(on=6)
     path = project.profile_folder / "config.yaml"
-    path.write_text(path.read_text().replace(line, wrong))
+    values = yaml.safe_load(path.read_text())
+    (values["set-resources"]["fit"] if section == "fit" else values[section]).update(wrong)
+    path.write_text(yaml.safe_dump(values))
     assert project.end(project.start(), timeout=60) != 0
-    assert told in project.output()
+    assert told in project.output(), project.output()
     assert project.submitted() == []
+
+
+def test_drained_node_is_told_and_waited_for(new_project: NewProject, cluster: Cluster) -> None:
+    project = new_project(on=2)
+    name = next(node for node in cluster.nodes if node not in project.excluded())
+    update = ("scontrol", "update", f"NodeName={name}")
+    cluster.run(*update, "State=DRAIN", "Reason=for a while")
+    command = project.start("preflight")
+    job = project.wait_for_job()
+    assert f"waits in the queue: 1 of 2 nodes that fit are {name} drained" in project.output()
+    assert cluster.job(job)["JobState"] == "PENDING"
+    cluster.run(*update, "State=RESUME")
+    assert project.end(command) == 0, project.said()

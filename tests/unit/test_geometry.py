@@ -1,5 +1,6 @@
 """Geometry becomes resources and launch lines in one place, and what cannot work is refused there."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -176,6 +177,38 @@ def test_a_job_with_too_few_nodes_is_refused(monkeypatch):
     monkeypatch.setattr(slurm, "this_job", lambda: JOB)
     with pytest.raises(UnfitError, match="training needs 4"):
         geometry.find_place(load_machine(None, {"launcher": "srun"}), Geometry(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("task_per_node", r"task_per_node=2.*did you mean tasks_per_node\?"),
+        ("mem_gb", r"mem_gb=2.*did you mean mem_mb\?"),
+        ("beverage", r"no such resource is known\n"),
+    ],
+)
+def test_unknown_resource_is_refused_with_a_close_match(name, told):
+    with pytest.raises(ConfigError, match=told):
+        geometry.refuse_unknown({**GPUS, name: 2}, [])
+
+
+def test_resource_with_a_limit_of_the_users_own_is_known():
+    geometry.refuse_unknown({**CPUS, "licenses": 1}, ["licenses"])
+
+
+def test_every_resource_that_the_executor_reads_is_known():
+    """Of the plugins as installed: what a newer one reads must not be refused."""
+    import snakemake_executor_plugin_slurm
+    import snakemake_executor_plugin_slurm_jobstep
+
+    plugins = (snakemake_executor_plugin_slurm, snakemake_executor_plugin_slurm_jobstep)
+    files = [file for plugin in plugins for file in Path(plugin.__file__).parent.glob("*.py")]
+    text = "".join(file.read_text() for file in files)
+    read = set(re.findall(r"""resources\.get\(\s*["'](\w+)["']""", text))
+    assert len(read) > 10
+    ours = {"tasks", "mpi", "slurm_extra", "gpu"}  # refused with a reason of their own
+    made = {"threads"}  # by Snakemake
+    assert read - ours - made <= set(geometry._KNOWN_RESOURCES)
 
 
 def test_batch_must_share_out_among_all_nodes():

@@ -20,9 +20,10 @@ LAYERS = (
     # config, small files, who am I
     "config manifest launch console slurm",
     # names, machine, formats of files
-    "paths machine ledger lease lineage runs corpus shards jobs bad_nodes nonfinite checkpoint_shape",
-    # geometry and environment of ranks
-    "geometry",
+    "paths machine ledger lease lineage runs corpus shards jobs bad_nodes nonfinite checkpoint_shape"
+    " partitions job_requests",
+    # geometry and environment of ranks; what Slurm could start
+    "geometry submission",
     # launching, what is on disk
     "artefacts crew packs fabric launcher metrics store gate history config_docs cpu loss",
     # parts of the verbs

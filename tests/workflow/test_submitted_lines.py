@@ -111,7 +111,7 @@ def test_slurm_cpu_asks_for_tasks(submitted):
     assert submitted("slurm-cpu") == [
         *COMMON,
         COMMENT,
-        *("-A", "my_account", "-p", "my_partition", "-t", "240", "--mem", "8000"),
+        *("-A", "my_account", "-p", "my_partition", "-t", "60", "--mem", "8000"),
         *("--nodes=2", "--requeue", "--ntasks=4", "--cpus-per-task=4"),
         *("--ntasks-per-node=2", *ALWAYS[1:]),
     ]

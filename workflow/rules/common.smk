@@ -71,10 +71,12 @@ onstart:
     # Not in a dry run. Only here is it known where jobs will run.
     submits = workflow.executor_plugin.name == "slurm"
     try:
+        ALLOCATION.check_profile(
+            workflow.resource_settings.default_resources, workflow.global_resources
+        )
+        ALLOCATION.check_runs(workflow.dag.needrun_jobs())
         if submits:
-            defaults = workflow.resource_settings.default_resources
-            ALLOCATION.check_profile(defaults)
-            ALLOCATION.check_submission(defaults)
+            helpers.check_submission(workflow.dag, [RESULTS, DATA], logger.warning)
             helpers.keep_for_jobs(RUNS)
         ALLOCATION.take_over(logger.info, submits=submits)
     except ForgeError as err:

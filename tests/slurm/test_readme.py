@@ -1,0 +1,60 @@
+"""The README's recipe for Slurm, word for word. It stayed PENDING (PartitionTimeLimit) for ever."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from forge.manifest import read_json
+
+from .cluster import REPOSITORY, Cluster
+from .job_run import SCIENCE, Progress
+from .machines import wait_until
+
+
+def recipe() -> list[str]:
+    """The commands of the README's section on Slurm that train on the test cluster."""
+    text = (REPOSITORY / "README.md").read_text()
+    section = text.split("\n## On a Slurm cluster\n")[1].split("\n## ")[0]
+    step = section.split("\n**2. Train there**")[1].split("\n**3.")[0]
+    return re.findall(r"^ {4}(\S.*)$", step, re.MULTILINE)
+
+
+@pytest.fixture
+def copy(shared_folder: Path, science: Path) -> Path:
+    """The project as a user has it, but for the config: a smaller model on a smaller text."""
+    folder = shared_folder / "project"
+    for part in ("workflow", "profiles", "config"):
+        shutil.copytree(REPOSITORY / part, folder / part)
+    inputs = yaml.safe_load(science.read_text())["tokenize"]
+    values: dict[str, Any] = {**SCIENCE, "tokenize": inputs}
+    values["train"] = {**SCIENCE["train"], "max_steps": 20, "eval_every": 10}
+    (folder / "config/config.yaml").write_text(yaml.safe_dump(values))
+    return folder
+
+
+def test_recipe_of_the_readme_trains_as_it_is_written(whole_cluster: Cluster, copy: Path) -> None:
+    commands = recipe()
+    assert [command.split()[0] for command in commands] == ["cp", "sed", "snakemake"]
+    script = "set -e\n" + "\n".join(commands)
+    output = copy / "recipe.out"
+    shell = whole_cluster.popen("bash", "-c", f"({script}) > {output} 2>&1", cwd=copy)
+    run = Progress(copy / "results/base")
+    wait_until(
+        lambda: shell.poll() is not None,
+        150,
+        "the end of the recipe",
+        lambda: f"{output.read_text()[-3000:]}\n{whole_cluster.squeue()}",
+        every=0.2,
+    )
+    said = output.read_text()
+    assert shell.returncode == 0, said
+    assert said.count("submitted with SLURM jobid") == 3, said  # as the README tells
+    assert read_json(run.paths.validated)["status"] == "valid"
+    nodes = re.findall(r"NODE (\S+) OK", (run.paths.logs / "preflight.log").read_text())
+    assert len(nodes) == 2 and len(run.events("launch")) == 1

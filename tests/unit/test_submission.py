@@ -1,0 +1,269 @@
+"""What Slurm could never start is refused with the number to set; what passes by itself is only said.
+
+Answers of sbatch --test-only as Slurm 22.05 gave them on the test cluster.
+"""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from forge import slurm, submission
+from forge.errors import ConfigError
+from forge.job_requests import Request, requests_of
+from forge.partitions import Node, Partition
+
+NO_NODES = "allocation failure: Requested node configuration is not available"
+NODES = tuple(Node(f"n{i}", 8, 5000, "idle", frozenset({"h100"}), (("", 2),)) for i in range(1, 5))
+MAIN = Partition("main", True, "UP", 60, 0, 3, frozenset(), frozenset(), NODES)
+LONG = replace(MAIN, name="long", is_default=False, max_minutes=600)
+KNOWN = {"main": MAIN, "long": LONG}
+ALLOCATION = Request(
+    rules=("fit", "preflight_run", "stage_run"),
+    minutes=60,
+    other_minutes=20,
+    partition="main",
+    nodes=2,
+    tasks_per_node=2,
+    cpus_per_task=4,
+    mem_mb=5000,
+)
+TOKENIZE = Request(("tokenize",), 60, partition="main", cpus_per_task=4, mem_mb=4000)
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Slurm knows KNOWN, has these reservations, and sbatch --test-only says this."""
+    said = {"sbatch": "", "reservations": "No reservations in the system"}
+    asked = []
+
+    def run(line, *, timeout_sec):
+        asked.append(line)
+        return "", said["sbatch"]
+
+    monkeypatch.setattr(submission, "read_partitions", lambda: KNOWN)
+    monkeypatch.setattr(submission.slurm, "run", run)
+    monkeypatch.setattr(submission.slurm, "ask", lambda *_, **__: said["reservations"])
+    return SimpleNamespace(said=said, asked=asked, lines=[])
+
+
+def check(answers, *requests):
+    submission.check(requests, answers.lines.append)
+
+
+def test_what_fits_is_submitted_without_a_word(answers):
+    check(answers, ALLOCATION, TOKENIZE)
+    assert answers.lines == []
+    assert len(answers.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told", "fix"),
+    [
+        (
+            {"minutes": 240, "other_minutes": 20},
+            "240 minutes (20 of them for stage and preflight), its limit (MaxTime) is 60",
+            "set runtime: 40 or less (set-resources of fit)",
+        ),
+        ({"other_minutes": 60, "minutes": 61}, "MaxTime", "with a longer MaxTime"),
+        ({"nodes": 4}, "4 nodes, it gives 3 (MaxNodes)", "set nodes: 3 or less"),
+        ({"mem_mb": 6000}, "6000 MB a node, 2 of its nodes have 5000", "set mem_mb for 5000"),
+        ({"cpus_per_task": 5}, "10 cores a node, 2 of its nodes have 8", "tasks_per_node x cpus"),
+        ({"gres": "gpu:4"}, "4 GPUs a node, 2 of its nodes have 2", "set gres for 2 GPUs"),
+        ({"gres": "gpu:a100:1"}, "1 a100 GPUs a node, 2 of its nodes have 0", "set gres"),
+        ({"constraint": "a100"}, "feature a100 each; 0 of its 4 have all of this", "sinfo"),
+        ({"extra": "--exclude=n[1-3]"}, "1 of its 4 are left: excluded are n1, n2", "bad_nodes"),
+    ],
+)
+def test_what_never_starts_is_refused_with_the_number_to_set(answers, wrong, told, fix):
+    with pytest.raises(ConfigError, match=re.escape(told)) as caught:
+        check(answers, replace(ALLOCATION, **wrong))
+    assert fix in caught.value.fix
+    assert answers.asked == []
+
+
+def test_rule_on_one_node_is_refused_by_its_name_and_its_keys(answers):
+    with pytest.raises(ConfigError, match="rule tokenize asks partition main for 61") as caught:
+        check(answers, ALLOCATION, replace(TOKENIZE, minutes=61))
+    assert "default-resources, or set-resources of tokenize" in caught.value.fix
+    with pytest.raises(ConfigError, match="9 cores a node") as caught:
+        check(answers, replace(TOKENIZE, cpus_per_task=9))
+    assert "set-threads of tokenize" in caught.value.fix
+
+
+def test_one_partition_of_several_is_enough(answers):
+    check(answers, replace(ALLOCATION, partition="main,long", minutes=240))
+    with pytest.raises(ConfigError, match=r"its limit \(MaxTime\) is 600"):
+        check(answers, replace(ALLOCATION, partition="main,long", minutes=700))
+
+
+def test_default_partition_is_meant_where_none_is_named(answers):
+    with pytest.raises(ConfigError, match="partition main for 240"):
+        check(answers, replace(ALLOCATION, partition="", minutes=240))
+
+
+def test_limits_that_the_qos_lifts_are_none(answers, monkeypatch):
+    flags = {"long": "DenyOnLimit,PartitionTimeLimit,PartitionMaxNodes\n", "normal": "\n"}
+
+    def run(line, *, timeout_sec):
+        return (flags[line[-2]], "") if line[0] == "sacctmgr" else ("", "")
+
+    monkeypatch.setattr(submission.slurm, "run", run)
+    wide = replace(ALLOCATION, minutes=240, nodes=4)
+    check(answers, replace(wide, qos="long"))
+    for limited in (replace(wide, qos="normal"), wide):
+        with pytest.raises(ConfigError, match="MaxTime"):
+            check(answers, limited)
+
+
+@pytest.mark.parametrize("state", ["DRAIN", "INACTIVE"])
+def test_partition_that_takes_no_jobs_is_refused(answers, monkeypatch, state):
+    known = {"main": replace(MAIN, state=state)}
+    monkeypatch.setattr(submission, "read_partitions", lambda: known)
+    with pytest.raises(ConfigError, match=f"rule tokenize: partition main is {state}"):
+        check(answers, TOKENIZE)
+
+
+def test_partition_that_is_down_is_said_and_waited_for(answers, monkeypatch):
+    known = {"main": replace(MAIN, state="DOWN")}
+    monkeypatch.setattr(submission, "read_partitions", lambda: known)
+    check(answers, TOKENIZE)
+    assert "partition main is DOWN: rule tokenize waits" in answers.lines[0]
+
+
+def test_partition_that_admits_other_accounts_is_refused(answers, monkeypatch):
+    known = {"main": replace(MAIN, accounts=frozenset({"lab"}))}
+    monkeypatch.setattr(submission, "read_partitions", lambda: known)
+    monkeypatch.setattr(submission, "_check_account", lambda *_: None)
+    with pytest.raises(ConfigError, match=r"does not admit account root \(it admits: lab\)"):
+        check(answers, replace(TOKENIZE, account="root"))
+
+
+# --- answers of sbatch -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["drained", "down*", "maint", "reserved"])
+def test_nodes_that_come_back_are_waited_for(answers, monkeypatch, state):
+    nodes = tuple(replace(node, state=state) for node in NODES[:3]) + NODES[3:]
+    monkeypatch.setattr(submission, "read_partitions", lambda: {"main": replace(MAIN, nodes=nodes)})
+    answers.said["sbatch"] = NO_NODES
+    check(answers, ALLOCATION)
+    assert f"waits in the queue: 3 of 4 nodes that fit are n1 {state}" in answers.lines[0]
+
+
+def test_reservation_of_later_is_waited_for(answers):
+    answers.said["sbatch"] = NO_NODES
+    answers.said["reservations"] = "ReservationName=r1 Nodes=n[1-3] NodeCnt=3 State=INACTIVE"
+    check(answers, ALLOCATION)
+    assert "3 of 4 nodes that fit are n1 reserved" in answers.lines[0]
+
+
+def test_refusal_while_all_nodes_are_up_is_final(answers):
+    answers.said["sbatch"] = NO_NODES
+    with pytest.raises(ConfigError, match="Slurm would not start the allocation"):
+        check(answers, ALLOCATION)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "sbatch: error: invalid partition specified: x\nallocation failure: Invalid partition name",
+        "allocation failure: Invalid feature specification",
+        "sbatch: error: Invalid generic resource (gres) specification",
+        "allocation failure: Requested reservation is invalid",
+        "sbatch: unrecognized option '--foo'",
+    ],
+)
+def test_what_sbatch_refuses_for_good_is_refused(answers, answer):
+    answers.said["sbatch"] = answer
+    with pytest.raises(ConfigError, match=re.escape(answer)) as caught:
+        check(answers, TOKENIZE)
+    assert "partitions are: main, long" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "no answer within 60 s",
+        "sbatch: error: Unable to contact slurm controller (connect failure)",
+        "allocation failure: Socket timed out on send/recv operation",
+    ],
+)
+def test_slow_controller_refuses_nothing(answers, answer):
+    answers.said["sbatch"] = answer
+    check(answers, ALLOCATION)
+
+
+def test_limits_that_cannot_be_read_refuse_nothing(answers, monkeypatch):
+    def silent():
+        raise slurm.silent("scontrol: no answer within 20 s")
+
+    monkeypatch.setattr(submission, "read_partitions", silent)
+    check(answers, replace(ALLOCATION, minutes=240))
+    assert "limits of the partitions are not checked: Slurm does not answer" in answers.lines[0]
+    assert len(answers.asked) == 1  # sbatch is asked all the same
+
+
+# --- what nodes see --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["/tmp/project/results", "/dev/shm/project"])
+def test_folder_in_memory_is_told(folder):
+    lines = []
+    submission.check_folders([Path(folder), Path(folder)], lines.append)
+    assert len(lines) == 1
+    assert re.match(
+        rf"{folder} is on (the /tmp|a tmpfs) of this machine: other machines do not see", lines[0]
+    )
+
+
+def test_folder_on_a_disk_is_not_told():
+    lines = []
+    submission.check_folders([Path("/usr"), Path("/usr/not/there")], lines.append)
+    assert lines == []
+
+
+# --- what jobs ask for -----------------------------------------------------------------------------
+
+
+def job(rule, resources, *, threads=1, is_local=False):
+    return SimpleNamespace(
+        rule=SimpleNamespace(name=rule),
+        resources=resources,
+        threads=threads,
+        is_local=is_local,
+        is_group=lambda: False,
+    )
+
+
+def group(jobs, **resources):
+    merged = {**jobs[0].resources, **resources}
+    whole = job("", merged)
+    return SimpleNamespace(**{**vars(whole), "jobs": jobs, "is_group": lambda: True})
+
+
+def test_request_of_an_allocation_is_what_the_executor_submits():
+    fit = {"runtime": 40, "nodes": 2, "tasks_per_node": 2, "tasks": 4, "mem_mb": 1800}
+    fit |= {"cpus_per_task": 1, "slurm_partition": "main", "slurm_extra": "--exclude=n1,n2"}
+    jobs = [job("fit", fit), *(job(n, {"runtime": 10}) for n in ("stage_run", "preflight_run"))]
+    [request] = requests_of([group(jobs, runtime=60)])
+    assert request.rules == ("fit", "preflight_run", "stage_run")
+    assert (request.minutes, request.other_minutes, request.cpus) == (60, 20, 2)
+    assert request.excluded == {"n1", "n2"}
+    assert request.options == [
+        *("--partition=main", "--nodes=2", "--cpus-per-task=1", "--mem=1800", "--time=60"),
+        *("--ntasks=4", "--exclude=n1,n2"),
+    ]
+
+
+def test_equal_jobs_are_asked_about_once_and_local_ones_not_at_all():
+    validation = {"runtime": 60, "mem_mb_per_cpu": 1000, "slurm_partition": "main"}
+    jobs = [job("validate_run", validation, threads=2) for _ in range(3)]
+    [request] = requests_of([*jobs, job("config_run", {}, is_local=True)])
+    assert (request.cpus, request.mem_mb, request.nodes) == (2, 2000, 1)
+
+
+def test_jobs_for_another_cluster_are_not_checked_here():
+    assert requests_of([job("tokenize", {"runtime": 60, "cluster": "far"})]) == []
