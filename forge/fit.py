@@ -58,7 +58,7 @@ def train(
             store.begin_afresh(paths, require_checkpoint, config.parent)
         else:
             store.check_compatible(config, checkpoint)
-        _refuse_known_failure(config, paths)
+        refuse_known_failure(config, paths)
         _write_config(config, paths)
         store.clean(paths)
         if checkpoint is not None and checkpoint.step == config.train.max_steps:
@@ -91,8 +91,11 @@ def refuse_stop_file(paths: RunPaths) -> None:
         )
 
 
-def _refuse_known_failure(config: Config, paths: RunPaths) -> None:
-    """A run that diverged ends at once with the same message until its config changes."""
+def refuse_known_failure(config: Config, paths: RunPaths) -> None:
+    """A run that diverged ends at once with the same message until its config changes: TrainingError.
+
+    config: as the run's config.json has it. Other failures may have passed, and are tried again.
+    """
     failures = [
         event
         for event in ledger.read_lines(paths.events)

@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from forge import bad_nodes, jobs, parent, store, submission
+from forge import bad_nodes, fit, jobs, parent, store, submission
 from forge.artefacts import freeze
 from forge.config import Config, checked, read_values
-from forge.errors import ConfigError, UnfitError
+from forge.errors import ConfigError, TrainingError, UnfitError
 from forge.geometry import (
     Geometry,
     allocation_resources,
@@ -106,6 +106,22 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, Config]:
     return runs
 
 
+def known_failures(runs: dict[str, Config]) -> dict[str, str]:
+    """Run name -> what `forge train` would say at once, for the runs whose config has failed before.
+
+    Told here, such a run costs no allocation, and the other runs of the sheet are trained.
+    """
+    found = {}
+    for name, settings in runs.items():
+        # What rules of the allocation read: config_run leaves the sections of later rules out.
+        written = checked(Config, json.loads(science(settings)), name)
+        try:
+            fit.refuse_known_failure(written, RunPaths.of(settings))
+        except TrainingError as err:
+            found[name] = str(err)
+    return found
+
+
 def keep_for_jobs(runs: dict[str, Config]) -> None:
     """Write the runs down as they are now, and tell this Snakemake's jobs where."""
     values = {"submitted": {name: settings.to_json() for name, settings in runs.items()}}
@@ -172,8 +188,13 @@ class Allocation:
                     )
         refuse_unknown(self.fit, custom)
 
-    def check_runs(self, due: Iterable[Any]) -> None:
-        """ConfigError for a run whose batch these ranks cannot share. due: jobs that will run."""
+    def check_runs(self, due: Iterable[Any], failed: Mapping[str, str]) -> None:
+        """ConfigError for a run whose batch these ranks cannot share, TrainingError for a known failure
+        whose training was asked for by file name. due: jobs that will run."""
+        due = list(due)
+        for job in due:
+            if job.rule.name == "fit" and job.wildcards.run in failed:
+                raise TrainingError(f"run {job.wildcards.run}: {failed[job.wildcards.run]}")
         geometry = Geometry(self.train_nodes, self._made["tasks_per_node"])
         allocated = [job for job in due if job.rule.name in jobs.ALLOCATION_RULES]
         for name in dict.fromkeys(job.wildcards.run for job in allocated):

@@ -35,6 +35,23 @@ def test_failing_fit_leaves_checkpoints_metrics_events_and_logs(project):
     assert "not finite" in project.path("report.html").read_text()
 
 
+def test_known_failure_is_not_started_again_and_the_other_runs_of_the_sheet_go_on(project):
+    project.one_rank()
+    header = "run\ttrain.lr\ttrain.warmup_steps\nbad\t1e30\t0\n"
+    project.write_runs(header)
+    assert project.snakemake("train")[0] != 0
+    before = project.path("events.jsonl", "bad").read_text()
+    assert '"event": "stage"' in before and '"event": "failed"' in before
+
+    project.write_runs(header + "good\t\t\n")
+    code, output = project.snakemake("train", "--keep-going")
+    assert code != 0
+    assert "this config failed before: " in output and "not finite" in output, output
+    assert project.read("validated.json", "good")["status"] == "valid"
+    assert project.path("report.html", "good").exists()
+    assert project.path("events.jsonl", "bad").read_text() == before  # no stage, no preflight
+
+
 def test_failing_validation_leaves_its_verdict_and_the_checkpoint(project):
     project.one_rank()
     code, output = project.snakemake("results/base/fit.json")

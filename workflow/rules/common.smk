@@ -22,6 +22,8 @@ RESULTS, DATA = shared_folders(RUNS)
 # One config for each shared artefact: those that share an id are equal in what matters to it.
 TOKENIZERS = {settings.ids.tokenizer: settings for settings in RUNS.values()}
 TOKENS = {settings.ids.tokens: settings for settings in RUNS.values()}
+# Runs whose config has failed before, with the message: no allocation is spent on them.
+FAILED = helpers.known_failures(RUNS) if workflow.is_main_process else {}
 RESUMED = {}  # run name -> step, filled when `resume` is the target
 
 
@@ -50,6 +52,15 @@ def tokens_manifest(wildcards):
     return tokens_folder(DATA, RUNS[wildcards.run].ids.tokens) / "manifest.json"
 
 
+def files_of(runs, *names):
+    """These files of each run; of a known failure the one that its rule never makes."""
+    return [
+        f"{RESULTS}/{run}/{name}"
+        for run in runs
+        for name in ([".allocation/none"] if run in FAILED else names)
+    ]
+
+
 def resumed_files(wildcards):
     """What `train` asks for, of the runs that have a checkpoint."""
     RESUMED.update(helpers.resumable_steps(RUNS))
@@ -60,11 +71,7 @@ def resumed_files(wildcards):
         )
     for name, step in RESUMED.items():
         logger.info(f"resume {name}: step {step} of {RUNS[name].train.max_steps}")
-    return expand(
-        f"{RESULTS}/{{run}}/{{file}}",
-        run=RESUMED,
-        file=("validated.json", "report.html"),
-    )
+    return files_of(RESUMED, "validated.json", "report.html")
 
 
 onstart:
@@ -74,7 +81,7 @@ onstart:
         ALLOCATION.check_profile(
             workflow.resource_settings.default_resources, workflow.global_resources
         )
-        ALLOCATION.check_runs(workflow.dag.needrun_jobs())
+        ALLOCATION.check_runs(workflow.dag.needrun_jobs(), FAILED)
         if submits:
             helpers.check_submission(workflow.dag, [RESULTS, DATA], logger.warning)
             helpers.keep_for_jobs(RUNS)

@@ -2,6 +2,23 @@
 # nodes that train. Never outputs, because Snakemake deletes those: checkpoints, metrics, events, logs.
 localrules:
     config_run,
+    known_failure_run,
+
+
+# Asked for in place of the results of a run that failed with this very config. It fails at once with
+# the message, so that nothing is submitted for the run; with keep-going the other runs go on.
+rule known_failure_run:
+    output:
+        # Never made.
+        f"{RESULTS}/{{run}}/.allocation/none",
+    log:
+        f"{RESULTS}/{{run}}/logs/known_failure.log",
+    conda:
+        "../envs/forge.yaml"
+    params:
+        message=lambda w: FAILED[w.run],
+    shell:
+        "echo {params.message:q} | tee {log:q} >&2; exit 70"
 
 
 rule config_run:
