@@ -100,7 +100,26 @@ def find_place(machine: Machine, geometry: Geometry) -> Place:
             cause="the allocation and `nodes` of the profile differ",
             fix=f"ask for {geometry.nodes} nodes, or give --nodes={len(job.nodes)}",
         )
+    _refuse_uneven(job, geometry.ranks_per_node)
     return Place(job.nodes, job)
+
+
+def _refuse_uneven(job: slurm.Job, ranks_per_node: int) -> None:
+    """UnfitError for 3 + 1 tasks where 2 + 2 are needed: a step of these waits for ever."""
+    needed = ranks_per_node * job.cpus_per_task
+    cores = {count for _, count in job.cpus}
+    if len(cores) < 2 or min(cores) >= needed:
+        return
+    given = ", ".join(
+        f"{name} {count} ({count // job.cpus_per_task} tasks)" for name, count in job.cpus
+    )
+    raise UnfitError(
+        f"job {job.id} gives its nodes different numbers of cores: {given}; {ranks_per_node} ranks on"
+        f" each need {needed}",
+        cause="it was asked for tasks, and not for tasks on each node",
+        fix=f"ask for --nodes={len(job.nodes)} --ntasks-per-node={ranks_per_node}"
+        f" --cpus-per-task={job.cpus_per_task}",
+    )
 
 
 # --- how: launch lines ---------------------------------------------------------------------------

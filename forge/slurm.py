@@ -46,6 +46,7 @@ class Job:
     batch: bool  # False: salloc, which cannot be requeued
     end_time: float | None  # seconds since the epoch, None when there is no limit
     is_preempted: bool = False  # another job takes its nodes
+    cpus: tuple[tuple[str, int], ...] = ()  # of each node, as many as the job was given
 
     @property
     def is_living(self) -> bool:
@@ -71,7 +72,7 @@ def show_job(
     job_id: str, *, patience_sec: float | None = None, timeout_sec: float = ASK_SEC
 ) -> Job | None:
     """The job; None when Slurm has forgotten it. Raises SlurmSilent, when as `ask` says."""
-    line = ("scontrol", "show", "job", "--oneliner", job_id)
+    line = ("scontrol", "show", "job", "--details", "--oneliner", job_id)
     try:
         text = ask(*line, patience_sec=patience_sec, timeout_sec=timeout_sec)
     except Refused as err:
@@ -82,7 +83,7 @@ def show_job(
 
 
 def parse_job(text: str) -> Job:
-    """A job from a line of `scontrol show job --oneliner`."""
+    """A job from a line of `scontrol show job --details --oneliner`."""
 
     def field(name: str, otherwise: str = "") -> str:
         found = re.search(rf"(?:^|\s){re.escape(name)}=(\S*)", text)
@@ -102,7 +103,17 @@ def parse_job(text: str) -> Job:
         batch=field("BatchFlag", "0") != "0",
         end_time=None if end == "Unknown" else datetime.fromisoformat(end).timestamp(),
         is_preempted=field("PreemptTime", "None") != "None",
+        cpus=tuple(
+            (name, sum(map(_num_ids, ids.split(","))))
+            for names, ids in re.findall(r"\sNodes=(\S+) CPU_IDs=([\d,-]+)", text)
+            for name in expand(names)
+        ),
     )
+
+
+def _num_ids(ids: str) -> int:
+    first, _, last = ids.partition("-")  # 7 or 0-3
+    return int(last or first) - int(first) + 1
 
 
 def this_job() -> Job | None:

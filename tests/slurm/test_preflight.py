@@ -184,3 +184,24 @@ def test_torch_that_one_node_cannot_import_is_found_by_trying_halves(
     assert found.code == 69
     assert "torch" in found.failed(names[0])["collectives"]["message"]
     assert bad_nodes.read(found.paths.bad_nodes) == [names[0]]
+
+
+def test_uneven_allocation_is_told_as_what_slurm_gave(
+    nodes: Callable[[int], list[str]], cluster: Cluster, science: Path, shared_folder: Path
+) -> None:
+    """4 tasks on 2 nodes without --ntasks-per-node: Slurm gives 3 + 1. A network was blamed."""
+    names = nodes(2)
+    file = shared_folder / "machine.yaml"
+    file.write_text(yaml.safe_dump(machine("srun", preflight=MODEST)))
+    done = cluster.run(
+        *("salloc", "--quiet", "--nodes=2", f"--nodelist={','.join(names)}", "--ntasks=4"),
+        *("--cpus-per-task=1", "--time=5", "python", "-m", "forge", "preflight", science),
+        *(f"--machine={file}", "--run=base", f"--results={shared_folder}/results"),
+        *("--nodes=2", "--ranks-per-node=2"),
+        check=False,
+        timeout=DEADLINE_SEC + 40,
+    )
+    assert done.returncode == 69
+    assert f"{names[0]} 3 (3 tasks), {names[1]} 1 (1 tasks)" in done.stderr, done.stderr
+    assert "--ntasks-per-node=2" in done.stderr
+    assert not list((shared_folder / "results").glob("*/bad_nodes.txt"))

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,16 @@ def test_a_job_with_too_few_nodes_is_refused(monkeypatch):
     monkeypatch.setattr(slurm, "this_job", lambda: JOB)
     with pytest.raises(UnfitError, match="training needs 4"):
         geometry.find_place(load_machine(None, {"launcher": "srun"}), Geometry(4, 2))
+
+
+def test_allocation_with_too_few_cores_on_one_node_is_told_as_slurm_gave_it(monkeypatch):
+    job = replace(JOB, nodes=("n1", "n2"), cpus_per_task=1, cpus=(("n1", 3), ("n2", 1)))
+    monkeypatch.setattr(slurm, "this_job", lambda: job)
+    machine = load_machine(None, {"launcher": "srun"})
+    with pytest.raises(UnfitError, match=r"cores: n1 3 \(3 tasks\), n2 1 \(1 tasks\)") as caught:
+        geometry.find_place(machine, Geometry(2, 2))
+    assert "--ntasks-per-node=2" in caught.value.fix
+    assert geometry.find_place(machine, Geometry(2, 1)).hosts == ("n1", "n2")  # one rank fits
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,15 @@ def test_a_waiting_job_has_no_nodes():
     assert job.nodes == () and job.is_waiting and not job.is_living
 
 
+def test_cores_of_each_node_are_read():
+    details = " JOB_GRES=(null)   Nodes=node01 CPU_IDs=0-2 Mem=100 GRES= "
+    details += "  Nodes=node[02,07] CPU_IDs=0,4-5 Mem=100 GRES= MinCPUsNode=1"
+    job = slurm.parse_job(RUNNING + details)
+    assert job.cpus == (("node01", 3), ("node02", 3), ("node07", 3))
+    assert job.nodes == ("node01", "node02", "node07")
+    assert slurm.parse_job(RUNNING).cpus == ()
+
+
 def test_a_preempted_job_is_known_by_its_time():
     assert not slurm.parse_job(RUNNING).is_preempted
     assert not slurm.parse_job(f"{RUNNING} PreemptTime=None").is_preempted
