@@ -20,6 +20,7 @@ from forge.jobs import QueuedJob
 from forge.launch import Process
 from forge.manifest import read_json
 from forge.paths import RunPaths
+from forge.pending import lasting_advice
 from forge.progress import say
 from forge.tail import last_lines
 
@@ -264,6 +265,8 @@ def _waits(files: _Files, job: QueuedJob) -> str:
         text += f" for {duration(files.now - job.submitted)}"
     if job.start and job.start > files.now:
         text += f", expected to start in {duration(job.start - files.now)}"
+    if advice := lasting_advice(job.id, job.reason):
+        text += f"; it does not pass by itself: {advice}"
     return text
 
 

@@ -14,7 +14,7 @@ FOLDER = Path(forge.__file__).parent
 # From the bottom up; a module imports from rows above its own in this table only.
 LAYERS = (
     # words for people
-    "errors progress stopping tail log_errors bisection points grace plain_text",
+    "errors progress stopping tail log_errors bisection points grace plain_text pending",
     # what people write
     "values",
     # config, small files, who am I

@@ -222,6 +222,11 @@ def test_a_waiting_job_says_for_what_and_how_long(run):
     assert found.now == "PENDING (Priority) for 10 min, expected to start in 2 h 0 min"
 
 
+def test_a_job_that_never_starts_by_itself_says_what_to_do(run):
+    found = row(run.paths, [queued("PENDING", reason="PartitionTimeLimit")])
+    assert "PENDING (PartitionTimeLimit)" in found.now and "lower runtime" in found.now
+
+
 def test_a_job_of_this_run_runs_on_nodes(run):
     train(run)
     hold(run, elsewhere("17"))

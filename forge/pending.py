@@ -1,0 +1,45 @@
+"""Why does a job wait, and does that pass by itself?"""
+
+from __future__ import annotations
+
+import re
+
+# Reasons of Slurm (man squeue, JOB REASON CODES) that end only when a person acts, as patterns of
+# whole reasons, with what to do. {job} is the job's id. The first pattern that fits counts.
+_AGAIN = "scancel {job}, then rerun the same command"
+_LASTING = {
+    "PartitionTimeLimit": "the partition allows less time: lower runtime in the profile to what"
+    f" `scontrol show partition` says (MaxTime), {_AGAIN}",
+    "PartitionNodeLimit": "the partition does not allow this number of nodes: set nodes in the"
+    f" profile to what `scontrol show partition` says (MinNodes, MaxNodes), {_AGAIN}",
+    r"(Assoc|QOS)Max(WallDuration|CPUMinutes)PerJob(Limit)?": "your account or QOS allows less time"
+    f" for one job: lower runtime in the profile to what `sacctmgr show assoc` and `sacctmgr show"
+    f" qos` say (MaxWall), {_AGAIN}",
+    r"(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?": "your account or QOS allows less for one job: lower"
+    " nodes, cpus_per_task, mem_mb or gres in the profile to what `sacctmgr show assoc` and"
+    f" `sacctmgr show qos` say (MaxTRES), {_AGAIN}",
+    r"QOSMin\w+": "your QOS wants larger jobs: ask for more in the profile, as `sacctmgr show qos`"
+    f" says (MinTRES), {_AGAIN}",
+    "BadConstraints": "no nodes of the partition have what is asked for: correct constraint, gres,"
+    f" mem_mb and nodes in the profile (`sinfo -o '%N %f %G %m'`), {_AGAIN}",
+    "JobHeldUser": "the job is held: scontrol release {job}",
+    "JobHeldAdmin": "an administrator holds the job: ask why; where it is yours again, scontrol"
+    " release {job}",
+    "launch_failed_requeued_held": "a node could not start the job, so Slurm holds it: tell your"
+    " administrators (the node's prolog may have failed), then scontrol release {job}",
+    r"job_requeued_in_held_state": "the job is held: scontrol release {job}",
+    r"DependencyNeverSatisfied|ReservationDeleted|InvalidAccount|InvalidQOS|AccountNotAllowed"
+    r"|QOSNotAllowed": f"correct account, qos and slurm.options in the profile, {_AGAIN}",
+}
+
+
+def lasting_advice(job_id: str, reason: str) -> str:
+    """What to do about a reason that never passes by itself; "" for one that does, such as Priority.
+
+    reason: as squeue writes it (%r), with blanks or underscores.
+    """
+    word = reason.strip("() ").replace(" ", "_")
+    for pattern, advice in _LASTING.items():
+        if re.fullmatch(pattern, word, flags=re.IGNORECASE):
+            return advice.format(job=job_id)
+    return ""
