@@ -48,11 +48,17 @@ def run_of(comment: str) -> str | None:
 
 
 def read_queue(
-    users: Iterable[int], *, patience_sec: float | None = None, timeout_sec: float = slurm.ASK_SEC
+    users: Iterable[int],
+    *,
+    name: str | None = None,
+    patience_sec: float | None = None,
+    timeout_sec: float = slurm.ASK_SEC,
 ) -> list[QueuedJob]:
     """The jobs of these users (uids), by one squeue; the times are those of slurm.ask, 0 for who
-    wants an answer now. Raises SlurmSilent."""
+    wants an answer now. name: only the jobs of this name, also those that ended less than MinJobAge
+    ago. Raises SlurmSilent."""
     line = ["squeue", "--noheader", f"--user={','.join(map(str, sorted(users)))}"]
+    line += [f"--name={name}", "--states=all", "--array"] if name else []
     try:
         text = slurm.ask(
             *line, f"--format={FORMAT}", patience_sec=patience_sec, timeout_sec=timeout_sec

@@ -227,6 +227,14 @@ def cancel_step(job_id: str, name: str) -> None:
                 ask("scancel", "--signal=KILL", step)
 
 
+def accounted_state(job_id: str, *, timeout_sec: float) -> str:
+    """The job's state in Slurm's accounting, such as `CANCELLED by 1000` (a uid); "" when accounting
+    does not answer or does not know the job."""
+    line = ["sacct", "--jobs", job_id, "--allocations", "--noheader", "--parsable2"]
+    lines = run([*line, "--format=State"], timeout_sec=timeout_sec)[0].splitlines()
+    return lines[-1].strip() if lines else ""
+
+
 def requeue(job_id: str) -> str:
     """Send the job back to the queue; "" or why Slurm would not."""
     try:
@@ -251,7 +259,7 @@ def ask(*command: str, patience_sec: float | None = None, timeout_sec: float = A
         if not is_silence(trouble):
             raise Refused(trouble)
         if time.monotonic() > end:
-            raise silent(f"{' '.join(command)}: {trouble}")
+            raise silent(f"{command[0]}: {trouble}")
         time.sleep(1)
 
 

@@ -39,6 +39,8 @@ class Inside(subprocess.Popen[str]):
 
     def send_signal(self, sig: int) -> None:
         """A signal to the command alone, not to its children."""
+        if sig == signal.SIGCONT:
+            super().send_signal(sig)  # nsenter stops itself when its command is stopped
         if process := self.main_process():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(sig)

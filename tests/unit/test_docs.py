@@ -39,6 +39,7 @@ LIBRARIES = {
     "Slurm": {
         *("Resources", "Priority", "PartitionNodeLimit", "AssocGrpGRES"),
         *("QOSMaxGRESPerUser", "ReqNodeNotAvail", "oom-kill"),
+        *("PartitionTimeLimit", "BadConstraints", "JobHeldUser"),
     },
     "Snakemake": {"Error in group allocation-"},
 }
@@ -122,7 +123,10 @@ def test_a_message_that_nobody_says_is_noticed() -> None:
 # --- environment ----------------------------------------------------------------------------------
 
 # Texts of the sources that look like variables: states of jobs and nodes in Slurm.
-NO_VARIABLES = {"REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT", "STAGE_OUT"}
+NO_VARIABLES = {
+    *("REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT", "STAGE_OUT"),
+    *("BOOT_FAIL", "NODE_FAIL", "OUT_OF_MEMORY"),
+}
 MAKES_OWN = {"SHELL", "BIN", "RANDOM"}
 OF_OTHER_TESTS = {"FORGE_TESTS"}
 NAME = r"[A-Z][A-Z0-9_]*[A-Z0-9]"

@@ -25,7 +25,7 @@ LAYERS = (
     # geometry and environment of ranks; what Slurm could start
     "geometry submission",
     # launching, what is on disk
-    "artefacts crew packs fabric launcher metrics store gate history config_docs cpu loss",
+    "artefacts crew packs fabric launcher metrics store gate history config_docs cpu loss job_watch",
     # parts of the verbs
     "loader model numerics optim world tokenizer summary charts broadcast node_staging node_checks"
     " parent",

@@ -2,6 +2,7 @@
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 
+from forge import job_watch
 from forge.config import RUN_NAME
 from forge.errors import ForgeError
 from forge.paths import tokenizer_folder, tokens_folder
@@ -85,6 +86,7 @@ onstart:
         if submits:
             helpers.check_submission(workflow.dag, [RESULTS, DATA], logger.warning)
             helpers.keep_for_jobs(RUNS)
+            job_watch.install(workflow.scheduler._executor)
         ALLOCATION.take_over(logger.info, submits=submits)
     except ForgeError as err:
         raise WorkflowError(str(err)) from None

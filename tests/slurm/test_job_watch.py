@@ -1,0 +1,106 @@
+"""Threat: the command on the login node waits for ever, or minutes too long, for a job that has ended."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+
+from forge import job_watch
+from forge.manifest import read_json
+
+from .cluster import Cluster
+from .job_run import SCIENCE, Undisturbed
+from .machines import wait_until
+from .project import Project
+
+NewProject = Callable[..., Project]
+# One pause between two questions, and time for a busy machine to answer, to ask sacct and to leave.
+SOON_SEC = job_watch.POLL_SEC + 15
+HELD = {"slurm": {"options": "--hold"}}
+
+
+def wait_for_words(project: Project, words: str, timeout: float) -> None:
+    wait_until(lambda: words in project.output(), timeout, words, project.said, every=0.1)
+
+
+@contextmanager
+def both_daemons_away(cluster: Cluster):
+    """slurmctld and slurmdbd do not run inside of this, as while a head node boots."""
+    for name in ("slurmctld", "slurmdbd"):
+        cluster.stop_daemon(name)
+    yield
+    for name in ("slurmdbd", "slurmctld"):
+        cluster.start_daemon(name)
+
+
+def test_held_job_is_named_and_its_cancellation_ends_the_command_soon(
+    new_project: NewProject, cluster: Cluster
+) -> None:
+    project = new_project(machine=HELD)
+    command = project.start("preflight")
+    job = project.wait_for_job()
+    wait_for_words(project, "JobHeldUser", SOON_SEC)
+    assert f"scontrol release {job}" in project.output()
+    told = cluster.run("forge", "status", "results/base", cwd=project.folder).stdout
+    assert "JobHeldUser" in told and f"scontrol release {job}" in told
+    cluster.run("scancel", job)
+    wait_for_words(project, f"job {job} (run base) was cancelled by root", SOON_SEC)
+    assert project.end(command, timeout=SOON_SEC) != 0
+    assert "Error in" not in project.output() and "Logfile" not in project.output()
+
+
+def test_job_on_nodes_that_do_not_see_the_project_is_told_as_such(
+    new_project: NewProject, whole_cluster: Cluster
+) -> None:
+    project = new_project()
+    for node in set(whole_cluster.nodes) - set(project.excluded()):
+        whole_cluster.hide(node, project.folder)
+    assert project.end(project.start("preflight"), timeout=60) != 0
+    [job] = project.submitted()
+    words = rf"job {job} \(run base\) failed on (node\d+) before .*: does it see (\S+)\?"
+    found = re.search(words, project.output())
+    assert found and found[2] == str(project.folder), project.said()
+    assert found[1] not in project.excluded()
+    assert "Error in" not in project.output()
+
+
+def test_both_daemons_away_for_half_a_minute_are_waited_for_in_the_queue_and_in_training(
+    new_project: NewProject, whole_cluster: Cluster, undisturbed: Undisturbed
+) -> None:
+    project = new_project(machine=HELD)
+    command = project.start()
+    job = project.wait_for_job()
+    with both_daemons_away(whole_cluster):
+        time.sleep(30)  # the case itself: that long they are away
+    wait_for_words(project, "Slurm answers again", SOON_SEC)
+    whole_cluster.run("scontrol", "release", job)
+    project.run().wait_for_step(50, timeout=120)
+    with both_daemons_away(whole_cluster):
+        time.sleep(30)
+    assert project.end(command) == 0, project.said()
+    assert project.submitted()[0] == job and len(project.submitted()) == 2
+    undisturbed.equals(project.run())
+
+
+def test_job_that_slurm_has_forgotten_is_judged_by_its_completion_record(
+    new_project: NewProject, whole_cluster: Cluster
+) -> None:
+    whole_cluster.configure(MinJobAge=2)
+    project = new_project(values={"train": {**SCIENCE["train"], "max_steps": 100}})
+    command = project.start()
+    job = project.wait_for_job()
+    project.run().wait_for_step(50, timeout=120)
+    command.send_signal(signal.SIGSTOP)  # it does not see the end
+    whole_cluster.wait_for_state(job, "COMPLETED")
+    with both_daemons_away(whole_cluster):
+        command.send_signal(signal.SIGCONT)
+        wait_for_words(project, "Slurm does not answer", SOON_SEC)
+        command.send_signal(signal.SIGSTOP)  # nor what Slurm knows until it has forgotten the job
+    show = ("scontrol", "show", "job", job)
+    wait_until(lambda: whole_cluster.run(*show, check=False).returncode, 60, "forgotten", every=0.5)
+    command.send_signal(signal.SIGCONT)
+    assert project.end(command) == 0, project.said()
+    assert read_json(project.run().paths.validated)["status"] == "valid"

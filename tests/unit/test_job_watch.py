@@ -1,0 +1,358 @@
+"""Threat: the command drops a job, or asks for ever for one that Slurm has forgotten."""
+
+import asyncio
+import inspect
+import os
+import pwd
+import stat
+import time
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+from snakemake_executor_plugin_slurm import Executor
+
+from forge import job_watch, slurm
+from forge.job_watch import JobWatch
+
+LINE = "{id}|{state}|{reason}|node01|2026-11-21T04:25:31|2026-11-21T04:26:31|(null)|/home/ada/forge"
+SILENT = "echo 'squeue: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+
+
+def test_plugin_is_the_one_that_the_watch_was_tested_with():
+    found = metadata.version("snakemake-executor-plugin-slurm")
+    assert found == job_watch.PLUGIN, (
+        f"the plugin is {found}, forge/job_watch.py was tested with {job_watch.PLUGIN}. Read in the"
+        " plugin what install() replaces (check_active_jobs, sleep, run_job, cancel_jobs,"
+        " _report_job_error_threadsafe) and what it reads (run_uuid, wait, aux['slurm_logfile']), run"
+        " tests/slurm/test_job_watch.py and test_workflow.py, then change PLUGIN and pyproject.toml."
+    )
+
+
+def test_what_the_watch_replaces_is_there_with_the_same_parameters():
+    for name, parameters in {
+        "check_active_jobs": ["self", "active_jobs"],
+        "sleep": ["self"],
+        "run_job": ["self", "job"],
+        "cancel_jobs": ["self", "active_jobs"],
+        "_report_job_error_threadsafe": ["self", "job_info", "msg"],
+    }.items():
+        assert list(inspect.signature(getattr(Executor, name)).parameters) == parameters
+
+
+class Job:
+    """What the watch asks of a job of Snakemake."""
+
+    def __init__(self, *output):
+        self.output = output
+        self.rule = SimpleNamespace(name="validate_run")
+        self.wildcards_dict = {"run": "base"}
+
+    def is_group(self):
+        return False
+
+
+class Recorder:
+    """An executor, its scheduler and its logger, which note what they are told."""
+
+    run_uuid = "uuid"
+
+    def __init__(self):
+        self.said, self.success, self.failure, self.submitted = [], [], [], []
+        self.wait = True
+        self.logger = SimpleNamespace(
+            info=self.said.append, warning=self.said.append, error=self.said.append
+        )
+        self.workflow = SimpleNamespace(
+            execution_settings=SimpleNamespace(latency_wait=0.5),
+            scheduler=SimpleNamespace(error_callback=self.failure.append),
+        )
+
+    def report_job_success(self, info):
+        self.success.append(info.job)
+
+    def report_job_error(self, info, msg, aux_logs):
+        self.failure.append(info.job)
+
+    def cancel_jobs(self, active):
+        pass
+
+    def run_job(self, job):
+        self.submitted.append(job)
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Puts a command with these words into the PATH, in place of Slurm's."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def install(name, script):
+        path = folder / name
+        path.write_text(f"#!/bin/bash\n{script}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    install("squeue", "true")
+    install("sacct", "true")
+    return install
+
+
+@pytest.fixture
+def watch():
+    return JobWatch(Recorder())
+
+
+@pytest.fixture
+def info(tmp_path, watch):
+    """A submitted job with one output, which is not there yet."""
+    log = tmp_path / "17.log"
+    log.write_text("")
+    info = SimpleNamespace(
+        job=Job(tmp_path / "validated.json"), external_jobid="17", aux={"slurm_logfile": log}
+    )
+    watch.submit(info.job)
+    return info
+
+
+def lists(command, state, reason="None"):
+    command("squeue", f"echo '{LINE.format(id=17, state=state, reason=reason)}'")
+
+
+def check(watch, *infos):
+    """The jobs that the watch keeps."""
+
+    async def kept():
+        return [info async for info in watch.check(list(infos))]
+
+    return asyncio.run(kept())
+
+
+def test_jobs_are_kept_while_slurm_does_not_answer_and_it_is_said_once(command, watch, info):
+    command("sacct", SILENT)
+    for words in ("connect failure", "timed out", "connect failure"):
+        command("squeue", SILENT.replace("connect failure", words))
+        assert check(watch, info) == [info]
+    [said] = watch._executor.said
+    assert "Slurm does not answer" in said
+    lists(command, "RUNNING")
+    assert check(watch, info) == [info]
+    assert watch._executor.said[-1] == "Slurm answers again"
+
+
+def test_all_jobs_are_asked_for_by_one_squeue_and_sacct_by_none(command, watch, info, tmp_path):
+    line = LINE.format(id=17, state="RUNNING", reason="None")
+    command(
+        "squeue", f"echo \"$@\" >> {tmp_path}/asked; echo '{line}'; echo '{line}' | sed s/17/18/"
+    )
+    command("sacct", f"echo sacct >> {tmp_path}/asked")
+    other = SimpleNamespace(job=Job(), external_jobid="18", aux={})
+    assert check(watch, info, other) == [info, other]
+    [asked] = (tmp_path / "asked").read_text().splitlines()
+    assert "--name=uuid" in asked and "--states=all" in asked and "--array" in asked
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING", "REQUEUED", "RESIZING"])
+def test_job_that_has_not_ended_is_kept(command, watch, info, state):
+    lists(command, state)
+    assert check(watch, info) == [info] and not watch._executor.said
+
+
+def test_completed_job_is_a_success(command, watch, info):
+    lists(command, "COMPLETED")
+    assert check(watch, info) == [] and watch._executor.success == [info.job]
+
+
+def test_forgotten_job_that_left_new_outputs_is_a_success(command, watch, info):
+    info.job.output[0].write_text("{}")
+    assert check(watch, info) == [] and watch._executor.success == [info.job]
+
+
+def test_output_of_an_earlier_job_is_no_success_of_a_forgotten_one(command, watch, info):
+    info.job.output[0].write_text("{}")
+    watch.submit(info.job)
+    assert check(watch, info) == [info]
+    time.sleep(0.6)  # longer than latency_wait
+    assert check(watch, info) == [] and watch._executor.failure == [info.job]
+    assert "job 17 (rule validate_run, run base) is no longer known" in watch._executor.said[-1]
+    assert "left its outputs as they were" in watch._executor.said[-1]
+
+
+def test_forgotten_job_without_a_record_fails_by_name_and_is_not_asked_for_for_ever(
+    command, watch, info
+):
+    assert check(watch, info) == [info]  # its files may show up late
+    time.sleep(0.6)
+    assert check(watch, info) == [] and watch._executor.failure == [info.job]
+    assert "left no" in watch._executor.said[-1] and "validated.json" in watch._executor.said[-1]
+
+
+def test_forgotten_job_is_asked_of_accounting(command, watch, info):
+    command("sacct", f"echo 'CANCELLED by {os.getuid()}'")
+    assert check(watch, info) == [] and watch._executor.failure == [info.job]
+    assert f"was cancelled by {pwd.getpwuid(os.getuid()).pw_name}" in watch._executor.said[-1]
+
+
+def test_job_that_accounting_still_thinks_to_run_is_not_asked_for_for_ever(command, watch, info):
+    command("sacct", "echo RUNNING")
+    assert check(watch, info) == [info]
+    time.sleep(0.6)
+    assert check(watch, info) == [] and watch._executor.failure == [info.job]
+
+
+@pytest.mark.parametrize(
+    ("state", "word"),
+    [("TIMEOUT", "raise runtime"), ("OUT_OF_MEMORY", "raise mem_mb"), ("BOOT_FAIL", "boot")],
+)
+def test_end_outside_of_forge_is_one_line(command, watch, info, state, word):
+    lists(command, state)
+    assert check(watch, info) == [] and watch._executor.failure == [info.job]
+    [said] = watch._executor.said
+    assert "job 17" in said and word in said
+
+
+@pytest.mark.parametrize("state", ["NODE_FAIL", "PREEMPTED"])
+def test_job_that_slurm_may_send_back_counts_when_it_is_seen_twice(command, watch, info, state):
+    lists(command, state)
+    assert check(watch, info) == [info]
+    lists(command, "PENDING")
+    assert check(watch, info) == [info]
+    lists(command, state)
+    assert check(watch, info) == [info]
+    assert check(watch, info) == [] and watch._executor.failure == [info.job]
+
+
+def test_who_cancelled_is_asked_until_accounting_has_it(command, watch, info, tmp_path):
+    lists(command, "CANCELLED")
+    once = (
+        f"[ -e {tmp_path}/once ] && echo 'CANCELLED by 4294' || echo RUNNING; touch {tmp_path}/once"
+    )
+    command("sacct", once)
+    assert check(watch, info) == []
+    assert "cancelled by user 4294" in watch._executor.said[-1]
+
+
+def test_cancellation_is_told_where_accounting_is_away(command, watch, info, monkeypatch):
+    monkeypatch.setattr(job_watch, "WHO_SEC", 0.1)
+    lists(command, "CANCELLED")
+    command("sacct", SILENT)
+    assert check(watch, info) == []
+    assert "cancelled by somebody" in watch._executor.said[-1]
+
+
+def test_what_failed_inside_the_job_is_reported_with_its_logs(command, watch, info):
+    lists(command, "FAILED")
+    assert check(watch, info) == [] and watch._executor.failure == [info.job]
+    assert watch._executor.said == []  # Snakemake's report has it
+
+
+def test_job_that_failed_without_a_log_names_node_and_folder(command, watch, info):
+    info.aux["slurm_logfile"].unlink()
+    lists(command, "FAILED")
+    assert check(watch, info) == [] and watch._executor.failure == [info.job]
+    assert (
+        "failed on node01" in watch._executor.said[-1]
+        and "srun -w node01" in watch._executor.said[-1]
+    )
+
+
+def test_reason_that_does_not_pass_is_said_at_once_and_again_every_ten_minutes(
+    command, watch, info, monkeypatch
+):
+    lists(command, "PENDING", "PartitionTimeLimit")
+    now = time.monotonic()
+    for after in (0, 5, 599, 601, 610, 1202):
+        monkeypatch.setattr(job_watch.time, "monotonic", lambda at=now + after: at)
+        assert check(watch, info) == [info]
+    assert len(watch._executor.said) == 3
+    assert all("PartitionTimeLimit" in said and "MaxTime" in said for said in watch._executor.said)
+
+
+def test_pause_is_short_even_and_over_at_once_at_the_end(watch):
+    assert job_watch.POLL_SEC <= 5
+    watch._executor.wait = False
+    began = time.monotonic()
+    asyncio.run(watch.sleep())
+    assert time.monotonic() - began < job_watch.POLL_SEC / 2
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """refusing(words, …): an installed executor whose sbatch says these words, "" where it submits."""
+    monkeypatch.setattr(job_watch, "POLL_SEC", 0.05)
+
+    def make(*words):
+        executor, left = Recorder(), list(words)
+
+        def run_job(job):
+            if word := left.pop(0):
+                executor._report_job_error_threadsafe(SimpleNamespace(job=job), word)
+            else:
+                executor.submitted.append(job)
+
+        executor.run_job = run_job
+        job_watch.install(executor)
+        return executor
+
+    return make
+
+
+def test_job_that_cannot_be_submitted_fails_with_what_sbatch_said(refusing):
+    executor, job = refusing("Invalid qos specification"), Job()
+    executor.run_job(job)
+    assert "(rule validate_run, run base) could not be submitted: Invalid qos" in executor.said[-1]
+    assert executor.failure == [job]
+
+
+def test_job_whose_submission_raises_fails_instead_of_being_waited_for(tmp_path):
+    executor, job = Recorder(), Job()
+
+    def run_job(job):  # as the plugin does for a group
+        try:
+            raise ValueError("no such account")
+        except ValueError:
+            raise AttributeError("'GroupJob' object has no attribute 'rule'")  # noqa: B904
+
+    executor.run_job = run_job
+    job_watch.install(executor)
+    executor.run_job(job)
+    assert "no such account" in executor.said[-1] and executor.failure == [job]
+
+
+def test_job_is_submitted_when_slurm_is_back(refusing):
+    away = "Batch job submission failed: Unable to contact slurm controller (connect failure)"
+    database = "Problem talking to the database: Connection refused"
+    executor, job = refusing(away, database, ""), Job()
+    executor.run_job(job)
+    assert executor.submitted == [job] and executor.failure == [] and len(executor.said) == 1
+
+
+def test_submission_that_waits_for_slurm_ends_when_the_command_is_cancelled(refusing):
+    executor = refusing(*["Unable to contact slurm controller"] * 3)
+    executor.cancel_jobs([])
+    executor.run_job(Job())
+    assert len(executor.failure) == 1
+
+
+def test_jobs_are_cancelled_while_they_are_asked_for(command, info):
+    executor = Recorder()
+    cancelled = []
+    executor.cancel_jobs = cancelled.extend
+    job_watch.install(executor)
+    other = SimpleNamespace(job=Job(), external_jobid="18", aux={})
+    lists(command, "RUNNING")
+
+    async def cancel_amid():
+        async for _ in executor.check_active_jobs([info, other]):
+            executor.cancel_jobs([other])
+            return
+
+    asyncio.run(cancel_amid())
+    assert cancelled == [other, info]
+
+
+def test_slurm_commands_that_hang_keep_the_job(command, watch, info, monkeypatch):
+    monkeypatch.setattr(job_watch, "SQUEUE_SEC", 0.3)
+    command("squeue", "exec sleep 60")
+    assert check(watch, info) == [info]
+    assert slurm.accounted_state("17", timeout_sec=1) == ""
