@@ -59,7 +59,8 @@ def install(executor: Any) -> None:
 
 
 class JobWatch:
-    """The questions about the jobs of one executor. Runs in the executor's own thread."""
+    """The jobs of one executor: submit() runs in threads of the plugin, check() and sleep() in the
+    one that waits for jobs, cancel() in the main thread."""
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
@@ -73,7 +74,7 @@ class JobWatch:
         self._passing: set[str] = set()
 
     def submit(self, job: Any) -> None:
-        """Submit a job, again and again while Slurm is away. Runs in a thread of the plugin."""
+        """Submit a job, again and again while Slurm is away."""
         # What an earlier job left is no success of this one.
         self._before[id(job)] = _stamps(job)
         while trouble := self._try_to_submit(job):
@@ -82,9 +83,10 @@ class JobWatch:
                 return
             self._tell("sbatch", "away", f"{_name(job)} waits until Slurm takes new jobs")
             time.sleep(POLL_SEC)
+        self._told.pop("sbatch", None)
 
     def _try_to_submit(self, job: Any) -> str:
-        """ "" or why the job could not be submitted."""
+        """Why the job could not be submitted; empty when it was."""
         self._refusals[id(job)] = ""
         try:
             self._submit(job)
@@ -195,17 +197,20 @@ class JobWatch:
         """Report a job in a final state; False for any other state."""
         if state == "COMPLETED":
             self._executor.report_job_success(info)
-        elif state == "FAILED" and _is_there(Path(info.aux["slurm_logfile"])):
-            log = str(info.aux["slurm_logfile"])
-            self._executor.report_job_error(info, msg="", aux_logs=[log])
+            return True
+        if state not in (*ENDS, "FAILED"):
+            return False
+        log = Path(info.aux["slurm_logfile"])
+        has_log = _is_there(log)
+        if state == "FAILED" and has_log:
+            self._executor.report_job_error(info, msg="", aux_logs=[str(log)])
         elif state == "FAILED":
             self._fail(info.job, self._no_log(info, nodes))
-        elif state in ENDS:
+        else:
             who = self._canceller(info.external_jobid) if state == "CANCELLED" else ""
             words = ENDS[state].format(who=who, nodes=nodes or "which one, sacct may know")
-            self._fail(info.job, f"{_name(info.job, info.external_jobid)} {words}")
-        else:
-            return False
+            where = f"\nSlurm's log: {log}" if has_log else ""
+            self._fail(info.job, f"{_name(info.job, info.external_jobid)} {words}{where}")
         return True
 
     def _no_log(self, info: Any, nodes: str) -> str:

@@ -208,7 +208,7 @@ def test_end_outside_of_forge_is_one_line(command, watch, info, state, word):
     lists(command, state)
     assert check(watch, info) == [] and watch._executor.failure == [info.job]
     [said] = watch._executor.said
-    assert "job 17" in said and word in said
+    assert "job 17" in said and word in said and str(info.aux["slurm_logfile"]) in said
 
 
 @pytest.mark.parametrize("state", ["NODE_FAIL", "PREEMPTED"])
