@@ -67,6 +67,18 @@ def test_job_on_nodes_that_do_not_see_the_project_is_told_as_such(
     assert "Error in" not in project.output()
 
 
+def test_run_that_fails_keeps_no_other_run_of_the_sheet_from_being_validated(
+    new_project: NewProject,
+) -> None:
+    project = new_project(values={"train": {**SCIENCE["train"], "max_steps": 100}})
+    sheet = "run\ttrain.lr\nbad\t1e30\nbase\t0.001\n"
+    (project.folder / "config/runs.tsv").write_text(sheet)
+    assert project.end(project.start()) != 0
+    assert project.run("bad").events("failed") and not project.run("bad").paths.fit.exists()
+    assert read_json(project.run().paths.validated)["status"] == "valid", project.said()
+    assert project.run().paths.report.exists()
+
+
 def test_both_daemons_away_for_half_a_minute_are_waited_for_in_the_queue_and_in_training(
     new_project: NewProject, whole_cluster: Cluster, undisturbed: Undisturbed
 ) -> None:
