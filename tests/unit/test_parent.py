@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 from manifests import IDS, manifest_of
+from snakemake.settings.types import ConfigSettings
 
 from forge import parent, store, workflow
 from forge.config import Ids, load_config
@@ -183,7 +184,9 @@ def test_the_sheet_has_a_column_parent_and_an_empty_cell_is_none(tmp_path):
         ("base@50", 1e-4),
     ]
     sheet.write_text("run\tparent\nbase\tbase\n")
-    with pytest.raises(ConfigError, match=r"row 2 \(run base\), column parent: .*must be RUN@STEP"):
+    with pytest.raises(
+        ConfigError, match=r"line 2 \(run base\), column parent: .*must be RUN@STEP"
+    ):
         resolve_runs({}, sheet)
 
 
@@ -197,7 +200,10 @@ def sheet(tmp_path, results, monkeypatch):
     def read(text):
         (tmp_path / "runs.tsv").write_text(text)
         values = {"results": str(results), "tokenize": {"inputs": [str(corpus)]}}
-        return workflow.read_runs({**values, "runs": str(tmp_path / "runs.tsv")})
+        (tmp_path / "config").mkdir(exist_ok=True)
+        values["runs"] = "runs.tsv"
+        (tmp_path / "config/config.yaml").write_text(json.dumps(values))
+        return workflow.read_runs(ConfigSettings(), main=True)
 
     return read
 

@@ -48,7 +48,7 @@ def test_set_is_read_again_after_a_boot(shards, verified, monkeypatch):
     assert node_staging.is_whole(shards.folder, shards.digest)
     real = Path.read_text
     monkeypatch.setattr(
-        Path, "read_text", lambda p, *a: "other" if p.name == "boot_id" else real(p, *a)
+        Path, "read_text", lambda p, **k: "other" if p.name == "boot_id" else real(p, **k)
     )
     assert node_staging.is_whole(shards.folder, shards.digest)
     assert len(verified) == 2
