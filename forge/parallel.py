@@ -40,8 +40,12 @@ class ParallelModel:
     @property
     def micro_size(self) -> int:
         """Samples of one forward pass on a rank."""
-        share = self.settings.batch_size // self.world.rank.world_size
-        return self.settings.micro_batch_size or share
+        return self.settings.micro_batch_size or self._share
+
+    @property
+    def _share(self) -> int:
+        """Samples of a step on a rank."""
+        return self.settings.batch_size // self.world.rank.world_size
 
     def wrap(self) -> None:
         """Replicate and compile the model. Neither weights nor the optimizer change."""
@@ -69,7 +73,8 @@ class ParallelModel:
     def _blank_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """A micro-batch of token 0, with the shapes and strides of a real one: a graph is compiled for
         them."""
-        inputs, targets = split(np.zeros((self.micro_size, self.settings.seq_len + 1), np.int64))
+        rows = min(self.micro_size, self._share)
+        inputs, targets = split(np.zeros((rows, self.settings.seq_len + 1), np.int64))
         return inputs, targets
 
     def _compile(self) -> None:
