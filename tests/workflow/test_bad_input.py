@@ -97,3 +97,12 @@ def test_words_of_the_config_mean_the_same_as_in_a_cell(project):
     config = project.root / "config/config.yaml"
     config.write_text(config.read_text().replace("max_steps: 12", "max_steps: 1:30"))
     refused(project, "train.max_steps is '1:30': Input should be a valid integer")
+
+
+def test_home_that_does_not_exist_stops_nothing(project, monkeypatch):
+    """As on nodes that do not mount home directories: Snakemake keeps its source cache there."""
+    monkeypatch.setenv("HOME", "/dev/null/home")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    code, output = project.snakemake("train", "-n")
+    assert code == 0, output[-3000:]
+    assert "fit" in output
