@@ -187,7 +187,8 @@ class Train(Section):
     max_steps: int = Field(200, ge=1, json_schema_extra=FREE)
     """Stop after this many steps; may be raised later. Does not shape the schedule."""
     decay_steps: int | None = Field(None, ge=1)
-    """The schedule reaches its minimum here; null means max_steps as at the run's first start."""
+    """The schedule reaches its minimum here; null means max_steps as at the run's first
+    start, warmup_steps at least."""
     warmup_steps: int = Field(20, ge=0)
     """Steps of linear warm-up."""
     schedule: Literal["cosine", "wsd"] = "cosine"

@@ -459,7 +459,8 @@ def frozen_decay_steps(config: Config, checkpoint: Checkpoint | None) -> int:
         return config.train.decay_steps
     if checkpoint is not None:
         return int(checkpoint.manifest["decay_steps"])
-    return config.train.max_steps
+    # With an end before that of the warm-up the checkpoint could never be validated.
+    return max(config.train.max_steps, config.train.warmup_steps)
 
 
 def check_compatible(config: Config, checkpoint: Checkpoint) -> None:
@@ -521,12 +522,10 @@ def schedule_warnings(config: Config, checkpoint: Checkpoint | None) -> list[str
     warnings: list[str] = []
     if checkpoint is not None and checkpoint.step == goal:
         return warnings  # nothing is left to train
-    end = min(goal, decay_steps)
-    if warmup > end:
-        key = "max_steps" if end == goal else "decay_steps"
+    if warmup > goal:
         warnings.append(
-            f"warning: train.warmup_steps {warmup} is beyond {key} {end}: the learning rate reaches"
-            f" {train.lr * end / warmup:.3g}, never {train.lr:.3g} (train.lr)"
+            f"warning: train.warmup_steps {warmup} is beyond max_steps {goal}: the learning rate reaches"
+            f" {train.lr * goal / warmup:.3g}, never {train.lr:.3g} (train.lr)"
         )
     if checkpoint is not None and goal > decay_steps:
         warnings.append(
