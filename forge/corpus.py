@@ -339,7 +339,7 @@ def _json_document(line: str, place: str, field: str, utf8: _Utf8) -> str:
     where = f"{utf8.path}, {place}"
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as err:
+    except (ValueError, RecursionError) as err:  # ValueError: also numbers of over 4300 digits
         raise DataError(
             f"{where} is not JSON: {err}: {line.strip()[:60]!r}",
             cause="cut off, or indented JSON; each line must be one whole object",

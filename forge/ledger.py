@@ -40,7 +40,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(errors="replace").splitlines():
         try:
             value = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue  # cut by a crash in the middle of a write
         if isinstance(value, dict):
             lines.append(value)

@@ -128,7 +128,7 @@ class _Files:
         for line in last_lines(self.paths.metrics, METRICS_BYTES)[0]:
             try:
                 value = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 continue  # being written
             if isinstance(value, dict) and value.get("kind") == "train":
                 found.append(value)
