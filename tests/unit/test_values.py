@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from forge.config import Config, apply_overrides, checked, load_config, parse_override, read_values
 from forge.errors import ConfigError
+from forge.machine import Machine, load_machine
 from forge.runs import resolve_runs
 from forge.values import read_cell, read_yaml
 
@@ -235,6 +236,22 @@ def test_any_override_is_a_config_or_a_config_error(key, text):
         assert Config.model_validate(json.loads(json.dumps(config.to_json()))) == config
     except ConfigError as err:
         assert len(str(err)) < 2000
+
+
+MACHINE_KEYS = [
+    f"{section}.{key}"
+    for section in ("fabric", "stage", "preflight", "slurm")
+    for key in Machine.model_fields[section].annotation.model_fields
+]
+
+
+@given(
+    st.sampled_from([*MACHINE_KEYS, *Machine.model_fields]),
+    TEXTS | st.sampled_from([*WORDS, "1e308"]),
+)
+def test_any_override_of_machine_yaml_is_a_machine_or_a_config_error(key, text):
+    with contextlib.suppress(ConfigError):
+        load_machine(None, dict([parse_override(f"--{key}={text}")]))
 
 
 @given(st.lists(st.lists(TEXTS, min_size=1, max_size=4), max_size=5), st.sampled_from(KEYS))
