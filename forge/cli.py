@@ -84,7 +84,8 @@ def _prepare(options: argparse.Namespace) -> None:
         stop_with_parent()
     if options.log:
         Path(options.log).parent.mkdir(parents=True, exist_ok=True)
-        copy_to(open(options.log, "a", buffering=1, encoding="utf-8"))  # noqa: SIM115  open until the process ends
+        # Names of files and excerpts of text may be no UTF-8. Open until the process ends.
+        copy_to(open(options.log, "a", buffering=1, encoding="utf-8", errors="backslashreplace"))  # noqa: SIM115
 
 
 def _overrides(rest: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -176,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _workers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=int, help="processes (default: all cores)")
+    parser.add_argument("--workers", type=int, help="processes, one per core at most (default)")
 
 
 def _machine(parser: argparse.ArgumentParser) -> None:
@@ -244,7 +245,13 @@ def _geometry(options: argparse.Namespace) -> Any:
 def _cores(options: argparse.Namespace) -> int:
     from forge.fabric import available_cores
 
-    return options.workers or available_cores()
+    cores = available_cores()
+    if options.workers is not None and options.workers < 1:
+        raise ConfigError(
+            f"--workers is {options.workers}: there must be at least one",
+            fix=f"leave it out for one process per core ({cores} here)",
+        )
+    return min(options.workers or cores, cores)  # more than cores only take each other's time
 
 
 def _tokenizer(options: argparse.Namespace) -> None:

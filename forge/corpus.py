@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import IO, Any
 
 from forge import config
@@ -85,7 +86,14 @@ def _files_of(spec: str) -> Iterator[InputFile]:
 
 def _input_file(name: str, path: str, spec: str) -> InputFile:
     try:
-        return InputFile(name, Path(path), os.stat(path).st_size)  # noqa: PTH116 (thousands of them)
+        status = os.stat(path)  # noqa: PTH116 (thousands of them)
+        if not S_ISREG(status.st_mode):
+            raise DataError(
+                f"tokenize.inputs: {spec!r}: {path} is not a regular file",
+                cause="a pipe, a socket or a device: it cannot be read twice",
+                fix="write its text into a file, or leave it out of tokenize.inputs",
+            )
+        return InputFile(name, Path(path), status.st_size)
     except OSError as err:
         raise DataError(
             f"tokenize.inputs: {spec!r}: cannot read {path}: {err.strerror}",
@@ -212,6 +220,8 @@ class _CountedFile(io.FileIO):
 @contextmanager
 def _open_bytes(path: Path, consumed: Consumed) -> Iterator[IO[bytes]]:
     """The bytes of a file, unpacked where its name ends in .gz or .zst."""
+    if path.suffix in (".gz", ".zst") and not path.stat().st_size:
+        raise EOFError("it is empty")  # which the libraries take for a file without text
     with io.BufferedReader(_CountedFile(path, consumed), CHUNK_BYTES) as raw:
         if path.suffix == ".gz":
             with gzip.GzipFile(fileobj=raw) as unpacked:
@@ -399,8 +409,10 @@ def _parquet(
 def _check_column(schema: Any, path: Path, field: str) -> None:
     import pyarrow
 
-    if field not in schema.names:
-        raise _no_text(str(path), field, "is missing", schema.names)
+    num_there = schema.names.count(field)
+    if num_there != 1:
+        problem = "is missing" if num_there == 0 else f"is there {num_there} times"
+        raise _no_text(str(path), field, problem, schema.names)
     kind = schema.field(field).type
     if isinstance(kind, pyarrow.DictionaryType):
         kind = kind.value_type

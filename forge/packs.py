@@ -59,11 +59,12 @@ class Pack:
         """The pack in a folder; None where there is none, or parts of it are cut or missing."""
         try:
             facts = read_json(folder / "pack.json")
-        except DataError:
+            parts, content_bytes = dict(facts["parts"]), int(facts["content_bytes"])
+        except (DataError, KeyError, TypeError, ValueError):
             return None
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-        whole = all(sizes.get(name) == size for name, size in facts["parts"].items())
-        return cls(folder, facts["parts"], facts["content_bytes"]) if whole else None
+        whole = all(sizes.get(name) == size for name, size in parts.items())
+        return cls(folder, parts, content_bytes) if whole else None
 
 
 def make_pack(

@@ -58,7 +58,7 @@ class InputEntry(Entry):
 class ShardEntry(Entry):
     """A file of tokens: name in the folder, how much is in it, blake3."""
 
-    file: str = Field(pattern=SHARD_NAME)
+    file: str = Field(pattern=SHARD_NAME, max_length=255)
     tokens: int = Field(ge=1)
     documents: int = Field(ge=1)
     digest: str = Field(pattern=DIGEST)

@@ -72,7 +72,7 @@ def tokenize(config: Config, *, workers: int) -> Path:
     tokenizer = load_tokenizer(tokenizer_place)
     files = corpus.list_files(config.tokenize)
     folder = tokens_folder(config.data, config.ids.tokens)
-    if _is_current(folder, tokenizer, files, workers):
+    if _is_current(folder, tokenizer, files, threads=max(1, min(workers, os.cpu_count() or 1))):
         say(f"tokens {folder.name}: nothing to do")
         return folder
     _clean(folder)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from forge import artefacts, corpus
 from forge.config import Config
 from forge.errors import ConfigError, DataError, UnfitError
@@ -90,23 +92,44 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     again = "run `forge tokenizer CONFIG` again"
     if not (folder / MANIFEST).exists():
         raise DataError(f"there is no tokenizer in {folder}", fix="run `forge tokenizer CONFIG`")
-    manifest = read_json(folder / MANIFEST)
     try:
-        expected = manifest["digest"]
-        facts = {key: manifest[key] for key in ("id", "vocab_size", "eos_token", "eos_id")}
-    except (KeyError, TypeError) as err:
+        facts = _Facts.model_validate(read_json(folder / MANIFEST))
+    except ValidationError as err:
+        first = err.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "all of it"
         raise DataError(
-            f"{folder / MANIFEST} is not a tokenizer's manifest: {err} is missing", fix=again
+            f"{folder / MANIFEST} is not a tokenizer's manifest: {place}: {first['msg']}", fix=again
         ) from None
     path = folder / TOKENIZER
-    found = digest_file(path) if path.exists() else "no file"
-    if found != expected:
+    found = digest_file(path) if path.is_file() else "no file"
+    if found != facts.digest:
         raise DataError(
-            f"{path} has digest {found[:12]}; its manifest says {expected[:12]}",
+            f"{path} has digest {found[:12]}; its manifest says {facts.digest[:12]}",
             cause="changed, cut or removed after it was built",
             fix=again,
         )
-    return LoadedTokenizer(_parse(path.read_bytes(), str(path)), digest=expected, **facts)
+    tokenizer = _parse(path.read_bytes(), str(path))
+    has = (_vocab_size(tokenizer), tokenizer.token_to_id(facts.eos_token))
+    if has != (facts.vocab_size, facts.eos_id):
+        raise DataError(
+            f"{path} has {has[0]} ids and id {has[1]} for {facts.eos_token!r}; its manifest says "
+            f"{facts.vocab_size} and {facts.eos_id}",
+            cause="the manifest was edited by hand",
+            fix=f"remove {folder / MANIFEST} and {again}",
+        )
+    return LoadedTokenizer(tokenizer, **facts.model_dump())
+
+
+class _Facts(BaseModel):
+    """What a tokenizer's manifest must say; its other keys tell where the tokenizer came from."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str
+    digest: str
+    vocab_size: int
+    eos_token: str
+    eos_id: int
 
 
 def _parse(data: bytes, where: str) -> tokenizers.Tokenizer:
@@ -209,6 +232,8 @@ def _find_eos(
     tokenizer: tokenizers.Tokenizer, asked: str | None, tokenizer_config: bytes | None
 ) -> str:
     named = asked or _eos_in_config(tokenizer_config)
+    if named:
+        _require_utf8(named, "tokenizer.eos_token" if asked else TOKENIZER_CONFIG)
     for token in [named] if named else COMMON_EOS:
         if tokenizer.token_to_id(token) is not None:
             return token
@@ -223,13 +248,24 @@ def _find_eos(
     )
 
 
+def _require_utf8(token: str, place: str) -> None:
+    """ConfigError for a lone surrogate: JSON and YAML can spell it, a tokenizer cannot."""
+    try:
+        token.encode()
+    except UnicodeEncodeError as err:
+        raise ConfigError(
+            f"{place}: the end-of-text token {token!r} is no UTF-8: {err.reason}",
+            fix="set tokenizer.eos_token to the token that ends a document",
+        ) from None
+
+
 def _eos_in_config(tokenizer_config: bytes | None) -> str | None:
     """`eos_token` of a tokenizer_config.json: a string, or an object with `content`."""
     if tokenizer_config is None:
         return None
     try:
         token = json.loads(tokenizer_config).get("eos_token")
-    except (ValueError, AttributeError) as err:
+    except (ValueError, AttributeError, RecursionError) as err:
         raise DataError(f"{TOKENIZER_CONFIG} is not a JSON object: {err}") from None
     if isinstance(token, dict):
         token = token.get("content")
@@ -244,6 +280,8 @@ def _train(config: Config) -> _Material:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     settings = config.tokenizer
+    if settings.eos_token:
+        _require_utf8(settings.eos_token, "tokenizer.eos_token")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
