@@ -35,9 +35,23 @@ def main() -> int:
     worst = 0
     for name in options.names or PARTS:
         print(f"\n== {name}: {PARTS[name]}", flush=True)
-        command = [sys.executable, "-m", f"bench.{name}", *["--quick"] * options.quick]
-        worst = max(worst, abs(subprocess.run(command, check=False).returncode))
+        worst = max(worst, run([f"bench.{name}", *["--quick"] * options.quick]))
     return worst
+
+
+def run(arguments: list[str]) -> int:
+    """Exit status of `python -m` with these arguments; 1 where it prints nothing."""
+    command = [sys.executable, "-m", *arguments]
+    num_lines = 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            num_lines += 1
+    if not process.returncode and not num_lines:
+        print(f"{arguments[0]} has measured nothing")
+        return 1
+    return abs(process.returncode)
 
 
 if __name__ == "__main__":

@@ -96,3 +96,7 @@ def job_times(cluster: Any, job: str) -> tuple[float, float]:
         datetime.fromisoformat(facts[key]).timestamp() for key in ("StartTime", "EndTime")
     )
     return start, end
+
+
+if __name__ == "__main__":
+    main()
