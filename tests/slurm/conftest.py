@@ -118,7 +118,7 @@ def science(cluster_of_this_run: Cluster) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(science: Path) -> Undisturbed:
-    """The tiny training on two ranks without any trouble."""
+    """The tiny training without any trouble."""
     return Undisturbed.run(science, science.parent / "results")
 
 
@@ -130,12 +130,15 @@ def new_run(
     undisturbed: Undisturbed,
     shared_folder: Path,
 ) -> Callable[..., JobRun]:
-    """new_run("srun"): the tiny training as a job on two nodes of its own, to be submitted."""
+    """new_run("srun"): the tiny training as a job on two nodes of its own, two ranks on each, to be
+    submitted."""
     del undisturbed  # computed before the case begins, not while its clock runs
 
-    def make(launcher: str = "srun", *, on: int = 2, **keys: object) -> JobRun:
+    def make(
+        launcher: str = "srun", *, on: int = 2, ranks_per_node: int = 2, **keys: object
+    ) -> JobRun:
         folder = shared_folder / "results" / "base"
-        return JobRun(folder, cluster, nodes(on), science, launcher, dict(keys))
+        return JobRun(folder, cluster, nodes(on), science, launcher, ranks_per_node, dict(keys))
 
     return make
 

@@ -46,7 +46,8 @@ def test_time_limit_is_met_with_a_checkpoint_and_the_job_goes_on(
 def test_time_limit_that_nothing_announces_is_asked_of_slurm(
     new_run: NewRun, undisturbed: Undisturbed, cluster: Cluster
 ) -> None:
-    run = new_run(fabric=PATIENT)
+    # One rank on each node: fifty steps of four may take a busy machine more than the minute.
+    run = new_run(ranks_per_node=1, fabric=PATIENT)
     job = run.submit("--time=1")
     run.wait_for_step(50)
     # Held until what a stop may need does not fit any more; then they stop, and nobody signals them.
