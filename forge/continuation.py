@@ -118,7 +118,7 @@ def recorded_losses(paths: RunPaths, checkpoint: store.Checkpoint) -> Recorded |
     world_size = checkpoint.manifest["world_size"]
     launches = {
         event["launch"]
-        for event in ledger.read_lines(paths.events)
+        for event in ledger.read_events(paths.events)
         if event["event"] == "init" and event["world_size"] == world_size
     }
     # Steps that were done again come again; what came before the last line up to here is older

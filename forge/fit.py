@@ -98,7 +98,7 @@ def refuse_known_failure(config: Config, paths: RunPaths) -> None:
     """
     failures = [
         event
-        for event in ledger.read_lines(paths.events)
+        for event in ledger.read_events(paths.events)
         if event["event"] in ("failed", "stop", "completed")
     ]
     last = failures[-1] if failures else {}
@@ -270,7 +270,7 @@ def _committed_step(paths: RunPaths, first_step: int) -> int:
 
 def _recorded_digest(paths: RunPaths, step: int) -> str | None:
     """The weights digest that the ledger has for a completed run at this step."""
-    for event in reversed(ledger.read_lines(paths.events)):
+    for event in reversed(ledger.read_events(paths.events)):
         if event["event"] == "completed" and event.get("step") == step:
             return str(event["weights_digest"])
     return None

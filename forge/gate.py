@@ -21,7 +21,7 @@ def refuse_if_stuck(events: Path, step: int, limit: int) -> None:
     Starts that a person ended (Ctrl-C, STOP file) or that were preempted do not count, and nothing
     that lies before an end that a person has seen.
     """
-    starts = fruitless_starts(ledger.read_lines(events), step)
+    starts = fruitless_starts(ledger.read_events(events), step)
     if len(starts) < limit:
         return
     reasons = "\n".join(f"    {number}. {reason}" for number, reason in enumerate(starts, 1))

@@ -32,6 +32,11 @@ def record(events: Path, event: str, /, **facts: Any) -> None:
     append_line(events, {"time": round(time.time(), 3), "event": event, **facts})
 
 
+def read_events(events: Path) -> list[dict[str, Any]]:
+    """What `record` has written, oldest first; other lines are passed over."""
+    return [line for line in read_lines(events) if isinstance(line.get("event"), str)]
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Every whole JSON line of a file, oldest first; [] where there is no file."""
     lines: list[dict[str, Any]] = []

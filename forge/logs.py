@@ -239,7 +239,7 @@ def _last_word(log: Log) -> list[Found]:
 def _events(paths: RunPaths, start: Start) -> list[dict[str, Any]]:
     """The ledger's events from this start's first launch to the next start's."""
     mine, inside = [], False
-    for event in ledger.read_lines(paths.events):
+    for event in ledger.read_events(paths.events):
         if event.get("event") == "launch":
             job = f"{event.get('job')}.{event.get('restart')}"
             inside = start.name in (job, f"local.{event.get('launch')}")

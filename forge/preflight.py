@@ -247,7 +247,7 @@ def _reason_to_skip(found: Findings, paths: RunPaths) -> str:
     same = earlier.get("identity") == found.identity and restart < job.restarts
     if not same or earlier["status"] != "ok" or found.left_out or earlier["left_out"]:
         return ""
-    events = [event["event"] for event in ledger.read_lines(paths.events)]
+    events = [event["event"] for event in ledger.read_events(paths.events)]
     since = events[len(events) - events[::-1].index("preflight") :] if "preflight" in events else []
     if {"lost", "failed"} & set(since):
         return ""

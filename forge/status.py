@@ -114,7 +114,7 @@ class _Files:
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
-        lines = ledger.read_lines(self.paths.events)
+        lines = ledger.read_events(self.paths.events)
         return [e for e in lines if "event" in e and isinstance(e.get("time"), int | float)]
 
     @cached_property

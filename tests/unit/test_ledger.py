@@ -25,14 +25,14 @@ def test_no_file_has_no_events(tmp_path):
     assert ledger.read_lines(tmp_path / "events.jsonl") == []
 
 
-@pytest.mark.parametrize("line", ["9" * 5000, "[" * 9999, "7", "[]"])
+@pytest.mark.parametrize("line", ["9" * 5000, "[" * 9999, "7", "[]", "{}", '{"event": 1}'])
 def test_line_that_is_no_event_is_passed_over(tmp_path, line):
     events = tmp_path / "events.jsonl"
     ledger.record(events, "launch")
     with open(events, "a") as file:
         file.write(f"{line}\n")
     ledger.record(events, "stop")
-    assert [event["event"] for event in ledger.read_lines(events)] == ["launch", "stop"]
+    assert [event["event"] for event in ledger.read_events(events)] == ["launch", "stop"]
 
 
 @pytest.mark.parametrize("kept", [1, 20, -1])
