@@ -47,9 +47,11 @@ def test_touched_set_is_read_again(shards, verified):
 def test_set_is_read_again_after_a_boot(shards, verified, monkeypatch):
     assert node_staging.is_whole(shards.folder, shards.digest)
     real = Path.read_text
-    monkeypatch.setattr(
-        Path, "read_text", lambda p, **k: "other" if p.name == "boot_id" else real(p, **k)
-    )
+
+    def read_text(path, *args, **options):
+        return "other" if path.name == "boot_id" else real(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
     assert node_staging.is_whole(shards.folder, shards.digest)
     assert len(verified) == 2
 
