@@ -24,6 +24,8 @@ from forge.pending import lasting_advice
 PLUGIN = "2.8.0"  # the version of the executor plugin that this was written for and tested with
 POLL_SEC = 5.0  # an end is told within 10 s: this pause, squeue, and asking who cancelled
 TELL_AGAIN_SEC = 600.0
+# Longer than a night or a day of maintenance; a command waits for nothing for ever.
+SILENCE_SEC = 48 * 3600.0
 SQUEUE_SEC = 10.0
 SACCT_SEC = 5.0
 # Accounting learns of a cancellation a moment after squeue does.
@@ -72,13 +74,16 @@ class JobWatch:
         self._told: dict[str, tuple[str, float]] = {}  # about what -> its state, when
         self._unlisted: dict[str, float] = {}  # job id -> since when Slurm does not list it
         self._passing: set[str] = set()
+        self._silent_since: float | None = None  # on the monotonic clock
 
     def submit(self, job: Any) -> None:
-        """Submit a job, again and again while Slurm is away."""
+        """Submit a job, again and again while Slurm is away, for SILENCE_SEC at most."""
         # What an earlier job left is no success of this one.
         self._before[id(job)] = _stamps(job)
+        end = time.monotonic() + SILENCE_SEC
         while trouble := self._try_to_submit(job):
-            if self._cancelled or not any(sign in trouble for sign in AWAY):
+            is_away = any(sign in trouble for sign in AWAY) and time.monotonic() < end
+            if self._cancelled or not is_away:
                 self._refuse(job, trouble)
                 return
             self._tell("sbatch", "away", f"{_name(job)} waits until Slurm takes new jobs")
@@ -117,11 +122,15 @@ class JobWatch:
 
     async def check(self, active: Sequence[Any]) -> AsyncIterator[Any]:
         """Report the jobs that have ended, yield those that have not. Jobs are kept while Slurm does
-        not answer."""
+        not answer, for SILENCE_SEC at most."""
         self._asked = list(active)
         queue = self._queue() if active else {}
         for info in active:
-            if queue is None or self._lives(info, queue.get(str(info.external_jobid))):
+            if queue is None:
+                lives = self._lives_unheard(info)
+            else:
+                lives = self._lives(info, queue.get(str(info.external_jobid)))
+            if lives:
                 yield info
             else:
                 self._asked = self._asked_without([info])
@@ -143,10 +152,24 @@ class JobWatch:
             first = err.what.splitlines()[0]
             words = f"{first}. Jobs go on without it; this command asks again every {POLL_SEC:g} s."
             self._tell("slurm", "silent", words)
+            self._silent_since = self._silent_since or time.monotonic()
             return None
+        self._silent_since = None
         if self._told.pop("slurm", None):
             self._executor.logger.info("Slurm answers again")
         return {job.id: job for job in found}
+
+    def _lives_unheard(self, info: Any) -> bool:
+        """Whether to ask for this job again after Slurm did not answer. Reports it otherwise."""
+        if time.monotonic() - (self._silent_since or time.monotonic()) < SILENCE_SEC:
+            return True
+        self._fail(
+            info.job,
+            f"{_name(info.job, info.external_jobid)}: Slurm has not answered for"
+            f" {SILENCE_SEC / 3600:g} hours. The job may still run. Rerun the same command when"
+            " `squeue` answers: it finds the job, or what the job left.",
+        )
+        return False
 
     def _lives(self, info: Any, job: QueuedJob | None) -> bool:
         """Whether to ask for this job again. Reports it otherwise. job: None if it is not listed."""

@@ -140,6 +140,22 @@ def test_jobs_are_kept_while_slurm_does_not_answer_and_it_is_said_once(command, 
     assert watch._executor.said[-1] == "Slurm answers again"
 
 
+def test_silence_of_two_days_ends_the_wait_and_says_that_the_job_may_still_run(
+    command, watch, info, monkeypatch
+):
+    command("squeue", SILENT)
+    assert check(watch, info) == [info]
+    lists(command, "RUNNING")
+    assert check(watch, info) == [info], "an answer begins the time anew"
+    command("squeue", SILENT)
+    assert check(watch, info) == [info]
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + job_watch.SILENCE_SEC)
+    assert check(watch, info) == []
+    assert watch._executor.failure == [info.job]
+    assert "has not answered for 48 hours. The job may still run" in watch._executor.said[-1]
+
+
 def test_all_jobs_are_asked_for_by_one_squeue_and_sacct_by_none(command, watch, info, tmp_path):
     line = LINE.format(id=17, state="RUNNING", reason="None")
     command(
