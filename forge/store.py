@@ -94,7 +94,7 @@ class Checkpoint:
             raise DataError(
                 f"{folder} is named for step {named}, its manifest is of step {found.step}",
                 cause="the folder was renamed, or another checkpoint was copied into it",
-                fix=f"rename it: mv {folder} {folder.with_name(checkpoint_name(found.step))}",
+                fix=f"remove it, or rename it to {checkpoint_name(found.step)} if there is none",
             )
         return found
 
