@@ -135,15 +135,16 @@ class Cluster(BreakableMachines):
     def wait_until_idle(self, nodes: Iterable[str] = (), timeout: float = 60) -> None:
         """Wait until the nodes (none named: all) answer and have no job."""
         wanted = ",".join(nodes) or ",".join(self.nodes)
-        seen = ""
+        states: dict[str, str] = {}
 
         def idle() -> bool:
-            nonlocal seen
-            # `idle*` is a node that does not answer.
-            seen = self.run("sinfo", "-hN", "-p", "main", "-n", wanted, "-o", "%N %T").stdout
-            return bool(seen) and all(line.endswith(" idle") for line in seen.splitlines())
+            # Not sinfo: it may call a node mixed for minutes whose last job ended seconds before the
+            # node was set down (22.05). A node that does not answer is IDLE+NOT_RESPONDING.
+            said = self.run("scontrol", "show", "node", "--oneliner", wanted).stdout
+            states.update(re.findall(r"NodeName=(\S+) .*? State=(\S+)", said))
+            return bool(states) and set(states.values()) == {"IDLE"}
 
-        wait_until(idle, timeout, f"idle: {wanted}", lambda: seen, every=0.1)
+        wait_until(idle, timeout, f"idle: {wanted}", lambda: str(states), every=0.1)
 
     # ------------------------------------------------------------------ the controller
 
