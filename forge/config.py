@@ -257,7 +257,7 @@ class Report(Section):
     )
     """The model continues each of these; the samples are in report and `forge show`."""
     sample_tokens: int = Field(40, ge=1, le=1024)
-    """Tokens per sample. Beyond train.seq_len the model goes on from the last seq_len tokens only."""
+    """Tokens per sample. Beyond train.seq_len the model sees the last seq_len tokens only."""
 
 
 class Ids(Section):
