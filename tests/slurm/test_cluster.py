@@ -21,7 +21,17 @@ Nodes = Callable[[int], list[str]]
 MARK = "FORGE_TESTS"  # of tests/distributed/live_run.py
 
 SLEEPER = """#!/bin/bash
-srun --kill-on-bad-exit=1 sleep 600
+srun --kill-on-bad-exit=1 bash -c 'touch "$0/$SLURMD_NODENAME"; exec sleep 600' "$1"
+"""
+
+# The handler is there before the word: a signal that comes right after it is caught.
+INTERRUPTED = """
+import time
+try:
+    print("up", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    raise SystemExit(7)
 """
 
 
@@ -95,8 +105,9 @@ def test_job_of_a_node_without_power_starts_again(
     script = shared_folder / "job.sh"
     script.write_text(SLEEPER)
     where = ("-N2", "-w", ",".join(names), f"--output={shared_folder}/%j.log")
-    job = cluster.submit("--requeue", *where, script)
-    cluster.wait_for_state(job, "RUNNING")
+    job = cluster.submit("--requeue", *where, script, shared_folder)
+    # Without its step, which srun starts after the job runs, the job fails instead: srun cannot begin.
+    wait_until(lambda: all((shared_folder / n).exists() for n in names), 60, f"on {names}: a step")
     cluster.power_cut(names[1])
     cluster.wait_for_state(job, "PENDING", timeout=90)
     cluster.boot(names[1])
@@ -167,9 +178,7 @@ def test_interface_can_have_another_name(cluster: Cluster, nodes: Nodes) -> None
 
 
 def test_command_in_a_machine_gets_signals_and_is_killed_when_late(cluster: Cluster) -> None:
-    waits = "import time\nprint('up', flush=True)\ntry: time.sleep(60)\n"
-    waits += "except KeyboardInterrupt: raise SystemExit(7)"
-    process = cluster.popen("python", "-c", waits)
+    process = cluster.popen("python", "-c", INTERRUPTED)
     assert process.stdout and process.stdout.readline() == "up\n"
     process.press_ctrl_c()
     assert process.wait(10) == 7

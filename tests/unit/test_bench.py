@@ -9,6 +9,8 @@ import pytest
 import bench
 from bench.__main__ import PARTS, run
 
+REPOSITORY = Path(__file__).parents[2]
+
 
 @pytest.mark.parametrize("part", PARTS)
 def test_every_part_runs_when_it_is_started(part: str) -> None:
@@ -19,7 +21,7 @@ def test_every_part_runs_when_it_is_started(part: str) -> None:
 
 def test_pipeline_measures_when_it_is_started() -> None:
     command = [sys.executable, "-m", "bench.pipeline", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
     assert "--quick" in done.stdout
 
 

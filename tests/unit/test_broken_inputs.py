@@ -1,5 +1,6 @@
 """Broken files, names and numbers end `forge tokenizer` and `forge tokenize` without a traceback."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -47,11 +48,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tokenize": {"inputs": ["texts"], "val_fraction": 0.4},
     }
     (root / "config.yaml").write_text(json.dumps(values))
-    before = Path.cwd()
-    os.chdir(root)
-    assert cli.main(["tokenizer", "config.yaml"]) == Exit.DONE
-    assert cli.main(["tokenize", "config.yaml"]) == Exit.DONE
-    os.chdir(before)
+    with contextlib.chdir(root):
+        assert cli.main(["tokenizer", "config.yaml"]) == Exit.DONE
+        assert cli.main(["tokenize", "config.yaml"]) == Exit.DONE
     return root
 
 

@@ -1,5 +1,6 @@
 """Shards must not depend on the number of workers, nor on how often the work was killed."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -7,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,29 +47,22 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 f"document {number}.{line}: naïve words {line * 7919}" for line in range(99)
             )
         )
-    build_tokenizer(configure(root))
+    with contextlib.chdir(root):
+        build_tokenizer(configure())
     return root
 
 
 @pytest.fixture
-def place(base: Path, tmp_path: Path) -> Path:
-    """A copy of `base` that a test may change."""
+def place(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of `base` that a test may change, and works in."""
     shutil.copytree(base, tmp_path, dirs_exist_ok=True)
-    os.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    artefacts._cached_listing_digest.cache_clear()
     return tmp_path
 
 
-@pytest.fixture(autouse=True)
-def same_folder_afterwards() -> Iterator[None]:
-    before = Path.cwd()
-    artefacts._cached_listing_digest.cache_clear()
-    yield
-    os.chdir(before)
-
-
-def configure(root: Path, vocab_size: int = 300, **settings: Any) -> Config:
-    """Inputs are named relative to `root`, so that copies of it have equal ids."""
-    os.chdir(root)
+def configure(vocab_size: int = 300, **settings: Any) -> Config:
+    """Inputs are named relative to the current folder, so that copies of it have equal ids."""
     values = {"inputs": ["texts"], "document_separator": "\n%%\n", "part_mib": 0.005}
     return Config(data="data", tokenizer={"vocab_size": vocab_size}, tokenize=values | settings)
 
@@ -91,7 +84,7 @@ def tokenizer_of(config: Config) -> LoadedTokenizer:
 
 
 def test_every_document_is_there_once_and_ends_with_eos(place: Path) -> None:
-    config = configure(place)
+    config = configure()
     shards = ShardSet.open(tokenize(config, workers=2))
     tokenizer = tokenizer_of(config)
     for split in ("train", "val"):
@@ -112,7 +105,7 @@ def test_every_document_is_there_once_and_ends_with_eos(place: Path) -> None:
 
 
 def test_the_number_of_workers_does_not_change_a_byte(place: Path) -> None:
-    config = configure(place)
+    config = configure()
     one = files_of(tokenize(config, workers=1))
     shutil.rmtree(place / "data" / "tokens")
     assert files_of(tokenize(config, workers=3)) == one
@@ -120,7 +113,7 @@ def test_the_number_of_workers_does_not_change_a_byte(place: Path) -> None:
 
 
 def test_shards_are_cut_at_document_ends(place: Path) -> None:
-    config = configure(place, shard_tokens=1024, part_mib=1)
+    config = configure(shard_tokens=1024, part_mib=1)
     shards = ShardSet.open(tokenize(config, workers=1))
     eos_id = shards.manifest.eos_id
     assert len(shards.train) > 5
@@ -132,7 +125,7 @@ def test_shards_are_cut_at_document_ends(place: Path) -> None:
 
 def test_documents_may_spell_the_end_of_text_token(place: Path) -> None:
     (place / "texts" / "00.txt").write_text("about <|endoftext|> tokens")
-    config = configure(place)
+    config = configure()
     build_tokenizer(config)
     shards = ShardSet.open(tokenize(config, workers=1))
     num_ends = sum(
@@ -153,9 +146,10 @@ def test_long_documents_encode_in_pieces_to_the_same_ids(
     random = np.random.default_rng(0)
     atoms = ["a", "naïve", " ", "\n", "\n", "\r\n", "\t", "\x1c", "\u2028", "'s", "7", "世", "."]
     texts = ["".join(random.choice(atoms, 400)) for _ in range(200)]
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").write_text("".join(texts))  # so that runs of white space become tokens
-    build_tokenizer(configure(tmp_path, vocab_size=600))
-    tokenizer = tokenizer_of(configure(tmp_path, vocab_size=600))
+    build_tokenizer(configure(vocab_size=600))
+    tokenizer = tokenizer_of(configure(vocab_size=600))
     whole = encoding.reference_encoder(tokenizer)(texts)
     monkeypatch.setattr(encoding, "BATCH_BYTES", 5)
     num_pieces = sum(len(list(encoding._pieces(text))) for text in texts)
@@ -171,26 +165,26 @@ def test_long_documents_encode_in_pieces_to_the_same_ids(
 def test_ids_follow_what_decides_the_artefact_and_nothing_else(place: Path) -> None:
     (place / "more").mkdir()
     (place / "more" / "x.txt").write_text("more")
-    base = artefacts.resolve_ids(configure(place, inputs=["texts", "more"]))
-    turned = artefacts.resolve_ids(configure(place, inputs=["more/*.txt", "texts"]))
+    base = artefacts.resolve_ids(configure(inputs=["texts", "more"]))
+    turned = artefacts.resolve_ids(configure(inputs=["more/*.txt", "texts"]))
     assert turned == base
-    trained_otherwise = configure(place, inputs=["texts", "more"]).model_copy(
+    trained_otherwise = configure(inputs=["texts", "more"]).model_copy(
         update={"run": "other", "train": Train(lr=1.0)}
     )
     assert artefacts.resolve_ids(trained_otherwise) == base
-    split = artefacts.resolve_ids(configure(place, inputs=["texts", "more"], val_fraction=0.1))
+    split = artefacts.resolve_ids(configure(inputs=["texts", "more"], val_fraction=0.1))
     assert (split.tokenizer, split.tokens != base.tokens) == (base.tokenizer, True)
-    fewer = artefacts.resolve_ids(configure(place))
+    fewer = artefacts.resolve_ids(configure())
     assert (fewer.tokenizer != base.tokenizer, fewer.tokens != base.tokens) == (True, True)
 
 
 def test_freezing_keeps_ids_that_are_there(place: Path) -> None:
-    frozen = artefacts.freeze(configure(place))
+    frozen = artefacts.freeze(configure())
     assert frozen.ids is not None
     (place / "texts" / "more.txt").write_text("more")
     artefacts._cached_listing_digest.cache_clear()
     assert artefacts.freeze(frozen) is frozen
-    assert artefacts.freeze(configure(place)).ids != frozen.ids
+    assert artefacts.freeze(configure()).ids != frozen.ids
 
 
 # --- what is refused ----------------------------------------------------------------------------
@@ -199,19 +193,19 @@ def test_freezing_keeps_ids_that_are_there(place: Path) -> None:
 def test_without_a_tokenizer_it_says_what_to_run(place: Path) -> None:
     shutil.rmtree(place / "data" / "tokenizers")
     with pytest.raises(DataError, match="there is no tokenizer") as caught:
-        tokenize(configure(place), workers=1)
+        tokenize(configure(), workers=1)
     assert "forge tokenizer" in caught.value.fix
 
 
 def test_an_empty_split_is_refused_with_counts(place: Path) -> None:
     with pytest.raises(DataError, match="the val split is empty: 1188 documents to train on, 0"):
-        tokenize(configure(place, val_fraction=1e-9), workers=1)
+        tokenize(configure(val_fraction=1e-9), workers=1)
     with pytest.raises(DataError, match=r"the train split is empty: 0 documents .* 1188 held out"):
-        tokenize(configure(place, val_fraction=1 - 1e-9), workers=1)
+        tokenize(configure(val_fraction=1 - 1e-9), workers=1)
 
 
 def test_an_empty_corpus_is_refused(place: Path) -> None:
-    config = configure(place)
+    config = configure()
     build_tokenizer(config)
     frozen = artefacts.freeze(config)
     for path in (place / "texts").iterdir():
@@ -221,7 +215,7 @@ def test_an_empty_corpus_is_refused(place: Path) -> None:
 
 
 def test_bad_bytes_are_named_from_a_worker_and_no_manifest_is_left(place: Path) -> None:
-    config = configure(place)
+    config = configure()
     path = place / "texts" / "05.txt"
     path.write_bytes(b"\xff" + path.read_bytes()[1:])
     with pytest.raises(DataError, match=r"05\.txt is not UTF-8 at byte offset 0") as caught:
@@ -234,7 +228,7 @@ def test_bad_bytes_are_named_from_a_worker_and_no_manifest_is_left(place: Path) 
 
 def test_replaced_bytes_are_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "texts" / "05.txt").write_bytes(b"one \xff two \xff")
-    config = configure(place, invalid_utf8="replace")
+    config = configure(invalid_utf8="replace")
     build_tokenizer(config)
     capsys.readouterr()
     tokenize(config, workers=2)
@@ -242,7 +236,7 @@ def test_replaced_bytes_are_told(place: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_inputs_that_changed_since_the_config_was_frozen_are_refused(place: Path) -> None:
-    config = artefacts.freeze(configure(place))
+    config = artefacts.freeze(configure())
     (place / "texts" / "more.txt").write_text("more")
     artefacts._cached_listing_digest.cache_clear()
     with pytest.raises(DataError, match="was frozen for tokens"):
@@ -255,27 +249,27 @@ def test_inputs_that_changed_since_the_config_was_frozen_are_refused(place: Path
 def test_a_second_time_there_is_nothing_to_do(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tokenize(configure(place), workers=1)
+    folder = tokenize(configure(), workers=1)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     capsys.readouterr()
-    tokenize(configure(place), workers=1)
+    tokenize(configure(), workers=1)
     assert "nothing to do" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
 def test_only_the_part_of_a_changed_input_is_made_again(place: Path) -> None:
-    folder = tokenize(configure(place), workers=1)
+    folder = tokenize(configure(), workers=1)
     before = {path.name: path.stat().st_mtime_ns for path in (folder / "parts").iterdir()}
     path = place / "texts" / "11.txt"
     path.write_text(path.read_text().replace("words", "WORDS"))
-    tokenize(configure(place), workers=1)
+    tokenize(configure(), workers=1)
     after = {path.name: path.stat().st_mtime_ns for path in (folder / "parts").iterdir()}
     assert [name for name in sorted(after) if after[name] != before[name]] == [max(after)]
     ShardSet.open(folder).verify()
 
 
 def test_another_tokenizer_makes_all_parts_again(place: Path) -> None:
-    config = artefacts.freeze(configure(place))
+    config = artefacts.freeze(configure())
     folder = tokenize(config, workers=1)
     for path in (place / "texts").iterdir():  # equal sizes, so equal ids
         path.write_text(path.read_text().replace("naïve words", "words naïve"))
@@ -289,12 +283,12 @@ def test_another_tokenizer_makes_all_parts_again(place: Path) -> None:
 
 
 def test_a_damaged_shard_is_made_again_when_the_work_goes_on(place: Path) -> None:
-    folder = tokenize(configure(place), workers=1)
+    folder = tokenize(configure(), workers=1)
     whole = files_of(folder)
     (folder / "manifest.json").unlink()
     (folder / "train-00003-000.bin").write_bytes(b"\1" * len(whole["train-00003-000.bin"]))
     (folder / "train-00004-000.bin").unlink()
-    tokenize(configure(place), workers=2)
+    tokenize(configure(), workers=2)
     assert files_of(folder) == whole
 
 
@@ -308,7 +302,7 @@ def start_long_work(place: Path, long_part: bool = False) -> tuple[subprocess.Po
         (place / "texts" / f"{number:02}.txt").write_text(f"{number} {text}\n%%\n" * 25)
     if long_part:
         (place / "texts" / "03.txt").write_text(text * 2500)
-    config = configure(place)
+    config = configure()
     build_tokenizer(config)
     folder = place / tokens_folder("data", artefacts.resolve_ids(config).tokens)
     process = subprocess.Popen(
@@ -338,11 +332,11 @@ def check_goes_on(place: Path, folder: Path) -> None:
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("parts/part-*.json")}
     assert kept
     assert not (folder / "manifest.json").exists()
-    tokenize(configure(place), workers=2)
+    tokenize(configure(), workers=2)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     disturbed = files_of(folder)
     shutil.rmtree(folder)
-    assert files_of(place / tokenize(configure(place), workers=2)) == disturbed
+    assert files_of(place / tokenize(configure(), workers=2)) == disturbed
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
