@@ -22,8 +22,8 @@ from typing import IO, Self, cast
 
 from forge import slurm
 from forge.crew import END_SEC, Trouble, named
-from forge.launch import stop_with_parent
 from forge.packs import PARALLEL_PARTS
+from forge.process import stop_with_parent
 
 FAN_OUT = 2
 BLOCK = "1m"

@@ -78,7 +78,7 @@ def _disk_trouble() -> AbstractContextManager[None]:
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    from forge.launch import in_workflow, stop_with_parent
+    from forge.process import in_workflow, stop_with_parent
 
     if in_workflow():
         stop_with_parent()

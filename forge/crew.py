@@ -17,7 +17,7 @@ from typing import IO, Any, Self, cast
 from forge import slurm
 from forge.errors import UnfitError
 from forge.geometry import Place
-from forge.launch import stop_with_parent
+from forge.process import stop_with_parent
 
 END_SEC = 5.0  # a node's process that has not ended by then after its input was closed is killed
 LAST_LINES = 3  # of what a process wrote before it ended

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 from forge.geometry import Geometry
-from forge.launch import hostname
 from forge.machine import Fabric, Machine
+from forge.process import hostname
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 from forge import slurm
 from forge.config import Config
 from forge.errors import ConfigError, UnfitError
-from forge.launch import hostname
 from forge.machine import Machine
+from forge.process import hostname
 
 
 @dataclass(frozen=True)

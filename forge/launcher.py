@@ -19,10 +19,10 @@ from forge import ledger, slurm
 from forge.console import Console
 from forge.errors import Exit, ForgeError, UnfitError
 from forge.geometry import Geometry, Place, launch_line
-from forge.launch import Process, free_port, hostname, stop_with_parent, user_threads
 from forge.machine import Machine
 from forge.manifest import disk_trouble, read_json, write_json
 from forge.paths import RunPaths
+from forge.process import Process, free_port, hostname, stop_with_parent, user_threads
 from forge.progress import say
 from forge.stopping import SIGNAL_CAUSES
 
@@ -205,7 +205,7 @@ def _meeting_point(place: Place, python: str) -> tuple[str, int]:
     if head == hostname():
         return head, free_port()
     assert place.job
-    probe = "from forge.launch import free_port; print(free_port())"
+    probe = "from forge.process import free_port; print(free_port())"
     return head, int(slurm.output_on(place.job.id, head, [python, "-c", probe]))
 
 

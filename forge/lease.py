@@ -13,8 +13,8 @@ from typing import Any
 
 from forge import slurm
 from forge.errors import UnfitError
-from forge.launch import Process, hostname
 from forge.manifest import atomic_open, disk_trouble, short_id
+from forge.process import Process, hostname
 from forge.progress import say
 
 LEASE = ".lease"

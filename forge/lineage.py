@@ -10,8 +10,8 @@ from typing import Any
 
 import forge
 from forge.config import FOLDERS, Config
-from forge.launch import hostname
 from forge.manifest import canonical, digest_bytes
+from forge.process import hostname
 
 PACKAGES = ("torch", "tokenizers", "numpy", "snakemake", "pydantic", "blake3")
 

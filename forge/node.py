@@ -18,7 +18,7 @@ from typing import Any
 
 from forge import node_checks, node_staging
 from forge.errors import ForgeError
-from forge.launch import hostname
+from forge.process import hostname
 
 Question = Callable[..., Any]
 

@@ -28,9 +28,9 @@ import psutil
 import forge
 from forge import fabric, slurm
 from forge.errors import DataError, UnfitError
-from forge.launch import hostname, node_local_folder
 from forge.machine import Machine
 from forge.manifest import atomic_open
+from forge.process import hostname, node_local_folder
 from forge.shards import MANIFEST, ShardSet
 
 Status = Literal["ok", "warn", "fail"]

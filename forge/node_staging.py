@@ -25,8 +25,8 @@ import psutil
 
 from forge.errors import DataError, UnfitError
 from forge.fabric import interface_towards
-from forge.launch import node_local_folder
 from forge.manifest import disk_trouble, read_json, write_json
+from forge.process import node_local_folder
 from forge.shards import MANIFEST, Shard, ShardSet
 
 SPARE_BYTES = 256 * 2**20  # left free for others on the node

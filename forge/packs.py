@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 
 from forge.errors import DataError
-from forge.launch import hostname
 from forge.manifest import disk_trouble, read_json, write_json
+from forge.process import hostname
 from forge.progress import progress
 
 # Sent side by side, parts use every link of the tree at once: half the time of one file (see bench).

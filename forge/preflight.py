@@ -16,13 +16,13 @@ from forge.bisection import Broken
 from forge.config import Config
 from forge.errors import UnfitError
 from forge.geometry import Geometry, Place, check_geometry, find_place
-from forge.launch import hostname
 from forge.lease import lease
 from forge.machine import Machine
 from forge.manifest import atomic_open, read_object, write_json
 from forge.node_checks import Check, Wanted
 from forge.paths import RunPaths, tokens_folder
 from forge.probing import Prober
+from forge.process import hostname
 from forge.progress import say
 from forge.staged import staged_folders, staged_python
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from forge.errors import Exit
 from forge.fabric import infiniband_interface
-from forge.launch import hostname
 from forge.launcher import Record, Spec
 from forge.lineage import versions
+from forge.process import hostname
 from forge.world import World
 
 LATENCY_ROUNDS = 20

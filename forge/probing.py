@@ -15,11 +15,11 @@ from pathlib import Path
 
 from forge.bisection import Broken, Group, NoTimeLeft, find_broken
 from forge.geometry import Geometry, Place
-from forge.launch import stop_with_parent
 from forge.launcher import run_ranks
 from forge.machine import Machine
 from forge.node_checks import Check
 from forge.paths import RunPaths
+from forge.process import stop_with_parent
 from forge.progress import say
 from forge.rank_checks import rank_checks
 

@@ -87,3 +87,16 @@ def _plain(label: str, total: float, unit: str) -> Progress:
             say(f"{label}: {done:.0f}/{total:.0f} {unit} {note}".rstrip())
 
     return update
+
+
+def duration(seconds: float) -> str:
+    """`4 min`, `2 h 10 min`, `3 d 4 h`: the two largest units, no false precision."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    minutes, hours = whole // 60, whole // 3600
+    if hours < 1:
+        return f"{minutes} min"
+    if hours < 24:
+        return f"{hours} h {minutes % 60} min"
+    return f"{hours // 24} d {hours % 24} h"

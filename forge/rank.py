@@ -11,19 +11,12 @@ from pathlib import Path
 from forge import console, fabric, progress
 from forge.config import load_config
 from forge.errors import Exit, ForgeError
-from forge.launch import (
-    Process,
-    Rank,
-    hostname,
-    meeting_point,
-    rank_for_record,
-    stop_with_parent,
-    this_rank,
-)
+from forge.launch import Rank, meeting_point, rank_for_record, this_rank
 from forge.launcher import Record, Spec, register
 from forge.machine import Machine
 from forge.manifest import disk_trouble
 from forge.paths import RunPaths
+from forge.process import Process, hostname, stop_with_parent
 from forge.stopping import StopFlag
 
 

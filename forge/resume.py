@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from forge import parent, store
 from forge.config import Config
 from forge.errors import DataError, UnfitError
-from forge.launch import hostname
 from forge.manifest import disk_trouble
 from forge.paths import RunPaths
+from forge.process import hostname
 
 if TYPE_CHECKING:
     from forge.world import World

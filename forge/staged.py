@@ -7,9 +7,9 @@ import sys
 from forge import node_staging, slurm
 from forge.crew import Crew, Trouble
 from forge.geometry import Place
-from forge.launch import hostname
 from forge.manifest import read_object
 from forge.paths import RunPaths
+from forge.process import hostname
 from forge.progress import say
 
 REMOVE_SEC = 60.0

@@ -16,10 +16,10 @@ from forge.artefacts import freeze
 from forge.config import Config
 from forge.errors import DataError
 from forge.geometry import Geometry, find_place
-from forge.launch import hostname, node_local_folder
 from forge.machine import Machine, Stage
 from forge.manifest import disk_trouble, write_json
 from forge.paths import RunPaths, tokens_folder
+from forge.process import hostname, node_local_folder
 from forge.progress import Progress, progress, say
 from forge.shards import ShardSet
 from forge.staging_nodes import stage_nodes

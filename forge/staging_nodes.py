@@ -15,10 +15,10 @@ from forge.config import Config
 from forge.crew import Answer, Crew, Trouble, named
 from forge.errors import UnfitError
 from forge.geometry import Place
-from forge.launch import hostname
 from forge.machine import Machine, Stage
 from forge.node_staging import PARTS, SPARE_BYTES
 from forge.packs import Member, Pack, make_pack
+from forge.process import hostname
 from forge.progress import progress, say
 from forge.project import stage_project
 from forge.shards import MANIFEST, ShardSet

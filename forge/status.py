@@ -17,11 +17,11 @@ from typing import Any
 from forge import jobs, ledger, slurm
 from forge.errors import ConfigError, DataError
 from forge.jobs import QueuedJob
-from forge.launch import Process
 from forge.manifest import read_json
 from forge.paths import RunPaths
 from forge.pending import lasting_advice
-from forge.progress import say
+from forge.process import Process
+from forge.progress import duration, say
 from forge.tail import last_lines
 
 ASK_SEC = 3.0  # how long squeue may take: a table a little later is better than a wrong one
@@ -429,19 +429,6 @@ def _watch(runs: Sequence[RunPaths]) -> None:
 
 def _on_terminal() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-
-
-def duration(seconds: float) -> str:
-    """`4 min`, `2 h 10 min`, `3 d 4 h`: the two largest units, no false precision."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    minutes, hours = whole // 60, whole // 3600
-    if hours < 1:
-        return f"{minutes} min"
-    if hours < 24:
-        return f"{hours} h {minutes % 60} min"
-    return f"{hours // 24} d {hours % 24} h"
 
 
 def _ago(seconds: float) -> str:

@@ -16,7 +16,6 @@ from forge.config import Config
 from forge.console import RankProgress
 from forge.errors import Exit, TrainingError, UnfitError
 from forge.grace import SLURM_LATE_SEC, Grace
-from forge.launch import hostname
 from forge.launcher import Record, Spec
 from forge.lease import check_held
 from forge.lineage import lineage, versions
@@ -27,6 +26,7 @@ from forge.nonfinite import Skipped, not_finite
 from forge.numerics import PROBE_SAMPLES, numerics, precision, prepare, probe_samples
 from forge.parallel import ParallelModel
 from forge.paths import RunPaths, tokenizer_folder
+from forge.process import hostname
 from forge.progress import Progress, say
 from forge.saver import Saver
 from forge.shards import MANIFEST, ShardSet

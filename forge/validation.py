@@ -24,8 +24,7 @@ from forge.lease import lease
 from forge.manifest import disk_trouble, read_object, write_json
 from forge.numerics import prepare
 from forge.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
-from forge.progress import progress, say
-from forge.status import duration
+from forge.progress import duration, progress, say
 
 _GOAL = ("step", "weights_digest", "checkpoint")  # what fit.json is asked for
 

@@ -145,8 +145,8 @@ class ForkedRanks:
     def __init__(
         self, plan: Plan, count: _Count, command: list[str], log: Path, _environment: object
     ) -> None:
-        from forge.launch import free_port
         from forge.launcher import Spec
+        from forge.process import free_port
 
         spec_path = Path(command[-1])
         world_size = Spec.read(spec_path).geometry.world_size

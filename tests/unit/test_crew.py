@@ -17,7 +17,7 @@ from forge import crew, slurm
 from forge.crew import Crew, Trouble
 from forge.errors import UnfitError
 from forge.geometry import Place
-from forge.launch import hostname
+from forge.process import hostname
 
 NODE = [sys.executable, "-m", "forge.node"]
 FROZEN = ["sleep", "60"]

@@ -10,8 +10,8 @@ import pytest
 from forge import fabric
 from forge.fabric import Setting
 from forge.geometry import Geometry
-from forge.launch import hostname
 from forge.machine import load_machine
+from forge.process import hostname
 
 OFFLINE = [
     ("HF_HUB_OFFLINE", "1", "ranks never reach for the internet"),

@@ -11,8 +11,8 @@ from forge import geometry, slurm
 from forge.config import Config
 from forge.errors import ConfigError, UnfitError
 from forge.geometry import Geometry, Place, allocation_resources, sbatch_options
-from forge.launch import hostname
 from forge.machine import load_machine
+from forge.process import hostname
 
 SPEC = "results/base/.launch/20260101T000000-7/spec.json"
 ENTRY = ["-m", "forge.rank", SPEC]

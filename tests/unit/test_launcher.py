@@ -6,10 +6,10 @@ import pytest
 
 from forge import launcher
 from forge.errors import Exit, UnfitError
-from forge.launch import Process
 from forge.launcher import Record, Spec
 from forge.manifest import write_json
 from forge.paths import RunPaths
+from forge.process import Process
 
 DONE = Record("completed", step=100)
 STOPPED = Record("stopped", 0, Exit.STOPPED, step=40, cause="SIGTERM")

@@ -18,7 +18,7 @@ LAYERS = (
     # what people write
     "values",
     # config, small files, who am I
-    "config manifest launch console slurm",
+    "config manifest launch process console slurm",
     # names, machine, formats of files
     "paths machine ledger lease lineage runs corpus shards jobs bad_nodes nonfinite checkpoint_shape"
     " partitions job_requests",

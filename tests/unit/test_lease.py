@@ -19,9 +19,9 @@ import pytest
 import forge.lease
 from forge import slurm
 from forge.errors import Exit, UnfitError
-from forge.launch import Process, hostname
 from forge.lease import check_held, lease
 from forge.manifest import short_id
+from forge.process import Process, hostname
 
 FORK = multiprocessing.get_context("fork")
 

@@ -8,8 +8,8 @@ import tarfile
 import pytest
 
 from forge import node_staging, packs
-from forge.launch import hostname
 from forge.packs import Member, Pack, make_pack
+from forge.process import hostname
 
 
 @pytest.fixture

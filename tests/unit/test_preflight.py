@@ -11,12 +11,12 @@ from forge.bisection import Broken
 from forge.config import Ids, load_config
 from forge.errors import ConfigError, UnfitError
 from forge.geometry import Geometry, Place
-from forge.launch import hostname
 from forge.launcher import Record
 from forge.ledger import read_lines, record
 from forge.machine import load_machine
 from forge.node_checks import Check
 from forge.paths import RunPaths, tokens_folder
+from forge.process import hostname
 from forge.slurm import Job
 
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)

@@ -18,9 +18,9 @@ from test_shards import make
 
 from forge import fabric, node_checks
 from forge.errors import UnfitError
-from forge.launch import hostname
 from forge.machine import load_machine
 from forge.node_checks import Check, Wanted
+from forge.process import hostname
 from forge.shards import ShardSet
 
 MODEST = {"preflight.min_free_disk_gib": 0, "preflight.min_free_memory_gib": 0}

@@ -16,10 +16,10 @@ from forge import staging
 from forge.config import Ids, load_config
 from forge.errors import DataError, UnfitError
 from forge.geometry import Geometry, Place
-from forge.launch import hostname
 from forge.ledger import read_lines
 from forge.machine import load_machine
 from forge.paths import RunPaths, tokens_folder
+from forge.process import hostname
 from forge.staged import remove_staged
 
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)

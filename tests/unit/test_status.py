@@ -14,11 +14,12 @@ from recorded_run import RecordedRun
 
 from forge import jobs, slurm, status
 from forge.cli import main
-from forge.launch import Process, hostname
 from forge.ledger import append_line
 from forge.manifest import write_json
 from forge.paths import RunPaths
-from forge.status import duration, look, row
+from forge.process import Process, hostname
+from forge.progress import duration
+from forge.status import look, row
 
 GOAL = 100
 
