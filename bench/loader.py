@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from forge.loader import Loader, Windows
+from forge.data.loader import Loader, Windows
 
 NUM_TOKENS = 50_000_000
 

@@ -25,15 +25,16 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from forge import checkpoints, cpu
-from forge.config import Model, Train
-from forge.launch import Rank
-from forge.machine import Fabric
-from forge.model import Decoder
-from forge.optim import make_optimizer
-from forge.paths import RunPaths
-from forge.saver import Saver
-from forge.world import World, joined
+from forge.checkpoint import checkpoints
+from forge.checkpoint.saver import Saver
+from forge.core.config import Model, Train
+from forge.core.machine import Fabric
+from forge.core.paths import RunPaths
+from forge.launch.launch import Rank
+from forge.launch.world import World, joined
+from forge.trainer import cpu
+from forge.trainer.model import Decoder
+from forge.trainer.optim import make_optimizer
 
 MIB = 2**20
 Seconds = dict[str, list[float]]

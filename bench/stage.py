@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from forge import slurm
-from forge.broadcast import Broadcast
-from forge.config import Ids, load_config
-from forge.manifest import digest_file, write_json
-from forge.packs import Member, Pack, make_pack
-from forge.paths import RunPaths, tokens_folder
-from forge.shards import Manifest, ShardEntry, ShardSet, Total
+from forge.cluster import slurm
+from forge.core.config import Ids, load_config
+from forge.core.manifest import digest_file, write_json
+from forge.core.paths import RunPaths, tokens_folder
+from forge.data.shards import Manifest, ShardEntry, ShardSet, Total
+from forge.staging.broadcast import Broadcast
+from forge.staging.packs import Member, Pack, make_pack
 
 NODES = 4
 NUM_SHARDS = 16

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from forge import corpus
-from forge.config import Config, Tokenize
-from forge.encoding import NoFastEncoder, fast_encoder
-from forge.shards import ShardSet
-from forge.tokenization import tokenize
-from forge.tokenizer import LoadedTokenizer, build_tokenizer, load_tokenizer
+from forge.core.config import Config, Tokenize
+from forge.data import corpus
+from forge.data.encoding import NoFastEncoder, fast_encoder
+from forge.data.shards import ShardSet
+from forge.data.tokenization import tokenize
+from forge.data.tokenizer import LoadedTokenizer, build_tokenizer, load_tokenizer
 
 # OpenAI's spelling of GPT-2's pattern (tiktoken_ext/openai_public.py).
 GPT2_PATTERN = (

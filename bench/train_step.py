@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge.config import Model, Train
-from forge.cpu import keep_freed_memory, product_error, use_fast_fp32
-from forge.model import Decoder
-from forge.optim import make_optimizer
+from forge.core.config import Model, Train
+from forge.trainer.cpu import keep_freed_memory, product_error, use_fast_fp32
+from forge.trainer.model import Decoder
+from forge.trainer.optim import make_optimizer
 
 
 class GPTBlock(nn.Module):

@@ -18,8 +18,8 @@ from typing import Any
 
 import blake3
 
-from forge import store
-from forge.manifest import digest_file, write_json
+from forge.checkpoint import store
+from forge.core.manifest import digest_file, write_json
 
 NUM_FILES = 4  # as one rank writes them
 THREADS = 4  # of Checkpoint.bad_files

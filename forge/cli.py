@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import forge
-from forge.config import Config, is_boolean, load_config, parse_override
-from forge.errors import ConfigError, Exit, ForgeError
-from forge.progress import copy_to, say
+from forge.core.config import Config, is_boolean, load_config, parse_override
+from forge.core.errors import ConfigError, Exit, ForgeError
+from forge.core.progress import copy_to, say
 
 # Imports of the verbs stay inside their functions: `forge --help` answers without torch or pandas.
 
@@ -72,13 +72,13 @@ def _in_utf8() -> None:
 
 def _disk_trouble() -> AbstractContextManager[None]:
     """A last net: what a disk or a network file system does is no bug, wherever it strikes."""
-    from forge.manifest import disk_trouble
+    from forge.core.manifest import disk_trouble
 
     return disk_trouble(Path("a file"), "read or write")
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    from forge.process import in_workflow, stop_with_parent
+    from forge.core.process import in_workflow, stop_with_parent
 
     if in_workflow():
         stop_with_parent()
@@ -110,7 +110,7 @@ def _overrides(rest: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _with_value(argument: str) -> str:
     """`--train.compile` as `--train.compile=true`, where the key is one that is true or false."""
-    from forge.machine import Machine
+    from forge.core.machine import Machine
 
     key = argument.removeprefix("--")
     if "=" in argument or not argument.startswith("--"):
@@ -231,19 +231,19 @@ def _load(options: argparse.Namespace) -> Config:
 
 
 def _load_machine(options: argparse.Namespace) -> Any:
-    from forge.machine import load_machine
+    from forge.core.machine import load_machine
 
     return load_machine(options.machine, options.machine_overrides)
 
 
 def _geometry(options: argparse.Namespace) -> Any:
-    from forge.geometry import Geometry
+    from forge.cluster.geometry import Geometry
 
     return Geometry(options.nodes, options.ranks_per_node)
 
 
 def _cores(options: argparse.Namespace) -> int:
-    from forge.fabric import available_cores
+    from forge.cluster.fabric import available_cores
 
     cores = available_cores()
     if options.workers is not None and options.workers < 1:
@@ -255,10 +255,10 @@ def _cores(options: argparse.Namespace) -> int:
 
 
 def _tokenizer(options: argparse.Namespace) -> None:
-    from forge.artefacts import freeze
-    from forge.lease import lease
-    from forge.paths import tokenizer_folder
-    from forge.tokenizer import build_tokenizer
+    from forge.cluster.lease import lease
+    from forge.core.paths import tokenizer_folder
+    from forge.data.artefacts import freeze
+    from forge.data.tokenizer import build_tokenizer
 
     config = freeze(_load(options))
     assert config.ids
@@ -267,10 +267,10 @@ def _tokenizer(options: argparse.Namespace) -> None:
 
 
 def _tokenize(options: argparse.Namespace) -> None:
-    from forge.artefacts import freeze
-    from forge.lease import lease
-    from forge.paths import tokens_folder
-    from forge.tokenization import tokenize
+    from forge.cluster.lease import lease
+    from forge.core.paths import tokens_folder
+    from forge.data.artefacts import freeze
+    from forge.data.tokenization import tokenize
 
     config = freeze(_load(options))
     assert config.ids
@@ -279,8 +279,8 @@ def _tokenize(options: argparse.Namespace) -> None:
 
 
 def _stage(options: argparse.Namespace) -> None:
-    from forge.restarts import back_to_the_queue_if_preempted
-    from forge.staging import stage
+    from forge.run.restarts import back_to_the_queue_if_preempted
+    from forge.staging.staging import stage
 
     machine = _load_machine(options)
     with back_to_the_queue_if_preempted(machine):
@@ -288,8 +288,8 @@ def _stage(options: argparse.Namespace) -> None:
 
 
 def _preflight(options: argparse.Namespace) -> None:
-    from forge.preflight import preflight
-    from forge.restarts import back_to_the_queue_if_preempted
+    from forge.preflight.preflight import preflight
+    from forge.run.restarts import back_to_the_queue_if_preempted
 
     machine = _load_machine(options)
     with back_to_the_queue_if_preempted(machine):
@@ -297,14 +297,14 @@ def _preflight(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from forge.fit import train
+    from forge.run.fit import train
 
     config, machine, geometry = _load(options), _load_machine(options), _geometry(options)
     train(config, machine, geometry, require_checkpoint=options.require_checkpoint)
 
 
 def _validate(options: argparse.Namespace) -> None:
-    from forge.validation import validate, validate_all, validate_folder
+    from forge.validation.validation import validate, validate_all, validate_folder
 
     place = Path(options.config)
     if options.all or options.fix:
@@ -316,25 +316,25 @@ def _validate(options: argparse.Namespace) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    from forge.paths import RunPaths
-    from forge.report import write_report
+    from forge.core.paths import RunPaths
+    from forge.reporting.report import write_report
 
     path = write_report(RunPaths.of(_load(options)))
     say(f"report: {path}")
 
 
 def _config(options: argparse.Namespace) -> None:
-    from forge.artefacts import freeze
-    from forge.manifest import write_json
-    from forge.paths import RunPaths
+    from forge.core.manifest import write_json
+    from forge.core.paths import RunPaths
+    from forge.data.artefacts import freeze
 
     config = freeze(_load(options))
     write_json(RunPaths.of(config).config, config.to_json())
 
 
 def _show(options: argparse.Namespace) -> None:
-    from forge.paths import RunPaths
-    from forge.show import show
+    from forge.core.paths import RunPaths
+    from forge.reporting.show import show
 
     folders = options.runs or sorted(str(p.parent) for p in Path("results").glob("*/config.json"))
     for folder in folders:
@@ -346,7 +346,7 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _logs(options: argparse.Namespace) -> None:
-    from forge.logs import logs
+    from forge.reporting.logs import logs
 
     (run,) = _runs([options.run])
     logs(
@@ -359,13 +359,13 @@ def _logs(options: argparse.Namespace) -> None:
 
 
 def _status(options: argparse.Namespace) -> None:
-    from forge.status import status
+    from forge.reporting.status import status
 
     status(_runs(options.runs), watch=options.watch, as_json=options.json)
 
 
 def _export(options: argparse.Namespace) -> None:
-    from forge.export import export
+    from forge.trainer.export import export
 
     (run,) = _runs([options.run])
     export(run.root, options.to, options.dtype, options.overrides)
@@ -373,7 +373,7 @@ def _export(options: argparse.Namespace) -> None:
 
 def _runs(names: list[str]) -> list[Any]:
     """Folders of runs, each given by its path or by its name in results/; all where none is given."""
-    from forge.paths import RunPaths
+    from forge.core.paths import RunPaths
 
     there = sorted(path.parent for path in Path("results").glob("*/config.json"))
     runs = []

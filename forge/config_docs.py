@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from forge.config import FOLDERS, Config, Section, is_free
-from forge.errors import ConfigError
-from forge.machine import Machine
-from forge.manifest import atomic_open
+from forge.core.config import FOLDERS, Config, Section, is_free
+from forge.core.errors import ConfigError
+from forge.core.machine import Machine
+from forge.core.manifest import atomic_open
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = Path("workflow/schemas/config.schema.json")
@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     texts = generated(root)
     for path in drift:
         if check:
-            print(f"{path} has drifted from forge/config.py: run python -m forge.config_docs")
+            print(f"{path} has drifted from forge/core/config.py: run python -m forge.config_docs")
         else:
             with atomic_open(root / path, "w") as file:
                 file.write(texts[path])

@@ -1,7 +1,8 @@
 """The process on each node that answers questions: `python -m forge.node`, one JSON line for each.
 
 A question is `{"id": 3, "do": "hello", "with": {}}`, its answer `{"id": 3, "value": …}` or
-`{"id": 3, "error": …, "cause": …, "fix": …}`. `forge.crew` asks. No torch here: it must start at once.
+`{"id": 3, "error": …, "cause": …, "fix": …}`. `forge.cluster.crew` asks. No torch here: it must start
+at once.
 
 To add a question, write a function with keyword arguments that returns what JSON can hold, name it in
 the QUESTIONS of its module, and that module's table in QUESTIONS here.
@@ -16,9 +17,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from forge import node_checks, node_staging
-from forge.errors import ForgeError
-from forge.process import hostname
+from forge.core.errors import ForgeError
+from forge.core.process import hostname
+from forge.preflight import node_checks
+from forge.staging import node_staging
 
 Question = Callable[..., Any]
 

@@ -8,16 +8,18 @@ import sys
 import traceback
 from pathlib import Path
 
-from forge import console, fabric, progress
-from forge.config import load_config
-from forge.errors import Exit, ForgeError
-from forge.launch import Rank, meeting_point, rank_for_record, this_rank
-from forge.launcher import Record, Spec, register
-from forge.machine import Machine
-from forge.manifest import disk_trouble
-from forge.paths import RunPaths
-from forge.process import Process, hostname, stop_with_parent
-from forge.stopping import StopFlag
+from forge.cluster import fabric
+from forge.core import progress
+from forge.core.config import load_config
+from forge.core.errors import Exit, ForgeError
+from forge.core.machine import Machine
+from forge.core.manifest import disk_trouble
+from forge.core.paths import RunPaths
+from forge.core.process import Process, hostname, stop_with_parent
+from forge.launch import console
+from forge.launch.launch import Rank, meeting_point, rank_for_record, this_rank
+from forge.launch.launcher import Record, Spec, register
+from forge.launch.stopping import StopFlag
 
 
 def main(spec_path: str) -> int:
@@ -79,7 +81,7 @@ def _prepare(spec: Spec, rank: Rank) -> None:
 def _attempt(spec: Spec, paths: RunPaths, rank: Rank, stop: StopFlag) -> Record:
     """The task's record, also when it fails."""
     try:
-        from forge.world import is_peer_loss
+        from forge.launch.world import is_peer_loss
     except (ImportError, OSError) as err:  # OSError: a library that torch loads
         progress.say(traceback.format_exc())
         message = f"cannot import torch on {hostname()}: {err}"
@@ -110,21 +112,21 @@ def _failure(err: ForgeError, rank: int) -> Record:
 
 
 def _do(spec: Spec, paths: RunPaths, rank: Rank, stop: StopFlag) -> Record:
-    from forge.world import joined
+    from forge.launch.world import joined
 
     machine = Machine.model_validate(spec.machine)
     with joined(rank, machine.fabric) as world:
         if spec.task == "preflight":
-            from forge import preflight_rank
+            from forge.preflight import preflight_rank
 
             return preflight_rank.check(world, spec)
         config = load_config(paths.config)
         if spec.task == "reload":
-            from forge import reload
+            from forge.validation import reload
 
             options = spec.options
             return reload.check(world, config, Path(options["checkpoint"]), Path(options["shards"]))
-        from forge import trainer
+        from forge.trainer import trainer
 
         return trainer.train(config, paths, world, stop, spec)
 

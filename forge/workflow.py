@@ -12,24 +12,26 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from forge import bad_nodes, fit, jobs, parent, store, submission
-from forge.artefacts import freeze
-from forge.config import Config, checked, read_values
-from forge.errors import ConfigError, TrainingError, UnfitError
-from forge.geometry import (
+from forge.checkpoint import parent, store
+from forge.cluster import bad_nodes, jobs, submission
+from forge.cluster.geometry import (
     Geometry,
     allocation_resources,
     check_geometry,
     refuse_unknown,
     sbatch_options,
 )
-from forge.job_requests import requests_of
-from forge.lease import WORKFLOW_LEASE, lease
-from forge.machine import Machine, load_machine
-from forge.manifest import canonical, digest_bytes, read_json, write_json
-from forge.paths import RunPaths
-from forge.progress import say
-from forge.runs import resolve_runs, shared_folders
+from forge.cluster.job_requests import requests_of
+from forge.cluster.lease import WORKFLOW_LEASE, lease
+from forge.core.config import Config, checked, read_values
+from forge.core.errors import ConfigError, TrainingError, UnfitError
+from forge.core.machine import Machine, load_machine
+from forge.core.manifest import canonical, digest_bytes, read_json, write_json
+from forge.core.paths import RunPaths
+from forge.core.progress import say
+from forge.core.runs import resolve_runs, shared_folders
+from forge.data.artefacts import freeze
+from forge.run import fit
 
 CONFIG = "config/config.yaml"
 SHEET = "config/runs.tsv"

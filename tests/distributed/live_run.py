@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 
 from forge import cli
-from forge.ledger import read_lines
-from forge.manifest import read_json
-from forge.paths import RunPaths
+from forge.core.ledger import read_lines
+from forge.core.manifest import read_json
+from forge.core.paths import RunPaths
 
 # Every process of these tests carries it in its environment, however it was started.
 MARK, MARK_VALUE = "FORGE_TESTS", uuid.uuid4().hex

@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from live_run import forge
 
-from forge import checkpoints, store
-from forge.manifest import digest_file, read_json, write_json
+from forge.checkpoint import checkpoints, store
+from forge.core.manifest import digest_file, read_json, write_json
 
 
 def validate(run):

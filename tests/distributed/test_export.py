@@ -20,13 +20,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from forge import checkpoints, store
-from forge import export as verb
-from forge.config import Config
-from forge.manifest import digest_file, read_json, write_json
-from forge.model import Decoder
-from forge.paths import tokenizer_folder
-from forge.tokenizer import LoadedTokenizer, load_tokenizer
+from forge.checkpoint import checkpoints, store
+from forge.core.config import Config
+from forge.core.manifest import digest_file, read_json, write_json
+from forge.core.paths import tokenizer_folder
+from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
+from forge.trainer import export as verb
+from forge.trainer.model import Decoder
 
 # A rate that makes weights large within 12 steps, so that logits differ where anything does.
 GROUPED = ("--model.heads=4", "--model.kv_heads=2", "--train.lr=0.05", "--train.checkpoint_every=6")

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from live_run import GOAL, LONG, TWO_RANKS, Outcome, Started, kill_all, living, ranks, wait_until
 
-from forge import store
+from forge.checkpoint import store
 
 ENDLESS = ("--train.max_steps=1000000", "--train.decay_steps=1000000", "--train.log_every=1")
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 from live_run import GOAL, TWO_RANKS, forge, ranks, wait_until
 
-from forge import store
-from forge.manifest import read_json
-from forge.paths import checkpoint_step
+from forge.checkpoint import store
+from forge.core.manifest import read_json
+from forge.core.paths import checkpoint_step
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from live_run import TWO_RANKS
 
-from forge import checkpoints, store
-from forge.ledger import read_lines
+from forge.checkpoint import checkpoints, store
+from forge.core.ledger import read_lines
 
 SAME_LOSS = 1e-4
 

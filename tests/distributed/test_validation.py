@@ -19,9 +19,10 @@ import torch.distributed.checkpoint as dcp
 from live_run import GOAL, TWO_RANKS, forge
 from test_damaged_checkpoints import make_digests_right
 
-from forge import checkpoints, points, store
-from forge.lease import lease
-from forge.manifest import read_json, write_json
+from forge.checkpoint import checkpoints, store
+from forge.cluster.lease import lease
+from forge.core import points
+from forge.core.manifest import read_json, write_json
 
 LAST, BEFORE = f"step-{GOAL:08d}", "step-00000195"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from injection import Fault
 
-from forge.errors import Exit
-from forge.points import POINTS
+from forge.core.errors import Exit
+from forge.core.points import POINTS
 
 EVERYTHING = os.environ.get("FORGE_FAULTS") == "all"  # `make faults`
 KILLED = -9

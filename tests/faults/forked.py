@@ -36,7 +36,7 @@ AFTER_FAILURE_SEC = 1.0
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
     [
-        *("forge.trainer", "forge.fit", "forge.cli", "forge.rank", "forked"),
+        *("forge.trainer.trainer", "forge.run.fit", "forge.cli", "forge.rank", "forked"),
         # What a rank would import in its own time, seconds of it.
         *("torch._inductor", "numpy.random", "numpy.ma"),
     ]
@@ -125,7 +125,8 @@ def _command(arguments: list[str], output: Path, plan: Plan) -> None:
     with open(output, "a") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
-    from forge import cli, launcher
+    from forge import cli
+    from forge.launch import launcher
 
     launcher._start = partial(ForkedRanks, plan, _Count())  # type: ignore[assignment]
     launcher.AFTER_FAILURE_SEC = AFTER_FAILURE_SEC
@@ -145,8 +146,8 @@ class ForkedRanks:
     def __init__(
         self, plan: Plan, count: _Count, command: list[str], log: Path, _environment: object
     ) -> None:
-        from forge.launcher import Spec
-        from forge.process import free_port
+        from forge.core.process import free_port
+        from forge.launch.launcher import Spec
 
         spec_path = Path(command[-1])
         world_size = Spec.read(spec_path).geometry.world_size
@@ -209,7 +210,7 @@ def arm(plan: Plan, rank: int, run: Path, started: float) -> None:
 
     started: tells this start of ranks from earlier and later ones, the same on all of them.
     """
-    from forge import points
+    from forge.core import points
 
     injector = Injector(list(plan.faults), rank, run)
     points.hook = _noting(injector, run) if plan.points else injector
@@ -227,7 +228,7 @@ def _noting(hook: Callable[[str, Path | None], None], run: Path) -> Callable[...
 
 
 def _record_samples(rank: int, run: Path, started: float) -> None:
-    from forge.loader import Loader
+    from forge.data.loader import Loader
 
     batch = Loader.batch
 
@@ -255,8 +256,8 @@ def _nan_gradient(step: int) -> None:
     """One gradient is NaN after the backward pass of this step, whose loss is finite."""
     import torch
 
-    from forge.loader import Loader
-    from forge.model import Decoder
+    from forge.data.loader import Loader
+    from forge.trainer.model import Decoder
 
     batch, forward, steps = Loader.batch, Decoder.forward, [0]
     hooks: list[Any] = []
@@ -295,7 +296,7 @@ def _infinite_moment(step: int) -> None:
 
 def _slow_to_fail(_step: int) -> None:
     """This rank's save tells the others that it failed, and ends a while after theirs."""
-    from forge.world import World
+    from forge.launch.world import World
 
     together = World.together
 
@@ -312,15 +313,15 @@ def _slow_to_fail(_step: int) -> None:
 
 def _no_memory(_step: int) -> None:
     """This rank alone finds no room for a copy of the state."""
-    from forge import saver
+    from forge.checkpoint import saver
 
     saver.available_memory = lambda: 0
 
 
 def _old_view(_step: int) -> None:
     """This rank alone still sees the `latest` before the last one, as a network file system may."""
-    from forge import store
-    from forge.paths import RunPaths
+    from forge.checkpoint import store
+    from forge.core.paths import RunPaths
 
     def old(paths: RunPaths) -> store.Checkpoint:
         return store.Checkpoint.open(store.committed(paths.checkpoints)[-2])

@@ -14,8 +14,8 @@ from typing import Any
 
 from cases import CASES, FAULTS, KILLED, Case
 
-from forge.errors import Exit
-from forge.points import POINTS
+from forge.core.errors import Exit
+from forge.core.points import POINTS
 
 RESULTS = "FORGE_FAULTS_RESULTS"  # the file that takes the lines
 PAGE = Path(__file__).parents[2] / "docs/faults.md"

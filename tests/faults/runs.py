@@ -13,7 +13,7 @@ from forked import Ended, Plan
 from injection import STRIKES, Fault
 from live_run import Run
 
-from forge import store
+from forge.checkpoint import store
 
 GOAL, INTERVAL = 20, 4
 MACHINE = ("--machine.fabric.timeout_sec=20", "--machine.stop_grace_sec=20")

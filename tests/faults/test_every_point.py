@@ -16,7 +16,7 @@ from forked import Ended
 from outcomes import note
 from runs import GOAL, IMPATIENT, INTERVAL, FaultyRun
 
-from forge.errors import Exit
+from forge.core.errors import Exit
 
 
 @pytest.mark.parametrize("case", chosen(), ids=lambda case: case.name)

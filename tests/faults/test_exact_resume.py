@@ -15,9 +15,9 @@ import pytest
 from cases import EVERYTHING
 from runs import FaultyRun
 
-from forge import store
-from forge.errors import Exit
-from forge.fabric import available_cores
+from forge.checkpoint import store
+from forge.cluster.fabric import available_cores
+from forge.core.errors import Exit
 
 STEPS, MIDDLE = 8, 4
 SIZES = (

@@ -11,8 +11,8 @@ from forked import Plan
 from injection import Fault
 from runs import INTERVAL
 
-from forge import store
-from forge.errors import Exit
+from forge.checkpoint import store
+from forge.core.errors import Exit
 
 DISK_MIB = 16
 

@@ -8,7 +8,7 @@ from forked import AFTER_FAILURE_SEC
 from injection import Fault
 from runs import IMPATIENT, IMPATIENT_SEC
 
-from forge.errors import Exit
+from forge.core.errors import Exit
 
 # A start, the steps, the restart and the way to the goal, on a machine that does other things too.
 MARGIN_SEC = 20.0

@@ -18,12 +18,12 @@ from runs import FaultyRun
 from test_damaged_checkpoints import make_digests_right
 from test_validation import state_of
 
-from forge import checkpoints, store
-from forge.config import load_config
-from forge.errors import Exit
-from forge.loader import Loader, Windows
-from forge.shards import ShardSet
-from forge.summary import summarise
+from forge.checkpoint import checkpoints, store
+from forge.core.config import load_config
+from forge.core.errors import Exit
+from forge.data.loader import Loader, Windows
+from forge.data.shards import ShardSet
+from forge.reporting.summary import summarise
 
 FIRST, GOAL = 2, 16
 LARGE = 3e38

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from forked import Plan
 
-from forge.errors import Exit
+from forge.core.errors import Exit
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -7,8 +7,8 @@ from forked import Plan
 from injection import Fault
 from runs import GOAL, INTERVAL
 
-from forge import store
-from forge.errors import Exit
+from forge.checkpoint import store
+from forge.core.errors import Exit
 
 
 def go_on(run, undisturbed, ranks):

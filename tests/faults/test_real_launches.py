@@ -14,7 +14,7 @@ import pytest
 from cases import EVERYTHING, LOADING, Case
 from live_run import MARK, MARK_VALUE, kill_all, living
 
-from forge.errors import Exit
+from forge.core.errors import Exit
 
 SIMPLEST = Case("commit.rename", "kill", 1)
 CASES = [

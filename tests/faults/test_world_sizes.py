@@ -6,7 +6,7 @@ import pytest
 from injection import Fault
 from runs import GOAL
 
-from forge.errors import Exit
+from forge.core.errors import Exit
 
 BATCH, STOP_AT = 12, 7
 SETTINGS = (f"--train.batch_size={BATCH}", "--model.dropout=0")

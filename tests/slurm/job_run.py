@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import yaml
 
-from forge import store
-from forge.ledger import read_lines
-from forge.manifest import read_json
-from forge.paths import RunPaths
+from forge.checkpoint import store
+from forge.core.ledger import read_lines
+from forge.core.manifest import read_json
+from forge.core.paths import RunPaths
 
 from .cluster import Cluster
 from .machines import wait_until

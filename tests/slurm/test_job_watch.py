@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 
-from forge import job_watch
-from forge.manifest import read_json
+from forge.cluster import job_watch
+from forge.core.manifest import read_json
 
 from .cluster import Cluster
 from .job_run import SCIENCE, Undisturbed

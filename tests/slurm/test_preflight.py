@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from forge import bad_nodes
-from forge.ledger import read_lines
-from forge.manifest import read_json
-from forge.paths import RunPaths
+from forge.cluster import bad_nodes
+from forge.core.ledger import read_lines
+from forge.core.manifest import read_json
+from forge.core.paths import RunPaths
 
 from .cluster import REPOSITORY, Cluster
 from .job_run import machine

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge import store
-from forge.config import Config, Ids
+from forge.checkpoint import store
+from forge.core.config import Config, Ids
 
 IDS = Ids(tokenizer="a1b2c3d4e5f6", tokens="0f1e2d3c4b5a")
 

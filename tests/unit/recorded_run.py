@@ -9,10 +9,10 @@ from typing import Any
 
 from manifests import manifest_of
 
-from forge.config import Config
-from forge.ledger import append_line
-from forge.manifest import write_json
-from forge.paths import RunPaths, checkpoint_name
+from forge.core.config import Config
+from forge.core.ledger import append_line
+from forge.core.manifest import write_json
+from forge.core.paths import RunPaths, checkpoint_name
 
 START = 1_750_000_000.0
 STEP_SEC = 0.5

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.bisection import NoTimeLeft, find_broken
+from forge.preflight.bisection import NoTimeLeft, find_broken
 
 
 class Cluster:

@@ -16,11 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forge import artefacts, cli, corpus, packs, tokenization
-from forge.config import Config, Tokenize
-from forge.errors import ConfigError, DataError, Exit
-from forge.shards import ShardSet
-from forge.tokenizer import build_tokenizer, load_tokenizer
+from forge import cli
+from forge.core.config import Config, Tokenize
+from forge.core.errors import ConfigError, DataError, Exit
+from forge.data import artefacts, corpus, tokenization
+from forge.data.shards import ShardSet
+from forge.data.tokenizer import build_tokenizer, load_tokenizer
+from forge.staging import packs
 
 # JSON of other shapes than expected, and what is no JSON for reasons of its own.
 SHAPES = {

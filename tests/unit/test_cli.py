@@ -9,10 +9,11 @@ import sys
 
 import pytest
 
-from forge import cli, progress
+from forge import cli
 from forge.cli import main
-from forge.errors import ConfigError, DataError, Exit, ForgeError, TrainingError, UnfitError
-from forge.launcher import RankFailure, Record
+from forge.core import progress
+from forge.core.errors import ConfigError, DataError, Exit, ForgeError, TrainingError, UnfitError
+from forge.launch.launcher import RankFailure, Record
 
 HEAVY = {"torch", "pandas", "numpy", "tokenizers", "pyarrow", "matplotlib", "rich"}
 

@@ -5,10 +5,10 @@ from typing import get_args
 
 import pytest
 
-from forge.config import Config, Section, apply_overrides, load_config, parse_override
-from forge.errors import ConfigError
-from forge.machine import Machine, load_machine
-from forge.values import read_cell
+from forge.core.config import Config, Section, apply_overrides, load_config, parse_override
+from forge.core.errors import ConfigError
+from forge.core.machine import Machine, load_machine
+from forge.core.values import read_cell
 
 
 def config_of(**overrides):

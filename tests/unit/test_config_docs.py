@@ -10,10 +10,10 @@ import pytest
 from snakemake.exceptions import WorkflowError  # type: ignore[import-untyped]
 from snakemake.utils import validate  # type: ignore[import-untyped]
 
-from forge.config import Config
 from forge.config_docs import ROOT, SCHEMA, TABLES, drifted, keys_text, main
-from forge.errors import ConfigError
-from forge.machine import Machine
+from forge.core.config import Config
+from forge.core.errors import ConfigError
+from forge.core.machine import Machine
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from forge import console, progress
-from forge.console import BAR, LINES, Console, RankProgress
+from forge.core import progress
+from forge.launch import console
+from forge.launch.console import BAR, LINES, Console, RankProgress
 
 
 @pytest.fixture

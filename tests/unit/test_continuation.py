@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from forge import ledger, metrics
-from forge.continuation import Recorded, _compare, check_next_losses, recorded_losses
-from forge.fabric import available_cores
-from forge.lineage import cpu_name, versions
-from forge.paths import RunPaths
-from forge.store import Checkpoint
+from forge.checkpoint.store import Checkpoint
+from forge.cluster.fabric import available_cores
+from forge.core import ledger
+from forge.core.lineage import cpu_name, versions
+from forge.core.paths import RunPaths
+from forge.trainer import metrics
+from forge.validation.continuation import Recorded, _compare, check_next_losses, recorded_losses
 
 NUMERICS = {"device": "cpu", "precision": "fp32", "threads": 1}
 

@@ -11,9 +11,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from forge import corpus
-from forge.config import Tokenize
-from forge.errors import DataError
+from forge.core.config import Tokenize
+from forge.core.errors import DataError
+from forge.data import corpus
 
 
 def listed(*inputs: object) -> list[str]:

@@ -13,11 +13,11 @@ import time
 import psutil
 import pytest
 
-from forge import crew, slurm
-from forge.crew import Crew, Trouble
-from forge.errors import UnfitError
-from forge.geometry import Place
-from forge.process import hostname
+from forge.cluster import crew, slurm
+from forge.cluster.crew import Crew, Trouble
+from forge.cluster.geometry import Place
+from forge.core.errors import UnfitError
+from forge.core.process import hostname
 
 NODE = [sys.executable, "-m", "forge.node"]
 FROZEN = ["sleep", "60"]
@@ -138,8 +138,8 @@ def test_steps_of_nodes_that_do_not_end_are_cancelled(crew_of, monkeypatch):
 def test_nodes_end_with_a_verb_that_was_killed():
     code = textwrap.dedent("""
         import time
-        from forge.crew import Crew
-        from forge.geometry import Place
+        from forge.cluster.crew import Crew
+        from forge.cluster.geometry import Place
         with Crew(Place.here()) as here:
             print(*[a["pid"] for a in here.ask("hello", timeout_sec=5).values()], flush=True)
             time.sleep(60)

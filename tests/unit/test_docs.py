@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from forge.config import Config
 from forge.config_docs import ROOT
-from forge.machine import Machine
+from forge.core.config import Config
+from forge.core.machine import Machine
 
 PAGES = ["README.md", *(f"docs/{n}.md" for n in ("new-cluster", "environment", "troubleshooting"))]
 FILES = {"yaml", "json", "jsonl", "tsv", "html"}  # report.html is no key
@@ -46,7 +46,7 @@ LIBRARIES = {
 
 
 def sources() -> list[Path]:
-    return sorted((ROOT / "forge").glob("*.py"))
+    return sorted((ROOT / "forge").rglob("*.py"))
 
 
 @cache

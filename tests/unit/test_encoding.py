@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from forge import corpus, encoding, tokenization
-from forge.config import Config
-from forge.encoding import (
+from forge.core.config import Config
+from forge.data import corpus, encoding, tokenization
+from forge.data.encoding import (
     PROBE,
     Encode,
     Ids,
@@ -20,8 +20,8 @@ from forge.encoding import (
     fast_encoder,
     reference_encoder,
 )
-from forge.shards import ShardSet
-from forge.tokenizer import LoadedTokenizer, build_tokenizer
+from forge.data.shards import ShardSet
+from forge.data.tokenizer import LoadedTokenizer, build_tokenizer
 
 EOS = "<|endoftext|>"
 # How published tokenizers split text: our own and GPT-2's, Llama 3's, Qwen 2's.

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from forge import tokenization
-from forge.config import Config
-from forge.encoding import fast_encoder
-from forge.shards import ShardSet
-from forge.tokenization import split_of, tokenize
-from forge.tokenizer import LoadedTokenizer, build_tokenizer, load_tokenizer
+from forge.core.config import Config
+from forge.data import tokenization
+from forge.data.encoding import fast_encoder
+from forge.data.shards import ShardSet
+from forge.data.tokenization import split_of, tokenize
+from forge.data.tokenizer import LoadedTokenizer, build_tokenizer, load_tokenizer
 
 TEXTS = [f"Line {number}: 12 + {number * 7919} = ?! naïve, 世界 it's" for number in range(60)]
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from forge import fabric
-from forge.fabric import Setting
-from forge.geometry import Geometry
-from forge.machine import load_machine
-from forge.process import hostname
+from forge.cluster import fabric
+from forge.cluster.fabric import Setting
+from forge.cluster.geometry import Geometry
+from forge.core.machine import load_machine
+from forge.core.process import hostname
 
 OFFLINE = [
     ("HF_HUB_OFFLINE", "1", "ranks never reach for the internet"),

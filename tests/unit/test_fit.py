@@ -2,11 +2,12 @@
 
 import pytest
 
-from forge import fit, restarts, slurm
-from forge.launcher import Record
-from forge.ledger import read_lines, record
-from forge.machine import load_machine
-from forge.paths import RunPaths
+from forge.cluster import slurm
+from forge.core.ledger import read_lines, record
+from forge.core.machine import load_machine
+from forge.core.paths import RunPaths
+from forge.launch.launcher import Record
+from forge.run import fit, restarts
 
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)
 LOST = Record("lost", code=69, cause="peer lost", message="rank 1 of 2 left no word")

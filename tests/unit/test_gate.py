@@ -2,8 +2,9 @@
 
 import pytest
 
-from forge import gate, ledger
-from forge.errors import TrainingError
+from forge.core import ledger
+from forge.core.errors import TrainingError
+from forge.run import gate
 
 LIMIT = 3
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from forge import geometry, slurm
-from forge.config import Config
-from forge.errors import ConfigError, UnfitError
-from forge.geometry import Geometry, Place, allocation_resources, sbatch_options
-from forge.machine import load_machine
-from forge.process import hostname
+from forge.cluster import geometry, slurm
+from forge.cluster.geometry import Geometry, Place, allocation_resources, sbatch_options
+from forge.core.config import Config
+from forge.core.errors import ConfigError, UnfitError
+from forge.core.machine import load_machine
+from forge.core.process import hostname
 
 SPEC = "results/base/.launch/20260101T000000-7/spec.json"
 ENTRY = ["-m", "forge.rank", SPEC]

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge import grace, slurm, trainer
-from forge.grace import Grace
-from forge.machine import load_machine
+from forge.cluster import slurm
+from forge.core.machine import load_machine
+from forge.launch import grace
+from forge.launch.grace import Grace
+from forge.trainer import trainer
 
 
 def measured(step=1.0, save=20.0, stall=0.5, **facts):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from recorded_run import START, STEP_SEC, RecordedRun, interrupted_run
 
-from forge.history import PHASES, read_history, read_launches
-from forge.paths import RunPaths
+from forge.core.paths import RunPaths
+from forge.reporting.history import PHASES, read_history, read_launches
 
 
 def test_each_step_is_on_the_curve_once_and_lost_work_is_not(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 from snakemake_executor_plugin_slurm import Executor
 
-from forge import job_watch, slurm
-from forge.job_watch import JobWatch
+from forge.cluster import job_watch, slurm
+from forge.cluster.job_watch import JobWatch
 
 LINE = "{id}|{state}|{reason}|node01|2026-11-21T04:25:31|2026-11-21T04:26:31|(null)|/home/ada/forge"
 SILENT = "echo 'squeue: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
@@ -22,8 +22,8 @@ SILENT = "echo 'squeue: error: Unable to contact slurm controller (connect failu
 def test_plugin_is_the_one_that_the_watch_was_tested_with():
     found = metadata.version("snakemake-executor-plugin-slurm")
     assert found == job_watch.PLUGIN, (
-        f"the plugin is {found}, forge/job_watch.py was tested with {job_watch.PLUGIN}. Read in the"
-        " plugin what install() replaces (check_active_jobs, sleep, run_job, cancel_jobs,"
+        f"the plugin is {found}, forge/cluster/job_watch.py was tested with {job_watch.PLUGIN}. Read in"
+        " the plugin what install() replaces (check_active_jobs, sleep, run_job, cancel_jobs,"
         " _report_job_error_threadsafe) and what it reads (run_uuid, wait, aux['slurm_logfile']), run"
         " tests/slurm/test_job_watch.py and test_workflow.py, then change PLUGIN and pyproject.toml."
     )

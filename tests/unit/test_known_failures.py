@@ -4,12 +4,13 @@ import json
 
 import pytest
 
-from forge import fit, workflow
-from forge.artefacts import freeze
-from forge.config import Config, checked
-from forge.launcher import Record
-from forge.ledger import record
-from forge.paths import RunPaths
+from forge import workflow
+from forge.core.config import Config, checked
+from forge.core.ledger import record
+from forge.core.paths import RunPaths
+from forge.data.artefacts import freeze
+from forge.launch.launcher import Record
+from forge.run import fit
 
 DIVERGED = Record("failed", code=70, cause="TrainingError", message="loss nan at step 3")
 

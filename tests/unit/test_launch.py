@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from forge import launch
-from forge.errors import ConfigError
-from forge.launch import Rank, this_rank
+from forge.core.errors import ConfigError
+from forge.launch import launch
+from forge.launch.launch import Rank, this_rank
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8"}

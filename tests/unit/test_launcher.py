@@ -4,12 +4,12 @@ from dataclasses import asdict
 
 import pytest
 
-from forge import launcher
-from forge.errors import Exit, UnfitError
-from forge.launcher import Record, Spec
-from forge.manifest import write_json
-from forge.paths import RunPaths
-from forge.process import Process
+from forge.core.errors import Exit, UnfitError
+from forge.core.manifest import write_json
+from forge.core.paths import RunPaths
+from forge.core.process import Process
+from forge.launch import launcher
+from forge.launch.launcher import Record, Spec
 
 DONE = Record("completed", step=100)
 STOPPED = Record("stopped", 0, Exit.STOPPED, step=40, cause="SIGTERM")

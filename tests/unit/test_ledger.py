@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from forge import ledger
-from forge.errors import UnfitError
+from forge.core import ledger
+from forge.core.errors import UnfitError
 
 
 def test_events_are_read_in_the_order_they_were_written(tmp_path):

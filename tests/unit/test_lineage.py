@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import forge
-from forge import lineage
-from forge.config import Ids, load_config
-from forge.manifest import canonical
+from forge.core import lineage
+from forge.core.config import Ids, load_config
+from forge.core.manifest import canonical
 
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
 

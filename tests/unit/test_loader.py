@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.errors import ConfigError, DataError
-from forge.loader import Loader, Windows, eval_batches, permute
+from forge.core.errors import ConfigError, DataError
+from forge.data.loader import Loader, Windows, eval_batches, permute
 
 # A test that waits for a busy machine is not a failure.
 unhurried = settings(deadline=None, max_examples=50)

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from forge import cli, logs
-from forge.errors import ConfigError
-from forge.ledger import append_line
-from forge.log_errors import find, group
-from forge.paths import RunPaths
-from forge.tail import last_lines
+from forge import cli
+from forge.core.errors import ConfigError
+from forge.core.ledger import append_line
+from forge.core.paths import RunPaths
+from forge.core.tail import last_lines
+from forge.reporting import logs
+from forge.reporting.log_errors import find, group
 
 NOON = 1_790_000_000.0
 TRACEBACK = (

@@ -9,8 +9,8 @@ from pathlib import Path
 import blake3
 import pytest
 
-from forge import manifest
-from forge.errors import DataError, UnfitError
+from forge.core import manifest
+from forge.core.errors import DataError, UnfitError
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from forge import metrics
+from forge.trainer import metrics
 
 
 def test_flop_utilisation_of_a_worked_example():

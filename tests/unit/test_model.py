@@ -14,13 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-import forge.cpu
-import forge.loss
-from forge.config import Model
-from forge.cpu import use_fast_fp32
-from forge.errors import ConfigError
-from forge.loss import linear_cross_entropy
-from forge.model import Decoder, sample
+import forge.trainer.cpu
+import forge.trainer.loss
+from forge.core.config import Model
+from forge.core.errors import ConfigError
+from forge.trainer.cpu import use_fast_fp32
+from forge.trainer.loss import linear_cross_entropy
+from forge.trainer.model import Decoder, sample
 
 SMALL = Model(dim=32, layers=2, heads=4, kv_heads=2)
 VOCAB = 101
@@ -56,7 +56,7 @@ def one_rank() -> Iterator[None]:
 def test_chunked_loss_and_gradients_equal_those_of_whole_logits(
     monkeypatch: pytest.MonkeyPatch, rows: int, tied: bool
 ) -> None:
-    monkeypatch.setattr(forge.loss, "LOGITS_BYTES_CPU", 4 * VOCAB * rows)
+    monkeypatch.setattr(forge.trainer.loss, "LOGITS_BYTES_CPU", 4 * VOCAB * rows)
     tokens = tokens_of(3, 11)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     model = Decoder(SMALL.model_copy(update={"tie_embeddings": tied}), VOCAB)
@@ -124,9 +124,11 @@ def test_no_token_sees_a_later_one() -> None:
 
 
 def test_attention_depends_on_the_distance_of_tokens_and_not_on_their_place() -> None:
-    cos_TK, sin_TK = forge.model.rotary(40, 16, 10_000.0, "cpu")
+    cos_TK, sin_TK = forge.trainer.model.rotary(40, 16, 10_000.0, "cpu")
     query, key = torch.randn(16), torch.randn(16)
-    q_TK, k_TK = (forge.model.rotate(x.expand(40, 16), cos_TK, sin_TK) for x in (query, key))
+    q_TK, k_TK = (
+        forge.trainer.model.rotate(x.expand(40, 16), cos_TK, sin_TK) for x in (query, key)
+    )
     scores = q_TK @ k_TK.T
     torch.testing.assert_close(scores[10, 3], scores[37, 30])
     assert abs(scores[10, 3] - scores[10, 9]) > 1e-3
@@ -299,7 +301,7 @@ def test_arithmetic_as_rough_as_bf16_is_taken_back(
     monkeypatch: pytest.MonkeyPatch, default_fp32: None
 ) -> None:
     before = MATMUL.fp32_precision
-    monkeypatch.setattr(forge.cpu, "product_error", lambda: 3e-3)
+    monkeypatch.setattr(forge.trainer.cpu, "product_error", lambda: 3e-3)
     assert not use_fast_fp32()
     assert MATMUL.fp32_precision == before
 
@@ -308,7 +310,7 @@ def test_freed_tensors_are_used_again_without_new_pages() -> None:
     # a process of its own: the setting is for good
     program = """
 import resource, torch
-from forge.cpu import keep_freed_memory
+from forge.trainer.cpu import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

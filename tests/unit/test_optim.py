@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from forge.config import Train
-from forge.optim import learning_rate, make_optimizer
+from forge.core.config import Train
+from forge.trainer.optim import learning_rate, make_optimizer
 
 COSINE = Train(lr=1.0, warmup_steps=10, min_lr_ratio=0.1)
 WSD = Train(lr=1.0, warmup_steps=10, min_lr_ratio=0.1, schedule="wsd", wsd_decay_fraction=0.2)

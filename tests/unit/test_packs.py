@@ -7,9 +7,9 @@ import tarfile
 
 import pytest
 
-from forge import node_staging, packs
-from forge.packs import Member, Pack, make_pack
-from forge.process import hostname
+from forge.core.process import hostname
+from forge.staging import node_staging, packs
+from forge.staging.packs import Member, Pack, make_pack
 
 
 @pytest.fixture

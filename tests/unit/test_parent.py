@@ -9,13 +9,14 @@ import pytest
 from manifests import IDS, manifest_of
 from snakemake.settings.types import ConfigSettings
 
-from forge import parent, store, workflow
-from forge.config import Ids, load_config
+from forge import workflow
+from forge.checkpoint import parent, store
 from forge.config_docs import keys_text
-from forge.errors import ConfigError, DataError
-from forge.manifest import digest_bytes
-from forge.paths import RunPaths
-from forge.runs import resolve_runs
+from forge.core.config import Ids, load_config
+from forge.core.errors import ConfigError, DataError
+from forge.core.manifest import digest_bytes
+from forge.core.paths import RunPaths
+from forge.core.runs import resolve_runs
 
 CONTENT = b"weights"
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from forge.partitions import parse_partitions
+from forge.cluster.partitions import parse_partitions
 
 # As Slurm 22.05 prints it on the test cluster, names of GPUs and limits as sites set them.
 MAIN = (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge.paths import by_step, checkpoint_name, checkpoint_step
+from forge.core.paths import by_step, checkpoint_name, checkpoint_step
 
 
 @pytest.mark.parametrize("step", [0, 1, 99_999_999, 100_000_000, 10**12])

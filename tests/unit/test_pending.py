@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge.pending import lasting_advice
+from forge.cluster.pending import lasting_advice
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import forge
-from forge import points
-from forge.points import POINTS
+from forge.core import points
+from forge.core.points import POINTS
 
 FOLDER = Path(forge.__file__).parent
 
 
 def reached() -> Iterator[str]:
     """The name in each call of `points.reach` in the package."""
-    for path in FOLDER.glob("*.py"):
+    for path in FOLDER.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "points.reach":
                 assert isinstance(node.args[0], ast.Constant), f"{path}: no plain name"

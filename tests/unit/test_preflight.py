@@ -5,19 +5,20 @@ import json
 
 import pytest
 
-from forge import allocation, bad_nodes, preflight, probing
-from forge.allocation import Node
-from forge.bisection import Broken
-from forge.config import Ids, load_config
-from forge.errors import ConfigError, UnfitError
-from forge.geometry import Geometry, Place
-from forge.launcher import Record
-from forge.ledger import read_lines, record
-from forge.machine import load_machine
-from forge.node_checks import Check
-from forge.paths import RunPaths, tokens_folder
-from forge.process import hostname
-from forge.slurm import Job
+from forge.cluster import bad_nodes
+from forge.cluster.geometry import Geometry, Place
+from forge.cluster.slurm import Job
+from forge.core.config import Ids, load_config
+from forge.core.errors import ConfigError, UnfitError
+from forge.core.ledger import read_lines, record
+from forge.core.machine import load_machine
+from forge.core.paths import RunPaths, tokens_folder
+from forge.core.process import hostname
+from forge.launch.launcher import Record
+from forge.preflight import allocation, preflight, probing
+from forge.preflight.allocation import Node
+from forge.preflight.bisection import Broken
+from forge.preflight.node_checks import Check
 
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
 MODEST = {"preflight.min_free_disk_gib": 0, "preflight.min_free_memory_gib": 0}

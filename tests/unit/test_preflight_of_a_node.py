@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import resource
+import shutil
 import socket
 import time
 from collections import namedtuple
@@ -16,12 +17,14 @@ import psutil
 import pytest
 from test_shards import make
 
-from forge import fabric, node_checks
-from forge.errors import UnfitError
-from forge.machine import load_machine
-from forge.node_checks import Check, Wanted
-from forge.process import hostname
-from forge.shards import ShardSet
+import forge
+from forge.cluster import fabric
+from forge.core.errors import UnfitError
+from forge.core.machine import load_machine
+from forge.core.process import hostname
+from forge.data.shards import ShardSet
+from forge.preflight import node_checks
+from forge.preflight.node_checks import Check, Wanted
 
 MODEST = {"preflight.min_free_disk_gib": 0, "preflight.min_free_memory_gib": 0}
 
@@ -246,8 +249,12 @@ def test_locked_memory_is_asked_for_where_there_is_infiniband(wanted, monkeypatc
 def test_versions_change_with_the_code(monkeypatch, tmp_path):
     before = node_checks.installed_versions()
     assert {"python", "torch", "numpy", "tokenizers", "forge", "forge code"} <= set(before)
-    (tmp_path / "module.py").write_text("pass")
-    monkeypatch.setattr(node_checks, "__file__", str(tmp_path / "node_checks.py"))
+    copy = tmp_path / "forge"
+    shutil.copytree(Path(forge.__file__).parent, copy)
+    monkeypatch.setattr(forge, "__file__", str(copy / "__init__.py"))
+    assert node_checks.installed_versions() == before
+    with open(copy / "trainer/loss.py", "a") as file:  # in a package, too
+        file.write("\n")
     after = node_checks.installed_versions()
     assert {key for key in before if before[key] != after[key]} == {"forge code"}
 

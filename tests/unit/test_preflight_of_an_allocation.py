@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.allocation import (
+from forge.core.machine import load_machine
+from forge.preflight.allocation import (
     Node,
     bad_nodes,
     compare,
@@ -12,8 +13,7 @@ from forge.allocation import (
     judge_clocks,
     judge_ways,
 )
-from forge.machine import load_machine
-from forge.node_checks import Check
+from forge.preflight.node_checks import Check
 
 NAMES = [f"n{number}" for number in range(6)]
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "forge code": "abc"}

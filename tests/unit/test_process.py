@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from forge import process
-from forge.process import Process
+from forge.core import process
+from forge.core.process import Process
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_zombie_is_not_alive_and_neither_is_what_is_gone():
 def test_a_child_gets_sigterm_when_its_parent_is_killed(tmp_path):
     grandchild = (
         "import signal, sys, time; from pathlib import Path\n"
-        "from forge.process import stop_with_parent\n"
+        "from forge.core.process import stop_with_parent\n"
         "def leave(number, _): Path(sys.argv[1]).write_text(signal.Signals(number).name); sys.exit()\n"
         "signal.signal(signal.SIGTERM, leave); stop_with_parent()\n"
         "print('ready', flush=True); time.sleep(60)\n"

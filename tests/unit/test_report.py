@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from recorded_run import RecordedRun, interrupted_run
 
-from forge.charts import time_blocks, time_ticks
-from forge.config import Config
-from forge.errors import ConfigError
-from forge.history import Phase, read_history
-from forge.report import duration, render, write_report
-from forge.show import show
-from forge.summary import summarise
+from forge.core.config import Config
+from forge.core.errors import ConfigError
+from forge.reporting.charts import time_blocks, time_ticks
+from forge.reporting.history import Phase, read_history
+from forge.reporting.report import duration, render, write_report
+from forge.reporting.show import show
+from forge.reporting.summary import summarise
 
 
 class Page(HTMLParser):
@@ -107,8 +107,8 @@ def test_pictures_are_told_to_those_who_do_not_see_them(finished: RecordedRun) -
 def test_equal_files_give_equal_bytes_in_another_process(finished: RecordedRun) -> None:
     here = write_report(finished.paths).read_bytes()
     code = (
-        "import sys; from pathlib import Path; from forge.paths import RunPaths\n"
-        "from forge.report import write_report; write_report(RunPaths(Path(sys.argv[1])))"
+        "import sys; from pathlib import Path; from forge.core.paths import RunPaths\n"
+        "from forge.reporting.report import write_report; write_report(RunPaths(Path(sys.argv[1])))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7", "TZ": "Asia/Kolkata"}
     subprocess.run([sys.executable, "-c", code, finished.root], check=True, env=environment)
@@ -300,8 +300,8 @@ def test_terminal_gets_a_panel_and_no_color_is_honoured(
 
 def test_show_needs_neither_torch_nor_pandas_nor_a_modern_locale(finished: RecordedRun) -> None:
     code = (
-        "import sys; from pathlib import Path; from forge.paths import RunPaths\n"
-        "from forge.show import show; show([RunPaths(Path(sys.argv[1]))])\n"
+        "import sys; from pathlib import Path; from forge.core.paths import RunPaths\n"
+        "from forge.reporting.show import show; show([RunPaths(Path(sys.argv[1]))])\n"
         "assert not {'torch', 'pandas', 'matplotlib'} & set(sys.modules)"
     )
     done = subprocess.run(

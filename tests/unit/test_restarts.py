@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from forge import restarts, slurm
-from forge.errors import UnfitError
-from forge.geometry import Place
-from forge.launcher import Record
-from forge.ledger import read_lines
-from forge.machine import load_machine
-from forge.paths import RunPaths
+from forge.cluster import slurm
+from forge.cluster.geometry import Place
+from forge.core.errors import UnfitError
+from forge.core.ledger import read_lines
+from forge.core.machine import load_machine
+from forge.core.paths import RunPaths
+from forge.launch.launcher import Record
+from forge.run import restarts
 
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)
 

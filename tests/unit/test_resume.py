@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 from manifests import manifest_of
 
-from forge import resume, store
-from forge.errors import UnfitError
-from forge.manifest import write_json
-from forge.paths import RunPaths
+from forge.checkpoint import resume, store
+from forge.core.errors import UnfitError
+from forge.core.manifest import write_json
+from forge.core.paths import RunPaths
 
 STEP = "step-00000010"
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from forge.errors import ConfigError
-from forge.runs import read_rows, resolve_runs, shared_folders
+from forge.core.errors import ConfigError
+from forge.core.runs import read_rows, resolve_runs, shared_folders
 
 
 @pytest.fixture

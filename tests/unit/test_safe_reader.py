@@ -15,8 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata
 
-from forge import checkpoints
-from forge.errors import DataError
+from forge.checkpoint import checkpoints
+from forge.core.errors import DataError
 
 WEIGHTS = torch.arange(6.0).reshape(2, 3)
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forge.errors import DataError, UnfitError
-from forge.manifest import write_json
-from forge.shards import Manifest, ShardSet, ShardWriter, Total, dtype_name
+from forge.core.errors import DataError, UnfitError
+from forge.core.manifest import write_json
+from forge.data.shards import Manifest, ShardSet, ShardWriter, Total, dtype_name
 
 VOCAB = 300
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge import slurm
+from forge.cluster import slurm
 
 RUNNING = (
     "JobId=8 JobName=wrap UserId=ada(1000) GroupId=ada(1000) MCS_label=N/A Priority=1 Nice=0"

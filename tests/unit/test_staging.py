@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from test_shards import make
 
-from forge import staging
-from forge.config import Ids, load_config
-from forge.errors import DataError, UnfitError
-from forge.geometry import Geometry, Place
-from forge.ledger import read_lines
-from forge.machine import load_machine
-from forge.paths import RunPaths, tokens_folder
-from forge.process import hostname
-from forge.staged import remove_staged
+from forge.cluster.geometry import Geometry, Place
+from forge.core.config import Ids, load_config
+from forge.core.errors import DataError, UnfitError
+from forge.core.ledger import read_lines
+from forge.core.machine import load_machine
+from forge.core.paths import RunPaths, tokens_folder
+from forge.core.process import hostname
+from forge.staging import staging
+from forge.staging.staged import remove_staged
 
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
 
@@ -224,13 +224,13 @@ def test_copy_of_another_job_is_not_removed(config, machine, monkeypatch):
 
 def test_runs_that_stage_at_once_on_one_node_wait_for_each_other(config, machine, root, tmp_path):
     code = (
-        "import sys, json, time; from forge import staging\n"
-        "from forge.config import Config; from forge.machine import Machine\n"
+        "import sys, json, time; from forge.staging import staging\n"
+        "from forge.core.config import Config; from forge.core.machine import Machine\n"
         "values = json.loads(sys.argv[1])\n"
         "copy = staging._copy\n"
         "staging._copy = lambda a, b: (time.sleep(0.2), copy(a, b))\n"  # so that both are at it
         "config, machine = Config.model_validate(values[0]), Machine.model_validate(values[1])\n"
-        "from forge.geometry import Geometry\n"
+        "from forge.cluster.geometry import Geometry\n"
         "sys.stdin.readline(); staging.stage(config, machine, Geometry())\n"
     )
     children = []

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from test_shards import make
 
-from forge import node_staging
-from forge.broadcast import COMPRESS_SHARDS_BELOW, blame, is_slower
-from forge.crew import Trouble
-from forge.errors import DataError
+from forge.cluster.crew import Trouble
+from forge.core.errors import DataError
+from forge.staging import node_staging
+from forge.staging.broadcast import COMPRESS_SHARDS_BELOW, blame, is_slower
 
 
 @pytest.fixture

@@ -12,14 +12,15 @@ import time
 import pytest
 from recorded_run import RecordedRun
 
-from forge import jobs, slurm, status
 from forge.cli import main
-from forge.ledger import append_line
-from forge.manifest import write_json
-from forge.paths import RunPaths
-from forge.process import Process, hostname
-from forge.progress import duration
-from forge.status import look, row
+from forge.cluster import jobs, slurm
+from forge.core.ledger import append_line
+from forge.core.manifest import write_json
+from forge.core.paths import RunPaths
+from forge.core.process import Process, hostname
+from forge.core.progress import duration
+from forge.reporting import status
+from forge.reporting.status import look, row
 
 GOAL = 100
 
@@ -385,7 +386,7 @@ def test_watching_needs_a_terminal(project, capsys):
 def test_watching_draws_anew_until_interrupted(project):
     mine, theirs = pty.openpty()
     code = (
-        "import sys; from forge import cli, status; status.WATCH_SEC = 0.2\n"
+        "import sys; from forge import cli; from forge.reporting import status; status.WATCH_SEC = 0.2\n"
         "raise SystemExit(cli.main(['status', '--watch']))"
     )
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "150", "PATH": "/nowhere"}

@@ -6,12 +6,13 @@ import shutil
 import pytest
 from manifests import manifest_of
 
-from forge import points, store
-from forge.config import Ids, load_config
-from forge.errors import ConfigError, DataError, UnfitError
-from forge.ledger import read_lines
-from forge.manifest import canonical, digest_bytes
-from forge.paths import RunPaths
+from forge.checkpoint import store
+from forge.core import points
+from forge.core.config import Ids, load_config
+from forge.core.errors import ConfigError, DataError, UnfitError
+from forge.core.ledger import read_lines
+from forge.core.manifest import canonical, digest_bytes
+from forge.core.paths import RunPaths
 
 
 def config_of(**overrides):

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge import slurm, submission
-from forge.errors import ConfigError
-from forge.job_requests import Request, requests_of
-from forge.partitions import Node, Partition
+from forge.cluster import slurm, submission
+from forge.cluster.job_requests import Request, requests_of
+from forge.cluster.partitions import Node, Partition
+from forge.core.errors import ConfigError
 
 NO_NODES = "allocation failure: Requested node configuration is not available"
 NODES = tuple(Node(f"n{i}", 8, 5000, "idle", frozenset({"h100"}), (("", 2),)) for i in range(1, 5))

@@ -25,14 +25,14 @@ from tokenizers import (
     trainers,
 )
 
-from forge import encoding
-from forge.config import Config
-from forge.encoding import NoFastEncoder, fast_encoder, reference_encoder
-from forge.errors import DataError
-from forge.manifest import digest_file
-from forge.shards import ShardSet
-from forge.tokenization import tokenize
-from forge.tokenizer import PROBE, LoadedTokenizer, build_tokenizer
+from forge.core.config import Config
+from forge.core.errors import DataError
+from forge.core.manifest import digest_file
+from forge.data import encoding
+from forge.data.encoding import NoFastEncoder, fast_encoder, reference_encoder
+from forge.data.shards import ShardSet
+from forge.data.tokenization import tokenize
+from forge.data.tokenizer import PROBE, LoadedTokenizer, build_tokenizer
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 LETTERS = [chr(number) for number in range(33, 127)]

@@ -15,19 +15,19 @@ import numpy as np
 import psutil
 import pytest
 
-from forge import artefacts, encoding
-from forge.config import Config, Train
-from forge.errors import DataError
-from forge.paths import tokens_folder
-from forge.shards import ShardSet
-from forge.tokenization import split_of, tokenize
-from forge.tokenizer import LoadedTokenizer, build_tokenizer, load_tokenizer
+from forge.core.config import Config, Train
+from forge.core.errors import DataError
+from forge.core.paths import tokens_folder
+from forge.data import artefacts, encoding
+from forge.data.shards import ShardSet
+from forge.data.tokenization import split_of, tokenize
+from forge.data.tokenizer import LoadedTokenizer, build_tokenizer, load_tokenizer
 
 TOKENIZE = """
 import sys
-from forge.config import Config
-from forge.errors import ForgeError
-from forge.tokenization import tokenize
+from forge.core.config import Config
+from forge.core.errors import ForgeError
+from forge.data.tokenization import tokenize
 try:
     tokenize(Config.model_validate_json(sys.argv[1]), workers=2)
 except ForgeError as err:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from forge import artefacts
-from forge.config import Config
-from forge.errors import ConfigError, DataError
-from forge.tokenizer import PROBE, build_tokenizer, load_tokenizer
+from forge.core.config import Config
+from forge.core.errors import ConfigError, DataError
+from forge.data import artefacts
+from forge.data.tokenizer import PROBE, build_tokenizer, load_tokenizer
 
 TEXT = "the cat sat on the mat, and the other cat sat on the other mat; naïve Grüße 世界\n" * 200
 
@@ -70,7 +70,7 @@ def test_training_twice_in_other_processes_gives_equal_bytes(tmp_path: Path) -> 
         values = trained(tmp_path).to_json() | {"data": str(place)}
         config.write_text(json.dumps(values))
         code = (
-            "import sys; from forge.config import load_config; from forge.tokenizer import *;"
+            "import sys; from forge.core.config import load_config; from forge.data.tokenizer import *;"
             "print(load_tokenizer(build_tokenizer(load_config(sys.argv[1]))).digest)"
         )
         command = [sys.executable, "-c", code, str(config)]

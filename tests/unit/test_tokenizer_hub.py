@@ -23,9 +23,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 BUILD = """
 import sys
-from forge.config import Config
-from forge.errors import ForgeError
-from forge.tokenizer import build_tokenizer
+from forge.core.config import Config
+from forge.core.errors import ForgeError
+from forge.data.tokenizer import build_tokenizer
 try:
     print(build_tokenizer(Config.model_validate_json(sys.stdin.read())))
 except ForgeError as err:

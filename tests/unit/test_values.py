@@ -9,11 +9,18 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from forge.config import Config, apply_overrides, checked, load_config, parse_override, read_values
-from forge.errors import ConfigError
-from forge.machine import Machine, load_machine
-from forge.runs import resolve_runs
-from forge.values import read_cell, read_yaml
+from forge.core.config import (
+    Config,
+    apply_overrides,
+    checked,
+    load_config,
+    parse_override,
+    read_values,
+)
+from forge.core.errors import ConfigError
+from forge.core.machine import Machine, load_machine
+from forge.core.runs import resolve_runs
+from forge.core.values import read_cell, read_yaml
 
 WORDS = {
     **{

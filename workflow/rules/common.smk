@@ -2,11 +2,11 @@
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 
-from forge import job_watch
-from forge.config import RUN_NAME
-from forge.errors import ForgeError
-from forge.paths import tokenizer_folder, tokens_folder
-from forge.runs import shared_folders
+from forge.cluster import job_watch
+from forge.core.config import RUN_NAME
+from forge.core.errors import ForgeError
+from forge.core.paths import tokenizer_folder, tokens_folder
+from forge.core.runs import shared_folders
 
 helpers.prepare_environment()
 

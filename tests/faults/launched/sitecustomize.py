@@ -22,7 +22,7 @@ def _arm() -> None:
     sys.path.append(str(Path(__file__).parents[1]))
     from injection import Fault, Injector
 
-    from forge import points
+    from forge.core import points
 
     run = Path(sys.orig_argv[-1]).parents[2]  # of RUN/.launch/ID/spec.json
     points.hook = Injector([Fault(**fault)], fault["rank"], run)

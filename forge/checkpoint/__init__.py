@@ -1,0 +1,1 @@
+"""Checkpoints: saved, committed, verified, chosen for a resume."""

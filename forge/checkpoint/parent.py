@@ -1,0 +1,177 @@
+"""Starting a run from a checkpoint of another run (`parent: base@5000`): which one, and whether it fits.
+
+Only the first start of a run reads its parent. Once the run has a checkpoint of its own it resumes from
+that, and the parent is a line of its lineage. Nothing here writes into the parent's directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge.checkpoint import store
+from forge.core.config import Config, Model
+from forge.core.errors import ConfigError, DataError
+from forge.core.manifest import disk_trouble
+from forge.core.paths import RunPaths, checkpoint_name, checkpoint_step
+
+# What a run must share with its parent: the tensors must fit, and the position in the data, a number of
+# samples of seq_len tokens, is the parent's step times its batch size. Dropout has no tensors.
+KEPT = {
+    "model": tuple(key for key in Model.model_fields if key != "dropout"),
+    "train": ("seq_len", "batch_size"),
+}
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The checkpoint that a config names as its parent."""
+
+    run: str
+    step: int
+    paths: RunPaths  # of the parent run
+
+    @classmethod
+    def of(cls, config: Config) -> Parent | None:
+        if config.parent is None:
+            return None
+        run, _, step = config.parent.partition("@")
+        return cls(run, int(step), RunPaths(Path(config.results) / run))
+
+    @property
+    def folder(self) -> Path:
+        return self.paths.checkpoints / checkpoint_name(self.step)
+
+
+def first_step(config: Config) -> int:
+    """The step at which this run begins: its parent's, else 0."""
+    parent = Parent.of(config)
+    return parent.step if parent else 0
+
+
+def find(config: Config) -> store.Checkpoint | None:
+    """The checkpoint that a new run of this config starts from; None without a parent.
+
+    Reads the manifest and the sizes of the files, no more: digests are verified by the ranks. Raises
+    ConfigError where there is no such checkpoint or the config does not fit it, DataError where it is
+    corrupt.
+    """
+    parent = Parent.of(config)
+    if parent is None:
+        return None
+    with disk_trouble(parent.folder, "read"):
+        if not parent.folder.is_dir():
+            raise _missing(config, parent)
+        try:
+            checkpoint = store.Checkpoint.open(parent.folder)
+            checkpoint.check_form()
+        except store.OtherFormat:
+            raise
+        except DataError as err:
+            raise corrupt(config, [err.what]) from None
+    _check_fits(config, checkpoint)
+    return checkpoint
+
+
+def corrupt(config: Config, reasons: list[str]) -> DataError:
+    """The error for a parent's checkpoint that is not as it was written. No other one is taken."""
+    parent = Parent.of(config)
+    assert parent
+    if not parent.folder.is_dir():
+        reasons = [f"{parent.folder} was removed while it was read"]
+    return DataError(
+        f"run {config.run}: its parent {config.parent} is corrupt: {'; '.join(reasons)}",
+        cause="a disk error, an edit, or the parent run is training and removed it (train.keep_last)",
+        fix=f"name another step: {_steps_there(parent)}; `forge validate {parent.paths.root} --all`"
+        " says which are valid",
+    )
+
+
+def _missing(config: Config, parent: Parent) -> ConfigError:
+    what = f"run {config.run}: its parent {config.parent} does not exist: "
+    if not parent.paths.root.is_dir():
+        return ConfigError(
+            f"{what}there is no run {parent.run} in {parent.paths.root.parent}",
+            cause="a misspelt name, or the parent was never trained",
+            fix=f"train {parent.run} first; on the sample sheet, add run {config.run} after that",
+        )
+    return ConfigError(
+        f"{what}{parent.paths.checkpoints} has {_steps_there(parent)}",
+        cause="not trained so far, removed by train.keep_last, or moved to quarantine",
+        fix=f"name a step that is there, or train {parent.run} so far first; train.keep_every: N in"
+        " its config keeps every checkpoint at a multiple of N",
+    )
+
+
+def _steps_there(parent: Parent) -> str:
+    folders = store.committed(parent.paths.checkpoints)
+    steps = ", ".join(str(checkpoint_step(folder.name)) for folder in folders)
+    return f"the steps {steps}" if steps else "no checkpoint"
+
+
+def _check_fits(config: Config, checkpoint: store.Checkpoint) -> None:
+    if problems := list(_misfits(config, checkpoint.manifest["lineage"]["config"])):
+        raise ConfigError(
+            f"run {config.run} cannot start from {config.parent}: {'; '.join(problems)}",
+            cause="a run has the model, the data and the batch size of its parent",
+            fix="give these keys the parent's values; or leave out parent, to start at step 0",
+        )
+    if config.train.max_steps <= checkpoint.step:
+        raise ConfigError(
+            f"run {config.run}: train.max_steps is {config.train.max_steps}, but its parent"
+            f" {config.parent} is at step {checkpoint.step} already",
+            cause="steps are counted from the start of the parent",
+            fix=f"set train.max_steps to more than {checkpoint.step}",
+        )
+
+
+def _misfits(config: Config, made_by: dict[str, Any]) -> Iterator[str]:
+    for section, keys in KEPT.items():
+        for key in keys:
+            now, then = getattr(getattr(config, section), key), made_by[section].get(key)
+            if now != then:
+                yield store.differs(f"{section}.{key}", now, then)
+    yield from store.changed_ids(config, made_by)
+
+
+def refuse_circles(runs: Mapping[str, Config]) -> None:
+    """ConfigError where runs of a sheet are each other's parents: none of them could be first."""
+    for name in runs:
+        line = [name]
+        while (parent := Parent.of(runs[line[-1]])) and parent.run in runs:
+            line.append(parent.run)
+            if parent.run in line[:-1]:
+                raise ConfigError(
+                    f"the parents of these runs go round in a circle: {' from '.join(line)}",
+                    fix="let one of them start without a parent",
+                )
+
+
+def lineage(
+    config: Config, own: store.Checkpoint | None, start: store.Checkpoint | None
+) -> dict[str, Any]:
+    """{"parent": …} for the lineage of a run's next checkpoints; {} without a parent.
+
+    own: the checkpoint of its own that the run resumes from, which names the parent. start: else the
+    parent's checkpoint.
+    """
+    if own is not None:
+        then = own.manifest["lineage"].get("parent")
+        return {"parent": then} if then else {}
+    parent = Parent.of(config)
+    if parent is None or start is None:
+        return {}
+    return {"parent": {"run": parent.run, "step": start.step, "digest": start.manifest["digest"]}}
+
+
+def way_on(config: Config, saved_step: int) -> str:
+    """What to do after a run has diverged. saved_step: of its newest checkpoint, 0 without one."""
+    name = f"{config.run}@{saved_step}" if saved_step > first_step(config) else config.parent
+    if name is None:
+        return "lower train.lr or raise train.warmup_steps under a new run name"
+    return (
+        f"start a new run with parent: {name}, or a step from before the loss rose, and a lower"
+        " train.lr (config/README.md)"
+    )

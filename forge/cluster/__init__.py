@@ -1,0 +1,1 @@
+"""Slurm and the hosts: jobs, nodes, placement, network, locks, checks before submission."""

@@ -1,0 +1,121 @@
+"""What the jobs of this workflow will ask Slurm for, as the executor will submit them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from forge.cluster import slurm
+
+
+@dataclass(frozen=True)
+class Request:
+    """One job as the executor will submit it: per node, in minutes and MB."""
+
+    rules: tuple[str, ...]  # several: the allocation of a run
+    minutes: int
+    other_minutes: int = 0  # of an allocation, without `fit`
+    account: str = ""
+    partition: str = ""  # "": Slurm's default; may name several, a,b
+    nodes: int = 1
+    tasks_per_node: int = 1
+    cpus_per_task: int = 1
+    mem_mb: int = 0
+    gres: str = ""
+    constraint: str = ""
+    qos: str = ""
+    extra: str = ""  # more options of sbatch
+
+    @classmethod
+    def of(cls, job: Any) -> Request:
+        """What Snakemake's job, or group of jobs, asks for."""
+        members = list(job.jobs) if job.is_group() else [job]
+        asked = job.resources.get
+        nodes = _int(asked("nodes")) or 1
+        tasks = _int(asked("tasks_per_node")) or -(-_int(asked("tasks")) // nodes) or 1
+        cpus = _int(asked("cpus_per_task")) or _int(job.threads) or 1
+        others = [m.resources.get("runtime") for m in members if m.rule.name != "fit"]
+        return cls(
+            rules=tuple(sorted(member.rule.name for member in members)),
+            minutes=_int(asked("runtime")),
+            other_minutes=sum(map(_int, others)) if job.is_group() else 0,
+            nodes=nodes,
+            tasks_per_node=tasks,
+            cpus_per_task=cpus,
+            mem_mb=_int(asked("mem_mb")) or _int(asked("mem_mb_per_cpu")) * cpus * tasks,
+            account=str(asked("slurm_account") or ""),
+            partition=str(asked("slurm_partition") or ""),
+            gres=str(asked("gres") or ""),
+            constraint=str(asked("constraint") or ""),
+            qos=str(asked("qos") or ""),
+            extra=str(asked("slurm_extra") or ""),
+        )
+
+    @property
+    def name(self) -> str:
+        return "the allocation of a run" if self.is_allocation else f"rule {self.rules[0]}"
+
+    @property
+    def is_allocation(self) -> bool:
+        return len(self.rules) > 1 or self.rules == ("fit",)
+
+    @property
+    def place(self) -> str:
+        """Where a profile sets its resources."""
+        if self.is_allocation:
+            return "set-resources of fit"
+        return f"default-resources, or set-resources of {self.rules[0]}"
+
+    @property
+    def cpus(self) -> int:
+        """Cores on each node."""
+        return self.cpus_per_task * self.tasks_per_node
+
+    @property
+    def gpus(self) -> tuple[str, int]:
+        """Model ("" for any) and number of GPUs on each node."""
+        found = re.fullmatch(r"gpu(?::([A-Za-z][\w.-]*))?(?::(\d+))?", self.gres)
+        return (found.group(1) or "", int(found.group(2) or 1)) if found else ("", 0)
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Features that every node must have; none where the constraint is a formula."""
+        plain = re.fullmatch(r"[\w.,&-]*", self.constraint)
+        return frozenset(filter(None, re.split("[,&]", self.constraint))) if plain else frozenset()
+
+    @property
+    def excluded(self) -> frozenset[str]:
+        given = [word for word in shlex.split(self.extra) if word.startswith("--exclude=")]
+        return frozenset(name for word in given for name in slurm.expand(word.partition("=")[2]))
+
+    @property
+    def options(self) -> list[str]:
+        """The options of sbatch."""
+        values = {
+            **{"account": self.account, "partition": self.partition, "nodes": self.nodes},
+            **{"cpus-per-task": self.cpus_per_task, "mem": self.mem_mb, "time": self.minutes},
+            **{"gres": self.gres, "constraint": self.constraint, "qos": self.qos},
+        }
+        # With GPUs the executor gives no --ntasks; the allocation of a run has --ntasks-per-node.
+        tasks = [] if self.gpus[1] else [f"--ntasks={self.nodes * self.tasks_per_node}"]
+        given = [f"--{name}={value}" for name, value in values.items() if value]
+        return [*given, *tasks, *shlex.split(self.extra)]
+
+
+def _int(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def requests_of(jobs: Iterable[Any]) -> list[Request]:
+    """What these jobs of Snakemake will ask Slurm for, equal ones once."""
+    remote = (job for job in jobs if not job.is_local)
+    here = (job for job in remote if not _other_cluster(job.resources))
+    return list(dict.fromkeys(Request.of(job) for job in here))
+
+
+def _other_cluster(resources: Any) -> bool:
+    """Whether the executor submits to another cluster than the one that is asked here."""
+    return any(resources.get(name) for name in ("cluster", "clusters", "slurm_cluster"))

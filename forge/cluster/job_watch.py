@@ -1,0 +1,304 @@
+"""How does the workflow's command learn that one of its Slurm jobs has ended, and why?
+
+Executor plugin 2.8.0 drops jobs when neither squeue nor sacct answers, waits for ever for a job that
+Slurm has forgotten, asks in pauses that grow to 180 s (and sleeps the last one out before the command
+ends), and never says why a job waits or who cancelled it. So its questions are replaced by these: one
+squeue for all jobs in short, even pauses. Submission and everything else stay the plugin's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pwd
+import re
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from forge.cluster import jobs, slurm
+from forge.cluster.jobs import QueuedJob
+from forge.cluster.pending import lasting_advice
+
+PLUGIN = "2.8.0"  # the version of the executor plugin that this was written for and tested with
+POLL_SEC = 5.0  # an end is told within 10 s: this pause, squeue, and asking who cancelled
+TELL_AGAIN_SEC = 600.0
+# Longer than a night or a day of maintenance; a command waits for nothing for ever.
+SILENCE_SEC = 48 * 3600.0
+SQUEUE_SEC = 10.0
+SACCT_SEC = 5.0
+# Accounting learns of a cancellation a moment after squeue does.
+WHO_SEC = 3.0
+
+RERUN = "Rerun the same command to submit it again; training resumes from its last checkpoint."
+# What a state of Slurm means where Forge itself could say nothing, and what to do.
+ENDS = {
+    "BOOT_FAIL": f"ended because a node did not boot. {RERUN}",
+    "CANCELLED": "was cancelled by {who}. " + RERUN,
+    "DEADLINE": f"ended at its deadline. {RERUN}",
+    "NODE_FAIL": "ended because a node failed ({nodes}). " + RERUN,
+    "OUT_OF_MEMORY": f"ended because it used more memory than it has: raise mem_mb. {RERUN}",
+    "PREEMPTED": "was preempted, and its partition cancels preempted jobs: rerun the same command,"
+    " or set another slurm_partition in the profile.",
+    "TIMEOUT": f"ended at its time limit: raise runtime in the profile. {RERUN}",
+}
+# In what sbatch and sacctmgr say while a daemon is away. Not "timed out": the job may be in the queue.
+AWAY = (slurm.CONTROLLER_AWAY, "Connection refused")
+# Slurm may send these back to the queue: they count when they are seen twice.
+PASSING = ("NODE_FAIL", "PREEMPTED")
+
+
+def install(executor: Any) -> None:
+    """Let the Slurm executor of this Snakemake ask for its jobs as told above. Called once, before
+    the first job is submitted."""
+    watch = JobWatch(executor)
+    executor.run_job = watch.submit
+    executor._report_job_error_threadsafe = watch.note_refusal
+    executor.cancel_jobs = watch.cancel
+    executor.check_active_jobs = watch.check
+    executor.sleep = watch.sleep
+
+
+class JobWatch:
+    """The jobs of one executor: submit() runs in threads of the plugin, check() and sleep() in the
+    one that waits for jobs, cancel() in the main thread."""
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+        self._submit, self._cancel = executor.run_job, executor.cancel_jobs  # the plugin's own
+        self._cancelled = False
+        self._refusals: dict[int, str] = {}  # id() of a job that is being submitted -> why not
+        self._before: dict[int, list[object]] = {}  # id() of a job -> its outputs before it
+        self._asked: list[Any] = []  # what has not ended of the jobs that are being asked for
+        self._told: dict[str, tuple[str, float]] = {}  # about what -> its state, when
+        self._unlisted: dict[str, float] = {}  # job id -> since when Slurm does not list it
+        self._passing: set[str] = set()
+        self._silent_since: float | None = None  # on the monotonic clock
+
+    def submit(self, job: Any) -> None:
+        """Submit a job, again and again while Slurm is away, for SILENCE_SEC at most."""
+        # What an earlier job left is no success of this one.
+        self._before[id(job)] = _stamps(job)
+        end = time.monotonic() + SILENCE_SEC
+        while trouble := self._try_to_submit(job):
+            is_away = any(sign in trouble for sign in AWAY) and time.monotonic() < end
+            if self._cancelled or not is_away:
+                self._refuse(job, trouble)
+                return
+            self._tell("sbatch", "away", f"{_name(job)} waits until Slurm takes new jobs")
+            time.sleep(POLL_SEC)
+        self._told.pop("sbatch", None)
+
+    def _try_to_submit(self, job: Any) -> str:
+        """Why the job could not be submitted; empty when it was."""
+        self._refusals[id(job)] = ""
+        try:
+            self._submit(job)
+        except Exception as err:  # nobody would see it, and Snakemake would wait for ever
+            return str(err.__context__ or err)
+        return self._refusals.pop(id(job))
+
+    def note_refusal(self, info: Any, msg: str) -> None:
+        """In place of the plugin's report, which for a group does not hold what sbatch said."""
+        if id(info.job) in self._refusals:
+            self._refusals[id(info.job)] = msg
+        else:  # of an array
+            self._refuse(info.job, msg)
+
+    def _refuse(self, job: Any, why: str) -> None:
+        self._fail(job, f"{_name(job)} could not be submitted: {why}")
+
+    def cancel(self, active: Sequence[Any]) -> None:
+        """Cancel these jobs, and those that Snakemake has in no list while they are asked for."""
+        self._cancelled = True
+        self._cancel([*active, *self._asked_without(active)])
+
+    async def sleep(self) -> None:
+        """The pause between two questions; over at once when the executor shuts down."""
+        end = time.monotonic() + POLL_SEC
+        while self._executor.wait and time.monotonic() < end:
+            await asyncio.sleep(0.1)
+
+    async def check(self, active: Sequence[Any]) -> AsyncIterator[Any]:
+        """Report the jobs that have ended, yield those that have not. Jobs are kept while Slurm does
+        not answer, for SILENCE_SEC at most."""
+        self._asked = list(active)
+        queue = self._queue() if active else {}
+        for info in active:
+            if queue is None:
+                lives = self._lives_unheard(info)
+            else:
+                lives = self._lives(info, queue.get(str(info.external_jobid)))
+            if lives:
+                yield info
+            else:
+                self._asked = self._asked_without([info])
+
+    def _asked_without(self, others: Sequence[Any]) -> list[Any]:
+        """What is being asked for, or was asked for last and lives, and is none of the others."""
+        return [info for info in self._asked if not any(info is other for other in others)]
+
+    def _queue(self) -> dict[str, QueuedJob] | None:
+        """This command's jobs by id, those that Slurm still knows; None while it is silent."""
+        try:
+            found = jobs.read_queue(
+                [os.getuid()],
+                name=self._executor.run_uuid,
+                patience_sec=0,
+                timeout_sec=SQUEUE_SEC,
+            )
+        except slurm.SlurmSilent as err:
+            first = err.what.splitlines()[0]
+            words = f"{first}. Jobs go on without it; this command asks again every {POLL_SEC:g} s."
+            self._tell("slurm", "silent", words)
+            self._silent_since = self._silent_since or time.monotonic()
+            return None
+        self._silent_since = None
+        if self._told.pop("slurm", None):
+            self._executor.logger.info("Slurm answers again")
+        return {job.id: job for job in found}
+
+    def _lives_unheard(self, info: Any) -> bool:
+        """Whether to ask for this job again after Slurm did not answer. Reports it otherwise."""
+        if time.monotonic() - (self._silent_since or time.monotonic()) < SILENCE_SEC:
+            return True
+        self._fail(
+            info.job,
+            f"{_name(info.job, info.external_jobid)}: Slurm has not answered for"
+            f" {SILENCE_SEC / 3600:g} hours. The job may still run. Rerun the same command when"
+            " `squeue` answers: it finds the job, or what the job left.",
+        )
+        return False
+
+    def _lives(self, info: Any, job: QueuedJob | None) -> bool:
+        """Whether to ask for this job again. Reports it otherwise. job: None if it is not listed."""
+        if job is None:
+            return self._lives_unlisted(info)
+        self._unlisted.pop(job.id, None)
+        if job.is_waiting and (advice := lasting_advice(job.id, job.reason)):
+            words = f"waits for what does not pass by itself ({job.reason}): {advice}"
+            self._tell(job.id, job.reason, f"{_name(info.job, job.id)} {words}")
+        else:
+            self._told.pop(job.id, None)
+        if job.state in PASSING and job.id not in self._passing:
+            self._passing.add(job.id)
+            return True
+        self._passing.discard(job.id)
+        return not self._has_ended(info, job.state, job.nodes)
+
+    def _lives_unlisted(self, info: Any) -> bool:
+        """Slurm forgets a job MinJobAge after its end. Then count the job's completion record (its
+        outputs, written last), what accounting says, and at last that it left nothing."""
+        since = self._unlisted.setdefault(info.external_jobid, time.monotonic())
+        if self._left_outputs(info.job):
+            self._executor.report_job_success(info)
+            return False
+        state = slurm.accounted_state(info.external_jobid, timeout_sec=SACCT_SEC)
+        if self._has_ended(info, state.split(" ")[0], ""):
+            return False
+        # Files of other nodes may show up late.
+        if time.monotonic() - since < self._executor.workflow.execution_settings.latency_wait:
+            return True
+        missing = [str(path) for path in info.job.output if not Path(path).exists()]
+        what = f"left no {', '.join(missing)}" if missing else "left its outputs as they were"
+        self._fail(
+            info.job,
+            f"{_name(info.job, info.external_jobid)} is no longer known to Slurm and {what}. {RERUN}",
+        )
+        return False
+
+    def _left_outputs(self, job: Any) -> bool:
+        """Whether all outputs are there and none is the one that was there before the job."""
+        before = self._before.get(id(job))
+        if not before:  # no outputs, or submitted by an array, which does not pass run_job
+            return False
+        pairs = zip(before, _stamps(job), strict=True)
+        return all(now is not None and now != then for then, now in pairs)
+
+    def _has_ended(self, info: Any, state: str, nodes: str) -> bool:
+        """Report a job in a final state; False for any other state."""
+        if state == "COMPLETED":
+            self._executor.report_job_success(info)
+            return True
+        if state not in (*ENDS, "FAILED"):
+            return False
+        log = Path(info.aux["slurm_logfile"])
+        has_log = _is_there(log)
+        if state == "FAILED" and has_log:
+            self._executor.report_job_error(info, msg="", aux_logs=[str(log)])
+        elif state == "FAILED":
+            self._fail(info.job, self._no_log(info, nodes))
+        else:
+            who = self._canceller(info.external_jobid) if state == "CANCELLED" else ""
+            words = ENDS[state].format(who=who, nodes=nodes or "which one, sacct may know")
+            where = f"\nSlurm's log: {log}" if has_log else ""
+            self._fail(info.job, f"{_name(info.job, info.external_jobid)} {words}{where}")
+        return True
+
+    def _no_log(self, info: Any, nodes: str) -> str:
+        """The job ended before its first node, which writes Slurm's log, could begin."""
+        host = slurm.expand(nodes)[0] if nodes else "NODE"
+        return (
+            f"{_name(info.job, info.external_jobid)} failed on {host} before it wrote a line: does it"
+            f" see {Path.cwd()}?\n"
+            f"Try: srun -w {host} --chdir=/ ls -d {Path.cwd()}\n"
+            "Put the project on storage that all nodes see, or leave the node out: slurm.exclude in"
+            " machine.yaml."
+        )
+
+    def _canceller(self, job_id: str) -> str:
+        """Name of the user who cancelled the job, as accounting has it."""
+        end = time.monotonic() + WHO_SEC
+        while True:
+            state = slurm.accounted_state(job_id, timeout_sec=SACCT_SEC)
+            if found := re.search(r"by (\d+)", state):
+                return _user(int(found[1]))
+            if time.monotonic() > end:
+                return "somebody (accounting does not say who)"
+            time.sleep(0.5)
+
+    def _fail(self, job: Any, words: str) -> None:
+        """One line in place of Snakemake's report of each rule, which knows no cause."""
+        self._executor.logger.error(words)
+        self._executor.workflow.scheduler.error_callback(job)
+
+    def _tell(self, about: str, state: str, words: str) -> None:
+        """Say it at once and again every ten minutes while the state stays."""
+        told, when = self._told.get(about, ("", 0.0))
+        if told != state or time.monotonic() - when >= TELL_AGAIN_SEC:
+            self._executor.logger.warning(words)
+            self._told[about] = (state, time.monotonic())
+
+
+def _stamps(job: Any) -> list[object]:
+    """Something that changes with each of the job's outputs; None for one that is not there."""
+    found: list[object] = []
+    for path in map(Path, job.output):
+        try:
+            stat = path.stat()
+            found.append((stat.st_mtime_ns, stat.st_ino, stat.st_size))
+        except OSError:
+            found.append(None)
+    return found
+
+
+def _is_there(path: Path) -> bool:
+    """Whether the file exists. Listing its folder makes a network file system look anew."""
+    return path.parent.is_dir() and path in path.parent.iterdir()
+
+
+def _name(job: Any, job_id: str = "") -> str:
+    """`job 12 (run base)` for a run's allocation, `job 13 (rule validate_run, run base)`."""
+    rules = "" if job.is_group() else f"rule {job.rule.name}"
+    members = job.jobs if job.is_group() else [job]
+    runs = {dict(member.wildcards_dict).get("run", "") for member in members}
+    words = [word for word in (rules, *(f"run {run}" for run in sorted(runs) if run)) if word]
+    return f"{f'job {job_id}' if job_id else 'a job'} ({', '.join(words)})"
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"

@@ -1,0 +1,99 @@
+"""Which jobs in Slurm's queue belong to which run?"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from forge.cluster import slurm
+
+ALLOCATION = "allocation"  # what the groups of rules in a run's job are called
+ALLOCATION_RULES = ("stage_run", "preflight_run", "fit")
+FORMAT = "%i|%T|%r|%N|%V|%S|%k|%Z"  # man squeue
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job as one line of squeue tells it. Times in seconds since the epoch."""
+
+    id: str
+    state: str
+    reason: str  # why it waits
+    nodes: str  # as Slurm writes them, such as node[01-02]; "" while it waits
+    submitted: float | None
+    start: float | None  # while it waits, when Slurm expects to start it
+    run: str | None  # the run that this project's Snakemake submitted it for
+    folder: Path  # where it was submitted
+
+    @property
+    def is_living(self) -> bool:
+        """Whether its processes may still run."""
+        return self.state in slurm.LIVING
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.state in slurm.WAITING
+
+
+def run_of(comment: str) -> str | None:
+    """The run that an allocation was submitted for, from the comment that the executor gives a job:
+    the group and its rules, such as rule_allocation-base_fit_stage_run."""
+    rules = "|".join(ALLOCATION_RULES)
+    match = re.fullmatch(rf"rule_{ALLOCATION}-(.+?)(?:_(?:{rules}))+", comment)
+    return match.group(1) if match else None
+
+
+def read_queue(
+    users: Iterable[int],
+    *,
+    name: str | None = None,
+    patience_sec: float | None = None,
+    timeout_sec: float = slurm.ASK_SEC,
+) -> list[QueuedJob]:
+    """The jobs of these users (uids), by one squeue; the times are those of slurm.ask, 0 for who
+    wants an answer now. name: only the jobs of this name, also those that ended less than MinJobAge
+    ago. Raises SlurmSilent."""
+    line = ["squeue", "--noheader", f"--user={','.join(map(str, sorted(users)))}"]
+    line += [f"--name={name}", "--states=all", "--array"] if name else []
+    try:
+        text = slurm.ask(
+            *line, f"--format={FORMAT}", patience_sec=patience_sec, timeout_sec=timeout_sec
+        )
+    except slurm.Refused as err:
+        raise slurm.silent(str(err)) from None
+    # A comment of somebody's own job may hold a line break: such lines are not ours.
+    return [parse_line(line) for line in text.splitlines() if line.count("|") >= 7]
+
+
+def parse_line(line: str) -> QueuedJob:
+    """A job from a line of squeue in FORMAT."""
+    job_id, state, reason, nodes, submitted, start, comment, folder = line.split("|", 7)
+    run = run_of(comment)
+    times = (_seconds(submitted), _seconds(start))
+    return QueuedJob(job_id, state, reason, nodes, *times, run, Path(folder))
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None  # N/A
+
+
+def of_run(queue: Iterable[QueuedJob], name: str, ids: set[str], project: Path) -> QueuedJob | None:
+    """The job in the queue that works for a run, one that lives before one that waits.
+
+    ids: jobs that the run's own files name. project: where its Snakemake is called.
+    """
+    home = os.path.realpath(project)
+    mine = [
+        job
+        for job in queue
+        if job.id in ids or (job.run == name and os.path.realpath(job.folder) == home)
+    ]
+    wanted = [job for job in mine if job.is_living] + [job for job in mine if job.is_waiting]
+    return wanted[0] if wanted else None

@@ -1,0 +1,278 @@
+"""Slurm: the only place that runs its commands and reads what they print."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from forge.core.errors import UnfitError
+
+# slurmctld may be restarting: a question is asked again until this has passed.
+PATIENCE_SEC = 60.0
+ASK_SEC = 20.0
+
+CONTROLLER_AWAY = "Unable to contact"  # "Unable to contact slurm controller (connect failure)"
+
+# Job states in which its processes may still run (man squeue, JOB STATE CODES).
+LIVING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING", "SIGNALING", "STAGE_OUT")
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+
+# What srun may inherit; the rest describes the batch step and would add silent options to ours.
+KEPT = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CLUSTER_NAME", "SLURM_TMPDIR")
+
+
+class SlurmSilent(UnfitError):
+    """Slurm's controller did not answer in time, or its commands are not there."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as `scontrol show job` tells it."""
+
+    id: str
+    state: str
+    restarts: int
+    nodes: tuple[str, ...]  # short names, in Slurm's order; () while it waits
+    cpus_per_task: int
+    partition: str
+    name: str
+    batch: bool  # False: salloc, which cannot be requeued
+    end_time: float | None  # seconds since the epoch, None when there is no limit
+    is_preempted: bool = False  # another job takes its nodes
+    cpus: tuple[tuple[str, int], ...] = ()  # of each node, as many as the job was given
+
+    @property
+    def is_living(self) -> bool:
+        """Whether its processes may still run."""
+        return self.state in LIVING
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.state in WAITING
+
+
+def is_here() -> bool:
+    """Whether this machine has Slurm's commands."""
+    return shutil.which("scontrol") is not None
+
+
+def this_job_id() -> str | None:
+    """The Slurm job that this process belongs to, or None."""
+    return os.environ.get("SLURM_JOB_ID") or None
+
+
+def show_job(
+    job_id: str, *, patience_sec: float | None = None, timeout_sec: float = ASK_SEC
+) -> Job | None:
+    """The job; None when Slurm has forgotten it. Raises SlurmSilent, when as `ask` says."""
+    line = ("scontrol", "show", "job", "--details", "--oneliner", job_id)
+    try:
+        text = ask(*line, patience_sec=patience_sec, timeout_sec=timeout_sec)
+    except Refused as err:
+        if "Invalid job id" in str(err):
+            return None
+        raise silent(str(err)) from None
+    return parse_job(text)
+
+
+def parse_job(text: str) -> Job:
+    """A job from a line of `scontrol show job --details --oneliner`."""
+
+    def field(name: str, otherwise: str = "") -> str:
+        found = re.search(rf"(?:^|\s){re.escape(name)}=(\S*)", text)
+        value = found.group(1) if found else otherwise
+        return otherwise if value in ("(null)", "N/A") else value
+
+    nodes = field("NodeList")
+    end = field("EndTime", "Unknown")
+    return Job(
+        id=field("JobId"),
+        state=field("JobState"),
+        restarts=int(field("Restarts", "0")),
+        nodes=tuple(expand(nodes)) if nodes else (),
+        cpus_per_task=int(field("CPUs/Task", "1")),
+        partition=field("Partition"),
+        name=field("JobName"),
+        batch=field("BatchFlag", "0") != "0",
+        end_time=None if end == "Unknown" else datetime.fromisoformat(end).timestamp(),
+        is_preempted=field("PreemptTime", "None") != "None",
+        cpus=tuple(
+            (name, sum(map(_num_ids, ids.split(","))))
+            for names, ids in re.findall(r"\sNodes=(\S+) CPU_IDs=([\d,-]+)", text)
+            for name in expand(names)
+        ),
+    )
+
+
+def _num_ids(ids: str) -> int:
+    first, _, last = ids.partition("-")  # 7 or 0-3
+    return int(last or first) - int(first) + 1
+
+
+def this_job() -> Job | None:
+    """The job that this process belongs to; None outside of Slurm. Raises SlurmSilent."""
+    job_id = this_job_id()
+    return show_job(job_id) if job_id and is_here() else None
+
+
+def expand(hostlist: str) -> list[str]:
+    """Names in a Slurm host list: `node[01-02],login` gives node01, node02, login."""
+    names: list[str] = []
+    for part in re.findall(r"(?:[^,\[]+(?:\[[^\]]*\])?)+", hostlist):
+        names += _expand_part(part)
+    return names
+
+
+def _expand_part(part: str) -> list[str]:
+    found = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)
+    if not found:
+        return [part]
+    head, ranges, tail = found.groups()
+    names = []
+    for item in ranges.split(","):
+        first, _, last = item.partition("-")
+        numbers = range(int(first), int(last or first) + 1)
+        names += [f"{head}{n:0{len(first)}d}{rest}" for n in numbers for rest in _expand_part(tail)]
+    return names
+
+
+def srun(
+    job_id: str,
+    hosts: Sequence[str],
+    *,
+    tasks_per_node: int = 1,
+    cpus_per_task: int = 1,
+    options: Sequence[str] = (),
+) -> list[str]:
+    """The start of an srun line that puts tasks on these hosts of a job and on no others.
+
+    Everything is explicit: inside a rule Snakemake has removed the variables that srun would read.
+    """
+    return [
+        "srun",
+        f"--jobid={job_id}",
+        f"--nodes={len(hosts)}",
+        f"--ntasks={len(hosts) * tasks_per_node}",
+        f"--ntasks-per-node={tasks_per_node}",
+        f"--nodelist={','.join(hosts)}",
+        f"--cpus-per-task={cpus_per_task}",
+        "--mpi=none",  # else a site's default may wait for an MPI start-up that never comes
+        "--export=ALL",
+        *options,
+    ]
+
+
+def environment() -> dict[str, str]:
+    """What a Slurm command should inherit: all but what describes another step."""
+    dropped = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_")
+    return {k: v for k, v in os.environ.items() if k in KEPT or not k.startswith(dropped)}
+
+
+def run(command: Sequence[str], *, timeout_sec: float) -> tuple[str, str]:
+    """What a Slurm command prints, and its trouble in words ("" when it went well)."""
+    try:
+        done = subprocess.run(
+            command,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_sec,
+            env={**environment(), "SLURM_TIME_FORMAT": "standard"},
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {timeout_sec:g} s"
+    except OSError as err:
+        return "", f"{command[0]}: {err}"
+    if done.returncode:
+        return done.stdout, done.stderr.strip() or f"exit status {done.returncode}"
+    return done.stdout, ""
+
+
+def answers(job_id: str, host: str, timeout_sec: float) -> bool:
+    """Whether this node of the job starts a process within the time; also yes where only Slurm's
+    controller is away, of which the node cannot be blamed."""
+    line = srun(job_id, [host], options=("--overlap", "--gres=none", "--immediate=10"))
+    trouble = run([*line, "true"], timeout_sec=timeout_sec)[1]
+    return not trouble or CONTROLLER_AWAY in trouble
+
+
+def output_on(job_id: str, host: str, command: Sequence[str], timeout_sec: float = 60) -> str:
+    """What a short command prints on one node of the job. Raises UnfitError that names the node."""
+    line = srun(job_id, [host], options=("--overlap", "--gres=none"))
+    output, trouble = run([*line, *command], timeout_sec=timeout_sec)
+    if trouble:
+        raise UnfitError(
+            f"node {host} cannot run {command[0]}: {trouble}",
+            cause="the node is down, or does not see this Python",
+            fix="run the target preflight, which names unfit nodes",
+        )
+    return output
+
+
+def cancel_step(job_id: str, name: str) -> None:
+    """Kill the job's steps of this name, also on nodes whose srun is gone. Silence is no error."""
+    with contextlib.suppress(Refused, SlurmSilent):
+        listed = ask("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i|%j")
+        for line in listed.splitlines():
+            step, _, found = line.strip().partition("|")
+            if found == name:
+                ask("scancel", "--signal=KILL", step)
+
+
+def accounted_state(job_id: str, *, timeout_sec: float) -> str:
+    """The job's state in Slurm's accounting, such as `CANCELLED by 1000` (a uid); "" when accounting
+    does not answer or does not know the job."""
+    line = ["sacct", "--jobs", job_id, "--allocations", "--noheader", "--parsable2"]
+    lines = run([*line, "--format=State"], timeout_sec=timeout_sec)[0].splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def requeue(job_id: str) -> str:
+    """Send the job back to the queue; "" or why Slurm would not."""
+    try:
+        ask("scontrol", "requeue", job_id)
+    except (Refused, SlurmSilent) as err:
+        return str(err)
+    return ""
+
+
+class Refused(Exception):
+    """The command answered, with an error."""
+
+
+def ask(*command: str, patience_sec: float | None = None, timeout_sec: float = ASK_SEC) -> str:
+    """What a Slurm command prints. Asked again for so long (PATIENCE_SEC) while the controller does
+    not answer; each time for timeout_sec at most. Raises SlurmSilent and Refused."""
+    end = time.monotonic() + (PATIENCE_SEC if patience_sec is None else patience_sec)
+    while True:
+        output, trouble = run(command, timeout_sec=timeout_sec)
+        if not trouble:
+            return output
+        if not is_silence(trouble):
+            raise Refused(trouble)
+        if time.monotonic() > end:
+            raise silent(f"{command[0]}: {trouble}")
+        time.sleep(1)
+
+
+def is_silence(trouble: str) -> bool:
+    return any(
+        sign in trouble
+        for sign in (CONTROLLER_AWAY, "Connection refused", "timed out", "no answer within")
+    )
+
+
+def silent(trouble: str) -> SlurmSilent:
+    return SlurmSilent(
+        f"Slurm does not answer: {trouble}",
+        cause="its controller is down or restarting, or this node has no Slurm commands",
+        fix="ask `sinfo`; give the same command again when it answers",
+    )

@@ -1,0 +1,426 @@
+"""The science of a run: typed sections with units, defaults and limits. The one source of defaults.
+
+The JSON schema and the table in config/README.md are generated from here (`python -m forge.config_docs`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from forge.core.errors import ConfigError
+from forge.core.values import describe, read_cell, read_text, read_yaml, shown
+
+# Never a path, an option or a piece of shell; also the wildcard constraint of the workflow.
+RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
+# A checkpoint of another run. Steps fit into 64 bits.
+PARENT = rf"({RUN_NAME})@([1-9][0-9]{{0,17}})"
+# Names of folders say nothing about what is trained.
+FOLDERS = ("run", "results", "data")
+
+# Keys that may change between two starts of one run; every other key of model and train is part of
+# what the checkpoint is, and a change is refused.
+FREE: dict[str, Any] = {"resume": "free"}
+
+MAX_NAME_BYTES = 255  # of one file or directory, on every file system of Linux (NAME_MAX)
+MAX_PATH_BYTES = 3072  # Linux takes 4096 (PATH_MAX); Forge adds names of its own
+MAX_MIB = 2**30  # a PiB
+
+
+def _usable_path(path: str) -> str:
+    if "\0" in path:
+        raise ValueError("a null byte cannot be part of a path")
+    longest = max(path.split("/"), key=lambda name: len(name.encode()))
+    if len(longest.encode()) > MAX_NAME_BYTES:
+        raise ValueError(f"a name in it has more than {MAX_NAME_BYTES} bytes: {longest:.20}…")
+    if len(path.encode()) > MAX_PATH_BYTES:
+        raise ValueError(f"the path has more than {MAX_PATH_BYTES} bytes")
+    return path
+
+
+FilePath = Annotated[str, AfterValidator(_usable_path)]
+
+
+class Section(BaseModel):
+    """Unknown keys are refused: a misspelt key that trains with a default costs days."""
+
+    # validate_default: a default 64 of a float key must be the same 64.0 that a file gives.
+    # allow_inf_nan: infinity satisfies every lower bound, then fails or diverges hours later.
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
+            raise ValueError("Input should be a number")
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _integer_fits(cls, value: Any) -> Any:
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError("Input should fit into 64 bits")
+        return value
+
+
+class Tokenizer(Section):
+    """Where the tokenizer comes from."""
+
+    source: Literal["train", "path", "hub"] = "train"
+    """`train` a byte-level BPE on the corpus, take a file (`path`), or a `hub` repository."""
+    vocab_size: int = Field(4096, ge=257, le=2**24)
+    """Number of ids of a trained tokenizer, its end-of-text token included."""
+    sample_mib: float = Field(64, gt=0, le=MAX_MIB)
+    """A trained tokenizer sees at most this much of the corpus (MiB), spread evenly over the files."""
+    path: FilePath | None = None
+    """The tokenizer.json for `source: path`."""
+    hub: str | None = None
+    """`owner/name@revision` for `source: hub`; fetched on a login node."""
+    eos_token: str | None = None
+    """Token that ends a document; null finds it in the tokenizer's own files."""
+
+    @model_validator(mode="after")
+    def _source_has_its_key(self) -> Self:
+        for source in ("path", "hub"):
+            if self.source == source and not getattr(self, source):
+                raise ValueError(f"source is {source!r}, so {source} must be given")
+        if self.hub and not re.fullmatch(r"[\w.-]+/[\w.-]+@[\w./-]+", self.hub):
+            raise ValueError(f"hub is {self.hub!r}; it must look like owner/name@revision")
+        return self
+
+
+class Tokenize(Section):
+    """What the corpus is and how it becomes shards of token ids."""
+
+    inputs: list[FilePath] = Field(default=["python:stdlib"], min_length=1)
+    """Files, folders, globs; `python:stdlib` is the text every Python brings along."""
+    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    """`auto` goes by the file name (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, else text)."""
+    text_field: str = "text"
+    """Field or column that holds the text in JSONL and parquet."""
+    document_separator: str | None = None
+    """Cuts text files into documents at this string; null makes each text file one document."""
+    invalid_utf8: Literal["error", "replace"] = "error"
+    """Bytes that are not UTF-8: stop with file and offset, or put U+FFFD in their place."""
+    val_fraction: float = Field(0.05, gt=0, lt=1)
+    """Share of documents held out for evaluation, chosen by the digest of the document."""
+    shard_tokens: int = Field(2**26, ge=1024)
+    """A shard ends at the first document that reaches this many tokens."""
+    part_mib: float = Field(4, gt=0, le=MAX_MIB)
+    """Input files are grouped to parts of about this size (MiB); a part is one unit of parallel work."""
+
+
+class Model(Section):
+    """Shape of the Llama-style decoder."""
+
+    dim: int = Field(256, ge=8)
+    """Width of the residual stream."""
+    layers: int = Field(4, ge=1)
+    """Number of decoder blocks."""
+    heads: int = Field(4, ge=1)
+    """Query heads; dim / heads is the head width and must be even."""
+    kv_heads: int | None = Field(None, ge=1)
+    """Key and value heads (grouped-query attention); null means as many as heads."""
+    ffn_dim: int | None = Field(None, ge=8)
+    """Inner width of SwiGLU; null means 8/3 dim, rounded up to a multiple of 64."""
+    rope_theta: float = Field(10000.0, gt=0)
+    """Base of the rotary position frequencies."""
+    norm_eps: float = Field(1e-5, gt=0)
+    """Epsilon of RMSNorm."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout after attention and feed-forward, in training only."""
+    tie_embeddings: bool = True
+    """Use one matrix for input and output embeddings."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.dim % self.heads or (self.dim // self.heads) % 2:
+            raise ValueError(
+                f"dim / heads must be a whole even number, got {self.dim} / {self.heads}"
+            )
+        if self.heads % self.num_kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        return self
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def inner_dim(self) -> int:
+        return self.ffn_dim or -(-(8 * self.dim // 3) // 64) * 64
+
+
+class Train(Section):
+    """Optimisation, evaluation and checkpoints."""
+
+    seed: int = Field(0, ge=0, lt=2**32)
+    """Decides initial weights, the order of the samples and dropout."""
+    seq_len: int = Field(256, ge=8)
+    """Tokens per sample."""
+    batch_size: int = Field(16, ge=1)
+    """Samples per step over all ranks."""
+    micro_batch_size: int | None = Field(None, ge=1, json_schema_extra=FREE)
+    """Samples per forward pass and rank; null means all of the rank's samples at once."""
+    max_steps: int = Field(200, ge=1, json_schema_extra=FREE)
+    """Stop after this many steps; may be raised later. Does not shape the schedule."""
+    decay_steps: int | None = Field(None, ge=1)
+    """The schedule reaches its minimum here; null means max_steps as at the run's first
+    start, warmup_steps at least."""
+    warmup_steps: int = Field(20, ge=0)
+    """Steps of linear warm-up."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """`cosine` decay, or warm-up, stable, linear decay (`wsd`)."""
+    wsd_decay_fraction: float = Field(0.2, gt=0, le=1)
+    """Share of decay_steps that `wsd` spends decaying."""
+    lr: float = Field(3e-3, gt=0)
+    """Peak learning rate."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Final learning rate as a share of the peak."""
+    weight_decay: float = Field(0.1, ge=0)
+    """AdamW weight decay, on matrices only."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW beta1."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW beta2."""
+    grad_clip: float = Field(1.0, gt=0)
+    """Largest gradient norm over all parameters."""
+    on_nonfinite: Literal["stop", "skip"] = Field("stop", json_schema_extra=FREE)
+    """A step whose loss or gradient norm is NaN or infinite on any rank: `stop` ends the run (exit 70),
+    `skip` leaves weights and optimizer state as they are and takes the next batch."""
+    max_skipped_steps: int = Field(10, ge=1, json_schema_extra=FREE)
+    """`skip` ends the run (exit 70) after this many skipped steps in a row."""
+    precision: Literal["fp32", "bf16"] | None = None
+    """Arithmetic of forward and backward (master weights are fp32); null: fp32 on CPU, bf16 on GPU."""
+    parallel: Literal["ddp", "fsdp2"] = Field("ddp", json_schema_extra=FREE)
+    """Replicate the model on every rank (`ddp`) or shard it (`fsdp2`)."""
+    compile: bool = Field(False, json_schema_extra=FREE)
+    """torch.compile the model; falls back with a warning where no compiler is."""
+    log_every: int = Field(5, ge=1, json_schema_extra=FREE)
+    """Steps between two metrics lines."""
+    eval_every: int = Field(50, ge=1, json_schema_extra=FREE)
+    """Steps between two evaluations; also before the first step and after the last."""
+    eval_samples: int = Field(64, ge=1, json_schema_extra=FREE)
+    """Held-out windows per evaluation, the same ones each time."""
+    checkpoint_every: int = Field(50, ge=1, json_schema_extra=FREE)
+    """Steps between two checkpoints."""
+    checkpoint_minutes: float | None = Field(None, gt=0, json_schema_extra=FREE)
+    """Minutes after which a checkpoint is due as well, however few steps there were."""
+    keep_last: int = Field(2, ge=1, json_schema_extra=FREE)
+    """Newest committed checkpoints to keep."""
+    keep_every: int | None = Field(None, ge=1, json_schema_extra=FREE)
+    """Also keep, for ever, the checkpoints whose step is a multiple of this."""
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if self.decay_steps is not None and self.warmup_steps > self.decay_steps:
+            raise ValueError(
+                f"warmup_steps {self.warmup_steps} is beyond decay_steps {self.decay_steps}"
+            )
+        return self
+
+
+class Validate(Section):
+    """How deep validation looks at the final checkpoint."""
+
+    depth: Literal["digests", "load", "probe"] = "probe"
+    """`digests` of all files; `load` also every tensor; `probe` also recomputed losses."""
+
+
+class Report(Section):
+    """What the report shows besides the curves."""
+
+    prompts: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=["def ", "class ", "import "], max_length=16
+    )
+    """The model continues each of these; the samples are in report and `forge show`."""
+    sample_tokens: int = Field(40, ge=1, le=1024)
+    """Tokens per sample. Beyond train.seq_len the model sees the last seq_len tokens only."""
+
+
+class Ids(Section):
+    """Content ids of the run's shared artefacts; filled in when a run's config is frozen."""
+
+    tokenizer: str = Field(pattern=r"^[0-9a-f]{12}$")
+    """Folder in `data/tokenizers/`."""
+    tokens: str = Field(pattern=r"^[0-9a-f]{12}$")
+    """Folder in `data/tokens/`."""
+
+
+class Config(Section):
+    """A run: what to train on what, and nothing about machines."""
+
+    run: str = Field("base", pattern=rf"^{RUN_NAME}$")
+    """Name of the run and of its folder in `results`."""
+    results: FilePath = Field("results", min_length=1)
+    """Folder that holds one folder per run."""
+    data: FilePath = Field("data", min_length=1)
+    """Folder of tokenizers and tokens, shared between runs."""
+    parent: str | None = None
+    """`RUN@STEP`: start from this checkpoint of another run in `results`; null starts at step 0."""
+    tokenizer: Tokenizer = Tokenizer()
+    tokenize: Tokenize = Tokenize()
+    model: Model = Model()
+    train: Train = Train()
+    # "validate" would hide a method of pydantic; the file says `validate`.
+    validation: Validate = Field(Validate(), alias="validate")
+    report: Report = Report()
+    ids: Ids | None = None
+
+    @field_validator("results", "data")
+    @classmethod
+    def _plain_folder(cls, folder: str) -> str:
+        # Snakemake reads braces as wildcards.
+        if re.search(r"[{}\n]", folder):
+            raise ValueError(f"{folder!r} has braces or line breaks, which file names here cannot")
+        return folder.rstrip("/") or "/"
+
+    @field_validator("parent")
+    @classmethod
+    def _parent_has_a_step(cls, parent: str | None) -> str | None:
+        if parent is not None and not re.fullmatch(PARENT, parent):
+            raise ValueError(
+                "must be RUN@STEP, such as base@5000: the name of a run and the step of one of its"
+                " checkpoints (ls results/RUN/checkpoints)"
+            )
+        return parent
+
+    @model_validator(mode="after")
+    def _parent_is_another_run(self) -> Self:
+        if self.parent and self.parent.partition("@")[0] == self.run:
+            raise ValueError(
+                f"parent is {self.parent!r}, a checkpoint of this run itself: a run resumes from its"
+                " own checkpoints without it; give a new run a name of its own"
+            )
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole config with every default filled in, as plain JSON values."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def parse_override(argument: str) -> tuple[str, Any]:
+    """`--train.max_steps=1000` to ("train.max_steps", 1000); the value is read as YAML."""
+    match = re.fullmatch(r"--([A-Za-z_][\w.]*)=(.*)", argument, re.DOTALL)
+    if not match:
+        raise ConfigError(
+            f"cannot read {argument!r}",
+            fix="overrides look like --train.max_steps=1000; `forge VERB --help` lists the options",
+        )
+    return match[1], read_cell(match[2])
+
+
+def apply_overrides(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the nested `values` with each dotted key set."""
+    merged = json.loads(json.dumps(values))
+    for dotted, value in overrides.items():
+        *sections, key = dotted.split(".")
+        place = merged
+        for section in sections:
+            below = place.get(section)
+            if below is None:
+                below = place[section] = {}
+            if not isinstance(below, dict):
+                raise ConfigError(f"cannot set {dotted}: {section} is not a section")
+            place = below
+        place[key] = value
+    return merged
+
+
+def read_values(path: str | Path) -> dict[str, Any]:
+    """The plain values in a YAML or JSON config file. Raises ConfigError."""
+    text = read_text(path, "config file")
+    try:
+        values = read_yaml(text)
+    except yaml.YAMLError as err:
+        raise ConfigError(
+            f"cannot read config file {path}: {describe(err)}",
+            fix="config/README.md says how values are written",
+        ) from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"config file {path} must hold keys and values, not {shown(values)}")
+    return values
+
+
+def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
+    """The config in a file with overrides applied. Raises ConfigError that names every bad key."""
+    return checked(Config, apply_overrides(read_values(path), overrides or {}), str(path))
+
+
+def checked(model: type[Section], values: dict[str, Any], where: str) -> Any:
+    """`values` as a section of type `model`; ConfigError tells every bad key, value and choice."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as err:
+        problems = [_problem(model, detail) for detail in err.errors()]
+        raise ConfigError(
+            f"{where}: " + "\n  ".join(problems),
+            fix="config/README.md and profiles/README.md list every key with its meaning",
+        ) from None
+
+
+def _problem(model: type[Section], detail: Any) -> str:
+    loc = [str(part) for part in detail["loc"]]
+    dotted = ".".join(loc)[:200]
+    if detail["type"] == "extra_forbidden":
+        section, names = model, loc[:-1]
+        for name in names:
+            section = _fields(section).get(name, section)
+        valid = sorted(_fields(section))
+        close = difflib.get_close_matches(loc[-1], valid, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        place = ".".join(names) or "the top level"
+        return f"unknown key {dotted}{hint}; valid keys of {place}: {', '.join(valid)}"
+    message = detail["msg"].removeprefix("Value error, ")
+    if not loc or isinstance(detail["input"], dict):
+        return f"{dotted}: {message}" if dotted else message
+    if detail["type"] == "string_type" and isinstance(detail["input"], int | float):
+        message += f'; put it in quotes: "{shown(detail["input"])}"'
+    return f"{dotted} is {shown(detail['input'])}: {message}"
+
+
+def _fields(section: type[BaseModel]) -> dict[str, Any]:
+    """Key as written in files -> type of the field (a Section class where it is one)."""
+    return {
+        field.alias or name: field.annotation
+        for name, field in getattr(section, "model_fields", {}).items()
+    }
+
+
+def is_boolean(section: type[Section], dotted: str) -> bool:
+    """Whether the key with this dotted name is true or false."""
+    first, _, rest = dotted.partition(".")
+    below = _fields(section).get(first)
+    return is_boolean(below, rest) if rest and below else below is bool
+
+
+def is_free(section: type[Section], key: str) -> bool:
+    """Whether this key may change between two starts of one run."""
+    return section.model_fields[key].json_schema_extra == FREE

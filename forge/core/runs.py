@@ -1,0 +1,149 @@
+"""The sample sheet: one row a run, columns override config keys by dotted name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge.core.config import RUN_NAME, Config, apply_overrides, checked
+from forge.core.errors import ConfigError
+from forge.core.values import read_cell, read_text, shown
+
+COLUMN = r"[A-Za-z_][\w.]*"  # as the dotted names on the command line
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run of the sheet."""
+
+    line: int  # in the file, from 1; comments and blank lines count
+    run: str
+    overrides: dict[str, Any]  # config key by dotted name -> value, without empty cells
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """The rows of the sheet, in order.
+
+    Raises ConfigError that names line, column and value: a row that is read against the wrong columns
+    trains the wrong run, so nothing is guessed.
+    """
+    lines = _lines(path)
+    if not lines:
+        raise ConfigError(f"sample sheet {path} is empty", fix="copy config/runs.tsv of Forge")
+    header, *rows = lines
+    columns = _columns(path, *header)
+    seen: dict[str, int] = {}
+    read = []
+    for line, cells in rows:
+        row = _row(f"{path}, line {line}", line, columns, cells)
+        if row.run in seen:
+            raise ConfigError(
+                f"{path}, line {line}, column run: duplicate run name {row.run!r}, already used on"
+                f" line {seen[row.run]}",
+                fix="give each run a name of its own",
+            )
+        seen[row.run] = line
+        read.append(row)
+    if not read:
+        raise ConfigError(f"sample sheet {path} has no rows", fix="add one row for each run")
+    return read
+
+
+def _lines(path: str | Path) -> list[tuple[int, list[str]]]:
+    """(line number, cells) of each line but comments and blank ones. Quotes are part of a cell."""
+    text = read_text(path, "sample sheet")
+    return [
+        (number, line.split("\t"))
+        for number, line in enumerate(text.split("\n"), start=1)
+        if line.strip() and not line.startswith("#")
+    ]
+
+
+def _columns(path: str | Path, line: int, cells: list[str]) -> list[str]:
+    """The names in the header."""
+    columns = [cell.strip() for cell in cells]
+    where = f"{path}, line {line}"
+    if "run" not in columns:
+        raise ConfigError(
+            f"sample sheet {path} has the columns {', '.join(columns)}, but no column run",
+            cause="blanks instead of tabs between columns" if len(columns) == 1 else "",
+            fix="the first line names the columns, separated by tabs: run, train.max_steps, …",
+        )
+    for number, column in enumerate(columns, start=1):
+        if not column:
+            raise ConfigError(
+                f"{where}: column {number} has no name",
+                cause="two tabs in a row, or a tab at the end of the line",
+                fix="remove the column, or name it",
+            )
+        if not re.fullmatch(COLUMN, column):
+            raise ConfigError(
+                f"{where}: column {number} is {column!r}, which cannot be a config key",
+                cause="blanks instead of a tab between two columns" if " " in column else "",
+                fix="name columns by dotted config keys, such as train.max_steps",
+            )
+        if columns.index(column) != number - 1:
+            raise ConfigError(
+                f"{where}: columns {columns.index(column) + 1} and {number} are both {column}",
+                fix="remove one of them",
+            )
+    return columns
+
+
+def _row(where: str, line: int, columns: list[str], cells: list[str]) -> Row:
+    cells = [cell.strip() for cell in cells]
+    if len(cells) != len(columns):
+        raise ConfigError(
+            f"{where}: {len(cells)} cells, but the header names {len(columns)} columns"
+            f" ({', '.join(columns)})",
+            cause="a tab at the end of the line"
+            if len(cells) > len(columns) and not cells[-1]
+            else "",
+            fix="separate the cells by single tabs, one cell for each column; a cell may be empty",
+        )
+    values = dict(zip(columns, cells, strict=True))
+    name = values.pop("run")
+    if not re.fullmatch(RUN_NAME, name):
+        raise ConfigError(
+            f"{where}, column run: {name!r} cannot name a run",
+            fix="use letters, digits, - and _, at most 64, beginning with a letter or digit",
+        )
+    return Row(line, name, {column: read_cell(cell) for column, cell in values.items() if cell})
+
+
+def resolve_runs(base: dict[str, Any], path: str | Path) -> dict[str, Config]:
+    """The config of every run on the sheet: `base` with the row's cells. Raises ConfigError."""
+    configs = {}
+    for row in read_rows(path):
+        where = f"{path}, line {row.line} (run {row.run})"
+        try:
+            values = apply_overrides(base, {"run": row.run, **row.overrides})
+            configs[row.run] = checked(Config, values, where)
+        except ConfigError as err:
+            raise _with_columns(err, row.overrides, where) from None
+    return configs
+
+
+def _with_columns(err: ConfigError, overrides: dict[str, Any], where: str) -> ConfigError:
+    """The same error; where cells of this row are to blame, it names their columns and values."""
+    detail = err.what.removeprefix(f"{where}: ")
+    blamed = [
+        f"column {key}: value {shown(value)}"
+        for key, value in overrides.items()
+        # A rule over several keys of a section names the section only.
+        if key in detail or detail.startswith(f"{key.partition('.')[0]}: ")
+    ]
+    return ConfigError(f"{', '.join([where, *blamed])}: {detail}", fix=err.fix)
+
+
+def shared_folders(runs: dict[str, Config]) -> tuple[str, str]:
+    """The folders `results` and `data`, which all runs of a sheet must share."""
+    folders = {(config.results, config.data) for config in runs.values()}
+    if len(folders) > 1:
+        raise ConfigError(
+            f"the runs have different folders: {sorted(folders)}",
+            fix="set results and data in config.yaml, not in the sample sheet",
+        )
+    return folders.pop()

@@ -1,0 +1,176 @@
+"""How values are read: one rule for config.yaml, machine.yaml, runs.tsv and the command line.
+
+YAML without its surprises. Only null, true, false, decimal numbers and what is in quotes or brackets has
+a meaning of its own; all else is text (`010`, `1:30`, `yes`, `2024-01-01`). The type of a key decides
+afterwards: a key that is a number reads the text `010` as ten. config/README.md tells users.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml import events as ev
+
+from forge.core.errors import ConfigError
+
+# A config of 10,000 input files has 1 MB. More is another file, such as a checkpoint or /dev/zero.
+MAX_BYTES = 4 * 2**20
+MAX_DEPTH = 20  # a config has three levels; without a limit the interpreter's stack is one
+MAX_OPEN = 200  # as MAX_DEPTH, with room for brackets inside quotes
+MAX_SHOWN = 80  # characters of a bad value in a message
+MAX_DIGITS = 4000  # Python refuses to convert more than 4300
+
+_WORDS = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+_NUMBER = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+
+
+def read_text(path: str | Path, kind: str) -> str:
+    """The text of a small file that a person wrote. kind: what errors call it. Raises ConfigError."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        # utf-8-sig: Windows editors and spreadsheets begin their files with a byte order mark.
+        text = content.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{kind} {path} does not exist", fix="check the name, and the folder you are in"
+        ) from None
+    except UnicodeDecodeError as err:
+        raise ConfigError(
+            f"{kind} {path} is not UTF-8: {err}",
+            cause="saved in another encoding, or not a text file",
+            fix="save it as text in UTF-8",
+        ) from None
+    except (OSError, ValueError) as err:  # ValueError: a null byte in the name
+        raise ConfigError(f"cannot read {kind} {str(path)[:300]!r}: {_reason(err)}") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{kind} {path} has more than {MAX_BYTES:,} bytes", cause="another file")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _reason(err: Exception) -> str:
+    return (err.strerror if isinstance(err, OSError) else None) or str(err)
+
+
+def read_scalar(text: str) -> Any:
+    """A word without quotes: null, true, false, a decimal number, else the text itself."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if _INTEGER.fullmatch(text):
+        return int(text) if len(text) <= MAX_DIGITS else text
+    return float(text) if _NUMBER.fullmatch(text) else text
+
+
+def read_cell(text: str) -> Any:
+    """A cell of the sample sheet, or the value of an option: brackets and quotes as in YAML, all else
+    is one word. What is not YAML, and `#`, is text."""
+    if text[:1] in ("[", "{", '"', "'"):
+        try:
+            return read_yaml(text, whole=True)
+        except yaml.YAMLError:
+            return text
+    return read_scalar(text)
+
+
+def read_yaml(text: str, *, whole: bool = False) -> Any:
+    """The value of one YAML document; None where there is none.
+
+    Built from the parser's events, so that nothing is made that the text does not spell out: no aliases
+    (300 bytes can stand for gigabytes), no tags, dates or sets, no duplicate keys.
+    whole: nothing may follow the value, not even a comment. Raises yaml.YAMLError.
+    """
+    _refuse_deep(text)
+    # libyaml is ten times as fast, but refuses JSON's way of writing characters above U+FFFF.
+    fast = None if r"\ud" in text.lower() else getattr(yaml, "CBaseLoader", None)
+    events = list(yaml.parse(text, Loader=fast or yaml.BaseLoader))
+    if len(events) == 2:  # start and end of the stream
+        return None
+    rest = iter(events[2:])
+    value = _value(next(rest), rest, depth=0)
+    if len(list(rest)) != 2:  # the ends of document and stream
+        raise _error("a second document follows", events[2])
+    end = events[-3].end_mark
+    if whole and end and end.index != len(text):
+        raise _error("something follows the value", events[-3])
+    return value
+
+
+def _refuse_deep(text: str) -> None:
+    """The parser looks ahead over open brackets: its time grows with their number squared."""
+    depth = 0
+    for bracket in re.findall(r"[][{}]", text):
+        depth += 1 if bracket in "[{" else -1
+        if depth > MAX_OPEN:
+            raise yaml.YAMLError(f"more than {MAX_OPEN} open brackets")
+
+
+def _value(event: Any, rest: Iterator[Any], depth: int) -> Any:
+    """The value that begins with `event`; takes the events of what it holds from `rest`."""
+    if isinstance(event, ev.AliasEvent):
+        raise _error(f"the alias *{event.anchor} is not supported: write the value out", event)
+    if event.tag is not None:
+        raise _error(f"the tag {event.tag} is not supported: use quotes for text", event)
+    if depth > MAX_DEPTH:
+        raise _error(f"more than {MAX_DEPTH} levels", event)
+    if isinstance(event, ev.ScalarEvent):
+        plain = event.implicit[0]
+        return read_scalar(event.value) if plain else _joined(event)
+    if isinstance(event, ev.SequenceStartEvent):
+        return [_value(item, rest, depth + 1) for item in _until(rest, ev.SequenceEndEvent)]
+    return _mapping(rest, depth)
+
+
+def _mapping(rest: Iterator[Any], depth: int) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for event in _until(rest, ev.MappingEndEvent):
+        if not isinstance(event, ev.ScalarEvent) or event.tag is not None:
+            raise _error("a key must be a plain word", event)
+        key = _joined(event)
+        if key in values:
+            raise _error(f"duplicate key {key}", event)
+        values[key] = _value(next(rest), rest, depth + 1)
+    return values
+
+
+def _until(rest: Iterator[Any], end: type) -> Iterator[Any]:
+    """The events up to the next `end`; whoever iterates takes what belongs to each from `rest`."""
+    for event in rest:
+        if isinstance(event, end):
+            return
+        yield event
+
+
+def _joined(event: Any) -> str:
+    """The text in quotes. JSON writes a character above U+FFFF as two halves; a half is no text."""
+    try:
+        return str(event.value).encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        raise _error("half a character (\\ud…)", event) from None
+
+
+def _error(problem: str, event: Any) -> yaml.YAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+
+
+def describe(err: yaml.YAMLError) -> str:
+    """`line 3: problem`."""
+    mark, problem = getattr(err, "problem_mark", None), getattr(err, "problem", None)
+    return f"line {mark.line + 1}: {problem}" if mark and problem else " ".join(str(err).split())
+
+
+def shown(value: Any) -> str:
+    """A value in a message, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integers of more than 4300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

@@ -1,0 +1,1 @@
+"""Text to batches: corpus, tokenizer, shards of token ids, order of the samples."""

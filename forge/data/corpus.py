@@ -1,0 +1,428 @@
+"""Which files the corpus is made of, and the documents in them, read in bounded memory."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import gzip
+import io
+import json
+import os
+import re
+import tokenize as python_source
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISREG
+from typing import IO, Any
+
+from forge.core import config
+from forge.core.errors import DataError
+from forge.core.progress import say
+
+STDLIB = "python:stdlib"
+TOPICS = f"{STDLIB}#help-topics"  # pydoc's help texts: one document per topic, not a module
+# Tests hold deliberately broken files; the others are not the standard library's own text.
+STDLIB_SKIPPED = frozenset(
+    # encodings: a tenth of all bytes and nothing but tables of character names
+    {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
+)
+
+CHUNK_BYTES = 2**20
+MAX_DOCUMENT_BYTES = 2**28
+PARQUET_BATCH_ROWS = 1024
+
+Warn = Callable[[str], None]
+Consumed = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file of the corpus; `name` is as the config spells it, the same on every machine."""
+
+    name: str
+    path: Path
+    size: int
+    """Bytes on disk."""
+
+
+# --- which files --------------------------------------------------------------------------------
+
+
+def list_files(settings: config.Tokenize) -> list[InputFile]:
+    """The files that `tokenize.inputs` names, sorted by name, each file once.
+
+    Raises DataError that names the input which is missing or gives no files.
+    """
+    files: dict[str, InputFile] = {}  # by path: a folder and a file in it may both be named
+    for spec in settings.inputs:
+        found = list(_files_of(spec))
+        if not found:
+            raise DataError(
+                f"tokenize.inputs: {spec!r} gives no files",
+                cause="a glob that matches nothing, or an empty folder (hidden files do not count)",
+                fix="correct tokenize.inputs; `**` in a glob searches folders within folders",
+            )
+        for file in found:
+            files.setdefault(os.path.abspath(file.path), file)  # noqa: PTH100 (resolve is slow)
+    return sorted(files.values(), key=lambda file: file.name)
+
+
+def _files_of(spec: str) -> Iterator[InputFile]:
+    if spec == STDLIB:
+        yield from _stdlib_files()
+    elif glob.has_magic(spec) and not Path(spec).exists():
+        for name in glob.iglob(spec, recursive=True):  # noqa: PTH207 (shell rules, cheaper)
+            if Path(name).is_file():
+                yield _input_file(os.path.normpath(name), name, spec)
+    elif Path(spec).is_dir():
+        for path in _walk(spec):
+            yield _input_file(os.path.normpath(path), path, spec)
+    else:
+        yield _input_file(os.path.normpath(spec), spec, spec)
+
+
+def _input_file(name: str, path: str, spec: str) -> InputFile:
+    try:
+        status = os.stat(path)  # noqa: PTH116 (thousands of them)
+        if not S_ISREG(status.st_mode):
+            raise DataError(
+                f"tokenize.inputs: {spec!r}: {path} is not a regular file",
+                cause="a pipe, a socket or a device: it cannot be read twice",
+                fix="write its text into a file, or leave it out of tokenize.inputs",
+            )
+        return InputFile(name, Path(path), status.st_size)
+    except OSError as err:
+        raise DataError(
+            f"tokenize.inputs: {spec!r}: cannot read {path}: {err.strerror}",
+            cause=f"names are relative to {Path.cwd()}; ~ and variables are not expanded",
+            fix="correct tokenize.inputs, or put the file there",
+        ) from None
+
+
+def _walk(folder: str, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Paths of all files below a folder but the hidden ones; follows links, each folder once."""
+
+    def fail(err: OSError) -> None:
+        raise DataError(
+            f"cannot list {err.filename}: {err.strerror}", fix="make the folder readable"
+        ) from None
+
+    seen = set()
+    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        status = os.stat(place)  # noqa: PTH116
+        if (status.st_dev, status.st_ino) in seen:  # a link to a folder above would never end
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in skipped)
+        yield from (f"{place}/{name}" for name in names if not name.startswith("."))
+
+
+def _stdlib_files() -> Iterator[InputFile]:
+    """The standard library's own modules and help topics. Debian's packages leave some out."""
+    root = os.path.dirname(os.__file__)  # noqa: PTH120 (called at every start of the workflow)
+    topics = f"{root}/pydoc_data/topics.py"
+    for path in _walk(root, STDLIB_SKIPPED):
+        if path == topics:
+            yield _input_file(TOPICS, path, STDLIB)
+        # _sysconfigdata is a dump of how this one Python was built, full of machine paths.
+        elif path.endswith(".py") and "/_sysconfigdata" not in path:
+            yield _input_file(f"{STDLIB}/{path[len(root) + 1 :]}", path, STDLIB)
+
+
+# --- documents ----------------------------------------------------------------------------------
+
+
+def read_documents(
+    file: InputFile,
+    settings: config.Tokenize,
+    *,
+    warn: Warn = say,
+    consumed: Consumed = lambda num_bytes: None,
+) -> Iterator[str]:
+    """The documents in a file, in order; blank ones (nothing but white space) are left out.
+
+    warn is told once per file where bytes were not UTF-8 and `tokenize.invalid_utf8` is `replace`;
+    consumed is told how many more bytes of the file on disk have been read.
+    Raises DataError that names file and place of what cannot be read.
+    """
+    utf8 = _Utf8(file.path, settings.invalid_utf8, warn)
+    with _read_trouble(file.path):
+        for document in _documents(file, settings, utf8, consumed):
+            if document and not document.isspace():
+                yield document
+
+
+def _documents(
+    file: InputFile, settings: config.Tokenize, utf8: _Utf8, consumed: Consumed
+) -> Iterator[str]:
+    if file.name == TOPICS or file.name.startswith(f"{STDLIB}/"):
+        yield from _stdlib_documents(file)
+        consumed(file.size)
+        return
+    kind = _format_of(file.path, settings)
+    if kind == "parquet":
+        yield from _parquet(file, settings, utf8, consumed)
+        return
+    with _open_bytes(file.path, consumed) as stream:
+        if kind == "jsonl":
+            yield from _jsonl(stream, settings, utf8)
+        else:
+            yield from _cut(utf8.stream(stream), settings.document_separator, file.path)
+
+
+def _format_of(path: Path, settings: config.Tokenize) -> str:
+    if settings.format != "auto":
+        return settings.format
+    name = re.sub(r"\.(gz|zst)$", "", path.name.lower())
+    if name.endswith((".jsonl", ".json", ".ndjson")):
+        return "jsonl"
+    return "parquet" if name.endswith(".parquet") else "text"
+
+
+@contextmanager
+def _read_trouble(path: Path) -> Iterator[None]:
+    """Turn a damaged compressed file and an unreadable one into a DataError that names it."""
+    try:
+        yield
+    except (EOFError, zlib.error) as err:
+        raise _damaged(path, err) from None
+    except OSError as err:
+        if err.errno is None:  # of gzip and pyarrow, about the contents
+            raise _damaged(path, err) from None
+        raise DataError(f"cannot read {path}: {err.strerror}", fix="make it readable") from None
+
+
+def _damaged(path: Path, err: Exception) -> DataError:
+    return DataError(
+        f"{path} is damaged: {err}",
+        cause="a download or a copy was cut off, or the name has the wrong ending",
+        fix="fetch the file again",
+    )
+
+
+class _CountedFile(io.FileIO):
+    """A file that tells how many bytes are read from it: progress through compressed files too."""
+
+    def __init__(self, path: Path, consumed: Consumed) -> None:
+        super().__init__(path, "rb")
+        self._consumed = consumed
+
+    def readinto(self, buffer: Any) -> int | None:
+        num_bytes = super().readinto(buffer)
+        self._consumed(num_bytes or 0)
+        return num_bytes
+
+
+@contextmanager
+def _open_bytes(path: Path, consumed: Consumed) -> Iterator[IO[bytes]]:
+    """The bytes of a file, unpacked where its name ends in .gz or .zst."""
+    if path.suffix in (".gz", ".zst") and not path.stat().st_size:
+        raise EOFError("it is empty")  # which the libraries take for a file without text
+    with io.BufferedReader(_CountedFile(path, consumed), CHUNK_BYTES) as raw:
+        if path.suffix == ".gz":
+            with gzip.GzipFile(fileobj=raw) as unpacked:
+                yield io.BufferedReader(unpacked, CHUNK_BYTES)
+        elif path.suffix == ".zst":
+            # zstandard's stream reader takes a file that was cut off for a whole one; arrow's not.
+            import pyarrow
+
+            yield io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), CHUNK_BYTES)
+        else:
+            yield raw
+
+
+class _Utf8:
+    """Bytes to text by the policy `tokenize.invalid_utf8`, for one file."""
+
+    def __init__(self, path: Path, policy: str, warn: Warn) -> None:
+        self.path, self._policy, self._warn = path, policy, warn
+        self._warned = False
+
+    def decode(
+        self, data: bytes, place: Callable[[int], str], final: bool = True
+    ) -> tuple[str, int]:
+        """Text, and how many bytes it took: a character cut at the end is left if not final.
+
+        place(i) says in words where byte i of data is.
+        """
+        try:
+            return codecs.utf_8_decode(data, "strict", final)
+        except UnicodeDecodeError as err:
+            self.invalid(f"is not UTF-8 at {place(err.start)} (0x{data[err.start]:02x})")
+            return codecs.utf_8_decode(data, "replace", final)
+
+    def invalid(self, what: str) -> None:
+        """Raise DataError, or warn at the first time, as the policy says."""
+        if self._policy == "error":
+            raise DataError(
+                f"{self.path} {what}",
+                cause="another encoding (Latin-1, UTF-16), or a binary file among the inputs",
+                fix="convert the file to UTF-8, leave it out of tokenize.inputs, "
+                "or set tokenize.invalid_utf8: replace",
+            )
+        if not self._warned:
+            self._warned = True
+            self._warn(f"{self.path} {what}: replaced by U+FFFD, here and in the rest of the file")
+
+    def stream(self, stream: IO[bytes]) -> Iterator[str]:
+        """The text of a stream in pieces of about CHUNK_BYTES, a byte order mark left out."""
+        start, rest = 0, b""  # `rest` is the begin of a character at the end of a chunk
+        while True:
+            chunk = stream.read(CHUNK_BYTES)
+            text, used = self.decode(rest + chunk, _offset_from(start), final=not chunk)
+            yield text.removeprefix("\ufeff") if start == 0 else text
+            if not chunk:
+                return
+            start, rest = start + used, (rest + chunk)[used:]
+
+
+def _offset_from(start: int) -> Callable[[int], str]:
+    return lambda index: f"byte offset {start + index}"
+
+
+def _cut(pieces: Iterator[str], separator: str | None, path: Path) -> Iterator[str]:
+    """The text of all pieces, cut at each separator; one document where that is None."""
+    held = ""
+    held_bytes = 0
+    for piece in pieces:
+        # Only what is new can complete a separator: long documents are not searched again.
+        searched = max(0, len(held) - len(separator or "") + 1)
+        held += piece
+        held_bytes += len(piece.encode())
+        if separator and held.find(separator, searched) >= 0:
+            *documents, held = held.split(separator)
+            held_bytes = len(held.encode())
+            yield from documents
+        _check_length(
+            held_bytes,
+            f"{path} has a document",
+            "cut the text into documents: set tokenize.document_separator",
+        )
+    yield held
+
+
+def _check_length(num_bytes: int, what: str, fix: str) -> None:
+    if num_bytes > MAX_DOCUMENT_BYTES:
+        raise DataError(
+            f"{what} of more than {MAX_DOCUMENT_BYTES // 2**20} MiB",
+            cause="a document is held in memory as a whole",
+            fix=fix,
+        )
+
+
+def _stdlib_documents(file: InputFile) -> Iterator[str]:
+    if file.name == TOPICS:
+        from pydoc_data.topics import topics
+
+        yield from (topics[topic] for topic in sorted(topics))
+        return
+    try:
+        with python_source.open(str(file.path)) as source:  # honours the coding line (PEP 263)
+            yield source.read()
+    except (SyntaxError, UnicodeDecodeError):
+        # The default corpus must work everywhere; a patched Python is not the user's mistake.
+        yield file.path.read_text("latin-1")
+
+
+# --- JSONL and parquet --------------------------------------------------------------------------
+
+
+def _jsonl(stream: IO[bytes], settings: config.Tokenize, utf8: _Utf8) -> Iterator[str]:
+    start = number = 0
+    while line := stream.readline(MAX_DOCUMENT_BYTES + 1):
+        number += 1
+        place = f"line {number}"
+        _check_length(len(line), f"{utf8.path} has at {place} a line", "write one object per line")
+        text, _ = utf8.decode(line, _offset_from(start))
+        start += len(line)
+        if number == 1:
+            text = text.removeprefix("\ufeff")
+        if not text.isspace():
+            yield _json_document(text, place, settings.text_field, utf8)
+
+
+def _json_document(line: str, place: str, field: str, utf8: _Utf8) -> str:
+    where = f"{utf8.path}, {place}"
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as err:  # ValueError: also numbers of over 4300 digits
+        raise DataError(
+            f"{where} is not JSON: {err}: {line.strip()[:60]!r}",
+            cause="cut off, or indented JSON; each line must be one whole object",
+            fix="correct the line, or set tokenize.format if the file is not JSONL",
+        ) from None
+    if not isinstance(record, dict):
+        raise DataError(
+            f"{where} is not an object: {line.strip()[:60]!r}",
+            fix=f'each line must look like {{"{field}": "…"}}',
+        )
+    if field not in record:
+        raise _no_text(where, field, "is missing", list(record))
+    text = record[field]
+    if not isinstance(text, str):
+        raise _no_text(where, field, f"is {type(text).__name__}, not a string", list(record))
+    return _without_surrogates(text, place, utf8)
+
+
+def _without_surrogates(text: str, place: str, utf8: _Utf8) -> str:
+    r"""JSON can spell what UTF-8 cannot, a lone "\ud83d": the same policy as for bad bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as err:
+        utf8.invalid(f"has a lone surrogate \\u{ord(text[err.start]):x} at {place}")
+        return re.sub("[\ud800-\udfff]", "\ufffd", text)
+    return text
+
+
+def _no_text(where: str, field: str, problem: str, there: list[str]) -> DataError:
+    return DataError(
+        f"{where}: field {field!r} {problem}; fields there: {', '.join(there) or 'none'}",
+        fix="set tokenize.text_field to the field that holds the text, or correct the file",
+    )
+
+
+def _parquet(
+    file: InputFile, settings: config.Tokenize, utf8: _Utf8, consumed: Consumed
+) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    field, row = settings.text_field, 0
+    try:
+        with pyarrow.parquet.ParquetFile(file.path) as table:
+            _check_column(table.schema_arrow, file.path, field)
+            num_rows = max(table.metadata.num_rows, 1)
+            for batch in table.iter_batches(PARQUET_BATCH_ROWS, columns=[field]):
+                # As bytes: pyarrow does not check that a string column is UTF-8, and we must.
+                for value in batch.column(0).cast("large_string").cast("large_binary"):
+                    row += 1
+                    yield _parquet_document(value.as_py(), f"row {row}", field, utf8)
+                consumed(file.size * batch.num_rows // num_rows)
+    except pyarrow.lib.ArrowException as err:
+        raise _damaged(file.path, err) from None
+
+
+def _check_column(schema: Any, path: Path, field: str) -> None:
+    import pyarrow
+
+    num_there = schema.names.count(field)
+    if num_there != 1:
+        problem = "is missing" if num_there == 0 else f"is there {num_there} times"
+        raise _no_text(str(path), field, problem, schema.names)
+    kind = schema.field(field).type
+    if isinstance(kind, pyarrow.DictionaryType):
+        kind = kind.value_type
+    if str(kind) not in ("string", "large_string", "string_view"):
+        raise _no_text(str(path), field, f"is {kind}, not a string", schema.names)
+
+
+def _parquet_document(data: bytes | None, place: str, field: str, utf8: _Utf8) -> str:
+    where = f"{utf8.path}, {place}"
+    if data is None:
+        raise _no_text(where, field, "is null, not a string", [field])
+    _check_length(len(data), f"{where} has a text", "write one document per row")
+    return utf8.decode(data, lambda index: f"{place}, byte {index} of its text")[0]

@@ -1,0 +1,250 @@
+"""Documents to arrays of token ids: by the tokenizers library, or faster with the same ids."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from forge.core.errors import DataError
+from forge.data.tokenizer import LoadedTokenizer
+
+# Enough text for a call to be worth its overhead. While the library encodes it holds about 130
+# bytes per byte of text (measured, English and Python), so this is what bounds a worker's memory.
+BATCH_BYTES = 2**20
+
+# Between the only newline after a word and the next word, no pattern of ByteLevel reaches across:
+# its words hold no white space, and "\n" alone is one word whether the text ends there or goes on.
+BOUNDARY = re.compile(r"(?<=\S\n)(?=\S)")
+
+# gigatoken remembers every word it has met, without a limit (7 bytes per byte of new words, as
+# measured); it is loaded afresh when this process has grown by so much, which takes 0.1 s.
+MEMORY_BYTES = 2**29
+
+# The tokenizers library is about 100 times slower, so the sample is small: the first characters
+# that a process encodes (30 ms), then an excerpt in every so many (1 % of the time).
+CHECK_FIRST = 2**15
+CHECK_EVERY = 2**22
+EXCERPT = 512
+
+# What splits text into words differs in: contractions, runs of white space, digits and signs,
+# other scripts, combining marks, joined emoji, the first and last of each length in UTF-8.
+PROBE = (
+    "I'll they'Ve we're'll 'S \u2019s x='s'  \t a\n\n  b\r\n \r\n\n c \x0b\x0c\x1c\x85\xa0\u2003\u2028 d"
+    "   1 12 123 1234567 ٣٤٥ ½ Ⅷ x2y3.14,000e-5 __init__ != >>> ... <|endoftext|> <|im_start|> "
+    "naïve nai\u0308ve Grüße ΑΒΓ Ж世界、日本語 한국어 नमस्ते ไทย \u05d0\u05d1 👩\u200d🚀🏳️\u200d🌈 \ufeff "
+    "\0\x7f\x80\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff\t\t\n "
+)
+
+Ids = NDArray[np.uint32]
+# Ids of each document, in order, without special tokens. Raises Unencodable.
+Encode = Callable[[list[str]], list[Ids]]
+
+
+class Unencodable(Exception):
+    """A document that a tokenizer cannot turn into ids: its number in the call, and the reason."""
+
+    def __init__(self, number: int, reason: str) -> None:
+        super().__init__(reason)
+        self.number, self.reason = number, reason
+
+
+def reference_encoder(tokenizer: LoadedTokenizer) -> Encode:
+    """The tokenizers library itself: what every other encoder must agree with.
+
+    A long document is encoded in pieces where the tokenizer allows that without other ids.
+    """
+    divisible = _is_divisible(tokenizer)
+
+    def encode(documents: list[str]) -> list[Ids]:
+        ids: list[list[Ids]] = [[] for _ in documents]
+        pieces = (
+            (number, piece)
+            for number, document in enumerate(documents)
+            for piece in (_pieces(document) if divisible else [document])
+        )
+        for batch in _batches(pieces):
+            for (number, _), encoding in zip(batch, _encodings(tokenizer, batch), strict=True):
+                ids[number].append(np.array(encoding.ids, dtype=np.uint32))
+        return [np.concatenate(parts) for parts in ids]
+
+    return encode
+
+
+def _encodings(tokenizer: LoadedTokenizer, batch: list[tuple[int, str]]) -> list[Any]:
+    texts = [piece for _, piece in batch]
+    try:
+        found: list[Any] = tokenizer.for_text.encode_batch_fast(texts, add_special_tokens=False)
+        return found
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException:  # the library raises plain Exception, and panics of Rust
+        for number, piece in batch:
+            try:
+                tokenizer.encode(piece)
+            except DataError as err:
+                raise Unencodable(number, err.what) from None
+        raise
+
+
+def check_no_end(tokenizer: LoadedTokenizer, documents: list[str], encoded: list[Ids]) -> None:
+    """Raise Unencodable where the ids of a document hold the one that ends a document.
+
+    Text cannot become a special token (`LoadedTokenizer.for_text`), but some vocabularies have no
+    other ids for it: where the token is one character, or stands for all unknown words.
+    """
+    # All documents at once: one by one takes longer than to encode short ones.
+    if not (np.concatenate(encoded) == tokenizer.eos_id).any():
+        return
+    number = next(n for n, ids in enumerate(encoded) if tokenizer.eos_id in ids)
+    document = documents[number]
+    encoding = tokenizer.encoding(document)
+    if tokenizer.eos_id not in encoding.ids:
+        raise NoFastEncoder(f"gigatoken gives other ids for a text with {document[:40]!r}")
+    start, end = encoding.offsets[encoding.ids.index(tokenizer.eos_id)]
+    raise Unencodable(
+        number,
+        f"its text {document[start:end][:40]!r} at character {start} becomes id "
+        f"{tokenizer.eos_id} ({tokenizer.eos_token}), which ends a document",
+    )
+
+
+class NoFastEncoder(Exception):
+    """Why the fast encoder cannot stand in for the tokenizers library, in words for a person."""
+
+
+@contextmanager
+def _gigatoken_may_fail(action: str) -> Iterator[None]:
+    """Turn whatever gigatoken raises into NoFastEncoder: the tokenizers library takes over."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as err:  # a panic of Rust is no Exception
+        reason = next(iter(str(err).splitlines()), "")  # the lines below name places in its source
+        raise NoFastEncoder(f"gigatoken cannot {action} ({type(err).__name__}: {reason})") from None
+
+
+def fast_encoder(tokenizer: LoadedTokenizer) -> Encode:
+    """gigatoken, with the ids of `reference_encoder`: a sample of all that it encodes is compared.
+
+    Raises NoFastEncoder, as does the function that it returns: then nothing of what gigatoken
+    encoded is to be trusted.
+    """
+    source = _plain_text_bpe(tokenizer)
+    with _gigatoken_may_fail("be imported"):
+        import gigatoken
+    with _gigatoken_may_fail("load this tokenizer"):
+        unchecked = _Gigatoken(gigatoken.Tokenizer.from_json, source)
+    reference = reference_encoder(tokenizer)
+    _compare(unchecked, reference, PROBE)
+    return _checked(unchecked, reference)
+
+
+def _plain_text_bpe(tokenizer: LoadedTokenizer) -> str:
+    """The tokenizer's JSON without special tokens, which a text can only spell, never be."""
+    parts = tokenizer.text_parts
+    model, words = parts["model"], parts["pre_tokenizer"] or {}
+    steps = words.get("pretokenizers", [words])
+    last = steps[-1] if steps else {}
+    if model["type"] != "BPE" or last.get("type") != "ByteLevel" or model.get("dropout"):
+        raise NoFastEncoder("the tokenizer is not a byte-level BPE")
+    if parts["normalizer"] not in (None, {"type": "NFC"}):
+        raise NoFastEncoder("the tokenizer changes the text before it encodes")
+    if not all(token["special"] for token in parts["added_tokens"]):
+        raise NoFastEncoder("the tokenizer has added tokens that are found in plain text")
+    return json.dumps(parts | {"added_tokens": []})
+
+
+class _Gigatoken:
+    """An Encode that bounds the memory of gigatoken's cache of words."""
+
+    def __init__(self, load: Callable[[str], Any], source: str) -> None:
+        self._load, self._source = load, source
+        self._tokenizer: Any = None
+        self._process = psutil.Process()
+        self._start()
+
+    def _start(self) -> None:
+        self._tokenizer = None  # frees the old cache before the new one grows
+        self._tokenizer = self._load(self._source)
+        self._most_bytes = self._process.memory_info().rss + MEMORY_BYTES
+
+    def __call__(self, documents: list[str]) -> list[Ids]:
+        if self._process.memory_info().rss > self._most_bytes:
+            with _gigatoken_may_fail("load this tokenizer"):
+                self._start()
+        with _gigatoken_may_fail("encode a text"):
+            # One by one on this thread is as fast as its batches, and gives arrays at once.
+            return [self._tokenizer.encode(document) for document in documents]
+
+
+def _checked(fast: Encode, reference: Encode) -> Encode:
+    first, since_last, num_checks = CHECK_FIRST, 0, 0
+
+    def encode(documents: list[str]) -> list[Ids]:
+        nonlocal first, since_last, num_checks
+        for document in documents:
+            if first > 0:
+                _compare(fast, reference, document[:first])
+                first -= len(document)
+            since_last += len(document)
+            if since_last >= CHECK_EVERY:
+                # Places all over the documents, the same ones when the work is done again.
+                start = num_checks * 7919 * EXCERPT % max(1, len(document) - EXCERPT + 1)
+                _compare(fast, reference, document[start : start + EXCERPT])
+                since_last, num_checks = 0, num_checks + 1
+        return fast(documents)
+
+    return encode
+
+
+def _compare(fast: Encode, reference: Encode, text: str) -> None:
+    try:
+        (expected,) = reference([text])
+    except Unencodable as err:
+        raise NoFastEncoder(f"there is nothing to compare gigatoken with: {err.reason}") from None
+    if not np.array_equal(fast([text])[0], expected):
+        raise NoFastEncoder(
+            f"gigatoken gives other ids than tokenizers for a text with {text[:40]!r}"
+        )
+
+
+def _is_divisible(tokenizer: LoadedTokenizer) -> bool:
+    """Whether words end at a BOUNDARY: plain ByteLevel, as our own and GPT-2's; others may not."""
+    parts = tokenizer.text_parts
+    words = parts["pre_tokenizer"] or {}
+    return (
+        words.get("type") == "ByteLevel"
+        and words.get("use_regex", True)
+        and not words.get("add_prefix_space")
+        and parts["normalizer"] is None
+        and all(token["special"] for token in parts["added_tokens"])
+    )
+
+
+def _pieces(document: str) -> Iterator[str]:
+    start = 0
+    while found := BOUNDARY.search(document, start + BATCH_BYTES):
+        yield document[start : found.start()]
+        start = found.start()
+    yield document[start:]
+
+
+def _batches(pieces: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    batch: list[tuple[int, str]] = []
+    num_bytes = 0
+    for number, piece in pieces:
+        batch.append((number, piece))
+        num_bytes += len(piece.encode())
+        if num_bytes >= BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch

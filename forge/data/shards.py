@@ -1,0 +1,292 @@
+"""How tokens lie on disk: ids in `.bin` files, and the manifest that a reader obeys.
+
+- `{split}-{part}-{number}.bin`: little-endian uint16 where the vocabulary fits, else uint32
+- `manifest.json`: format, dtype, vocabulary, settings, digests of inputs and shards
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import blake3
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from forge.core.errors import DataError
+from forge.core.manifest import atomic_open, digest_bytes, digest_file, read_json
+
+FORMAT: Literal[1] = 1
+MANIFEST = "manifest.json"
+Split = Literal["train", "val"]
+SPLITS: tuple[Split, ...] = ("train", "val")
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+
+DIGEST = r"^[0-9a-f]{64}$"
+# A plain name: a manifest that someone else wrote must not make a reader leave the folder.
+SHARD_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*\.bin$"
+
+AGAIN = "remove the folder and run `forge tokenize CONFIG` (or stage) again"
+
+
+def dtype_name(vocab_size: int) -> Literal["uint16", "uint32"]:
+    """The smallest dtype that holds ids 0 .. vocab_size - 1."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+# --- manifest -----------------------------------------------------------------------------------
+
+
+class Entry(BaseModel):
+    """A part of a manifest: unknown keys are refused, since FORMAT says what the keys are."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class InputEntry(Entry):
+    """A file that was read: name as in the config, bytes, blake3."""
+
+    name: str
+    size: int = Field(ge=0)
+    digest: str = Field(pattern=DIGEST)
+
+
+class ShardEntry(Entry):
+    """A file of tokens: name in the folder, how much is in it, blake3."""
+
+    file: str = Field(pattern=SHARD_NAME, max_length=255)
+    tokens: int = Field(ge=1)
+    documents: int = Field(ge=1)
+    digest: str = Field(pattern=DIGEST)
+
+
+class Total(Entry):
+    """Sums over the shards of one split."""
+
+    shards: int
+    documents: int
+    tokens: int
+
+    @classmethod
+    def of(cls, shards: list[ShardEntry]) -> Self:
+        return cls(
+            shards=len(shards),
+            documents=sum(shard.documents for shard in shards),
+            tokens=sum(shard.tokens for shard in shards),
+        )
+
+
+class Manifest(Entry):
+    """Everything that a reader of the shards must know, and what made them."""
+
+    format: Literal[1] = FORMAT
+    id: str
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: int = Field(ge=1)
+    eos_id: int = Field(ge=0)
+    tokenizer_id: str
+    tokenizer_digest: str = Field(pattern=DIGEST)
+    settings: dict[str, Any]
+    inputs: list[InputEntry]
+    splits: dict[Split, list[ShardEntry]]
+    totals: dict[Split, Total]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.vocab_size > 2 ** (8 * DTYPES[self.dtype].itemsize):
+            raise ValueError(f"{self.vocab_size} token ids do not fit into {self.dtype}")
+        if self.eos_id >= self.vocab_size:
+            raise ValueError(f"eos_id {self.eos_id} is not below vocab_size {self.vocab_size}")
+        for split in SPLITS:
+            if split not in self.splits or split not in self.totals:
+                raise ValueError(f"split {split} is missing")
+            if self.totals[split] != Total.of(self.splits[split]):
+                raise ValueError(f"totals of {split} are not the sums over its shards")
+        return self
+
+
+def _read_manifest(path: Path) -> Manifest:
+    value = read_json(path)
+    version = value.get("format") if isinstance(value, dict) else None
+    if version != FORMAT:
+        raise DataError(
+            f"{path} has shard format {version!r}; this Forge reads format {FORMAT}",
+            cause="written by another version of Forge, or not a manifest of shards",
+            fix=AGAIN,
+        )
+    try:
+        return Manifest.model_validate(value)
+    except ValidationError as err:
+        first = err.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "manifest"
+        raise DataError(
+            f"{path}: {place}: {first['msg']}", cause="edited by hand, or damaged", fix=AGAIN
+        ) from None
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of token ids."""
+
+    path: Path
+    num_tokens: int
+    digest: str
+    dtype: np.dtype[Any]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_tokens * self.dtype.itemsize
+
+    def read(self) -> np.memmap[Any, Any]:
+        """The ids, memory-mapped and read-only: shape (num_tokens,)."""
+        return np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.num_tokens,))
+
+    def check_size(self) -> None:
+        """DataError where the file is missing or not as long as the manifest says."""
+        try:
+            size = self.path.stat().st_size
+        except FileNotFoundError:
+            raise DataError(
+                f"shard {self.path} is missing", cause="removed, or a copy was cut off", fix=AGAIN
+            ) from None
+        if size != self.num_bytes:
+            raise DataError(
+                f"shard {self.path} has {size} bytes; the manifest says {self.num_bytes} "
+                f"({self.num_tokens} tokens of {self.dtype.itemsize} bytes)",
+                cause="a copy was cut off, or the disk was full",
+                fix=AGAIN,
+            )
+
+    def check_digest(self) -> None:
+        """DataError where the file is not byte for byte what was written. Reads all of it."""
+        self.check_size()
+        found = digest_file(self.path)
+        if found != self.digest:
+            raise DataError(
+                f"shard {self.path} has digest {found[:12]}…; "
+                f"the manifest says {self.digest[:12]}…",
+                cause="bytes changed since it was written: a disk or copy error, or an edit",
+                fix=AGAIN,
+            )
+
+
+@dataclass(frozen=True)
+class ShardSet:
+    """The shards of a corpus, as the manifest in their folder lists them."""
+
+    folder: Path
+    manifest: Manifest
+    digest: str  # of the bytes of manifest.json: lineage and checkpoints record it
+    train: list[Shard]
+    val: list[Shard]
+
+    @classmethod
+    def open(cls, folder: Path) -> ShardSet:
+        """Read the manifest and check the size of every shard. Raises DataError.
+
+        Every rank calls it; contents are checked by `verify`.
+        """
+        manifest = _read_manifest(folder / MANIFEST)
+        dtype = DTYPES[manifest.dtype]
+        train, val = (
+            [
+                Shard(folder / entry.file, entry.tokens, entry.digest, dtype)
+                for entry in manifest.splits[split]
+            ]
+            for split in SPLITS
+        )
+        for shard in train + val:
+            shard.check_size()
+        return cls(folder, manifest, digest_bytes((folder / MANIFEST).read_bytes()), train, val)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.manifest.vocab_size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all shards together, manifest not counted."""
+        return sum(shard.num_bytes for shard in self.train + self.val)
+
+    def verify(self, share: tuple[int, int] = (0, 1)) -> None:
+        """Compare the digest of every of-th shard, from the index-th on; share = (index, of).
+
+        Ranks call it with (rank, world size) and have then checked every byte once together.
+        Raises DataError that names the first shard that is missing, cut or changed.
+        """
+        index, of = share
+        for shard in (self.train + self.val)[index::of]:
+            shard.check_digest()
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+class ShardWriter:
+    """Writes documents into shards `{prefix}-000.bin`, `-001`, …, each visible only when whole.
+
+    A context manager; `entries` lists the shards when it has ended without an error. A shard ends
+    at the first document that reaches `shard_tokens`.
+    """
+
+    def __init__(self, folder: Path, prefix: str, vocab_size: int, shard_tokens: int) -> None:
+        self.folder, self.prefix = folder, prefix
+        self.vocab_size, self.shard_tokens = vocab_size, shard_tokens
+        self.entries: list[ShardEntry] = []
+        self._dtype = DTYPES[dtype_name(vocab_size)]
+        self._begin()
+
+    def _begin(self) -> None:
+        self._tokens = self._documents = 0
+        self._hasher = blake3.blake3()
+        self._open_file = ExitStack()
+
+    def add(self, ids: NDArray[np.uint32]) -> None:
+        """Append one document, its end-of-text id included. UnfitError on a full disk."""
+        # Narrowing to uint16 would silently wrap an id that the vocabulary does not have.
+        assert int(ids.max()) < self.vocab_size, f"id {ids.max()} beyond {self.vocab_size}"
+        if not self._tokens:
+            self._file = self._open_file.enter_context(atomic_open(self.folder / self._name))
+        data = ids.astype(self._dtype).tobytes()
+        self._file.write(data)
+        self._hasher.update(data)
+        self._tokens += len(ids)
+        self._documents += 1
+        if self._tokens >= self.shard_tokens:
+            self._commit()
+
+    @property
+    def _name(self) -> str:
+        return f"{self.prefix}-{len(self.entries):03d}.bin"
+
+    def _commit(self) -> None:
+        self._open_file.close()
+        entry = ShardEntry(
+            file=self._name,
+            tokens=self._tokens,
+            documents=self._documents,
+            digest=self._hasher.hexdigest(),
+        )
+        self.entries.append(entry)
+        self._begin()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self._open_file.__exit__(kind, error, trace)
+        elif self._tokens:
+            self._commit()

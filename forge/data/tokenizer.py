@@ -1,0 +1,463 @@
+"""The tokenizer of a run: trained on the corpus, taken from a file, or fetched from a hub."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from forge.core.config import Config
+from forge.core.errors import ConfigError, DataError, UnfitError
+from forge.core.manifest import (
+    atomic_open,
+    digest_bytes,
+    digest_file,
+    disk_trouble,
+    read_json,
+    write_json,
+)
+from forge.core.paths import tokenizer_folder
+from forge.core.progress import progress, say
+from forge.data import artefacts, corpus
+from forge.data.plain_text import for_plain_text
+
+if TYPE_CHECKING:
+    import tokenizers
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+MANIFEST = "manifest.json"
+TRAINED_EOS = "<|endoftext|>"
+# Looked for in this order where neither the config nor tokenizer_config.json names the token.
+COMMON_EOS = (TRAINED_EOS, "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>")
+
+
+# --- using one ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoadedTokenizer:
+    """A tokenizer whose file has the digest that its manifest records."""
+
+    tokenizer: tokenizers.Tokenizer
+    id: str
+    digest: str
+    vocab_size: int
+    """Largest id plus one, added tokens included."""
+    eos_token: str
+    eos_id: int
+
+    @functools.cached_property
+    def text_parts(self) -> dict[str, Any]:
+        """The tokenizer.json with which text is encoded, as `for_plain_text` changes it."""
+        return for_plain_text(json.loads(self.tokenizer.to_str()), self.eos_token)
+
+    @functools.cached_property
+    def for_text(self) -> tokenizers.Tokenizer:
+        """What text is encoded with: text can spell special tokens, never be them."""
+        return _parse(json.dumps(self.text_parts).encode(), f"tokenizer {self.id}")
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without special tokens. DataError where the tokenizer has none for it."""
+        return list(self.encoding(text).ids)
+
+    def encoding(self, text: str) -> tokenizers.Encoding:
+        """Ids of a text as `encode` gives them, with the place of each in the text."""
+        try:
+            return self.for_text.encode(text, add_special_tokens=False)
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as err:  # the library raises plain Exception, and panics of Rust
+            raise DataError(
+                f"tokenizer {self.id} cannot encode the text {text[:40]!r}: {err}",
+                cause="its vocabulary has neither the text nor a token for what it does not know",
+                fix="choose another tokenizer, or leave this text out",
+            ) from None
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids; special tokens are shown."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+
+def load_tokenizer(folder: Path) -> LoadedTokenizer:
+    """The tokenizer in a folder that `build_tokenizer` wrote. DataError where it is not whole."""
+    again = "run `forge tokenizer CONFIG` again"
+    if not (folder / MANIFEST).exists():
+        raise DataError(f"there is no tokenizer in {folder}", fix="run `forge tokenizer CONFIG`")
+    try:
+        facts = _Facts.model_validate(read_json(folder / MANIFEST))
+    except ValidationError as err:
+        first = err.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "all of it"
+        raise DataError(
+            f"{folder / MANIFEST} is not a tokenizer's manifest: {place}: {first['msg']}", fix=again
+        ) from None
+    path = folder / TOKENIZER
+    found = digest_file(path) if path.is_file() else "no file"
+    if found != facts.digest:
+        raise DataError(
+            f"{path} has digest {found[:12]}; its manifest says {facts.digest[:12]}",
+            cause="changed, cut or removed after it was built",
+            fix=again,
+        )
+    tokenizer = _parse(path.read_bytes(), str(path))
+    has = (_vocab_size(tokenizer), tokenizer.token_to_id(facts.eos_token))
+    if has != (facts.vocab_size, facts.eos_id):
+        raise DataError(
+            f"{path} has {has[0]} ids and id {has[1]} for {facts.eos_token!r}; its manifest says "
+            f"{facts.vocab_size} and {facts.eos_id}",
+            cause="the manifest was edited by hand",
+            fix=f"remove {folder / MANIFEST} and {again}",
+        )
+    return LoadedTokenizer(tokenizer, **facts.model_dump())
+
+
+class _Facts(BaseModel):
+    """What a tokenizer's manifest must say; its other keys tell where the tokenizer came from."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str
+    digest: str
+    vocab_size: int
+    eos_token: str
+    eos_id: int
+
+
+def _parse(data: bytes, where: str) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_buffer(data)
+    except Exception as err:  # the library raises plain Exception for all that it cannot read
+        raise DataError(
+            f"{where} is not a tokenizer that can be loaded: {err}",
+            cause="not a tokenizer.json of the tokenizers library, or of a newer version of it",
+            fix="choose another file, or install the newest tokenizers",
+        ) from None
+    # Some published files cut or pad every text to the length of one model's context.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    # A text that spells "<|endoftext|>" is about that token; it must not end its document. This
+    # keeps only added tokens from being found in text; see plain_text for what models know.
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _vocab_size(tokenizer: tokenizers.Tokenizer) -> int:
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
+# --- building one -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Material:
+    """What a source gives: contents of the tokenizer's files, and facts for the manifest."""
+
+    tokenizer: bytes
+    tokenizer_config: bytes | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def build_tokenizer(config: Config) -> Path:
+    """Build the tokenizer that a config stands for, prove that it loads, and return its folder.
+
+    Run again it does nothing. Raises ConfigError, DataError, and UnfitError (hub not reached).
+    """
+    config = artefacts.freeze(config)
+    assert config.ids is not None
+    folder = tokenizer_folder(config.data, config.ids.tokenizer)
+    if _is_whole(folder):
+        say(f"tokenizer {folder.name}: nothing to do")
+        return folder
+    artefacts.require_current(config, "tokenizer")
+    sources: dict[str, Callable[[Config], _Material]] = {
+        "train": _train,
+        "path": _copy,
+        "hub": _fetch,
+    }
+    material = sources[config.tokenizer.source](config)
+    _write(folder, config, material)
+    return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    if not (folder / MANIFEST).exists():
+        return False
+    try:
+        load_tokenizer(folder)
+    except DataError as err:
+        say(f"{err.what}: building it again")
+        with disk_trouble(folder):
+            (folder / MANIFEST).unlink()
+        return False
+    return True
+
+
+def _write(folder: Path, config: Config, material: _Material) -> None:
+    tokenizer = _parse(material.tokenizer, f"the {config.tokenizer.source} tokenizer")
+    eos_token = _find_eos(tokenizer, config.tokenizer.eos_token, material.tokenizer_config)
+    eos_id = tokenizer.token_to_id(eos_token)
+    assert eos_id is not None, eos_token
+    files = {TOKENIZER: material.tokenizer, TOKENIZER_CONFIG: material.tokenizer_config}
+    for name, data in files.items():
+        if data is not None:
+            with atomic_open(folder / name) as file:
+                file.write(data)
+    _prove(folder / TOKENIZER, eos_token, eos_id)
+    vocab_size = _vocab_size(tokenizer)
+    manifest = {
+        "id": folder.name,
+        "digest": digest_bytes(material.tokenizer),
+        "vocab_size": vocab_size,
+        "eos_token": eos_token,
+        "eos_id": eos_id,
+        "settings": artefacts.tokenizer_recipe(config),
+        **material.facts,
+    }
+    write_json(folder / MANIFEST, manifest)
+    say(f"tokenizer {folder.name}: {vocab_size} ids, {eos_token} ends a document, in {folder}")
+
+
+def _find_eos(
+    tokenizer: tokenizers.Tokenizer, asked: str | None, tokenizer_config: bytes | None
+) -> str:
+    named = asked or _eos_in_config(tokenizer_config)
+    if named:
+        _require_utf8(named, "tokenizer.eos_token" if asked else TOKENIZER_CONFIG)
+    for token in [named] if named else COMMON_EOS:
+        if tokenizer.token_to_id(token) is not None:
+            return token
+    added = tokenizer.get_added_tokens_decoder().values()
+    special = ", ".join(token.content for token in added if token.special) or "none"
+    raise ConfigError(
+        f"the tokenizer has no end-of-text token {named!r}"
+        if named
+        else "cannot tell which token ends a document",
+        cause=f"its special tokens are: {special}",
+        fix="set tokenizer.eos_token to the token that ends a document",
+    )
+
+
+def _require_utf8(token: str, place: str) -> None:
+    """ConfigError for a lone surrogate: JSON and YAML can spell it, a tokenizer cannot."""
+    try:
+        token.encode()
+    except UnicodeEncodeError as err:
+        raise ConfigError(
+            f"{place}: the end-of-text token {token!r} is no UTF-8: {err.reason}",
+            fix="set tokenizer.eos_token to the token that ends a document",
+        ) from None
+
+
+def _eos_in_config(tokenizer_config: bytes | None) -> str | None:
+    """`eos_token` of a tokenizer_config.json: a string, or an object with `content`."""
+    if tokenizer_config is None:
+        return None
+    try:
+        token = json.loads(tokenizer_config).get("eos_token")
+    except (ValueError, AttributeError, RecursionError) as err:
+        raise DataError(f"{TOKENIZER_CONFIG} is not a JSON object: {err}") from None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+# --- source: train ------------------------------------------------------------------------------
+
+
+def _train(config: Config) -> _Material:
+    """A byte-level BPE: any text round-trips, since all 256 bytes are in its alphabet."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    settings = config.tokenizer
+    if settings.eos_token:
+        _require_utf8(settings.eos_token, "tokenizer.eos_token")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=settings.vocab_size,
+        special_tokens=[settings.eos_token or TRAINED_EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    files = corpus.list_files(config.tokenize)
+    tokenizer.train_from_iterator(_sample(files, config), trainer)
+    if _vocab_size(tokenizer) < settings.vocab_size:
+        say(
+            f"the corpus gives only {_vocab_size(tokenizer)} of {settings.vocab_size} ids: "
+            "every word in it is one token already"
+        )
+    return _Material(tokenizer.to_str(pretty=True).encode())
+
+
+def _sample(files: list[corpus.InputFile], config: Config) -> Iterator[str]:
+    """At most sample_mib of text: the beginning of every file, in proportion to its size."""
+    limit = config.tokenizer.sample_mib * 2**20
+    total = sum(file.size for file in files)
+    taken_total = 0
+    with progress("reading the sample", min(limit, total) / 2**20, "MiB") as update:
+        for file in files:
+            share = int(limit * file.size / max(total, 1))
+            taken = 0
+            for document in corpus.read_documents(file, config.tokenize):
+                text = _first_bytes(document, share - taken)
+                taken += len(text.encode())
+                yield text
+                if taken >= share - 3:  # what is left may be less than one character
+                    break
+            taken_total += taken
+            update(taken_total / 2**20, file.name)
+    if not taken_total:
+        raise DataError(
+            f"the corpus has no text to train a tokenizer on ({len(files)} files, {total} bytes)",
+            cause="the input files are empty or hold only white space",
+            fix="correct tokenize.inputs",
+        )
+
+
+def _first_bytes(text: str, num_bytes: int) -> str:
+    """The longest beginning of a text with at most this many bytes of UTF-8."""
+    data = text.encode()
+    return text if len(data) <= num_bytes else data[:num_bytes].decode(errors="ignore")
+
+
+# --- source: path -------------------------------------------------------------------------------
+
+
+def _copy(config: Config) -> _Material:
+    path, *beside = artefacts.tokenizer_files(str(config.tokenizer.path))
+    return _Material(path.read_bytes(), beside[0].read_bytes() if beside else None)
+
+
+# --- source: hub --------------------------------------------------------------------------------
+
+
+def _fetch(config: Config) -> _Material:
+    """The tokenizer's files at one revision; from the hub's cache where there is no network."""
+    repo, revision = str(config.tokenizer.hub).split("@", 1)
+    with disk_trouble(Path(config.data)):
+        path = _hub_file(repo, revision, TOKENIZER)
+        if path is None:
+            raise ConfigError(
+                f"{repo}@{revision} has no {TOKENIZER}",
+                cause="its tokenizer exists only in another format (sentencepiece, vocab.json)",
+                fix="choose a repository with a tokenizer.json, "
+                "or convert it and use tokenizer.source: path",
+            )
+        commit = path.parent.name  # the client's cache: snapshots/{commit}/{file}
+        beside = _hub_file(repo, commit, TOKENIZER_CONFIG)
+        return _Material(
+            path.read_bytes(),
+            beside.read_bytes() if beside else None,
+            {"commit": commit},
+        )
+
+
+def _hub_file(repo: str, revision: str, name: str) -> Path | None:
+    """Where one file of a hub repository lies in the cache; None where there is no such file."""
+    from huggingface_hub import _CACHED_NO_EXIST, errors, hf_hub_download, try_to_load_from_cache
+
+    try:
+        return Path(hf_hub_download(repo, name, revision=revision))
+    except errors.LocalEntryNotFoundError as err:
+        if try_to_load_from_cache(repo, name, revision=revision) is _CACHED_NO_EXIST:
+            return None  # asked for when the network was there, and remembered
+        raise _unreachable(repo, revision, name, err) from None
+    except errors.EntryNotFoundError:
+        return None
+    except errors.RevisionNotFoundError:
+        raise ConfigError(
+            f"tokenizer.hub: {repo} has no revision {revision!r}",
+            fix="give a branch, a tag or a commit that the repository's page lists",
+        ) from None
+    except errors.GatedRepoError:
+        raise ConfigError(
+            f"tokenizer.hub: {repo} is gated: its owner asks for agreement",
+            fix="agree on the repository's page, then `hf auth login` on this machine",
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ConfigError(
+            f"tokenizer.hub: there is no repository {repo}, or you may not see it",
+            cause="a typing error, or a private repository",
+            fix="correct tokenizer.hub, or `hf auth login` for a private one",
+        ) from None
+    except errors.HFValidationError as err:
+        raise ConfigError(f"tokenizer.hub: {err}") from None
+    except errors.HfHubHTTPError as err:
+        raise _unreachable(repo, revision, name, err) from None
+
+
+def _unreachable(repo: str, revision: str, name: str, err: Exception) -> UnfitError:
+    reason = str(err).strip().splitlines()[0]
+    return UnfitError(
+        f"cannot get {name} of {repo}@{revision}: it is not in the local cache and the hub "
+        "does not answer",
+        cause=f"no network here (compute nodes work offline): {reason}",
+        fix="on a login node: "
+        f"forge tokenizer CONFIG --tokenizer.source=hub --tokenizer.hub={repo}@{revision}",
+    )
+
+
+# --- proof --------------------------------------------------------------------------------------
+
+PROBE = 'def naïve(x):\n\treturn "Grüße, 世界 🙂"  # 2 + 2\n'
+
+# Imports only the tokenizers library: what compute nodes will load needs no network and no cache.
+_PROOF = """
+import json, os, sys
+os.environ["HF_HUB_OFFLINE"] = "1"
+from tokenizers import Tokenizer
+ask = json.load(sys.stdin)
+tokenizer = Tokenizer.from_file(ask["path"])
+tokenizer.no_truncation()
+ids = tokenizer.encode(ask["probe"], add_special_tokens=False).ids
+text = tokenizer.decode(ids, skip_special_tokens=False)
+print(json.dumps({"num_ids": len(ids), "text": text, "eos_id": tokenizer.token_to_id(ask["eos"])}))
+"""
+
+
+def _prove(path: Path, eos_token: str, eos_id: int) -> None:
+    """Load, encode and decode in a fresh, offline process. DataError where it does not hold."""
+    ask = json.dumps({"path": str(path), "probe": PROBE, "eos": eos_token})
+    done = subprocess.run(
+        [sys.executable, "-c", _PROOF], input=ask, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise DataError(
+            f"{path} cannot be loaded in a fresh, offline process: {last}",
+            fix="choose another tokenizer",
+        )
+    answer = json.loads(done.stdout)
+    if answer["eos_id"] != eos_id or not answer["num_ids"]:
+        raise DataError(
+            f"{path} in a fresh process gives {answer['num_ids']} ids for a test text and "
+            f"id {answer['eos_id']} for {eos_token} (here {eos_id})",
+            fix="choose another tokenizer",
+        )
+    # add_prefix_space, where a tokenizer has it, puts one blank in front.
+    if _is_lossless(path) and answer["text"].removeprefix(" ") != PROBE:
+        raise DataError(
+            f"{path} is byte-level but turns {PROBE!r} into {answer['text']!r}",
+            fix="choose another tokenizer",
+        )
+
+
+def _is_lossless(path: Path) -> bool:
+    """Whether a tokenizer.json is byte-level and changes nothing before it encodes."""
+    parts = json.loads(path.read_text())
+    decoder = parts.get("decoder") or {}
+    kinds = {decoder.get("type"), *(part.get("type") for part in decoder.get("decoders", []))}
+    normalizer = parts.get("normalizer") or {"type": "NFC"}
+    return "ByteLevel" in kinds and normalizer["type"] == "NFC"  # the probe is in NFC

@@ -1,0 +1,1 @@
+"""How ranks start, find each other, stop and report."""

@@ -1,0 +1,95 @@
+"""Who am I: rank, world size and Slurm job of this process, from the environment of any launcher."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from forge.core.errors import ConfigError
+
+RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process of the world."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def this_rank(expected_world_size: int, ranks_per_node: int) -> Rank:
+    """This process's rank: RANK, LOCAL_RANK, WORLD_SIZE, else Slurm's names, else the only rank.
+
+    An empty value counts as none. Also sets the three, so that torch and loggers see one shape. Raises
+    ConfigError when the world is not the geometry's: a wrong launch line silently runs one rank. And when
+    the three cannot be true: left over in a shell, they reach every rank alike.
+    """
+    environ = os.environ
+    inherited = {name: environ[name] for name in RANK_NAMES if environ.get(name)}
+    for name, slurm_name, alone in (
+        ("RANK", "SLURM_PROCID", "0"),
+        ("LOCAL_RANK", "SLURM_LOCALID", "0"),
+        ("WORLD_SIZE", "SLURM_NTASKS", "1"),
+    ):
+        environ[name] = environ.get(name) or environ.get(slurm_name) or alone
+    number, local, world = _numbers(inherited)
+    rank = Rank(number, local, world, ranks_per_node)
+    if rank.world_size != expected_world_size:
+        raise ConfigError(
+            f"rank {rank.rank} finds a world of {rank.world_size}, the geometry says"
+            f" {expected_world_size}",
+            cause="the launcher started another number of ranks, or RANK/WORLD_SIZE are left over"
+            " in the environment",
+            fix="unset RANK, LOCAL_RANK and WORLD_SIZE, and check nodes and ranks per node",
+        )
+    return rank
+
+
+def _numbers(inherited: dict[str, str]) -> tuple[int, int, int]:
+    """RANK, LOCAL_RANK, WORLD_SIZE. inherited: those that the environment had. Raises ConfigError."""
+    environ = os.environ
+    try:
+        rank, local_rank, world_size = (int(environ[name]) for name in RANK_NAMES)
+    except ValueError:
+        raise _left_over(inherited, "which are not all numbers") from None
+    if not (0 <= rank < world_size and 0 <= local_rank < world_size):
+        raise _left_over(inherited, f"so this would be rank {rank} of {world_size}")
+    task = environ.get("SLURM_PROCID") or str(rank)
+    # Slurm says who this is only where one of its tasks is one rank. torchrun numbers its ranks itself.
+    is_task = "TORCHELASTIC_RUN_ID" not in environ and environ.get("SLURM_NTASKS") == str(
+        world_size
+    )
+    if is_task and task != str(rank):
+        raise _left_over(inherited, f"but Slurm started this process as task {task}")
+    return rank, local_rank, world_size
+
+
+def _left_over(inherited: dict[str, str], problem: str) -> ConfigError:
+    found = ", ".join(f"{name}={value}" for name, value in inherited.items())
+    return ConfigError(
+        f"the environment has {found}, {problem}",
+        cause="left over in the shell from another program",
+        fix=f"unset {' '.join(inherited)}, then give the same command again",
+    )
+
+
+def rank_for_record(world_size: int) -> int:
+    """The number under which this process leaves its record, also where RANK makes no sense."""
+    number = os.environ.get("RANK", "")
+    return min(int(number), world_size - 1) if number.isdecimal() else 0
+
+
+def meeting_point(proposed: tuple[str, int] | None) -> str:
+    """The host where ranks meet. MASTER_ADDR and MASTER_PORT stay where the user or torchrun has set
+    them; else they become the launcher's proposal."""
+    if proposed:
+        for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), proposed, strict=True):
+            os.environ[name] = os.environ.get(name) or str(value)
+    return os.environ.get("MASTER_ADDR") or "127.0.0.1"

@@ -1,0 +1,381 @@
+"""Start the ranks of one task, pass signals on, and tell from what they recorded how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from forge.cluster import slurm
+from forge.cluster.geometry import Geometry, Place, launch_line
+from forge.core import ledger
+from forge.core.errors import Exit, ForgeError, UnfitError
+from forge.core.machine import Machine
+from forge.core.manifest import disk_trouble, read_json, write_json
+from forge.core.paths import RunPaths
+from forge.core.process import Process, free_port, hostname, stop_with_parent, user_threads
+from forge.core.progress import say
+from forge.launch.console import Console
+from forge.launch.stopping import SIGNAL_CAUSES
+
+# The next command gives orphans of a killed one this long to commit and leave.
+ORPHAN_WAIT_SEC = 30.0
+MAX_RESTARTS_AFTER_LOSS = 2
+# srun waits for a node that is gone until Slurm has noticed, which may take minutes. Once a rank has
+# said that it failed, the others get this long to say so too.
+AFTER_FAILURE_SEC = 10.0
+
+POLL_SEC = 0.05
+RESERVED_BYTES = 8192
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a rank must know, handed over as a file."""
+
+    task: Literal["train", "preflight", "reload"]
+    run: str  # the run's folder
+    launch: str
+    machine: dict[str, Any]
+    nodes: int
+    ranks_per_node: int
+    launcher: dict[str, Any]  # the Process that started the ranks
+    master: tuple[str, int] | None = None  # where ranks meet; None: the launcher or torch says
+    job: str | None = None  # Slurm's id
+    restart: int = 0  # how often Slurm has restarted that job
+    cpus_per_rank: int | None = None  # None: the cores this process may use are the ranks' together
+    threads: str | None = None  # OMP_NUM_THREADS as the user exported it
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        return RunPaths(Path(self.run)).launches / self.launch
+
+    @property
+    def machine_settings(self) -> Machine:
+        return Machine.model_validate(self.machine)
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(self.nodes, self.ranks_per_node)
+
+    @property
+    def log_prefix(self) -> str:
+        """What the logs of this launch begin with: `{job}.{restart}`, or local and the launch."""
+        return f"{self.job}.{self.restart}" if self.job else f"local.{self.launch}"
+
+    def write(self) -> Path:
+        path = self.folder / "spec.json"
+        write_json(path, asdict(self))
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Spec:
+        return cls(**read_json(path))
+
+
+@dataclass(frozen=True)
+class Record:
+    """How one rank ended, or all of them: what exit codes are made from."""
+
+    status: Literal["completed", "stopped", "failed", "lost"]
+    rank: int = 0
+    code: int = 0
+    step: int | None = None
+    cause: str = ""
+    message: str = ""
+    result: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, spec: Spec) -> None:
+        """Leave the record, also on a full disk: into the space that `reserve` has kept."""
+        path = spec.folder / f"rank-{self.rank}.json"
+        try:
+            write_json(path, asdict(self))
+        except UnfitError:
+            short = asdict(self) | {"message": self.message[: RESERVED_BYTES // 2]}
+            with open(path.with_suffix(".reserve"), "r+") as file:
+                file.write(json.dumps(short)[:RESERVED_BYTES])
+
+    @classmethod
+    def read(cls, spec: Spec, rank: int) -> Record:
+        """What this rank left; `lost` if it left nothing."""
+        path = spec.folder / f"rank-{rank}.json"
+        for file in (path, path.with_suffix(".reserve")):
+            if file.exists() and file.read_text().strip():
+                return cls.read_file(file)
+        return cls("lost", rank, message="it ended without a word")
+
+    @classmethod
+    def read_file(cls, path: Path) -> Record:
+        return cls(**read_json(path))
+
+
+def reserve(spec: Spec) -> None:
+    """Keep a few blocks of the disk for each rank's last word."""
+    for rank in range(spec.geometry.world_size):
+        path = spec.folder / f"rank-{rank}.reserve"
+        with disk_trouble(path):
+            path.write_text(" " * RESERVED_BYTES)
+
+
+def run_ranks(
+    task: Literal["train", "preflight", "reload"],
+    paths: RunPaths,
+    machine: Machine,
+    geometry: Geometry,
+    *,
+    place: Place | None = None,
+    python: str = sys.executable,
+    options: dict[str, Any] | None = None,
+    deadline_sec: float | None = None,
+) -> Record:
+    """Start the ranks, wait for them (at most `deadline_sec`), and give back how they ended.
+
+    place: exactly geometry.nodes hosts; this host when None. python: what runs the ranks.
+    The verdict comes from what the ranks recorded, never from the launcher's exit status:
+    torchrun turns every code into 1. A rank without a record is `lost`.
+    """
+    wait_for_orphans(paths)
+    place = place or Place.here()
+    job = place.job
+    master = _meeting_point(place, python) if job else None
+    spec = Spec(
+        task=task,
+        run=str(paths.root),
+        launch=f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}",
+        machine=machine.model_dump(mode="json"),
+        nodes=geometry.nodes,
+        ranks_per_node=geometry.ranks_per_node,
+        launcher=Process.current().to_json(),
+        master=master,
+        job=job.id if job else None,
+        restart=job.restarts if job else 0,
+        cpus_per_rank=job.cpus_per_task if job else None,
+        threads=user_threads(),
+        options=options or {},
+    )
+    command = launch_line(
+        machine, geometry, place, spec.write(), master=master or ("", 0), python=python
+    )
+    reserve(spec)
+    log = paths.logs / f"{spec.log_prefix}.{machine.launcher}.log"
+    if task == "train":
+        _record_launch(paths, spec, place)
+    try:
+        stopped = _run(command, spec, log, machine.stop_grace_sec, deadline_sec)
+        record = verdict(_records(spec), spec)
+        if stopped and record.status in ("lost", "stopped"):
+            # Lost: it came before they had their handlers, so they were asked to stop. Stopped: they
+            # know what was passed on, which may be another signal than the one that came here. Which
+            # ranks were lost stays in the result.
+            cause = SIGNAL_CAUSES[signal.Signals(stopped[0])]
+            return replace(record, status="stopped", code=Exit.STOPPED, cause=cause)
+        return record
+    finally:
+        shutil.rmtree(spec.folder, ignore_errors=True)
+
+
+def _record_launch(paths: RunPaths, spec: Spec, place: Place) -> None:
+    ledger.record(
+        paths.events,
+        "launch",
+        launch=spec.launch,
+        world_size=spec.geometry.world_size,
+        launcher=spec.machine_settings.launcher,
+        host=hostname(),
+        nodes=list(place.hosts),
+        step=spec.options["step"],
+        **({"job": spec.job, "restart": spec.restart} if spec.job else {}),
+    )
+
+
+def _meeting_point(place: Place, python: str) -> tuple[str, int]:
+    """The first node and a port that is free there now. Raises UnfitError."""
+    head = place.hosts[0]
+    if head == hostname():
+        return head, free_port()
+    assert place.job
+    probe = "from forge.core.process import free_port; print(free_port())"
+    return head, int(slurm.output_on(place.job.id, head, [python, "-c", probe]))
+
+
+def _run(
+    command: list[str], spec: Spec, log: Path, grace_sec: float, deadline_sec: float | None
+) -> list[int]:
+    """Run the launch command to its end; the stop signals that came meanwhile.
+
+    The console is ours alone: torchrun's own words and what libraries print go to logs, what rank 0
+    says to people is shown here.
+    """
+    killed_at = time.monotonic() + deadline_sec if deadline_sec else None
+    with _stop_signals() as stopped:  # before there is a child that one could miss
+        log.parent.mkdir(parents=True, exist_ok=True)
+        child = _start(command, log, slurm.environment() if spec.job else None)
+        try:
+            register(spec, "launcher", child.pid)
+            _watch(child, spec, stopped, grace_sec, killed_at)
+        except BaseException:  # the lease is about to be given back: nobody may write on
+            _kill_all(spec, child)
+            raise
+    # Ranks whose launcher was killed leave on their own; wait so that nobody writes behind us.
+    _wait_until_gone(spec.folder, grace_sec)
+    _kill_all(spec, child)
+    return stopped
+
+
+def _watch(
+    child: subprocess.Popen[bytes],
+    spec: Spec,
+    stopped: list[int],
+    grace_sec: float,
+    killed_at: float | None,
+) -> None:
+    """Until the launch command has ended: show what rank 0 says, pass the stop on, end what hangs."""
+    passed_on = False
+    with Console(spec.folder) as console:
+        while child.poll() is None:
+            if stopped and not passed_on:
+                passed_on = True
+                # srun passes SIGUSR1 on to its tasks; of SIGTERM it dies and kills them.
+                child.send_signal(signal.SIGUSR1 if spec.job else stopped[0])
+                say("stopping: the ranks finish their step and commit a checkpoint …")
+                killed_at = killed_at or time.monotonic() + grace_sec
+            if killed_at is None and _any_failed(spec):
+                killed_at = time.monotonic() + AFTER_FAILURE_SEC
+            if killed_at and time.monotonic() > killed_at:
+                _kill_all(spec, child)
+            time.sleep(POLL_SEC)
+            console.show()
+
+
+def _start(
+    command: list[str], log: Path, environment: dict[str, str] | None
+) -> subprocess.Popen[bytes]:
+    with open(log, "a") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,  # Ctrl-C of the terminal reaches ranks once, through us
+            preexec_fn=stop_with_parent,  # noqa: PLW1509  no threads run yet
+        )
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collect stop signals instead of dying of them. Only the first one is passed on to the ranks:
+    a second one would break off torchrun's wait for the ranks' last save."""
+    received: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in STOP_SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _any_failed(spec: Spec) -> bool:
+    return any(
+        Record.read_file(path).status == "failed" for path in spec.folder.glob("rank-*.json")
+    )
+
+
+# --- which processes belong to a launch ------------------------------------------------------------
+
+
+def register(spec: Spec, name: str, pid: int) -> None:
+    """Leave this process's identity, so that a later command can wait for it."""
+    write_json(spec.folder / f"{name}.pid", Process.of(pid).to_json())
+
+
+def _living(folder: Path) -> list[Process]:
+    processes = [Process.from_json(read_json(path)) for path in sorted(folder.glob("*.pid"))]
+    return [process for process in processes if process.is_here and process.is_alive()]
+
+
+def _wait_until_gone(folder: Path, timeout_sec: float) -> list[Process]:
+    end = time.monotonic() + timeout_sec
+    while (living := _living(folder)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return living
+
+
+def _kill_all(spec: Spec, child: subprocess.Popen[bytes]) -> None:
+    if spec.job and child.poll() is None:
+        slurm.cancel_step(spec.job, spec.launch)  # its tasks outlive an srun that is killed
+    for process in _living(spec.folder):
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    child.wait()
+
+
+def wait_for_orphans(paths: RunPaths) -> None:
+    """Let ranks of a killed command commit and leave; UnfitError names those that stay.
+
+    Under the run's lease, before anything of the run is looked at or mended.
+    """
+    for folder in sorted(paths.launches.glob("*/")):
+        if living := _living(folder):
+            say(f"waiting for {len(living)} processes of an earlier start to commit and leave …")
+            living = _wait_until_gone(folder, ORPHAN_WAIT_SEC)
+        if living:
+            pids = " ".join(str(process.pid) for process in living)
+            raise UnfitError(
+                f"processes of an earlier start still write {paths.root}: pid {pids}",
+                cause="they are stuck in a collective or in a slow file system",
+                fix=f"wait, or end them: kill -9 {pids}",
+            )
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- how it ended ----------------------------------------------------------------------------------
+
+
+def _records(spec: Spec) -> list[Record]:
+    return [Record.read(spec, rank) for rank in range(spec.geometry.world_size)]
+
+
+def verdict(records: list[Record], spec: Spec) -> Record:
+    """One record for all ranks: a failure with a known code first, then a lost rank, then rank 0."""
+    failed = [r for r in records if r.status == "failed" and r.cause != "peer lost"]
+    if failed:
+        return failed[0]
+    lost = [r for r in records if r.status == "lost"]
+    orphaned = [r for r in records if r.status == "failed"]
+    if lost or orphaned:
+        numbers = ", ".join(str(r.rank) for r in lost)
+        gone = f"rank {numbers} of {len(records)} left no word" if lost else "ranks lost each other"
+        seen = f"; rank {orphaned[0].rank} saw: {orphaned[0].message}" if orphaned else ""
+        return Record(
+            "lost",
+            rank=lost[0].rank if lost else orphaned[0].rank,
+            code=Exit.UNFIT,
+            cause="peer lost",
+            message=f"{gone}{seen}",
+            result={"lost": [r.rank for r in lost]},
+        )
+    return records[0]
+
+
+class RankFailure(ForgeError):
+    """What a rank said when it failed, with its exit code."""
+
+    def __init__(self, record: Record, logs: Path) -> None:
+        super().__init__(
+            f"rank {record.rank}: {record.message}",
+            fix="" if "fix:" in record.message else f"read the ranks' logs in {logs}",
+        )
+        self.code = Exit(record.code)

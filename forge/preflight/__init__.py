@@ -1,0 +1,1 @@
+"""Checks of nodes and ranks before training."""

@@ -1,0 +1,426 @@
+"""What one node can say of itself, and of its way to the others, without torch.
+
+Each question is asked on the node itself: by `forge.node` for the nodes of an allocation, directly
+where there is one node only.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import blake3
+import psutil
+
+import forge
+from forge.cluster import fabric, slurm
+from forge.core.errors import DataError, UnfitError
+from forge.core.machine import Machine
+from forge.core.manifest import atomic_open
+from forge.core.process import hostname, node_local_folder
+from forge.data.shards import MANIFEST, ShardSet
+
+Status = Literal["ok", "warn", "fail"]
+
+PACKAGES = ("torch", "numpy", "tokenizers", "blake3")
+
+# Ranks, shared memory of libraries and compiled kernels need at least this much of /tmp.
+LOCAL_MIB = 16
+
+# More than any packet: a path that loses large packets (MTU mismatch) does not get it through.
+PAYLOAD = 2**16
+TALKERS = 32
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check found, the likely cause, and what to do about it."""
+
+    name: str
+    status: Status
+    message: str
+    fix: str = ""
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a node is checked for."""
+
+    results: str  # the run's folder
+    data: str  # the shards on the shared file system
+    staged: str  # the shards on this node's own disk; "" where they are not staged
+    digest: str  # of the staged shards
+    machine: dict[str, Any]
+    ranks_per_node: int
+    head: str  # the node where ranks meet; "" where this node is alone
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_node(**wanted: Any) -> dict[str, Any]:
+    """The checks of this node, and facts that are compared with those of other nodes."""
+    wish = Wanted(**wanted)
+    machine = Machine.model_validate(wish.machine)
+    interface, _ = fabric.choose_interface(machine.fabric, wish.head or "127.0.0.1")
+    return {
+        "checks": [asdict(check) for check in node_checks(wish, machine)],
+        "versions": installed_versions(),
+        "interface": interface,
+        "infiniband": fabric.infiniband_interface() is not None,
+        "gpus": count_gpus(),
+    }
+
+
+def node_checks(wanted: Wanted, machine: Machine) -> Iterator[Check]:
+    """Everything that can be said of this node alone, in milliseconds."""
+    limits, results = machine.preflight, Path(wanted.results)
+    yield _name_resolves()
+    yield _project_visible()
+    yield _packages()
+    yield _data_visible(wanted)
+    yield _results_writable(results)
+    yield at_least(
+        "disk",
+        shutil.disk_usage(results).free / 2**30 if results.exists() else 0,
+        limits.min_free_disk_gib,
+        f"GiB free in {results}",
+        "free space there, or point `results` to another disk",
+    )
+    yield _local_disk()
+    yield at_least(
+        "memory",
+        psutil.virtual_memory().available / 2**30,
+        limits.min_free_memory_gib * wanted.ranks_per_node,
+        "GiB available",
+        "end other programs, use fewer ranks, or ask for more memory",
+    )
+    yield at_least(
+        "open files",
+        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        limits.min_open_files,
+        "open files allowed",
+        "ulimit -n 4096",
+    )
+    yield _cores(wanted.ranks_per_node)
+    yield _interface(machine, wanted.head)
+    if fabric.infiniband_interface():
+        yield _locked_memory()
+    if machine.fabric.backend == "nccl":
+        yield _gpus(wanted.ranks_per_node)
+    if wanted.head == hostname() and os.environ.get("MASTER_PORT"):
+        yield _port_is_free(int(os.environ["MASTER_PORT"]))
+
+
+def _name_resolves() -> Check:
+    name = socket.gethostname()
+    try:
+        address = socket.getaddrinfo(name, None)[0][4][0]
+    except OSError as err:
+        # Ranks of one node meet on the loopback address, so this only warns.
+        fix = f"add {name} to /etc/hosts"
+        return Check("name", "warn", f"{name} does not resolve: {err}", fix)
+    return Check("name", "ok", f"{name} is {address}")
+
+
+def _project_visible() -> Check:
+    folder = Path(forge.__file__).parent
+    if not os.access(folder / "rank.py", os.R_OK):
+        return Check("project", "fail", f"cannot read {folder}", "check its file system and mode")
+    return Check("project", "ok", f"code in {folder}")
+
+
+def _packages() -> Check:
+    try:
+        found = {name: version(name) for name in PACKAGES}
+    except PackageNotFoundError as err:
+        return Check("packages", "fail", f"package {err.name} is missing", "run: make setup")
+    text = ", ".join(f"{name} {number}" for name, number in found.items())
+    return Check("packages", "ok", f"Python {platform.python_version()}, {text}")
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of what decides the numbers, from the packages' metadata, and a digest of our code.
+
+    A package that is missing has the version "".
+    """
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    hasher = blake3.blake3()
+    folder = Path(forge.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        hasher.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return {**found, "forge": forge.__version__, "forge code": hasher.hexdigest()[:12]}
+
+
+def _data_visible(wanted: Wanted) -> Check:
+    folder, staged = Path(wanted.data), Path(wanted.staged)
+    if wanted.staged and (staged / MANIFEST).exists():
+        return _staged(staged, wanted.digest)
+    if not os.access(folder / MANIFEST, os.R_OK):
+        return Check("data", "fail", f"cannot read {folder}/{MANIFEST}", "run: forge tokenize")
+    if wanted.staged:
+        message = f"staged shards are gone from {staged}; ranks read {folder}"
+        return Check("data", "warn", message, "run: forge stage", "somebody cleaned up this disk")
+    return Check("data", "ok", f"shards in {folder}")
+
+
+def _staged(folder: Path, digest: str) -> Check:
+    try:
+        found = ShardSet.open(folder).digest
+    except DataError as err:
+        return Check("data", "fail", f"staged shards: {err.what}", "run: forge stage", err.cause)
+    if found != digest:
+        message = f"staged shards in {folder} have digest {found[:12]}, not {digest[:12]}"
+        return Check("data", "fail", message, "run: forge stage", "staged for other data")
+    return Check("data", "ok", f"staged shards in {folder}")
+
+
+def _results_writable(folder: Path) -> Check:
+    probe = folder / f".writable-{hostname()}-{os.getpid()}"
+    try:
+        with atomic_open(probe) as file:
+            file.write(b"x")
+        probe.unlink()
+    except UnfitError as err:
+        return Check("results", "fail", err.what, err.fix)
+    if slurm.this_job_id() and folder.resolve().is_relative_to(Path.home().resolve()):
+        # Homes of clusters are small, slow and shared by all jobs of a user.
+        fix = "set `results` and `data` in config.yaml to scratch storage"
+        return Check("results", "warn", f"{folder} is in your home folder", fix)
+    return Check("results", "ok", f"{folder} is writable")
+
+
+def _local_disk() -> Check:
+    """Written, not only asked: a quota and a read-only disk do not show in the free space."""
+    folder = node_local_folder()
+    try:
+        with atomic_open(folder / f".forge-preflight-{os.getpid()}") as file:
+            file.write(bytes(LOCAL_MIB * 2**20))
+        (folder / f".forge-preflight-{os.getpid()}").unlink()
+    except UnfitError as err:
+        fix = f"remove old files in {folder} on this node, or set TMPDIR to another disk"
+        return Check("local disk", "fail", f"{err.what}, {LOCAL_MIB} MiB needed", fix)
+    return Check("local disk", "ok", f"{folder} takes {LOCAL_MIB} MiB")
+
+
+def at_least(name: str, found: float, needed: float, unit: str, fix: str) -> Check:
+    message = f"{found:,.1f} {unit}, {needed:g} needed"
+    return Check(name, "ok", message) if found >= needed else Check(name, "fail", message, fix)
+
+
+def _cores(ranks: int) -> Check:
+    cores = fabric.available_cores()
+    message = f"{cores} cores for {ranks} ranks"
+    if cores < ranks:
+        return Check("cores", "warn", message, "use fewer ranks: they share cores and run slower")
+    return Check("cores", "ok", message)
+
+
+def _interface(machine: Machine, head: str) -> Check:
+    here = machine.fabric.interfaces.get(hostname())
+    key = f"fabric.interfaces.{hostname()}" if here else "fabric.interface"
+    wanted = here or machine.fabric.interface
+    there = psutil.net_if_stats()
+    if wanted and not (wanted in there and there[wanted].isup):
+        up = ", ".join(sorted(name for name, state in there.items() if state.isup))
+        return Check(
+            "interface",
+            "fail",
+            f"{wanted} ({key}) is {'down' if wanted in there else 'not there'}",
+            f"set {key} to one that is up: {up}",
+        )
+    chosen, reason = fabric.choose_interface(machine.fabric, head or "127.0.0.1")
+    if head and chosen in (None, "lo"):
+        return Check(
+            "interface",
+            "fail",
+            f"other nodes cannot reach {chosen or 'any interface'} ({reason})",
+            f"set fabric.interfaces.{hostname()}, or correct {head} in /etc/hosts",
+            cause=f"{head} does not resolve here, or to a loopback address",
+        )
+    return Check("interface", "ok", f"{chosen}")
+
+
+def _locked_memory() -> Check:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        return Check("locked memory", "ok", "unlimited")
+    return Check(
+        "locked memory",
+        "warn",
+        f"{limit / 2**20:,.1f} MiB of memory may be locked",
+        "ulimit -l unlimited; on a cluster the administrator sets it for slurmd",
+        cause="InfiniBand needs locked memory, and NCCL fails or falls back to sockets without it",
+    )
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs of this node, whether or not this process may use them."""
+    return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.is_char_device()])
+
+
+def _gpus(ranks: int) -> Check:
+    found = count_gpus()
+    if found >= ranks:
+        return Check("gpus", "ok", f"{found} GPUs for {ranks} ranks")
+    return Check(
+        "gpus",
+        "fail",
+        f"{found} GPUs for {ranks} ranks",
+        "use fewer ranks a node, or leave this node out",
+        cause="a GPU has fallen off the bus (see nvidia-smi), or the node never had so many",
+    )
+
+
+def _port_is_free(port: int) -> Check:
+    try:
+        with socket.create_server(("", port)):
+            return Check("port", "ok", f"port {port} (MASTER_PORT) is free")
+    except OSError as err:
+        message = f"cannot listen on port {port} (MASTER_PORT): {err.strerror}"
+        return Check(
+            "port", "fail", message, "unset MASTER_PORT: a free one is found", "it is in use"
+        )
+
+
+# --- the way to the others ------------------------------------------------------------------------
+
+
+class _Echo(socketserver.BaseRequestHandler):
+    """Tells the time, then takes the payload and sends as much back."""
+
+    def handle(self) -> None:
+        with suppress(OSError):  # who asks says what went wrong
+            talk = _Talk(self.request, 30)
+            talk.send(f"{time.time():.6f}\n".encode())
+            talk.receive(PAYLOAD)
+            talk.send(bytes(PAYLOAD))
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+_servers: list[_Server] = []  # until the process ends
+
+
+def listen(machine: dict[str, Any], head: str) -> dict[str, Any]:
+    """Let other nodes connect here until this process ends: address of the ranks' interface, port.
+
+    Raises UnfitError where no port can be listened on.
+    """
+    interface, reason = fabric.choose_interface(Machine.model_validate(machine).fabric, head)
+    addresses = psutil.net_if_addrs().get(interface or "", [])
+    internet = [a.address for a in addresses if a.family == socket.AF_INET]
+    if not internet:
+        raise UnfitError(
+            f"{interface or 'no interface'} ({reason}) has no IPv4 address",
+            fix=f"set fabric.interfaces.{hostname()} in machine.yaml",
+        )
+    server = _Server(("", 0), _Echo)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    _servers.append(server)
+    return {"address": internet[0], "port": server.server_address[1]}
+
+
+def reach_sec(num_nodes: int, patience_sec: float) -> float:
+    """How long `reach` takes at most: to connect and to talk, TALKERS nodes at a time."""
+    return 2 * patience_sec * -(-num_nodes // TALKERS)
+
+
+def reach(
+    listeners: dict[str, dict[str, Any]], head: str, patience_sec: float
+) -> dict[str, dict[str, Any]]:
+    """For each other node: why it cannot be reached ("" where it can), and how far its clock is ahead.
+
+    listeners: what `listen` has answered on each node. Takes at most `reach_sec`, but for names.
+    """
+    others = {name: at for name, at in listeners.items() if name != hostname()}
+
+    def one(name: str) -> dict[str, Any]:
+        return _try(name, others[name], name == head, patience_sec)
+
+    with ThreadPoolExecutor(TALKERS) as pool:
+        return dict(zip(others, pool.map(one, others), strict=True))
+
+
+def _try(name: str, at: dict[str, Any], is_head: bool, patience_sec: float) -> dict[str, Any]:
+    ahead: float | None = None
+    try:
+        by_name = socket.gethostbyname(name), at["port"]
+    except OSError as err:
+        return {"trouble": f"its name does not resolve: {err.strerror}", "ahead_sec": ahead}
+    # Ranks find the head by its name, and everybody by the address of the interface.
+    targets = [(at["address"], at["port"]), *([by_name] if is_head else [])]
+    for target in dict.fromkeys(targets):
+        doing = f"connect to {target[0]}"
+        try:
+            with socket.create_connection(target, patience_sec) as connection:
+                talk = _Talk(connection, patience_sec)
+                doing = f"hear from {target[0]}"
+                ahead = talk.clock_ahead()
+                doing = f"send {PAYLOAD // 1024} KiB to {target[0]} and back"
+                talk.send(bytes(PAYLOAD))
+                talk.receive(PAYLOAD)
+        except OSError as err:
+            return {"trouble": f"cannot {doing}: {err.strerror or err}", "ahead_sec": ahead}
+    return {"trouble": "", "ahead_sec": ahead}
+
+
+class _Talk:
+    """A connection on which all together must not take longer than the patience."""
+
+    def __init__(self, connection: socket.socket, patience_sec: float) -> None:
+        self._connection, self._end = connection, time.monotonic() + patience_sec
+
+    def send(self, data: bytes) -> None:
+        self._hurry()
+        self._connection.sendall(data)
+
+    def receive(self, wanted: int, stop: bytes = b"") -> bytes:
+        """That many bytes, or those up to `stop`. ConnectionError where the other hangs up."""
+        data = b""
+        while len(data) < wanted and not (stop and data.endswith(stop)):
+            self._hurry()
+            more = self._connection.recv(wanted - len(data))
+            if not more:
+                raise ConnectionError("it hung up")
+            data += more
+        return data
+
+    def clock_ahead(self) -> float:
+        """Seconds that the other's clock is ahead of ours; the way there counts half of the wait."""
+        asked = time.time()
+        told = float(self.receive(64, stop=b"\n"))
+        return told - (asked + time.time()) / 2
+
+    def _hurry(self) -> None:
+        # 0 would mean not to wait at all.
+        self._connection.settimeout(max(0.001, self._end - time.monotonic()))
+
+
+QUESTIONS: dict[str, Callable[..., Any]] = {
+    "check_node": check_node,
+    "listen": listen,
+    "reach": reach,
+}

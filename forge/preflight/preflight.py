@@ -1,0 +1,329 @@
+"""The verb `preflight`: are these nodes fit, do their ranks meet and talk? Said before training."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forge.cluster import bad_nodes
+from forge.cluster.geometry import Geometry, Place, check_geometry, find_place
+from forge.cluster.lease import lease
+from forge.core import ledger
+from forge.core.config import Config
+from forge.core.errors import UnfitError
+from forge.core.machine import Machine
+from forge.core.manifest import atomic_open, read_object, write_json
+from forge.core.paths import RunPaths, tokens_folder
+from forge.core.process import hostname
+from forge.core.progress import say
+from forge.data.artefacts import freeze
+from forge.preflight import allocation
+from forge.preflight.allocation import EXCLUDE_ONE, UNCLEAR, Node, fewest_to_leave_out
+from forge.preflight.bisection import Broken
+from forge.preflight.node_checks import Check, Wanted
+from forge.preflight.probing import Prober
+from forge.staging.staged import staged_folders, staged_python
+
+# The nodes' own checks may take this share of the deadline; a node that is down takes all of it.
+NODES_SHARE = 0.5
+# Up to so many fit nodes have a line each on the screen.
+MOST_LINES = 16
+
+
+@dataclass
+class Findings:
+    """What preflight found on one allocation."""
+
+    place: Place
+    geometry: Geometry
+    nodes: list[Node]
+    ranks: list[Check] = field(default_factory=list)
+    identity: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def fit(self) -> list[str]:
+        return [node.name for node in self.nodes if node.is_fit]
+
+    @property
+    def chosen(self) -> list[str]:
+        """The nodes that train; [] where too few are fit."""
+        enough = len(self.fit) >= self.geometry.nodes and not self.failed_ranks
+        return self.fit[: self.geometry.nodes] if enough else []
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Unfit nodes and why."""
+        return {node.name: node.reason for node in self.nodes if not node.is_fit}
+
+    @property
+    def failed_ranks(self) -> list[Check]:
+        return [check for check in self.ranks if check.status == "fail"]
+
+    @property
+    def failed(self) -> list[Check]:
+        return [check for node in self.nodes for check in node.failed] + self.failed_ranks
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "status": "ok" if self.chosen else "failed",
+            "nodes": [
+                {
+                    "node": node.name,
+                    "line": node.line,
+                    "checks": [asdict(check) for check in node.checks],
+                }
+                for node in self.nodes
+            ],
+            "ranks": {
+                "world_size": self.geometry.world_size,
+                "checks": [asdict(check) for check in self.ranks],
+            },
+            "chosen": self.chosen,
+            "left_out": self.left_out,
+            "restart": self.place.job.restarts if self.place.job else 0,
+            "identity": self.identity,
+        }
+
+
+def preflight(config: Config, machine: Machine, geometry: Geometry) -> Path:
+    """Check all nodes of this place and their ranks; the path of `.allocation/preflight.json`, which
+    names the nodes that train: the first geometry.nodes fit ones.
+
+    Writes preflight.json and preflight.tsv either way. Raises UnfitError that names every unfit node
+    where too few are left. Ends within preflight.deadline_sec plus seconds.
+    """
+    started, end = time.time(), time.monotonic() + machine.preflight.deadline_sec
+    config = freeze(config)
+    check_geometry(machine, geometry, config)
+    place = find_place(machine, geometry)
+    paths = RunPaths.of(config)
+    with lease(paths.root, "preflight"):
+        paths.preflight_pass.unlink(missing_ok=True)  # an earlier pass says nothing about today
+        wanted = _wanted(config, paths, machine, geometry, place)
+        sec = NODES_SHARE * machine.preflight.deadline_sec
+        python = staged_python(paths)
+        nodes = allocation.inspect(place, wanted, machine, sec=sec, python=python)
+        found = Findings(place, geometry, nodes)
+        found.identity = _identity(found, machine, wanted)
+        if reason := _reason_to_skip(found, paths):
+            found.ranks = [Check("ranks", "ok", f"skipped: {reason}")]
+        else:
+            ranks = geometry.ranks_per_node
+            prober = Prober(paths, machine, ranks, place, python=python, end=end)
+            found.ranks = _check_ranks(found, prober)
+        _write(paths, found)
+        _tell(found)
+        ledger.record(
+            paths.events,
+            "preflight",
+            seconds=round(time.time() - started, 3),
+            status="ok" if found.chosen else "failed",
+            failed=[check.name for check in found.failed],
+            nodes=found.chosen,
+            left_out=found.left_out,
+        )
+        if not found.chosen:
+            if place.job and len(found.fit) < geometry.nodes:
+                bad_nodes.add(paths.bad_nodes, allocation.bad_nodes(nodes))
+            raise _unfit(config, paths, found)
+        # All that are fit: training takes the first ones, and the others when it loses one.
+        write_json(paths.preflight_pass, {"status": "ok", "host": hostname(), "nodes": found.fit})
+    return paths.preflight_pass
+
+
+def _wanted(
+    config: Config, paths: RunPaths, machine: Machine, geometry: Geometry, place: Place
+) -> dict[str, Wanted]:
+    """What each node is checked for."""
+    assert config.ids
+    folders = staged_folders(paths)
+    digest = read_object(paths.stage, "digest")["digest"] if folders else ""
+    return {
+        host: Wanted(
+            results=str(paths.root.absolute()),
+            data=str(tokens_folder(config.data, config.ids.tokens).absolute()),
+            staged=folders.get(host, ""),
+            digest=digest,
+            machine=machine.model_dump(mode="json"),
+            ranks_per_node=geometry.ranks_per_node,
+            head="" if place.is_here else place.hosts[0],
+        )
+        for host in place.hosts
+    }
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def _check_ranks(found: Findings, prober: Prober) -> list[Check]:
+    """Checks of the ranks of all fit nodes. Nodes at fault for what fails get a check that says so.
+
+    Also where too few nodes are fit already: a second submission should not meet the next fault.
+    """
+    # Ranks on a node that is unfit would only fail in a less readable way.
+    everyone = found.fit
+    if not everyone:
+        return []
+    checks = prober.together(everyone)
+    if len(everyone) == 1 or not _failed(checks):
+        return checks
+    broken = prober.search(everyone)
+    _blame(found.nodes, broken, prober)
+    if len(found.fit) < found.geometry.nodes:
+        return checks
+    if found.fit != everyone and (known := prober.found(found.fit)):
+        return known
+    if prober.has_time:
+        return prober.together(found.fit)
+    return [*checks, _still_in_doubt(broken)]
+
+
+def _failed(checks: Sequence[Check]) -> list[Check]:
+    return [check for check in checks if check.status == "fail"]
+
+
+def _blame(nodes: Sequence[Node], broken: Broken, prober: Prober) -> None:
+    """Add what the search found to the checks of the nodes."""
+    by_name = {node.name: node for node in nodes}
+    for name in broken.nodes:
+        cause = "it fails alone, or with every other node, while those work with each other"
+        fix = f"leave {name} out, or see its network and the ranks' logs in {prober.trials}"
+        check = Check("collectives", "fail", prober.reason(name), fix, cause)
+        by_name[name].checks.append(check)
+    pairs = broken.pairs + broken.unclear
+    both_ways = [*pairs, *((other, one) for one, other in pairs)]
+    gone = fewest_to_leave_out(both_ways, list(by_name))
+    for pair in pairs:
+        message = f"{' and '.join(pair)} fail together: {prober.reason(*pair)}"
+        for name in pair:
+            if name not in gone:
+                check = Check("collectives", "warn", message, "nothing: the other is left out")
+            elif pair in broken.unclear:
+                cause = "one of the two is at fault; a third node would tell which"
+                check = Check(UNCLEAR, "fail", message, EXCLUDE_ONE, cause)
+            else:
+                cause = "each works with other nodes: the way between these two is broken"
+                check = Check("collectives", "fail", message, f"leave {name} out", cause)
+            by_name[name].checks.append(check)
+
+
+def _still_in_doubt(broken: Broken) -> Check:
+    return Check(
+        "search",
+        "fail",
+        f"time ran out after {broken.probes} trials; the fault is among {', '.join(broken.among)}",
+        "give preflight.deadline_sec more seconds, or exclude these nodes",
+    )
+
+
+# --- an earlier pass that still holds -------------------------------------------------------------
+
+
+def _identity(found: Findings, machine: Machine, wanted: dict[str, Wanted]) -> dict[str, Any]:
+    """All that the ranks' checks depend on; equal after a restart where they need not run again."""
+    return {
+        "job": found.place.job.id if found.place.job else None,
+        "nodes": {node.name: node.facts.get("versions") for node in found.nodes},
+        "ranks_per_node": found.geometry.ranks_per_node,
+        "launcher": machine.launcher,
+        "fabric": machine.fabric.model_dump(mode="json"),
+        "staged": sorted({wish.digest for wish in wanted.values()}),
+    }
+
+
+def _reason_to_skip(found: Findings, paths: RunPaths) -> str:
+    """Why the ranks of this restart need no check; "" to check them.
+
+    Only after a restart of the same job by Slurm, and not when a rank was lost since: that may have
+    been the fabric.
+    """
+    job = found.place.job
+    if job is None or not job.restarts or not paths.preflight.exists():
+        return ""
+    earlier = read_object(paths.preflight, "status", "left_out")
+    restart = earlier.get("restart", job.restarts)
+    same = earlier.get("identity") == found.identity and restart < job.restarts
+    if not same or earlier["status"] != "ok" or found.left_out or earlier["left_out"]:
+        return ""
+    events = [event["event"] for event in ledger.read_events(paths.events)]
+    since = events[len(events) - events[::-1].index("preflight") :] if "preflight" in events else []
+    if {"lost", "failed"} & set(since):
+        return ""
+    return f"the same nodes, shards and versions passed in start {restart} of job {job.id}"
+
+
+# --- telling it -----------------------------------------------------------------------------------
+
+
+def _write(paths: RunPaths, found: Findings) -> None:
+    """The last result under its fixed names, and one that stays, per start."""
+    summary, job = found.to_json(), found.place.job
+    start = f"{job.id}.{job.restarts}" if job else f"local.{time.strftime('%Y%m%dT%H%M%S')}"
+    write_json(paths.preflight, summary)
+    write_json(paths.logs / f"preflight.{start}.json", summary)
+    keys = ("name", "status", "message", "fix", "cause")
+    rows = [
+        [where, *(getattr(check, key) for key in keys)]
+        for where, checks in (
+            *((node.name, node.checks) for node in found.nodes),
+            ("ranks", found.ranks),
+        )
+        for check in checks
+    ]
+    with atomic_open(paths.preflight_table, "w") as file:
+        table = csv.writer(file, delimiter="\t", lineterminator="\n")
+        table.writerow(["where", *keys])
+        table.writerows(rows)
+
+
+def _tell(found: Findings) -> None:
+    nodes = sorted(found.nodes, key=lambda node: node.name)
+    fine = [node for node in nodes if all(check.status == "ok" for check in node.checks)]
+    if len(fine) > MOST_LINES:
+        say(f"{fine[0].line}   ({fine[0].name} to {fine[-1].name}: {len(fine)} nodes like this)")
+        nodes = [node for node in nodes if node not in fine]
+    for node in nodes:
+        say(node.line)
+        _tell_troubles(node.checks)
+    by_name = {check.name: check for check in found.ranks}
+    if "all-reduce" in by_name:
+        say(f"RANKS {by_name['mapping'].message}; all-reduce {by_name['all-reduce'].message}")
+    elif "ranks" in by_name:
+        say(f"RANKS {by_name['ranks'].message}")
+    _tell_troubles(found.ranks)
+    if found.chosen and len(found.nodes) > found.geometry.nodes:
+        out = ", ".join(found.left_out) or "none"
+        say(f"training gets {', '.join(found.chosen)}; unfit: {out}")
+
+
+def _tell_troubles(checks: Sequence[Check]) -> None:
+    for check in checks:
+        if check.status != "ok":
+            cause = f"   cause: {check.cause}" if check.cause else ""
+            fix = f"   fix: {check.fix}" if check.fix else ""
+            say(f"  {check.status}: {check.name}: {check.message}{cause}{fix}")
+
+
+def _unfit(config: Config, paths: RunPaths, found: Findings) -> UnfitError:
+    """What is said in the end, with exit code 69."""
+    failed = "; ".join(f"{check.name}: {check.message}" for check in found.failed_ranks)
+    if len(found.nodes) == 1:
+        reasons = "; ".join(filter(None, [found.nodes[0].reason, failed]))
+        what = f"{found.nodes[0].name} is not fit to train {config.run}: {reasons}"
+    else:
+        what = f"{len(found.fit)} of {len(found.nodes)} nodes are fit, {config.run} needs"
+        what += f" {found.geometry.nodes}:\n" + "\n".join(
+            f"    {name}: {reason}" for name, reason in sorted(found.left_out.items())
+        )
+        what += f"\n    ranks: {failed}" if failed and not found.left_out else ""
+    fixes = dict.fromkeys(check.fix for check in found.failed if check.fix)
+    causes = dict.fromkeys(check.cause for check in found.failed if check.cause)
+    return UnfitError(
+        what,
+        cause="; ".join(causes),
+        fix=f"{'; '.join(fixes)}   (all checks: {paths.preflight_table})",
+    )

@@ -1,0 +1,102 @@
+"""What ranks found out together, as checks: do they work, and is a node slower than the others?"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from forge.cluster.geometry import Geometry
+from forge.core.machine import Machine
+from forge.launch.launcher import Record
+from forge.preflight.node_checks import Check
+
+SHOWN_RANKS = 16
+
+
+def rank_checks(record: Record, geometry: Geometry, machine: Machine) -> Iterator[Check]:
+    """Checks on what completed ranks of some nodes found together; `record` is rank 0's."""
+    result = record.result
+    ranks: list[dict[str, Any]] = result["ranks"]
+    world = geometry.world_size
+    where = ", ".join(f"{r['rank']}={r['host']}:{r['device']}" for r in ranks[:SHOWN_RANKS])
+    more = f" and {world - SHOWN_RANKS} more" if world > SHOWN_RANKS else ""
+    mapped = sorted(rank["rank"] for rank in ranks) == list(range(world))
+    yield Check(
+        "mapping",
+        "ok" if mapped else "fail",
+        f"world of {world}: {where}{more}",
+        "" if mapped else "give the --nodes and --ranks-per-node that the launcher starts",
+    )
+    yield Check("rendezvous", "ok", f"{result['backend']} over {result['interface'] or 'any'}")
+    differing = [rank["rank"] for rank in ranks if rank["versions"] != ranks[0]["versions"]]
+    if differing:
+        message = f"ranks {differing} have other versions than rank 0"
+        yield Check("versions", "fail", message, "use one environment on all nodes")
+    else:
+        yield Check("versions", "ok", "equal on all ranks")
+    right = result["all_reduce_right"]
+    figures = f"{result['latency_us']:.0f} µs, bus {result['bus_gb_per_sec']:.2f} GB/s"
+    yield Check(
+        "all-reduce",
+        "ok" if right else "fail",
+        figures if right else "the sum over ranks is wrong",
+        "" if right else "the interface or GPU link corrupts data: leave this node out",
+    )
+    if result["backend"] == "nccl":
+        yield _network(ranks)
+    if geometry.nodes > 1:
+        yield from _slow_nodes(ranks, machine.preflight.slow_factor)
+
+
+def _network(ranks: list[dict[str, Any]]) -> Check:
+    """Whether NCCL uses InfiniBand wherever there is one."""
+    chosen = sorted({rank["network"] for rank in ranks if rank["network"]})
+    message = f"NCCL uses {', '.join(chosen) or 'a network that it does not name'}"
+    by_socket = [
+        rank["host"]
+        for rank in ranks
+        if rank["infiniband"] and rank["network"].startswith("Socket")
+    ]
+    if not by_socket:
+        return Check("network", "ok", message)
+    return Check(
+        "network",
+        "warn",
+        f"{message}: sockets on {', '.join(dict.fromkeys(by_socket))}, which have InfiniBand",
+        "unset NCCL_IB_DISABLE, see ibstat on these nodes, and set fabric.debug: true to see why",
+        cause="NCCL found no InfiniBand device that it can use; training would be many times slower",
+    )
+
+
+def _slow_nodes(ranks: list[dict[str, Any]], factor: float) -> Iterator[Check]:
+    """Each node's matrix product (median of its ranks) and bandwidth beside the median of nodes."""
+    hosts = {rank["rank"]: rank["host"] for rank in ranks}
+    products: dict[str, list[float]] = {host: [] for host in hosts.values()}
+    pairs: dict[str, list[float]] = {host: [] for host in hosts.values()}
+    for rank in ranks:
+        products[rank["host"]].append(rank["tflop_per_sec"])
+        pairs[rank["host"]] += [speed for _, speed in rank["pairs"]]
+    product = {host: statistics.median(values) for host, values in products.items()}
+    yield _compared("matrix product", product, factor, "TFLOP/s a rank", COMPUTES_SLOWLY)
+    # The higher middle one: of three nodes a slow one leaves each of the others one fast pair.
+    pair = {host: statistics.median_high(values) for host, values in pairs.items() if values}
+    yield _compared("pair bandwidth", pair, factor, "GB/s to others", TALKS_SLOWLY)
+
+
+COMPUTES_SLOWLY = "another program runs there, or the processor or GPU is throttled"
+TALKS_SLOWLY = "its link runs at a lower speed, or loses packets"
+
+
+def _compared(
+    name: str, speeds: Mapping[str, float], factor: float, unit: str, cause: str
+) -> Check:
+    middle = statistics.median(speeds.values())
+    if len(speeds) < 3:
+        return Check(name, "ok", f"median {middle:.3g} {unit}; it takes three nodes to compare")
+    slow = {host: speed for host, speed in speeds.items() if speed * factor < middle}
+    if not slow:
+        return Check(name, "ok", f"median {middle:.3g} {unit}, no node below 1/{factor:g} of it")
+    found = ", ".join(f"{host} {speed:.3g}" for host, speed in sorted(slow.items()))
+    message = f"slow: {found}; median of {len(speeds)} nodes {middle:.3g} {unit}"
+    return Check(name, "warn", message, f"exclude {', '.join(sorted(slow))}, or go on", cause)

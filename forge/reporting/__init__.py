@@ -1,0 +1,1 @@
+"""What people read: status, logs, results, the report."""

@@ -1,0 +1,170 @@
+"""The report's curves and time bar as inline SVG that follows the page's colours."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from forge.reporting.history import PHASES, History, Phase
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# What matplotlib draws -> what the page decides, so that light and dark both read well.
+# Each colour is a placeholder that no figure uses otherwise.
+PAINT = {
+    "#010101": "currentColor",
+    "#010102": "var(--train)",
+    "#010103": "var(--eval)",
+    "#010104": "var(--mark)",
+}
+INK, TRAIN, EVAL, MARK = PAINT
+
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text: small, selectable, in the page's font
+    "font.sans-serif": ["DejaVu Sans"],  # for the layout; the page's font is put in its place
+    "font.size": 10.5,  # points in a figure of 360: about 10 px on a phone
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+    "legend.frameon": False,
+    "path.simplify_threshold": 0.5,  # a long run has more points than pixels
+}
+SIZE_INCHES = (5.0, 3.2)
+TIME_COLUMNS = 240
+
+
+def loss_chart(history: History) -> str:
+    """Training and held-out loss over steps, restarts as dashed lines. Source of every number:
+    the surviving lines of metrics.jsonl."""
+    with mpl.rc_context({**STYLE, "svg.hashsalt": "loss"}):
+        figure, axes = _axes("loss (nats per token)", history)
+        _line(axes, history.train, "loss", TRAIN, "training batch", lw=1.2, alpha=0.75)
+        _line(axes, history.evals, "loss", EVAL, "held-out", lw=2, marker="o", ms=4)
+        axes.legend(loc="upper right")
+        return _svg(figure, "loss")
+
+
+def throughput_chart(history: History) -> str:
+    """Tokens per second over all ranks against steps, from zero, restarts as dashed lines."""
+    with mpl.rc_context({**STYLE, "svg.hashsalt": "throughput"}):
+        figure, axes = _axes("tokens per second", history)
+        _line(axes, history.train, "tokens_per_sec", TRAIN, "all ranks", lw=1.2)
+        axes.set_ylim(0, 1.1 * history.train["tokens_per_sec"].max())
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.legend(loc="lower right")
+        return _svg(figure, "throughput")
+
+
+def _axes(ylabel: str, history: History) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set(xlabel="step", ylabel=ylabel)
+    axes.grid(axis="y", color=INK, alpha=0.15, lw=0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    last = max(frame["step"].max() for frame in (history.train, history.evals) if len(frame))
+    axes.set_xlim(-0.02 * last, max(1.03 * last, 1))  # both charts alike, also for a single point
+    for number, restart in enumerate(history.restarts):
+        label = "restart" if number == 0 else None
+        axes.axvline(restart.step, color=MARK, lw=1.2, ls=(0, (4, 3)), label=label)
+    return figure, axes
+
+
+def _line(
+    axes: Axes, frame: pd.DataFrame, column: str, color: str, label: str, **style: Any
+) -> None:
+    points = frame.dropna(subset=[column])
+    if len(points) == 1:
+        style = {**style, "marker": "o", "ms": 5}  # a line through one point is invisible
+    if len(points):
+        axes.plot(points["step"], points[column], color=color, label=label, **style)
+
+
+def _svg(figure: Figure, name: str) -> str:
+    """The figure as an <svg> element for the page `name`d figure: same data, same bytes.
+
+    Ids get a prefix, because all figures share the page's name space.
+    """
+    out = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(out, format="svg", transparent=True, metadata=nothing)
+    svg = out.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r' (xmlns(:\w+)?|width|height|version)="[^"]*"', "", svg, count=5)
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)
+    for placeholder, paint in PAINT.items():
+        svg = svg.replace(placeholder, paint)
+    svg = svg.replace("'DejaVu Sans'", "system-ui, sans-serif")
+    return svg.replace("<svg", '<svg aria-hidden="true"', 1)
+
+
+# --- time bar -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of the time bar, in shares of its width and height."""
+
+    phase: str
+    x: float
+    width: float
+    y: float
+    height: float
+
+
+def time_blocks(phases: list[Phase], columns: int = TIME_COLUMNS) -> list[Block]:
+    """The wall time cut into equal columns, each stacked by what it was spent on.
+
+    So an evaluation of a second still shows in a run of weeks, and the page stays small.
+    Time that belongs to no phase (a finished run that was taken up again) is left out.
+    """
+    blocks: list[Block] = []
+    for column, shares in enumerate(_columns(phases, columns)):
+        y, x = 0.0, column / columns
+        for phase, share in ((name, shares[name]) for name in PHASES if name in shares):
+            last = blocks[-1] if blocks else None
+            if share > 0.999 and last and last.phase == phase and last.height > 0.999:
+                blocks[-1] = Block(phase, last.x, x + 1 / columns - last.x, 0.0, 1.0)
+            else:
+                blocks.append(Block(phase, x, 1 / columns, y, share))
+            y += share
+    return blocks
+
+
+def _columns(phases: list[Phase], columns: int) -> list[dict[str, float]]:
+    total = sum(phase.end - phase.start for phase in phases)
+    shares: list[dict[str, float]] = [defaultdict(float) for _ in range(columns)]
+    cursor = 0.0  # in columns
+    for phase in phases:
+        end = min(cursor + (phase.end - phase.start) / total * columns, columns)
+        while end - cursor > 1e-9:
+            column = int(cursor + 1e-9)
+            step = min(end, column + 1) - cursor
+            shares[column][phase.name] += step
+            cursor += step
+    return shares
+
+
+def time_ticks(total_sec: float) -> list[tuple[float, str]]:
+    """(share of the width, label) at round times: seconds, minutes, hours or days."""
+    units = [(86400, "d"), (3600, "h"), (60, "min"), (1, "s")]
+    size, unit = next((u for u in units if total_sec >= 3 * u[0]), (1, "s"))
+    values = MaxNLocator(5, steps=[1, 2, 3, 5, 10]).tick_values(0, total_sec / size)
+    return [
+        (value * size / total_sec, f"{value:g} {unit}")
+        for value in values
+        if 0 <= value * size <= total_sec
+    ]

@@ -1,0 +1,425 @@
+"""The verb `logs`: what did the ranks and their launcher say? Errors of any rank first.
+
+Lines of libraries carry no time, and to stamp them each rank would need a pipe and a process more.
+So a log is dated by its last write, and its lines by stamps of their own where they have some.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from forge.core import ledger
+from forge.core.errors import ConfigError
+from forge.core.paths import RunPaths
+from forge.core.tail import Follower, last_lines
+from forge.reporting.log_errors import Found, Group, find, group, said
+from forge.reporting.summary import one_line
+
+# Errors are searched in the end of each log: a rank mostly dies of the last that it says. Of a
+# thousand ranks' logs so much less of each that the answer comes within seconds.
+SEARCHED_BYTES = 2**20
+SEARCHED_ALL_BYTES, SEARCHED_LEAST_BYTES = 2**25, 2**16
+MAX_GROUPS = 8
+MAX_BLOCK = 14  # lines shown of one error
+MAX_WIDTH = 400  # of one line
+MAX_ECHO = 120
+FOLLOW_EVERY_SEC = 0.5
+ALL = "all"
+
+_NAME = re.compile(
+    r"(?P<start>\d+\.\d+|local\.[^.]+)\.(?:(?P<node>[^.]+)\.(?P<rank>\d+)|(?P<launcher>[^.]+))\.log"
+)
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+# How a verb's log ends when the verb has failed; what is asked for is no error.
+_LAST_WORD = re.compile(
+    r"^forge \w+: (?!.*(?: stopped at step |asks this run to stop|interrupted;))"
+)
+
+
+@dataclass(frozen=True)
+class Log:
+    """A log of one rank, of a launcher (rank None), or of a verb (start "")."""
+
+    path: Path
+    start: str
+    who: str
+    rank: int | None
+    node: str
+    written: float  # seconds since the epoch
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the ranks: `{job}.{restart}`, or local and the launch. Its logs, rank 0 first."""
+
+    name: str
+    logs: tuple[Log, ...]
+
+    @cached_property
+    def began(self) -> float:
+        """About when: a rank that says nothing more wrote its last line when it began."""
+        return min(log.written for log in self.logs)
+
+    @cached_property
+    def written(self) -> float:
+        return max(log.written for log in self.logs)
+
+    @property
+    def nodes(self) -> list[str]:
+        return sorted({log.node for log in self.logs if log.node})
+
+    @property
+    def ranks(self) -> list[Log]:
+        return [log for log in self.logs if log.rank is not None]
+
+
+def logs(
+    paths: RunPaths,
+    *,
+    rank: int | None = None,
+    restart: str | None = None,
+    lines: int = 20,
+    follow: bool = False,
+) -> None:
+    """Print errors, then the last `lines` of rank 0 and of the launcher, to standard output.
+
+    rank: that rank's log instead. restart: the name of a start, the number of a restart of the last
+    job, or "all"; the last start when None. follow: go on with what is written, until Ctrl-C.
+    Raises ConfigError where there is nothing of it.
+    """
+    starts, verbs = read_starts(paths)
+    if not starts and not verbs:
+        raise ConfigError(
+            f"{paths.logs} holds no logs yet",
+            cause="the run waits in the queue, or was never started",
+            fix=f"forge status {paths.root}   (Slurm's own words to a job: .snakemake/slurm_logs)",
+        )
+    chosen = choose(starts, restart) if starts else []
+    if rank is not None:
+        chosen = [_only(start, rank) for start in chosen]
+    # Before the first look: a line that is written meanwhile is shown twice rather than never.
+    following = _Following(paths, rank) if follow else None
+    view = _View(_Screen(), paths, starts, verbs, lines)
+    for start in chosen:
+        view.show(start, with_errors=rank is None)
+    if not chosen:
+        view.show_verbs()
+    if following:
+        following.print_until_interrupted(view.screen)
+    elif chosen:
+        view.show_more(chosen[-1])
+
+
+# --- which logs ----------------------------------------------------------------------------------
+
+
+def read_starts(paths: RunPaths) -> tuple[list[Start], list[Log]]:
+    """The run's starts and the logs of its verbs, each the oldest first."""
+    found, verbs = defaultdict(list), []
+    for path in paths.logs.glob("*.log"):
+        log = _log(path)
+        if log.start:
+            found[log.start].append(log)
+        else:
+            verbs.append(log)
+    starts = [
+        Start(name, tuple(sorted(its, key=lambda log: (log.rank is None, log.rank, log.who))))
+        for name, its in found.items()
+    ]
+    return sorted(starts, key=lambda s: s.written), sorted(verbs, key=lambda log: log.written)
+
+
+def _log(path: Path) -> Log:
+    written, match = path.stat().st_mtime, _NAME.fullmatch(path.name)
+    if not match:
+        return Log(path, "", path.name, None, "", written)
+    if match["launcher"]:
+        return Log(path, match["start"], match["launcher"], None, "", written)
+    rank = int(match["rank"])
+    return Log(path, match["start"], f"rank {rank}", rank, match["node"], written)
+
+
+def choose(starts: Sequence[Start], wanted: str | None) -> list[Start]:
+    """The starts that `--restart` names. Raises ConfigError that lists what there is."""
+    if wanted is None:
+        return list(starts[-1:])
+    if wanted == ALL:
+        return list(starts)
+    # The same number in two jobs: the last one is meant. Local launches have their place in line.
+    last = [s for s in starts if s.name.endswith(f".{wanted}") and not s.name.startswith("local.")]
+    local = [s for s in starts if s.name.startswith("local.")]
+    named = [s for s in starts if s.name == wanted]
+    if wanted.isdigit() and int(wanted) < len(local) and not last:
+        named = named or [local[int(wanted)]]
+    if not (chosen := named or last[-1:]):
+        raise ConfigError(
+            f"no start {wanted} of this run", fix=f"there are: {', '.join(s.name for s in starts)}"
+        )
+    return chosen
+
+
+def _only(start: Start, rank: int) -> Start:
+    """The start with the log of one rank alone. Raises ConfigError."""
+    mine = tuple(log for log in start.logs if log.rank == rank)
+    if not mine:
+        there = [str(log.rank) for log in start.ranks]
+        listed = there if len(there) <= 4 else [*there[:2], "…", there[-1]]
+        raise ConfigError(
+            f"start {start.name} has no log of rank {rank}",
+            cause="it was not started, or ended before its first line",
+            fix=f"ranks with a log: {', '.join(listed) or 'none'}",
+        )
+    return Start(start.name, mine)
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+def errors_of(paths: RunPaths, start: Start, verbs: Sequence[Log]) -> list[Group]:
+    """The errors of a start: from its logs, the ledger, and the last words of `verbs`."""
+    share = _searched_bytes(start)
+    errors = [found for log in start.logs for found in _errors_in(log, share)]
+    # What ranks record and verbs end with repeats their logs, or is the only place that tells it.
+    for more in (
+        _recorded(paths, start),
+        [found for log in verbs if log.written >= start.began for found in _last_word(log)],
+    ):
+        known = {found.kind for found in errors}
+        errors += [found for found in more if found.kind not in known]
+    return group(errors)
+
+
+def _recorded(paths: RunPaths, start: Start) -> list[Found]:
+    """What the launcher was told, from the ledger."""
+    node_of = {log.who: log.node for log in start.logs}
+    errors = []
+    for event in _events(paths, start):
+        if event["event"] in ("lost", "failed"):
+            message = str(event.get("message") or "no message")
+            who = "launcher" if event.get("rank") is None else f"rank {event['rank']}"
+            lines = tuple(_clean(message.splitlines()))
+            errors.append(Found(lines, event["time"], who, node_of.get(who, "")))
+    return errors
+
+
+def _searched_bytes(start: Start) -> int:
+    share = SEARCHED_ALL_BYTES // len(start.logs)
+    return max(SEARCHED_LEAST_BYTES, min(SEARCHED_BYTES, share))
+
+
+def _errors_in(log: Log, num_bytes: int) -> Iterator[Found]:
+    lines, _ = last_lines(log.path, num_bytes)
+    yield from find(_clean(lines), log.who, written=log.written, node=log.node)
+
+
+def _last_word(log: Log) -> list[Found]:
+    """The error that a verb's log ends with. Its log goes on from start to start, so what is
+    followed by something else has been overcome."""
+    lines, _ = last_lines(log.path, SEARCHED_BYTES)
+    words = _clean(lines)
+    at = max((i for i, line in enumerate(words) if line.startswith("forge ")), default=-1)
+    if at < 0 or not _LAST_WORD.match(words[at]):
+        return []
+    if any(line and not line.startswith(" ") for line in words[at + 1 :]):
+        return []
+    if "is a bug of Forge" in words[at]:
+        return list(find(words, log.who, written=log.written))[-1:]
+    return [Found(tuple(words[at:]), log.written, log.who)]
+
+
+def _events(paths: RunPaths, start: Start) -> list[dict[str, Any]]:
+    """The ledger's events from this start's first launch to the next start's."""
+    mine, inside = [], False
+    for event in ledger.read_events(paths.events):
+        if event.get("event") == "launch":
+            job = f"{event.get('job')}.{event.get('restart')}"
+            inside = start.name in (job, f"local.{event.get('launch')}")
+        if inside and "event" in event and isinstance(event.get("time"), int | float):
+            mine.append(event)
+    return mine
+
+
+def _clean(lines: Sequence[str]) -> list[str]:
+    """Lines without what would drive the reader's terminal, of each only what was left to be seen."""
+    seen = (_ANSI.sub("", line.rstrip("\r").rpartition("\r")[2]).expandtabs(4) for line in lines)
+    return [line.rstrip() if line.isprintable() else one_line(line).rstrip() for line in seen]
+
+
+# --- on the screen ---------------------------------------------------------------------------------
+
+
+class _Screen:
+    """Lines on standard output: coloured on a terminal, plain elsewhere. rich honours NO_COLOR."""
+
+    def __init__(self) -> None:
+        self.line: Callable[..., None] = self._plain
+        if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+            from rich.console import Console
+
+            self._console = Console(highlight=False, soft_wrap=True)
+            self.line = self._coloured
+
+    def _coloured(self, text: str = "", style: str = "") -> None:
+        self._console.print(text, style=style, markup=False)
+
+    def _plain(self, text: str = "", style: str = "") -> None:
+        # A log in an old locale must not turn a rank's words into a traceback.
+        encoding = sys.stdout.encoding or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+@dataclass(frozen=True)
+class _View:
+    """What is known of a run's logs, and how it is told."""
+
+    screen: _Screen
+    paths: RunPaths
+    starts: Sequence[Start]
+    verbs: Sequence[Log]
+    lines: int
+
+    def show(self, start: Start, *, with_errors: bool) -> None:
+        is_last = start.name == self.starts[-1].name
+        ranks = f"{len(start.ranks)} rank{'' if len(start.ranks) == 1 else 's'}"
+        self.screen.line(
+            f"{self.paths.root}: start {start.name} ({'last' if is_last else 'earlier'} of"
+            f" {len(self.starts)}), {ranks} on {_few(start.nodes) or 'no node'}",
+            "bold",
+        )
+        for event in _events(self.paths, start):
+            if event["event"] in ("completed", "stop"):
+                self.screen.line(f"{_outcome(event)}, {clock(event['time'])}")
+        shown = list(start.logs)
+        if with_errors:
+            self.show_errors(errors_of(self.paths, start, self.verbs if is_last else ()))
+            share = _searched_bytes(start)
+            if any(log.path.stat().st_size > share for log in start.logs):
+                self.screen.line(f"  (searched: the last {share // 2**10} KiB of each log)", "dim")
+            shown = [log for log in start.logs if log.rank is None or log is start.ranks[0]]
+        for log in shown:
+            self.show_tail(log)
+
+    def show_verbs(self) -> None:
+        """Before the first rank: what the verbs said."""
+        names = ", ".join(log.who for log in self.verbs)
+        self.screen.line(f"{self.paths.root}: no rank has started yet; {names}", "bold")
+        self.show_errors(group(found for log in self.verbs for found in _last_word(log)))
+        self.show_tail(self.verbs[-1])
+
+    def show_errors(self, groups: Sequence[Group]) -> None:
+        causes = [one for one in groups if not one.first.is_echo]
+        echoes = [one for one in groups if one.first.is_echo]
+        many = f"{len(causes)} errors, the earliest first" if len(causes) > 1 else "1 error"
+        self.screen.line()
+        self.screen.line(many if causes else "no errors" + " of their own" * bool(echoes), "bold")
+        for one in causes[:MAX_GROUPS]:
+            self.screen.line()
+            self.screen.line(f"  {_title(one)}", "bold red")
+            for line in _shortened(one.fullest):
+                self.screen.line(f"    {line}", "red")
+        if len(causes) > MAX_GROUPS:
+            self.screen.line(f"\n  and {len(causes) - MAX_GROUPS} more that came later")
+        if echoes:
+            self.screen.line("\n  said because processes were ended:")
+        for one in echoes[:MAX_GROUPS]:
+            self.screen.line(f"    {_title(one)}: {said(one.first.headline)[:MAX_ECHO]}")
+
+    def show_tail(self, log: Log) -> None:
+        words, cut = last_lines(log.path, max(SEARCHED_BYTES, self.lines * MAX_WIDTH))
+        cut = cut or len(words) > self.lines
+        who = f"{log.who} on {log.node}" if log.node else log.who
+        told = f"the last {self.lines} lines of {log.path}" if cut else str(log.path)
+        when = f"last written {clock(log.written)}" if words else "has written nothing"
+        self.screen.line()
+        self.screen.line(f"{who}, {when}: {told}", "bold")
+        for line in _clean(words[-self.lines :]):
+            self.screen.line(f"  {line}", "red" if _is_error(line) else "")
+
+    def show_more(self, start: Start) -> None:
+        ways = ["--rank N", "--lines 200", "--follow"]
+        if others := [s.name for s in self.starts if s.name != start.name]:
+            ways.insert(1, f"--restart {others[-1]} (or all)")
+        self.screen.line()
+        self.screen.line(f"more: forge logs {self.paths.root} with {', '.join(ways)}", "dim")
+
+
+def _outcome(event: dict[str, Any]) -> str:
+    if event["event"] == "completed":
+        return f"completed at step {event.get('step')}"
+    return f"stopped at step {event.get('step')}: {event.get('cause')}"
+
+
+def _title(one: Group) -> str:
+    often = f", {len(one.all)} times" if len(one.all) > len({f.who for f in one.all}) else ""
+    return f"{one.title}, {clock(one.first.time)}{often}"
+
+
+def _shortened(found: Found) -> list[str]:
+    """The lines of an error that tell most: the end of a traceback, the head of a message."""
+    lines = [line if len(line) <= MAX_WIDTH else line[:MAX_WIDTH] + "…" for line in found.lines]
+    if len(lines) <= MAX_BLOCK:
+        return lines
+    if found.headline == found.lines[0]:
+        return [*lines[:MAX_BLOCK], f"… {len(lines) - MAX_BLOCK} lines more"]
+    return [lines[0], f"  … {len(lines) - MAX_BLOCK} lines", *lines[1 - MAX_BLOCK :]]
+
+
+def _is_error(line: str) -> bool:
+    return any(True for _ in find([line], "", written=0))
+
+
+def _few(names: Sequence[str]) -> str:
+    return " ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def clock(seconds: float) -> str:
+    """A time for people: of today without the day."""
+    then, now = time.localtime(seconds), time.localtime()
+    same_day = then[:3] == now[:3]
+    return time.strftime("%H:%M:%S" if same_day else "%Y-%m-%d %H:%M:%S", then)
+
+
+# --- as it is written ------------------------------------------------------------------------------
+
+
+class _Following:
+    """Prints what is appended to the logs of the last start, and of starts that come."""
+
+    def __init__(self, paths: RunPaths, rank: int | None) -> None:
+        self._paths, self._rank = paths, rank
+        self._followed: dict[Path, tuple[Log, Follower]] = {}
+        self._start = self._look(from_start=False)
+
+    def print_until_interrupted(self, screen: _Screen) -> None:
+        try:
+            while True:
+                for log, follower in self._followed.values():
+                    for line in _clean(follower.new_lines()):
+                        screen.line(f"{log.who} | {line}", "red" if _is_error(line) else "")
+                time.sleep(FOLLOW_EVERY_SEC)
+                if (start := self._look(from_start=True)) != self._start:
+                    self._start = start
+                    screen.line(f"start {start}", "bold")
+        except KeyboardInterrupt:
+            screen.line()
+
+    def _look(self, *, from_start: bool) -> str:
+        """Find logs to follow, from their begin or from now on; the name of the last start.
+
+        Those of verbs are left out where ranks run: they repeat what rank 0 says.
+        """
+        starts, verbs = read_starts(self._paths)
+        logs = starts[-1].logs if starts else verbs
+        for log in logs:
+            if log.path not in self._followed and self._rank in (None, log.rank):
+                self._followed[log.path] = log, Follower(log.path, from_start=from_start)
+        return starts[-1].name if starts else ""

@@ -1,0 +1,174 @@
+"""How did the run go? One self-contained HTML page: it opens offline and refers to nothing."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from forge.core.config import Config
+from forge.core.manifest import atomic_open, read_json
+from forge.core.paths import RunPaths
+from forge.reporting.charts import loss_chart, throughput_chart, time_blocks, time_ticks
+from forge.reporting.history import PHASES, History, Launch, read_history
+from forge.reporting.summary import Summary, preflight_checks, summarise, validation_checks
+
+TEMPLATES = Path(__file__).parent / "templates"
+# seconds, name; and the unit for the rest
+_UNITS = [(86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")]
+
+
+def write_report(run: Config | RunPaths) -> Path:
+    """Write `report.html` of a run from whatever files are there, and give its path.
+
+    Works for a failed or unfinished run too: the page then says what is missing. Equal files give
+    equal bytes. Raises ConfigError where there is no such run, UnfitError on a full disk.
+    """
+    paths = run if isinstance(run, RunPaths) else RunPaths.of(run)
+    page = render(paths)
+    with atomic_open(paths.report, "w") as file:
+        file.write(page)
+    return paths.report
+
+
+def render(paths: RunPaths) -> str:
+    """The page as text."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"duration": duration, "count": "{:,.0f}".format, "utc": utc}
+    return environment.get_template("report.html.j2").render(**_context(paths))
+
+
+def _context(paths: RunPaths) -> dict[str, Any]:
+    summary, history = summarise(paths), read_history(paths)
+    return {
+        "summary": summary,
+        "facts": _facts(history),
+        "missing": _missing(paths, summary, history),
+        "charts": _charts(history),
+        "restarts": history.restarts,
+        "phases": list(PHASES),
+        "time": _time(history),
+        "launches": [_launch_row(launch) for launch in history.launches],
+        "preflight_checks": preflight_checks(summary.preflight),
+        "validation_checks": validation_checks(summary.validation),
+        "config": _config_text(paths),
+        "paths": paths,
+    }
+
+
+def _config_text(paths: RunPaths) -> str:
+    """The frozen config as YAML, as people write it; empty where there is none."""
+    if not paths.config.exists():
+        return ""
+    return yaml.safe_dump(read_json(paths.config), sort_keys=False, allow_unicode=True)
+
+
+# --- pieces of the page -------------------------------------------------------------------------
+
+
+def _facts(history: History) -> dict[str, Any]:
+    """The numbers of the headline; None for what was not measured."""
+    train, evals = history.train, history.evals["loss"].dropna()
+    speed, mfu = train["tokens_per_sec"].dropna(), train["mfu"].dropna()
+    return {
+        "step": int(train["step"].iloc[-1]) if len(train) else None,
+        "tokens": train["tokens"].max() if train["tokens"].notna().any() else None,
+        "loss_from": evals.iloc[0] if len(evals) else None,
+        "loss_to": evals.iloc[-1] if len(evals) else None,
+        # The median: the first steps after a start are slow (compilation, cold caches).
+        "tokens_per_sec": speed.median() if len(speed) else None,
+        "mfu": mfu.median() if len(mfu) else None,
+        "wall_sec": history.wall_sec,
+        "goodput": history.goodput,
+    }
+
+
+def _missing(paths: RunPaths, summary: Summary, history: History) -> list[str]:
+    """What a reader would look for and not find, each with why or what to do."""
+    evaluated = history.evals["loss"].notna().any()
+    absent = [
+        (not paths.config.exists(), "config.json: the run's config was never frozen"),
+        (not summary.preflight, "preflight: no node was checked yet"),
+        (not history.launches, "launches: training has not started"),
+        (not len(history.train), "training curve: no step was logged"),
+        (not evaluated, "held-out loss: no evaluation was logged"),
+        (not summary.record, "checkpoint: none is committed, so there is no lineage"),
+        (not summary.validation, "validation: not done yet, so there are no samples either"),
+    ]
+    return [text for is_absent, text in absent if is_absent]
+
+
+def _charts(history: History) -> list[dict[str, Any]]:
+    """Title, description for those who do not see it, and SVG of each curve that has data."""
+    train, evals = history.train.dropna(subset=["loss"]), history.evals.dropna(subset=["loss"])
+    speed = history.train.dropna(subset=["tokens_per_sec"])
+    charts = []
+    if len(train) or len(evals):
+        alt = ", ".join(
+            f"{name} loss from {frame['loss'].iloc[0]:.2f} to {frame['loss'].iloc[-1]:.2f} "
+            f"over steps {frame['step'].iloc[0]} to {frame['step'].iloc[-1]}"
+            for name, frame in (("training", train), ("held-out", evals))
+            if len(frame)
+        )
+        charts.append({"title": "Loss", "alt": alt, "svg": Markup(loss_chart(history))})
+    if len(speed):
+        rate = speed["tokens_per_sec"]
+        alt = f"tokens per second: median {rate.median():,.0f}, least {rate.min():,.0f}"
+        charts.append({"title": "Throughput", "alt": alt, "svg": Markup(throughput_chart(history))})
+    return charts
+
+
+def _time(history: History) -> dict[str, Any]:
+    """The bar's blocks and ticks, and one row per phase: name, seconds, share, meaning."""
+    wall = history.wall_sec
+    return {
+        "blocks": time_blocks(history.phases),
+        "ticks": time_ticks(wall) if wall else [],
+        "rows": [
+            {"phase": name, "seconds": sec, "share": sec / wall, "meaning": PHASES[name]}
+            for name, sec in history.seconds.items()
+        ],
+    }
+
+
+def _launch_row(launch: Launch) -> dict[str, Any]:
+    start = launch.first("launch") or {}
+    return {
+        "start": launch.start,
+        "seconds": launch.end - launch.start,
+        "resumed_step": launch.resumed_step,
+        "last_step": launch.last_step,
+        "world_size": start.get("world_size"),
+        "where": start.get("slurm_job") or start.get("host") or "",
+        "outcome": launch.outcome,
+    }
+
+
+# --- words for numbers --------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the two units people would say: `0.42 s`, `48 s`, `3 min 20 s`, `2 h 5 min`."""
+    if seconds < 9.95:
+        return f"{seconds:.2g} s" if seconds < 0.995 else f"{seconds:.1f} s"
+    whole = round(seconds)
+    for size, unit, below, sub in _UNITS:
+        if whole >= size:
+            rest = whole % size // below
+            return f"{whole // size} {unit} {rest} {sub}" if rest else f"{whole // size} {unit}"
+    return f"{whole} s"
+
+
+def utc(seconds: float) -> str:
+    """A time since the epoch as `2026-01-31 14:05:09`, in UTC wherever the page is made."""
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"

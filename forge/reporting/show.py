@@ -1,0 +1,86 @@
+"""What came out of these runs? Status, paths, loss, sampled text and lineage on the screen."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from forge.core.ledger import read_lines
+from forge.core.paths import RunPaths
+from forge.reporting.summary import Summary, summarise
+
+SAMPLES = 3
+SAMPLE_WIDTH = 100
+
+
+def show(runs: Sequence[RunPaths]) -> None:
+    """Print each run to standard output: a panel on a terminal, plain lines elsewhere.
+
+    Raises ConfigError where a run does not exist; all runs are looked up before the first line.
+    """
+    summaries = [(paths, summarise(paths)) for paths in runs]
+    on_terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    for paths, summary in summaries:
+        rows = _rows(paths, summary)
+        if on_terminal:
+            _print_panel(summary, rows)
+        else:
+            _print_plain(summary, rows)
+
+
+def _rows(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
+    """(label, value) lines below the status; repeated labels are left blank."""
+    checkpoint = (
+        f"{paths.latest} -> {summary.checkpoint.name}" if summary.checkpoint else "none yet"
+    )
+    report = (
+        str(paths.report) if paths.report.exists() else f"none yet: forge report {paths.config}"
+    )
+    rows = [("reason" if i == 0 else "", reason) for i, reason in enumerate(summary.reasons)]
+    rows += [("checkpoint", checkpoint), ("report", report), ("held-out loss", _losses(paths))]
+    for number, sample in enumerate(summary.samples[:SAMPLES]):
+        clipped = sample if len(sample) <= SAMPLE_WIDTH else sample[: SAMPLE_WIDTH - 1] + "…"
+        rows.append(("samples" if number == 0 else "", clipped))
+    return rows + summary.lineage
+
+
+def _losses(paths: RunPaths) -> str:
+    evals = [
+        line
+        for line in read_lines(paths.metrics)
+        if line.get("kind") == "eval" and isinstance(line.get("loss"), float)
+    ]
+    if not evals:
+        return "not measured yet"
+    # The newest line is on the surviving line of history whatever was done again.
+    first, last = min(evals, key=lambda line: line["step"]), evals[-1]
+    return (
+        f"{first['loss']:.3f} -> {last['loss']:.3f} nats per token "
+        f"(steps {first['step']} -> {last['step']})"
+    )
+
+
+def _print_plain(summary: Summary, rows: list[tuple[str, str]]) -> None:
+    lines = [f"{summary.run}: {summary.status}"]
+    lines += [f"  {label:<15} {value}".rstrip() for label, value in rows]
+    # A log in an old locale must not turn sampled text into a traceback.
+    encoding = sys.stdout.encoding or "utf-8"
+    print("\n".join(lines).encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _print_panel(summary: Summary, rows: list[tuple[str, str]]) -> None:
+    """rich honours NO_COLOR by itself. Text objects: sampled brackets are no markup."""
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, value in rows:
+        grid.add_row(label, Text(value))
+    colour = {"good": "green", "bad": "red", "open": "yellow"}[summary.tone]
+    title = Text(f"{summary.run}: {summary.status}", style=f"bold {colour}")
+    Console().print(Panel(grid, title=title, title_align="left", border_style=colour))

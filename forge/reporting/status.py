@@ -1,0 +1,440 @@
+"""The verb `status`: where does each run stand now, and where does it hang? From files and squeue."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from forge.cluster import jobs, slurm
+from forge.cluster.jobs import QueuedJob
+from forge.cluster.pending import lasting_advice
+from forge.core import ledger
+from forge.core.errors import ConfigError, DataError
+from forge.core.manifest import read_json
+from forge.core.paths import RunPaths
+from forge.core.process import Process
+from forge.core.progress import duration, say
+from forge.core.tail import last_lines
+
+ASK_SEC = 3.0  # how long squeue may take: a table a little later is better than a wrong one
+WATCH_SEC = 5.0
+METRICS_BYTES = 2**16  # some 300 lines of metrics.jsonl, for the newest step and the rate
+
+# No new step for this long, and for so many times the usual, is worth a look.
+STALL_SEC = 60.0
+STALL_TIMES = 10
+# Imports, rendezvous, digests of shards and compiling take minutes on a cold file system, no more.
+SLOW_START_SEC = 300.0
+
+TRAINING = "training"
+TONES = {
+    **dict.fromkeys(("running", "waiting"), "cyan"),
+    **dict.fromkeys(("done", "validated"), "green"),
+    **dict.fromkeys(("failed", "invalid", "cut off"), "red"),
+}  # the rest: yellow
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run in the table. loss and tokens_per_sec of the last step that was logged."""
+
+    run: str
+    state: str  # not started, waiting, running, stopped, cut off, failed, done, validated, invalid
+    job: str  # of Slurm: the one that is in the queue, with its nodes, else the last; else the host
+    step: int | None
+    goal: int | None
+    loss: float | None
+    tokens_per_sec: float | None
+    restarts: int
+    eta_sec: float | None  # None when it does not train, or just began
+    now: str  # what it does, where it hangs, what to do
+
+
+def status(runs: Sequence[RunPaths], *, watch: bool = False, as_json: bool = False) -> None:
+    """Print one line a run to standard output, as a table or as JSON.
+
+    watch: draw it again every few seconds until Ctrl-C. Raises ConfigError without a terminal then.
+    """
+    if watch:
+        if not _on_terminal():
+            raise ConfigError("--watch needs a terminal", fix="leave it out, or use --json")
+        _watch(runs)
+        return
+    rows, note = look(runs)
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+    elif not rows:
+        say("no runs in results/ yet: train one with make train, or name their folders")
+    elif _on_terminal():
+        from rich.console import Console
+
+        Console().print(_table(rows))
+    else:
+        _print_plain(rows)
+    if note:
+        say(note)
+
+
+def look(runs: Sequence[RunPaths]) -> tuple[list[Row], str]:
+    """A row for each run, and a note when Slurm's side of it is missing."""
+    queue, note = _queue(runs)
+    return [row(paths, queue) for paths in runs], note
+
+
+def _queue(runs: Sequence[RunPaths]) -> tuple[list[QueuedJob] | None, str]:
+    """Slurm's queue; None where it cannot be asked."""
+    if not slurm.is_here():
+        return None, ""
+    # A run of a colleague in a shared folder is asked for as well.
+    users = {os.getuid(), *(paths.root.stat().st_uid for paths in runs)}
+    try:
+        return jobs.read_queue(users, patience_sec=0, timeout_sec=ASK_SEC), ""
+    except slurm.SlurmSilent as err:
+        what = _clipped(err.what.split("\n")[0])
+        return None, f"note: {what}; the table comes from the runs' files alone"
+
+
+# --- what the files say ----------------------------------------------------------------------------
+
+
+@dataclass
+class _Files:
+    """What a run's files say."""
+
+    paths: RunPaths
+    now: float = field(default_factory=time.time)
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        lines = ledger.read_events(self.paths.events)
+        return [e for e in lines if "event" in e and isinstance(e.get("time"), int | float)]
+
+    @cached_property
+    def launches(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == "launch"]
+
+    @cached_property
+    def steps(self) -> list[dict[str, Any]]:
+        """The last training steps that were logged, oldest first."""
+        found = []
+        for line in last_lines(self.paths.metrics, METRICS_BYTES)[0]:
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                continue  # being written
+            if isinstance(value, dict) and value.get("kind") == "train":
+                found.append(value)
+        return found
+
+    @cached_property
+    def steps_of_launch(self) -> list[dict[str, Any]]:
+        """Of the newest launch alone."""
+        name = self.launches[-1].get("launch") if self.launches else None
+        return [step for step in self.steps if step.get("launch") == name]
+
+    def last(self, *names: str, since: float = 0.0) -> dict[str, Any]:
+        """The newest event of these names; {} without one."""
+        found = (e for e in reversed(self.events) if e["event"] in names and e["time"] >= since)
+        return next(found, {})
+
+    @cached_property
+    def goal(self) -> int | None:
+        return _read(self.paths.config).get("train", {}).get("max_steps")
+
+    @cached_property
+    def step(self) -> int | None:
+        """The newest step that was logged, committed or gone on from."""
+        known = [*self.steps[-1:], self.last("init"), self.last("save", "stop", "completed")]
+        known = [line for line in known if "step" in line]
+        return max(known, key=lambda line: line["time"])["step"] if known else None
+
+    @cached_property
+    def rate(self) -> float | None:
+        """Steps per second of this launch, with its evaluations and saves."""
+        first, last = (self.steps_of_launch or [{}])[0], (self.steps_of_launch or [{}])[-1]
+        seconds = last.get("time", 0) - first.get("time", 0)
+        return (last["step"] - first["step"]) / seconds if seconds > 0 else None
+
+    @cached_property
+    def lease(self) -> dict[str, Any]:
+        """Who writes the run's folder; {} if nobody does."""
+        return _read(self.paths.root / ".lease")
+
+    @cached_property
+    def lease_since(self) -> float:
+        try:
+            return (self.paths.root / ".lease").stat().st_mtime
+        except FileNotFoundError:
+            return self.now
+
+    @property
+    def job_ids(self) -> set[str]:
+        """Jobs that the files name: of the lease, else of the newest launch."""
+        named = self.lease.get("slurm_job") or (self.launches or [{}])[-1].get("job")
+        return {str(named)} if named else set()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = read_json(path)
+    except (DataError, OSError):
+        return {}  # none yet, or one that is being replaced
+    return value if isinstance(value, dict) else {}
+
+
+# --- the state -------------------------------------------------------------------------------------
+
+
+def row(paths: RunPaths, queue: Sequence[QueuedJob] | None) -> Row:
+    """Where a run stands. queue: Slurm's, None where it cannot be asked."""
+    files = _Files(paths)
+    job = jobs.of_run(queue or (), paths.root.name, files.job_ids, Path.cwd())
+    state, now = _state(files, job, queue)
+    last = files.steps[-1] if files.steps else {}
+    is_training = now == TRAINING and files.rate and files.goal and files.step is not None
+    return Row(
+        run=paths.root.name,
+        state=state,
+        job=_where(files, job, state),
+        step=files.step,
+        goal=files.goal,
+        loss=last.get("loss"),
+        tokens_per_sec=last.get("tokens_per_sec"),
+        restarts=max(0, len(files.launches) - 1),
+        eta_sec=(files.goal - files.step) / files.rate if is_training else None,  # type: ignore[operator]
+        now=now,
+    )
+
+
+def _where(files: _Files, job: QueuedJob | None, state: str) -> str:
+    if job:
+        return f"{job.id} on {job.nodes}" if job.nodes else job.id
+    if files.job_ids or state != "running":
+        return "".join(files.job_ids)
+    return str(files.lease.get("host", ""))
+
+
+def _state(
+    files: _Files, job: QueuedJob | None, queue: Sequence[QueuedJob] | None
+) -> tuple[str, str]:
+    """(state, what it does now)."""
+    if job and job.is_waiting:
+        return "waiting", _waits(files, job)
+    holder = _holder(files, job, queue)
+    if holder == "lives":
+        return "running", _phase(files)
+    if job:
+        return "running", _between(files, job)
+    if holder == "unknown":
+        who = f"its process on {files.lease['host']} cannot be asked from here"
+        return "unknown", f"{who}; last sign of life {_ago(files.now - _sign_of_life(files))}"
+    if holder == "gone":
+        return "cut off", "its process is gone: give the command again"
+    return _ended(files)
+
+
+def _holder(files: _Files, job: QueuedJob | None, queue: Sequence[QueuedJob] | None) -> str:
+    """How the process that holds the lease is: lives, gone, unknown; none where nobody holds it."""
+    try:
+        process = Process.from_json(files.lease)
+    except (KeyError, TypeError):
+        return "none"
+    if process.is_here:
+        return "lives" if process.is_alive() else "gone"
+    if process.slurm_job and queue is not None:
+        return "lives" if job and job.id == process.slurm_job else "gone"
+    return "unknown"
+
+
+def _sign_of_life(files: _Files) -> float:
+    times = [line["time"] for line in [*files.events[-1:], *files.steps[-1:]]]
+    return max(times, default=files.lease_since)
+
+
+def _waits(files: _Files, job: QueuedJob) -> str:
+    text = f"{job.state} ({job.reason})"
+    if job.submitted:
+        text += f" for {duration(files.now - job.submitted)}"
+    if job.start and job.start > files.now:
+        text += f", expected to start in {duration(job.start - files.now)}"
+    if advice := lasting_advice(job.id, job.reason):
+        text += f"; it does not pass by itself: {advice}"
+    return text
+
+
+def _between(files: _Files, job: QueuedJob) -> str:
+    """The job runs and no verb holds the run: before the first of them, or between two."""
+    since = job.start or files.now
+    if not files.paths.stage.exists():
+        what = "starting, or staging"
+    elif not files.paths.preflight_pass.exists():
+        what, since = "staged", files.paths.stage.stat().st_mtime
+    else:
+        what, since = "preflight passed", files.paths.preflight_pass.stat().st_mtime
+    return f"{what} for {duration(files.now - since)}" + _look_at_logs(files, since)
+
+
+def _look_at_logs(files: _Files, since: float) -> str:
+    """Where to look when nothing happens for longer than it should."""
+    return f": forge logs {files.paths.root}" if files.now - since > SLOW_START_SEC else ""
+
+
+def _phase(files: _Files) -> str:
+    """What the verb that holds the lease is doing, and for how long."""
+    verb, since = files.lease.get("verb"), files.lease_since
+    if verb != "train":
+        return f"{verb} for {duration(files.now - since)}" + _look_at_logs(files, since)
+    # A second of grace: the lease's time is the file system's clock.
+    event = files.last("launch", "init", "lost", "completed", since=since - 1)
+    name, began = event.get("event"), event.get("time", since)
+    if name == "completed":
+        return f"at its goal, finishing for {duration(files.now - began)}"
+    if name == "init":
+        return _training(files, began)
+    what = {"launch": "starting ranks", "lost": "a rank was lost, starting again"}.get(
+        str(name), "starting"
+    )
+    return f"{what} for {duration(files.now - began)}" + _look_at_logs(files, began)
+
+
+def _training(files: _Files, began: float) -> str:
+    """Training, or that no step has come for longer than steps, evaluation and saves usually take."""
+    steps = files.steps_of_launch
+    other = files.last("eval", "save", since=began)
+    last = max(began, other.get("time", 0), steps[-1]["time"] if steps else 0)
+    gaps = [after["time"] - before["time"] for before, after in pairwise(steps)]
+    patience = max(STALL_SEC, STALL_TIMES * median(gaps)) if gaps else SLOW_START_SEC
+    silent = files.now - last
+    if silent > patience:
+        return f"no step for {duration(silent)}: forge logs {files.paths.root}"
+    return TRAINING if steps else f"first steps for {duration(files.now - began)}"
+
+
+def _ended(files: _Files) -> tuple[str, str]:
+    """The state of a run that nothing works on, by the last thing that happened to it."""
+    last = files.last("launch", "stop", "requeue", "lost", "failed", "completed", "preflight")
+    name = last.get("event")
+    if name == "preflight" and last.get("status") != "failed":
+        last = files.last("launch", "stop", "requeue", "lost", "failed", "completed")
+        name = last.get("event")
+    again = "give the command again to go on"
+    if name is None:
+        return "not started", "nothing has trained yet"
+    if name == "completed":
+        return _completed(files)
+    if name == "failed":
+        said = str(last.get("message") or "").split("\n")[0]
+        return "failed", f"{_clipped(said)}: forge logs {files.paths.root}"
+    if name == "preflight":
+        failed = ", ".join(map(str, last.get("failed") or []))
+        return "failed", f"preflight: {failed or 'see'} {files.paths.preflight_table}"
+    if name in ("stop", "requeue"):
+        stop = files.paths.stop
+        first = f"rm {stop}, then " if stop.exists() else ""
+        return "stopped", f"{last.get('cause', 'stopped')}: {first}{again}"
+    return "cut off", f"no end was recorded: {again}"
+
+
+def _completed(files: _Files) -> tuple[str, str]:
+    step = files.step
+    if files.goal is not None and step is not None and step < files.goal:
+        return (
+            "stopped",
+            f"step {step} was its goal, now it is {files.goal}: give the command again",
+        )
+    validation = _read(files.paths.validation)
+    if validation.get("step") == step and validation.get("status") == "invalid":
+        reasons = validation.get("reasons") or ["no reason given"]
+        return "invalid", _clipped(str(reasons[0]))
+    if _read(files.paths.validated).get("step") == step:
+        loss = validation.get("loss")
+        return "validated", f"held-out loss {loss:.3f}" if isinstance(loss, float) else ""
+    return "done", f"not validated yet: forge validate {files.paths.config}"
+
+
+# --- for people ------------------------------------------------------------------------------------
+
+_HEADS = ("run", "state", "job", "step", "loss", "tokens/s", "restarts", "ETA", "now")
+_NUMBERS = ("step", "loss", "tokens/s", "restarts", "ETA")
+
+
+def _cells(one: Row) -> list[str]:
+    step = "" if one.step is None else str(one.step)
+    return [
+        one.run,
+        one.state,
+        one.job,
+        f"{step or 0}/{one.goal}" if one.goal else step,
+        "" if one.loss is None else f"{one.loss:.3f}",
+        "" if one.tokens_per_sec is None else f"{one.tokens_per_sec:,.0f}",
+        str(one.restarts),
+        "" if one.eta_sec is None else duration(one.eta_sec),
+        one.now,
+    ]
+
+
+def _print_plain(rows: Sequence[Row]) -> None:
+    table = [list(_HEADS), *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for cells in table:
+        padded = [
+            cell.rjust(width) if head in _NUMBERS else cell.ljust(width)
+            for cell, width, head in zip(cells, widths, _HEADS, strict=True)
+        ]
+        print("  ".join(padded).rstrip())
+
+
+def _table(rows: Sequence[Row]) -> Any:
+    """For a terminal; rich honours NO_COLOR by itself. Text objects: messages are no markup."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for head in _HEADS:
+        table.add_column(
+            head,
+            justify="right" if head in _NUMBERS else "left",
+            no_wrap=head not in ("now", "job"),
+            overflow="fold",
+        )
+    for one in rows:
+        run, state, *others = _cells(one)
+        colour = TONES.get(one.state, "yellow")
+        table.add_row(Text(run, "bold"), Text(state, colour), *map(Text, others))
+    return table
+
+
+def _watch(runs: Sequence[RunPaths]) -> None:
+    from rich.console import Group
+    from rich.live import Live
+
+    try:
+        with Live(auto_refresh=False) as live:
+            while True:
+                rows, note = look(runs)
+                foot = f"{time.strftime('%H:%M:%S')}  Ctrl-C ends this, not the runs  {note}"
+                live.update(Group(_table(rows), "", foot.rstrip()), refresh=True)
+                time.sleep(WATCH_SEC)
+    except KeyboardInterrupt:
+        pass
+
+
+def _on_terminal() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def _ago(seconds: float) -> str:
+    return f"{duration(seconds)} ago"
+
+
+def _clipped(text: str, width: int = 90) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,1 @@
+"""Token shards, and Forge itself, onto the nodes' own disks."""

@@ -1,0 +1,1 @@
+"""Forge's own training program: model, loss, optimizer, parallelism, the training loop."""

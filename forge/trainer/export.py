@@ -1,0 +1,444 @@
+"""The verb `export`: a checkpoint as a folder that Hugging Face `transformers` loads as a Llama.
+
+Weights have Llama's names and rotary convention already (`model`), so they are copied, not changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import blake3
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from forge.checkpoint import checkpoints, store
+from forge.cluster.lease import lease
+from forge.core.config import Config, Model, apply_overrides, checked
+from forge.core.errors import ConfigError, DataError, UnfitError
+from forge.core.manifest import (
+    atomic_open,
+    digest_file,
+    disk_trouble,
+    fsync_folder,
+    read_json,
+    read_object,
+    write_json,
+)
+from forge.core.paths import RunPaths, tokenizer_folder
+from forge.core.progress import progress, say
+from forge.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, LoadedTokenizer, load_tokenizer
+from forge.trainer.model import INIT_STD, Trunk
+
+FORMAT = 1
+MANIFEST = "forge.json"
+CARD = "README.md"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Weights of one file, as stored in the checkpoint: no more than these are in memory at a time.
+FILE_BYTES = 5 * 10**9
+
+
+def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any]) -> Path:
+    """Export a checkpoint folder, or the latest checkpoint of a run's folder; the folder written.
+
+    to: None for `export/step-…` in the run's folder. overrides: may say where `data` lies now.
+    Raises DataError (no checkpoint, or a damaged one), ConfigError (`to` is in the way) and
+    UnfitError (cannot write).
+    """
+    checkpoint = _checkpoint(folder)
+    target = to.resolve() if to else _default_target(checkpoint)
+    identity = {
+        "format": FORMAT,
+        "checkpoint_digest": digest_file(checkpoint.folder / store.MANIFEST),
+        "dtype": dtype,
+    }
+    with lease(target.parent, "export", name=f".{target.name}.lease"), _not_pruned(checkpoint):
+        if _is_there(target, identity):
+            say(f"export of step {checkpoint.step} in {target}: nothing to do")
+            return target
+        source = _Source.open(checkpoint, overrides)
+        with _appearing(target) as draft:
+            weights_digest = _write_weights(draft, source, DTYPES[dtype])
+            _check_goal(checkpoint, weights_digest)
+            _write_configs(draft, source, dtype)
+            _write_tokenizer(draft, source)
+            _write_manifest(draft, source, {**identity, "weights_digest": weights_digest})
+    say(f"exported step {checkpoint.step} in {dtype}: {target}")
+    return target
+
+
+def _checkpoint(folder: Path) -> store.Checkpoint:
+    if (folder / store.MANIFEST).exists():
+        return store.Checkpoint.open(folder.resolve())
+    checkpoint = store.latest(RunPaths(folder))
+    if checkpoint is None:
+        raise DataError(
+            f"{folder} has no checkpoint",
+            cause="the run has not committed one yet, or it is not a run's folder",
+            fix="train the run first, or name the folder of a run or a checkpoint",
+        )
+    return checkpoint
+
+
+def _run_of(checkpoint: store.Checkpoint) -> RunPaths | None:
+    """The run whose checkpoint this is; None where it lies elsewhere."""
+    paths = RunPaths(checkpoint.folder.parent.parent)
+    return paths if paths.checkpoints == checkpoint.folder.parent else None
+
+
+def _default_target(checkpoint: store.Checkpoint) -> Path:
+    paths = _run_of(checkpoint)
+    if paths is None:
+        raise ConfigError(
+            f"{checkpoint.folder} lies in no run, so nothing says where the export goes",
+            fix="say it: --to FOLDER",
+        )
+    return paths.root / "export" / checkpoint.folder.name
+
+
+def _is_there(target: Path, identity: dict[str, Any]) -> bool:
+    """Whether the target is this very export, whole. ConfigError where something else is there."""
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return False
+    there = read_json(target / MANIFEST) if (target / MANIFEST).is_file() else {}
+    there = there if isinstance(there, dict) else {}
+    if any(there.get(key) != value for key, value in identity.items()):
+        what = (
+            f"holds the export of step {there['step']} in {there['dtype']}"
+            if "checkpoint_digest" in there
+            else "is there already and is no export of Forge"
+        )
+        raise ConfigError(f"{target} {what}", fix="name another folder with --to, or remove it")
+    for name, digest in there["files"].items():
+        if not (target / name).is_file() or digest_file(target / name) != digest:
+            raise ConfigError(
+                f"{target / name} is missing or has changed since it was exported",
+                fix=f"remove {target} and give the command again, or name another folder with --to",
+            )
+    return True
+
+
+@contextmanager
+def _not_pruned(checkpoint: store.Checkpoint) -> Iterator[None]:
+    """Say so where a run that goes on training removes the checkpoint while it is read."""
+    try:
+        yield
+    except (DataError, FileNotFoundError):
+        if checkpoint.folder.exists():
+            raise
+        raise DataError(
+            f"{checkpoint.folder} was removed while it was read",
+            cause="the run goes on training and keeps only its newest checkpoints",
+            fix="give the command again, or raise train.keep_last",
+        ) from None
+
+
+@contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """A folder that appears under its name only when it is whole and on disk.
+
+    The caller holds the target's lease; what a killed export left is replaced.
+    """
+    draft = target.with_name(f"{store.TEMPORARY}{target.name}")
+    with disk_trouble(target):
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        try:
+            yield draft
+            fsync_folder(draft)
+            draft.rename(target)  # takes the place of an empty folder, of no other
+            fsync_folder(target.parent)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)  # a full disk must not stay full of it
+            raise
+
+
+# --- what is exported ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint whose files have the digests of its manifest, and what its lineage names."""
+
+    checkpoint: store.Checkpoint
+    config: Config
+    tokenizer: LoadedTokenizer
+    tokenizer_file: Path
+    shapes: dict[str, torch.Size]
+    """Of the weights by name, in the order of the names; all are fp32."""
+
+    @classmethod
+    def open(cls, checkpoint: store.Checkpoint, overrides: dict[str, Any]) -> _Source:
+        if bad := list(checkpoint.bad_files()):
+            raise DataError(
+                f"checkpoint {checkpoint.folder} is damaged: {'; '.join(bad)}",
+                cause="a disk error, a copy that broke off, or an edit",
+                fix="export another one by naming its folder instead of the run's",
+            )
+        lineage = checkpoint.manifest["lineage"]
+        values = apply_overrides(lineage["config"], overrides)
+        config: Config = checked(Config, values, str(checkpoint.folder))
+        store.check_compatible(config, checkpoint)
+        assert config.ids
+        folder = tokenizer_folder(config.data, config.ids.tokenizer)
+        if not folder.is_dir():
+            raise DataError(
+                f"the tokenizer of {checkpoint.folder} is not in {folder}",
+                cause="this is not the project's folder, or `data` was moved",
+                fix="say where `data` lies now: --data=FOLDER",
+            )
+        tokenizer = load_tokenizer(folder)
+        if tokenizer.digest != lineage["tokenizer"]["digest"]:
+            raise DataError(
+                f"{folder} has digest {tokenizer.digest[:12]}, the checkpoint was trained with"
+                f" {lineage['tokenizer']['digest'][:12]}",
+                cause="the tokenizer was built anew from other text",
+                fix="restore the tokenizer that the run began with",
+            )
+        shapes = _shapes(checkpoint, config.model, tokenizer.vocab_size)
+        return cls(checkpoint, config, tokenizer, folder / TOKENIZER, shapes)
+
+
+def _shapes(checkpoint: store.Checkpoint, model: Model, vocab_size: int) -> dict[str, torch.Size]:
+    """Shape of each weight in the checkpoint, which must be those of its config, in fp32."""
+    with torch.device("meta"):  # names and shapes cost no memory
+        trunk = Trunk(model, vocab_size).state_dict()
+    wanted = {f"model.{name}": tensor.shape for name, tensor in trunk.items()}
+    if not model.tie_embeddings:
+        wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
+    index = checkpoints.SafeReader(checkpoint.folder).read_metadata()
+    found = {
+        name.removeprefix("model."): entry.size
+        for name, entry in index.state_dict_metadata.items()
+        if name.startswith("model.")
+        and isinstance(entry, TensorStorageMetadata)
+        and entry.properties.dtype == torch.float32
+    }
+    wrong = sorted(
+        name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)
+    )
+    if wrong:
+        name = wrong[0]
+        raise DataError(
+            f"{len(wrong)} weights in {checkpoint.folder} are not those of its config: {name} is"
+            f" {found.get(name, 'missing')}, not {wanted.get(name, 'expected')}",
+            cause="checkpoint.json was edited, or belongs to another checkpoint",
+        )
+    return dict(sorted(wanted.items()))
+
+
+# --- weights ------------------------------------------------------------------------------------
+
+
+def _write_weights(draft: Path, source: _Source, dtype: torch.dtype) -> str:
+    """Write all weights file by file; their digest as they are in the checkpoint."""
+    hasher = blake3.blake3()
+    groups = _groups({name: 4 * shape.numel() for name, shape in source.shapes.items()})
+    placed: dict[str, str] = {}
+    total = sum(shape.numel() for shape in source.shapes.values())
+    done = 0
+    with progress("export", total / 1e6, "M weights") as update:
+        for number, names in enumerate(groups, 1):
+            file = "model.safetensors"
+            if len(groups) > 1:
+                file = f"model-{number:05}-of-{len(groups):05}.safetensors"
+            tensors = {name: torch.empty(source.shapes[name]) for name in names}
+            checkpoints.read_tensors({"model": tensors}, source.checkpoint.folder, no_dist=True)
+            for name, tensor in tensors.items():
+                checkpoints.update_digest(hasher, name, tensor)
+                tensors[name] = tensor.to(dtype)
+                done += tensor.numel()
+            _save(tensors, draft / file)
+            placed |= dict.fromkeys(names, file)
+            update(done / 1e6, file)
+    if len(groups) > 1:
+        size = total * dtype.itemsize
+        metadata = {"total_parameters": total, "total_size": size}
+        index = {"metadata": metadata, "weight_map": placed}
+        write_json(draft / "model.safetensors.index.json", index)
+    return hasher.hexdigest()
+
+
+def _groups(sizes: dict[str, int]) -> list[list[str]]:
+    """Names in their order, a group for each file: at most FILE_BYTES, or one larger weight."""
+    groups: list[list[str]] = [[]]
+    room = FILE_BYTES
+    for name, size in sizes.items():
+        if size > room and groups[-1]:
+            groups.append([])
+            room = FILE_BYTES
+        groups[-1].append(name)
+        room -= size
+    return groups
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})  # transformers asks for the format
+    except SafetensorError as err:  # for trouble of the disk, too
+        raise UnfitError(
+            f"cannot write {path.name} in {path.parent.parent}: {err}",
+            cause=f"{shutil.disk_usage(path.parent).free / 2**20:.1f} MiB are free there",
+            fix="free space there, or name another folder with --to",
+        ) from None
+    # The library leaves 0600, which would hide the weights from the group.
+    path.chmod(path.parent.stat().st_mode & 0o666)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _check_goal(checkpoint: store.Checkpoint, weights_digest: str) -> None:
+    """A finished run knows the weights it ended with: a mix of two steps has none of its digests."""
+    paths = _run_of(checkpoint)
+    if paths is None or not paths.fit.exists():
+        return
+    goal = read_object(paths.fit, "step", "weights_digest")
+    if goal["step"] == checkpoint.step and goal["weights_digest"] != weights_digest:
+        raise DataError(
+            f"the weights in {checkpoint.folder} have digest {weights_digest[:12]}, {paths.fit} has"
+            f" {goal['weights_digest'][:12]}",
+            cause="files of another checkpoint were copied into this one",
+            fix=f"look at it: forge validate {checkpoint.folder}",
+        )
+
+
+# --- what stands beside them --------------------------------------------------------------------
+
+
+def _write_configs(draft: Path, source: _Source, dtype: str) -> None:
+    """config.json and generation_config.json, as transformers 4 and 5 read them.
+
+    Training knows no token that begins a text, and has dropout where Llama has none.
+    """
+    model, eos_id = source.config.model, source.tokenizer.eos_id
+    name = str(DTYPES[dtype]).removeprefix("torch.")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": source.tokenizer.vocab_size,
+        "hidden_size": model.dim,
+        "intermediate_size": model.inner_dim,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.dim // model.heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": source.config.train.seq_len,
+        "initializer_range": INIT_STD,
+        "rms_norm_eps": model.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "rope_theta": model.rope_theta,  # where transformers 4 looks
+        "tie_word_embeddings": model.tie_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": None,  # Llama's default is 1
+        "eos_token_id": eos_id,
+        "dtype": name,
+        "torch_dtype": name,  # where transformers 4 looks
+    }
+    write_json(draft / "config.json", config)
+    # Rows of a batch that have ended are filled with the padding token.
+    generation = {"eos_token_id": eos_id, "pad_token_id": eos_id}
+    write_json(draft / "generation_config.json", generation)
+
+
+def _write_tokenizer(draft: Path, source: _Source) -> None:
+    """tokenizer.json and tokenizer_config.json that give the ids that training saw.
+
+    One difference is meant: a text that spells the end-of-text token gives its id, as users of
+    transformers expect.
+    """
+    content = source.tokenizer_file.read_bytes()
+    parts = json.loads(content)
+    changes: dict[str, None] = {}
+    for key in ("truncation", "padding"):  # made for another model's context
+        if parts.get(key) is not None:
+            changes[key] = None
+    if source.tokenizer.tokenizer.num_special_tokens_to_add(is_pair=False):
+        changes["post_processor"] = None  # it would add tokens that training left out
+    if changes:
+        content = json.dumps({**parts, **changes}, ensure_ascii=False).encode()
+    with atomic_open(draft / TOKENIZER) as file:
+        file.write(content)
+    settings = {
+        # Where no class is named, transformers 4 takes Llama's, which begins each text with an added
+        # token that the model has no row for.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": source.tokenizer.eos_token,
+        "model_max_length": source.config.train.seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(draft / TOKENIZER_CONFIG, settings)
+
+
+def _write_manifest(draft: Path, source: _Source, facts: dict[str, Any]) -> None:
+    """The lineage in forge.json, with the digest of each file; a card for people in README.md."""
+    lineage = source.checkpoint.manifest["lineage"]
+    facts = {
+        **facts,
+        "run": source.config.run,
+        "step": source.checkpoint.step,
+        **{key: lineage[key] for key in ("config_digest", "tokenizer", "tokens", "code")},
+        **({"parent": lineage["parent"]} if "parent" in lineage else {}),
+        "files": {path.name: digest_file(path) for path in sorted(draft.iterdir())},
+    }
+    write_json(draft / MANIFEST, facts)
+    # The card has no digest: people write into it.
+    with atomic_open(draft / CARD, "w") as file:
+        file.write(_card(source, facts))
+
+
+def _card(source: _Source, facts: dict[str, Any]) -> str:
+    model, loss = source.config.model, _held_out_loss(source.checkpoint, facts)
+    weights = sum(shape.numel() for shape in source.shapes.values())
+    tokens = source.checkpoint.manifest["next_sample"] * source.config.train.seq_len
+    code = facts["code"]
+    return f"""\
+---
+library_name: transformers
+pipeline_tag: text-generation
+---
+# {facts["run"]}, step {facts["step"]}
+
+A language model of Llama's architecture, trained from nothing and exported by Forge.
+
+| | |
+|---|---|
+| weights | {weights:,} in {facts["dtype"]}, digest `{facts["weights_digest"][:12]}` |
+| shape | {model.layers} layers, width {model.dim}, {model.heads} heads ({model.num_kv_heads} for keys) |
+| vocabulary | {source.tokenizer.vocab_size:,} ids, `{source.tokenizer.eos_token}` ends a text |
+| trained on | {tokens:,} tokens, {source.config.train.seq_len} at a time |
+| held-out loss | {f"{loss:.4f} nats per token" if loss is not None else "not validated"} |
+| checkpoint | digest `{facts["checkpoint_digest"][:12]}` |
+| config | digest `{facts["config_digest"][:12]}` |
+| data | tokens `{facts["tokens"]["id"]}`, digest `{facts["tokens"]["digest"][:12]}` |
+| code | Forge {code["version"]}, commit {code["commit"] or "unknown"} |
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained("FOLDER")
+    tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+
+`{MANIFEST}` has the digests whole, and those of the files here.
+"""
+
+
+def _held_out_loss(checkpoint: store.Checkpoint, facts: dict[str, Any]) -> float | None:
+    """As validation found it, if it looked at this very checkpoint and found it valid."""
+    paths = _run_of(checkpoint)
+    if paths is None or not paths.validation.exists():
+        return None
+    verdict = read_object(paths.validation, "status", "checkpoint_digest", "loss")
+    if verdict["status"] != "valid":
+        return None
+    same = verdict["checkpoint_digest"] == facts["checkpoint_digest"]
+    loss: float | None = verdict["loss"] if same else None
+    return loss

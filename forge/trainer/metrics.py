@@ -1,0 +1,62 @@
+"""Numbers of training: rates, model FLOP utilisation, and the metrics file."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from forge.core import ledger
+
+# Dense bf16 tensor-core peaks in FLOP/s, without sparsity. Source: NVIDIA's data sheets, which give most
+# of them with sparsity, twice as much (B200: HGX B200, 36 PFLOP/s of 8 GPUs; GB200: NVL72, 360 PFLOP/s of
+# 72). Longer names first, since "H100" is in "H100 NVL" too. None: known to differ, and not published.
+PEAK_BF16_FLOPS = {
+    "RTX PRO 6000 Blackwell Max-Q": None,
+    "RTX PRO 6000": 503.8e12,
+    "L40S": 362.05e12,
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835.5e12,
+    "H100": 989.4e12,
+    "H200 NVL": 835.5e12,
+    "H200": 989.4e12,
+    "GH200": 989.4e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak bf16 FLOP/s of one GPU by its name; None for a CPU, an unknown GPU, and a slice of a GPU.
+
+    A slice (MIG) has not its share of the whole: 1g of an H100 is 16 of 132 multiprocessors, not 1/7.
+    """
+    if re.search(r"\bMIG\b", device_name):
+        return None
+    for name, peak in PEAK_BF16_FLOPS.items():
+        if re.search(rf"\b{name}\b", device_name):  # not the A100 in "RTX A1000"
+            return peak
+    return None
+
+
+def flop_utilisation(
+    tokens_per_sec: float, flops_per_token: float, world_size: int, peak: float | None
+) -> float | None:
+    """Model FLOP utilisation in [0, 1]; tokens_per_sec is summed over ranks, peak is one rank's.
+
+    Formula: Chowdhery et al., PaLM (arXiv 2204.02311), appendix B. None without a known peak.
+    """
+    return tokens_per_sec * flops_per_token / (world_size * peak) if peak else None
+
+
+def write(path: Path, kind: str, launch: str, step: int, **numbers: Any) -> None:
+    """Append one line to metrics.jsonl. Rank 0. A number that is not finite becomes null."""
+    clean = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in numbers.items()
+    }
+    line = {"time": round(time.time(), 3), "kind": kind, "launch": launch, "step": step, **clean}
+    ledger.append_line(path, line)

@@ -1,0 +1,219 @@
+"""What is trained: a compact Llama-style decoder, its initial weights, and its samples.
+
+Parameters carry the names and the rotary convention of Hugging Face's Llama, so that an export is a
+copy. Shape suffixes: B batch, T tokens of a sample, N = B*T tokens, D model width, H heads, K head
+width, F inner width of the feed-forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge.core.config import Model
+from forge.core.errors import ConfigError
+from forge.trainer.loss import linear_cross_entropy
+
+INIT_STD = 0.02  # GPT-2, also used by Llama's Hugging Face config (`initializer_range`)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and, optionally, grouped key and value heads."""
+
+    def __init__(self, settings: Model) -> None:
+        super().__init__()
+        self.head_dim = settings.dim // settings.heads
+        self.grouped = settings.num_kv_heads != settings.heads
+        kv_dim = settings.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(settings.dim, settings.dim, bias=False)
+        self.k_proj = nn.Linear(settings.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(settings.dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(settings.dim, settings.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+        q_BHTK, k_BHTK, v_BHTK = (
+            project(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y_BHTK = F.scaled_dot_product_attention(
+            rotate(q_BHTK, cos_TK, sin_TK),
+            rotate(k_BHTK, cos_TK, sin_TK),
+            v_BHTK,
+            is_causal=True,
+            enable_gqa=self.grouped,
+        )
+        return self.o_proj(y_BHTK.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, settings: Model) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(settings.dim, settings.inner_dim, bias=False)
+        self.up_proj = nn.Linear(settings.dim, settings.inner_dim, bias=False)
+        self.down_proj = nn.Linear(settings.inner_dim, settings.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+
+
+class Block(nn.Module):
+    """One decoder layer, normalised before each part: the unit that FSDP2 shards."""
+
+    def __init__(self, settings: Model) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
+        self.self_attn = Attention(settings)
+        self.post_attention_layernorm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
+        self.mlp = FeedForward(settings)
+        self.dropout = nn.Dropout(settings.dropout)
+
+    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.dropout(self.self_attn(self.input_layernorm(x_BTD), cos_TK, sin_TK))
+        return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
+
+
+class Trunk(nn.Module):
+    """Everything between token ids and the output layer."""
+
+    def __init__(self, settings: Model, vocab_size: int) -> None:
+        super().__init__()
+        self.settings = settings
+        self.embed_tokens = nn.Embedding(vocab_size, settings.dim)
+        self.layers = nn.ModuleList(Block(settings) for _ in range(settings.layers))
+        self.norm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD = self.embed_tokens(tokens_BT)
+        head_dim = self.settings.dim // self.settings.heads
+        cos_TK, sin_TK = rotary(
+            tokens_BT.shape[1], head_dim, self.settings.rope_theta, x_BTD.device
+        )
+        for block in self.layers:
+            x_BTD = block(x_BTD, cos_TK, sin_TK)
+        return self.norm(x_BTD)
+
+
+class Decoder(nn.Module):
+    """The language model: `settings` says the shape, `seed` alone the initial weights.
+
+    Has no `lm_head` with tied embeddings, so that a checkpoint holds the matrix once. To shard it
+    with FSDP2, apply fully_shard to each of `model.layers` and then to the Decoder itself: the
+    output layer is read here and not called, so it must belong to the root.
+    """
+
+    def __init__(self, settings: Model, vocab_size: int, *, seed: int = 0) -> None:
+        super().__init__()
+        self.settings = settings
+        # Values come from init_weights; torch's own would use the global generator.
+        with torch.device("meta"):
+            self.model = Trunk(settings, vocab_size)
+            tied = settings.tie_embeddings
+            self.lm_head = None if tied else nn.Linear(settings.dim, vocab_size, bias=False)
+        self.to_empty(device="cpu")
+        self.init_weights(seed)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Fill every parameter; drawn on the CPU, so that each device starts from the same weights.
+
+        Normal(0, 0.02); what writes to the residual stream is scaled by 1/sqrt(2 layers), as in
+        GPT-2 (Radford et al. 2019, section 2.3).
+        """
+        generator = torch.Generator().manual_seed(seed)
+        residual_std = INIT_STD / math.sqrt(2 * self.settings.layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1)  # norms
+                continue
+            std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else INIT_STD
+            drawn = torch.empty(parameter.shape, device="cpu").normal_(0, std, generator=generator)
+            parameter.copy_(drawn)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V], or with targets their mean cross entropy, a scalar in fp32."""
+        x_BTD = self.model(tokens_BT)
+        weight_VD = (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
+        if targets_BT is None:
+            return F.linear(x_BTD, weight_VD)
+        return linear_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten())
+
+    def num_parameters(self) -> int:
+        """Number of weights; a tied matrix counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """FLOPs of forward and backward per trained token: 6 N + 12 L H K T.
+
+        PaLM (arXiv:2204.02311), appendix B. N leaves out an input embedding that is only looked up
+        (untied). The causal half of attention is not taken off, as there.
+        """
+        looked_up = 0 if self.lm_head is None else self.model.embed_tokens.weight.numel()
+        attention = 12 * self.settings.layers * self.settings.dim * seq_len
+        return 6 * (self.num_parameters() - looked_up) + attention
+
+
+# --- rotary positions ---------------------------------------------------------------------------
+
+
+def rotary(num_tokens: int, head_dim: int, theta: float, device: Any) -> tuple[Tensor, Tensor]:
+    """cos_TK and sin_TK of RoPE (Su et al. 2021, arXiv:2104.09864), in fp32.
+
+    Made anew in each forward: microseconds, and no buffer to move, cast or store.
+    """
+    powers = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    positions_T = torch.arange(num_tokens, device=device, dtype=torch.float32)
+    angles_TK = torch.outer(positions_T, theta**-powers).repeat(1, 2)
+    return angles_TK.cos(), angles_TK.sin()
+
+
+def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+    """Turn each (k, k + K/2) pair by its position: the "rotate half" convention of Hugging Face."""
+    left, right = x_BHTK.chunk(2, dim=-1)
+    turned_BHTK = torch.cat((-right, left), dim=-1)
+    return x_BHTK * cos_TK.to(x_BHTK.dtype) + turned_BHTK * sin_TK.to(x_BHTK.dtype)
+
+
+# --- sampling -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def sample(
+    model: Decoder,
+    prompt_ids: list[int],
+    num_tokens: int,
+    *,
+    context: int,
+    seed: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+) -> list[int]:
+    """`num_tokens` ids that continue the prompt; temperature 0 takes the likeliest each time.
+
+    context: the model is given at most so many tokens, the last ones; at positions beyond train.seq_len
+    it was never trained. Every token costs a whole forward pass, which is quick enough for the short
+    samples of a report. Raises ConfigError on an empty prompt.
+    Called on one rank with an unsharded model.
+    """
+    if not prompt_ids:
+        raise ConfigError("the prompt has no tokens", fix="give at least one character to continue")
+    was_training = model.training
+    model.eval()
+    generator = torch.Generator().manual_seed(seed)
+    ids = list(prompt_ids)
+    device = model.model.embed_tokens.weight.device
+    for _ in range(num_tokens):
+        logits_V = model(torch.tensor([ids[-context:]], device=device))[0, -1].float().cpu()
+        if temperature == 0:
+            ids.append(int(logits_V.argmax()))
+            continue
+        top = logits_V.topk(min(top_k, len(logits_V)))
+        choice = torch.multinomial((top.values / temperature).softmax(0), 1, generator=generator)
+        ids.append(int(top.indices[choice]))
+    model.train(was_training)
+    return ids[len(prompt_ids) :]

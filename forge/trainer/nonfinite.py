@@ -1,0 +1,55 @@
+"""What follows a step whose loss or gradient norm is not finite: the end, or a skipped update?
+
+All ranks answer alike, from gathered numbers and from counts that each checkpoint carries, so that a
+resumed run decides as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forge.core.config import Train
+
+
+@dataclass
+class Skipped:
+    """Steps without an update: in the whole run, and in a row up to now."""
+
+    steps: int = 0
+    in_a_row: int = 0
+
+    @classmethod
+    def of(cls, manifest: dict[str, Any]) -> Skipped:
+        """As a checkpoint's manifest has it; one without the key was made before steps were counted."""
+        return cls(**manifest.get("skipped", {}))
+
+    def count(self) -> None:
+        """One more."""
+        self.steps += 1
+        self.in_a_row += 1
+
+    def refusal(self, settings: Train) -> str:
+        """Why the next step may not be skipped; empty if it may.
+
+        The limit is one in a row, as where such steps are skipped elsewhere: single bad batches of a
+        long run should not end it, and weights that are broken fail in every step.
+        """
+        if settings.on_nonfinite == "stop":
+            return "the weights were not updated"
+        if self.in_a_row >= settings.max_skipped_steps:
+            return (
+                f"the {self.in_a_row} steps before it were skipped already"
+                f" (train.max_skipped_steps is {settings.max_skipped_steps})"
+            )
+        return ""
+
+
+def not_finite(table: Sequence[Sequence[float]]) -> str:
+    """Whose loss or gradient norm is not finite; empty if all are. table: these two, by rank."""
+    for rank, (loss, norm) in enumerate(table):
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return f"loss {loss} and gradient norm {norm} on rank {rank} are not finite"
+    return ""

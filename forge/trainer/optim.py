@@ -1,0 +1,42 @@
+"""How weights move: AdamW over two groups, and the learning rate of every step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from forge.core.config import Train
+
+
+def make_optimizer(model: nn.Module, train: Train) -> torch.optim.AdamW:
+    """Fused AdamW with weight decay on matrices only, not on norms; lr is set before every step.
+
+    Call it after the model is wrapped (FSDP2 replaces the parameters), on all ranks.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
+
+
+def learning_rate(step: int, train: Train, decay_steps: int) -> float:
+    """Rate of a step (counted from 0): warm-up, then cosine or stable and linear decay.
+
+    A pure function, so that a checkpoint holds no schedule. The minimum is reached at `decay_steps`
+    and stays. Cosine: Loshchilov and Hutter 2017 (arXiv:1608.03983), without restarts. WSD: Hu et
+    al. 2024 (arXiv:2404.06395).
+    """
+    if step >= decay_steps:
+        return train.lr * train.min_lr_ratio
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / train.warmup_steps  # + 1: a rate of 0 would waste step 0
+    start = train.warmup_steps
+    if train.schedule == "wsd":
+        start = max(start, round(decay_steps * (1 - train.wsd_decay_fraction)))
+    done = max(0, step - start) / max(1, decay_steps - start)
+    left = (1 + math.cos(math.pi * done)) / 2 if train.schedule == "cosine" else 1 - done
+    return train.lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * left)

@@ -1,0 +1,179 @@
+"""The model laid over the ranks: sharded or replicated, compiled, in its precision."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from forge.core.config import Train
+from forge.core.progress import say
+from forge.data.loader import split
+from forge.launch.world import World, named
+from forge.trainer.model import Decoder
+
+
+class ParallelModel:
+    """One rank's part of a decoder, as train.parallel, train.compile and the precision say.
+
+    Every method: all ranks call it.
+    """
+
+    def __init__(self, decoder: Decoder, settings: Train, world: World, precision: str) -> None:
+        """Shards the decoder in place for fsdp2; an optimizer is made after that."""
+        self.decoder, self.settings, self.world, self.precision = (
+            decoder.to(world.device),
+            settings,
+            world,
+            precision,
+        )
+        self.is_sharded = settings.parallel == "fsdp2"
+        if self.is_sharded:
+            _shard(decoder, world, precision)
+        self.forward: torch.nn.Module = decoder
+
+    @property
+    def micro_size(self) -> int:
+        """Samples of one forward pass on a rank."""
+        return self.settings.micro_batch_size or self._share
+
+    @property
+    def _share(self) -> int:
+        """Samples of a step on a rank."""
+        return self.settings.batch_size // self.world.rank.world_size
+
+    def wrap(self) -> None:
+        """Replicate and compile the model. Neither weights nor the optimizer change."""
+        replicated = not self.is_sharded and self.world.rank.world_size > 1
+        if replicated:
+            with named("replication of the model"):
+                self.forward = DistributedDataParallel(self.decoder, gradient_as_bucket_view=True)
+        if self.settings.compile:
+            self._compile()
+        if replicated:
+            with named("trial all-reduce of gradients"):
+                self._settle_buckets()
+
+    def _settle_buckets(self) -> None:
+        """One synchronized forward and backward, whose gradients are thrown away.
+
+        DDP lays its buckets out anew after its first backward, in the order in which the gradients
+        came (Reducer::rebuild_buckets, called as the next forward begins). Sums over three or more
+        ranks depend on the layout in the last bit: without this, the first step of every launch would
+        differ from the same step of a run that was not interrupted.
+        """
+        self.backward(*self._blank_batch())
+        self.decoder.zero_grad(set_to_none=True)
+
+    def _blank_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A micro-batch of token 0, with the shapes and strides of a real one: a graph is compiled for
+        them."""
+        rows = min(self.micro_size, self._share)
+        inputs, targets = split(np.zeros((rows, self.settings.seq_len + 1), np.int64))
+        return inputs, targets
+
+    def _compile(self) -> None:
+        """Compile the model, proven by one forward and backward on every rank, else leave it plain."""
+        error = ""
+        missing = self.world.device.type == "cpu" and not (
+            shutil.which("c++") or shutil.which("g++")
+        )
+        # The trial of a sharded model has collectives: either all ranks try, or none.
+        if any(row[0] for row in self.world.gather([float(missing)], "look for a compiler")):
+            error = "no C++ compiler on the PATH" if missing else ""
+        else:
+            # One graph for each shape. With a graph for all of them, a step would be computed by
+            # whichever came first in this launch.
+            self._use(torch.compile(self.decoder, dynamic=False))
+            try:
+                self._trial()
+            except Exception as err:
+                # Whatever the compiler stack raises, training without it is right, only slower.
+                error = f"{type(err).__name__}: {err}".splitlines()[0]
+            self.decoder.zero_grad(set_to_none=True)
+        if any(row[0] for row in self.world.gather([float(bool(error))], "end of compilation")):
+            say(f"warning: training without torch.compile: {error or 'it failed on another rank'}")
+            self._use(self.decoder)
+
+    def _use(self, model: Any) -> None:
+        """Train with this form of the decoder."""
+        if isinstance(self.forward, DistributedDataParallel):
+            self.forward.module = model
+        else:
+            self.forward = model
+
+    def _trial(self) -> None:
+        """Forward and backward as in training; replicas do not wait for each other, one may fail."""
+        inputs, targets = (tokens.to(self.world.device) for tokens in self._blank_batch())
+        with self._synchronised(self.is_sharded), self._autocast():
+            self.forward(inputs, targets).backward()
+
+    def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        """Gradients of this rank's samples, averaged over ranks; the mean loss of these samples.
+
+        inputs, targets: int64 [B / W, seq_len]; accumulated over micro-batches.
+        """
+        micro, device = self.micro_size, self.world.device
+        parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
+        total = torch.zeros((), device=device)
+        for number, (tokens, wanted) in enumerate(parts):
+            with self._synchronised(number == len(parts) - 1), self._autocast():
+                loss = self.forward(
+                    tokens.to(device, non_blocking=True), wanted.to(device, non_blocking=True)
+                )
+                share = len(tokens) / len(inputs)
+                (loss * share).backward()
+                total += loss.detach() * share
+        return float(total)
+
+    def clip_gradients(self, largest: float) -> float:
+        """Scale gradients to a norm of at most `largest` over all parameters; the norm before."""
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.decoder.parameters(), largest)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        """Mean loss without gradients; all ranks, since FSDP2 gathers the weights."""
+        # FSDP2 gathers weights by hooks that a compiled or replicated wrapper does not add to.
+        with self._autocast():
+            loss = self.decoder(inputs.to(self.world.device), targets.to(self.world.device))
+        if self.is_sharded:
+            # It keeps the outermost weights whole for a backward, which does not come here; the
+            # state of the optimizer, asked for next, belongs to the shards.
+            self.decoder.reshard()  # type: ignore[operator]
+        return float(loss)
+
+    @contextmanager
+    def _synchronised(self, last: bool) -> Iterator[None]:
+        """Gradients are averaged over ranks in the last micro-batch only."""
+        if isinstance(self.forward, DistributedDataParallel):
+            with nullcontext() if last else self.forward.no_sync():
+                yield
+        else:
+            if self.is_sharded:
+                self.decoder.set_requires_gradient_sync(last)  # type: ignore[operator]
+            yield
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        # FSDP2 casts by its own policy.
+        if self.precision == "bf16" and not self.is_sharded:
+            return torch.autocast(self.world.device.type, torch.bfloat16)
+        return nullcontext()
+
+
+def _shard(model: Decoder, world: World, precision: str) -> None:
+    """FSDP2: each block is a unit; with bf16 the fp32 shards are cast as they are gathered."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(world.device.type, (world.rank.world_size,))
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -1,0 +1,1 @@
+"""Independent checks of checkpoints in fresh processes."""

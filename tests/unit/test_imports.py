@@ -1,0 +1,82 @@
+"""Packages import only packages to their left, and torch stays where tensors are: a login node must not
+wait for it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import forge
+
+FOLDER = Path(forge.__file__).parent
+# In the order of the rule. Modules beside them (cli, workflow, …) start Forge and may import every one.
+PACKAGES = (
+    *("core", "cluster", "data", "launch", "checkpoint", "trainer", "staging", "preflight"),
+    *("run", "validation", "reporting"),
+)
+
+MODULES = {
+    ".".join(path.relative_to(FOLDER).with_suffix("").parts): path
+    for path in sorted(FOLDER.rglob("*.py"))
+    if path.name not in ("__init__.py", "__main__.py")
+}
+
+TENSORS = {
+    *("data.loader", "launch.world", "checkpoint.checkpoints", "checkpoint.saver"),
+    *("trainer.cpu", "trainer.loss", "trainer.model", "trainer.numerics", "trainer.optim"),
+    *("trainer.parallel", "trainer.trainer", "trainer.export", "preflight.preflight_rank"),
+    *("validation.reload", "validation.examination", "validation.validation"),
+}
+
+
+def place(module):
+    """Where a module stands from the left to the right."""
+    package = module.split(".")[0]
+    return PACKAGES.index(package) if package in PACKAGES else len(PACKAGES)
+
+
+def imports(module):
+    """Modules and packages of forge that this one imports, anywhere in the file."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "forge":
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forge."):
+            yield node.module.removeprefix("forge.")
+        elif isinstance(node, ast.Import):
+            yield from (n.name[6:] for n in node.names if n.name.startswith("forge."))
+
+
+def test_every_folder_is_a_package_of_the_rule():
+    assert {path.parent.name for path in FOLDER.glob("*/__init__.py")} == set(PACKAGES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_packages_import_only_packages_to_their_left(module):
+    if place(module) < len(PACKAGES):
+        assert [name for name in imports(module) if place(name) > place(module)] == []
+
+
+def test_the_check_sees_imports():
+    assert {"staging.staging", "core.errors", "trainer"} <= {*imports("cli"), *imports("rank")}
+
+
+def test_torch_is_imported_only_where_tensors_are():
+    free = [module for module in MODULES if module not in TENSORS]
+    code = (
+        "import importlib, sys\n"
+        "for module in sys.argv[1:]:\n"
+        "    importlib.import_module('forge.' + module)\n"
+        "    assert 'torch' not in sys.modules, module + ' imports torch'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *free], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", sorted(TENSORS))
+def test_modules_of_tensors_do_import_torch(module):
+    """Else the table above grants what nobody needs."""
+    assert "import torch" in MODULES[module].read_text()
