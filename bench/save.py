@@ -25,15 +25,15 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from forge.checkpoint import checkpoints
-from forge.checkpoint.saver import Saver
+from forge.checkpoint import storage
+from forge.checkpoint.async_saver import Saver
 from forge.core.config import Model, Train
 from forge.core.machine import Fabric
 from forge.core.paths import RunPaths
-from forge.launch.launch import Rank
-from forge.launch.world import World, joined
+from forge.launch.process_group import World, joined
+from forge.launch.rank import Rank
 from forge.trainer import cpu
-from forge.trainer.model import Decoder
+from forge.trainer.llama import Decoder
 from forge.trainer.optim import make_optimizer
 
 MIB = 2**20
@@ -162,7 +162,7 @@ class Bench:
         return time.perf_counter() - started
 
     def save_without_digests(self) -> float:
-        with mock.patch.object(checkpoints, "blake3", SimpleNamespace(blake3=NoDigest)):
+        with mock.patch.object(storage, "blake3", SimpleNamespace(blake3=NoDigest)):
             return self.save(beside=False)
 
     def dcp_save(self, threads: int) -> None:
@@ -222,7 +222,7 @@ def make_state(mib: int) -> dict[str, dict[str, Any]]:
                 "exp_avg": torch.randn(shape),
                 "exp_avg_sq": torch.rand(shape),
             }
-            if checkpoints.state_bytes(state) >= mib * MIB:
+            if storage.state_bytes(state) >= mib * MIB:
                 return state
     raise AssertionError
 

@@ -22,11 +22,11 @@ import numpy as np
 
 from forge.cluster import slurm
 from forge.core.config import Ids, load_config
-from forge.core.manifest import digest_file, write_json
+from forge.core.files import digest_file, write_json
 from forge.core.paths import RunPaths, tokens_folder
 from forge.data.shards import Manifest, ShardEntry, ShardSet, Total
-from forge.staging.broadcast import Broadcast
-from forge.staging.packs import Member, Pack, make_pack
+from forge.staging.archive import Member, Pack, make_pack
+from forge.staging.sbcast import Broadcast
 
 NODES = 4
 NUM_SHARDS = 16

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from forge.core.config import Config, Tokenize
 from forge.data import corpus
-from forge.data.encoding import NoFastEncoder, fast_encoder
+from forge.data.encoders import NoFastEncoder, fast_encoder
 from forge.data.shards import ShardSet
-from forge.data.tokenization import tokenize
+from forge.data.tokenize import tokenize
 from forge.data.tokenizer import LoadedTokenizer, build_tokenizer, load_tokenizer
 
 # OpenAI's spelling of GPT-2's pattern (tiktoken_ext/openai_public.py).

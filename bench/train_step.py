@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from forge.core.config import Model, Train
 from forge.trainer.cpu import keep_freed_memory, product_error, use_fast_fp32
-from forge.trainer.model import Decoder
+from forge.trainer.llama import Decoder
 from forge.trainer.optim import make_optimizer
 
 

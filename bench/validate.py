@@ -18,8 +18,8 @@ from typing import Any
 
 import blake3
 
-from forge.checkpoint import store
-from forge.core.manifest import digest_file, write_json
+from forge.checkpoint import directory
+from forge.core.files import digest_file, write_json
 
 NUM_FILES = 4  # as one rank writes them
 THREADS = 4  # of Checkpoint.bad_files
@@ -27,15 +27,15 @@ PIECE_BYTES = 2**20
 GOAL = 1.3
 
 
-def make_checkpoint(folder: Path, size: int) -> store.Checkpoint:
+def make_checkpoint(folder: Path, size: int) -> directory.Checkpoint:
     """A folder of random bytes with a manifest that is right."""
     files = {}
     for number in range(NUM_FILES):
         path = folder / f"__0_{number}.distcp"
         path.write_bytes(os.urandom(size // NUM_FILES))
         files[path.name] = {"bytes": path.stat().st_size, "digest": digest_file(path)}
-    write_json(folder / store.MANIFEST, store.sealed({"step": 1, "files": files}))
-    return store.Checkpoint.open(folder)
+    write_json(folder / directory.MANIFEST, directory.sealed({"step": 1, "files": files}))
+    return directory.Checkpoint.open(folder)
 
 
 def read_and_digest(hasher: Callable[[], Any]) -> Callable[[Path], str]:
@@ -67,7 +67,7 @@ def on_all_files(work: Callable[[Path], str], folder: Path) -> Callable[[], None
 
 def check(folder: Path) -> Callable[[], None]:
     def run() -> None:
-        assert list(store.Checkpoint.open(folder).bad_files()) == []
+        assert list(directory.Checkpoint.open(folder).bad_files()) == []
 
     return run
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import forge
 from forge.core.config import Config, is_boolean, load_config, parse_override
 from forge.core.errors import ConfigError, Exit, ForgeError
-from forge.core.progress import copy_to, say
+from forge.core.terminal import copy_to, say
 
 # Imports of the verbs stay inside their functions: `forge --help` answers without torch or pandas.
 
@@ -72,7 +72,7 @@ def _in_utf8() -> None:
 
 def _disk_trouble() -> AbstractContextManager[None]:
     """A last net: what a disk or a network file system does is no bug, wherever it strikes."""
-    from forge.core.manifest import disk_trouble
+    from forge.core.files import disk_trouble
 
     return disk_trouble(Path("a file"), "read or write")
 
@@ -237,13 +237,13 @@ def _load_machine(options: argparse.Namespace) -> Any:
 
 
 def _geometry(options: argparse.Namespace) -> Any:
-    from forge.cluster.geometry import Geometry
+    from forge.cluster.placement import Geometry
 
     return Geometry(options.nodes, options.ranks_per_node)
 
 
 def _cores(options: argparse.Namespace) -> int:
-    from forge.cluster.fabric import available_cores
+    from forge.cluster.network import available_cores
 
     cores = available_cores()
     if options.workers is not None and options.workers < 1:
@@ -255,9 +255,9 @@ def _cores(options: argparse.Namespace) -> int:
 
 
 def _tokenizer(options: argparse.Namespace) -> None:
-    from forge.cluster.lease import lease
+    from forge.cluster.lock import lease
     from forge.core.paths import tokenizer_folder
-    from forge.data.artefacts import freeze
+    from forge.data.content_ids import freeze
     from forge.data.tokenizer import build_tokenizer
 
     config = freeze(_load(options))
@@ -267,10 +267,10 @@ def _tokenizer(options: argparse.Namespace) -> None:
 
 
 def _tokenize(options: argparse.Namespace) -> None:
-    from forge.cluster.lease import lease
+    from forge.cluster.lock import lease
     from forge.core.paths import tokens_folder
-    from forge.data.artefacts import freeze
-    from forge.data.tokenization import tokenize
+    from forge.data.content_ids import freeze
+    from forge.data.tokenize import tokenize
 
     config = freeze(_load(options))
     assert config.ids
@@ -279,8 +279,8 @@ def _tokenize(options: argparse.Namespace) -> None:
 
 
 def _stage(options: argparse.Namespace) -> None:
-    from forge.run.restarts import back_to_the_queue_if_preempted
-    from forge.staging.staging import stage
+    from forge.run.requeue import back_to_the_queue_if_preempted
+    from forge.staging.stage import stage
 
     machine = _load_machine(options)
     with back_to_the_queue_if_preempted(machine):
@@ -289,7 +289,7 @@ def _stage(options: argparse.Namespace) -> None:
 
 def _preflight(options: argparse.Namespace) -> None:
     from forge.preflight.preflight import preflight
-    from forge.run.restarts import back_to_the_queue_if_preempted
+    from forge.run.requeue import back_to_the_queue_if_preempted
 
     machine = _load_machine(options)
     with back_to_the_queue_if_preempted(machine):
@@ -297,14 +297,14 @@ def _preflight(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from forge.run.fit import train
+    from forge.run.train import train
 
     config, machine, geometry = _load(options), _load_machine(options), _geometry(options)
     train(config, machine, geometry, require_checkpoint=options.require_checkpoint)
 
 
 def _validate(options: argparse.Namespace) -> None:
-    from forge.validation.validation import validate, validate_all, validate_folder
+    from forge.validation.validate import validate, validate_all, validate_folder
 
     place = Path(options.config)
     if options.all or options.fix:
@@ -324,9 +324,9 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _config(options: argparse.Namespace) -> None:
-    from forge.core.manifest import write_json
+    from forge.core.files import write_json
     from forge.core.paths import RunPaths
-    from forge.data.artefacts import freeze
+    from forge.data.content_ids import freeze
 
     config = freeze(_load(options))
     write_json(RunPaths.of(config).config, config.to_json())

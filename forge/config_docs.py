@@ -16,8 +16,8 @@ from typing import Any, get_args
 
 from forge.core.config import FOLDERS, Config, Section, is_free
 from forge.core.errors import ConfigError
+from forge.core.files import atomic_open
 from forge.core.machine import Machine
-from forge.core.manifest import atomic_open
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = Path("workflow/schemas/config.schema.json")

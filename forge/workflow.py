@@ -12,26 +12,26 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from forge.checkpoint import parent, store
-from forge.cluster import bad_nodes, jobs, submission
-from forge.cluster.geometry import (
+from forge.checkpoint import directory, parent
+from forge.cluster import exclude, jobs, submission
+from forge.cluster.job_requests import requests_of
+from forge.cluster.lock import WORKFLOW_LEASE, lease
+from forge.cluster.placement import (
     Geometry,
     allocation_resources,
     check_geometry,
     refuse_unknown,
     sbatch_options,
 )
-from forge.cluster.job_requests import requests_of
-from forge.cluster.lease import WORKFLOW_LEASE, lease
 from forge.core.config import Config, checked, read_values
 from forge.core.errors import ConfigError, TrainingError, UnfitError
+from forge.core.files import canonical, digest_bytes, read_json, write_json
 from forge.core.machine import Machine, load_machine
-from forge.core.manifest import canonical, digest_bytes, read_json, write_json
 from forge.core.paths import RunPaths
-from forge.core.progress import say
-from forge.core.runs import resolve_runs, shared_folders
-from forge.data.artefacts import freeze
-from forge.run import fit
+from forge.core.sample_sheet import resolve_runs, shared_folders
+from forge.core.terminal import say
+from forge.data.content_ids import freeze
+from forge.run import train
 
 CONFIG = "config/config.yaml"
 SHEET = "config/runs.tsv"
@@ -99,11 +99,11 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, Config]:
     parent.refuse_circles(runs)
     for name, config in runs.items():
         paths = RunPaths.of(config)
-        checkpoint = store.check_resumable(config, paths)
+        checkpoint = directory.check_resumable(config, paths)
         # A finished run needs no parent any more, even where its checkpoints were removed.
         if checkpoint is None and not paths.fit.exists():
             parent.find(config)
-        for line in store.schedule_warnings(config, checkpoint) if main else ():
+        for line in directory.schedule_warnings(config, checkpoint) if main else ():
             say(f"{name}: {line}")
     return runs
 
@@ -118,7 +118,7 @@ def known_failures(runs: dict[str, Config]) -> dict[str, str]:
         # What rules of the allocation read: config_run leaves the sections of later rules out.
         written = checked(Config, json.loads(science(settings)), name)
         try:
-            fit.refuse_known_failure(written, RunPaths.of(settings))
+            train.refuse_known_failure(written, RunPaths.of(settings))
         except TrainingError as err:
             found[name] = str(err)
     return found
@@ -174,7 +174,7 @@ class Allocation:
 
     def slurm_extra(self, run: str) -> str:
         """More options for sbatch, with the nodes that this run found unfit left out."""
-        bad = bad_nodes.read(RunPaths.of(self._runs[run]).bad_nodes)
+        bad = exclude.read(RunPaths.of(self._runs[run]).bad_nodes)
         return sbatch_options(self.machine, self._made["tasks_per_node"], bad)
 
     def check_profile(self, defaults: Mapping[str, Any] | None, custom: Collection[str]) -> None:
@@ -275,7 +275,7 @@ def overrides(config: Config, *names: str) -> list[str]:
 
 def resumable_steps(runs: dict[str, Config]) -> dict[str, int]:
     """Run name -> step of its checkpoint, for the runs that have one."""
-    found = {name: store.check_resumable(c, RunPaths.of(c)) for name, c in runs.items()}
+    found = {name: directory.check_resumable(c, RunPaths.of(c)) for name, c in runs.items()}
     return {name: checkpoint.step for name, checkpoint in found.items() if checkpoint}
 
 

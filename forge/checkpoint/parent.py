@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge.checkpoint import store
+from forge.checkpoint import directory
 from forge.core.config import Config, Model
 from forge.core.errors import ConfigError, DataError
-from forge.core.manifest import disk_trouble
+from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths, checkpoint_name, checkpoint_step
 
 # What a run must share with its parent: the tensors must fit, and the position in the data, a number of
@@ -51,7 +51,7 @@ def first_step(config: Config) -> int:
     return parent.step if parent else 0
 
 
-def find(config: Config) -> store.Checkpoint | None:
+def find(config: Config) -> directory.Checkpoint | None:
     """The checkpoint that a new run of this config starts from; None without a parent.
 
     Reads the manifest and the sizes of the files, no more: digests are verified by the ranks. Raises
@@ -65,9 +65,9 @@ def find(config: Config) -> store.Checkpoint | None:
         if not parent.folder.is_dir():
             raise _missing(config, parent)
         try:
-            checkpoint = store.Checkpoint.open(parent.folder)
+            checkpoint = directory.Checkpoint.open(parent.folder)
             checkpoint.check_form()
-        except store.OtherFormat:
+        except directory.OtherFormat:
             raise
         except DataError as err:
             raise corrupt(config, [err.what]) from None
@@ -106,12 +106,12 @@ def _missing(config: Config, parent: Parent) -> ConfigError:
 
 
 def _steps_there(parent: Parent) -> str:
-    folders = store.committed(parent.paths.checkpoints)
+    folders = directory.committed(parent.paths.checkpoints)
     steps = ", ".join(str(checkpoint_step(folder.name)) for folder in folders)
     return f"the steps {steps}" if steps else "no checkpoint"
 
 
-def _check_fits(config: Config, checkpoint: store.Checkpoint) -> None:
+def _check_fits(config: Config, checkpoint: directory.Checkpoint) -> None:
     if problems := list(_misfits(config, checkpoint.manifest["lineage"]["config"])):
         raise ConfigError(
             f"run {config.run} cannot start from {config.parent}: {'; '.join(problems)}",
@@ -132,8 +132,8 @@ def _misfits(config: Config, made_by: dict[str, Any]) -> Iterator[str]:
         for key in keys:
             now, then = getattr(getattr(config, section), key), made_by[section].get(key)
             if now != then:
-                yield store.differs(f"{section}.{key}", now, then)
-    yield from store.changed_ids(config, made_by)
+                yield directory.differs(f"{section}.{key}", now, then)
+    yield from directory.changed_ids(config, made_by)
 
 
 def refuse_circles(runs: Mapping[str, Config]) -> None:
@@ -150,7 +150,7 @@ def refuse_circles(runs: Mapping[str, Config]) -> None:
 
 
 def lineage(
-    config: Config, own: store.Checkpoint | None, start: store.Checkpoint | None
+    config: Config, own: directory.Checkpoint | None, start: directory.Checkpoint | None
 ) -> dict[str, Any]:
     """{"parent": …} for the lineage of a run's next checkpoints; {} without a parent.
 

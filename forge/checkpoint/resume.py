@@ -8,15 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge.checkpoint import parent, store
+from forge.checkpoint import directory, parent
 from forge.core.config import Config
 from forge.core.errors import DataError, UnfitError
-from forge.core.manifest import disk_trouble
+from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
 
 if TYPE_CHECKING:
-    from forge.launch.world import World
+    from forge.launch.process_group import World
 
 # For so long an NFS client may not see what another one has made (man 5 nfs, acdirmax).
 NETWORK_CACHE_SEC = 60.0
@@ -24,7 +24,7 @@ NETWORK_CACHE_SEC = 60.0
 
 def newest_verified(
     paths: RunPaths, world: World, *, require_checkpoint: bool, parent_name: str | None = None
-) -> store.Checkpoint | None:
+) -> directory.Checkpoint | None:
     """The checkpoint behind rank 0's `latest`, all its bytes read, the files shared out among the ranks.
 
     Damaged ones go to quarantine and the next older one is looked at; None when none is left, which is
@@ -37,14 +37,14 @@ def newest_verified(
         if not damage:
             return found
         lost = True
-        world.on_main(partial(store.quarantine, paths, found.folder, damage), "quarantine")
+        world.on_main(partial(directory.quarantine, paths, found.folder, damage), "quarantine")
     if lost:
-        begin = partial(store.begin_afresh, paths, require_checkpoint, parent_name)
+        begin = partial(directory.begin_afresh, paths, require_checkpoint, parent_name)
         world.on_main(begin, "fresh start")
     return None
 
 
-def verified_parent(config: Config, world: World) -> store.Checkpoint | None:
+def verified_parent(config: Config, world: World) -> directory.Checkpoint | None:
     """The checkpoint that config.parent names, all its bytes read, the files shared out among the ranks;
     None without a parent. All ranks call it.
 
@@ -62,19 +62,19 @@ def verified_parent(config: Config, world: World) -> store.Checkpoint | None:
     return found
 
 
-def _damage(found: store.Checkpoint, world: World) -> list[str]:
+def _damage(found: directory.Checkpoint, world: World) -> list[str]:
     """What is wrong with a checkpoint's files, the same on all ranks, each of which reads its share."""
     share = (world.rank.rank, world.rank.world_size)
     mine = world.patiently(partial(_bad_files, found, share), "check of digests")
     return [bad for part in world.gather_objects(mine, "damage") for bad in part]
 
 
-def _chosen(paths: RunPaths, world: World) -> store.Checkpoint | None:
+def _chosen(paths: RunPaths, world: World) -> directory.Checkpoint | None:
     """What rank 0 goes on from, the same on all ranks: other nodes may see a network file system as it
     was some seconds ago. Raises UnfitError when a node does not see that checkpoint."""
 
     def look() -> str:
-        found = store.latest(paths) if world.rank.is_main else None
+        found = directory.latest(paths) if world.rank.is_main else None
         return os.path.relpath(found.folder, paths.checkpoints.resolve()) if found else ""
 
     what = "choice of the checkpoint"
@@ -82,7 +82,7 @@ def _chosen(paths: RunPaths, world: World) -> store.Checkpoint | None:
     return _open_alike(paths.checkpoints / name, world, what) if name else None
 
 
-def _open_alike(folder: Path, world: World, what: str) -> store.Checkpoint:
+def _open_alike(folder: Path, world: World, what: str) -> directory.Checkpoint:
     """A checkpoint, the same on all ranks. Raises UnfitError when a node does not see it."""
     found = world.patiently(partial(_open, folder), what)
     digests = world.gather_objects(found.manifest["digest"], what)
@@ -95,29 +95,29 @@ def _open_alike(folder: Path, world: World, what: str) -> store.Checkpoint:
     return found
 
 
-def _open(folder: Path) -> store.Checkpoint:
+def _open(folder: Path) -> directory.Checkpoint:
     """The checkpoint, waited for where this node does not see it yet. Raises DataError, UnfitError."""
     end = time.monotonic() + NETWORK_CACHE_SEC
     with disk_trouble(folder, "read"):
-        while not (folder / store.MANIFEST).exists() and time.monotonic() < end:
+        while not (folder / directory.MANIFEST).exists() and time.monotonic() < end:
             time.sleep(0.5)
-        if not (folder / store.MANIFEST).exists():
+        if not (folder / directory.MANIFEST).exists():
             raise UnfitError(
-                f"{hostname()} does not see {folder / store.MANIFEST}, which rank 0 goes on from",
+                f"{hostname()} does not see {folder / directory.MANIFEST}, which rank 0 goes on from",
                 cause="the results are not on a file system that all nodes share",
                 fix="choose another folder for `results`",
             )
-        return store.Checkpoint.open(folder)
+        return directory.Checkpoint.open(folder)
 
 
-def _bad_files(checkpoint: store.Checkpoint, share: tuple[int, int]) -> list[str]:
+def _bad_files(checkpoint: directory.Checkpoint, share: tuple[int, int]) -> list[str]:
     try:
         return list(checkpoint.bad_files(share=share))
     except FileNotFoundError as err:  # of a parent run that is training, and prunes
         return [f"{err.filename} was removed while it was read"]
 
 
-def check_same_data(found: store.Checkpoint, *, tokens: str, tokenizer: str) -> None:
+def check_same_data(found: directory.Checkpoint, *, tokens: str, tokenizer: str) -> None:
     """DataError when a checkpoint was trained on data with other digests than these."""
     for name, now in (("tokens", tokens), ("tokenizer", tokenizer)):
         then = found.manifest["lineage"][name]["digest"]

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from forge.core import config
 from forge.core.errors import DataError
-from forge.core.progress import say
+from forge.core.terminal import say
 
 STDLIB = "python:stdlib"
 TOPICS = f"{STDLIB}#help-topics"  # pydoc's help texts: one document per topic, not a module

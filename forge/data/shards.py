@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from forge.core.errors import DataError
-from forge.core.manifest import atomic_open, digest_bytes, digest_file, read_json
+from forge.core.files import atomic_open, digest_bytes, digest_file, read_json
 
 FORMAT: Literal[1] = 1
 MANIFEST = "manifest.json"

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from forge.core.config import Config
 from forge.core.errors import ConfigError, DataError, UnfitError
-from forge.core.manifest import (
+from forge.core.files import (
     atomic_open,
     digest_bytes,
     digest_file,
@@ -24,8 +24,8 @@ from forge.core.manifest import (
     write_json,
 )
 from forge.core.paths import tokenizer_folder
-from forge.core.progress import progress, say
-from forge.data import artefacts, corpus
+from forge.core.terminal import progress, say
+from forge.data import content_ids, corpus
 from forge.data.plain_text import for_plain_text
 
 if TYPE_CHECKING:
@@ -173,13 +173,13 @@ def build_tokenizer(config: Config) -> Path:
 
     Run again it does nothing. Raises ConfigError, DataError, and UnfitError (hub not reached).
     """
-    config = artefacts.freeze(config)
+    config = content_ids.freeze(config)
     assert config.ids is not None
     folder = tokenizer_folder(config.data, config.ids.tokenizer)
     if _is_whole(folder):
         say(f"tokenizer {folder.name}: nothing to do")
         return folder
-    artefacts.require_current(config, "tokenizer")
+    content_ids.require_current(config, "tokenizer")
     sources: dict[str, Callable[[Config], _Material]] = {
         "train": _train,
         "path": _copy,
@@ -221,7 +221,7 @@ def _write(folder: Path, config: Config, material: _Material) -> None:
         "vocab_size": vocab_size,
         "eos_token": eos_token,
         "eos_id": eos_id,
-        "settings": artefacts.tokenizer_recipe(config),
+        "settings": content_ids.tokenizer_recipe(config),
         **material.facts,
     }
     write_json(folder / MANIFEST, manifest)
@@ -336,7 +336,7 @@ def _first_bytes(text: str, num_bytes: int) -> str:
 
 
 def _copy(config: Config) -> _Material:
-    path, *beside = artefacts.tokenizer_files(str(config.tokenizer.path))
+    path, *beside = content_ids.tokenizer_files(str(config.tokenizer.path))
     return _Material(path.read_bytes(), beside[0].read_bytes() if beside else None)
 
 

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from forge.cluster import slurm
-from forge.cluster.geometry import Geometry, Place, launch_line
-from forge.core import ledger
+from forge.cluster.placement import Geometry, Place, launch_line
+from forge.core import event_log
 from forge.core.errors import Exit, ForgeError, UnfitError
+from forge.core.files import disk_trouble, read_json, write_json
 from forge.core.machine import Machine
-from forge.core.manifest import disk_trouble, read_json, write_json
 from forge.core.paths import RunPaths
 from forge.core.process import Process, free_port, hostname, stop_with_parent, user_threads
-from forge.core.progress import say
-from forge.launch.console import Console
-from forge.launch.stopping import SIGNAL_CAUSES
+from forge.core.terminal import say
+from forge.launch.rank_output import Console
+from forge.launch.stop_signal import SIGNAL_CAUSES
 
 # The next command gives orphans of a killed one this long to commit and leave.
 ORPHAN_WAIT_SEC = 30.0
@@ -187,7 +187,7 @@ def run_ranks(
 
 
 def _record_launch(paths: RunPaths, spec: Spec, place: Place) -> None:
-    ledger.record(
+    event_log.record(
         paths.events,
         "launch",
         launch=spec.launch,

@@ -1,6 +1,6 @@
 """What one node can say of itself, and of its way to the others, without torch.
 
-Each question is asked on the node itself: by `forge.node` for the nodes of an allocation, directly
+Each question is asked on the node itself: by `forge.node_agent` for the nodes of an allocation, directly
 where there is one node only.
 """
 
@@ -26,10 +26,10 @@ import blake3
 import psutil
 
 import forge
-from forge.cluster import fabric, slurm
+from forge.cluster import network, slurm
 from forge.core.errors import DataError, UnfitError
+from forge.core.files import atomic_open
 from forge.core.machine import Machine
-from forge.core.manifest import atomic_open
 from forge.core.process import hostname, node_local_folder
 from forge.data.shards import MANIFEST, ShardSet
 
@@ -76,12 +76,12 @@ def check_node(**wanted: Any) -> dict[str, Any]:
     """The checks of this node, and facts that are compared with those of other nodes."""
     wish = Wanted(**wanted)
     machine = Machine.model_validate(wish.machine)
-    interface, _ = fabric.choose_interface(machine.fabric, wish.head or "127.0.0.1")
+    interface, _ = network.choose_interface(machine.fabric, wish.head or "127.0.0.1")
     return {
         "checks": [asdict(check) for check in node_checks(wish, machine)],
         "versions": installed_versions(),
         "interface": interface,
-        "infiniband": fabric.infiniband_interface() is not None,
+        "infiniband": network.infiniband_interface() is not None,
         "gpus": count_gpus(),
     }
 
@@ -118,7 +118,7 @@ def node_checks(wanted: Wanted, machine: Machine) -> Iterator[Check]:
     )
     yield _cores(wanted.ranks_per_node)
     yield _interface(machine, wanted.head)
-    if fabric.infiniband_interface():
+    if network.infiniband_interface():
         yield _locked_memory()
     if machine.fabric.backend == "nccl":
         yield _gpus(wanted.ranks_per_node)
@@ -139,7 +139,7 @@ def _name_resolves() -> Check:
 
 def _project_visible() -> Check:
     folder = Path(forge.__file__).parent
-    if not os.access(folder / "rank.py", os.R_OK):
+    if not os.access(folder / "worker.py", os.R_OK):
         return Check("project", "fail", f"cannot read {folder}", "check its file system and mode")
     return Check("project", "ok", f"code in {folder}")
 
@@ -228,7 +228,7 @@ def at_least(name: str, found: float, needed: float, unit: str, fix: str) -> Che
 
 
 def _cores(ranks: int) -> Check:
-    cores = fabric.available_cores()
+    cores = network.available_cores()
     message = f"{cores} cores for {ranks} ranks"
     if cores < ranks:
         return Check("cores", "warn", message, "use fewer ranks: they share cores and run slower")
@@ -248,7 +248,7 @@ def _interface(machine: Machine, head: str) -> Check:
             f"{wanted} ({key}) is {'down' if wanted in there else 'not there'}",
             f"set {key} to one that is up: {up}",
         )
-    chosen, reason = fabric.choose_interface(machine.fabric, head or "127.0.0.1")
+    chosen, reason = network.choose_interface(machine.fabric, head or "127.0.0.1")
     if head and chosen in (None, "lo"):
         return Check(
             "interface",
@@ -329,7 +329,7 @@ def listen(machine: dict[str, Any], head: str) -> dict[str, Any]:
 
     Raises UnfitError where no port can be listened on.
     """
-    interface, reason = fabric.choose_interface(Machine.model_validate(machine).fabric, head)
+    interface, reason = network.choose_interface(Machine.model_validate(machine).fabric, head)
     addresses = psutil.net_if_addrs().get(interface or "", [])
     internet = [a.address for a in addresses if a.family == socket.AF_INET]
     if not internet:

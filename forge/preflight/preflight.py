@@ -9,23 +9,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge.cluster import bad_nodes
-from forge.cluster.geometry import Geometry, Place, check_geometry, find_place
-from forge.cluster.lease import lease
-from forge.core import ledger
+from forge.cluster import exclude
+from forge.cluster.lock import lease
+from forge.cluster.placement import Geometry, Place, check_geometry, find_place
+from forge.core import event_log
 from forge.core.config import Config
 from forge.core.errors import UnfitError
+from forge.core.files import atomic_open, read_object, write_json
 from forge.core.machine import Machine
-from forge.core.manifest import atomic_open, read_object, write_json
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
-from forge.core.progress import say
-from forge.data.artefacts import freeze
-from forge.preflight import allocation
-from forge.preflight.allocation import EXCLUDE_ONE, UNCLEAR, Node, fewest_to_leave_out
+from forge.core.terminal import say
+from forge.data.content_ids import freeze
+from forge.preflight import compare_nodes
 from forge.preflight.bisection import Broken
+from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, Node, fewest_to_leave_out
+from forge.preflight.isolate import Prober
 from forge.preflight.node_checks import Check, Wanted
-from forge.preflight.probing import Prober
 from forge.staging.staged import staged_folders, staged_python
 
 # The nodes' own checks may take this share of the deadline; a node that is down takes all of it.
@@ -106,7 +106,7 @@ def preflight(config: Config, machine: Machine, geometry: Geometry) -> Path:
         wanted = _wanted(config, paths, machine, geometry, place)
         sec = NODES_SHARE * machine.preflight.deadline_sec
         python = staged_python(paths)
-        nodes = allocation.inspect(place, wanted, machine, sec=sec, python=python)
+        nodes = compare_nodes.inspect(place, wanted, machine, sec=sec, python=python)
         found = Findings(place, geometry, nodes)
         found.identity = _identity(found, machine, wanted)
         if reason := _reason_to_skip(found, paths):
@@ -117,7 +117,7 @@ def preflight(config: Config, machine: Machine, geometry: Geometry) -> Path:
             found.ranks = _check_ranks(found, prober)
         _write(paths, found)
         _tell(found)
-        ledger.record(
+        event_log.record(
             paths.events,
             "preflight",
             seconds=round(time.time() - started, 3),
@@ -128,7 +128,7 @@ def preflight(config: Config, machine: Machine, geometry: Geometry) -> Path:
         )
         if not found.chosen:
             if place.job and len(found.fit) < geometry.nodes:
-                bad_nodes.add(paths.bad_nodes, allocation.bad_nodes(nodes))
+                exclude.add(paths.bad_nodes, compare_nodes.bad_nodes(nodes))
             raise _unfit(config, paths, found)
         # All that are fit: training takes the first ones, and the others when it loses one.
         write_json(paths.preflight_pass, {"status": "ok", "host": hostname(), "nodes": found.fit})
@@ -249,7 +249,7 @@ def _reason_to_skip(found: Findings, paths: RunPaths) -> str:
     same = earlier.get("identity") == found.identity and restart < job.restarts
     if not same or earlier["status"] != "ok" or found.left_out or earlier["left_out"]:
         return ""
-    events = [event["event"] for event in ledger.read_events(paths.events)]
+    events = [event["event"] for event in event_log.read_events(paths.events)]
     since = events[len(events) - events[::-1].index("preflight") :] if "preflight" in events else []
     if {"lost", "failed"} & set(since):
         return ""

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from forge.cluster.geometry import Geometry
+from forge.cluster.placement import Geometry
 from forge.core.machine import Machine
 from forge.launch.launcher import Record
 from forge.preflight.node_checks import Check

@@ -15,7 +15,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from forge.core.ledger import read_lines
+from forge.core.event_log import read_lines
 from forge.core.paths import RunPaths
 
 if TYPE_CHECKING:  # `forge show` asks for launches only and must start in a blink

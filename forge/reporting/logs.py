@@ -17,12 +17,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from forge.core import ledger
+from forge.core import event_log
 from forge.core.errors import ConfigError
 from forge.core.paths import RunPaths
 from forge.core.tail import Follower, last_lines
 from forge.reporting.log_errors import Found, Group, find, group, said
-from forge.reporting.summary import one_line
+from forge.reporting.run_state import one_line
 
 # Errors are searched in the end of each log: a rank mostly dies of the last that it says. Of a
 # thousand ranks' logs so much less of each that the answer comes within seconds.
@@ -239,7 +239,7 @@ def _last_word(log: Log) -> list[Found]:
 def _events(paths: RunPaths, start: Start) -> list[dict[str, Any]]:
     """The ledger's events from this start's first launch to the next start's."""
     mine, inside = [], False
-    for event in ledger.read_events(paths.events):
+    for event in event_log.read_events(paths.events):
         if event.get("event") == "launch":
             job = f"{event.get('job')}.{event.get('restart')}"
             inside = start.name in (job, f"local.{event.get('launch')}")

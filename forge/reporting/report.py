@@ -11,11 +11,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from forge.core.config import Config
-from forge.core.manifest import atomic_open, read_json
+from forge.core.files import atomic_open, read_json
 from forge.core.paths import RunPaths
 from forge.reporting.charts import loss_chart, throughput_chart, time_blocks, time_ticks
 from forge.reporting.history import PHASES, History, Launch, read_history
-from forge.reporting.summary import Summary, preflight_checks, summarise, validation_checks
+from forge.reporting.run_state import Summary, preflight_checks, summarise, validation_checks
 
 TEMPLATES = Path(__file__).parent / "templates"
 # seconds, name; and the unit for the rest

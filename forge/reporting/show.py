@@ -6,9 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from forge.core.ledger import read_lines
+from forge.core.event_log import read_lines
 from forge.core.paths import RunPaths
-from forge.reporting.summary import Summary, summarise
+from forge.reporting.run_state import Summary, summarise
 
 SAMPLES = 3
 SAMPLE_WIDTH = 100

@@ -17,13 +17,13 @@ from typing import Any
 from forge.cluster import jobs, slurm
 from forge.cluster.jobs import QueuedJob
 from forge.cluster.pending import lasting_advice
-from forge.core import ledger
+from forge.core import event_log
 from forge.core.errors import ConfigError, DataError
-from forge.core.manifest import read_json
+from forge.core.files import read_json
 from forge.core.paths import RunPaths
 from forge.core.process import Process
-from forge.core.progress import duration, say
 from forge.core.tail import last_lines
+from forge.core.terminal import duration, say
 
 ASK_SEC = 3.0  # how long squeue may take: a table a little later is better than a wrong one
 WATCH_SEC = 5.0
@@ -115,7 +115,7 @@ class _Files:
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
-        lines = ledger.read_events(self.paths.events)
+        lines = event_log.read_events(self.paths.events)
         return [e for e in lines if "event" in e and isinstance(e.get("time"), int | float)]
 
     @cached_property

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 
 from forge.cluster import slurm
-from forge.cluster.crew import Crew, Trouble
-from forge.cluster.geometry import Place
-from forge.core.manifest import read_object
+from forge.cluster.nodes import Crew, Trouble
+from forge.cluster.placement import Place
+from forge.core.files import read_object
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
-from forge.core.progress import say
-from forge.staging import node_staging
+from forge.core.terminal import say
+from forge.staging import on_node
 
 REMOVE_SEC = 60.0
 
@@ -40,7 +40,7 @@ def remove_staged(paths: RunPaths, place: Place) -> None:
     run = paths.root.name
     wanted = {host: {"root": root, "job": job, "run": run} for host, root in facts["roots"].items()}
     if set(wanted) == {hostname()}:
-        node_staging.unmark(**wanted[hostname()])
+        on_node.unmark(**wanted[hostname()])
         return
     nodes = Place(tuple(wanted), place.job)
     with Crew(nodes, python=staged_python(paths), start_sec=10) as crew:

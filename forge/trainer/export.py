@@ -20,11 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from forge.checkpoint import checkpoints, store
-from forge.cluster.lease import lease
+from forge.checkpoint import directory, storage
+from forge.cluster.lock import lease
 from forge.core.config import Config, Model, apply_overrides, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
-from forge.core.manifest import (
+from forge.core.files import (
     atomic_open,
     digest_file,
     disk_trouble,
@@ -34,9 +34,9 @@ from forge.core.manifest import (
     write_json,
 )
 from forge.core.paths import RunPaths, tokenizer_folder
-from forge.core.progress import progress, say
+from forge.core.terminal import progress, say
 from forge.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, LoadedTokenizer, load_tokenizer
-from forge.trainer.model import INIT_STD, Trunk
+from forge.trainer.llama import INIT_STD, Trunk
 
 FORMAT = 1
 MANIFEST = "forge.json"
@@ -57,7 +57,7 @@ def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any])
     target = to.resolve() if to else _default_target(checkpoint)
     identity = {
         "format": FORMAT,
-        "checkpoint_digest": digest_file(checkpoint.folder / store.MANIFEST),
+        "checkpoint_digest": digest_file(checkpoint.folder / directory.MANIFEST),
         "dtype": dtype,
     }
     with lease(target.parent, "export", name=f".{target.name}.lease"), _not_pruned(checkpoint):
@@ -75,10 +75,10 @@ def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any])
     return target
 
 
-def _checkpoint(folder: Path) -> store.Checkpoint:
-    if (folder / store.MANIFEST).exists():
-        return store.Checkpoint.open(folder.resolve())
-    checkpoint = store.latest(RunPaths(folder))
+def _checkpoint(folder: Path) -> directory.Checkpoint:
+    if (folder / directory.MANIFEST).exists():
+        return directory.Checkpoint.open(folder.resolve())
+    checkpoint = directory.latest(RunPaths(folder))
     if checkpoint is None:
         raise DataError(
             f"{folder} has no checkpoint",
@@ -88,13 +88,13 @@ def _checkpoint(folder: Path) -> store.Checkpoint:
     return checkpoint
 
 
-def _run_of(checkpoint: store.Checkpoint) -> RunPaths | None:
+def _run_of(checkpoint: directory.Checkpoint) -> RunPaths | None:
     """The run whose checkpoint this is; None where it lies elsewhere."""
     paths = RunPaths(checkpoint.folder.parent.parent)
     return paths if paths.checkpoints == checkpoint.folder.parent else None
 
 
-def _default_target(checkpoint: store.Checkpoint) -> Path:
+def _default_target(checkpoint: directory.Checkpoint) -> Path:
     paths = _run_of(checkpoint)
     if paths is None:
         raise ConfigError(
@@ -127,7 +127,7 @@ def _is_there(target: Path, identity: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def _not_pruned(checkpoint: store.Checkpoint) -> Iterator[None]:
+def _not_pruned(checkpoint: directory.Checkpoint) -> Iterator[None]:
     """Say so where a run that goes on training removes the checkpoint while it is read."""
     try:
         yield
@@ -147,7 +147,7 @@ def _appearing(target: Path) -> Iterator[Path]:
 
     The caller holds the target's lease; what a killed export left is replaced.
     """
-    draft = target.with_name(f"{store.TEMPORARY}{target.name}")
+    draft = target.with_name(f"{directory.TEMPORARY}{target.name}")
     with disk_trouble(target):
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
@@ -168,7 +168,7 @@ def _appearing(target: Path) -> Iterator[Path]:
 class _Source:
     """A checkpoint whose files have the digests of its manifest, and what its lineage names."""
 
-    checkpoint: store.Checkpoint
+    checkpoint: directory.Checkpoint
     config: Config
     tokenizer: LoadedTokenizer
     tokenizer_file: Path
@@ -176,7 +176,7 @@ class _Source:
     """Of the weights by name, in the order of the names; all are fp32."""
 
     @classmethod
-    def open(cls, checkpoint: store.Checkpoint, overrides: dict[str, Any]) -> _Source:
+    def open(cls, checkpoint: directory.Checkpoint, overrides: dict[str, Any]) -> _Source:
         if bad := list(checkpoint.bad_files()):
             raise DataError(
                 f"checkpoint {checkpoint.folder} is damaged: {'; '.join(bad)}",
@@ -186,7 +186,7 @@ class _Source:
         lineage = checkpoint.manifest["lineage"]
         values = apply_overrides(lineage["config"], overrides)
         config: Config = checked(Config, values, str(checkpoint.folder))
-        store.check_compatible(config, checkpoint)
+        directory.check_compatible(config, checkpoint)
         assert config.ids
         folder = tokenizer_folder(config.data, config.ids.tokenizer)
         if not folder.is_dir():
@@ -207,14 +207,16 @@ class _Source:
         return cls(checkpoint, config, tokenizer, folder / TOKENIZER, shapes)
 
 
-def _shapes(checkpoint: store.Checkpoint, model: Model, vocab_size: int) -> dict[str, torch.Size]:
+def _shapes(
+    checkpoint: directory.Checkpoint, model: Model, vocab_size: int
+) -> dict[str, torch.Size]:
     """Shape of each weight in the checkpoint, which must be those of its config, in fp32."""
     with torch.device("meta"):  # names and shapes cost no memory
         trunk = Trunk(model, vocab_size).state_dict()
     wanted = {f"model.{name}": tensor.shape for name, tensor in trunk.items()}
     if not model.tie_embeddings:
         wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
-    index = checkpoints.SafeReader(checkpoint.folder).read_metadata()
+    index = storage.SafeReader(checkpoint.folder).read_metadata()
     found = {
         name.removeprefix("model."): entry.size
         for name, entry in index.state_dict_metadata.items()
@@ -251,9 +253,9 @@ def _write_weights(draft: Path, source: _Source, dtype: torch.dtype) -> str:
             if len(groups) > 1:
                 file = f"model-{number:05}-of-{len(groups):05}.safetensors"
             tensors = {name: torch.empty(source.shapes[name]) for name in names}
-            checkpoints.read_tensors({"model": tensors}, source.checkpoint.folder, no_dist=True)
+            storage.read_tensors({"model": tensors}, source.checkpoint.folder, no_dist=True)
             for name, tensor in tensors.items():
-                checkpoints.update_digest(hasher, name, tensor)
+                storage.update_digest(hasher, name, tensor)
                 tensors[name] = tensor.to(dtype)
                 done += tensor.numel()
             _save(tensors, draft / file)
@@ -295,7 +297,7 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _check_goal(checkpoint: store.Checkpoint, weights_digest: str) -> None:
+def _check_goal(checkpoint: directory.Checkpoint, weights_digest: str) -> None:
     """A finished run knows the weights it ended with: a mix of two steps has none of its digests."""
     paths = _run_of(checkpoint)
     if paths is None or not paths.fit.exists():
@@ -431,7 +433,7 @@ A language model of Llama's architecture, trained from nothing and exported by F
 """
 
 
-def _held_out_loss(checkpoint: store.Checkpoint, facts: dict[str, Any]) -> float | None:
+def _held_out_loss(checkpoint: directory.Checkpoint, facts: dict[str, Any]) -> float | None:
     """As validation found it, if it looked at this very checkpoint and found it valid."""
     paths = _run_of(checkpoint)
     if paths is None or not paths.validation.exists():

@@ -12,10 +12,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from forge.core.config import Train
-from forge.core.progress import say
+from forge.core.terminal import say
 from forge.data.loader import split
-from forge.launch.world import World, named
-from forge.trainer.model import Decoder
+from forge.launch.process_group import World, named
+from forge.trainer.llama import Decoder
 
 
 class ParallelModel:

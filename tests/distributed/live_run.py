@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 
 from forge import cli
-from forge.core.ledger import read_lines
-from forge.core.manifest import read_json
+from forge.core.event_log import read_lines
+from forge.core.files import read_json
 from forge.core.paths import RunPaths
 
 # Every process of these tests carries it in its environment, however it was started.
@@ -161,7 +161,7 @@ def ranks() -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             line = process.cmdline()
             # torchrun names the module too, behind its own.
-            if "forge.rank" in line and "torch.distributed.run" not in line:
+            if "forge.worker" in line and "torch.distributed.run" not in line:
                 found.append(process)
     return sorted(found, key=lambda process: process.pid)
 

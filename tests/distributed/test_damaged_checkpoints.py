@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from live_run import forge
 
-from forge.checkpoint import checkpoints, store
-from forge.core.manifest import digest_file, read_json, write_json
+from forge.checkpoint import directory, storage
+from forge.core.files import digest_file, read_json, write_json
 
 
 def validate(run):
@@ -35,13 +35,13 @@ def tensors_file(checkpoint):
 
 def make_digests_right(folder):
     """The manifest as if the files had been written so."""
-    manifest = read_json(folder / store.MANIFEST)
+    manifest = read_json(folder / directory.MANIFEST)
     manifest["files"] = {
         path.name: {"bytes": path.stat().st_size, "digest": digest_file(path)}
         for path in folder.iterdir()
-        if path.name != store.MANIFEST
+        if path.name != directory.MANIFEST
     }
-    write_json(folder / store.MANIFEST, store.sealed(manifest))
+    write_json(folder / directory.MANIFEST, directory.sealed(manifest))
 
 
 def test_good_run_is_valid_and_its_probe_equal_to_the_last_bit(undisturbed, tmp_path):
@@ -65,7 +65,7 @@ def test_bf16_run_of_one_rank_is_loaded_on_two_and_its_probe_is_right(bf16):
 
 
 def flip_a_byte(run):
-    path = tensors_file(store.latest(run.paths))
+    path = tensors_file(directory.latest(run.paths))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -73,30 +73,30 @@ def flip_a_byte(run):
 
 
 def lose_a_file(run):
-    path = tensors_file(store.latest(run.paths))
+    path = tensors_file(directory.latest(run.paths))
     path.unlink()
     return "digests", f"{path.name} is missing"
 
 
 def write_a_nan(run):
-    folder = store.latest(run.paths).folder
-    index = checkpoints.SafeReader(folder).read_metadata()
+    folder = directory.latest(run.paths).folder
+    index = storage.SafeReader(folder).read_metadata()
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in index.state_dict_metadata.items()
     }
-    checkpoints.read_tensors(state, folder, no_dist=True)
+    storage.read_tensors(state, folder, no_dist=True)
     name = next(name for name in state if name.startswith("model.") and state[name].dim() == 2)
     state[name][0, 0] = torch.nan
     for path in folder.glob("*.distcp"):
         path.unlink()
-    dcp.save(state, storage_writer=checkpoints.TensorWriter(folder, 1), no_dist=True)
+    dcp.save(state, storage_writer=storage.TensorWriter(folder, 1), no_dist=True)
     make_digests_right(folder)
     return "finite", f"not finite: {name.removeprefix('model.')}"
 
 
 def mix_in_another_step(run):
-    older, newest = store.committed(run.paths.checkpoints)[-2:]
+    older, newest = directory.committed(run.paths.checkpoints)[-2:]
     for path in older.glob("*.distcp"):
         shutil.copy(path, newest)
     make_digests_right(newest)
@@ -104,7 +104,7 @@ def mix_in_another_step(run):
 
 
 def point_latest_to_an_older_step(run):
-    older = store.committed(run.paths.checkpoints)[-2]
+    older = directory.committed(run.paths.checkpoints)[-2]
     run.paths.latest.unlink()
     run.paths.latest.symlink_to(older.name)
     return "goal", "fit.json says step"
@@ -132,14 +132,14 @@ def test_weights_of_another_step_are_found_without_the_goal(undisturbed, tmp_pat
     """A lone checkpoint has no fit.json beside it: the recorded losses tell."""
     run = undisturbed.copy(tmp_path / "mixed")
     mix_in_another_step(run)
-    outcome = forge("validate", str(store.latest(run.paths).folder))
+    outcome = forge("validate", str(directory.latest(run.paths).folder))
     assert outcome.code == 65
     assert "probe: losses" in outcome.text
 
 
 def test_checkpoint_folder_copied_elsewhere_is_validated_there(undisturbed, tmp_path):
     folder = tmp_path / "elsewhere"
-    shutil.copytree(store.latest(undisturbed.paths).folder, folder)
+    shutil.copytree(directory.latest(undisturbed.paths).folder, folder)
     before = sorted(folder.iterdir())
     outcome = forge("validate", str(folder))
     assert outcome.code == 0, outcome.text
@@ -151,7 +151,7 @@ def test_every_command_refuses_a_checkpoint_under_another_steps_name_and_trainin
     solo, tmp_path
 ):
     run = solo.copy(tmp_path / "renamed")
-    newest = store.latest(run.paths).folder
+    newest = directory.latest(run.paths).folder
     wrong = newest.rename(newest.with_name("step-00000020"))
     run.paths.latest.unlink()
     run.paths.latest.symlink_to(wrong.name)
@@ -180,7 +180,7 @@ def test_every_command_refuses_a_checkpoint_under_another_steps_name_and_trainin
 
 def test_a_copy_of_a_checkpoint_under_a_name_of_no_step_is_validated_and_exported(solo, tmp_path):
     run = solo.copy(tmp_path / "copied")
-    newest = store.latest(run.paths).folder
+    newest = directory.latest(run.paths).folder
     for name in ("step-00000100.bak", "best"):
         copy = shutil.copytree(newest, newest.with_name(name))
         outcome = forge("validate", str(copy), "--validate.depth=digests")

@@ -20,13 +20,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from forge.checkpoint import checkpoints, store
+from forge.checkpoint import directory, storage
 from forge.core.config import Config
-from forge.core.manifest import digest_file, read_json, write_json
+from forge.core.files import digest_file, read_json, write_json
 from forge.core.paths import tokenizer_folder
 from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
 from forge.trainer import export as verb
-from forge.trainer.model import Decoder
+from forge.trainer.llama import Decoder
 
 # A rate that makes weights large within 12 steps, so that logits differ where anything does.
 GROUPED = ("--model.heads=4", "--model.kv_heads=2", "--train.lr=0.05", "--train.checkpoint_every=6")
@@ -77,20 +77,20 @@ def exported(run: Run, target: Path, *more: str) -> Path:
     return target
 
 
-def stored(checkpoint: store.Checkpoint) -> dict[str, torch.Tensor]:
+def stored(checkpoint: directory.Checkpoint) -> dict[str, torch.Tensor]:
     """Every weight of a checkpoint by its name in the model."""
-    index = checkpoints.SafeReader(checkpoint.folder).read_metadata()
+    index = storage.SafeReader(checkpoint.folder).read_metadata()
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in index.state_dict_metadata.items()
         if name.startswith("model.")
     }
-    checkpoints.read_tensors(state, checkpoint.folder, no_dist=True)
+    storage.read_tensors(state, checkpoint.folder, no_dist=True)
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
 
-def latest(run: Run) -> store.Checkpoint:
-    found = store.latest(run.paths)
+def latest(run: Run) -> directory.Checkpoint:
+    found = directory.latest(run.paths)
     assert found
     return found
 
@@ -156,7 +156,7 @@ def test_export_names_its_lineage_and_every_file(tied, tmp_path):
     facts = read_json(folder / verb.MANIFEST)
     lineage = latest(tied).manifest["lineage"]
     assert facts["weights_digest"] == tied.weights_digest()
-    assert facts["checkpoint_digest"] == digest_file(latest(tied).folder / store.MANIFEST)
+    assert facts["checkpoint_digest"] == digest_file(latest(tied).folder / directory.MANIFEST)
     assert (facts["run"], facts["step"], facts["dtype"]) == ("tied", 12, "fp32")
     assert facts["config_digest"] == lineage["config_digest"]
     assert facts["tokens"] == lineage["tokens"]
@@ -209,7 +209,7 @@ def test_export_goes_into_the_runs_folder_and_again_there_is_nothing_to_do(own):
 
 
 def test_named_checkpoint_is_exported_beside_the_newest(own):
-    older = store.committed(own.paths.checkpoints)[0]
+    older = directory.committed(own.paths.checkpoints)[0]
     assert forge("export", str(older)).code == 0
     assert forge("export", str(own.folder)).code == 0
     steps = [
@@ -231,7 +231,7 @@ def test_checkpoint_copied_out_of_its_run_needs_a_place_to_go(tied, tmp_path):
 
 
 def test_what_a_killed_export_left_is_replaced(tied, tmp_path):
-    left = tmp_path / f"{store.TEMPORARY}out"
+    left = tmp_path / f"{directory.TEMPORARY}out"
     left.mkdir()
     (left / "model.safetensors").write_text("half")
     exported(tied, tmp_path / "out")
@@ -254,25 +254,25 @@ def lose_all_checkpoints(run: Run) -> None:
 
 def mix_in_another_step(run: Run) -> None:
     """With the right digests: only fit.json knows better."""
-    older, newest = store.committed(run.paths.checkpoints)
-    manifest = read_json(newest / store.MANIFEST)
+    older, newest = directory.committed(run.paths.checkpoints)
+    manifest = read_json(newest / directory.MANIFEST)
     for path in older.glob("*.distcp"):
         shutil.copy(path, newest)
         manifest["files"][path.name]["digest"] = digest_file(path)
         manifest["files"][path.name]["bytes"] = path.stat().st_size
-    write_json(newest / store.MANIFEST, store.sealed(manifest))
+    write_json(newest / directory.MANIFEST, directory.sealed(manifest))
 
 
 def claim_another_shape(run: Run) -> None:
     manifest = latest(run).manifest
     manifest["lineage"]["config"]["model"]["ffn_dim"] = 128
-    write_json(latest(run).folder / store.MANIFEST, store.sealed(manifest))
+    write_json(latest(run).folder / directory.MANIFEST, directory.sealed(manifest))
 
 
 def name_another_tokenizer(run: Run) -> None:
     manifest = latest(run).manifest
     manifest["lineage"]["tokenizer"]["digest"] = "f" * 64
-    write_json(latest(run).folder / store.MANIFEST, store.sealed(manifest))
+    write_json(latest(run).folder / directory.MANIFEST, directory.sealed(manifest))
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def a_file(target: Path, _run: Run) -> None:
 
 
 def another_steps_export(target: Path, run: Run) -> None:
-    older = store.committed(run.paths.checkpoints)[0]
+    older = directory.committed(run.paths.checkpoints)[0]
     assert forge("export", str(older), f"--to={target}").code == 0
 
 
@@ -381,13 +381,13 @@ def test_disk_that_takes_no_more_is_unfit_and_nothing_is_left_of_the_export(tied
 
 
 def test_checkpoint_pruned_while_it_is_read_is_said_to_be_gone(own, tmp_path, monkeypatch):
-    read = checkpoints.read_tensors
+    read = storage.read_tensors
 
     def prune_then_read(state: dict[str, Any], folder: Path, **options: Any) -> None:
         shutil.rmtree(folder)
         read(state, folder, **options)
 
-    monkeypatch.setattr(checkpoints, "read_tensors", prune_then_read)
+    monkeypatch.setattr(storage, "read_tensors", prune_then_read)
     outcome = export(own, tmp_path / "out")
     assert outcome.code == 65, outcome.text
     assert "was removed while it was read" in outcome.text

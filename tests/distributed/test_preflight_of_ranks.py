@@ -7,7 +7,7 @@ import time
 import pandas as pd
 from live_run import TWO_RANKS, living
 
-from forge.core.manifest import read_json
+from forge.core.files import read_json
 
 
 def test_two_fit_ranks_pass_and_json_and_table_say_the_same(runs):

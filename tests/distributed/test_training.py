@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from live_run import TWO_RANKS
 
-from forge.checkpoint import checkpoints, store
-from forge.core.ledger import read_lines
+from forge.checkpoint import directory, storage
+from forge.core.event_log import read_lines
 
 SAME_LOSS = 1e-4
 
@@ -24,7 +24,7 @@ def assert_same_losses(found, expected, steps):
 
 
 def next_sample(run):
-    checkpoint = store.latest(run.paths)
+    checkpoint = directory.latest(run.paths)
     return checkpoint.step, checkpoint.manifest["next_sample"], checkpoint.manifest["world_size"]
 
 
@@ -150,7 +150,7 @@ def test_data_edited_in_place_under_a_run_is_refused(solo, science, tmp_path):
     assert other.code == 65
     assert "the tokenizer of this run have digest" in other.text
     for run in started.values():
-        assert store.latest(run.paths).step == 12
+        assert directory.latest(run.paths).step == 12
 
 
 def test_divergence_ends_with_70_and_leaves_finite_weights(runs):
@@ -164,8 +164,8 @@ def test_divergence_ends_with_70_and_leaves_finite_weights(runs):
         assert outcome.code == 70, outcome.text
         assert "not finite" in outcome.text
         assert "Traceback" not in outcome.text
-    assert_finite(store.latest(late.paths))
-    assert store.latest(at_once.paths) is None
+    assert_finite(directory.latest(late.paths))
+    assert directory.latest(at_once.paths) is None
 
     for run in (late, at_once):
         again = run.forge("train")
@@ -175,10 +175,10 @@ def test_divergence_ends_with_70_and_leaves_finite_weights(runs):
 
 
 def assert_finite(checkpoint):
-    index = checkpoints.SafeReader(checkpoint.folder).read_metadata()
+    index = storage.SafeReader(checkpoint.folder).read_metadata()
     names = [name for name in index.state_dict_metadata if name.startswith("model.")]
     state = {name: torch.empty(index.state_dict_metadata[name].size) for name in names}
-    checkpoints.read_tensors(state, checkpoint.folder, no_dist=True)
+    storage.read_tensors(state, checkpoint.folder, no_dist=True)
     assert names
     assert [name for name in names if not torch.isfinite(state[name]).all()] == []
 

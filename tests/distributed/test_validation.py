@@ -19,10 +19,10 @@ import torch.distributed.checkpoint as dcp
 from live_run import GOAL, TWO_RANKS, forge
 from test_damaged_checkpoints import make_digests_right
 
-from forge.checkpoint import checkpoints, store
-from forge.cluster.lease import lease
-from forge.core import points
-from forge.core.manifest import read_json, write_json
+from forge.checkpoint import directory, storage
+from forge.cluster.lock import lease
+from forge.core import failpoints
+from forge.core.files import read_json, write_json
 
 LAST, BEFORE = f"step-{GOAL:08d}", "step-00000195"
 
@@ -40,10 +40,10 @@ def hook():
     """Sets what happens at the points that a validation in this process comes by."""
 
     def install(action):
-        points.hook = action
+        failpoints.hook = action
 
     yield install
-    points.hook = None
+    failpoints.hook = None
 
 
 def damage(folder):
@@ -55,12 +55,12 @@ def damage(folder):
 
 
 def state_of(folder):
-    index = checkpoints.SafeReader(folder).read_metadata()
+    index = storage.SafeReader(folder).read_metadata()
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in index.state_dict_metadata.items()
     }
-    checkpoints.read_tensors(state, folder, no_dist=True)
+    storage.read_tensors(state, folder, no_dist=True)
     return state
 
 
@@ -68,7 +68,7 @@ def rewrite(folder, state):
     """The checkpoint as if it had been saved with this state."""
     for path in folder.glob("*.distcp"):
         path.unlink()
-    dcp.save(state, storage_writer=checkpoints.TensorWriter(folder, 1), no_dist=True)
+    dcp.save(state, storage_writer=storage.TensorWriter(folder, 1), no_dist=True)
     make_digests_right(folder)
 
 
@@ -127,8 +127,8 @@ def test_a_folder_that_is_no_run_is_a_mistake_of_the_command(run):
 
 
 def test_checkpoint_of_another_version_is_neither_invalid_nor_moved(run, capsys):
-    manifest = run.paths.checkpoints / BEFORE / store.MANIFEST
-    write_json(manifest, {**read_json(manifest), "format": store.FORMAT + 1})
+    manifest = run.paths.checkpoints / BEFORE / directory.MANIFEST
+    write_json(manifest, {**read_json(manifest), "format": directory.FORMAT + 1})
     assert cheaply(run, "--fix").code == 0
     assert table(capsys.readouterr().out)["195"].endswith("other format")
     assert names(run.paths.checkpoints) == [BEFORE, LAST]
@@ -191,7 +191,7 @@ def test_damaged_last_checkpoint_is_moved_and_the_run_trains_on_to_the_same_weig
 
 
 def test_damaged_older_checkpoint_is_moved_and_the_end_of_the_run_stands(run, capsys):
-    (run.paths.checkpoints / BEFORE / store.MANIFEST).unlink()
+    (run.paths.checkpoints / BEFORE / directory.MANIFEST).unlink()
     outcome = cheaply(run, "--fix")
     assert outcome.code == 65 and "the run is at its goal" in outcome.text
     assert names(run.paths.quarantine) == [BEFORE]
@@ -279,12 +279,12 @@ def test_validation_holds_the_weights_once_and_not_the_moments(session_runs):
     run = session_runs("large", *sizes, *steps)
     outcome = run.forge("train", *TWO_RANKS)
     assert outcome.code == 0, outcome.text
-    checkpoint = store.latest(run.paths)
+    checkpoint = directory.latest(run.paths)
     state = state_of(checkpoint.folder)
     moments = sum(tensor.nbytes for name, tensor in state.items() if name.startswith("optimizer."))
     weights = sum(tensor.nbytes for tensor in state.values()) - moments
     assert moments > 190 * 2**20
-    assert len(store.committed(run.paths.checkpoints)) == 2
+    assert len(directory.committed(run.paths.checkpoints)) == 2
     before = peak_bytes("validate", str(run.folder), "--all", "--validate.depth=digests")
     peak = peak_bytes("validate", str(run.folder), "--all", "--validate.depth=load")
     print(f"{weights:,} bytes of weights, {moments:,} of moments, {peak - before:,} at once")

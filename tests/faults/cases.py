@@ -9,7 +9,7 @@ from typing import Any
 from injection import Fault
 
 from forge.core.errors import Exit
-from forge.core.points import POINTS
+from forge.core.failpoints import POINTS
 
 EVERYTHING = os.environ.get("FORGE_FAULTS") == "all"  # `make faults`
 KILLED = -9

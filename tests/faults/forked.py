@@ -1,6 +1,6 @@
 """Commands in children of a process that has torch loaded; their ranks are forked, not launched.
 
-What runs is the product: the command, `run_ranks`, and `forge.rank` in each rank. In the place of
+What runs is the product: the command, `run_ranks`, and `forge.worker` in each rank. In the place of
 torchrun stands `ForkedRanks`, so that a start takes a tenth of a second. The children come from
 Python's fork server, which has imported torch and never computed: OpenMP does not survive a fork.
 """
@@ -36,7 +36,7 @@ AFTER_FAILURE_SEC = 1.0
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
     [
-        *("forge.trainer.trainer", "forge.run.fit", "forge.cli", "forge.rank", "forked"),
+        *("forge.trainer.loop", "forge.run.train", "forge.cli", "forge.worker", "forked"),
         # What a rank would import in its own time, seconds of it.
         *("torch._inductor", "numpy.random", "numpy.ma"),
     ]
@@ -195,7 +195,7 @@ def _be_rank(facts: dict[str, str], spec_path: Path, plan: Plan, started: float)
     try:
         os.environ.update(facts)
         arm(plan, int(facts["RANK"]), spec_path.parents[2], started)
-        from forge.rank import main
+        from forge.worker import main
 
         code = main(str(spec_path))
         sys.stdout.flush()
@@ -210,10 +210,10 @@ def arm(plan: Plan, rank: int, run: Path, started: float) -> None:
 
     started: tells this start of ranks from earlier and later ones, the same on all of them.
     """
-    from forge.core import points
+    from forge.core import failpoints
 
     injector = Injector(list(plan.faults), rank, run)
-    points.hook = _noting(injector, run) if plan.points else injector
+    failpoints.hook = _noting(injector, run) if plan.points else injector
     if plan.poison and rank == plan.poison_rank:
         POISONS[plan.poison](plan.poison_step)
     _record_samples(rank, run, started)
@@ -257,7 +257,7 @@ def _nan_gradient(step: int) -> None:
     import torch
 
     from forge.data.loader import Loader
-    from forge.trainer.model import Decoder
+    from forge.trainer.llama import Decoder
 
     batch, forward, steps = Loader.batch, Decoder.forward, [0]
     hooks: list[Any] = []
@@ -296,7 +296,7 @@ def _infinite_moment(step: int) -> None:
 
 def _slow_to_fail(_step: int) -> None:
     """This rank's save tells the others that it failed, and ends a while after theirs."""
-    from forge.launch.world import World
+    from forge.launch.process_group import World
 
     together = World.together
 
@@ -313,20 +313,20 @@ def _slow_to_fail(_step: int) -> None:
 
 def _no_memory(_step: int) -> None:
     """This rank alone finds no room for a copy of the state."""
-    from forge.checkpoint import saver
+    from forge.checkpoint import async_saver
 
-    saver.available_memory = lambda: 0
+    async_saver.available_memory = lambda: 0
 
 
 def _old_view(_step: int) -> None:
     """This rank alone still sees the `latest` before the last one, as a network file system may."""
-    from forge.checkpoint import store
+    from forge.checkpoint import directory
     from forge.core.paths import RunPaths
 
-    def old(paths: RunPaths) -> store.Checkpoint:
-        return store.Checkpoint.open(store.committed(paths.checkpoints)[-2])
+    def old(paths: RunPaths) -> directory.Checkpoint:
+        return directory.Checkpoint.open(directory.committed(paths.checkpoints)[-2])
 
-    store.latest = old  # type: ignore[assignment]
+    directory.latest = old  # type: ignore[assignment]
 
 
 def _no_compiler(_step: int) -> None:

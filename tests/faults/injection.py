@@ -1,4 +1,4 @@
-"""What can go wrong at a named point of forge/core/points.py, and the hook that makes it go wrong."""
+"""What can go wrong at a named point of forge/core/failpoints.py, and the hook that makes it go wrong."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Any
 from cases import CASES, FAULTS, KILLED, Case
 
 from forge.core.errors import Exit
-from forge.core.points import POINTS
+from forge.core.failpoints import POINTS
 
 RESULTS = "FORGE_FAULTS_RESULTS"  # the file that takes the lines
 PAGE = Path(__file__).parents[2] / "docs/faults.md"

@@ -18,12 +18,12 @@ from runs import FaultyRun
 from test_damaged_checkpoints import make_digests_right
 from test_validation import state_of
 
-from forge.checkpoint import checkpoints, store
+from forge.checkpoint import directory, storage
 from forge.core.config import load_config
 from forge.core.errors import Exit
 from forge.data.loader import Loader, Windows
 from forge.data.shards import ShardSet
-from forge.reporting.summary import summarise
+from forge.reporting.run_state import summarise
 
 FIRST, GOAL = 2, 16
 LARGE = 3e38
@@ -79,13 +79,13 @@ def poisoned(
             for token, steps in enumerate(steps_of_tokens(run))
             if steps and min(steps) > FIRST and choose(steps)
         )
-        last = store.latest(run.paths)
+        last = directory.latest(run.paths)
         assert last is not None
         state = state_of(last.folder)
         state["model.model.embed_tokens.weight"][token] = LARGE
         for path in last.folder.glob("*.distcp"):
             path.unlink()
-        writer = checkpoints.TensorWriter(last.folder, 1)
+        writer = storage.TensorWriter(last.folder, 1)
         dcp.save(state, storage_writer=writer, no_dist=True)
         make_digests_right(last.folder)
         return run, steps
@@ -121,7 +121,7 @@ def test_run_that_diverged_skips_its_bad_steps_under_its_own_name_and_reaches_th
     assert ended.code == Exit.DONE, ended.text
     assert f"the update of step {steps[0]} is skipped" in ended.text
     assert skipped(whole) == steps
-    assert store.latest(whole.paths).manifest["skipped"]["steps"] == len(steps)
+    assert directory.latest(whole.paths).manifest["skipped"]["steps"] == len(steps)
     assert ("skipped steps", str(len(steps))) in summarise(whole.paths).lineage
 
     # Stopped where a step has just been skipped, and resumed there: the same run, bit by bit.
@@ -157,7 +157,7 @@ def test_limit_of_skipped_steps_ends_the_run_also_when_a_resume_lies_in_between(
     assert "the 2 steps before it were skipped already (train.max_skipped_steps is 2)" in ended.text
     assert "Traceback" not in ended.text
     assert skipped(run) == steps[:2]
-    assert store.latest(run.paths).step == steps[1]
+    assert directory.latest(run.paths).step == steps[1]
     assert "failed before" in run.train(more=(until(GOAL), SKIP, limit)).text
 
     again = run.train(more=(until(GOAL), SKIP, limit, "--train.eval_every=99"))
@@ -176,4 +176,4 @@ def test_first_update_of_a_run_is_never_skipped(runs):
     ended = run.train(plan=Plan(poison="nan-gradient", poison_step=1), more=(SKIP,))
     assert ended.code == Exit.FAILED, ended.text
     assert "the first update of a run cannot be skipped" in ended.text
-    assert (skipped(run), store.latest(run.paths)) == ([], None)
+    assert (skipped(run), directory.latest(run.paths)) == ([], None)

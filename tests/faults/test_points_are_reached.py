@@ -7,7 +7,7 @@ import json
 from forked import Plan
 from injection import Fault
 
-from forge.core.points import POINTS
+from forge.core.failpoints import POINTS
 
 
 def test_a_run_with_a_resume_comes_by_every_point(runs):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from injection import Fault
 
 from forge.core.errors import Exit
-from forge.core.points import POINTS
+from forge.core.failpoints import POINTS
 
 SEED = int(os.environ.get("FORGE_FAULTS_SEED") or random.SystemRandom().randrange(2**32))
 PARTS, EXAMPLES = (4, 4) if EVERYTHING else (1, 1)

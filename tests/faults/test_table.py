@@ -7,7 +7,7 @@ import re
 from cases import CASES
 from outcomes import BEGIN, COLUMNS, END, HEADS, NONE, PAGE
 
-from forge.core.points import POINTS
+from forge.core.failpoints import POINTS
 
 
 def measured() -> dict[tuple[str, str, int], str]:

@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import yaml
 
-from forge.checkpoint import store
-from forge.core.ledger import read_lines
-from forge.core.manifest import read_json
+from forge.checkpoint import directory
+from forge.core.event_log import read_lines
+from forge.core.files import read_json
 from forge.core.paths import RunPaths
 
 from .cluster import Cluster
@@ -122,7 +122,7 @@ class Progress:
             with contextlib.suppress(psutil.NoSuchProcess):
                 # Not srun and torchrun, which have the same words behind others.
                 line = [word for word in process.cmdline()[1:] if word != "-u"]
-                mine = line[:2] == ["-m", "forge.rank"] and line[2].startswith(
+                mine = line[:2] == ["-m", "forge.worker"] and line[2].startswith(
                     str(self.paths.launches)
                 )
                 if mine and process.status() != psutil.STATUS_ZOMBIE:
@@ -223,7 +223,7 @@ class Undisturbed:
         alike = self.runs[world_size]
         assert run.weights_digest() == alike.weights_digest()
         assert run.losses() == alike.losses()
-        assert store.latest(run.paths).step == GOAL  # type: ignore[union-attr]
+        assert directory.latest(run.paths).step == GOAL  # type: ignore[union-attr]
 
 
 def measure(case: str, run: JobRun, event_time: float, step_before: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 
 from forge.cluster import job_watch
-from forge.core.manifest import read_json
+from forge.core.files import read_json
 
 from .cluster import Cluster
 from .job_run import SCIENCE, Undisturbed

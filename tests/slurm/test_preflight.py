@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from forge.cluster import bad_nodes
-from forge.core.ledger import read_lines
-from forge.core.manifest import read_json
+from forge.cluster import exclude
+from forge.core.event_log import read_lines
+from forge.core.files import read_json
 from forge.core.paths import RunPaths
 
 from .cluster import REPOSITORY, Cluster
@@ -127,7 +127,7 @@ def test_without_a_spare_all_unfit_nodes_are_named_and_noted_as_bad(
     assert "No space left on device" in full["message"]
     assert "remove old files in /tmp on this node" in full["fix"]
     assert not found.failed(names[0]) and not found.failed(names[3])
-    assert bad_nodes.read(found.paths.bad_nodes) == names[1:3]
+    assert exclude.read(found.paths.bad_nodes) == names[1:3]
     assert not found.paths.preflight_pass.exists()
 
 
@@ -142,7 +142,7 @@ def test_of_a_pair_that_cannot_talk_one_is_left_out(
     assert check["name"] == "reach"
     assert f"{names[2]} and {names[0]} cannot talk" in check["message"]
     assert "it talks to 1 of 2 nodes" in check["cause"]
-    assert bad_nodes.read(found.paths.bad_nodes) == [names[2]]
+    assert exclude.read(found.paths.bad_nodes) == [names[2]]
 
 
 def test_node_that_loses_large_packets_is_left_out(
@@ -183,7 +183,7 @@ def test_torch_that_one_node_cannot_import_is_found_by_trying_halves(
     found = preflight(names, train=2)
     assert found.code == 69
     assert "torch" in found.failed(names[0])["collectives"]["message"]
-    assert bad_nodes.read(found.paths.bad_nodes) == [names[0]]
+    assert exclude.read(found.paths.bad_nodes) == [names[0]]
 
 
 def test_uneven_allocation_is_told_as_what_slurm_gave(

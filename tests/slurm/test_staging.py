@@ -174,8 +174,8 @@ def test_node_whose_slurmd_hangs_is_named_and_holds_up_nobody(allocate):
     here = allocate(2)
     one, two = here.hosts
     code = (
-        "import json; from forge.cluster import slurm; from forge.cluster.crew import Crew\n"
-        "from forge.cluster.geometry import Place\n"
+        "import json; from forge.cluster import slurm; from forge.cluster.nodes import Crew\n"
+        "from forge.cluster.placement import Place\n"
         "job = slurm.this_job()\n"
         "with Crew(Place(job.nodes, job), start_sec=5) as crew:\n"
         "    answers = crew.ask('hello', timeout_sec=20)\n"
@@ -216,7 +216,7 @@ def _imported_packages() -> list[Path]:
     """Top folders and files in site-packages behind the verb and a node, with their libraries."""
     site = Path(sysconfig.get_path("purelib"))
     code = (
-        "import sys, forge.staging.staging, forge.node\n"
+        "import sys, forge.staging.stage, forge.node_agent\n"
         "files = [getattr(m, '__file__', None) or '' for m in list(sys.modules.values())]\n"
         "print(*files, sep='\\n')"
     )
@@ -228,7 +228,7 @@ def _imported_packages() -> list[Path]:
 
 
 INSPECT = """
-import sys, forge.node
+import sys, forge.node_agent
 print(forge.__file__)
 project = sys.argv[1]
 print([path for path in sys.path if path.startswith(project)])

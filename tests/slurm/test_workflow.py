@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from forge.core.manifest import read_json
+from forge.core.files import read_json
 
 from .cluster import Cluster
 from .job_run import SCIENCE, Progress, Undisturbed, pending

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge.checkpoint import store
+from forge.checkpoint import directory
 from forge.core.config import Config, Ids
 
 IDS = Ids(tokenizer="a1b2c3d4e5f6", tokens="0f1e2d3c4b5a")
@@ -33,4 +33,4 @@ def manifest_of(step: int, config: Config | None = None, **facts: Any) -> dict[s
         "files": {},
         "lineage": lineage,
     }
-    return store.sealed(manifest | facts)
+    return directory.sealed(manifest | facts)

@@ -10,8 +10,8 @@ from typing import Any
 from manifests import manifest_of
 
 from forge.core.config import Config
-from forge.core.ledger import append_line
-from forge.core.manifest import write_json
+from forge.core.event_log import append_line
+from forge.core.files import write_json
 from forge.core.paths import RunPaths, checkpoint_name
 
 START = 1_750_000_000.0

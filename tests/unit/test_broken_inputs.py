@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from forge import cli
 from forge.core.config import Config, Tokenize
 from forge.core.errors import ConfigError, DataError, Exit
-from forge.data import artefacts, corpus, tokenization
+from forge.data import content_ids, corpus, tokenize
 from forge.data.shards import ShardSet
 from forge.data.tokenizer import build_tokenizer, load_tokenizer
-from forge.staging import packs
+from forge.staging import archive
 
 # JSON of other shapes than expected, and what is no JSON for reasons of its own.
 SHAPES = {
@@ -61,7 +61,7 @@ def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of `made` that a test may change, and works in."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    artefacts._cached_listing_digest.cache_clear()
+    content_ids._cached_listing_digest.cache_clear()
     return tmp_path
 
 
@@ -129,7 +129,7 @@ def test_records_of_shards_of_another_shape_are_made_again(
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_index_of_a_pack_of_another_shape_is_no_pack(tmp_path: Path, shape: str) -> None:
     break_file(tmp_path / "pack.json", SHAPES[shape])
-    assert packs.Pack.open(tmp_path) is None
+    assert archive.Pack.open(tmp_path) is None
 
 
 def test_a_shard_name_beyond_255_bytes_is_refused(place: Path) -> None:
@@ -179,7 +179,7 @@ def test_many_workers_are_as_many_as_cores(
 ) -> None:
     assert ends(capsys, "tokenize", "--workers=99999999999")[0] == Exit.DONE
     asked: list[int] = []
-    monkeypatch.setattr(tokenization, "tokenize", lambda config, workers: asked.append(workers))
+    monkeypatch.setattr(tokenize, "tokenize", lambda config, workers: asked.append(workers))
     ends(capsys, "tokenize", "--workers=99999999999")
     assert asked == [len(os.sched_getaffinity(0))]
 
@@ -336,9 +336,9 @@ def test_what_is_written_to_shards_reads_back_as_the_same_documents(
     expected = [document for document in documents if document and not document.isspace()]
     chosen = Tokenize(inputs=[str(path)], val_fraction=0.4)
     shutil.rmtree(tmp_path / "shards", ignore_errors=True)
-    tokenization._job = tokenization._Job(tmp_path / "shards", tokenizer_folder, chosen, fast=True)
-    tokenization._read_bytes = [0]
-    part, _ = tokenization._make_part(0, corpus.list_files(chosen))
+    tokenize._job = tokenize._Job(tmp_path / "shards", tokenizer_folder, chosen, fast=True)
+    tokenize._read_bytes = [0]
+    part, _ = tokenize._make_part(0, corpus.list_files(chosen))
     tokenizer = load_tokenizer(tokenizer_folder)
     for split in ("train", "val"):
         ids = [
@@ -347,7 +347,7 @@ def test_what_is_written_to_shards_reads_back_as_the_same_documents(
             for number in np.fromfile(tmp_path / "shards" / shard.file, dtype="<u2").tolist()
         ]
         assert found_in(ids, tokenizer.eos_id, tokenizer.decode) == [
-            text for text in expected if tokenization.split_of(text, 0.4) == split
+            text for text in expected if tokenize.split_of(text, 0.4) == split
         ]
         assert ids.count(tokenizer.eos_id) == sum(s.documents for s in part.splits[split])
 

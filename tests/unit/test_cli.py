@@ -11,7 +11,7 @@ import pytest
 
 from forge import cli
 from forge.cli import main
-from forge.core import progress
+from forge.core import terminal
 from forge.core.errors import ConfigError, DataError, Exit, ForgeError, TrainingError, UnfitError
 from forge.launch.launcher import RankFailure, Record
 
@@ -21,7 +21,7 @@ HEAVY = {"torch", "pandas", "numpy", "tokenizers", "pyarrow", "matplotlib", "ric
 @pytest.fixture(autouse=True)
 def by_hand(monkeypatch):
     monkeypatch.delenv("FORGE_IN_WORKFLOW", raising=False)
-    monkeypatch.setattr(progress, "_copies", [])
+    monkeypatch.setattr(terminal, "_copies", [])
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def test_lines_for_people_go_to_the_log_too(config, monkeypatch, tmp_path):
     log = tmp_path / "logs" / "report.log"
     assert main(["report", config, f"--log={log}"]) == 65
     assert log.read_text() == "forge report: no shards\n"
-    progress._copies.pop().close()
+    terminal._copies.pop().close()
 
 
 # --- start-up -------------------------------------------------------------------------------------

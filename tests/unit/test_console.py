@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from forge.core import progress
-from forge.launch import console
-from forge.launch.console import BAR, LINES, Console, RankProgress
+from forge.core import terminal
+from forge.launch import rank_output
+from forge.launch.rank_output import BAR, LINES, Console, RankProgress
 
 
 @pytest.fixture
 def heard(monkeypatch):
     lines = []
-    monkeypatch.setattr(console, "say", lines.append)
+    monkeypatch.setattr(rank_output, "say", lines.append)
     return lines
 
 
@@ -49,13 +49,13 @@ def test_bytes_that_are_no_text_do_not_end_the_launch(tmp_path, heard):
 
 
 def test_what_a_rank_says_reaches_the_launcher(tmp_path, heard, monkeypatch):
-    monkeypatch.setattr(progress, "_copies", [])
-    console.speak_to_launcher(tmp_path)
-    progress.say("step 5 · loss 3.2")
+    monkeypatch.setattr(terminal, "_copies", [])
+    rank_output.speak_to_launcher(tmp_path)
+    terminal.say("step 5 · loss 3.2")
     with Console(tmp_path) as launcher:
         launcher.show()
     assert heard == ["step 5 · loss 3.2"]
-    progress._copies.pop().close()
+    terminal._copies.pop().close()
 
 
 def test_bar_reaches_the_launcher_once_for_each_change(tmp_path, monkeypatch):
@@ -71,7 +71,7 @@ def test_bar_reaches_the_launcher_once_for_each_change(tmp_path, monkeypatch):
         def __exit__(self, *_):
             drawn.append("closed")
 
-    monkeypatch.setattr(progress, "progress", Bar)
+    monkeypatch.setattr(terminal, "progress", Bar)
     bar = RankProgress(tmp_path, "train", 10, "steps")
     with Console(tmp_path) as launcher:
         launcher.show()
@@ -83,7 +83,7 @@ def test_bar_reaches_the_launcher_once_for_each_change(tmp_path, monkeypatch):
 
 
 def test_bar_does_not_write_a_file_for_every_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(console, "BAR_EVERY_SEC", 60.0)
+    monkeypatch.setattr(rank_output, "BAR_EVERY_SEC", 60.0)
     bar = RankProgress(tmp_path, "train", 10, "steps")
     for done in range(1, 10):
         bar(done)

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from forge.checkpoint.store import Checkpoint
-from forge.cluster.fabric import available_cores
-from forge.core import ledger
-from forge.core.lineage import cpu_name, versions
+from forge.checkpoint.directory import Checkpoint
+from forge.cluster.network import available_cores
+from forge.core import event_log
 from forge.core.paths import RunPaths
+from forge.core.provenance import cpu_name, versions
 from forge.trainer import metrics
-from forge.validation.continuation import Recorded, _compare, check_next_losses, recorded_losses
+from forge.validation.replay import Recorded, _compare, check_next_losses, recorded_losses
 
 NUMERICS = {"device": "cpu", "precision": "fp32", "threads": 1}
 
@@ -37,7 +37,7 @@ def run(tmp_path):
 
 def log(run, launch, steps, world_size=2):
     """What a launch of so many ranks writes in these steps; the loss tells launch and step."""
-    ledger.record(run.events, "init", launch=launch, world_size=world_size)
+    event_log.record(run.events, "init", launch=launch, world_size=world_size)
     for step in steps:
         loss = step + ord(launch) / 1000
         metrics.write(run.metrics, "train", launch, step, loss=loss)

@@ -13,22 +13,22 @@ import time
 import psutil
 import pytest
 
-from forge.cluster import crew, slurm
-from forge.cluster.crew import Crew, Trouble
-from forge.cluster.geometry import Place
+from forge.cluster import nodes, slurm
+from forge.cluster.nodes import Crew, Trouble
+from forge.cluster.placement import Place
 from forge.core.errors import UnfitError
 from forge.core.process import hostname
 
-NODE = [sys.executable, "-m", "forge.node"]
+NODE = [sys.executable, "-m", "forge.node_agent"]
 FROZEN = ["sleep", "60"]
 DEAD = ["sh", "-c", "echo no such node >&2; exit 1"]
-CHATTY = ["sh", "-c", f'echo "Welcome to this site"; exec {sys.executable} -m forge.node']
+CHATTY = ["sh", "-c", f'echo "Welcome to this site"; exec {sys.executable} -m forge.node_agent']
 
 
 @pytest.fixture
 def crew_of(monkeypatch):
     """crew_of(a=NODE, b=FROZEN): hosts a and b, each answered for by a local process."""
-    monkeypatch.setattr(crew, "END_SEC", 0.5)
+    monkeypatch.setattr(nodes, "END_SEC", 0.5)
 
     def make(start_sec=10, **commands):
         monkeypatch.setattr(Crew, "_command", lambda self, host: commands[host])
@@ -87,7 +87,7 @@ def test_error_of_a_node_comes_with_cause_and_fix(crew_of, tmp_path):
     assert "another user" in answers["a"].cause
     assert "stage.folder" in answers["a"].fix
     with pytest.raises(UnfitError, match=r"looking failed on node a: .*planted link"):
-        raise crew.named(answers, "looking")
+        raise nodes.named(answers, "looking")
 
 
 def test_each_host_gets_its_own_arguments(crew_of, tmp_path):
@@ -111,7 +111,7 @@ def test_bug_in_a_question_ends_the_node_and_shows_its_traceback(crew_of):
 
 
 def test_large_question_reaches_a_node_that_reads_slowly(crew_of):
-    slow = ["sh", "-c", f"sleep 0.3; exec {sys.executable} -m forge.node"]
+    slow = ["sh", "-c", f"sleep 0.3; exec {sys.executable} -m forge.node_agent"]
     with crew_of(a=slow) as one:
         names = ["x" * 100] * 5000  # half a megabyte, a pipe holds 64 KiB
         free = one.ask("forget", timeout_sec=10, root="/nowhere", names=names)["a"]
@@ -138,8 +138,8 @@ def test_steps_of_nodes_that_do_not_end_are_cancelled(crew_of, monkeypatch):
 def test_nodes_end_with_a_verb_that_was_killed():
     code = textwrap.dedent("""
         import time
-        from forge.cluster.crew import Crew
-        from forge.cluster.geometry import Place
+        from forge.cluster.nodes import Crew
+        from forge.cluster.placement import Place
         with Crew(Place.here()) as here:
             print(*[a["pid"] for a in here.ask("hello", timeout_sec=5).values()], flush=True)
             time.sleep(60)

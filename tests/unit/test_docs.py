@@ -180,7 +180,7 @@ def read_from_environ(node: ast.Subscript | ast.Call) -> set[str]:
 
 def used() -> set[str]:
     """Variables of the package, the workflow and the tools, and of the test cluster."""
-    found = used_in_python(sources()) | {"RANK"}  # of launch.py, one word among others
+    found = used_in_python(sources()) | {"RANK"}  # of rank.py, one word among others
     tests = used_in_python(sorted((ROOT / "tests/slurm").glob("*.py")))
     found |= {name for name in tests if name.startswith("FORGE_")}
     shell = [ROOT / "Makefile", *(ROOT / "tools").iterdir(), *(ROOT / "workflow").rglob("*.smk")]

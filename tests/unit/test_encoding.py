@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from forge.core.config import Config
-from forge.data import corpus, encoding, tokenization
-from forge.data.encoding import (
+from forge.data import corpus, encoders, tokenize
+from forge.data.encoders import (
     PROBE,
     Encode,
     Ids,
@@ -143,7 +143,7 @@ def test_text_that_spells_a_special_token_is_plain_text() -> None:
 def test_ids_stay_the_same_when_the_cache_of_words_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(encoding, "MEMORY_BYTES", -(2**40))
+    monkeypatch.setattr(encoders, "MEMORY_BYTES", -(2**40))
     fast, reference = fast_encoder(trained("gpt2")), both("gpt2")[1]
     for document in stdlib()[:5]:
         assert_same(fast([document]), reference([document]))
@@ -190,19 +190,19 @@ def wrong_for(needle: str, reference: Encode) -> Encode:
 
 def test_other_ids_are_found_at_the_start_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
     reference = both("gpt2")[1]
-    early = encoding._checked(wrong_for("needle", reference), reference)
+    early = encoders._checked(wrong_for("needle", reference), reference)
     with pytest.raises(NoFastEncoder, match="needle in hay"):
         early(["hay", "needle in hay"])
-    monkeypatch.setattr(encoding, "CHECK_FIRST", 100)
-    monkeypatch.setattr(encoding, "CHECK_EVERY", 5000)
-    late = encoding._checked(wrong_for("needle", reference), reference)
+    monkeypatch.setattr(encoders, "CHECK_FIRST", 100)
+    monkeypatch.setattr(encoders, "CHECK_EVERY", 5000)
+    late = encoders._checked(wrong_for("needle", reference), reference)
     late(["hay " * 200] * 5)
     with pytest.raises(NoFastEncoder, match="other ids than tokenizers"):
         late(["needle in hay " * 200] * 5)
 
 
 def test_a_tokenizer_that_it_reads_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "_Gigatoken", lambda *_: wrong_for("", both("gpt2")[1]))
+    monkeypatch.setattr(encoders, "_Gigatoken", lambda *_: wrong_for("", both("gpt2")[1]))
     with pytest.raises(NoFastEncoder, match="gives other ids"):
         fast_encoder(trained("gpt2"))
 
@@ -244,13 +244,13 @@ def test_shards_are_the_same_bytes_whichever_encoder_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = job(tmp_path)
-    folder = tokenization.tokenize(config, workers=1)
+    folder = tokenize.tokenize(config, workers=1)
     fast = shards_of(folder)
     assert "tokenizers, the same ids" not in capsys.readouterr().err
     for path in sorted(folder.rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
-    monkeypatch.setattr(tokenization, "fast_encoder", without_gigatoken)
-    assert shards_of(tokenization.tokenize(config, workers=1)) == fast
+    monkeypatch.setattr(tokenize, "fast_encoder", without_gigatoken)
+    assert shards_of(tokenize.tokenize(config, workers=1)) == fast
     assert "gigatoken cannot be imported: encoding with tokenizers" in capsys.readouterr().err
 
 
@@ -279,7 +279,7 @@ def test_other_ids_found_midway_leave_no_part_that_the_fast_encoder_made(
     config = job(tmp_path)
     (tmp_path / "texts" / "0.txt").write_text("some hidden words")
     (tmp_path / "texts" / "1.txt").write_text("some plain words")
-    folder = tokenization.tokenize(config, workers=1)
+    folder = tokenize.tokenize(config, workers=1)
     expected = shards_of(folder)
     for path in [*folder.glob("parts/*"), folder / "manifest.json"]:
         path.unlink()
@@ -287,9 +287,9 @@ def test_other_ids_found_midway_leave_no_part_that_the_fast_encoder_made(
     monkeypatch.syspath_prepend(tmp_path)  # the workers inherit it
     monkeypatch.delitem(sys.modules, "gigatoken")
     capsys.readouterr()
-    assert shards_of(tokenization.tokenize(config, workers=1)) == expected
+    assert shards_of(tokenize.tokenize(config, workers=1)) == expected
     said = capsys.readouterr().err
     assert "'some plain words': encoding every part again with tokenizers" in said
     (folder / "manifest.json").unlink()
-    assert shards_of(tokenization.tokenize(config, workers=1)) == expected
+    assert shards_of(tokenize.tokenize(config, workers=1)) == expected
     assert "'some plain words': encoding with tokenizers" in capsys.readouterr().err

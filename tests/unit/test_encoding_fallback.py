@@ -9,10 +9,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from forge.core.config import Config
-from forge.data import tokenization
-from forge.data.encoding import fast_encoder
+from forge.data import tokenize
+from forge.data.encoders import fast_encoder
 from forge.data.shards import ShardSet
-from forge.data.tokenization import split_of, tokenize
+from forge.data.tokenize import split_of
 from forge.data.tokenizer import LoadedTokenizer, build_tokenizer, load_tokenizer
 
 TEXTS = [f"Line {number}: 12 + {number * 7919} = ?! naïve, 世界 it's" for number in range(60)]
@@ -119,7 +119,7 @@ def test_a_tokenizer_that_gigatoken_cannot_read_is_encoded_by_the_reference(
 ) -> None:
     path = train(SPLITS[name], tmp_path / "tokenizer.json")
     config = config_of(tmp_path, TEXTS, source="path", path=str(path))
-    folder = tokenize(config, workers=1)
+    folder = tokenize.tokenize(config, workers=1)
     assert_ids_are_the_reference(folder, config, TEXTS)
     assert capsys.readouterr().err.count("encoding with tokenizers, the same ids but many") == 1
 
@@ -140,7 +140,7 @@ def test_what_gigatoken_raises_at_the_start_is_a_reason(
     config = config_of(failing, TEXTS, vocab_size=400)
     code = GIGATOKEN.replace("FAIL_AT", repr(moment)).replace("KIND", kind)
     (failing / "gigatoken.py").write_text(code)
-    folder = tokenize(config, workers=1)
+    folder = tokenize.tokenize(config, workers=1)
     assert_ids_are_the_reference(folder, config, TEXTS)
     said = capsys.readouterr().err
     assert said.count(f"({kind}: a reason): encoding with tokenizers, the same ids") == 1
@@ -159,17 +159,17 @@ def test_what_gigatoken_raises_midway_leaves_no_part_of_its_own(
     code = GIGATOKEN.replace("FAIL_AT", repr("middle")).replace("KIND", kind)
     (failing / "gigatoken.py").write_text(code)
     num_parts: list[int] = []  # before and after the fast encoder ran, then the reference
-    encode_parts = tokenization._encode_parts
+    encode_parts = tokenize._encode_parts
 
-    def watched(job: tokenization._Job, *rest: Any) -> list[tokenization.Part]:
+    def watched(job: tokenize._Job, *rest: Any) -> list[tokenize.Part]:
         num_parts.append(len(list(job.folder.glob("parts/part-*.json"))))
         try:
             return encode_parts(job, *rest)
         finally:
             num_parts.append(len(list(job.folder.glob("parts/part-*.json"))))
 
-    monkeypatch.setattr(tokenization, "_encode_parts", watched)
-    folder = tokenize(config, workers=1)
+    monkeypatch.setattr(tokenize, "_encode_parts", watched)
+    folder = tokenize.tokenize(config, workers=1)
     empty, fast, emptied, all_parts = num_parts
     assert (empty, emptied) == (0, 0)
     assert 0 < fast < all_parts
@@ -179,7 +179,7 @@ def test_what_gigatoken_raises_midway_leaves_no_part_of_its_own(
     assert said.count(f"{reason}: encoding every part again with tokenizers") == 1
     assert "src/hidden.rs" not in said
     (folder / "manifest.json").unlink()
-    tokenize(config, workers=1)
+    tokenize.tokenize(config, workers=1)
     assert f"{reason}: encoding with tokenizers" in capsys.readouterr().err
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from forge.cluster import fabric
-from forge.cluster.fabric import Setting
-from forge.cluster.geometry import Geometry
+from forge.cluster import network
+from forge.cluster.network import Setting
+from forge.cluster.placement import Geometry
 from forge.core.machine import load_machine
 from forge.core.process import hostname
 
@@ -53,18 +53,18 @@ WITH_INFINIBAND = [
 @pytest.fixture
 def node(monkeypatch):
     """A node with 8 cores; the function it gives says what the node's network is."""
-    monkeypatch.setattr(fabric, "available_cores", lambda: 8)
+    monkeypatch.setattr(network, "available_cores", lambda: 8)
 
     def with_network(infiniband=None, towards="eth7"):
-        monkeypatch.setattr(fabric, "infiniband_interface", lambda: infiniband)
-        monkeypatch.setattr(fabric, "interface_towards", lambda _: towards)
+        monkeypatch.setattr(network, "infiniband_interface", lambda: infiniband)
+        monkeypatch.setattr(network, "interface_towards", lambda _: towards)
 
     return with_network
 
 
 def settings(ranks_per_node=2, **keys):
     machine = load_machine(None, {f"fabric.{key}": value for key, value in keys.items()})
-    found = fabric.rank_settings(machine, Geometry(1, ranks_per_node), "10.0.0.1")
+    found = network.rank_settings(machine, Geometry(1, ranks_per_node), "10.0.0.1")
     return [(setting.name, setting.value, setting.reason) for setting in found]
 
 
@@ -96,7 +96,7 @@ def test_interface_of_the_nodes_own_line_wins_over_all(node):
 def test_threads_are_those_that_slurm_gave_a_rank(node):
     node()
     machine = load_machine(None)
-    found = fabric.rank_settings(machine, Geometry(2, 4), "10.0.0.1", cpus=3)
+    found = network.rank_settings(machine, Geometry(2, 4), "10.0.0.1", cpus=3)
     assert ("OMP_NUM_THREADS", "3") in [(s.name, s.value) for s in found]
 
 
@@ -130,7 +130,7 @@ def test_what_the_user_exported_wins_and_is_told(monkeypatch):
     monkeypatch.setenv("NCCL_IB_DISABLE", "0")
     monkeypatch.delenv("NCCL_DEBUG", raising=False)
     wanted = [Setting("NCCL_IB_DISABLE", "1", "a"), Setting("NCCL_DEBUG", "INFO", "b")]
-    assert fabric.apply(wanted, user_threads=None) == [
+    assert network.apply(wanted, user_threads=None) == [
         Setting("NCCL_IB_DISABLE", "0", "a", won=False),
         Setting("NCCL_DEBUG", "INFO", "b", won=True),
     ]
@@ -142,18 +142,18 @@ def test_what_the_user_exported_wins_and_is_told(monkeypatch):
 def test_threads_of_a_launcher_are_replaced_those_of_the_user_stay(monkeypatch, mine, stays):
     for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR"):
         monkeypatch.setenv(f"{name}_NUM_THREADS", "1")
-    fabric.apply([Setting("OMP_NUM_THREADS", "4", "shared out")], user_threads=mine)
+    network.apply([Setting("OMP_NUM_THREADS", "4", "shared out")], user_threads=mine)
     assert os.environ["OMP_NUM_THREADS"] == stays
     assert not {"MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"} & set(os.environ)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.1.2.3", "localhost"])
 def test_loopback_is_reached_over_lo(address):
-    assert fabric.interface_towards(address) == "lo"
+    assert network.interface_towards(address) == "lo"
 
 
 def test_name_that_does_not_resolve_has_no_interface():
-    assert fabric.interface_towards("no such host") is None
+    assert network.interface_towards("no such host") is None
 
 
 def test_infiniband_is_known_by_its_type_not_its_name(monkeypatch, tmp_path):
@@ -163,17 +163,17 @@ def test_infiniband_is_known_by_its_type_not_its_name(monkeypatch, tmp_path):
     for name, kind in (("ib0", 1), ("odd1", 32), ("odd2", 32), ("odd3", 32)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "type").write_text(f"{kind}\n")
-    real = fabric.Path
+    real = network.Path
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: there)
     monkeypatch.setattr(psutil, "net_if_stats", lambda: up)
     monkeypatch.setattr(
-        fabric, "Path", lambda path: real(path.replace("/sys/class/net", str(tmp_path)))
+        network, "Path", lambda path: real(path.replace("/sys/class/net", str(tmp_path)))
     )
     # ib0 is ethernet by another name, odd1 has no address, odd2 is down.
-    assert fabric.infiniband_interface() == "odd3"
+    assert network.infiniband_interface() == "odd3"
 
 
 def test_cached_files_count_as_memory_that_is_left(tmp_path):
     facts = "anon 700\nfile 200\ninactive_file 150\nactive_file 50\nslab 9\n"
     (tmp_path / "memory.stat").write_text(facts)
-    assert fabric._file_cache(tmp_path) == 200
+    assert network._file_cache(tmp_path) == 200

@@ -3,11 +3,11 @@
 import pytest
 
 from forge.cluster import slurm
-from forge.core.ledger import read_lines, record
+from forge.core.event_log import read_lines, record
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
 from forge.launch.launcher import Record
-from forge.run import fit, restarts
+from forge.run import requeue, train
 
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)
 LOST = Record("lost", code=69, cause="peer lost", message="rank 1 of 2 left no word")
@@ -19,15 +19,15 @@ def paths(tmp_path):
 
 
 def test_lost_ranks_of_a_job_that_will_be_back_are_no_end_for_the_progress_gate(paths, monkeypatch):
-    monkeypatch.setattr(restarts, "requeue", lambda *_, **__: (True, ""))
-    with pytest.raises(fit.StoppedEarly, match="left no word; job 42 goes on from step 0"):
-        fit._requeue(LOST, paths, JOB, load_machine(None))
+    monkeypatch.setattr(requeue, "requeue", lambda *_, **__: (True, ""))
+    with pytest.raises(train.StoppedEarly, match="left no word; job 42 goes on from step 0"):
+        train._requeue(LOST, paths, JOB, load_machine(None))
     assert read_lines(paths.events) == []
 
 
 def test_why_a_job_stays_ended_is_said(paths, monkeypatch, capsys):
-    monkeypatch.setattr(restarts, "requeue", lambda *_, **__: (False, "it was cancelled"))
-    fit._requeue(LOST, paths, JOB, load_machine(None))
+    monkeypatch.setattr(requeue, "requeue", lambda *_, **__: (False, "it was cancelled"))
+    train._requeue(LOST, paths, JOB, load_machine(None))
     assert "not sent back to the queue: it was cancelled" in capsys.readouterr().err
 
 
@@ -36,12 +36,12 @@ def test_starts_that_lose_ranks_again_and_again_end_at_the_gate_through_all_requ
         record(paths.events, "launch", launch=f"l{number}", step=0)
         record(paths.events, "lost", message=LOST.message)
         record(paths.events, "requeue", cause=LOST.cause, step=0)
-    assert len(fit.gate.fruitless_starts(read_lines(paths.events), 0)) == 3
+    assert len(train.crash_loop.fruitless_starts(read_lines(paths.events), 0)) == 3
 
 
 def test_ranks_that_were_killed_before_their_last_save_are_told():
     killed = Record("stopped", cause="SIGTERM", result={"lost": [1]})
-    assert "rank 1 ended without a last checkpoint" in fit._what_is_kept(killed, 400)
-    assert "beyond step 400 is lost" in fit._what_is_kept(killed, 400)
-    assert fit._what_is_kept(Record("stopped"), 400) == "a checkpoint is committed"
-    assert fit._what_is_kept(Record("stopped"), 400, 400) == "nothing had been trained yet"
+    assert "rank 1 ended without a last checkpoint" in train._what_is_kept(killed, 400)
+    assert "beyond step 400 is lost" in train._what_is_kept(killed, 400)
+    assert train._what_is_kept(Record("stopped"), 400) == "a checkpoint is committed"
+    assert train._what_is_kept(Record("stopped"), 400, 400) == "nothing had been trained yet"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from forge.core import ledger
+from forge.core import event_log
 from forge.core.errors import TrainingError
-from forge.run import gate
+from forge.run import crash_loop
 
 LIMIT = 3
 
@@ -18,17 +18,17 @@ def tell(events, *happenings):
     """Each happening: the step that a start begins at, or the name of an event, or (name, facts)."""
     for number, happening in enumerate(happenings):
         if isinstance(happening, int):
-            ledger.record(events, "launch", launch=f"start-{number}", step=happening)
+            event_log.record(events, "launch", launch=f"start-{number}", step=happening)
         else:
             name, facts = (happening, {}) if isinstance(happening, str) else happening
-            ledger.record(events, name, **facts)
+            event_log.record(events, name, **facts)
 
 
 def test_starts_at_the_same_step_end_with_the_reason_of_each(events):
     lost = ("lost", {"message": "rank 1 is gone"})
     tell(events, 0, 40, lost, 40, ("requeue", {"cause": "SIGUSR1"}), 40)
     with pytest.raises(TrainingError) as caught:
-        gate.refuse_if_stuck(events, 40, LIMIT)
+        crash_loop.refuse_if_stuck(events, 40, LIMIT)
     told = str(caught.value)
     assert "3 starts in a row did not get beyond step 40" in told
     assert [reason in told for reason in ("rank 1 is gone", "SIGUSR1", "without a word")] == [
@@ -53,15 +53,15 @@ def test_starts_at_the_same_step_end_with_the_reason_of_each(events):
 )
 def test_what_is_no_repetition_goes_on(events, happenings):
     tell(events, *happenings)
-    gate.refuse_if_stuck(events, 40, LIMIT)
+    crash_loop.refuse_if_stuck(events, 40, LIMIT)
 
 
 def test_a_run_without_a_ledger_starts(events):
-    gate.refuse_if_stuck(events, 0, 1)
+    crash_loop.refuse_if_stuck(events, 0, 1)
 
 
 def test_starts_that_a_time_limit_ends_before_the_first_checkpoint_do_count(events):
     stop = ("requeue", {"cause": "deadline"})
     tell(events, 0, stop, 0, stop, 0, stop)
     with pytest.raises(TrainingError, match="beyond step 0"):
-        gate.refuse_if_stuck(events, 0, LIMIT)
+        crash_loop.refuse_if_stuck(events, 0, LIMIT)

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from forge.cluster import geometry, slurm
-from forge.cluster.geometry import Geometry, Place, allocation_resources, sbatch_options
+from forge.cluster import placement, slurm
+from forge.cluster.placement import Geometry, Place, allocation_resources, sbatch_options
 from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.process import hostname
 
 SPEC = "results/base/.launch/20260101T000000-7/spec.json"
-ENTRY = ["-m", "forge.rank", SPEC]
+ENTRY = ["-m", "forge.worker", SPEC]
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2", "n3"), 6, "gpu", "x", True, None)
 PLACE = Place(("n1", "n2"), JOB)
 SRUN = ["srun", "--jobid=42", "--nodes=2"]
@@ -26,7 +26,7 @@ TORCHRUN = [
 
 
 def line_of(keys, ranks, place):
-    return geometry.launch_line(
+    return placement.launch_line(
         load_machine(None, keys), ranks, place, Path(SPEC), master=("n1", 29500)
     )
 
@@ -137,7 +137,7 @@ def test_many_ranks_with_launcher_process_are_refused_before_submission():
     ("gres", "count"), [("gpu:4", 4), ("gpu:a100:2", 2), ("gpu", 1), ("gpu:h100", 1), ("", None)]
 )
 def test_gpus_of_a_gres(gres, count):
-    assert geometry.gpus_per_node({"gres": gres}) == count
+    assert placement.gpus_per_node({"gres": gres}) == count
 
 
 def test_options_of_sbatch_warn_the_ranks_and_merge_excluded_nodes():
@@ -164,20 +164,20 @@ def test_no_nodes_to_leave_out_means_no_exclude():
 
 def test_ranks_of_one_node_need_no_slurm():
     machine = load_machine(None, {"launcher": "torchrun"})
-    assert geometry.find_place(machine, Geometry(1, 4)) == Place((hostname(),), None)
+    assert placement.find_place(machine, Geometry(1, 4)) == Place((hostname(),), None)
 
 
 def test_srun_outside_of_a_job_is_refused_with_what_to_do(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(UnfitError, match="this shell is in none") as caught:
-        geometry.find_place(load_machine(None, {"launcher": "srun"}), Geometry(2, 2))
+        placement.find_place(load_machine(None, {"launcher": "srun"}), Geometry(2, 2))
     assert "salloc" in caught.value.fix
 
 
 def test_a_job_with_too_few_nodes_is_refused(monkeypatch):
     monkeypatch.setattr(slurm, "this_job", lambda: JOB)
     with pytest.raises(UnfitError, match="training needs 4"):
-        geometry.find_place(load_machine(None, {"launcher": "srun"}), Geometry(4, 2))
+        placement.find_place(load_machine(None, {"launcher": "srun"}), Geometry(4, 2))
 
 
 def test_allocation_with_too_few_cores_on_one_node_is_told_as_slurm_gave_it(monkeypatch):
@@ -185,9 +185,9 @@ def test_allocation_with_too_few_cores_on_one_node_is_told_as_slurm_gave_it(monk
     monkeypatch.setattr(slurm, "this_job", lambda: job)
     machine = load_machine(None, {"launcher": "srun"})
     with pytest.raises(UnfitError, match=r"cores: n1 3 \(3 tasks\), n2 1 \(1 tasks\)") as caught:
-        geometry.find_place(machine, Geometry(2, 2))
+        placement.find_place(machine, Geometry(2, 2))
     assert "--ntasks-per-node=2" in caught.value.fix
-    assert geometry.find_place(machine, Geometry(2, 1)).hosts == ("n1", "n2")  # one rank fits
+    assert placement.find_place(machine, Geometry(2, 1)).hosts == ("n1", "n2")  # one rank fits
 
 
 @pytest.mark.parametrize(
@@ -200,11 +200,11 @@ def test_allocation_with_too_few_cores_on_one_node_is_told_as_slurm_gave_it(monk
 )
 def test_unknown_resource_is_refused_with_a_close_match(name, told):
     with pytest.raises(ConfigError, match=told):
-        geometry.refuse_unknown({**GPUS, name: 2}, [])
+        placement.refuse_unknown({**GPUS, name: 2}, [])
 
 
 def test_resource_with_a_limit_of_the_users_own_is_known():
-    geometry.refuse_unknown({**CPUS, "licenses": 1}, ["licenses"])
+    placement.refuse_unknown({**CPUS, "licenses": 1}, ["licenses"])
 
 
 def test_every_resource_that_the_executor_reads_is_known():
@@ -219,10 +219,10 @@ def test_every_resource_that_the_executor_reads_is_known():
     assert len(read) > 10
     ours = {"tasks", "mpi", "slurm_extra", "gpu"}  # refused with a reason of their own
     made = {"threads"}  # by Snakemake
-    assert read - ours - made <= set(geometry._KNOWN_RESOURCES)
+    assert read - ours - made <= set(placement._KNOWN_RESOURCES)
 
 
 def test_batch_must_share_out_among_all_nodes():
     config = Config.model_validate({"run": "base", "train": {"batch_size": 8}})
     with pytest.raises(ConfigError, match="world of 6 ranks"):
-        geometry.check_geometry(load_machine(None, {"launcher": "srun"}), Geometry(3, 2), config)
+        placement.check_geometry(load_machine(None, {"launcher": "srun"}), Geometry(3, 2), config)

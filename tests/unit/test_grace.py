@@ -8,9 +8,9 @@ import pytest
 
 from forge.cluster import slurm
 from forge.core.machine import load_machine
-from forge.launch import grace
-from forge.launch.grace import Grace
-from forge.trainer import trainer
+from forge.launch import shutdown_budget
+from forge.launch.shutdown_budget import Grace
+from forge.trainer import loop
 
 
 def measured(step=1.0, save=20.0, stall=0.5, **facts):
@@ -21,8 +21,12 @@ def measured(step=1.0, save=20.0, stall=0.5, **facts):
 
 
 def test_a_stop_needs_the_step_and_the_save_and_the_one_under_way():
-    assert measured().needed == pytest.approx(21 * grace.MARGIN + grace.MARGIN_SEC)
-    assert measured(in_flight=True).needed == pytest.approx(41 * grace.MARGIN + grace.MARGIN_SEC)
+    assert measured().needed == pytest.approx(
+        21 * shutdown_budget.MARGIN + shutdown_budget.MARGIN_SEC
+    )
+    assert measured(in_flight=True).needed == pytest.approx(
+        41 * shutdown_budget.MARGIN + shutdown_budget.MARGIN_SEC
+    )
 
 
 def test_slowest_step_and_save_count():
@@ -66,7 +70,7 @@ def test_a_save_that_was_never_measured_is_guessed_from_the_size_of_the_model():
 def test_an_evaluation_may_come_before_the_stop():
     found = measured()
     found.measure_evaluation(240.0)
-    assert found.needed == pytest.approx(261 * grace.MARGIN + grace.MARGIN_SEC)
+    assert found.needed == pytest.approx(261 * shutdown_budget.MARGIN + shutdown_budget.MARGIN_SEC)
     assert "an evaluation of 240.0 s" in found.warning()
 
 
@@ -90,6 +94,6 @@ def test_a_limit_of_ones_own_holds_though_the_job_may_go_on(monkeypatch):
     monkeypatch.setattr(slurm, "show_job", lambda *_, **__: job)
     options = {"deadline": now + 3, "own_deadline": now + 3}
     spec = SimpleNamespace(machine_settings=load_machine(None), job="42", options=options)
-    assert trainer._grace(spec, 10).is_due()
+    assert loop._grace(spec, 10).is_due()
     spec.options = {"deadline": now + 3, "own_deadline": None}
-    assert not trainer._grace(spec, 10).is_due()
+    assert not loop._grace(spec, 10).is_due()

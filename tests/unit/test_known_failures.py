@@ -6,11 +6,11 @@ import pytest
 
 from forge import workflow
 from forge.core.config import Config, checked
-from forge.core.ledger import record
+from forge.core.event_log import record
 from forge.core.paths import RunPaths
-from forge.data.artefacts import freeze
+from forge.data.content_ids import freeze
 from forge.launch.launcher import Record
-from forge.run import fit
+from forge.run import train
 
 DIVERGED = Record("failed", code=70, cause="TrainingError", message="loss nan at step 3")
 
@@ -27,7 +27,7 @@ def run(tmp_path):
 def fails(run, why):
     """As the launcher writes it, with the config that config_run has written."""
     written = checked(Config, json.loads(workflow.science(run)), "the test")
-    fit._record_failure(written, RunPaths.of(run), why)
+    train._record_failure(written, RunPaths.of(run), why)
 
 
 def test_run_that_diverged_is_known_by_its_message(run):

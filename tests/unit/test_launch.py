@@ -5,8 +5,8 @@ import os
 import pytest
 
 from forge.core.errors import ConfigError
-from forge.launch import launch
-from forge.launch.launch import Rank, this_rank
+from forge.launch import rank
+from forge.launch.rank import Rank, this_rank
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8"}
@@ -75,7 +75,7 @@ def test_variables_left_over_in_the_shell_are_named(monkeypatch, values, message
     with pytest.raises(ConfigError, match=message) as caught:
         this_rank(int(values.get("WORLD_SIZE", 1)), 1)
     assert caught.value.fix.startswith("unset ")
-    assert 0 <= launch.rank_for_record(4) < 4
+    assert 0 <= rank.rank_for_record(4) < 4
 
 
 def test_ranks_of_torchrun_may_have_other_numbers_than_slurms_tasks(monkeypatch):

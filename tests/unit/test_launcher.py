@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from forge.core.errors import Exit, UnfitError
-from forge.core.manifest import write_json
+from forge.core.files import write_json
 from forge.core.paths import RunPaths
 from forge.core.process import Process
 from forge.launch import launcher

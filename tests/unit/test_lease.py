@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-import forge.cluster.lease
+import forge.cluster.lock
 from forge.cluster import slurm
-from forge.cluster.lease import check_held, lease
+from forge.cluster.lock import check_held, lease
 from forge.core.errors import Exit, UnfitError
-from forge.core.manifest import short_id
+from forge.core.files import short_id
 from forge.core.process import Process, hostname
 
 FORK = multiprocessing.get_context("fork")
@@ -53,7 +53,7 @@ def test_lease_is_given_back(tmp_path):
 
 def test_lease_of_a_killed_process_is_taken_over(tmp_path):
     code = (
-        "import sys, time; from pathlib import Path; from forge.cluster.lease import lease\n"
+        "import sys, time; from pathlib import Path; from forge.cluster.lock import lease\n"
         "with lease(Path(sys.argv[1]), 'train'): print('held', flush=True); time.sleep(60)"
     )
     child = subprocess.Popen(
@@ -106,7 +106,7 @@ def test_a_wall_clock_that_jumps_does_not_make_a_second_writer(tmp_path):
     run = tmp_path / "run"
     code = (
         "import sys, time; from pathlib import Path; from forge.core.errors import UnfitError\n"
-        "from forge.cluster.lease import lease\n"
+        "from forge.cluster.lock import lease\n"
         "time.time = lambda: 1e9 + 60\n"
         "assert 'btime 1000000000' in Path('/proc/stat').read_text()\n"
         "try:\n"
@@ -329,7 +329,7 @@ def test_one_that_comes_late_leaves_the_new_lease_in_its_place_all_the_time(tmp_
     path, dead = tmp_path / ".lease", left_by_a_dead()
     new = {**Process.current().to_json(), "verb": "preflight", "restart": 0}
     path.write_text(json.dumps(dead))
-    judge, in_place = forge.cluster.lease._refuse_living, []
+    judge, in_place = forge.cluster.lock._refuse_living, []
 
     def judge_and_sleep(name, held):
         judge(name, held)
@@ -346,7 +346,7 @@ def test_one_that_comes_late_leaves_the_new_lease_in_its_place_all_the_time(tmp_
 
         return call
 
-    monkeypatch.setattr(forge.cluster.lease, "_refuse_living", judge_and_sleep)
+    monkeypatch.setattr(forge.cluster.lock, "_refuse_living", judge_and_sleep)
     with pytest.raises(UnfitError, match="by `forge preflight` "), lease(tmp_path, "train"):
         pass
     assert in_place and all(in_place)
@@ -370,14 +370,14 @@ def test_refusal_names_the_new_holder_not_another_that_comes_late_as_well(tmp_pa
     )
     path.write_text(json.dumps(dead))
     right.write_text(json.dumps(late))
-    judge = forge.cluster.lease._refuse_living
+    judge = forge.cluster.lock._refuse_living
 
     def judge_when_replaced(name, held):
         if name == right:
             path.write_text(json.dumps(new))
         judge(name, held)
 
-    monkeypatch.setattr(forge.cluster.lease, "_refuse_living", judge_when_replaced)
+    monkeypatch.setattr(forge.cluster.lock, "_refuse_living", judge_when_replaced)
     with pytest.raises(UnfitError, match="by `forge validate` "), lease(tmp_path, "train"):
         pass
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import forge
-from forge.core import lineage
+from forge.core import provenance
 from forge.core.config import Ids, load_config
-from forge.core.manifest import canonical
+from forge.core.files import canonical
 
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
 
@@ -19,21 +19,21 @@ def config_of(**overrides):
 
 def test_lineage_names_everything_that_made_the_model():
     config = config_of()
-    record = lineage.lineage(config, tokenizer_digest="t" * 64, tokens_digest="d" * 64)
+    record = provenance.lineage(config, tokenizer_digest="t" * 64, tokens_digest="d" * 64)
     assert record["config"] == config.to_json()
-    assert record["config_digest"] == lineage.config_digest(config)
+    assert record["config_digest"] == provenance.config_digest(config)
     assert record["tokenizer"] == {"id": "a" * 12, "digest": "t" * 64}
     assert record["tokens"] == {"id": "b" * 12, "digest": "d" * 64}
-    assert set(record["versions"]) == {"python", *lineage.PACKAGES}
+    assert set(record["versions"]) == {"python", *provenance.PACKAGES}
     assert record["hardware"]["cpu"]
     assert record["code"]["version"] == forge.__version__
     canonical(record)  # plain JSON
 
 
 def test_config_digest_counts_science_and_not_folders():
-    digest = lineage.config_digest(config_of())
-    assert lineage.config_digest(config_of(run="x", results="r", data="d")) == digest
-    assert lineage.config_digest(config_of(**{"train.lr": 0.5})) != digest
+    digest = provenance.config_digest(config_of())
+    assert provenance.config_digest(config_of(run="x", results="r", data="d")) == digest
+    assert provenance.config_digest(config_of(**{"train.lr": 0.5})) != digest
 
 
 @pytest.fixture
@@ -59,14 +59,14 @@ def test_code_names_the_commit_and_whether_files_differ(checkout):
     git(checkout, "commit", "-m", "x")
     commit = git(checkout, "rev-parse", "HEAD")
     (checkout / "untracked").touch()
-    assert lineage.code() == {"version": forge.__version__, "commit": commit, "dirty": False}
+    assert provenance.code() == {"version": forge.__version__, "commit": commit, "dirty": False}
     (checkout / "forge" / "__init__.py").write_text("a = 2\n")
-    assert lineage.code()["dirty"] is True
+    assert provenance.code()["dirty"] is True
 
 
 def test_code_outside_of_git_still_has_its_version(checkout, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(checkout.parent))
     unknown = {"version": forge.__version__, "commit": None, "dirty": None}
-    assert lineage.code() == unknown
+    assert provenance.code() == unknown
     monkeypatch.setenv("PATH", str(Path("/nonexistent")))
-    assert lineage.code() == unknown
+    assert provenance.code() == unknown

@@ -13,7 +13,7 @@ import pytest
 
 from forge import cli
 from forge.core.errors import ConfigError
-from forge.core.ledger import append_line
+from forge.core.event_log import append_line
 from forge.core.paths import RunPaths
 from forge.core.tail import last_lines
 from forge.reporting import logs

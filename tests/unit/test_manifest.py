@@ -9,7 +9,7 @@ from pathlib import Path
 import blake3
 import pytest
 
-from forge.core import manifest
+from forge.core import files
 from forge.core.errors import DataError, UnfitError
 
 
@@ -38,7 +38,7 @@ def names(folder):
 
 def test_file_appears_only_when_whole(tmp_path):
     path = tmp_path / "new" / "a.json"
-    with manifest.atomic_open(path) as file:
+    with files.atomic_open(path) as file:
         file.write(b"half")
         file.flush()
         assert not path.exists()
@@ -51,7 +51,7 @@ def test_file_appears_only_when_whole(tmp_path):
 def test_error_leaves_the_old_file_and_nothing_else(tmp_path, error):
     path = tmp_path / "a"
     path.write_text("old")
-    with pytest.raises(error), manifest.atomic_open(path, "w") as file:
+    with pytest.raises(error), files.atomic_open(path, "w") as file:
         file.write("new")
         raise error
     assert path.read_text() == "old"
@@ -60,23 +60,23 @@ def test_error_leaves_the_old_file_and_nothing_else(tmp_path, error):
 
 def test_full_disk_is_unfit_names_the_path_and_leaves_the_old_file(tiny_disk):
     path = tiny_disk / "a"
-    manifest.write_json(path, {"old": 1})
+    files.write_json(path, {"old": 1})
     with pytest.raises(UnfitError, match="No space left on device") as caught:
-        manifest.write_json(path, {"new": "x" * 100_000})
+        files.write_json(path, {"new": "x" * 100_000})
     assert str(path) in caught.value.what
     assert "free space" in caught.value.fix
-    assert manifest.read_json(path) == {"old": 1}
+    assert files.read_json(path) == {"old": 1}
     assert names(tiny_disk) == ["a"]
 
 
 def test_read_only_disk_is_unfit_and_leaves_the_old_file(tiny_disk):
     path = tiny_disk / "a"
-    manifest.write_json(path, {"old": 1})
+    files.write_json(path, {"old": 1})
     subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
     with pytest.raises(UnfitError, match="Read-only file system") as caught:
-        manifest.write_json(path, {"new": 1})
+        files.write_json(path, {"new": 1})
     assert str(tiny_disk) in caught.value.what
-    assert manifest.read_json(path) == {"old": 1}
+    assert files.read_json(path) == {"old": 1}
 
 
 def test_content_is_on_disk_before_the_name_and_the_name_before_the_return(tmp_path, monkeypatch):
@@ -93,7 +93,7 @@ def test_content_is_on_disk_before_the_name_and_the_name_before_the_return(tmp_p
 
     monkeypatch.setattr(os, "fsync", seen_fsync)
     monkeypatch.setattr(Path, "replace", seen_replace)
-    manifest.write_json(tmp_path / "a", 1)
+    files.write_json(tmp_path / "a", 1)
     assert order == ["fsync file", "rename", "fsync folder"]
 
 
@@ -101,7 +101,7 @@ def test_content_is_on_disk_before_the_name_and_the_name_before_the_return(tmp_p
 def test_mode_follows_the_users_umask(tmp_path, mask, mode):
     before = os.umask(mask)
     try:
-        manifest.write_json(tmp_path / "a", 1)
+        files.write_json(tmp_path / "a", 1)
         assert os.umask(mask) == mask
     finally:
         os.umask(before)
@@ -114,7 +114,7 @@ def test_mode_follows_the_users_umask(tmp_path, mask, mode):
 def test_device_that_is_full_is_unfit():
     with (
         pytest.raises(UnfitError, match="cannot write /dev/full: No space left"),
-        manifest.disk_trouble(Path("/dev/full")),
+        files.disk_trouble(Path("/dev/full")),
         open("/dev/full", "w") as file,
     ):
         file.write("x")
@@ -135,7 +135,7 @@ def test_device_that_is_full_is_unfit():
 )
 def test_trouble_of_a_disk_tells_path_and_fix(number, fix):
     code = getattr(errno, number)
-    with pytest.raises(UnfitError) as caught, manifest.disk_trouble(Path("/some/file")):
+    with pytest.raises(UnfitError) as caught, files.disk_trouble(Path("/some/file")):
         raise OSError(code, os.strerror(code))
     assert caught.value.what == f"cannot write /some/file: {os.strerror(code)}"
     assert fix in caught.value.fix
@@ -145,11 +145,11 @@ def test_a_file_where_a_folder_should_be_is_told(tmp_path):
     (tmp_path / "results").write_text("a file")
     for path in (tmp_path / "results" / "a", tmp_path / "results" / "run" / "a"):
         with pytest.raises(UnfitError, match="results"):
-            manifest.write_json(path, 1)
+            files.write_json(path, 1)
 
 
 def test_other_errors_stay_what_they_are():
-    with pytest.raises(OSError, match="a bug"), manifest.disk_trouble(Path("x")):
+    with pytest.raises(OSError, match="a bug"), files.disk_trouble(Path("x")):
         raise OSError(errno.EBADF, "a bug of ours")
 
 
@@ -158,18 +158,18 @@ def test_other_errors_stay_what_they_are():
 
 def test_equal_values_have_equal_bytes_and_ids():
     one, two = {"b": [1, 2.5], "a": None}, {"a": None, "b": [1, 2.5]}
-    assert manifest.canonical(one) == manifest.canonical(two) == b'{"a":null,"b":[1,2.5]}'
-    assert manifest.short_id(one) == manifest.short_id(two)
-    assert manifest.short_id(one) != manifest.short_id({**one, "a": 0})
-    assert len(manifest.short_id(one)) == 12
+    assert files.canonical(one) == files.canonical(two) == b'{"a":null,"b":[1,2.5]}'
+    assert files.short_id(one) == files.short_id(two)
+    assert files.short_id(one) != files.short_id({**one, "a": 0})
+    assert len(files.short_id(one)) == 12
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_no_json_are_refused(tmp_path, number):
     with pytest.raises(ValueError, match="not JSON compliant"):
-        manifest.canonical({"loss": number})
+        files.canonical({"loss": number})
     with pytest.raises(ValueError, match="not JSON compliant"):
-        manifest.write_json(tmp_path / "a", {"loss": number})
+        files.write_json(tmp_path / "a", {"loss": number})
     assert names(tmp_path) == []
 
 
@@ -178,18 +178,18 @@ def test_digest_of_a_file_is_that_of_its_bytes(tmp_path, size):
     data = bytes(n % 251 for n in range(size))
     (tmp_path / "a").write_bytes(data)
     expected = blake3.blake3(data).hexdigest()
-    assert manifest.digest_bytes(data) == expected
-    assert manifest.digest_file(tmp_path / "a") == expected
-    assert manifest.digest_file(tmp_path / "a", threads=2) == expected
+    assert files.digest_bytes(data) == expected
+    assert files.digest_file(tmp_path / "a") == expected
+    assert files.digest_file(tmp_path / "a", threads=2) == expected
 
 
 def test_missing_and_cut_json_are_bad_data_that_names_the_file(tmp_path):
     with pytest.raises(DataError, match=r"a\.json does not exist"):
-        manifest.read_json(tmp_path / "a.json")
+        files.read_json(tmp_path / "a.json")
     for content in (b'{"a": ', b"\xff\xfe"):
         (tmp_path / "a.json").write_bytes(content)
         with pytest.raises(DataError, match=r"a\.json is not JSON"):
-            manifest.read_json(tmp_path / "a.json")
+            files.read_json(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize(
@@ -200,13 +200,13 @@ def test_record_that_is_no_object_or_half_a_file_is_bad_data(tmp_path, text):
     path = tmp_path / "fit.json"
     path.write_text(text)
     with pytest.raises(DataError) as caught:
-        manifest.read_object(path, "step", "weights_digest")
+        files.read_object(path, "step", "weights_digest")
     assert str(path) in str(caught.value)
     assert "remove it" in caught.value.fix
     path.write_text('{"step": 1, "weights_digest": "x"}')
-    assert manifest.read_object(path, "step", "weights_digest")["step"] == 1
+    assert files.read_object(path, "step", "weights_digest")["step"] == 1
 
 
 def test_directory_where_a_record_is_expected_is_told(tmp_path):
     with pytest.raises(UnfitError, match="a directory is where a file is expected"):
-        manifest.read_object(tmp_path)
+        files.read_object(tmp_path)

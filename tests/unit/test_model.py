@@ -19,8 +19,8 @@ import forge.trainer.loss
 from forge.core.config import Model
 from forge.core.errors import ConfigError
 from forge.trainer.cpu import use_fast_fp32
+from forge.trainer.llama import Decoder, sample
 from forge.trainer.loss import linear_cross_entropy
-from forge.trainer.model import Decoder, sample
 
 SMALL = Model(dim=32, layers=2, heads=4, kv_heads=2)
 VOCAB = 101
@@ -124,10 +124,10 @@ def test_no_token_sees_a_later_one() -> None:
 
 
 def test_attention_depends_on_the_distance_of_tokens_and_not_on_their_place() -> None:
-    cos_TK, sin_TK = forge.trainer.model.rotary(40, 16, 10_000.0, "cpu")
+    cos_TK, sin_TK = forge.trainer.llama.rotary(40, 16, 10_000.0, "cpu")
     query, key = torch.randn(16), torch.randn(16)
     q_TK, k_TK = (
-        forge.trainer.model.rotate(x.expand(40, 16), cos_TK, sin_TK) for x in (query, key)
+        forge.trainer.llama.rotate(x.expand(40, 16), cos_TK, sin_TK) for x in (query, key)
     )
     scores = q_TK @ k_TK.T
     torch.testing.assert_close(scores[10, 3], scores[37, 30])

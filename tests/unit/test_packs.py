@@ -8,8 +8,8 @@ import tarfile
 import pytest
 
 from forge.core.process import hostname
-from forge.staging import node_staging, packs
-from forge.staging.packs import Member, Pack, make_pack
+from forge.staging import archive, on_node
+from forge.staging.archive import Member, Pack, make_pack
 
 
 @pytest.fixture
@@ -26,17 +26,17 @@ def members(tmp_path):
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr(packs, "MIN_PART_BYTES", 4000)
+    monkeypatch.setattr(archive, "MIN_PART_BYTES", 4000)
 
 
 def unpack(pack, folder):
     """As a node does it."""
     folder.parent.mkdir(exist_ok=True)
-    node_staging.begin(temporary=str(folder))
+    on_node.begin(temporary=str(folder))
     for name in pack.parts:
         if name.endswith((".tar", ".zst")):
             (folder / "parts" / name).write_bytes((pack.folder / name).read_bytes())
-            node_staging.unpack(temporary=str(folder), part=name)
+            on_node.unpack(temporary=str(folder), part=name)
 
 
 @pytest.mark.parametrize("compress", [False, True])
@@ -93,7 +93,7 @@ def test_leftovers_of_killed_commands_are_removed_and_those_of_living_ones_stay(
 
 def test_sums_are_what_sha256sum_checks(tmp_path, members, small_parts):
     pack = make_pack(tmp_path / "packs" / "abc", members, sums=True)
-    check = ["sha256sum", "--check", "--quiet", packs.SUMS]
+    check = ["sha256sum", "--check", "--quiet", archive.SUMS]
     assert subprocess.run(check, cwd=pack.folder, check=False).returncode == 0
     (pack.folder / "001.tar").write_bytes(b"x")
     done = subprocess.run(check, cwd=pack.folder, check=False, capture_output=True, text=True)

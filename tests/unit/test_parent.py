@@ -10,13 +10,13 @@ from manifests import IDS, manifest_of
 from snakemake.settings.types import ConfigSettings
 
 from forge import workflow
-from forge.checkpoint import parent, store
+from forge.checkpoint import directory, parent
 from forge.config_docs import keys_text
 from forge.core.config import Ids, load_config
 from forge.core.errors import ConfigError, DataError
-from forge.core.manifest import digest_bytes
+from forge.core.files import digest_bytes
 from forge.core.paths import RunPaths
-from forge.core.runs import resolve_runs
+from forge.core.sample_sheet import resolve_runs
 
 CONTENT = b"weights"
 
@@ -38,11 +38,11 @@ def config_of(results):
 
 def save(config, step, **facts):
     paths = RunPaths.of(config)
-    folder = store.begin(paths, step)
+    folder = directory.begin(paths, step)
     (folder / "__0_0.distcp").write_bytes(CONTENT)
     files = {"__0_0.distcp": {"bytes": len(CONTENT), "digest": digest_bytes(CONTENT)}}
     manifest = manifest_of(step, config, files=files, **facts)
-    return store.commit(paths, folder, manifest, keep_last=9)
+    return directory.commit(paths, folder, manifest, keep_last=9)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_corrupt_checkpoint_is_refused_by_name_and_stays_where_it_is(base, confi
     paths = RunPaths.of(base)
     folder = paths.checkpoints / "step-00000100"
     {
-        "manifest": lambda: (folder / store.MANIFEST).write_text("{"),
+        "manifest": lambda: (folder / directory.MANIFEST).write_text("{"),
         "size": lambda: (folder / "__0_0.distcp").write_bytes(b"cut"),
         "missing": (folder / "__0_0.distcp").unlink,
         "renamed": lambda: shutil.copytree(
@@ -231,10 +231,10 @@ def test_a_run_with_a_checkpoint_of_its_own_needs_its_parent_no_more(sheet):
 
 def test_parent_changed_after_the_first_checkpoint_is_refused_by_key(base, config_of):
     save(config_of(parent="base@50"), 60)
-    saved = store.latest(RunPaths.of(config_of()))
+    saved = directory.latest(RunPaths.of(config_of()))
     for changed, shown in (({"parent": "base@100"}, "'base@100'"), ({}, "None")):
         with pytest.raises(ConfigError, match=f"parent is {shown}, the checkpoint has 'base@50'"):
-            store.check_compatible(config_of(**changed), saved)
+            directory.check_compatible(config_of(**changed), saved)
 
 
 def test_lineage_names_run_step_and_digest_and_is_handed_on_by_the_runs_own_checkpoints(

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import forge
-from forge.core import points
-from forge.core.points import POINTS
+from forge.core import failpoints
+from forge.core.failpoints import POINTS
 
 FOLDER = Path(forge.__file__).parent
 
 
 def reached() -> Iterator[str]:
-    """The name in each call of `points.reach` in the package."""
+    """The name in each call of `failpoints.reach` in the package."""
     for path in FOLDER.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "points.reach":
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "failpoints.reach":
                 assert isinstance(node.args[0], ast.Constant), f"{path}: no plain name"
                 yield node.args[0].value
 
@@ -30,12 +30,12 @@ def test_package_reaches_the_points_of_the_table_and_each_at_one_place():
 
 
 def test_reach_tells_the_hook_and_does_nothing_without_one(tmp_path, monkeypatch):
-    assert points.hook is None
-    points.reach("save.begin", tmp_path)
+    assert failpoints.hook is None
+    failpoints.reach("save.begin", tmp_path)
     told = []
-    monkeypatch.setattr(points, "hook", lambda point, path: told.append((point, path)))
-    points.reach("save.begin", tmp_path)
-    points.reach("data.read")
+    monkeypatch.setattr(failpoints, "hook", lambda point, path: told.append((point, path)))
+    failpoints.reach("save.begin", tmp_path)
+    failpoints.reach("data.read")
     assert told == [("save.begin", tmp_path), ("data.read", None)]
 
 

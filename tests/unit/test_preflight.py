@@ -5,19 +5,19 @@ import json
 
 import pytest
 
-from forge.cluster import bad_nodes
-from forge.cluster.geometry import Geometry, Place
+from forge.cluster import exclude
+from forge.cluster.placement import Geometry, Place
 from forge.cluster.slurm import Job
 from forge.core.config import Ids, load_config
 from forge.core.errors import ConfigError, UnfitError
-from forge.core.ledger import read_lines, record
+from forge.core.event_log import read_lines, record
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
 from forge.launch.launcher import Record
-from forge.preflight import allocation, preflight, probing
-from forge.preflight.allocation import Node
+from forge.preflight import compare_nodes, isolate, preflight
 from forge.preflight.bisection import Broken
+from forge.preflight.compare_nodes import Node
 from forge.preflight.node_checks import Check
 
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
@@ -69,7 +69,7 @@ def verb(config, monkeypatch, record=None, ranks=2, **limits):
         starts.append(options)
         return record or Record("completed", result=result())
 
-    monkeypatch.setattr(probing, "run_ranks", run_ranks)
+    monkeypatch.setattr(isolate, "run_ranks", run_ranks)
     keys = {**MODEST, "launcher": "torchrun", "preflight.min_open_files": 0, **limits}
     try:
         preflight.preflight(config, load_machine(None, keys), Geometry(1, ranks))
@@ -160,7 +160,7 @@ class Nodes:
         self.probed, self.restart, self.versions = [], 0, {"python": "3.11", "torch": "2.13"}
         self.has_time = True
         monkeypatch.setattr(preflight, "find_place", lambda *_: self.place)
-        monkeypatch.setattr(allocation, "inspect", self.inspect)
+        monkeypatch.setattr(compare_nodes, "inspect", self.inspect)
         monkeypatch.setattr(preflight, "Prober", lambda *_, **__: self)
 
     @property
@@ -243,7 +243,7 @@ def test_too_few_fit_nodes_name_all_that_are_not(nodes, paths, capsys):
     assert "n4: collectives: too slow" in str(caught.value)
     assert "it is down" in caught.value.cause
     assert "see that it is up" in caught.value.fix
-    assert bad_nodes.read(paths.bad_nodes) == ["n2", "n4"]
+    assert exclude.read(paths.bad_nodes) == ["n2", "n4"]
     assert "cause: it is down   fix: see that it is up" in capsys.readouterr().err
 
 
@@ -259,7 +259,7 @@ def test_of_two_that_fail_together_without_a_third_neither_is_held_to_be_bad(nod
     nodes.bad = lambda hosts: {"n1", "n2"} <= set(hosts)
     with pytest.raises(UnfitError, match="a third node would tell which"):
         nodes.run(2)
-    assert bad_nodes.read(paths.bad_nodes) == ["n3", "n4"]
+    assert exclude.read(paths.bad_nodes) == ["n3", "n4"]
 
 
 def test_when_time_ends_what_is_known_is_said(nodes, paths):

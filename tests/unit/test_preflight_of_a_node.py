@@ -18,7 +18,7 @@ import pytest
 from test_shards import make
 
 import forge
-from forge.cluster import fabric
+from forge.cluster import network
 from forge.core.errors import UnfitError
 from forge.core.machine import load_machine
 from forge.core.process import hostname
@@ -68,7 +68,7 @@ def test_host_name_that_does_not_resolve_only_warns(wanted, monkeypatch):
 
 def test_unreadable_project_fails(wanted, monkeypatch):
     real = os.access
-    monkeypatch.setattr(os, "access", lambda p, m: Path(p).name != "rank.py" and real(p, m))
+    monkeypatch.setattr(os, "access", lambda p, m: Path(p).name != "worker.py" and real(p, m))
     check = problems(checks(wanted))["project"]
     assert (check.status, check.fix) == ("fail", "check its file system and mode")
     assert "cannot read" in check.message
@@ -142,7 +142,7 @@ def test_open_files_are_the_soft_limit(wanted, monkeypatch):
 
 
 def test_more_ranks_than_cores_only_warns(wanted, monkeypatch):
-    monkeypatch.setattr(fabric, "available_cores", lambda: 2)
+    monkeypatch.setattr(network, "available_cores", lambda: 2)
     check = checks(wanted, ranks=3)["cores"]
     assert (check.status, check.message) == ("warn", "2 cores for 3 ranks")
     assert "fewer ranks" in check.fix
@@ -240,7 +240,7 @@ def test_gpus_are_counted_where_the_backend_needs_them(wanted, monkeypatch):
 
 
 def test_locked_memory_is_asked_for_where_there_is_infiniband(wanted, monkeypatch):
-    monkeypatch.setattr(fabric, "infiniband_interface", lambda: "ib0")
+    monkeypatch.setattr(network, "infiniband_interface", lambda: "ib0")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 * 2**20, 8 * 2**20))
     check = checks(wanted)["locked memory"]
     assert (check.status, check.message) == ("warn", "8.0 MiB of memory may be locked")

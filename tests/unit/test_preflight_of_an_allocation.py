@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.core.machine import load_machine
-from forge.preflight.allocation import (
+from forge.preflight.compare_nodes import (
     Node,
     bad_nodes,
     compare,

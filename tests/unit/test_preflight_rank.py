@@ -4,13 +4,13 @@ import statistics
 
 import pytest
 
-from forge.cluster.geometry import Geometry
+from forge.cluster.placement import Geometry
 from forge.core.machine import load_machine
 from forge.launch.launcher import Record
+from forge.preflight.isolate import last_error
 from forge.preflight.node_checks import Check
-from forge.preflight.preflight_rank import PAIR_ROUNDS, network_chosen, tournament
-from forge.preflight.probing import last_error
 from forge.preflight.rank_checks import rank_checks
+from forge.preflight.rank_probe import PAIR_ROUNDS, network_chosen, tournament
 
 
 def rank(number, host="n1", **changes):

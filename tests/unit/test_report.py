@@ -18,8 +18,8 @@ from forge.core.errors import ConfigError
 from forge.reporting.charts import time_blocks, time_ticks
 from forge.reporting.history import Phase, read_history
 from forge.reporting.report import duration, render, write_report
+from forge.reporting.run_state import summarise
 from forge.reporting.show import show
-from forge.reporting.summary import summarise
 
 
 class Page(HTMLParser):

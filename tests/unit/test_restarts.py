@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from forge.cluster import slurm
-from forge.cluster.geometry import Place
+from forge.cluster.placement import Place
 from forge.core.errors import UnfitError
-from forge.core.ledger import read_lines
+from forge.core.event_log import read_lines
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
 from forge.launch.launcher import Record
-from forge.run import restarts
+from forge.run import requeue
 
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)
 
@@ -24,7 +24,7 @@ def slurm_says(monkeypatch):
     def set_state(job):
         monkeypatch.setattr(slurm, "show_job", lambda _: job)
         monkeypatch.setattr(slurm, "requeue", lambda job_id: requeued.append(job_id) or "")
-        monkeypatch.setattr(restarts, "_wait_for_the_end", lambda: None)
+        monkeypatch.setattr(requeue, "_wait_for_the_end", lambda: None)
         return requeued
 
     return set_state
@@ -34,7 +34,7 @@ def ask(tmp_path, cause, *, job=JOB, step=5, **keys):
     """Why it was not sent back; "" when it was."""
     record = Record("stopped", cause=cause)
     machine = load_machine(None, keys)
-    _, reason = restarts.requeue(record, RunPaths(tmp_path), job, machine, step=step)
+    _, reason = requeue.requeue(record, RunPaths(tmp_path), job, machine, step=step)
     return reason
 
 
@@ -83,7 +83,7 @@ def test_a_controller_that_is_away_ends_the_run_as_it_would_end_without_slurm(
 
     monkeypatch.setattr(slurm, "show_job", away)
     assert "Slurm does not answer" in ask(tmp_path, "SIGTERM")
-    assert not restarts.was_cancelled(Place(("n1",), JOB))
+    assert not requeue.was_cancelled(Place(("n1",), JOB))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_controller_that_is_away_ends_the_run_as_it_would_end_without_slurm(
 )
 def test_no_node_is_blamed_for_a_controller_that_is_away(monkeypatch, trouble, silent):
     monkeypatch.setattr(slurm, "run", lambda *_, **__: ("", trouble))
-    assert restarts.silent_nodes(Place(("n1", "n2"), JOB)) == silent
+    assert requeue.silent_nodes(Place(("n1", "n2"), JOB)) == silent
 
 
 def test_restarts_are_capped(tmp_path, slurm_says):
@@ -117,8 +117,8 @@ def test_preemption_is_in_the_ledger_whoever_sends_the_job_back(tmp_path, slurm_
 
 def test_hosts_are_picked_in_the_jobs_order():
     place = Place(("n1", "n2", "n3"), JOB)
-    assert restarts.pick_hosts(place, 2).hosts == ("n1", "n2")
-    assert restarts.pick_hosts(place, 4) is None
+    assert requeue.pick_hosts(place, 2).hosts == ("n1", "n2")
+    assert requeue.pick_hosts(place, 4) is None
 
 
 @pytest.mark.parametrize(("preempted", "sent"), [(True, ["42"]), (False, [])])
@@ -129,7 +129,7 @@ def test_error_before_training_sends_only_a_preempted_job_back(
     monkeypatch.setattr(slurm, "this_job", lambda: replace(JOB, is_preempted=preempted))
     with (
         pytest.raises(UnfitError, match="no answer"),
-        restarts.back_to_the_queue_if_preempted(load_machine(None)),
+        requeue.back_to_the_queue_if_preempted(load_machine(None)),
     ):
         raise UnfitError("no answer")
     assert requeued == sent

@@ -3,7 +3,7 @@
 import pytest
 
 from forge.core.errors import ConfigError
-from forge.core.runs import read_rows, resolve_runs, shared_folders
+from forge.core.sample_sheet import read_rows, resolve_runs, shared_folders
 
 
 @pytest.fixture

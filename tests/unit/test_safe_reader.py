@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata
 
-from forge.checkpoint import checkpoints
+from forge.checkpoint import storage
 from forge.core.errors import DataError
 
 WEIGHTS = torch.arange(6.0).reshape(2, 3)
@@ -30,14 +30,14 @@ def folder(tmp_path):
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # saving in a single process is meant
-        writer = checkpoints.TensorWriter(tmp_path / "saved", threads=2)
+        writer = storage.TensorWriter(tmp_path / "saved", threads=2)
         dcp.save(state, storage_writer=writer, no_dist=True)
     return tmp_path / "saved"
 
 
 def read(folder):
     state = {"model": {"w": torch.zeros(2, 3)}}
-    checkpoints.read_tensors(state, folder)
+    storage.read_tensors(state, folder)
     return state["model"]["w"]
 
 
@@ -57,7 +57,7 @@ def test_what_was_written_is_read_to_the_last_bit(folder):
         "model": {"b": torch.zeros(3, dtype=torch.bfloat16)},
         "optimizer": {"w": {"step": torch.tensor(0.0), "exp_avg": torch.zeros(2, 3)}},
     }
-    checkpoints.read_tensors(others, folder)
+    storage.read_tensors(others, folder)
     assert torch.equal(others["model"]["b"], torch.arange(3, dtype=torch.bfloat16))
     assert others["optimizer"]["w"]["step"] == 7.0
     assert torch.equal(others["optimizer"]["w"]["exp_avg"], WEIGHTS * 2)
@@ -106,7 +106,7 @@ def test_no_other_function_is_reachable(folder, function, protocol):
 def unpickled(function, *arguments):
     call = Planted(function, None)
     call.call = (function, arguments)
-    return checkpoints.IndexUnpickler(io.BytesIO(pickle.dumps(call))).load()
+    return storage.IndexUnpickler(io.BytesIO(pickle.dumps(call))).load()
 
 
 def test_enum_members_load_as_early_python_3_11_stores_them():
@@ -152,13 +152,13 @@ def test_damaged_index_is_bad_data(folder, content):
 
 def test_checkpoint_of_another_shape_is_bad_data(folder):
     with pytest.raises(DataError, match="cannot load checkpoint"):
-        checkpoints.read_tensors({"model": {"w": torch.zeros(4, 4)}}, folder)
+        storage.read_tensors({"model": {"w": torch.zeros(4, 4)}}, folder)
 
 
 def test_digest_of_weights_covers_name_type_shape_and_bytes():
     def digest(name, tensor):
-        hasher = checkpoints.blake3.blake3()
-        checkpoints.update_digest(hasher, name, tensor)
+        hasher = storage.blake3.blake3()
+        storage.update_digest(hasher, name, tensor)
         return hasher.hexdigest()
 
     changed = WEIGHTS.clone()
@@ -217,8 +217,8 @@ OTHER_INDEXES = {
 
 @pytest.mark.parametrize("kind", OTHER_INDEXES)
 def test_index_that_is_none_is_bad_data_that_names_it(folder, kind):
-    index = checkpoints.SafeReader(folder).read_metadata()
+    index = storage.SafeReader(folder).read_metadata()
     (folder / ".metadata").write_bytes(OTHER_INDEXES[kind](index))
-    for reading in (checkpoints.SafeReader(folder).read_metadata, lambda: read(folder)):
+    for reading in (storage.SafeReader(folder).read_metadata, lambda: read(folder)):
         with pytest.raises(DataError, match=r"\.metadata is no index|which no index needs"):
             reading()

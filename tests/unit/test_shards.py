@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from forge.core.errors import DataError, UnfitError
-from forge.core.manifest import write_json
+from forge.core.files import write_json
 from forge.data.shards import Manifest, ShardSet, ShardWriter, Total, dtype_name
 
 VOCAB = 300

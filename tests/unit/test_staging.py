@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from test_shards import make
 
-from forge.cluster.geometry import Geometry, Place
+from forge.cluster.placement import Geometry, Place
 from forge.core.config import Ids, load_config
 from forge.core.errors import DataError, UnfitError
-from forge.core.ledger import read_lines
+from forge.core.event_log import read_lines
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
-from forge.staging import staging
+from forge.staging import stage
 from forge.staging.staged import remove_staged
 
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
@@ -43,8 +43,8 @@ def root(tmp_path):
     return tmp_path / "node" / f"forge-{os.getuid()}"
 
 
-def stage(config, machine):
-    return json.loads(staging.stage(config, machine, Geometry()).read_text())
+def staged(config, machine):
+    return json.loads(stage.stage(config, machine, Geometry()).read_text())
 
 
 def folder_of(facts):
@@ -56,7 +56,7 @@ def copies(root):
 
 
 def test_copy_is_named_by_its_content_and_equal_to_the_source(config, machine, root):
-    facts = stage(config, machine)
+    facts = staged(config, machine)
     source = tokens_folder(config.data, IDS.tokens)
     assert folder_of(facts) == root / facts["digest"][:32]
     assert facts["sent"] == [hostname()]
@@ -67,10 +67,10 @@ def test_copy_is_named_by_its_content_and_equal_to_the_source(config, machine, r
 
 
 def test_whole_copy_is_kept(config, machine, root):
-    first = stage(config, machine)
+    first = staged(config, machine)
     shard = folder_of(first) / "val-00000-000.bin"
     before = shard.stat()
-    second = stage(config, machine)
+    second = staged(config, machine)
     assert second == {**first, "sent": []}
     assert (shard.stat().st_ino, shard.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
@@ -78,13 +78,13 @@ def test_whole_copy_is_kept(config, machine, root):
 @pytest.mark.parametrize("name", ["train-00000-001.bin", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
 def test_damaged_copy_is_replaced(config, machine, name, damage):
-    file = folder_of(stage(config, machine)) / name
+    file = folder_of(staged(config, machine)) / name
     good = file.read_bytes()
     if damage == "missing":
         file.unlink()
     else:
         file.write_bytes(good[:-9] if damage == "cut" else bytes([good[0] ^ 1]) + good[1:])
-    assert stage(config, machine)["sent"] == [hostname()]
+    assert staged(config, machine)["sent"] == [hostname()]
     assert file.read_bytes() == good
 
 
@@ -92,7 +92,7 @@ def test_damaged_source_is_refused_and_leaves_no_copy(config, machine, root):
     shard = tokens_folder(config.data, IDS.tokens) / "train-00000-000.bin"
     shard.write_bytes(bytes(shard.stat().st_size))
     with pytest.raises(DataError, match="train-00000-000"):
-        stage(config, machine)
+        staged(config, machine)
     assert not [name for name in copies(root) if not name.startswith(".writing-")]
     assert not RunPaths.of(config).stage.exists()
 
@@ -101,12 +101,12 @@ def test_leftovers_of_a_killed_stage_are_removed(config, machine, root):
     (root / ".writing-dead").mkdir(parents=True)
     root.chmod(0o700)
     (root / ".writing-dead" / "train-00000-000.bin").write_bytes(b"half")
-    facts = stage(config, machine)
+    facts = staged(config, machine)
     assert copies(root) == [facts["digest"][:32]]
 
 
 def test_folders_are_closed_to_others(config, machine, root):
-    folder = folder_of(stage(config, machine))
+    folder = folder_of(staged(config, machine))
     assert [stat.S_IMODE(path.stat().st_mode) for path in (root, folder)] == [0o700, 0o700]
 
 
@@ -115,7 +115,7 @@ def test_planted_link_is_refused(config, machine, root, tmp_path):
     (tmp_path / "trap").mkdir(mode=0o700)
     root.symlink_to(tmp_path / "trap")
     with pytest.raises(UnfitError, match="is not a folder") as caught:
-        stage(config, machine)
+        staged(config, machine)
     assert "stage.folder" in caught.value.fix
     assert list((tmp_path / "trap").iterdir()) == []
 
@@ -125,7 +125,7 @@ def test_folder_that_lets_others_in_is_refused(config, machine, root, mode):
     root.mkdir(parents=True)
     root.chmod(mode)
     with pytest.raises(UnfitError, match=f"has mode {mode:o}, which lets others in"):
-        stage(config, machine)
+        staged(config, machine)
     assert copies(root) == []
 
 
@@ -137,7 +137,7 @@ def test_folder_of_another_user_is_refused(config, machine, root, monkeypatch):
     foreign = Found(stat.S_IFDIR | 0o700, os.getuid() + 1)
     monkeypatch.setattr(os, "lstat", lambda path: foreign if path == root else real(path))
     with pytest.raises(UnfitError, match=f"belongs to user {os.getuid() + 1}"):
-        stage(config, machine)
+        staged(config, machine)
     assert copies(root) == []
 
 
@@ -145,18 +145,18 @@ def test_full_disk_is_refused_before_anything_is_written(config, machine, root, 
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 7199 + 2**28))
     with pytest.raises(UnfitError, match=r"has 0\.3 GiB free") as caught:
-        stage(config, machine)
+        staged(config, machine)
     assert "stage.mode to never" in caught.value.fix
     assert copies(root) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 7200 + 2**28))
-    assert stage(config, machine)["sent"] == [hostname()]
+    assert staged(config, machine)["sent"] == [hostname()]
 
 
 @pytest.mark.parametrize("mode", ["never", "auto"])
 def test_shards_are_read_in_place_when_a_copy_gains_nothing(config, machine, root, mode):
     # auto: source and node folder are both below tmp_path, so on one file system.
     here = load_machine(None, {"stage.mode": mode, "stage.folder": machine.stage.folder})
-    facts = stage(config, here)
+    facts = staged(config, here)
     assert folder_of(facts) == tokens_folder(config.data, IDS.tokens)
     assert facts["sent"] == []
     assert copies(root) == []
@@ -165,7 +165,7 @@ def test_shards_are_read_in_place_when_a_copy_gains_nothing(config, machine, roo
 def test_auto_copies_from_another_file_system(config, machine, monkeypatch):
     auto = load_machine(None, {"stage.mode": "auto", "stage.folder": machine.stage.folder})
     monkeypatch.setattr(Path, "stat", _other_device_below(machine.stage.folder))
-    assert folder_of(stage(config, auto)).is_relative_to(machine.stage.folder)
+    assert folder_of(staged(config, auto)).is_relative_to(machine.stage.folder)
 
 
 def _other_device_below(folder):
@@ -187,7 +187,7 @@ def test_damaged_shards_are_refused_in_place_too(config, machine):
     shard = tokens_folder(config.data, IDS.tokens) / "val-00000-000.bin"
     shard.write_bytes(bytes([1]) * shard.stat().st_size)
     with pytest.raises(DataError, match="val-00000-000"):
-        stage(config, here)
+        staged(config, here)
 
 
 def test_copy_of_a_slurm_job_goes_with_the_last_run_that_reads_it(
@@ -195,7 +195,7 @@ def test_copy_of_a_slurm_job_goes_with_the_last_run_that_reads_it(
 ):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     other = config.model_copy(update={"run": "other"})
-    first, second = stage(config, machine), stage(other, machine)
+    first, second = staged(config, machine), staged(other, machine)
     assert folder_of(first) == root / "job-7" / first["digest"][:32] == folder_of(second)
     assert second["sent"] == []
     remove_staged(RunPaths.of(config), Place.here())
@@ -207,16 +207,16 @@ def test_copy_of_a_slurm_job_goes_with_the_last_run_that_reads_it(
 def test_kept_copy_stays_and_serves_the_next_job(config, machine, root, monkeypatch):
     kept = load_machine(None, {"stage": {**machine.stage.model_dump(), "keep": True}})
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    first = stage(config, kept)
+    first = staged(config, kept)
     remove_staged(RunPaths.of(config), Place.here())
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    assert stage(config, kept)["sent"] == []
+    assert staged(config, kept)["sent"] == []
     assert folder_of(first) == root / first["digest"][:32]
 
 
 def test_copy_of_another_job_is_not_removed(config, machine, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    facts = stage(config, machine)
+    facts = staged(config, machine)
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     remove_staged(RunPaths.of(config), Place.here())
     assert folder_of(facts).is_dir()
@@ -224,14 +224,14 @@ def test_copy_of_another_job_is_not_removed(config, machine, monkeypatch):
 
 def test_runs_that_stage_at_once_on_one_node_wait_for_each_other(config, machine, root, tmp_path):
     code = (
-        "import sys, json, time; from forge.staging import staging\n"
+        "import sys, json, time; from forge.staging import stage\n"
         "from forge.core.config import Config; from forge.core.machine import Machine\n"
         "values = json.loads(sys.argv[1])\n"
-        "copy = staging._copy\n"
-        "staging._copy = lambda a, b: (time.sleep(0.2), copy(a, b))\n"  # so that both are at it
+        "copy = stage._copy\n"
+        "stage._copy = lambda a, b: (time.sleep(0.2), copy(a, b))\n"  # so that both are at it
         "config, machine = Config.model_validate(values[0]), Machine.model_validate(values[1])\n"
-        "from forge.cluster.geometry import Geometry\n"
-        "sys.stdin.readline(); staging.stage(config, machine, Geometry())\n"
+        "from forge.cluster.placement import Geometry\n"
+        "sys.stdin.readline(); stage.stage(config, machine, Geometry())\n"
     )
     children = []
     for run in ("one", "two"):

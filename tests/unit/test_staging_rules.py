@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from test_shards import make
 
-from forge.cluster.crew import Trouble
+from forge.cluster.nodes import Trouble
 from forge.core.errors import DataError
-from forge.staging import node_staging
-from forge.staging.broadcast import COMPRESS_SHARDS_BELOW, blame, is_slower
+from forge.staging import on_node
+from forge.staging.sbcast import COMPRESS_SHARDS_BELOW, blame, is_slower
 
 
 @pytest.fixture
@@ -22,43 +22,43 @@ def shards(tmp_path):
 def verified(monkeypatch):
     """Folders whose bytes were read, in order."""
     seen = []
-    real = node_staging.verify
-    monkeypatch.setattr(node_staging, "verify", lambda set_: (seen.append(set_.folder), real(set_)))
+    real = on_node.verify
+    monkeypatch.setattr(on_node, "verify", lambda set_: (seen.append(set_.folder), real(set_)))
     return seen
 
 
 def test_untouched_set_is_not_read_again(shards, verified):
-    assert node_staging.is_whole(shards.folder, shards.digest)
-    assert node_staging.is_whole(shards.folder, shards.digest)
+    assert on_node.is_whole(shards.folder, shards.digest)
+    assert on_node.is_whole(shards.folder, shards.digest)
     assert verified == [shards.folder]
 
 
 def test_touched_set_is_read_again(shards, verified):
-    assert node_staging.is_whole(shards.folder, shards.digest)
+    assert on_node.is_whole(shards.folder, shards.digest)
     path = shards.train[0].path
     before = path.stat()
     data = path.read_bytes()
     path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as cp -p and rsync do
     with pytest.raises(DataError, match="train-00000-000"):
-        node_staging.is_whole(shards.folder, shards.digest)
+        on_node.is_whole(shards.folder, shards.digest)
 
 
 def test_set_is_read_again_after_a_boot(shards, verified, monkeypatch):
-    assert node_staging.is_whole(shards.folder, shards.digest)
+    assert on_node.is_whole(shards.folder, shards.digest)
     real = Path.read_text
 
     def read_text(path, *args, **options):
         return "other" if path.name == "boot_id" else real(path, *args, **options)
 
     monkeypatch.setattr(Path, "read_text", read_text)
-    assert node_staging.is_whole(shards.folder, shards.digest)
+    assert on_node.is_whole(shards.folder, shards.digest)
     assert len(verified) == 2
 
 
 def test_set_with_another_digest_is_not_ours(shards, verified):
-    assert not node_staging.is_whole(shards.folder, "0" * 64)
-    assert not node_staging.is_whole(shards.folder.with_name("nothing"), shards.digest)
+    assert not on_node.is_whole(shards.folder, "0" * 64)
+    assert not on_node.is_whole(shards.folder.with_name("nothing"), shards.digest)
     assert verified == []
 
 
@@ -69,20 +69,20 @@ def test_set_with_another_digest_is_not_ours(shards, verified):
 def test_shared_file_system_is_read_in_place_if_it_is_fast(
     shards, monkeypatch, reads, rate, enough
 ):
-    monkeypatch.setattr(node_staging, "_measure", lambda _: (reads, rate))
+    monkeypatch.setattr(on_node, "_measure", lambda _: (reads, rate))
     elsewhere = Path("/proc")  # another file system
-    found, why = node_staging.shared_verdict(shards.folder, shards.digest, elsewhere, "auto")
+    found, why = on_node.shared_verdict(shards.folder, shards.digest, elsewhere, "auto")
     assert found == enough
     assert f"{reads} random reads/s and {rate} MiB/s, 1000 and 500 are enough" in why
 
 
 def test_speed_is_measured_on_the_files_themselves(shards):
-    reads, rate = node_staging._measure(shards)
+    reads, rate = on_node._measure(shards)
     assert reads > 0 and rate > 0
 
 
 def test_shared_folder_with_other_or_no_shards_is_never_read(shards, tmp_path):
-    verdict = node_staging.shared_verdict
+    verdict = on_node.shared_verdict
     for mode in ("auto", "never"):
         assert verdict(shards.folder, "0" * 64, tmp_path, mode)[0] is False
         assert verdict(tmp_path / "none", shards.digest, tmp_path, mode)[0] is False
@@ -98,7 +98,7 @@ def test_set_that_came_meanwhile_is_kept(shards, tmp_path):
     temporary = tmp_path / "root" / "writing"
     shutil.copytree(shards.folder, temporary)
     (temporary / "parts").mkdir()
-    node_staging.finish(temporary=str(temporary), folder=str(place), digest=shards.digest)
+    on_node.finish(temporary=str(temporary), folder=str(place), digest=shards.digest)
     assert (place / "manifest.json").stat().st_ino == inode
     assert not temporary.exists()
 
@@ -110,7 +110,7 @@ def test_set_that_arrived_damaged_is_refused_and_removed(shards, tmp_path):
     (temporary / "val-00000-000.bin").write_bytes(b"\1" * 1200)
     place = tmp_path / "root" / "set"
     with pytest.raises(DataError, match="val-00000-000"):
-        node_staging.finish(temporary=str(temporary), folder=str(place), digest=shards.digest)
+        on_node.finish(temporary=str(temporary), folder=str(place), digest=shards.digest)
     assert list(tmp_path.glob("root/*")) == []
 
 

@@ -14,11 +14,11 @@ from recorded_run import RecordedRun
 
 from forge.cli import main
 from forge.cluster import jobs, slurm
-from forge.core.ledger import append_line
-from forge.core.manifest import write_json
+from forge.core.event_log import append_line
+from forge.core.files import write_json
 from forge.core.paths import RunPaths
 from forge.core.process import Process, hostname
-from forge.core.progress import duration
+from forge.core.terminal import duration
 from forge.reporting import status
 from forge.reporting.status import look, row
 

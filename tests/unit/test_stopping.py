@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.launch.stopping import CAUSES, StopFlag
+from forge.launch.stop_signal import CAUSES, StopFlag
 
 
 @pytest.fixture

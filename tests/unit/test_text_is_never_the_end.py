@@ -27,11 +27,11 @@ from tokenizers import (
 
 from forge.core.config import Config
 from forge.core.errors import DataError
-from forge.core.manifest import digest_file
-from forge.data import encoding
-from forge.data.encoding import NoFastEncoder, fast_encoder, reference_encoder
+from forge.core.files import digest_file
+from forge.data import encoders
+from forge.data.encoders import NoFastEncoder, fast_encoder, reference_encoder
 from forge.data.shards import ShardSet
-from forge.data.tokenization import tokenize
+from forge.data.tokenize import tokenize
 from forge.data.tokenizer import PROBE, LoadedTokenizer, build_tokenizer
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -186,7 +186,7 @@ def loaded(name: str) -> LoadedTokenizer:
 
 
 @functools.cache
-def encoders(name: str) -> list[encoding.Encode]:
+def encoders_of(name: str) -> list[encoders.Encode]:
     tokenizer = loaded(name)
     try:
         return [reference_encoder(tokenizer), fast_encoder(tokenizer)]
@@ -205,7 +205,7 @@ texts = st.lists(st.sampled_from(SPECIAL + PLAIN) | st.text(max_size=5), max_siz
 @settings(max_examples=150, deadline=None)
 @given(text=texts)
 def test_no_text_becomes_the_end_of_its_document(name: str, text: str) -> None:
-    for encode in encoders(name):
+    for encode in encoders_of(name):
         (ids,) = encode([text])
         assert loaded(name).eos_id not in ids
     assert loaded(name).encode(text) == ids.tolist()  # prompts are encoded in the same way
@@ -216,7 +216,7 @@ def test_the_text_of_the_end_token_alone_becomes_other_ids(name: str) -> None:
     tokenizer = loaded(name)
     _, eos = KINDS[name]
     text = eos.replace("Ġ", " ")
-    (ids,) = encoders(name)[0]([f"{text}{text} {text}"])
+    (ids,) = encoders_of(name)[0]([f"{text}{text} {text}"])
     assert len(ids) > 0
     assert tokenizer.eos_id not in ids
 
@@ -226,7 +226,7 @@ def test_the_text_of_the_end_token_alone_becomes_other_ids(name: str) -> None:
 @given(text=texts)
 def test_what_is_spelled_is_read_back(name: str, text: str) -> None:
     tokenizer = loaded(name)
-    for encode in encoders(name):
+    for encode in encoders_of(name):
         assert tokenizer.decode(encode([text])[0].tolist()) == text
 
 
@@ -240,7 +240,7 @@ def test_text_that_spells_no_special_token_keeps_its_ids(name: str, text: str) -
     special = {number for number, token in added.items() if token.special} | {tokenizer.eos_id}
     unknown = {tokenizer.tokenizer.token_to_id(token) for token in ("[UNK]", "<unk>")}
     if special.isdisjoint(set(before) - unknown):
-        assert encoders(name)[0]([text])[0].tolist() == before
+        assert encoders_of(name)[0]([text])[0].tolist() == before
 
 
 # --- a job --------------------------------------------------------------------------------------

@@ -18,16 +18,16 @@ import pytest
 from forge.core.config import Config, Train
 from forge.core.errors import DataError
 from forge.core.paths import tokens_folder
-from forge.data import artefacts, encoding
+from forge.data import content_ids, encoders
 from forge.data.shards import ShardSet
-from forge.data.tokenization import split_of, tokenize
+from forge.data.tokenize import split_of, tokenize
 from forge.data.tokenizer import LoadedTokenizer, build_tokenizer, load_tokenizer
 
 TOKENIZE = """
 import sys
 from forge.core.config import Config
 from forge.core.errors import ForgeError
-from forge.data.tokenization import tokenize
+from forge.data.tokenize import tokenize
 try:
     tokenize(Config.model_validate_json(sys.argv[1]), workers=2)
 except ForgeError as err:
@@ -57,7 +57,7 @@ def place(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of `base` that a test may change, and works in."""
     shutil.copytree(base, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    artefacts._cached_listing_digest.cache_clear()
+    content_ids._cached_listing_digest.cache_clear()
     return tmp_path
 
 
@@ -76,7 +76,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def tokenizer_of(config: Config) -> LoadedTokenizer:
-    ids = artefacts.resolve_ids(config)
+    ids = content_ids.resolve_ids(config)
     return load_tokenizer(Path(config.data) / "tokenizers" / ids.tokenizer)
 
 
@@ -150,10 +150,10 @@ def test_long_documents_encode_in_pieces_to_the_same_ids(
     (tmp_path / "texts").write_text("".join(texts))  # so that runs of white space become tokens
     build_tokenizer(configure(vocab_size=600))
     tokenizer = tokenizer_of(configure(vocab_size=600))
-    whole = encoding.reference_encoder(tokenizer)(texts)
-    monkeypatch.setattr(encoding, "BATCH_BYTES", 5)
-    num_pieces = sum(len(list(encoding._pieces(text))) for text in texts)
-    pieces = encoding.reference_encoder(tokenizer)(texts)
+    whole = encoders.reference_encoder(tokenizer)(texts)
+    monkeypatch.setattr(encoders, "BATCH_BYTES", 5)
+    num_pieces = sum(len(list(encoders._pieces(text))) for text in texts)
+    pieces = encoders.reference_encoder(tokenizer)(texts)
     assert num_pieces > 1000
     for text, left, right in zip(texts, whole, pieces, strict=True):
         assert left.tolist() == right.tolist() == tokenizer.encode(text)
@@ -165,26 +165,26 @@ def test_long_documents_encode_in_pieces_to_the_same_ids(
 def test_ids_follow_what_decides_the_artefact_and_nothing_else(place: Path) -> None:
     (place / "more").mkdir()
     (place / "more" / "x.txt").write_text("more")
-    base = artefacts.resolve_ids(configure(inputs=["texts", "more"]))
-    turned = artefacts.resolve_ids(configure(inputs=["more/*.txt", "texts"]))
+    base = content_ids.resolve_ids(configure(inputs=["texts", "more"]))
+    turned = content_ids.resolve_ids(configure(inputs=["more/*.txt", "texts"]))
     assert turned == base
     trained_otherwise = configure(inputs=["texts", "more"]).model_copy(
         update={"run": "other", "train": Train(lr=1.0)}
     )
-    assert artefacts.resolve_ids(trained_otherwise) == base
-    split = artefacts.resolve_ids(configure(inputs=["texts", "more"], val_fraction=0.1))
+    assert content_ids.resolve_ids(trained_otherwise) == base
+    split = content_ids.resolve_ids(configure(inputs=["texts", "more"], val_fraction=0.1))
     assert (split.tokenizer, split.tokens != base.tokens) == (base.tokenizer, True)
-    fewer = artefacts.resolve_ids(configure())
+    fewer = content_ids.resolve_ids(configure())
     assert (fewer.tokenizer != base.tokenizer, fewer.tokens != base.tokens) == (True, True)
 
 
 def test_freezing_keeps_ids_that_are_there(place: Path) -> None:
-    frozen = artefacts.freeze(configure())
+    frozen = content_ids.freeze(configure())
     assert frozen.ids is not None
     (place / "texts" / "more.txt").write_text("more")
-    artefacts._cached_listing_digest.cache_clear()
-    assert artefacts.freeze(frozen) is frozen
-    assert artefacts.freeze(configure()).ids != frozen.ids
+    content_ids._cached_listing_digest.cache_clear()
+    assert content_ids.freeze(frozen) is frozen
+    assert content_ids.freeze(configure()).ids != frozen.ids
 
 
 # --- what is refused ----------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_an_empty_split_is_refused_with_counts(place: Path) -> None:
 def test_an_empty_corpus_is_refused(place: Path) -> None:
     config = configure()
     build_tokenizer(config)
-    frozen = artefacts.freeze(config)
+    frozen = content_ids.freeze(config)
     for path in (place / "texts").iterdir():
         path.write_text(" " * path.stat().st_size)
     with pytest.raises(DataError, match="has no documents: 12 files"):
@@ -221,7 +221,7 @@ def test_bad_bytes_are_named_from_a_worker_and_no_manifest_is_left(place: Path) 
     with pytest.raises(DataError, match=r"05\.txt is not UTF-8 at byte offset 0") as caught:
         tokenize(config, workers=2)
     assert "invalid_utf8" in caught.value.fix
-    folder = tokens_folder("data", artefacts.resolve_ids(config).tokens)
+    folder = tokens_folder("data", content_ids.resolve_ids(config).tokens)
     assert not (folder / "manifest.json").exists()
     assert not list(folder.rglob(".*"))
 
@@ -236,9 +236,9 @@ def test_replaced_bytes_are_told(place: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_inputs_that_changed_since_the_config_was_frozen_are_refused(place: Path) -> None:
-    config = artefacts.freeze(configure())
+    config = content_ids.freeze(configure())
     (place / "texts" / "more.txt").write_text("more")
-    artefacts._cached_listing_digest.cache_clear()
+    content_ids._cached_listing_digest.cache_clear()
     with pytest.raises(DataError, match="was frozen for tokens"):
         tokenize(config, workers=1)
 
@@ -269,7 +269,7 @@ def test_only_the_part_of_a_changed_input_is_made_again(place: Path) -> None:
 
 
 def test_another_tokenizer_makes_all_parts_again(place: Path) -> None:
-    config = artefacts.freeze(configure())
+    config = content_ids.freeze(configure())
     folder = tokenize(config, workers=1)
     for path in (place / "texts").iterdir():  # equal sizes, so equal ids
         path.write_text(path.read_text().replace("naïve words", "words naïve"))
@@ -304,7 +304,7 @@ def start_long_work(place: Path, long_part: bool = False) -> tuple[subprocess.Po
         (place / "texts" / "03.txt").write_text(text * 2500)
     config = configure()
     build_tokenizer(config)
-    folder = place / tokens_folder("data", artefacts.resolve_ids(config).tokens)
+    folder = place / tokens_folder("data", content_ids.resolve_ids(config).tokens)
     process = subprocess.Popen(
         [sys.executable, "-c", TOKENIZE, json.dumps(config.to_json())],
         stderr=subprocess.PIPE,

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from forge.core.config import Config
 from forge.core.errors import ConfigError, DataError
-from forge.data import artefacts
+from forge.data import content_ids
 from forge.data.tokenizer import PROBE, build_tokenizer, load_tokenizer
 
 TEXT = "the cat sat on the mat, and the other cat sat on the other mat; naïve Grüße 世界\n" * 200
@@ -116,7 +116,7 @@ def test_bad_bytes_in_the_sample_are_named(tmp_path: Path) -> None:
 
 
 def test_a_second_build_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = artefacts.freeze(trained(tmp_path))
+    config = content_ids.freeze(trained(tmp_path))
     folder = build_tokenizer(config)
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     (tmp_path / "corpus.txt").unlink()  # not needed any more
@@ -142,9 +142,9 @@ def test_a_missing_tokenizer_says_what_to_run(tmp_path: Path) -> None:
 
 
 def test_inputs_that_changed_since_the_config_was_frozen_are_refused(tmp_path: Path) -> None:
-    config = artefacts.freeze(trained(tmp_path))
+    config = content_ids.freeze(trained(tmp_path))
     (tmp_path / "corpus.txt").write_text(TEXT + "more")
-    artefacts._cached_listing_digest.cache_clear()
+    content_ids._cached_listing_digest.cache_clear()
     with pytest.raises(DataError, match="was frozen for tokenizer"):
         build_tokenizer(config)
 
@@ -166,7 +166,7 @@ def test_ids_name_contents_not_places(tmp_path: Path) -> None:
     second = word_level(tmp_path / "b" / "tokenizer.json", "<eos>")
     other = word_level(tmp_path / "c" / "tokenizer.json", "</s>")
     ids = [
-        artefacts.resolve_ids(taken(tmp_path, path, vocab_size=size)).tokenizer
+        content_ids.resolve_ids(taken(tmp_path, path, vocab_size=size)).tokenizer
         for path, size in ((first, 280), (second, 4096), (other, 280))
     ]
     assert ids[0] == ids[1] != ids[2]

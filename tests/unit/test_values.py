@@ -19,7 +19,7 @@ from forge.core.config import (
 )
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine, load_machine
-from forge.core.runs import resolve_runs
+from forge.core.sample_sheet import resolve_runs
 from forge.core.values import read_cell, read_yaml
 
 WORDS = {

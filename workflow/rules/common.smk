@@ -6,7 +6,7 @@ from forge.cluster import job_watch
 from forge.core.config import RUN_NAME
 from forge.core.errors import ForgeError
 from forge.core.paths import tokenizer_folder, tokens_folder
-from forge.core.runs import shared_folders
+from forge.core.sample_sheet import shared_folders
 
 helpers.prepare_environment()
 

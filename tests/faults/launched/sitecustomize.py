@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def _arm() -> None:
-    if "forge.rank" not in sys.orig_argv or "torch.distributed.run" in sys.orig_argv:
+    if "forge.worker" not in sys.orig_argv or "torch.distributed.run" in sys.orig_argv:
         return
     fault = json.loads(os.environ["FORGE_FAULT"])
     if int(os.environ.get("RANK", "0")) != fault["rank"]:
@@ -22,10 +22,10 @@ def _arm() -> None:
     sys.path.append(str(Path(__file__).parents[1]))
     from injection import Fault, Injector
 
-    from forge.core import points
+    from forge.core import failpoints
 
     run = Path(sys.orig_argv[-1]).parents[2]  # of RUN/.launch/ID/spec.json
-    points.hook = Injector([Fault(**fault)], fault["rank"], run)
+    failpoints.hook = Injector([Fault(**fault)], fault["rank"], run)
 
 
 if "FORGE_FAULT" in os.environ:

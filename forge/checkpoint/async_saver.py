@@ -1,0 +1,196 @@
+"""Commit checkpoints beside training: copy the state, then write, digest and commit it in a thread."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from forge.checkpoint import directory, storage
+from forge.cluster.network import available_memory
+from forge.core import failpoints
+from forge.core.errors import TrainingError, UnfitError
+from forge.core.paths import RunPaths, checkpoint_name
+from forge.core.terminal import say
+from forge.launch.process_group import Background, World
+
+# Weight 110 against training's 1024 (man 7 sched). A higher one makes saves longer and costs as much: a
+# thread that waits for a core may hold Python's lock.
+BESIDE_NICE = 10
+# The copy must leave memory for what training itself allocates meanwhile.
+MEMORY_MARGIN = 1.25
+
+
+@dataclass
+class Save:
+    """One save, under way or ended; seconds."""
+
+    step: int
+    size: int  # bytes of the whole state, on all ranks together
+    started: float
+    stall: float = 0.0  # for which training stood still
+    seconds: float | None = None  # from start to commit
+    checkpoint: directory.Checkpoint | None = None
+    work: Background[directory.Checkpoint] | None = field(default=None, repr=False)
+
+
+class Saver:
+    """One rank's part in saving; at most one save is under way.
+
+    All ranks call `start` and `finish` at the same steps. The thread has collectives of its own, so
+    that they never meet those of training.
+    """
+
+    def __init__(
+        self, world: World, paths: RunPaths, *, beside: bool, before_commit: Callable[[], None]
+    ) -> None:
+        """beside: copy the state and let training go on. before_commit: called on rank 0 when all is
+        written; what it raises ends the save."""
+        self.world, self.aside, self.paths = world, world.beside(), paths
+        self.beside, self.before_commit = beside, before_commit
+        self.under_way: Save | None = None
+        gpu = world.device.type == "cuda"
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=gpu,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=gpu,
+            )
+        )
+        self._has_copied = False
+
+    def start(
+        self,
+        state: dict[str, Any],
+        manifest: dict[str, Any],
+        *,
+        keep_last: int,
+        keep_every: int | None = None,
+        last: bool = False,
+    ) -> Save:
+        """Begin to save this state; the one before must be finished.
+
+        last: nothing changes the state any more, so it needs no copy.
+        """
+        assert self.under_way is None
+        save = Save(manifest["step"], storage.state_bytes(state), time.perf_counter())
+        live = last or not self._has_room(state)
+        if not live:
+            state = self._stager.stage(state)  # type: ignore[assignment]
+            self._has_copied = True
+        failpoints.reach("save.staged")
+
+        def work() -> directory.Checkpoint:
+            if not live:
+                # Training comes first where cores are short. Threads of this one inherit it.
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BESIDE_NICE)
+            written = self._write(state, manifest, keep_last, keep_every, save.size)
+            save.seconds = time.perf_counter() - save.started
+            return written
+
+        save.work = Background(work, f"save-{save.step}")
+        self.under_way = save
+        if live and not last:
+            self._wait(save)
+        save.stall = time.perf_counter() - save.started
+        return save
+
+    def is_done(self) -> bool:
+        """Whether this rank's part of a save has ended and waits for `finish`."""
+        save = self.under_way
+        return save is not None and save.work is not None and save.work.is_done
+
+    def finish(self) -> Save | None:
+        """Wait for the save under way on all ranks; None if there is none.
+
+        Raises, on the ranks that failed, why: UnfitError (disk), TrainingError (not finite); on the
+        others PeerFailed.
+        """
+        save, self.under_way = self.under_way, None
+        if save is None:
+            return None
+        before = time.perf_counter()
+        save.checkpoint = self._wait(save)
+        save.stall += time.perf_counter() - before
+        return save
+
+    def drain(self, timeout_sec: float) -> None:
+        """Give this rank's thread time to end, on the way out after an error; no collective of ours.
+
+        Where all ranks live, and do the same, the save is committed.
+        """
+        if self.under_way is not None and self.under_way.work is not None:
+            self.under_way.work.join(timeout_sec)
+
+    def _wait(self, save: Save) -> directory.Checkpoint:
+        assert save.work
+        return self.world.wait_for(save.work, f"wait for the save of step {save.step}")
+
+    def _has_room(self, state: dict[str, Any]) -> bool:
+        """Whether every rank has memory for a copy, which is kept once it is made."""
+        if not self.beside or self._has_copied:
+            return self.beside
+        short = self.world.gather([float(not self._has_own_room(state))], "room for a copy")
+        self.beside = not any(row[0] for row in short)
+        return self.beside
+
+    def _has_own_room(self, state: dict[str, Any]) -> bool:
+        needed = MEMORY_MARGIN * storage.state_bytes(state, local=True)
+        room = available_memory() / self.world.rank.local_world_size
+        if needed <= room:
+            return True
+        say(
+            f"warning: training waits for each save: a copy of the state needs"
+            f" {needed / 2**20:,.0f} MiB of memory, {room / 2**20:,.0f} MiB are left for this rank"
+        )
+        return False
+
+    def _write(
+        self,
+        state: dict[str, Any],
+        manifest: dict[str, Any],
+        keep_last: int,
+        keep_every: int | None,
+        size: int,
+    ) -> directory.Checkpoint:
+        """Write and commit; on every rank, in the thread. The checkpoint."""
+        if self.world.device.type == "cuda":
+            torch.cuda.set_device(self.world.device)  # a thread begins with the first one
+        step = manifest["step"]
+        self.aside.together(lambda: _refuse_non_finite(state, step), "check of numbers")
+        self.aside.on_main(lambda: directory.begin(self.paths, step, size), "begin of the save")
+        folder = directory.temporary_folder(self.paths, step)
+        try:
+            files = storage.write_state(state, folder, self.aside)
+        except UnfitError:
+            if self.world.rank.is_main:  # else a full disk would stay full
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        whole = {**manifest, "files": files}
+
+        def commit() -> None:
+            self.before_commit()
+            directory.commit(self.paths, folder, whole, keep_last, keep_every)
+
+        self.aside.on_main(commit, "commit")
+        return directory.Checkpoint(
+            self.paths.checkpoints / checkpoint_name(step), directory.sealed(whole)
+        )
+
+
+def _refuse_non_finite(state: dict[str, Any], step: int) -> None:
+    if not storage.is_finite(state):
+        raise TrainingError(
+            f"step {step}: weights or moments are not finite; no checkpoint of them was committed",
+            cause="a learning rate too high, or broken data",
+            fix="start a new run with parent: RUN@STEP, an earlier checkpoint of this one, and a lower"
+            " train.lr (config/README.md)",
+        )

@@ -1,0 +1,557 @@
+"""Checkpoint folders: what makes one valid, how it is committed, found, checked and pruned. No torch.
+
+A checkpoint is a folder `step-00000100` with the files of torch.distributed.checkpoint and a
+`checkpoint.json` that names each with its digest. It is written under a temporary name; the new
+`latest` is noted beside it; the rename of the folder is the commit; then `latest` is swapped. A commit
+that was cut off between the two renames is finished by the next start (`finish_commit`). A committed
+folder is never written into; a damaged one is moved to `quarantine/`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge.checkpoint import checkpoint_shape
+from forge.core import event_log, failpoints
+from forge.core.config import Config, Model, Section, Train, is_free
+from forge.core.errors import ConfigError, DataError, UnfitError
+from forge.core.files import (
+    canonical,
+    digest_bytes,
+    digest_file,
+    disk_trouble,
+    fsync_folder,
+    read_json,
+    write_json,
+)
+from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
+from forge.core.terminal import say
+
+FORMAT = 2
+MANIFEST = "checkpoint.json"
+TEMPORARY = ".writing-"
+# Room for manifest, index and the ledger beside the tensors.
+SPARE_BYTES = 4 * 2**20
+
+
+class OtherFormat(DataError):
+    """A checkpoint of another version of Forge: nothing is wrong with it."""
+
+
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with format and its own digest: no byte of it can change unseen."""
+    content = {**manifest, "format": FORMAT}
+    content.pop("digest", None)
+    return {**content, "digest": digest_bytes(canonical(content))}
+
+
+def _is_sealed(manifest: dict[str, Any]) -> bool:
+    try:
+        return manifest == sealed(manifest)
+    except (ValueError, RecursionError):  # NaN, or nested too deeply: Forge writes no such value
+        return False
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint: its folder and its manifest."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Read a folder's manifest. Raises DataError where it is damaged, none of ours, or that of
+        another step than the folder's name says; a folder not named as a step's is not asked."""
+        manifest = read_json(folder / MANIFEST)
+        if not isinstance(manifest, dict) or "format" not in manifest:
+            raise DataError(f"{folder} is not a checkpoint", cause="not written by Forge")
+        if manifest["format"] != FORMAT:
+            raise OtherFormat(
+                f"{folder} is a checkpoint of format {manifest['format']}, not {FORMAT}",
+                cause="written by another version of Forge",
+                fix="go on with that version, or start again under a new run name",
+            )
+        if not _is_sealed(manifest):
+            raise DataError(
+                f"{folder / MANIFEST} does not have the digest that it names",
+                cause="a disk error, or an edit",
+            )
+        if wrong := checkpoint_shape.trouble(manifest):
+            raise DataError(
+                f"{folder / MANIFEST} is no manifest of a checkpoint: {wrong}",
+                cause="written by another program, or by hand",
+            )
+        found, named = cls(folder, manifest), checkpoint_step(folder.name)
+        if named is not None and named != found.step:
+            raise DataError(
+                f"{folder} is named for step {named}, its manifest is of step {found.step}",
+                cause="the folder was renamed, or another checkpoint was copied into it",
+                fix=f"remove it, or rename it to {checkpoint_name(found.step)} if there is none",
+            )
+        return found
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["step"])
+
+    def check_form(self) -> None:
+        """DataError when a file is missing or cut."""
+        for name, expected in self.manifest["files"].items():
+            if bad := self._bad_size(name, expected):
+                raise DataError(bad)
+
+    def bad_files(self, threads: int = 4, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
+        """What is wrong with the files, one sentence each; reads and digests all of them.
+
+        share: (i, n) looks at every n-th file from the i-th on, for n readers. Raises UnfitError when
+        the disk reports an error, which says nothing about the content.
+        """
+        files: dict[str, dict[str, Any]] = self.manifest["files"]
+        mine = dict(sorted(files.items())[share[0] :: share[1]])
+        with disk_trouble(self.folder, "read"), ThreadPoolExecutor(threads) as pool:
+            failpoints.reach("load.verify", self.folder)
+            yield from filter(None, pool.map(self._bad_file, mine, mine.values()))
+        if share[0] == 0:
+            extra = {p.name for p in self.folder.iterdir()} - set(files) - {MANIFEST}
+            for name in sorted(extra):
+                yield f"{name} is not in the manifest"
+
+    def _bad_size(self, name: str, expected: dict[str, Any]) -> str | None:
+        path = self.folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, the manifest says {expected['bytes']}"
+        return None
+
+    def _bad_file(self, name: str, expected: dict[str, Any]) -> str | None:
+        if bad := self._bad_size(name, expected):
+            return bad
+        if digest_file(self.folder / name) != expected["digest"]:
+            return f"{name} has another digest than the manifest: its content has changed"
+        return None
+
+
+def committed(checkpoints: Path) -> list[Path]:
+    """All committed checkpoint folders of a run, oldest first."""
+    found = checkpoints.glob(f"{CHECKPOINT_PREFIX}*/{MANIFEST}")
+    folders = (path.parent for path in found)
+    return sorted((f for f in folders if checkpoint_step(f.name) is not None), key=by_step)
+
+
+def latest(paths: RunPaths) -> Checkpoint | None:
+    """What `latest` points to; None for a run without checkpoints. Raises DataError when it dangles."""
+    link = paths.latest
+    folder = linked(paths)
+    if not link.is_symlink() and (_intent(paths) / MANIFEST).is_file():
+        folder = _intent(paths).resolve()  # the first commit is between its two renames
+    if folder:
+        return Checkpoint.open(folder)
+    there = committed(paths.checkpoints)
+    if not link.is_symlink() and not there:
+        return None
+    raise DataError(
+        f"{link} {_trouble(link)}",
+        cause="a checkpoint was removed or moved by hand",
+        fix=f"ln -sfn {there[-1].name} {link}" if there else f"rm {link}   (starts at step 0)",
+    )
+
+
+def linked(paths: RunPaths) -> Path | None:
+    """The folder that `latest` links to; None where it links to none, or is not there.
+
+    Raises DataError where a person or a program has put something else in its place.
+    """
+    link = paths.latest
+    if link.is_symlink():
+        return link.resolve() if link.is_dir() else None
+    if os.path.lexists(paths.checkpoints) and not paths.checkpoints.is_dir():
+        raise DataError(
+            f"{paths.checkpoints} is no directory",
+            cause="a file or a link to nothing was put there",
+            fix=f"move it away: mv {paths.checkpoints} {paths.checkpoints}.old",
+        )
+    if os.path.lexists(link):
+        there = committed(paths.checkpoints)
+        relink = f" && ln -s {there[-1].name} {link}" if there else "   (starts at step 0)"
+        raise DataError(
+            f"{link} is no symbolic link",
+            cause="a copy of the run that followed links (cp -L, rsync -L), or an edit",
+            fix=f"mv {link} {link}.old{relink}",
+        )
+    return None
+
+
+def _trouble(link: Path) -> str:
+    if not link.is_symlink():
+        return "is gone"
+    is_there = os.path.lexists(link.parent / link.readlink())  # a file, or links in a circle
+    return f"points to {link.readlink()}, which is {'no directory' if is_there else 'not there'}"
+
+
+# --- saving ----------------------------------------------------------------------------------------
+
+
+def begin(paths: RunPaths, step: int, size: int = 0) -> Path:
+    """An empty temporary folder for the checkpoint of this step. Rank 0.
+
+    Raises UnfitError when fewer than `size` bytes, and a little more, are free for it.
+    """
+    folder = temporary_folder(paths, step)
+    with disk_trouble(folder):
+        failpoints.reach("save.begin", folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        free = shutil.disk_usage(folder).free
+    needed = size + SPARE_BYTES
+    if free < needed:
+        raise UnfitError(
+            f"the checkpoint of step {step} needs {needed / 2**20:,.1f} MiB in {paths.checkpoints},"
+            f" {free / 2**20:,.1f} MiB are free",
+            cause="the disk is almost full",
+            fix="free space and give the same command again; what was committed before is intact",
+        )
+    return folder
+
+
+def temporary_folder(paths: RunPaths, step: int) -> Path:
+    """Where the checkpoint of this step is written before it is committed."""
+    return paths.checkpoints / f"{TEMPORARY}{checkpoint_name(step)}"
+
+
+def commit(
+    paths: RunPaths,
+    folder: Path,
+    manifest: dict[str, Any],
+    keep_last: int,
+    keep_every: int | None = None,
+) -> Checkpoint:
+    """Make a written temporary folder the newest checkpoint, durably, then prune. Rank 0.
+
+    Its files are on disk already: whoever wrote one has fsynced it.
+    """
+    final = paths.checkpoints / checkpoint_name(manifest["step"])
+    with disk_trouble(final):
+        failpoints.reach("commit.manifest", folder)
+        if lost := [name for name in manifest["files"] if not (folder / name).is_file()]:
+            raise UnfitError(
+                f"{folder} has lost {', '.join(lost)}: nothing was committed",
+                cause="it was removed by hand, or by another start of this run",
+                fix="see that one command trains this run, and give it again",
+            )
+        manifest = sealed(manifest)
+        write_json(folder / MANIFEST, manifest)
+        failpoints.reach("commit.intent", folder)
+        intent = _intent(paths)
+        intent.unlink(missing_ok=True)
+        intent.symlink_to(final.name)
+        if final.exists():  # the same step again, after a person went back to an older `latest`
+            final.rename(paths.checkpoints / f"{TEMPORARY}replaced-{final.name}")
+        failpoints.reach("commit.rename", folder)
+        folder.rename(final)
+        fsync_folder(paths.checkpoints)
+        failpoints.reach("commit.latest", final)
+        intent.replace(paths.latest)
+        fsync_folder(paths.checkpoints)
+    failpoints.reach("commit.done", final)
+    prune(paths, keep_last, keep_every)
+    return Checkpoint(final, manifest)
+
+
+def _intent(paths: RunPaths) -> Path:
+    """The new `latest` of a commit under way. It tells a commit that was cut off from a person who
+    has pointed `latest` to an older checkpoint."""
+    return paths.checkpoints / f"{TEMPORARY}latest"
+
+
+def finish_commit(paths: RunPaths) -> None:
+    """Swap `latest` where a commit was cut off after its folder had its name. Under the lease only."""
+    intent = _intent(paths)
+    if not intent.is_symlink():
+        return
+    with disk_trouble(intent):
+        replaced = paths.checkpoints / f"{TEMPORARY}replaced-{intent.readlink()}"
+        final = paths.checkpoints / intent.readlink()
+        if replaced.is_dir() and not final.exists():
+            replaced.rename(final)  # cut off between the two renames: the old one stands again
+            intent.unlink()
+        elif (final / MANIFEST).is_file():
+            say(f"finishing the commit of {final}")
+            intent.replace(paths.latest)
+        else:
+            intent.unlink()
+        fsync_folder(paths.checkpoints)
+
+
+def prune(paths: RunPaths, keep_last: int, keep_every: int | None = None) -> None:
+    """Remove all but the newest `keep_last` checkpoints and those at multiples of `keep_every`.
+
+    Never the one behind `latest`, nor newer ones, which a person who has set `latest` back has left
+    behind. What cannot be removed stays: the next save tries again.
+    """
+    folder = linked(paths)
+    newest = (checkpoint_step(folder.name) or 0) if folder else 0
+    line = [f for f in committed(paths.checkpoints) if _step_of(f) <= newest]
+    for folder in line[:-keep_last]:
+        if keep_every and _step_of(folder) % keep_every == 0:
+            continue
+        try:
+            _remove(folder)
+        except OSError as err:
+            say(f"warning: cannot remove the old checkpoint {folder}: {err}")
+    clean(paths)
+
+
+def _step_of(folder: Path) -> int:
+    step = checkpoint_step(folder.name)
+    assert step is not None
+    return step
+
+
+def _remove(folder: Path) -> None:
+    # The rename first: a removal that is cut off must not leave half a checkpoint under its name.
+    failpoints.reach("prune.rename", folder)
+    doomed = folder.with_name(f"{TEMPORARY}pruned-{folder.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    failpoints.reach("prune.remove", doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def clean(paths: RunPaths) -> None:
+    """Remove what a killed save or prune left behind. Under the run's lease only."""
+    for leftover in paths.checkpoints.glob(f"{TEMPORARY}*"):
+        if leftover.is_symlink():
+            leftover.unlink()
+        else:
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+# --- which checkpoint to go on from ----------------------------------------------------------------
+
+
+def newest_whole(paths: RunPaths) -> Checkpoint | None:
+    """The checkpoint behind `latest`, or the newest one older than it whose manifest can be read.
+
+    Moves unreadable ones to quarantine and mends `latest`, both said aloud; None when none is left.
+    Reads manifests only: whether the files are as they say is `bad_files`'s question. Under the
+    run's lease only. Raises UnfitError.
+    """
+    finish_commit(paths)
+    while True:
+        folder = _behind_latest(paths)
+        if folder is None:
+            return None
+        try:
+            with disk_trouble(folder, "read"):
+                checkpoint = Checkpoint.open(folder)
+                checkpoint.check_form()
+            return checkpoint
+        except OtherFormat:
+            raise
+        except DataError as err:
+            quarantine(paths, folder, [err.what])
+
+
+def begin_afresh(paths: RunPaths, refuse: bool, parent: str | None = None) -> None:
+    """When no checkpoint is left to go on from: DataError if that is refused (--require-checkpoint);
+    else say so, where there has been one. parent: the checkpoint of another run that training then
+    starts from. Rank 0, or the launcher."""
+    there = sorted(paths.quarantine.glob(f"{CHECKPOINT_PREFIX}*"), key=by_step)
+    lost = [folder.name for folder in there]
+    if refuse:
+        raise DataError(
+            f"{paths.root} has no checkpoint to go on from"
+            + (f"; in quarantine: {', '.join(lost)}" if lost else ""),
+            cause="all were damaged or removed" if lost else "none was ever committed",
+            fix="bring a checkpoint back, or leave out --require-checkpoint to start at step 0",
+        )
+    if lost:
+        say(
+            f"warning: no checkpoint of {paths.root} is left (in quarantine: {', '.join(lost)}):"
+            f" training starts {f'from {parent}' if parent else 'at step 0 with fresh weights'}"
+        )
+
+
+def _behind_latest(paths: RunPaths) -> Path | None:
+    """The folder that `latest` points to, `latest` mended where it points to nothing."""
+    link = paths.latest
+    if folder := linked(paths):
+        return folder
+    there = _older_first(paths, link.readlink().name if link.is_symlink() else None)
+    if not there:
+        if link.is_symlink():
+            say(f"warning: {link} {_trouble(link)}, and no checkpoint is left")
+            with disk_trouble(link):
+                link.unlink()
+        return None
+    say(f"warning: {link} {_trouble(link)}: going on from {there[-1].name}")
+    _point_latest(paths, there[-1])
+    return there[-1]
+
+
+def _older_first(paths: RunPaths, name: str | None) -> list[Path]:
+    """Committed folders, the best to go on from last: the newest before `name`, else the newest."""
+    there = committed(paths.checkpoints)
+    step = checkpoint_step(name or "")
+    older = [folder for folder in there if step is None or _step_of(folder) < step]
+    return older or there
+
+
+def _point_latest(paths: RunPaths, folder: Path) -> None:
+    """Swap the relative symlink `latest` by rename, so that it always resolves."""
+    temporary = paths.checkpoints / f"{TEMPORARY}mended-latest"
+    with disk_trouble(temporary):
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(folder.name)
+        temporary.replace(paths.latest)
+        fsync_folder(paths.checkpoints)
+
+
+def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
+    """Move a damaged checkpoint out of the way, with its reasons; where it lies now.
+
+    `latest`, if it pointed there, points to the next older one, or is removed. Under the run's
+    lease only, on one rank. Raises UnfitError when the disk does not let it.
+    """
+    place = paths.quarantine / folder.name
+    for number in itertools.count(2):
+        if not place.exists():
+            break
+        place = paths.quarantine / f"{folder.name}.{number}"
+    followers = [other for other in _older_first(paths, folder.name) if other != folder]
+    was_latest = linked(paths) == folder.resolve()
+    with disk_trouble(place):
+        paths.quarantine.mkdir(exist_ok=True)
+        folder.rename(place)
+        if was_latest and followers:
+            _point_latest(paths, followers[-1])
+        elif was_latest:
+            paths.latest.unlink()
+        fsync_folder(paths.checkpoints)
+    event_log.record(paths.events, "quarantine", checkpoint=folder.name, reasons=list(reasons))
+    with suppress(UnfitError):
+        write_json(place / "damage.json", {"reasons": list(reasons)})
+    say(f"warning: checkpoint {folder} is damaged: {'; '.join(reasons)}")
+    following = "no other checkpoint is left"
+    if not was_latest:
+        following = "latest stays as it is"
+    elif followers:
+        following = f"going on from {followers[-1].name}"
+    say(f"warning: it was moved to {place}; {following}")
+    return place
+
+
+# --- does this config go on from this checkpoint? --------------------------------------------------
+
+
+def frozen_decay_steps(config: Config, checkpoint: Checkpoint | None) -> int:
+    """Length of the schedule: as the config says, else as at the run's first start."""
+    if config.train.decay_steps is not None:
+        return config.train.decay_steps
+    if checkpoint is not None:
+        return int(checkpoint.manifest["decay_steps"])
+    # With an end before that of the warm-up the checkpoint could never be validated.
+    return max(config.train.max_steps, config.train.warmup_steps)
+
+
+def check_compatible(config: Config, checkpoint: Checkpoint) -> None:
+    """ConfigError that names each key by which the config no longer fits the checkpoint."""
+    made_by = checkpoint.manifest["lineage"]["config"]
+    problems = [
+        *_changed("model", Model, config.model, made_by["model"]),
+        *_changed("train", Train, config.train, made_by["train"]),
+    ]
+    decay_steps = frozen_decay_steps(config, checkpoint)
+    if decay_steps != checkpoint.manifest["decay_steps"]:
+        problems.append(
+            differs("train.decay_steps", decay_steps, checkpoint.manifest["decay_steps"])
+        )
+    problems += changed_ids(config, made_by)
+    if config.parent != made_by.get("parent"):
+        problems.append(differs("parent", config.parent, made_by.get("parent")))
+    if problems:
+        raise ConfigError(
+            f"the config does not fit {checkpoint.folder}: " + "; ".join(problems),
+            cause="it was edited after the run had begun, or the list of corpus files has changed",
+            fix="restore these values, or give the changed run a new name",
+        )
+    if config.train.max_steps < checkpoint.step:
+        raise ConfigError(
+            f"train.max_steps is {config.train.max_steps}, but {checkpoint.folder} is at step"
+            f" {checkpoint.step} already",
+            fix=f"set train.max_steps to {checkpoint.step} or more, or give the run a new name",
+        )
+
+
+def _changed(
+    section: str, model: type[Section], now: Section, then: dict[str, Any]
+) -> Iterator[str]:
+    for key in model.model_fields:
+        if key == "decay_steps" or is_free(model, key):
+            continue
+        if getattr(now, key) != then.get(key):
+            yield differs(f"{section}.{key}", getattr(now, key), then.get(key))
+
+
+def changed_ids(config: Config, made_by: dict[str, Any]) -> Iterator[str]:
+    """One sentence for each artefact that is another than in the config of a checkpoint."""
+    for name in ("tokenizer", "tokens"):
+        now = getattr(config.ids, name) if config.ids else None
+        if now and now != made_by["ids"][name]:
+            yield differs(f"ids.{name}", now, made_by["ids"][name])
+
+
+def differs(key: str, now: object, then: object) -> str:
+    """The sentence for a key that the config has changed since a checkpoint was made."""
+    return f"{key} is {now!r}, the checkpoint has {then!r}"
+
+
+def schedule_warnings(config: Config, checkpoint: Checkpoint | None) -> list[str]:
+    """What people should know of the learning rate before a start: no peak, or no rate left."""
+    train, decay_steps = config.train, frozen_decay_steps(config, checkpoint)
+    goal, warmup = train.max_steps, train.warmup_steps
+    warnings: list[str] = []
+    if checkpoint is not None and checkpoint.step == goal:
+        return warnings  # nothing is left to train
+    if warmup > goal:
+        warnings.append(
+            f"warning: train.warmup_steps {warmup} is beyond max_steps {goal}: the learning rate reaches"
+            f" {train.lr * goal / warmup:.3g}, never {train.lr:.3g} (train.lr)"
+        )
+    if checkpoint is not None and goal > decay_steps:
+        warnings.append(
+            f"warning: train.max_steps {goal} is beyond decay_steps {decay_steps}:"
+            f" steps after {decay_steps} run at the minimum learning rate"
+        )
+    return warnings
+
+
+def check_resumable(config: Config, paths: RunPaths) -> Checkpoint | None:
+    """The checkpoint that this config will go on from, None for a fresh start; changes nothing.
+
+    One that cannot be read is passed over here: training moves it to quarantine. Raises ConfigError
+    as `check_compatible` does.
+    """
+    there = committed(paths.checkpoints)
+    if folder := linked(paths):
+        there.append(folder)
+    for folder in reversed(there):
+        try:
+            checkpoint = Checkpoint.open(folder)
+        except OtherFormat:
+            raise
+        except DataError:
+            continue
+        check_compatible(config, checkpoint)
+        return checkpoint
+    return None

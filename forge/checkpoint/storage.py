@@ -1,0 +1,500 @@
+"""Training state to and from a checkpoint folder with torch.distributed.checkpoint.
+
+Only tensors are stored, so nothing but the index (`.metadata`) is a pickle, and that one is read
+with an unpickler that knows the index's own classes and nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import io
+import itertools
+import math
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import blake3
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    _split_by_size_and_type,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from forge.cluster.network import available_cores
+from forge.core import failpoints
+from forge.core.errors import DataError, ForgeError, UnfitError
+from forge.core.files import disk_trouble
+from forge.launch.process_group import World, named
+
+# Two to four files at once are as fast as raw write + fsync, on local disks and network file systems;
+# more threads than cores are slower.
+WRITER_THREADS = 4
+WRITE_OUT_BYTES = 16 * 2**20
+FULL_MIB = 16  # with less than this free, a failed write is put down to a full disk
+
+
+def training_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Any]]:
+    """The tensors that make up training: weights and AdamW moments, by parameter name.
+
+    Learning rate and order of samples are pure functions of the step, dropout of (seed, step,
+    rank), so there is nothing else. All ranks call it; with FSDP2 the tensors are sharded.
+    """
+    optimizer_state: Any = get_optimizer_state_dict(model, optimizer)["state"]
+    return {"model": dict(get_model_state_dict(model)), "optimizer": dict(optimizer_state)}
+
+
+def state_bytes(state: dict[str, Any], *, local: bool = False) -> int:
+    """Size of all tensors of a state; `local`: only what this rank holds of sharded ones."""
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in (
+            t.to_local() if local and isinstance(t, DTensor) else t for t in _tensors(state)
+        )
+    )
+
+
+def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for value in state.values():
+        if isinstance(value, dict):
+            yield from _tensors(value)
+        else:
+            yield value
+
+
+def is_finite(state: dict[str, Any]) -> bool:
+    """Whether every number that this rank holds is finite; one pass, without a copy.
+
+    The norms tell of every NaN and infinity, in two calls for all tensors: a thread that asked about
+    each would wait for Python's lock each time.
+    """
+    all_parts = (t.to_local() if isinstance(t, DTensor) else t for t in _tensors(state))
+    parts = [part for part in all_parts if part.numel()]
+    if not parts:
+        return True
+    norms = torch._foreach_norm(parts)
+    if len({(norm.device, norm.dtype) for norm in norms}) > 1:
+        norms = tuple(norm.cpu().float() for norm in norms)
+    if bool(torch.stack(norms).isfinite().all()):
+        return True
+    # Squares of large numbers are infinite as well.
+    return all(bool(torch.isfinite(end)) for part in parts for end in torch.aminmax(part))
+
+
+def write_state(state: dict[str, Any], folder: Path, world: World) -> dict[str, dict[str, Any]]:
+    """Write the state into `folder`, durably; digest and size of each file, by name.
+
+    All ranks call it, on world.control. Raises UnfitError on every rank when one cannot write.
+    """
+    threads = max(1, min(WRITER_THREADS, available_cores() // world.rank.local_world_size))
+    writer = TensorWriter(folder, threads)
+    try:
+        with named("write of the checkpoint"):
+            dcp.save(state, storage_writer=writer, process_group=world.control)
+    except CheckpointException as err:  # a BaseException: no `except Exception` would see it
+        raise _write_error(err, folder) from None
+    failpoints.reach("save.written", folder)
+    parts = world.gather_objects(writer.fs.files, "gather of digests")
+    return {name: facts for part in parts for name, facts in part.items()}
+
+
+class DigestingFiles(FileSystem):
+    """Files of one save: each is digested on its way to the disk, and durable once it is closed."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, dict[str, Any]] = {}  # by name: bytes, digest
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """For each file, with a thread of its own; DCP comes here with its index."""
+        path = Path(path)
+        with open(path, mode) as file:
+            with DigestingStream(file, path) as stream:
+                yield stream
+            failpoints.reach("save.sync", path)
+            os.fsync(file.fileno())
+        self.files[path.name] = {"bytes": path.stat().st_size, "digest": stream.digest()}
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """DCP's hook for its index, which gets its name when it is whole."""
+        super().rename(path, new_path)
+        self.files[Path(new_path).name] = self.files.pop(Path(path).name)
+
+
+class DigestingStream(io.RawIOBase):
+    """Writes into an open file, digests what it is given, and has the disk begin with it at once.
+
+    When it is closed the file stays open for its fsync: whoever opened it closes it.
+    The digest is that of what was meant to be written: whatever happens to the file, from the first
+    byte on, is found when it is read back.
+    """
+
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        self.file, self.path = file, path
+        self._hasher = blake3.blake3()
+        self._end = 0  # bytes that were written
+        self._begun = 0  # those that the disk was told to write
+
+    def write(self, data: Any) -> int:
+        failpoints.reach("save.write", self.path)
+        self._hasher.update(data)
+        written = self.file.write(data)
+        self._end += written
+        if self._end - self._begun >= WRITE_OUT_BYTES:
+            self.file.flush()
+            _begin_write_out(self.file.fileno(), self._begun, self._end)
+            self._begun = self._end
+        return written
+
+    def tell(self) -> int:
+        return self._end
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    def digest(self) -> str:
+        """blake3 of everything that was written, as 64 hex digits."""
+        return str(self._hasher.hexdigest())
+
+
+def _begin_write_out(fd: int, start: int, end: int) -> None:
+    """Have the kernel send these bytes to the disk now, so that little is left for fsync.
+
+    Linux starts the write-out of a range that is no longer needed (mm/fadvise.c).
+    """
+    with suppress(AttributeError, OSError):  # only a hint, and not on every system
+        os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
+
+
+class TensorWriter(FileSystemWriter):
+    """DCP's writer with files of our own: the bytes of tensors one after another, and nothing else.
+
+    What torch.save writes around each tensor takes Python's lock a dozen times, for which a thread
+    beside training waits, and training for it.
+    """
+
+    fs: DigestingFiles
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        super().__init__(folder, thread_count=threads, sync_files=False)
+        self.fs = DigestingFiles()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """DCP's hook: write this rank's share of the tensors. Raises OSError."""
+
+        def write(number: int, items: list[WriteItem]) -> list[WriteResult]:
+            return self._write_file(f"{plan.storage_data.prefix}{number}.distcp", items, planner)
+
+        shares = filter(None, _split_by_size_and_type(self.thread_count, plan.items))
+        with ThreadPoolExecutor(self.thread_count) as pool:
+            parts = list(pool.map(write, itertools.count(), shares))
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([result for part in parts for result in part])
+        return written
+
+    def _write_file(
+        self, name: str, items: list[WriteItem], planner: SavePlanner
+    ) -> list[WriteResult]:
+        results = []
+        with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
+            for item in items:
+                tensor = planner.resolve_data(item)
+                assert isinstance(tensor, torch.Tensor)
+                if tensor.device.type != "cpu" or not tensor.is_contiguous():
+                    tensor = tensor.cpu().contiguous()
+                start = stream.tell()
+                length = stream.write(bytes_of(tensor))
+                where = _StorageInfo(name, start, length)
+                results.append(WriteResult(item.index, length, where))
+            end = stream.tell()
+        if self.fs.files[name]["bytes"] != end:  # it was cut meanwhile
+            raise OSError(f"{name} has {self.fs.files[name]['bytes']} bytes, {end} were written")
+        return results
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, as long as that lives; to read and to write."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    view = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(view).cast("B")
+
+
+def _write_error(err: CheckpointException, folder: Path) -> ForgeError:
+    """What to tell of a save that failed on some rank."""
+    causes = sorted({f"rank {rank}: {failure[0]}" for rank, failure in err.failures.items()})
+    numbers = {getattr(failure[0], "errno", None) for failure in err.failures.values()}
+    # torch's file writer tells of a full disk as an "unexpected pos".
+    with suppress(OSError):
+        free_mib = shutil.disk_usage(folder).free / 2**20
+        if numbers & {errno.ENOSPC, errno.EDQUOT} or free_mib < FULL_MIB:
+            return UnfitError(
+                f"cannot write checkpoint {folder}: {'; '.join(causes)}",
+                cause=f"no space left on the device: {free_mib:.1f} MiB are free",
+                fix="free space and give the same command again; the last checkpoint is intact",
+            )
+    return UnfitError(
+        f"cannot write checkpoint {folder}: {'; '.join(causes)}",
+        cause="the disk is read-only or failing",
+        fix="give the same command again, or choose another folder for `results`; the last"
+        " checkpoint is intact",
+    )
+
+
+def load_state(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    folder: Path,
+    world: World,
+) -> None:
+    """Load a checkpoint of any world size into model and optimizer. All ranks call it.
+
+    Raises DataError when names, shapes or files do not fit.
+    """
+    state = training_state(model, optimizer)
+    group = world.beside().control
+    what = "load of the checkpoint"
+
+    def read() -> None:
+        with named(what):
+            read_tensors(state, folder, process_group=group)
+
+    world.patiently(read, what)
+    set_model_state_dict(model, state["model"])
+    groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
+    set_optimizer_state_dict(
+        model, optimizer, optim_state_dict={"state": state["optimizer"], "param_groups": groups}
+    )
+
+
+def read_tensors(state: dict[str, Any], folder: Path, **dcp_options: Any) -> None:
+    """Fill the tensors of `state` in place from a checkpoint folder.
+
+    Raises DataError if they do not fit, UnfitError when the disk reports an error.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Loading in a single process is meant.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(state, storage_reader=SafeReader(folder), **dcp_options)
+    except CheckpointException as err:
+        for failure in err.failures.values():
+            if isinstance(failure[0], OSError):
+                with suppress(OSError), disk_trouble(folder, "read"):
+                    raise failure[0] from None
+        reasons = sorted({repr(failure[0]) for failure in err.failures.values()})
+        raise DataError(
+            f"cannot load checkpoint {folder}: {'; '.join(reasons)}",
+            cause="it was made by another model, or a file is damaged",
+            fix=f"check it: forge validate {folder}",
+        ) from None
+
+
+class SafeReader(FileSystemReader):
+    """DCP's reader for what TensorWriter writes, with an index reader that runs no code."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = _read_index(Path(self.path) / ".metadata")
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._tensors = metadata.state_dict_metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """DCP's hook: read what this rank asks for. Raises OSError, and EOFError for a cut file."""
+        failpoints.reach("load.read", Path(self.path))
+
+        def place(item: ReadItem) -> tuple[str, int]:
+            info = self.storage_data[item.storage_index]
+            return info.relative_path, info.offset
+
+        for name, items in itertools.groupby(sorted(plan.items, key=place), lambda i: place(i)[0]):
+            with open(Path(self.path) / name, "rb") as file:
+                for item in items:
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(self._read(file, item))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, file: IO[bytes], item: ReadItem) -> torch.Tensor:
+        """The part of a stored tensor that is asked for; of whole rows no other row is read."""
+        kept = self._tensors[item.storage_index.fqn]
+        assert isinstance(kept, TensorStorageMetadata)
+        sizes = next(c.sizes for c in kept.chunks if c.offsets == item.storage_index.offset)
+        info = self.storage_data[item.storage_index]
+        if info.length != math.prod(sizes) * kept.properties.dtype.itemsize:
+            raise ValueError(f"{item.storage_index.fqn} is not stored as Forge stores tensors")
+        start, shape = info.offset, list(sizes)
+        offsets, lengths = list(item.storage_offsets), list(item.lengths)
+        if shape and lengths[1:] == shape[1:]:
+            start += info.length // shape[0] * offsets[0] if shape[0] else 0
+            shape[0], offsets[0] = lengths[0], 0
+        tensor = torch.empty(shape, dtype=kept.properties.dtype)
+        file.seek(start)
+        if file.readinto(bytes_of(tensor)) != tensor.nbytes:  # type: ignore[attr-defined]
+            raise EOFError(f"{info.relative_path} ends before {item.storage_index.fqn} does")
+        return narrow_tensor_by_index(tensor, offsets, lengths)
+
+
+def _read_index(path: Path) -> Metadata:
+    """A DCP index, its parts looked at before anything reads them. Raises DataError, OSError."""
+    try:
+        with open(path, "rb") as file:
+            index = IndexUnpickler(file).load()
+        trouble = _index_trouble(index)
+    except (DataError, OSError):
+        raise
+    except Exception as err:  # any error: the bytes decide what the unpickler calls with what
+        trouble = f"{type(err).__name__}: {err}"
+    if trouble:
+        raise DataError(
+            f"{path} is no index of a checkpoint: {trouble:.200}",
+            cause="it was not written by Forge, or it is damaged",
+            fix="do not use this checkpoint",
+        )
+    assert isinstance(index, Metadata)
+    return index
+
+
+def _index_trouble(index: Any) -> str:
+    """Which part of an index is none; empty where it is one of tensors in files beside it."""
+    if not isinstance(index, Metadata):
+        return f"it holds a {type(index).__name__}"
+    entries, places = index.state_dict_metadata, index.storage_data
+    if not isinstance(entries, dict) or not isinstance(places, dict):
+        return "it lists no tensors"
+    for name, entry in entries.items():
+        is_tensor = (
+            isinstance(name, str)
+            and isinstance(entry, TensorStorageMetadata)
+            and isinstance(entry.size, torch.Size)
+            and isinstance(entry.properties, TensorProperties)
+            and isinstance(entry.properties.dtype, torch.dtype)
+            and isinstance(entry.chunks, list)
+            and all(isinstance(chunk, ChunkStorageMetadata) for chunk in entry.chunks)
+        )
+        if not is_tensor:
+            return f"{name!r:.60} is no tensor"
+    for place in places.values():
+        # A path would lead out of the checkpoint's directory.
+        if not isinstance(place, _StorageInfo) or "/" in place.relative_path:
+            return f"{place!r:.100} is no place in a file beside it"
+    return ""
+
+
+class IndexUnpickler(pickle.Unpickler):
+    """Reads a DCP index; any class that an index has no use for is a DataError."""
+
+    # Everything that torch 2.13 puts into an index of tensors.
+    ALLOWED = frozenset(
+        {
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            *(("torch", name) for name in ("float32", "float64", "bfloat16", "float16", "int64")),
+            *(
+                ("torch.distributed.checkpoint.metadata", name)
+                for name in (
+                    "Metadata",
+                    "MetadataIndex",
+                    "TensorProperties",
+                    "TensorStorageMetadata",
+                    "ChunkStorageMetadata",
+                    "_MEM_FORMAT_ENCODING",
+                    "StorageMeta",
+                )
+            ),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("pathlib", "PosixPath"),
+            ("pathlib._local", "PosixPath"),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format  # so do early releases of Python 3.11 store the member of an enum
+        if (module, name) not in self.ALLOWED:
+            raise DataError(
+                f"the checkpoint's index names {module}.{name}, which no index needs",
+                cause="it was not written by Forge, or it was tampered with",
+                fix="do not use this checkpoint",
+            )
+        return super().find_class(module, name)
+
+
+def _memory_format(owner: Any, name: str = "") -> Any:
+    """The one use that an index has for getattr; anything else is a DataError."""
+    if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise DataError(
+            f"the checkpoint's index asks for attribute {name!r} of {owner!r}, which no index needs",
+            cause="it was not written by Forge, or it was tampered with",
+            fix="do not use this checkpoint",
+        )
+    return _MEM_FORMAT_ENCODING[name]
+
+
+def weights_digest(model: torch.nn.Module) -> str | None:
+    """blake3 over names, types, shapes and bytes of all weights, whole, on rank 0; None elsewhere.
+
+    The same for every way of sharding. All ranks call it, since sharded weights are gathered one
+    by one.
+    """
+    main = not dist.is_initialized() or dist.get_rank() == 0
+    hasher = blake3.blake3()
+    weights: dict[str, Any] = get_model_state_dict(model)
+    for name, tensor in sorted(weights.items()):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if main:
+            update_digest(hasher, name, whole)
+    return hasher.hexdigest() if main else None
+
+
+def update_digest(hasher: Any, name: str, tensor: torch.Tensor) -> None:
+    """Add one named tensor to a weights digest."""
+    hasher.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+    hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -1,0 +1,33 @@
+"""Nodes that a run found unfit: `bad_nodes.txt`, left out when the run is submitted again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from forge.core.files import atomic_open
+from forge.core.terminal import say
+
+
+def read(path: Path) -> list[str]:
+    """Names in the file, one a line; what follows a # is for people. [] without a file."""
+    if not path.exists():
+        return []
+    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+    return [line for line in lines if line]
+
+
+def add(path: Path, reasons: Mapping[str, str]) -> None:
+    """Add nodes with the reason why; those that are there already stay as they are."""
+    known = read(path)
+    new = {node: reason for node, reason in reasons.items() if node not in known}
+    if not new:
+        return
+    today = time.strftime("%Y-%m-%d")
+    before = path.read_text() if path.exists() else ""
+    with atomic_open(path, "w") as file:
+        file.write(before)
+        for node in sorted(new):
+            file.write(f"{node}   # {today} {' '.join(new[node].split())}\n")
+    say(f"{', '.join(sorted(new))}: left out from now on, see {path}")

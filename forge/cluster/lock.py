@@ -1,0 +1,169 @@
+"""One writer at a time: a lease on an output folder that names the process that holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from forge.cluster import slurm
+from forge.core.errors import UnfitError
+from forge.core.files import atomic_open, disk_trouble, short_id
+from forge.core.process import Process, hostname
+from forge.core.terminal import say
+
+LEASE = ".lease"
+# Held by the Snakemake that looks after a run: a second one would submit the same job again.
+WORKFLOW_LEASE = ".workflow-lease"
+
+
+@contextmanager
+def lease(folder: Path, verb: str, *, name: str = LEASE) -> Iterator[None]:
+    """Hold the right to write `folder`; UnfitError names a living holder, a dead one is replaced.
+
+    Made with link(2) and rename(2), which are atomic on NFS too, unlike flock. A holder on another
+    host is judged by its Slurm job: whether that runs, and in which restart.
+    """
+    path = folder / name
+    job = slurm.this_job()
+    mine = {**Process.current().to_json(), "verb": verb, "restart": job.restarts if job else 0}
+    _acquire(path, mine)
+    try:
+        yield
+    finally:
+        _give_back(path, mine)
+
+
+def check_held(folder: Path, holder: dict[str, Any]) -> None:
+    """UnfitError when `holder` (a Process as JSON) does not hold the folder any more: whoever has taken
+    over writes there now, or has ended, and must not find its files changed.
+
+    A successor on this very host is no danger: it sees our processes, and waits for them.
+    """
+    held = _read(folder / LEASE)
+    if holder["host"] == hostname() and (not held or held["host"] == holder["host"]):
+        return
+    if not held or Process.from_json(held) != Process.from_json(holder):
+        now = f"held by {_who(held)} now" if held else "no longer held by the command that began"
+        raise UnfitError(
+            f"{folder} is {now}: nothing was committed",
+            cause="this node was cut off, and the run has gone on without it",
+        )
+
+
+def _acquire(path: Path, mine: dict[str, object]) -> None:
+    draft = path.with_name(f".lease.{uuid.uuid4().hex}")
+    with disk_trouble(path):
+        with atomic_open(draft, "w") as file:
+            json.dump(mine, file)
+        try:
+            _take(path, draft)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def _give_back(path: Path, mine: dict[str, object]) -> None:
+    """Its failure is no error: the end of this process gives the lease back as well."""
+    try:
+        if _read(path) == mine:
+            path.unlink(missing_ok=True)
+    except OSError as err:
+        say(f"{path} stays behind: {err.strerror}")
+
+
+def _take(path: Path, draft: Path) -> None:
+    """Make `draft` the lease at `path`; UnfitError if the holder lives or cannot be asked.
+
+    Many may find the same holder dead. The right to replace it is a lease itself, named after that
+    holder, so one of them has it; and the rename that replaces uses it up in the same moment, so
+    that nobody comes between, and somebody killed before it is replaced in turn.
+    """
+    while True:
+        try:
+            os.link(draft, path)
+            return
+        except FileExistsError:
+            if _is_same_file(draft, path):
+                return  # made, but the answer was lost on the network and the question asked again
+            held = _read(path)
+        if held is None:
+            continue  # given back meanwhile
+        _refuse_living(path, held)
+        right = path.with_name(f"{path.name}.{short_id(held)}")
+        try:
+            _take(right, draft)
+        except UnfitError:
+            if _read(path) == held:
+                raise
+            continue  # replaced meanwhile: judge the new holder
+        if _read(path) == held:
+            right.rename(path)
+            before = f"{_who(held)} that is gone" if held else "damaged lease"
+            say(f"{path.parent}: took over from a {before}")
+            return
+        right.unlink()
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return one.samefile(other)
+    return False
+
+
+def _read(name: Path) -> dict[str, object] | None:
+    try:
+        value = json.loads(name.read_text())
+        Process.from_json(value)
+        return dict(value)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        return {}  # not ours, or damaged: nobody can hold it
+
+
+def _refuse_living(name: Path, held: dict[str, object]) -> None:
+    if not held:
+        return
+    holder = Process.from_json(held)
+    if holder.is_here and not holder.is_alive():
+        return
+    if holder.is_here:
+        reused = f" (or, if that is no Forge: rm {name})" if holder.boot_id is None else ""
+        raise UnfitError(
+            f"{name.parent} is being written by {_who(held)}",
+            cause="the same command was given twice",
+            fix=f"wait for it, or stop it with: kill {holder.pid}{reused}",
+        )
+    if holder.slurm_job and slurm.is_here():
+        with contextlib.suppress(slurm.SlurmSilent):
+            _refuse_living_job(name, held, holder.slurm_job)
+            return
+    raise UnfitError(
+        f"{name.parent} is being written by {_who(held)}, which {hostname()} cannot ask",
+        cause="it was started on another host and is running there, or died there",
+        fix=f"if nothing of it runs on {holder.host} any more: rm {name}",
+    )
+
+
+def _refuse_living_job(name: Path, held: dict[str, object], job_id: str) -> None:
+    job = slurm.show_job(job_id)
+    if job is None or job.restarts > int(str(held.get("restart", 0))):
+        return  # ended, or restarted since: that start of it is dead
+    if job.is_living or (job.is_waiting and job.id != slurm.this_job_id()):
+        raise UnfitError(
+            f"{name.parent} is being written by {_who(held)}: job {job.id} is {job.state}",
+            cause="the same run was started twice",
+            fix=f"wait for job {job.id}, or end it with: scancel {job.id}",
+        )
+
+
+def _who(held: dict[str, object]) -> str:
+    job = f", Slurm job {held['slurm_job']}" if held.get("slurm_job") else ""
+    verb = held.get("verb")
+    command = verb if verb == "snakemake" else f"forge {verb}"
+    return f"`{command}` (pid {held.get('pid')} on {held.get('host')}{job})"

@@ -1,0 +1,107 @@
+"""Which tokenizer and tokens a config stands for: content ids, known before anything is built."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from forge.core.config import Config, Ids, Tokenize
+from forge.core.errors import ConfigError, DataError
+from forge.core.files import canonical, digest_bytes, digest_file, short_id
+from forge.data import corpus
+
+# Raised when the same settings and inputs would give other bytes: then nothing old is reused.
+TOKENIZER_FORMAT = 1
+TOKENS_FORMAT = 1
+
+READING = ("format", "text_field", "document_separator", "invalid_utf8")
+
+
+def freeze(config: Config) -> Config:
+    """The config with its ids filled in; ids that are there already are kept."""
+    return config if config.ids else config.model_copy(update={"ids": resolve_ids(config)})
+
+
+def resolve_ids(config: Config) -> Ids:
+    """Ids of the tokenizer and the tokens, from settings and the list of input files.
+
+    Names and sizes of the inputs count, not their contents: this runs at every start of the
+    workflow. Raises DataError (inputs) and ConfigError (tokenizer.path).
+    """
+    tokenizer = short_id(tokenizer_recipe(config))
+    return Ids(tokenizer=tokenizer, tokens=short_id(_tokens_recipe(config, tokenizer)))
+
+
+def require_current(config: Config, key: str) -> None:
+    """DataError where a frozen id (`tokenizer` or `tokens`) is not what the inputs give today.
+
+    Else other data would be stored under the id that the config was frozen with.
+    """
+    then, now = getattr(config.ids, key), getattr(resolve_ids(config), key)
+    if then != now:
+        raise DataError(
+            f"the config was frozen for {key} {then}, but its inputs now give {now}",
+            cause="input files were added, removed or changed in size, "
+            "or this machine has another Python",
+            fix="put the inputs back, or start again from the config file that has no ids",
+        )
+
+
+def tokenizer_recipe(config: Config) -> dict[str, Any]:
+    """What makes the tokenizer: only the settings that matter for its source."""
+    settings = config.tokenizer
+    recipe: dict[str, Any] = {
+        "format": TOKENIZER_FORMAT,
+        "source": settings.source,
+        "eos_token": settings.eos_token,
+    }
+    match settings.source:
+        case "train":
+            recipe |= settings.model_dump(include={"vocab_size", "sample_mib"})
+            recipe |= config.tokenize.model_dump(include=set(READING))
+            recipe["listing"] = _listing_digest(config.tokenize)
+        case "path":
+            recipe["files"] = {
+                path.name: digest_file(path) for path in tokenizer_files(str(settings.path))
+            }
+        case "hub":
+            recipe["hub"] = settings.hub
+    return recipe
+
+
+def tokenizer_files(path: str) -> list[Path]:
+    """The file that `tokenizer.path` names, and tokenizer_config.json where it lies beside."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(
+            f"tokenizer.path is {path!r}: there is no such file",
+            fix="give the path of a tokenizer.json, relative to the folder you work in",
+        )
+    beside = file.with_name("tokenizer_config.json")
+    return [file, beside] if beside.is_file() else [file]
+
+
+def tokens_settings(settings: Tokenize) -> dict[str, Any]:
+    """The settings that decide the shards; the inputs count by their files, not their spelling."""
+    return settings.model_dump(mode="json", exclude={"inputs"})
+
+
+def _tokens_recipe(config: Config, tokenizer: str) -> dict[str, Any]:
+    return {
+        "format": TOKENS_FORMAT,
+        "tokenizer": tokenizer,
+        "settings": tokens_settings(config.tokenize),
+        "listing": _listing_digest(config.tokenize),
+    }
+
+
+def _listing_digest(settings: Tokenize) -> str:
+    return _cached_listing_digest(tuple(settings.inputs), str(Path.cwd()))
+
+
+@functools.cache
+def _cached_listing_digest(inputs: tuple[str, ...], _folder: str) -> str:
+    """Cached, since a sweep of 200 runs asks 200 times; relative inputs depend on the folder."""
+    files = corpus.list_files(Tokenize(inputs=list(inputs)))
+    return digest_bytes(canonical([(file.name, file.size) for file in files]))

@@ -1,0 +1,460 @@
+"""The corpus as shards of token ids: parts of it are encoded by worker processes, then listed."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import blake3
+import numpy as np
+from pydantic import ValidationError
+
+from forge.core.config import Config, Tokenize
+from forge.core.errors import DataError, UnfitError
+from forge.core.files import digest_file, disk_trouble, read_json, write_json
+from forge.core.paths import tokenizer_folder, tokens_folder
+from forge.core.terminal import progress, say
+from forge.data import content_ids, corpus
+from forge.data.corpus import InputFile
+from forge.data.encoders import (
+    BATCH_BYTES,
+    Encode,
+    NoFastEncoder,
+    Unencodable,
+    check_no_end,
+    fast_encoder,
+    reference_encoder,
+)
+from forge.data.shards import (
+    MANIFEST,
+    SPLITS,
+    Entry,
+    InputEntry,
+    Manifest,
+    Shard,
+    ShardEntry,
+    ShardSet,
+    ShardWriter,
+    Split,
+    Total,
+    dtype_name,
+)
+from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
+
+PART_FORMAT: Literal[1] = 1
+
+
+# --- the verb -----------------------------------------------------------------------------------
+
+
+def tokenize(config: Config, *, workers: int) -> Path:
+    """Turn the corpus into shards and return their folder; `workers` processes encode.
+
+    Run again it does nothing; run again after it was killed it keeps the finished parts. The bytes
+    are the same whatever the number of workers. The caller holds the folder's lease.
+    Raises DataError (no tokenizer, bad or too little text) and UnfitError (disk, memory).
+    """
+    config = content_ids.freeze(config)
+    assert config.ids is not None
+    content_ids.require_current(config, "tokens")
+    tokenizer_place = tokenizer_folder(config.data, config.ids.tokenizer)
+    tokenizer = load_tokenizer(tokenizer_place)
+    files = corpus.list_files(config.tokenize)
+    folder = tokens_folder(config.data, config.ids.tokens)
+    if _is_current(folder, tokenizer, files, threads=max(1, min(workers, os.cpu_count() or 1))):
+        say(f"tokens {folder.name}: nothing to do")
+        return folder
+    _clean(folder)
+    job = _Job(folder, tokenizer_place, config.tokenize, fast=_can_be_fast(folder, tokenizer))
+    groups = _group(files, config.tokenize.part_mib)
+    try:
+        parts = _encode_with_fallback(job, groups, workers)
+    finally:
+        _clean(folder)  # an ended worker leaves the shard that it was writing
+    manifest = _manifest(folder.name, config, tokenizer, parts)
+    _check_splits(manifest, config.tokenize)
+    write_json(folder / MANIFEST, manifest.model_dump(mode="json"))
+    _say_result(folder)
+    return folder
+
+
+def _is_current(
+    folder: Path, tokenizer: LoadedTokenizer, files: list[InputFile], threads: int
+) -> bool:
+    """Whether the shards are there and made of these very inputs, by digest, and tokenizer."""
+    if not (folder / MANIFEST).exists():
+        return False
+    try:
+        manifest = ShardSet.open(folder).manifest
+    except DataError as err:
+        say(f"{err.what}: making the shards again")
+        return False
+    if manifest.tokenizer_digest != tokenizer.digest:
+        say(f"tokens {folder.name}: the tokenizer has changed, making the shards again")
+        return False
+    changed = set(_input_entries(files, threads)) ^ set(manifest.inputs)
+    for name in sorted({entry.name for entry in changed}):
+        say(f"tokens {folder.name}: {name} has changed, making its shards again")
+    return not changed
+
+
+def _input_entries(files: list[InputFile], threads: int = 1) -> list[InputEntry]:
+    entries = []
+    for file in files:
+        try:
+            digest = digest_file(file.path, threads=threads)
+        except OSError as err:
+            raise DataError(f"cannot read {file.path}: {err.strerror}") from None
+        entries.append(InputEntry(name=file.name, size=file.size, digest=digest))
+    return entries
+
+
+def _clean(folder: Path) -> None:
+    """Take away the manifest, which no longer holds, and what a killed run was writing."""
+    with disk_trouble(folder):
+        (folder / MANIFEST).unlink(missing_ok=True)
+        for leftover in [*folder.rglob(".*.bin.*"), *folder.rglob(".*.json.*")]:
+            leftover.unlink()
+
+
+def _group(files: list[InputFile], part_mib: float) -> list[list[InputFile]]:
+    """Consecutive files in parts of about part_mib; a larger file is a part of its own."""
+    parts: list[list[InputFile]] = []
+    room = 0.0
+    for file in files:
+        if not parts or file.size > room:
+            parts.append([])
+            room = part_mib * 2**20
+        parts[-1].append(file)
+        room -= file.size
+    return parts
+
+
+def _manifest(
+    tokens_id: str, config: Config, tokenizer: LoadedTokenizer, parts: list[Part]
+) -> Manifest:
+    splits = {split: [s for part in parts for s in part.splits[split]] for split in SPLITS}
+    return Manifest(
+        id=tokens_id,
+        dtype=dtype_name(tokenizer.vocab_size),
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        tokenizer_id=tokenizer.id,
+        tokenizer_digest=tokenizer.digest,
+        settings=content_ids.tokens_settings(config.tokenize),
+        inputs=[entry for part in parts for entry in part.inputs],
+        splits=splits,
+        totals={split: Total.of(shards) for split, shards in splits.items()},
+    )
+
+
+def _check_splits(manifest: Manifest, settings: Tokenize) -> None:
+    num_train, num_val = (manifest.totals[split].documents for split in SPLITS)
+    if num_train and num_val:
+        return
+    if not num_train and not num_val:
+        raise DataError(
+            f"the corpus has no documents: {len(manifest.inputs)} files, "
+            f"{sum(entry.size for entry in manifest.inputs)} bytes",
+            cause="the files are empty or hold only white space",
+            fix="correct tokenize.inputs",
+        )
+    empty, direction = ("val", "raise") if num_train else ("train", "lower")
+    raise DataError(
+        f"the {empty} split is empty: {num_train} documents to train on, {num_val} held out "
+        f"(tokenize.val_fraction {settings.val_fraction})",
+        cause="each document goes to one split as a whole, and there are too few of them",
+        fix="cut text files into documents with tokenize.document_separator, add documents, "
+        f"or {direction} tokenize.val_fraction",
+    )
+
+
+def _say_result(folder: Path) -> None:
+    shards = ShardSet.open(folder)
+    totals = shards.manifest.totals
+    counts = ", ".join(
+        f"{split} {totals[split].tokens} tokens in {totals[split].documents} documents"
+        for split in SPLITS
+    )
+    say(f"tokens {folder.name}: {counts}, {shards.num_bytes / 1e6:.1f} MB in {folder}")
+
+
+# --- which encoder ------------------------------------------------------------------------------
+
+# In a folder where gigatoken once failed midway or gave other ids: a run that goes on must not
+# trust it. Holds the reason.
+ONLY_TOKENIZERS = "only-tokenizers"
+
+
+def _can_be_fast(folder: Path, tokenizer: LoadedTokenizer) -> bool:
+    try:
+        if (folder / ONLY_TOKENIZERS).exists():
+            reason = (folder / ONLY_TOKENIZERS).read_text(errors="replace")
+            raise NoFastEncoder(reason or "gigatoken gave other ids before")
+        fast_encoder(tokenizer)
+    except NoFastEncoder as err:
+        say(f"{err}: encoding with tokenizers, the same ids but many times slower")
+        return False
+    return True
+
+
+def _encode_with_fallback(job: _Job, groups: list[list[InputFile]], workers: int) -> list[Part]:
+    """Every part's record. Where gigatoken fails midway, no part keeps what it made.
+
+    Its finished parts were compared only by sample. After one text that it cannot encode, that is
+    too little to trust the rest; and so the shards are those of one encoder, the tokenizers library.
+    """
+    try:
+        return _encode_parts(job, groups, workers)
+    except NoFastEncoder as err:
+        reason = str(err)
+    say(f"{reason}: encoding every part again with tokenizers, many times slower")
+    with disk_trouble(job.folder):
+        (job.folder / ONLY_TOKENIZERS).write_text(reason)
+        for record in (job.folder / "parts").glob("part-*.json"):
+            record.unlink()
+    return _encode_parts(replace(job, fast=False), groups, workers)
+
+
+# --- the pool of workers ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What every worker needs to know."""
+
+    folder: Path
+    tokenizer: Path
+    settings: Tokenize
+    fast: bool
+    """Encode with gigatoken, and compare a sample with tokenizers."""
+
+
+def _encode_parts(job: _Job, groups: list[list[InputFile]], workers: int) -> list[Part]:
+    """Every part's record, in the order of the parts."""
+    # A fork would copy the threads' locks of the tokenizers library in whatever state they are.
+    context = multiprocessing.get_context("spawn")
+    # One number a part, written by one worker: no lock that a killed worker could keep.
+    read_bytes = context.RawArray("q", len(groups))
+    pool = ProcessPoolExecutor(
+        max(1, min(workers, len(groups))),
+        context,
+        initializer=_start_worker,
+        initargs=(os.getpid(), job, read_bytes),
+    )
+    others = set(multiprocessing.active_children())
+    finished: dict[int, Part] = {}
+    total_mib = sum(file.size for group in groups for file in group) / 2**20
+    try:
+        with progress("tokenize", total_mib, "MiB") as update:
+            for number, part in _results(pool, groups, 4 * workers):
+                if part is not None:
+                    finished[number] = part
+                update(sum(read_bytes) / 2**20, f"{len(finished)}/{len(groups)} parts")
+    except BaseException as err:
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.terminate()  # none goes on behind an error or a Ctrl-C
+        if not isinstance(err, BrokenProcessPool):
+            raise
+        raise UnfitError(
+            f"a worker process was killed after {len(finished)} of {len(groups)} parts",
+            cause="most likely out of memory: a worker holds its largest document, encoded",
+            fix="give it more memory or fewer workers; finished parts are kept",
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return [finished[number] for number in range(len(groups))]
+
+
+def _results(
+    pool: ProcessPoolExecutor, groups: list[list[InputFile]], in_flight: int
+) -> Iterator[tuple[int, Part | None]]:
+    """(number, record) of each part when it is done, and (-1, None) twice a second meanwhile.
+
+    Few parts are handed out at a time: a large corpus has 100 000 of them.
+    """
+    waiting = iter(enumerate(groups))
+    running: dict[Future[tuple[Part, list[str]]], int] = {}
+    while True:
+        for number, group in waiting:
+            running[pool.submit(_make_part, number, group)] = number
+            if len(running) >= in_flight:
+                break
+        if not running:
+            return
+        done, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
+        for future in done:
+            record, warnings = future.result()
+            for warning in warnings:
+                say(warning)
+            yield running.pop(future), record
+        yield -1, None
+
+
+# --- in a worker --------------------------------------------------------------------------------
+
+_job: _Job
+_read_bytes: Any
+
+
+def _start_worker(parent: int, job: _Job, read_bytes: Any) -> None:
+    global _job, _read_bytes  # the pool gives an initializer no other place
+    _job, _read_bytes = job, read_bytes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the parent decides
+    _die_with(parent)
+    # One process per core already; the library's own threads would only compete.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _die_with(parent: int) -> None:
+    """Let the kernel end this process when the parent is gone, even by SIGKILL (Linux)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, prctl(2)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+
+
+@functools.cache
+def _loaded(folder: Path, fast: bool) -> tuple[LoadedTokenizer, Encode]:
+    tokenizer = load_tokenizer(folder)
+    return tokenizer, (fast_encoder if fast else reference_encoder)(tokenizer)
+
+
+class Part(Entry):
+    """What is done of the corpus: some input files and the shards made of them."""
+
+    format: Literal[1] = PART_FORMAT
+    tokenizer_digest: str
+    inputs: list[InputEntry]
+    splits: dict[Split, list[ShardEntry]]
+
+
+def _make_part(number: int, files: list[InputFile]) -> tuple[Part, list[str]]:
+    """The record of one part, and warnings for people. A part that is there and holds is kept."""
+    tokenizer, encode = _loaded(_job.tokenizer, _job.fast)
+    inputs = _input_entries(files)
+    path = _job.folder / "parts" / f"part-{number:05d}.json"
+    kept = _finished_part(path, inputs, tokenizer)
+    if kept is not None:
+        _read_bytes[number] = sum(file.size for file in files)
+        return kept, []
+    with disk_trouble(_job.folder):
+        path.unlink(missing_ok=True)
+        for stale in _job.folder.glob(f"*-{number:05d}-*.bin"):
+            stale.unlink()
+    warnings: list[str] = []
+    splits = _write_shards(number, files, warnings, tokenizer, encode)
+    part = Part(tokenizer_digest=tokenizer.digest, inputs=inputs, splits=splits)
+    write_json(path, part.model_dump(mode="json"))
+    return part, warnings
+
+
+def _finished_part(path: Path, inputs: list[InputEntry], tokenizer: LoadedTokenizer) -> Part | None:
+    """The record of a part made of these inputs, if its shards still have their digests."""
+    try:
+        part = Part.model_validate(read_json(path))
+        if part.inputs != inputs or part.tokenizer_digest != tokenizer.digest:
+            return None
+        dtype = np.dtype(dtype_name(tokenizer.vocab_size))
+        for entry in (entry for split in SPLITS for entry in part.splits[split]):
+            shard = Shard(_job.folder / entry.file, entry.tokens, entry.digest, dtype)
+            shard.check_digest()
+            # A Forge that took text for the end of a document may have made it.
+            if np.count_nonzero(shard.read() == tokenizer.eos_id) != entry.documents:
+                return None
+    except (DataError, ValidationError):
+        return None
+    return part
+
+
+def _documents(number: int, files: list[InputFile], warnings: list[str]) -> Iterator[str]:
+    def consumed(num_bytes: int) -> None:
+        _read_bytes[number] += num_bytes
+
+    for file in files:
+        yield from corpus.read_documents(
+            file, _job.settings, warn=warnings.append, consumed=consumed
+        )
+
+
+def _write_shards(
+    number: int,
+    files: list[InputFile],
+    warnings: list[str],
+    tokenizer: LoadedTokenizer,
+    encode: Encode,
+) -> dict[Split, list[ShardEntry]]:
+    eos = np.array([tokenizer.eos_id], dtype=np.uint32)
+    settings = _job.settings
+    num_documents = 0
+    with ExitStack() as stack:
+        writers = {
+            split: stack.enter_context(
+                ShardWriter(
+                    _job.folder,
+                    f"{split}-{number:05d}",
+                    tokenizer.vocab_size,
+                    settings.shard_tokens,
+                )
+            )
+            for split in SPLITS
+        }
+        for batch in _batches(_documents(number, files, warnings)):
+            try:
+                encoded = encode(batch)
+                # The last defense: as many of these ids as documents, whatever encoded them.
+                check_no_end(tokenizer, batch, encoded)
+            except Unencodable as err:
+                raise _unencodable(files, num_documents + err.number, err.reason) from None
+            num_documents += len(batch)
+            for document, ids in zip(batch, encoded, strict=True):
+                writers[split_of(document, settings.val_fraction)].add(np.concatenate([ids, eos]))
+    return {split: writer.entries for split, writer in writers.items()}
+
+
+def _unencodable(files: list[InputFile], index: int, reason: str) -> DataError:
+    """The error that names the index-th document of some files, which are read again for that."""
+    place = "a document"
+    for file in files:
+        documents = corpus.read_documents(file, _job.settings, warn=lambda _: None)
+        for number, _ in enumerate(documents, start=1):
+            if index == 0:
+                place = f"{file.path}, document {number}"
+            index -= 1
+    return DataError(
+        f"{place}: {reason}",
+        cause="the tokenizer's vocabulary has no other ids for this text",
+        fix="take the text out of the document, choose another tokenizer, "
+        "or a tokenizer.eos_token that no text spells",
+    )
+
+
+def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    num_bytes = 0
+    for document in documents:
+        batch.append(document)
+        num_bytes += len(document.encode())
+        if num_bytes >= BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def split_of(document: str, val_fraction: float) -> Split:
+    """The split by the digest of the text: equal documents never end up on both sides."""
+    number = int.from_bytes(blake3.blake3(document.encode()).digest(8), "little")
+    return "val" if number / 2**64 < val_fraction else "train"

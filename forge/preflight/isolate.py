@@ -1,0 +1,220 @@
+"""Do the ranks of these nodes work together? If not, whose fault is it? Answered before a deadline."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge.cluster.placement import Geometry, Place
+from forge.core.machine import Machine
+from forge.core.paths import RunPaths
+from forge.core.process import stop_with_parent
+from forge.core.terminal import say
+from forge.launch.launcher import run_ranks
+from forge.preflight.bisection import Broken, Group, NoTimeLeft, find_broken
+from forge.preflight.node_checks import Check
+from forge.preflight.rank_checks import rank_checks
+
+# Ranks that have met get this long for one collective, half of it while searching for a fault, and
+# less where the deadline is short: of 16 nodes the search takes about 8 starts in a row.
+TALK_SEC, TALK_SHARE = 10.0, 1 / 9
+# The first start reads torch from a cold disk. Where it takes more of the time that is left, the
+# rest must do to search for the fault.
+FIRST_SHARE = 0.6
+# A later start finds everything read.
+TRY_SEC, SHORTEST_TRY_SEC = 30.0, 8.0
+# Ranks of a preflight have nothing to save.
+GRACE_SEC = 5.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One start of all ranks of some hosts. Can be sent to another process."""
+
+    folder: Path  # for its files and logs, as of a run
+    machine: Machine
+    ranks_per_node: int
+    place: Place
+    python: str
+    talk_sec: float
+    nccl_file: str
+    deadline_sec: float
+
+    def run(self) -> list[Check]:
+        """Start the ranks; what they find together, or why they do not."""
+        started = time.time()
+        record = run_ranks(
+            "preflight",
+            RunPaths(self.folder),
+            self.machine,
+            self.geometry,
+            place=self.place,
+            python=self.python,
+            options={"patience_sec": self.talk_sec, "nccl_file": self.nccl_file},
+            deadline_sec=self.deadline_sec,
+        )
+        if record.status == "completed":
+            return list(rank_checks(record, self.geometry, self.machine))
+        late = time.time() - started >= self.deadline_sec
+        limit = f"not through within {self.deadline_sec:.3g} s: " if late else ""
+        logs = RunPaths(self.folder).logs
+        said = f" ({error})" if (error := last_error(logs, started)) else ""
+        fix = f"read the ranks' logs in {logs}"
+        return [Check("rendezvous", "fail", f"{limit}{record.message}{said}", fix)]
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(len(self.place.hosts), self.ranks_per_node)
+
+
+def last_error(logs: Path, since: float) -> str:
+    """The last error in logs that were written since then, as Python or srun names it; "" for none."""
+    fresh = [path for path in logs.glob("*.log") if path.stat().st_mtime >= since]
+    lines = [line for path in fresh for line in path.read_text(errors="replace").splitlines()]
+    errors = [
+        line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*: |srun: error: ", line)
+    ]
+    return errors[-1][:300] if errors else ""
+
+
+class Prober:
+    """Starts the ranks of any nodes of a place, and searches for the fault where they fail."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        machine: Machine,
+        ranks_per_node: int,
+        place: Place,
+        *,
+        python: str,
+        end: float,
+    ) -> None:
+        """python: what runs the ranks. end: time.monotonic() by when all must be over."""
+        self._paths, self._ranks, self._place = paths, ranks_per_node, place
+        self._python, self._end = python, end
+        self._deadline_sec = machine.preflight.deadline_sec
+        self._machine = _impatient(machine)
+        self.trials = paths.allocation / "trials"  # what is tried while searching, with logs
+        self._tried: dict[frozenset[str], list[Check]] = {}
+        shutil.rmtree(self.trials, ignore_errors=True)
+
+    def together(self, hosts: Sequence[str]) -> list[Check]:
+        """What all ranks of these hosts find together."""
+        sec = self._deadline_sec
+        if len(hosts) > 1:
+            share = 1 if self._tried else FIRST_SHARE
+            sec = max(SHORTEST_TRY_SEC, share * (self._end - time.monotonic()))
+        trial = self._trial(hosts, self._paths.root, sec)
+        with _nccl_tells(self._paths.logs):
+            return self._note(hosts, trial.run())
+
+    def search(self, hosts: Sequence[str]) -> Broken:
+        """What is at fault among hosts that fail together."""
+        say(f"{len(hosts)} nodes fail together; looking for the node or the pair at fault …")
+        context = multiprocessing.get_context("spawn")
+        with (
+            _nccl_tells(self._paths.logs),
+            ProcessPoolExecutor(2, context, stop_with_parent) as pool,
+        ):
+            return find_broken(hosts, lambda groups: self._work(groups, pool))
+
+    def found(self, hosts: Sequence[str]) -> list[Check] | None:
+        """What exactly these hosts found together, if that was tried."""
+        return self._tried.get(frozenset(hosts))
+
+    @property
+    def has_time(self) -> bool:
+        """Whether one more trial may start."""
+        return self._end - time.monotonic() >= SHORTEST_TRY_SEC
+
+    def reason(self, *hosts: str) -> str:
+        """What went wrong in the smallest trial of these hosts."""
+        failures = [
+            (len(tried), _failure(checks))
+            for tried, checks in self._tried.items()
+            if _failure(checks) and tried >= set(hosts)
+        ]
+        return min(failures)[1] if failures else ""
+
+    def _work(self, groups: Sequence[Group], pool: ProcessPoolExecutor) -> list[bool]:
+        """Whether each of these groups works, tried at the same time. Raises NoTimeLeft."""
+        if not self.has_time:
+            raise NoTimeLeft
+        left = self._end - time.monotonic()
+        say(f"  trying {' and '.join('+'.join(group) for group in groups)}")
+        trials = [
+            self._trial(group, self.trials / "+".join(group)[:100], min(left, TRY_SEC))
+            for group in groups
+        ]
+        running = [pool.submit(trial.run) for trial in trials]
+        for group, future in zip(groups, running, strict=True):
+            self._note(group, future.result())
+        return [not _failure(self._tried[frozenset(group)]) for group in groups]
+
+    def _trial(self, hosts: Sequence[str], folder: Path, sec: float) -> Trial:
+        talk_sec = min(TALK_SEC, self._deadline_sec * TALK_SHARE)
+        if folder != self._paths.root:
+            talk_sec /= 2
+        return Trial(
+            folder,
+            self._machine,
+            self._ranks,
+            self._place.only(hosts),
+            self._python,
+            talk_sec,
+            _nccl_file(self._paths.logs),
+            sec,
+        )
+
+    def _note(self, hosts: Sequence[str], checks: list[Check]) -> list[Check]:
+        self._tried[frozenset(hosts)] = checks
+        return checks
+
+
+def _failure(checks: Sequence[Check]) -> str:
+    failed = [f"{c.name}: {' '.join(c.message.split())}" for c in checks if c.status == "fail"]
+    return "; ".join(failed)
+
+
+def _impatient(machine: Machine) -> Machine:
+    """The machine with timeouts of a preflight: ranks that do not meet must not wait for minutes."""
+    meeting_sec = max(TALK_SEC, machine.preflight.deadline_sec / 3)
+    fabric = {"timeout_sec": min(machine.fabric.timeout_sec, meeting_sec)}
+    return machine.model_copy(
+        update={
+            "stop_grace_sec": min(machine.stop_grace_sec, GRACE_SEC),
+            "fabric": machine.fabric.model_copy(update=fabric),
+        }
+    )
+
+
+def _nccl_file(logs: Path) -> str:
+    """Where NCCL writes, one file a process: it puts the host for %h and the pid for %p."""
+    return f"{logs.absolute()}/nccl.%h.%p.txt"
+
+
+@contextmanager
+def _nccl_tells(logs: Path) -> Iterator[None]:
+    """Let NCCL write which network it chose; ranks that start meanwhile inherit it."""
+    wanted = {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,NET",
+        "NCCL_DEBUG_FILE": _nccl_file(logs),
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update({name: before[name] or value for name, value in wanted.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]

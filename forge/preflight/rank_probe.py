@@ -1,0 +1,222 @@
+"""The preflight of one rank: is it who the geometry says, do its collectives work and run well?"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from forge.cluster.network import infiniband_interface
+from forge.core.errors import Exit
+from forge.core.process import hostname
+from forge.core.provenance import versions
+from forge.launch.launcher import Record, Spec
+from forge.launch.process_group import World
+
+LATENCY_ROUNDS = 20
+BANDWIDTH_ROUNDS = 3
+BANDWIDTH_MIB = 16
+
+PAIR_MIB = 4
+PAIR_ROUNDS = 15  # each node meets this many others at most: enough for a median
+MATMUL_SIZE = {"cpu": 768, "cuda": 8192}  # some 20 ms on a core, and on a large GPU
+MATMUL_TRIALS = 5
+
+
+class Watch:
+    """Ends this rank, with a record that says in what, where a step takes longer than the patience.
+
+    A timeout of a process group does not: Gloo counts it anew for each piece that arrives.
+    """
+
+    def __init__(self, spec: Spec, rank: int) -> None:
+        self._spec, self._rank = spec, rank
+        self.patience_sec: float = spec.options["patience_sec"]
+        self._timer: threading.Timer | None = None
+
+    def begin(self, doing: str) -> None:
+        """The step before has ended, this one begins."""
+        self.end()
+        self._timer = threading.Timer(self.patience_sec, self._give_up, [doing])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def end(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+
+    def _give_up(self, doing: str) -> None:
+        message = f"{doing} took longer than {self.patience_sec:.3g} s"
+        record = Record("failed", self._rank, Exit.UNFIT, cause="peer lost", message=message)
+        record.write(self._spec)
+        os._exit(1)  # the main thread is held in a collective
+
+
+@dataclass(frozen=True)
+class Talk:
+    """Groups whose collectives fail within seconds, where the process group's own wait for minutes."""
+
+    data: dist.ProcessGroup  # over the backend that training uses
+    control: dist.ProcessGroup  # Gloo
+
+    @classmethod
+    def of(cls, world: World, patience_sec: float) -> Talk:
+        """All ranks call it."""
+        patience = timedelta(seconds=patience_sec)
+        data = dist.new_group(timeout=patience)
+        if world.backend == "gloo":
+            return cls(data, data)
+        return cls(data, dist.new_group(backend="gloo", timeout=patience))
+
+
+def check(world: World, spec: Spec) -> Record:
+    """Facts of all ranks and figures of their talk, in rank 0's record. All ranks call it.
+
+    A collective that takes longer than the option `patience_sec` fails.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing to save, and C++ may hold the thread
+    watch = Watch(spec, world.rank.rank)
+    watch.begin("connecting to all other ranks")
+    talk = Talk.of(world, watch.patience_sec)
+    figures = _all_reduce(world, talk, watch)
+    pairs = _pairs(world, talk, watch)
+    watch.begin("telling rank 0 what was found")
+    mine = {**_facts(world, spec), "tflop_per_sec": _matmul(world.device), "pairs": pairs}
+    facts: list[Any] = [None] * world.rank.world_size
+    dist.all_gather_object(facts, mine, group=talk.control)
+    result = {
+        "ranks": facts,
+        "backend": world.backend,
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        **figures,
+    }
+    world.barrier()
+    watch.end()
+    return Record("completed", world.rank.rank, result=result)
+
+
+def _facts(world: World, spec: Spec) -> dict[str, Any]:
+    return {
+        "rank": world.rank.rank,
+        "local_rank": world.rank.local_rank,
+        "host": hostname(),
+        "device": str(world.device),
+        "versions": versions(),
+        "infiniband": infiniband_interface() is not None,
+        "network": _network(spec.options["nccl_file"]),
+    }
+
+
+def _network(nccl_file: str) -> str:
+    """The network that NCCL named in this process's NCCL_DEBUG_FILE, which goes; "" without NCCL."""
+    path = Path(nccl_file.replace("%h", hostname()).replace("%p", str(os.getpid())))
+    with suppress(FileNotFoundError):
+        text = path.read_text(errors="replace")
+        path.unlink()
+        return network_chosen(text)
+    return ""
+
+
+def network_chosen(log: str) -> str:
+    """The network in NCCL_DEBUG=INFO output, such as `IB mlx5_0` or `Socket eth0`; "" where none."""
+    found = re.search(r"NET/(\w+) : Using (?:\[\d+\])?([^\s:]+)", log)
+    return f"{found.group(1)} {found.group(2)}" if found else ""
+
+
+def _all_reduce(world: World, talk: Talk, watch: Watch) -> dict[str, Any]:
+    """Whether the sum is right; latency (median, microseconds) and bus bandwidth (GB/s).
+
+    Bus bandwidth as in nccl-tests (doc/PERFORMANCE.md): bytes / seconds * 2 (n - 1) / n.
+    """
+    size = world.rank.world_size
+    watch.begin("an all-reduce of one number")
+    small = torch.full((1,), float(world.rank.rank + 1), device=world.device)
+    dist.all_reduce(small, group=talk.data)
+    right = small.item() == size * (size + 1) / 2
+    latency = [_timed(lambda: _reduce(small, talk)) for _ in range(LATENCY_ROUNDS)]
+    watch.begin(f"{BANDWIDTH_ROUNDS} all-reduces of {BANDWIDTH_MIB} MiB")
+    large = torch.ones(BANDWIDTH_MIB * 2**18, device=world.device)
+    seconds = min(_timed(lambda: _reduce(large, talk)) for _ in range(BANDWIDTH_ROUNDS))
+    bus = large.numel() * 4 / seconds * 2 * (size - 1) / size / 1e9
+    return {
+        "all_reduce_right": right,
+        "latency_us": round(statistics.median(latency) * 1e6, 1),
+        "bus_gb_per_sec": round(bus, 3),
+    }
+
+
+def _reduce(tensor: torch.Tensor, talk: Talk) -> None:
+    dist.all_reduce(tensor, group=talk.data)
+
+
+def _matmul(device: torch.device) -> float:
+    """The best of a few products of two square matrices, TFLOP/s (2 n^3 a product)."""
+    size = MATMUL_SIZE[device.type]
+    a = torch.ones(size, size, device=device)
+    seconds = min(_timed(lambda: torch.mm(a, a)) for _ in range(MATMUL_TRIALS))
+    return round(2 * size**3 / seconds / 1e12, 4)
+
+
+def _pairs(world: World, talk: Talk, watch: Watch) -> list[tuple[int, float]]:
+    """Bandwidth with the leaders of other nodes: (their rank, GB/s). [] on ranks that lead none.
+
+    Leaders are local rank 0 of each node. They meet in rounds, each pair by itself, so that a slow
+    node shows as slow with everybody. All ranks call it.
+    """
+    per_node = world.rank.local_world_size
+    node, place = divmod(world.rank.rank, per_node)
+    measured = []
+    one, block = (torch.ones(n, device=world.device) for n in (1, PAIR_MIB * 2**18))
+    for partners in tournament(world.rank.world_size // per_node):
+        watch.begin(f"sending {PAIR_MIB} MiB between pairs of nodes")
+        dist.barrier(group=talk.control)
+        if place == 0 and node in partners:
+            meeting = partners[node] * per_node, node < partners[node], talk
+            _there_and_back(one, *meeting)  # connect first
+            trip = functools.partial(_there_and_back, block, *meeting)
+            seconds = min(_timed(trip) for _ in range(BANDWIDTH_ROUNDS))
+            measured.append((meeting[0], round(2 * block.numel() * 4 / seconds / 1e9, 4)))
+    return measured
+
+
+def _there_and_back(tensor: torch.Tensor, other: int, is_first: bool, talk: Talk) -> None:
+    if is_first:
+        dist.send(tensor, other, group=talk.data)
+    dist.recv(tensor, other, group=talk.data)
+    if not is_first:
+        dist.send(tensor, other, group=talk.data)
+
+
+def tournament(players: int) -> Iterator[dict[int, int]]:
+    """Rounds in which each player meets one other, each time another one; at most PAIR_ROUNDS.
+
+    The circle method: the first stays, the others move on by one place a round.
+    """
+    circle = list(range(players + players % 2))  # one more where one sits out each round
+    for _ in range(min(len(circle) - 1, PAIR_ROUNDS)):
+        half = len(circle) // 2
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        meeting = [(a, b) for a, b in pairs if players not in (a, b)]
+        yield {a: b for pair in meeting for a, b in (pair, pair[::-1])}
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started

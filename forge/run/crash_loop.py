@@ -1,0 +1,56 @@
+"""The progress gate: a run that starts again and again without a new step ends, with the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from forge.core import event_log
+from forge.core.errors import TrainingError
+from forge.launch.stop_signal import PERSONS_CAUSES
+
+# After these a person acts, so that what comes next is no repetition.
+_ENDS = ("failed", "completed")
+_SILENT = "it ended without a word: killed, or its node was lost"
+
+
+def refuse_if_stuck(events: Path, step: int, limit: int) -> None:
+    """TrainingError (70) when the last `limit` starts all began at `step`, the newest checkpoint's.
+
+    Starts that a person ended (Ctrl-C, STOP file) or that were preempted do not count, and nothing
+    that lies before an end that a person has seen.
+    """
+    starts = fruitless_starts(event_log.read_events(events), step)
+    if len(starts) < limit:
+        return
+    reasons = "\n".join(f"    {number}. {reason}" for number, reason in enumerate(starts, 1))
+    raise TrainingError(
+        f"{len(starts)} starts in a row did not get beyond step {step}"
+        f" (max_restarts_without_progress is {limit}):\n{reasons}",
+        cause="each start meets the same trouble before its first checkpoint",
+        fix="mend the trouble, or checkpoint more often (train.checkpoint_every,"
+        " train.checkpoint_minutes); the same command then goes on",
+    )
+
+
+def fruitless_starts(events: Sequence[dict[str, Any]], step: int) -> list[str]:
+    """How each of the last starts ended that began at `step`, oldest first."""
+    starts: list[str] = []
+    reason, counts = _SILENT, True
+    for event in reversed(events):
+        name = event["event"]
+        if name in _ENDS:
+            break
+        if name in ("lost", "requeue", "stop"):
+            counts = counts and event.get("cause") not in PERSONS_CAUSES
+            reason = str(event.get("message") or event.get("cause"))
+        elif name == "preempted":
+            counts = False
+        elif name == "launch":
+            if event.get("step") != step:
+                break
+            if counts:
+                starts.insert(0, f"{event['launch']}: {reason}")
+            reason, counts = _SILENT, True
+    return starts

@@ -1,0 +1,298 @@
+"""The verb `train`: from a run's config to its completion record, around the ranks that train."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from forge.checkpoint import directory, parent
+from forge.cluster import exclude, slurm
+from forge.cluster.lock import lease
+from forge.cluster.placement import Geometry, Place, check_geometry, find_place
+from forge.core import event_log
+from forge.core.config import Config
+from forge.core.errors import DataError, Exit, ForgeError, TrainingError, UnfitError
+from forge.core.files import read_json, read_object, write_json
+from forge.core.machine import Machine
+from forge.core.paths import RunPaths, tokens_folder
+from forge.core.provenance import config_digest
+from forge.core.terminal import say
+from forge.data.content_ids import freeze
+from forge.launch.launcher import (
+    MAX_RESTARTS_AFTER_LOSS,
+    RankFailure,
+    Record,
+    run_ranks,
+    wait_for_orphans,
+)
+from forge.run import crash_loop, requeue
+from forge.staging.staged import remove_staged, staged_folders, staged_python
+
+
+class StoppedEarly(ForgeError):
+    """Training stopped before its goal, with a committed checkpoint."""
+
+    code = Exit.STOPPED
+
+
+def train(
+    config: Config, machine: Machine, geometry: Geometry, *, require_checkpoint: bool = False
+) -> Path:
+    """Train a run to its goal; the path of fit.json. Resumes from the newest sound checkpoint.
+
+    Under Slurm the ranks run on the nodes that preflight chose, and a stop that the cluster caused
+    sends the job back to the queue. Raises StoppedEarly (75) after an agreed stop; DataError when
+    require_checkpoint is set and none is left; the errors of config, data and machine.
+    """
+    own_deadline = time.time() + 60 * machine.max_minutes if machine.max_minutes else math.inf
+    config = freeze(config)
+    paths = RunPaths.of(config)
+    check_geometry(machine, geometry, config)
+    place = find_place(machine, geometry)
+    job = place.job or slurm.this_job()  # ranks that need no srun may be in a job as well
+    deadline = min(own_deadline, job.end_time if job and job.end_time else math.inf)
+    with lease(paths.root, "train"):
+        wait_for_orphans(paths)
+        checkpoint = directory.newest_whole(paths)
+        if checkpoint is None:
+            parent.find(config)
+            directory.begin_afresh(paths, require_checkpoint, config.parent)
+        else:
+            directory.check_compatible(config, checkpoint)
+        refuse_known_failure(config, paths)
+        _write_config(config, paths)
+        directory.clean(paths)
+        if checkpoint is not None and checkpoint.step == config.train.max_steps:
+            digest = _recorded_digest(paths, checkpoint.step)
+            if digest:
+                say(f"{paths.root} is at its goal, step {checkpoint.step}: nothing to train")
+                remove_staged(paths, place)
+                return _write_fit(config, paths, checkpoint.step, digest)
+        options = {
+            "shards": _shards(config, paths),
+            "require_checkpoint": require_checkpoint,
+            "deadline": deadline if deadline < math.inf else None,
+            "own_deadline": own_deadline if own_deadline < math.inf else None,
+        }
+        try:
+            record = _train_until_it_ends(config, paths, machine, geometry, place, options=options)
+        finally:
+            remove_staged(paths, place)
+        if record.status in ("stopped", "lost") and job:
+            _requeue(record, paths, job, machine, first_step=parent.first_step(config))
+        return _conclude(config, paths, record)
+
+
+def refuse_stop_file(paths: RunPaths) -> None:
+    """A STOP file ends `train` until the user takes it away (`resume` does)."""
+    if paths.stop.exists():
+        raise StoppedEarly(
+            f"{paths.stop} asks this run to stop",
+            fix=f"rm {paths.stop}, or use the target `resume`, which removes it",
+        )
+
+
+def refuse_known_failure(config: Config, paths: RunPaths) -> None:
+    """A run that diverged ends at once with the same message until its config changes: TrainingError.
+
+    config: as the run's config.json has it. Other failures may have passed, and are tried again.
+    """
+    failures = [
+        event
+        for event in event_log.read_events(paths.events)
+        if event["event"] in ("failed", "stop", "completed")
+    ]
+    last = failures[-1] if failures else {}
+    if last.get("diverged") and last.get("config_digest") == config_digest(config):
+        raise TrainingError(
+            f"this config failed before: {last['message']}",
+            fix="change the config under a new run name; parent: RUN@STEP starts it from a checkpoint"
+            f" of this one (to try the same once more, remove {paths.events})",
+        )
+
+
+def _write_config(config: Config, paths: RunPaths) -> None:
+    if not paths.config.exists() or read_json(paths.config) != config.to_json():
+        write_json(paths.config, config.to_json())
+
+
+def _shards(config: Config, paths: RunPaths) -> dict[str, Any]:
+    """Where ranks read: what `stage` put on their node, else shared. DataError if there are none."""
+    assert config.ids
+    staged = staged_folders(paths)
+    folder = tokens_folder(config.data, config.ids.tokens)
+    if not staged and not (folder / "manifest.json").exists():
+        raise DataError(
+            f"{folder} holds no finished shards",
+            cause="the corpus was not tokenized for this config",
+            fix=f"run: forge tokenizer {paths.config} && forge tokenize {paths.config}",
+        )
+    return {"staged": staged, "shared": str(folder)}
+
+
+def _train_until_it_ends(
+    config: Config,
+    paths: RunPaths,
+    machine: Machine,
+    geometry: Geometry,
+    place: Place,
+    *,
+    options: dict[str, Any],
+) -> Record:
+    """Launch ranks; after the loss of one, launch again, twice at most, without silent nodes."""
+    refuse_stop_file(paths)
+    fit_nodes = place.only(_nodes_that_passed(paths) or place.hosts)
+    hosts = requeue.pick_hosts(fit_nodes, geometry.nodes)
+    if hosts is None:
+        raise UnfitError(
+            f"preflight passed {', '.join(fit_nodes.hosts) or 'none'} of {', '.join(place.hosts)},"
+            f" training needs {geometry.nodes}",
+            fix="run forge preflight in this allocation first",
+        )
+    for attempt in range(1 + MAX_RESTARTS_AFTER_LOSS):
+        checkpoint = directory.newest_whole(paths)
+        if attempt == 0:
+            for line in directory.schedule_warnings(config, checkpoint):
+                say(line)
+        step = checkpoint.step if checkpoint else parent.first_step(config)
+        _end_if_stuck(config, paths, machine, step)
+        options |= {"started": time.time(), "step": step}
+        record = run_ranks(
+            "train",
+            paths,
+            machine,
+            geometry,
+            place=hosts,
+            python=staged_python(paths),
+            options=options,
+        )
+        if record.status != "lost":
+            break
+        silent = requeue.silent_nodes(hosts)
+        exclude.add(paths.bad_nodes, dict.fromkeys(silent, "does not start a process"))
+        event_log.record(
+            paths.events, "lost", message=record.message, attempt=attempt, silent=silent
+        )
+        fit_nodes = place.only([host for host in fit_nodes.hosts if host not in silent])
+        hosts = requeue.pick_hosts(fit_nodes, geometry.nodes)
+        if hosts is None or requeue.was_cancelled(place):
+            break
+        if attempt < MAX_RESTARTS_AFTER_LOSS:
+            say(f"lost a rank ({record.message}); starting again from the last checkpoint")
+    return record
+
+
+def _end_if_stuck(config: Config, paths: RunPaths, machine: Machine, step: int) -> None:
+    """The progress gate: TrainingError instead of one more start that gets nowhere."""
+    try:
+        crash_loop.refuse_if_stuck(paths.events, step, machine.max_restarts_without_progress)
+    except TrainingError as err:
+        _record_failure(config, paths, Record("failed", code=err.code, message=str(err)))
+        raise
+
+
+def _nodes_that_passed(paths: RunPaths) -> list[str]:
+    """The fit nodes of this allocation, spare ones too; none where preflight was not asked."""
+    if not paths.preflight_pass.exists():
+        return []
+    return list(read_object(paths.preflight_pass).get("nodes", []))
+
+
+def _requeue(
+    record: Record,
+    paths: RunPaths,
+    job: slurm.Job,
+    machine: Machine,
+    *,
+    first_step: int = 0,
+) -> None:
+    """Back to the queue if Slurm and the cause allow it, which ends this process; else say why not.
+
+    Raises StoppedEarly when the job will be back after ranks were lost: that is no end that a person
+    has to see, so the progress gate goes on counting.
+    """
+    step = _committed_step(paths, first_step)
+    goes_back, reason = requeue.requeue(record, paths, job, machine, step=step)
+    if reason:
+        say(f"not sent back to the queue: {reason}")
+    if goes_back and record.status == "lost":
+        raise StoppedEarly(f"{record.message}; job {job.id} goes on from step {step}")
+
+
+def _conclude(config: Config, paths: RunPaths, record: Record) -> Path:
+    """fit.json for a completed run, else the error that the record stands for."""
+    if record.status == "completed":
+        assert record.step is not None
+        return _write_fit(config, paths, record.step, record.result["weights_digest"])
+    if record.status == "stopped":
+        first_step = parent.first_step(config)
+        step = _committed_step(paths, first_step)
+        event_log.record(paths.events, "stop", cause=record.cause, step=step)
+        raise StoppedEarly(
+            f"{config.run} stopped at step {step} of {config.train.max_steps} ({record.cause});"
+            f" {_what_is_kept(record, step, first_step)}",
+            fix="give the same command again to go on",
+        )
+    _record_failure(config, paths, record)
+    if record.status == "lost":
+        raise UnfitError(
+            f"ranks were lost, and starting them again did not help: {record.message}",
+            cause="killed by the system (out of memory?), or a node or the network fails",
+            fix=f"read the ranks' logs in {paths.logs}, then give the same command again",
+        )
+    raise RankFailure(record, paths.logs)
+
+
+def _what_is_kept(record: Record, step: int, first_step: int = 0) -> str:
+    if lost := record.result.get("lost"):
+        ranks = ", ".join(map(str, lost))
+        return (
+            f"rank {ranks} ended without a last checkpoint (before its first step, or killed after"
+            f" stop_grace_sec): what was trained beyond step {step} is lost"
+        )
+    return "a checkpoint is committed" if step > first_step else "nothing had been trained yet"
+
+
+def _record_failure(config: Config, paths: RunPaths, record: Record) -> None:
+    event_log.record(
+        paths.events,
+        "failed",
+        code=record.code,
+        rank=record.rank,
+        message=record.message,
+        diverged=record.cause == TrainingError.__name__,
+        config_digest=config_digest(config),
+    )
+
+
+def _committed_step(paths: RunPaths, first_step: int) -> int:
+    """The step that the next start begins at; first_step: of a run without a checkpoint."""
+    committed = directory.latest(paths)
+    return committed.step if committed else first_step
+
+
+def _recorded_digest(paths: RunPaths, step: int) -> str | None:
+    """The weights digest that the ledger has for a completed run at this step."""
+    for event in reversed(event_log.read_events(paths.events)):
+        if event["event"] == "completed" and event.get("step") == step:
+            return str(event["weights_digest"])
+    return None
+
+
+def _write_fit(config: Config, paths: RunPaths, step: int, digest: str) -> Path:
+    checkpoint = directory.latest(paths)
+    assert checkpoint is not None and checkpoint.step == step
+    record = {
+        "run": config.run,
+        "goal_step": config.train.max_steps,
+        "step": step,
+        "checkpoint": f"checkpoints/{checkpoint.folder.name}",
+        "weights_digest": digest,
+        "config_digest": config_digest(config),
+    }
+    if made_from := checkpoint.manifest["lineage"].get("parent"):
+        record["parent"] = made_from
+    write_json(paths.fit, record)
+    return paths.fit

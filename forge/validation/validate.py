@@ -1,0 +1,372 @@
+"""The verb `validate`: an independent look at checkpoints, in a fresh process on its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge.checkpoint import directory
+from forge.cluster.lock import lease
+from forge.core import event_log
+from forge.core.config import Config, apply_overrides, checked, load_config
+from forge.core.errors import ConfigError, DataError, UnfitError
+from forge.core.files import disk_trouble, read_object, write_json
+from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
+from forge.core.terminal import duration, progress, say
+from forge.data.content_ids import freeze
+from forge.launch.launcher import wait_for_orphans
+from forge.trainer.numerics import prepare
+from forge.validation.checkpoint_checks import OF_THE_CHECKPOINT, Data, Examination
+from forge.validation.replay import NOT_DONE, NOT_RECORDED
+
+_GOAL = ("step", "weights_digest", "checkpoint")  # what fit.json is asked for
+
+
+def validate(config: Config) -> Path:
+    """Validate the checkpoint behind a run's `latest`; the path of validated.json.
+
+    Writes validation.json either way. Raises DataError that lists the reasons when it is invalid.
+    """
+    started = time.time()
+    config = freeze(config)
+    paths = RunPaths.of(config)
+    with lease(paths.root, "validate"):
+        checkpoint = _latest(paths)
+        result = _examine(
+            Examination(
+                checkpoint, config, Data(config), goal=_read(paths.fit, *_GOAL), paths=paths
+            )
+        )
+        write_json(paths.validation, result)
+        seconds = round(time.time() - started, 3)
+        status, step = result["status"], result["step"]
+        event_log.record(paths.events, "validate", seconds=seconds, status=status, step=step)
+        _tell(checkpoint.folder, result, paths.root)
+        kept = ("status", "step", "loss", "weights_digest", "checkpoint_digest")
+        write_json(paths.validated, {key: result[key] for key in kept})
+    return paths.validated
+
+
+def _latest(paths: RunPaths) -> directory.Checkpoint:
+    checkpoint = directory.latest(paths)
+    if checkpoint is None:
+        raise DataError(f"{paths.root} has no checkpoint", fix="train the run first")
+    return checkpoint
+
+
+def validate_folder(folder: Path, overrides: dict[str, Any]) -> None:
+    """Validate any checkpoint folder, or the latest one of a run's folder; writes nothing.
+
+    The config is the one in the checkpoint; overrides may say where `data` lies now.
+    """
+    if (folder / "checkpoints").is_dir():
+        checkpoint = _latest(RunPaths(folder))
+        folder = folder / "checkpoints" / "latest"
+    else:
+        checkpoint = directory.Checkpoint.open(folder.resolve())
+    config = _own_config(checkpoint, overrides)
+    paths = RunPaths(checkpoint.folder.parent.parent)
+    of_a_run = paths.checkpoints == checkpoint.folder.parent and paths.metrics.exists()
+    examination = Examination(checkpoint, config, Data(config), paths=paths if of_a_run else None)
+    _tell(folder, _examine(examination), paths.root if of_a_run else None)
+
+
+def _own_config(checkpoint: directory.Checkpoint, overrides: dict[str, Any]) -> Config:
+    """The config that made it, with overrides."""
+    values = apply_overrides(checkpoint.manifest["lineage"]["config"], overrides)
+    config: Config = checked(Config, values, str(checkpoint.folder))
+    return config
+
+
+def _examine(examination: Examination) -> dict[str, Any]:
+    """All checks of validate.depth, as the content of validation.json."""
+    prepare(torch.device("cpu"))
+    examination.look_at_files()
+    examination.look_at_state()
+    examination.look_at_losses()
+    examination.show_to_people()
+    return examination.result()
+
+
+def _tell(folder: Path, result: dict[str, Any], run: Path | None) -> None:
+    for check in result["checks"]:
+        say(f"  {check['status']:4} {check['name']}: {check['message']}")
+    say(f"{folder}: {result['status']}, step {result['step']}")
+    if result["reasons"]:
+        others = f"look at all of this run: forge validate {run} --all" if run else ""
+        raise DataError(
+            f"checkpoint {folder} is invalid: " + "; ".join(result["reasons"]),
+            cause="a damaged file, or a checkpoint of another run",
+            fix=others or "use another one",
+        )
+
+
+# --- all checkpoints of a run ----------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """One checkpoint in the table, with what is known of it so far."""
+
+    folder: Path
+    size: int = 0
+    age_sec: float = 0.0
+    verdict: str = ""  # "" while checks are to come
+    reasons: list[str] = field(default_factory=list)
+    is_damaged: bool = False  # the checkpoint itself, not what lies around it
+    examination: Examination | None = None
+    cells: tuple[str, ...] = ("", "", "", "")
+
+    def close(self, verdict: str, reasons: Sequence[str] = ()) -> None:
+        self.verdict, self.reasons = verdict, list(reasons)
+        if self.examination:
+            self.cells = _cells_of_checks(self.examination)
+        self.examination = None  # and with it the model
+
+
+def validate_all(place: Path, overrides: dict[str, Any], *, fix: bool) -> None:
+    """Examine every committed checkpoint of a run, the cheap checks of all first, and print a table.
+
+    place: a config file, then each must fit that config; or a run's folder, then each is examined by
+    the config that made it. fix: move damaged ones to quarantine, under the run's lease; without it
+    nothing is changed. Raises DataError if one is invalid, and UnfitError, with nothing moved, if the
+    disk or this host kept one from being examined.
+    """
+    paths, config = _run_at(place, overrides)
+    prepare(torch.device("cpu"))
+    with lease(paths.root, "validate") if fix else nullcontext():
+        if fix:
+            wait_for_orphans(paths)
+            directory.finish_commit(paths)
+        there = _folders(paths.checkpoints)
+        rows = [_row(folder) for folder in there if checkpoint_step(folder.name) is not None]
+        if not rows:
+            raise DataError(f"{paths.root} has no checkpoint", fix="train the run first")
+        _examine_all(rows, paths, config, overrides)
+        _print([*rows, *_quarantined(paths)])
+        _conclude(rows, paths, fix)
+
+
+def _run_at(place: Path, overrides: dict[str, Any]) -> tuple[RunPaths, Config | None]:
+    if not place.is_dir():
+        config = freeze(load_config(place, overrides))
+        return RunPaths.of(config), config
+    if not (place / "checkpoints").is_dir():
+        raise ConfigError(
+            f"{place} is not a run's folder: it has no checkpoints/",
+            fix="name one such as results/base, or leave out --all and --fix to validate one checkpoint",
+        )
+    return RunPaths(place), None
+
+
+def _folders(place: Path) -> Iterator[Path]:
+    """Checkpoints, newest first, also those whose manifest is lost."""
+    found = filter(Path.is_dir, place.glob(f"{CHECKPOINT_PREFIX}*"))
+    return iter(sorted(found, key=by_step, reverse=True))
+
+
+def _row(folder: Path) -> Row:
+    row = Row(folder)
+    with suppress(FileNotFoundError):  # training prunes meanwhile
+        files = [path.stat() for path in folder.iterdir()]
+        row.size = sum(stat.st_size for stat in files)
+        row.age_sec = time.time() - min((stat.st_mtime for stat in files), default=time.time())
+    return row
+
+
+def _quarantined(paths: RunPaths) -> Iterator[Row]:
+    for folder in _folders(paths.quarantine):
+        row = _row(folder)
+        damage = _read(folder / "damage.json") or {}
+        row.close("in quarantine", damage.get("reasons") or [])
+        yield row
+
+
+def _read(path: Path, *keys: str) -> dict[str, Any] | None:
+    return read_object(path, *keys) if path.exists() else None
+
+
+def _examine_all(
+    rows: Sequence[Row], paths: RunPaths, config: Config | None, overrides: dict[str, Any]
+) -> None:
+    """Fill in the rows. What is damaged on the disk is known before the first model is built."""
+    goal = _read(paths.fit, *_GOAL)
+    all_data: dict[str, Data] = {}
+
+    def look_at_files(row: Row) -> None:
+        checkpoint = directory.Checkpoint.open(row.folder)
+        checkpoint.check_form()
+        its_config = config or _own_config(checkpoint, overrides)
+        data = all_data.setdefault(str(its_config.ids), Data(its_config))
+        its_goal = goal if goal and goal["step"] == checkpoint.step else None
+        row.examination = Examination(checkpoint, its_config, data, goal=its_goal, paths=paths)
+        row.examination.look_at_files()
+
+    def look_at_the_rest(row: Row) -> None:
+        assert row.examination
+        row.examination.look_at_state()
+        row.examination.look_at_losses()
+
+    with progress("validate", 2 * len(rows), "looks") as report:
+        for number, row in enumerate(rows):
+            report(number, f"at files of {row.folder.name}")
+            _look(row, look_at_files)
+        for number, row in enumerate(rows, start=len(rows)):
+            report(number, f"at tensors and losses of {row.folder.name}")
+            if not row.verdict:
+                _look(row, look_at_the_rest)
+            if not row.verdict:
+                row.close("valid")
+
+
+def _look(row: Row, look: Callable[[Row], None]) -> None:
+    """One part of the checks, and the verdict if it is known after it."""
+    try:
+        with disk_trouble(row.folder, "read"):
+            look(row)
+    except directory.OtherFormat as err:
+        row.close("other format", [err.what])
+    except UnfitError as err:
+        row.close("unknown", [err.what])
+    except DataError as err:
+        row.is_damaged = True
+        row.close("invalid", [f"manifest: {err.what}"])
+    except FileNotFoundError:
+        if row.folder.exists():
+            raise
+    if row.examination and (failed := row.examination.failed):
+        row.is_damaged = failed.name in OF_THE_CHECKPOINT
+        row.close("invalid", [f"{failed.name}: {failed.message}"])
+    if not row.folder.exists():
+        row.is_damaged = False
+        row.close("gone", ["pruned by training meanwhile"])
+
+
+# --- what follows ----------------------------------------------------------------------------------
+
+
+def _conclude(rows: Sequence[Row], paths: RunPaths, fix: bool) -> None:
+    """The reasons, the repair, and the error that the table stands for."""
+    for row in rows:
+        for reason in row.reasons:
+            say(f"{row.folder.name}: {row.verdict}: {reason}")
+    unknown = [row.folder.name for row in rows if row.verdict == "unknown"]
+    if unknown:
+        raise UnfitError(
+            f"not examined to the end: {', '.join(unknown)} in {paths.checkpoints}"
+            + ("; nothing was moved" if fix else ""),
+            cause="the disk or this host failed, which says nothing about the checkpoints",
+            fix="mend it, or copy the run to another disk, and give the same command again",
+        )
+    bad = [row for row in rows if row.verdict == "invalid"]
+    damaged = [row for row in bad if row.is_damaged]
+    trouble = _trouble_of_latest(paths)
+    if not bad and not trouble:
+        return
+    names = ", ".join(row.folder.name for row in bad)
+    what = f"{len(bad)} of {len(rows)} checkpoints of {paths.root} are invalid: {names}"
+    what = "; ".join([what] * bool(bad) + trouble)
+    if not damaged and not trouble:
+        following = "restore the config or the data that the reason names: the files are whole"
+    elif fix:
+        following = _repair(paths, damaged)
+    else:
+        following = f"forge validate {paths.root} --fix moves what is damaged to quarantine"
+    raise DataError(what, fix=following)
+
+
+def _trouble_of_latest(paths: RunPaths) -> list[str]:
+    try:
+        if directory.linked(paths) is None:
+            directory.latest(paths)
+    except DataError as err:
+        return [err.what]
+    return []
+
+
+def _repair(paths: RunPaths, damaged: Sequence[Row]) -> str:
+    """Move these away, mend `latest`, take back what was said of them; what to do next.
+
+    Under the run's lease.
+    """
+    for row in damaged:
+        directory.quarantine(paths, row.folder, row.reasons)
+    moved = {row.folder.name for row in damaged}
+    left = directory.newest_whole(paths)
+    fit, validated = _read(paths.fit, *_GOAL), _read(paths.validated, "step")
+    with disk_trouble(paths.root):
+        # Without these files the workflow knows that there is something to do.
+        if fit and Path(fit["checkpoint"]).name in moved:
+            paths.fit.unlink()
+        if validated and checkpoint_name(validated["step"]) in moved:
+            paths.validated.unlink()
+    done = f"{len(moved)} moved to {paths.quarantine}, `latest` is {left and left.folder.name}; "
+    if paths.fit.exists():
+        return f"{done}nothing else is left to do: the run is at its goal"
+    start = f"goes on from step {left.step}" if left else "starts at step 0"
+    return f"{done}give the command that trained the run again: it {start}"
+
+
+# --- for people ------------------------------------------------------------------------------------
+
+_HEADS = ("step", "size", "age", "digests", "loads", "probe", "next loss", "verdict")
+_TONES = {"valid": "green", "invalid": "red", "unknown": "red"}
+
+
+def _cells_of_checks(examination: Examination) -> tuple[str, ...]:
+    """Cells of digests, loads, probe, next loss."""
+    checks = {check.name: check for check in examination.checks}
+
+    def cell(*names: str) -> str:
+        found = [checks[name] for name in names if name in checks]
+        if any(check.status == "fail" for check in found):
+            return "FAIL"
+        if names[-1] not in checks:
+            return ""
+        notes = (NOT_RECORDED, NOT_DONE)
+        return next((note for note in notes if checks[names[-1]].message.startswith(note)), "ok")
+
+    loads = ("config", "data", "tensors", "finite", "weights", "world size")
+    return cell("goal", "digests"), cell(*loads), cell("probe"), cell("next loss")
+
+
+def _cells(row: Row) -> list[str]:
+    step = row.folder.name.removeprefix(CHECKPOINT_PREFIX).lstrip("0") or "0"
+    size = f"{row.size / 2**20:,.1f} MiB"
+    return [step, size, duration(row.age_sec), *row.cells, row.verdict]
+
+
+def _print(rows: Sequence[Row]) -> None:
+    """To standard output: with colours on a terminal, plain columns elsewhere."""
+    table = [_cells(row) for row in rows]
+    if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        _print_colours(table)
+        return
+    widths = [max(map(len, column)) for column in zip(_HEADS, *table, strict=True)]
+    for cells in [list(_HEADS), *table]:
+        padded = [
+            cell.rjust(width) if number < 3 else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        print("  ".join(padded).rstrip())
+
+
+def _print_colours(table: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for number, head in enumerate(_HEADS):
+        drawn.add_column(head, justify="right" if number < 3 else "left", no_wrap=True)
+    for *cells, verdict in table:
+        drawn.add_row(*map(Text, cells), Text(verdict, _TONES.get(verdict, "yellow")))
+    Console().print(drawn)

@@ -1,0 +1,137 @@
+"""The process of one rank: `python -m forge.worker SPEC`. Prepares, does its task, leaves a record."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from forge.cluster import network
+from forge.core import terminal
+from forge.core.config import load_config
+from forge.core.errors import Exit, ForgeError
+from forge.core.files import disk_trouble
+from forge.core.machine import Machine
+from forge.core.paths import RunPaths
+from forge.core.process import Process, hostname, stop_with_parent
+from forge.launch import rank_output
+from forge.launch.launcher import Record, Spec, register
+from forge.launch.rank import Rank, meeting_point, rank_for_record, this_rank
+from forge.launch.stop_signal import StopFlag
+
+
+def main(spec_path: str) -> int:
+    """Run the task of a spec on this rank. Exit status 0 when its record says that it ended well."""
+    stop_with_parent()
+    spec = Spec.read(Path(spec_path))
+    paths = RunPaths(Path(spec.run))
+    stop = StopFlag(paths.stop if spec.task == "train" else None).install()
+    launcher = Process.from_json(spec.launcher)
+    if launcher.is_here and not launcher.is_alive():
+        return 1  # it died before the kernel was asked to tell us
+    try:
+        rank = this_rank(spec.geometry.world_size, spec.ranks_per_node)
+        register(spec, f"rank-{rank.rank}", os.getpid())
+        with disk_trouble(paths.logs):
+            _redirect(paths, spec, rank)
+        _prepare(spec, rank)
+        record = _attempt(spec, paths, rank, stop)
+    except ForgeError as err:
+        record = _failure(err, rank_for_record(spec.geometry.world_size))
+    record.write(spec)
+    if record.status not in ("completed", "stopped"):
+        # At once: a thread may wait for other ranks in the middle of a save.
+        sys.stdout.flush()
+        os._exit(1)
+    return 0
+
+
+def _redirect(paths: RunPaths, spec: Spec, rank: Rank) -> None:
+    """Give each rank a log of its own for all it prints; rank 0 also speaks to the launcher."""
+    log = paths.logs / f"{spec.log_prefix}.{hostname()}.{rank.rank}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "a") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    if rank.is_main:
+        rank_output.speak_to_launcher(spec.folder)
+
+
+def _prepare(spec: Spec, rank: Rank) -> None:
+    """Set this rank's environment. Before torch is imported: its thread pool reads it then."""
+    machine = Machine.model_validate(spec.machine)
+    master = meeting_point(spec.master)
+    settings = network.rank_settings(machine, spec.geometry, master, cpus=spec.cpus_per_rank)
+    settings = network.apply(settings, user_threads=spec.threads)
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "(torch chooses)")
+    banner = (
+        f"[RANK {rank.rank}] WORLD_SIZE={rank.world_size} host={hostname()} pid={os.getpid()}"
+        f" interface={interface} threads={os.environ['OMP_NUM_THREADS']} launch={spec.launch}"
+    )
+    lines = [banner, *(f"{s.name}={s.value}   {s.reason}" for s in settings)]
+    with contextlib.suppress(OSError):  # a full disk is told by what needs it more than a log
+        print(*lines, sep="\n", flush=True)
+    for setting in settings:
+        if not setting.won:
+            terminal.say(f"{setting.name}={setting.value} is yours and stays")
+
+
+def _attempt(spec: Spec, paths: RunPaths, rank: Rank, stop: StopFlag) -> Record:
+    """The task's record, also when it fails."""
+    try:
+        from forge.launch.process_group import is_peer_loss
+    except (ImportError, OSError) as err:  # OSError: a library that torch loads
+        terminal.say(traceback.format_exc())
+        message = f"cannot import torch on {hostname()}: {err}"
+        return Record("failed", rank.rank, Exit.UNFIT, cause="environment", message=message)
+    try:
+        with disk_trouble(paths.root, "read or write"):
+            return _do(spec, paths, rank, stop)
+    except ForgeError as err:
+        return _failure(err, rank.rank)
+    except Exception as err:
+        lost = is_peer_loss(err)
+        if not lost:
+            terminal.say(traceback.format_exc())
+        message = str(err) if lost else f"{type(err).__name__}: {err}"
+        if type(err).__name__ == "OutOfMemoryError":  # torch's, for a GPU
+            message += "\n  fix:   lower train.micro_batch_size, or use more GPUs"
+        return Record(
+            "failed",
+            rank.rank,
+            Exit.UNFIT if lost else Exit.FAILED,
+            cause="peer lost" if lost else "bug",
+            message=message,
+        )
+
+
+def _failure(err: ForgeError, rank: int) -> Record:
+    return Record("failed", rank, err.code, cause=type(err).__name__, message=str(err))
+
+
+def _do(spec: Spec, paths: RunPaths, rank: Rank, stop: StopFlag) -> Record:
+    from forge.launch.process_group import joined
+
+    machine = Machine.model_validate(spec.machine)
+    with joined(rank, machine.fabric) as world:
+        if spec.task == "preflight":
+            from forge.preflight import rank_probe
+
+            return rank_probe.check(world, spec)
+        config = load_config(paths.config)
+        if spec.task == "reload":
+            from forge.validation import replay_rank
+
+            options = spec.options
+            return replay_rank.check(
+                world, config, Path(options["checkpoint"]), Path(options["shards"])
+            )
+        from forge.trainer import loop
+
+        return loop.train(config, paths, world, stop, spec)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))
