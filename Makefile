@@ -31,7 +31,7 @@ check: .venv/ready
 	$(BIN)/snakefmt --check workflow
 	$(BIN)/snakemake --lint
 	$(BIN)/mypy
-	$(BIN)/python -m forge.config_docs --check
+	$(BIN)/python -m tools.config_docs --check
 
 dag: .venv/ready
 	tools/dag.sh $(PROFILE)
@@ -40,14 +40,14 @@ bench: .venv/ready
 	$(BIN)/python -m bench
 
 docs: .venv/ready
-	$(BIN)/python -m forge.config_docs
+	$(BIN)/python -m tools.config_docs
 
 slurm-up: .venv/ready
-	@$(BIN)/python -m tests.slurm.cluster up
+	@$(BIN)/python -m tools.slurm_cluster up
 
 # Without .venv/ready: to stop a cluster, or to look into it, must not renew the environment it uses.
 slurm-shell slurm-down: slurm-%:
-	@$(BIN)/python -m tests.slurm.cluster $*
+	@$(BIN)/python -m tools.slurm_cluster $*
 
 setup: .venv/ready
 

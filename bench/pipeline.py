@@ -16,11 +16,11 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from tests.slurm.cluster import base_folder, why_not
 from tests.slurm.job_run import write_science
 from tests.slurm.project import Project
-from tests.slurm.settings import Settings
-from tests.slurm.sharing import shared_cluster
+from tools.slurm_cluster.cluster import base_folder, why_not
+from tools.slurm_cluster.settings import Settings
+from tools.slurm_cluster.sharing import shared_cluster
 
 ROUNDS = 3
 # What a person would write: one job, the same verbs one after the other, two ranks on two nodes.

@@ -45,9 +45,9 @@ def main() -> None:
     if options.inside:
         print(json.dumps(compare(Path(options.inside))))
         return
-    from tests.slurm.cluster import base_folder, why_not
-    from tests.slurm.settings import Settings
-    from tests.slurm.sharing import shared_cluster
+    from tools.slurm_cluster.cluster import base_folder, why_not
+    from tools.slurm_cluster.settings import Settings
+    from tools.slurm_cluster.sharing import shared_cluster
 
     if reason := why_not():
         print(f"skipped: {reason}")

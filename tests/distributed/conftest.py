@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from live_run import (
+from support.live_run import (
     LONG,
     MARK,
     MARK_VALUE,

@@ -9,10 +9,11 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from live_run import forge
+from support.live_run import forge
+from support.saved import make_digests_right
 
 from forge.checkpoint import directory, storage
-from forge.core.files import digest_file, read_json, write_json
+from forge.core.files import read_json
 
 
 def validate(run):
@@ -31,17 +32,6 @@ def checks(verdict):
 
 def tensors_file(checkpoint):
     return next(checkpoint.folder.glob("*.distcp"))
-
-
-def make_digests_right(folder):
-    """The manifest as if the files had been written so."""
-    manifest = read_json(folder / directory.MANIFEST)
-    manifest["files"] = {
-        path.name: {"bytes": path.stat().st_size, "digest": digest_file(path)}
-        for path in folder.iterdir()
-        if path.name != directory.MANIFEST
-    }
-    write_json(folder / directory.MANIFEST, directory.sealed(manifest))
 
 
 def test_good_run_is_valid_and_its_probe_equal_to_the_last_bit(undisturbed, tmp_path):

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from live_run import Outcome, Run, forge
 from safetensors import safe_open
 from safetensors.torch import load_file
+from support.live_run import Outcome, Run, forge
 from tokenizers import Tokenizer
 
 from forge.checkpoint import directory, storage

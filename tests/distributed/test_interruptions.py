@@ -12,7 +12,17 @@ import time
 
 import psutil
 import pytest
-from live_run import GOAL, LONG, TWO_RANKS, Outcome, Started, kill_all, living, ranks, wait_until
+from support.live_run import (
+    GOAL,
+    LONG,
+    TWO_RANKS,
+    Outcome,
+    Started,
+    kill_all,
+    living,
+    ranks,
+    wait_until,
+)
 
 from forge.checkpoint import directory
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pandas as pd
-from live_run import TWO_RANKS, living
+from support.live_run import TWO_RANKS, living
 
 from forge.core.files import read_json
 

@@ -11,7 +11,7 @@ import signal
 from dataclasses import replace
 
 import pytest
-from live_run import GOAL, TWO_RANKS, forge, ranks, wait_until
+from support.live_run import GOAL, TWO_RANKS, forge, ranks, wait_until
 
 from forge.checkpoint import directory
 from forge.core.files import read_json

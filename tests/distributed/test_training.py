@@ -6,7 +6,7 @@ import shutil
 from dataclasses import replace
 
 import torch
-from live_run import TWO_RANKS
+from support.live_run import TWO_RANKS
 
 from forge.checkpoint import directory, storage
 from forge.core.event_log import read_lines

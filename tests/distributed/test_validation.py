@@ -14,10 +14,9 @@ import subprocess
 import sys
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
-from live_run import GOAL, TWO_RANKS, forge
-from test_damaged_checkpoints import make_digests_right
+from support.live_run import GOAL, TWO_RANKS, forge
+from support.saved import make_digests_right, state_of
 
 from forge.checkpoint import directory, storage
 from forge.cluster.lock import lease
@@ -52,16 +51,6 @@ def damage(folder):
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     return path.name
-
-
-def state_of(folder):
-    index = storage.SafeReader(folder).read_metadata()
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in index.state_dict_metadata.items()
-    }
-    storage.read_tensors(state, folder, no_dist=True)
-    return state
 
 
 def rewrite(folder, state):

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))  # live_run
-
 from forked import start_server
 from injection import Fault
-from live_run import MARK, TINY, write_corpus
 from runs import GOAL, INTERVAL, FaultyRun, Story
+from support.live_run import MARK, TINY, write_corpus
 
 # Left over from a launcher around the tests, they would mislead every rank; and the fork server is not
 # to be ended with what tests of launched ranks leave behind.

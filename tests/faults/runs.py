@@ -11,7 +11,7 @@ from typing import Any, cast
 import forked
 from forked import Ended, Plan
 from injection import STRIKES, Fault
-from live_run import Run
+from support.live_run import Run
 
 from forge.checkpoint import directory
 

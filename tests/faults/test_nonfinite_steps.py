@@ -15,8 +15,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from forked import Plan
 from runs import FaultyRun
-from test_damaged_checkpoints import make_digests_right
-from test_validation import state_of
+from support.saved import make_digests_right, state_of
 
 from forge.checkpoint import directory, storage
 from forge.core.config import load_config

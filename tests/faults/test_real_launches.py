@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cases import EVERYTHING, LOADING, Case
-from live_run import MARK, MARK_VALUE, kill_all, living
+from support.live_run import MARK, MARK_VALUE, kill_all, living
 
 from forge.core.errors import Exit
 

@@ -1,1 +1,1 @@
-"""A real Slurm cluster on one machine, and what is tested on it."""
+"""What is tested on a real Slurm."""

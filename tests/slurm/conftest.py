@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 import yaml
 
-from .cluster import Cluster, base_folder, why_not
+from tools.slurm_cluster.cluster import Cluster, base_folder, why_not
+from tools.slurm_cluster.machines import ClusterError
+from tools.slurm_cluster.settings import Settings
+from tools.slurm_cluster.sharing import own_nodes, shared_cluster, turn
+
 from .job_run import JobRun, Undisturbed, write_science
-from .machines import ClusterError
 from .project import Project
-from .settings import Settings
-from .sharing import own_nodes, shared_cluster, turn
 
 HERE = Path(__file__).parent
 LOG = "machines/ctl/slurmctld.log"

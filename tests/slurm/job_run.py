@@ -20,9 +20,8 @@ from forge.checkpoint import directory
 from forge.core.event_log import read_lines
 from forge.core.files import read_json
 from forge.core.paths import RunPaths
-
-from .cluster import Cluster
-from .machines import wait_until
+from tools.slurm_cluster.cluster import Cluster
+from tools.slurm_cluster.machines import wait_until
 
 # On four ranks and two cores about 40 s: every event of a case comes well before the end.
 GOAL = 800

@@ -10,10 +10,11 @@ from typing import Any
 
 import yaml
 
-from .cluster import REPOSITORY, Cluster
-from .inside import Inside
+from tools.slurm_cluster.cluster import REPOSITORY, Cluster
+from tools.slurm_cluster.inside import Inside
+from tools.slurm_cluster.machines import wait_until
+
 from .job_run import FABRIC_TIMEOUT_SEC, Progress
-from .machines import wait_until
 
 # What the test cluster has: one account and partition for all, little memory, few cores.
 SMALL = {"slurm_partition": "main", "cpus_per_task": 1, "mem_mb": 1800, "runtime": 10}

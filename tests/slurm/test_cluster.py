@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from .cluster import REPOSITORY, Cluster
-from .machines import wait_until
-from .settings import Settings, slurm_conf
-from .sharing import _remove_dead_runs, locked, own_nodes, turn
+from tools.slurm_cluster.cluster import REPOSITORY, Cluster
+from tools.slurm_cluster.machines import wait_until
+from tools.slurm_cluster.settings import Settings, slurm_conf
+from tools.slurm_cluster.sharing import _remove_dead_runs, locked, own_nodes, turn
 
 Nodes = Callable[[int], list[str]]
 
-MARK = "FORGE_TESTS"  # of tests/distributed/live_run.py
+MARK = "FORGE_TESTS"  # of tests/support/live_run.py
 
 SLEEPER = """#!/bin/bash
 srun --kill-on-bad-exit=1 bash -c 'touch "$0/$SLURMD_NODENAME"; exec sleep 600' "$1"

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import yaml
 
-from .cluster import Cluster
+from tools.slurm_cluster.cluster import Cluster
+from tools.slurm_cluster.machines import wait_until
+
 from .job_run import GOAL, Undisturbed
-from .machines import wait_until
 from .project import Project
 
 Nodes = Callable[[int], list[str]]

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 from forge.cluster import job_watch
 from forge.core.files import read_json
+from tools.slurm_cluster.cluster import Cluster
+from tools.slurm_cluster.machines import wait_until
 
-from .cluster import Cluster
 from .job_run import SCIENCE, Undisturbed
-from .machines import wait_until
 from .project import Project
 
 NewProject = Callable[..., Project]

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from .cluster import Cluster
+from tools.slurm_cluster.cluster import Cluster
+
 from .job_run import JobRun, Undisturbed, measure
 
 BOTH = pytest.mark.parametrize("launcher", ["srun", "torchrun"])

@@ -18,8 +18,8 @@ from forge.cluster import exclude
 from forge.core.event_log import read_lines
 from forge.core.files import read_json
 from forge.core.paths import RunPaths
+from tools.slurm_cluster.cluster import REPOSITORY, Cluster
 
-from .cluster import REPOSITORY, Cluster
 from .job_run import machine
 
 DEADLINE_SEC = 90

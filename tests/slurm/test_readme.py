@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from forge.core.files import read_json
+from tools.slurm_cluster.cluster import REPOSITORY, Cluster
+from tools.slurm_cluster.machines import wait_until
 
-from .cluster import REPOSITORY, Cluster
 from .job_run import SCIENCE, Progress
-from .machines import wait_until
 
 
 def recipe() -> list[str]:

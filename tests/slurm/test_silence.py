@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
-from .cluster import Cluster
+from tools.slurm_cluster.cluster import Cluster
+from tools.slurm_cluster.machines import wait_until
+
 from .job_run import JobRun, Undisturbed, measure
-from .machines import wait_until
 
 NewRun = Callable[..., JobRun]
 INTERVAL = 200  # steps between checkpoints

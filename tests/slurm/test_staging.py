@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from .cluster import Cluster
+from tools.slurm_cluster.cluster import Cluster
 
 ROOT = f"/tmp/forge-{os.getuid()}"
 UNFIT = 69

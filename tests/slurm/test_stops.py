@@ -10,9 +10,10 @@ from datetime import datetime
 
 import pytest
 
-from .cluster import Cluster
+from tools.slurm_cluster.cluster import Cluster
+from tools.slurm_cluster.machines import wait_until
+
 from .job_run import JobRun, Undisturbed, measure, pending
-from .machines import wait_until
 
 BOTH = pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 NewRun = Callable[..., JobRun]

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from forge.core.files import read_json
+from tools.slurm_cluster.cluster import Cluster
 
-from .cluster import Cluster
 from .job_run import SCIENCE, Progress, Undisturbed, pending
 from .project import Project
 

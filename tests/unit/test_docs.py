@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from forge.config_docs import ROOT
 from forge.core.config import Config
 from forge.core.machine import Machine
+from tools.config_docs import ROOT
 
 PAGES = ["README.md", *(f"docs/{n}.md" for n in ("new-cluster", "environment", "troubleshooting"))]
 FILES = {"yaml", "json", "jsonl", "tsv", "html"}  # report.html is no key
@@ -181,9 +181,9 @@ def read_from_environ(node: ast.Subscript | ast.Call) -> set[str]:
 def used() -> set[str]:
     """Variables of the package, the workflow and the tools, and of the test cluster."""
     found = used_in_python(sources()) | {"RANK"}  # of rank.py, one word among others
-    tests = used_in_python(sorted((ROOT / "tests/slurm").glob("*.py")))
+    tests = used_in_python([*(ROOT / "tests/slurm").glob("*.py"), *(ROOT / "tools").rglob("*.py")])
     found |= {name for name in tests if name.startswith("FORGE_")}
-    shell = [ROOT / "Makefile", *(ROOT / "tools").iterdir(), *(ROOT / "workflow").rglob("*.smk")]
+    shell = [ROOT / "Makefile", *(ROOT / "tools").glob("*.sh"), *(ROOT / "workflow").rglob("*.smk")]
     for path in shell:
         text = path.read_text()
         found |= {name for match in IN_SHELL.findall(text) for name in match if name}

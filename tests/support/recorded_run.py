@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manifests import manifest_of
+from support.manifests import manifest_of
 
 from forge.core.config import Config
 from forge.core.event_log import append_line

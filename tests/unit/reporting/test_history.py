@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from recorded_run import START, STEP_SEC, RecordedRun, interrupted_run
+from support.recorded_run import START, STEP_SEC, RecordedRun, interrupted_run
 
 from forge.core.paths import RunPaths
 from forge.reporting.history import PHASES, read_history, read_launches

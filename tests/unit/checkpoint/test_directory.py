@@ -4,7 +4,7 @@ import re
 import shutil
 
 import pytest
-from manifests import manifest_of
+from support.manifests import manifest_of
 
 from forge.checkpoint import directory
 from forge.core import failpoints

@@ -1,6 +1,6 @@
 """A real Slurm of several machines on this one: start and stop it, ask it, restart its daemons.
 
-python -m tests.slurm.cluster up | down | status | shell | in MACHINE COMMAND...
+python -m tools.slurm_cluster up | down | status | shell | in MACHINE COMMAND...
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ Logs: {folder}/machines"""
 def main() -> None:
     """The command line: starts, stops, shows or enters the cluster of this machine's user."""
     parser = argparse.ArgumentParser(
-        prog="tests.slurm.cluster", description=__doc__.splitlines()[0]
+        prog="python -m tools.slurm_cluster", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--folder", type=Path, default=base_folder() / "cluster")
     parser.add_argument("--nodes", type=int, default=4, help="1 to 12, for a new start")
@@ -281,7 +281,3 @@ def act(cluster: Cluster, given: argparse.Namespace) -> None:
         cluster.become("bash", "-i", machine=CONTROLLER, cwd=REPOSITORY)
     else:
         print(cluster.run("sinfo", "-a").stdout + cluster.run("squeue", "-a").stdout, end="")
-
-
-if __name__ == "__main__":
-    main()

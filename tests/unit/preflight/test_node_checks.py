@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from test_shards import make
+from support.shards import make
 
 import forge
 from forge.cluster import network

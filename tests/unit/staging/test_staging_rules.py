@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_shards import make
+from support.shards import make
 
 from forge.cluster.nodes import Trouble
 from forge.core.errors import DataError

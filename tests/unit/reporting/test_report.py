@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from recorded_run import RecordedRun, interrupted_run
+from support.recorded_run import RecordedRun, interrupted_run
 
 from forge.core.config import Config
 from forge.core.errors import ConfigError

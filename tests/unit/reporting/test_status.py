@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from recorded_run import RecordedRun
+from support.recorded_run import RecordedRun
 
 from forge.cli import main
 from forge.cluster import jobs, slurm

@@ -10,7 +10,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from test_shards import make
+from support.shards import make
 
 from forge.cluster.placement import Geometry, Place
 from forge.core.config import Ids, load_config

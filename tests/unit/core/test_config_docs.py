@@ -10,10 +10,10 @@ import pytest
 from snakemake.exceptions import WorkflowError  # type: ignore[import-untyped]
 from snakemake.utils import validate  # type: ignore[import-untyped]
 
-from forge.config_docs import ROOT, SCHEMA, TABLES, drifted, keys_text, main
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine
+from tools.config_docs import ROOT, SCHEMA, TABLES, drifted, keys_text, main
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def test_schema_and_tables_are_in_step_with_the_config() -> None:
-    assert drifted() == [], "run: python -m forge.config_docs"
+    assert drifted() == [], "run: python -m tools.config_docs"
 
 
 def test_check_names_a_drifted_file_and_writes_nothing(

@@ -4,7 +4,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from manifests import manifest_of
+from support.manifests import manifest_of
 
 from forge.checkpoint import directory, resume
 from forge.core.errors import UnfitError

@@ -6,17 +6,17 @@ import json
 import shutil
 
 import pytest
-from manifests import IDS, manifest_of
 from snakemake.settings.types import ConfigSettings
+from support.manifests import IDS, manifest_of
 
 from forge import workflow
 from forge.checkpoint import directory, parent
-from forge.config_docs import keys_text
 from forge.core.config import Ids, load_config
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import digest_bytes
 from forge.core.paths import RunPaths
 from forge.core.sample_sheet import resolve_runs
+from tools.config_docs import keys_text
 
 CONTENT = b"weights"
 

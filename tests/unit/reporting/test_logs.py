@@ -420,4 +420,4 @@ def test_logs_are_read_without_torch_and_pandas(run):
         "assert not {'torch', 'pandas', 'numpy', 'rich'} & set(sys.modules)"
     )
     line = [sys.executable, "-c", code, "logs", str(run.root)]
-    subprocess.run(line, check=True, capture_output=True, cwd=Path(__file__).parents[2])
+    subprocess.run(line, check=True, capture_output=True, cwd=Path(__file__).parents[3])

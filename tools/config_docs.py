@@ -1,6 +1,6 @@
 """The files that are generated from the typed config: JSON schema and the tables of keys.
 
-`python -m forge.config_docs` writes them, `--check` exits 1 where they have drifted.
+`python -m tools.config_docs` writes them, `--check` exits 1 where they have drifted.
 """
 
 from __future__ import annotations
@@ -151,14 +151,14 @@ def _json(value: Any) -> str:
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     """Write what has drifted, or with --check only name it; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m forge.config_docs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.config_docs", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 on drift")
     check = parser.parse_args(arguments).check
     drift = drifted(root)
     texts = generated(root)
     for path in drift:
         if check:
-            print(f"{path} has drifted from forge/core/config.py: run python -m forge.config_docs")
+            print(f"{path} has drifted from forge/core/config.py: run python -m tools.config_docs")
         else:
             with atomic_open(root / path, "w") as file:
                 file.write(texts[path])

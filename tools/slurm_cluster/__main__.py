@@ -1,0 +1,3 @@
+from .cluster import main
+
+main()
