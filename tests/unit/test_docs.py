@@ -262,3 +262,18 @@ def test_readmes_profile_for_the_test_cluster_is_edited_to_the_end(tmp_path: Pat
     assert "EDIT_" not in text
     assert text.count("slurm_partition: main") == 2
     assert "mem_mb: 4000 # per node" in text and "cpus_per_task: 1" in text
+
+
+# --- docs/architecture.md ------------------------------------------------------------------------
+
+
+def test_architecture_names_every_module_and_no_other():
+    text = (ROOT / "docs/architecture.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| .*? \| (.*) \|$", text, re.M)
+    listed = {
+        f"{package}/{name}" for package, cell in rows for name in re.findall(r"`(\w+)`", cell)
+    }
+    there = {f"{p.parent.name}/{p.stem}" for p in (ROOT / "forge").glob("*/*.py")}
+    assert listed == {name for name in there if not name.endswith("__init__")}
+    for path in re.findall(r"`(\w+/[\w/]+\.(?:py|smk))`", text):
+        assert (ROOT / path).exists() or (ROOT / "forge" / path).exists(), path
