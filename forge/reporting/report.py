@@ -149,9 +149,16 @@ def _launch_row(launch: Launch) -> dict[str, Any]:
         "resumed_step": launch.resumed_step,
         "last_step": launch.last_step,
         "world_size": start.get("world_size"),
-        "where": start.get("slurm_job") or start.get("host") or "",
+        "where": _where(start),
         "outcome": launch.outcome,
     }
+
+
+def _where(start: dict[str, Any]) -> str:
+    """`job 17 on node01, node02`; without Slurm the host."""
+    if job := start.get("job"):
+        return f"job {job} on {', '.join(start.get('nodes') or [])}"
+    return str(start.get("host") or "")
 
 
 # --- words for numbers --------------------------------------------------------------------------

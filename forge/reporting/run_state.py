@@ -60,9 +60,9 @@ class Summary:
         return [(name, value) for name, value in rows if value]
 
     def _weights_digest(self) -> str:
-        """From the checkpoint, else from the completion record if that is of the same step."""
-        source = self.fit if self.fit.get("step") == self.step else {}
-        return str(self.record.get("weights_digest") or source.get("weights_digest") or "")
+        """From the completion record or the validation, whichever is of the checkpoint's step."""
+        same_step = (r for r in (self.fit, self.validation) if r.get("step") == self.step)
+        return next((str(r["weights_digest"]) for r in same_step if r.get("weights_digest")), "")
 
 
 def summarise(paths: RunPaths) -> Summary:

@@ -39,9 +39,11 @@ class RecordedRun:
         """An event that took its time."""
         self.event(name, after=seconds, seconds=seconds, **facts)
 
-    def launch(self, step: int, *, init_sec: float = 4.0) -> None:
+    def launch(self, step: int, *, init_sec: float = 4.0, job: str | None = None) -> None:
         self.launches += 1
-        self.event("launch", launch=self.id, world_size=2, launcher="torchrun", host="laptop")
+        facts = {"launch": self.id, "world_size": 2, "launcher": "torchrun", "host": "laptop"}
+        where = {"nodes": ["node01", "node02"], "job": job, "restart": 0} if job else {}
+        self.event("launch", **{**facts, "nodes": ["laptop"], "step": step, **where})
         self.spend("init", init_sec, launch=self.id, step=step, device="cpu", precision="fp32")
 
     @property
@@ -71,7 +73,7 @@ class RecordedRun:
         folder = self.paths.checkpoints / checkpoint_name(step)
         write_json(
             folder / "checkpoint.json",
-            manifest_of(step, weights_digest=f"{step:064x}"),
+            manifest_of(step),
         )
         self.paths.latest.unlink(missing_ok=True)
         self.paths.latest.symlink_to(folder.name)
@@ -104,6 +106,7 @@ class RecordedRun:
                 "status": status,
                 "step": step,
                 "loss": loss_at(step) + 0.1,
+                "weights_digest": f"{step:064x}",
                 "reasons": list(reasons),
                 "checks": [{"name": "digests", "status": "ok", "message": "12 files", "fix": ""}],
                 "samples": [

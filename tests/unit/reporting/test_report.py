@@ -97,6 +97,28 @@ def test_restarts_lineage_config_and_samples_are_on_the_page(finished: RecordedR
     assert "def __init__(self):⏎" in text
 
 
+def test_launch_in_slurm_is_on_the_page_with_its_job_and_nodes(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "base")
+    run.launch(0, job="17")
+    run.steps(1, 10)
+    assert "job 17 on node01, node02" in Page(render(run.paths)).text
+    run.launch(0)
+    assert "laptop" in Page(render(run.paths)).text
+
+
+def test_digest_of_the_weights_is_the_completed_or_the_validated_ones(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "base")
+    run.launch(0)
+    run.save(50)
+    assert "weights digest" not in dict(summarise(run.paths).lineage)
+    run.validate(50)
+    assert dict(summarise(run.paths).lineage)["weights digest"] == f"{50:064x}"
+    run.save(100)  # of which nothing is known yet
+    assert "weights digest" not in dict(summarise(run.paths).lineage)
+    run.complete(100)
+    assert dict(summarise(run.paths).lineage)["weights digest"] == f"{100:064x}"
+
+
 def test_pictures_are_told_to_those_who_do_not_see_them(finished: RecordedRun) -> None:
     labels = Page(render(finished.paths)).values("aria-label")
     assert any("held-out loss from 8.50 to 3.83 over steps 0 to 200" in label for label in labels)
