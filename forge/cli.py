@@ -23,6 +23,8 @@ from forge.core.terminal import copy_to, say
 EXIT_CODES = """exit codes: 0 done · 75 stopped early, a checkpoint is committed, give the command again
 65 bad data · 69 node, network or disk unfit · 70 diverged, or a bug · 78 bad config or command line"""
 
+RUNS = "folders of runs, or their names (default: all runs of the project in this folder)"
+
 OVERRIDES = (
     "Every key of the config can be given by its dotted name, for example --train.max_steps=1000,"
     " and every key of machine.yaml with --machine.KEY=VALUE."
@@ -35,6 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
         _in_utf8()
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
+    if rest and not options.takes_keys:
+        options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         options.overrides, options.machine_overrides = _overrides(rest)
         with _disk_trouble():
@@ -145,34 +149,45 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"forge {forge.__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    def verb(name: str, action: Callable[[argparse.Namespace], None], text: str) -> Any:
-        added = verbs.add_parser(name, help=text, description=text, epilog=OVERRIDES)
+    def verb(
+        name: str, action: Callable[[argparse.Namespace], None], text: str, *, keys: bool = True
+    ) -> Any:
+        """keys: whether keys of the config can be given as options; every other one is refused."""
+        epilog = OVERRIDES if keys else None
+        added = verbs.add_parser(name, help=text, description=text, epilog=epilog)
         added.allow_abbrev = False
-        added.set_defaults(action=action)
+        added.set_defaults(action=action, takes_keys=keys, parser=added, log=None)
+        return added
+
+    def of_config(name: str, action: Callable[[argparse.Namespace], None], text: str) -> Any:
+        added = verb(name, action, text)
         added.add_argument("--log", metavar="FILE", help="write the lines for people there too")
         added.add_argument("config", metavar="CONFIG", help="config.yaml, or a run's config.json")
         return added
 
-    verb("tokenizer", _tokenizer, "train, copy or fetch the tokenizer")
-    _workers(verb("tokenize", _tokenize, "turn the corpus into shards of token ids"))
-    _machine(verb("stage", _stage, "put the shards onto the nodes' own disks"))
-    _machine(verb("preflight", _preflight, "check nodes and ranks before training"))
-    train = verb("train", _train, "train to the goal, going on from the last checkpoint")
+    of_config("tokenizer", _tokenizer, "train, copy or fetch the tokenizer")
+    _workers(of_config("tokenize", _tokenize, "turn the corpus into shards of token ids"))
+    _machine(of_config("stage", _stage, "put the shards onto the nodes' own disks"))
+    _machine(of_config("preflight", _preflight, "check nodes and ranks before training"))
+    train = of_config("train", _train, "train to the goal, going on from the last checkpoint")
     train.add_argument(
         "--require-checkpoint",
         action="store_true",
         help="end with 65 instead of starting at step 0 when no checkpoint is left",
     )
     _machine(train)
-    _validate_options(verb("validate", _validate, "check the last checkpoint of a run, or any"))
-    verb("report", _report, "write the run's report.html")
-    verb("config", _config, "write a run's config.json with all defaults and ids")
-    show = verbs.add_parser("show", help="show status, samples and lineage of runs")
-    show.set_defaults(action=_show, log=None)
-    show.add_argument("runs", nargs="*", metavar="RUN", help="run folders (default: results/*)")
-    _logs_options(verbs.add_parser("logs", help="show what ranks and launcher said, errors first"))
-    _status_options(verbs.add_parser("status", help="show where each run stands now"))
-    _export_options(verbs.add_parser("export", help="write a checkpoint as transformers loads it"))
+    _validate_options(
+        of_config("validate", _validate, "check the last checkpoint of a run, or any")
+    )
+    of_config("report", _report, "write the run's report.html")
+    of_config("config", _config, "write a run's config.json with all defaults and ids")
+    show = verb("show", _show, "show status, samples and lineage of runs", keys=False)
+    show.add_argument("runs", nargs="*", metavar="RUN", help=RUNS)
+    _logs_options(
+        verb("logs", _logs, "show what ranks and launcher said, errors first", keys=False)
+    )
+    _status_options(verb("status", _status, "show where each run stands now", keys=False))
+    _export_options(verb("export", _export, "write a checkpoint as transformers loads it"))
     return parser
 
 
@@ -194,7 +209,6 @@ def _validate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _logs_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(action=_logs, log=None)
     parser.add_argument("run", metavar="RUN", help="a run's folder, or its name in results/")
     parser.add_argument("--follow", action="store_true", help="go on with what is written")
     parser.add_argument("--rank", type=int, metavar="N", help="the log of this rank")
@@ -203,15 +217,12 @@ def _logs_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _status_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(action=_status, log=None)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="runs (default: results/*)")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=RUNS)
     parser.add_argument("--watch", action="store_true", help="draw it again every few seconds")
     parser.add_argument("--json", action="store_true", help="for scripts")
 
 
 def _export_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(action=_export, log=None)
-    parser.allow_abbrev = False
     parser.add_argument(
         "run", metavar="RUN", help="a run's folder, its name in results/, or a checkpoint's folder"
     )
@@ -333,22 +344,23 @@ def _config(options: argparse.Namespace) -> None:
 
 
 def _show(options: argparse.Namespace) -> None:
-    from forge.core.paths import RunPaths
+    from forge.reporting.find_runs import find_runs
     from forge.reporting.show import show
 
-    folders = options.runs or sorted(str(p.parent) for p in Path("results").glob("*/config.json"))
-    for folder in folders:
-        if not (Path(folder) / "config.json").exists():
+    runs = find_runs(options.runs)
+    for run in runs:
+        if not run.config.exists():
             raise ConfigError(
-                f"{folder} is not a run's folder", fix="name folders such as results/base"
+                f"{run.root} is not a run's folder", fix="name folders such as results/base"
             )
-    show([RunPaths(Path(folder)) for folder in folders])
+    show(runs)
 
 
 def _logs(options: argparse.Namespace) -> None:
+    from forge.reporting.find_runs import find_runs
     from forge.reporting.logs import logs
 
-    (run,) = _runs([options.run])
+    (run,) = find_runs([options.run])
     logs(
         run,
         rank=options.rank,
@@ -359,35 +371,18 @@ def _logs(options: argparse.Namespace) -> None:
 
 
 def _status(options: argparse.Namespace) -> None:
+    from forge.reporting.find_runs import find_runs
     from forge.reporting.status import status
 
-    status(_runs(options.runs), watch=options.watch, as_json=options.json)
+    status(find_runs(options.runs), watch=options.watch, as_json=options.json)
 
 
 def _export(options: argparse.Namespace) -> None:
+    from forge.reporting.find_runs import find_runs
     from forge.trainer.export import export
 
-    (run,) = _runs([options.run])
+    (run,) = find_runs([options.run])
     export(run.root, options.to, options.dtype, options.overrides)
-
-
-def _runs(names: list[str]) -> list[Any]:
-    """Folders of runs, each given by its path or by its name in results/; all where none is given."""
-    from forge.core.paths import RunPaths
-
-    there = sorted(path.parent for path in Path("results").glob("*/config.json"))
-    runs = []
-    for name in names:
-        folder = next((f for f in (Path(name), Path("results") / name) if f.is_dir()), None)
-        if folder is None:
-            raise ConfigError(
-                f"there is no run {name}",
-                fix=f"runs here: {', '.join(path.name for path in there)}"
-                if there
-                else "go to the project's folder, or give the path of a run's folder",
-            )
-        runs.append(RunPaths(folder))
-    return runs or [RunPaths(folder) for folder in there]
 
 
 if __name__ == "__main__":

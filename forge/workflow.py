@@ -27,13 +27,12 @@ from forge.core.config import Config, checked, read_values
 from forge.core.errors import ConfigError, TrainingError, UnfitError
 from forge.core.files import canonical, digest_bytes, read_json, write_json
 from forge.core.machine import Machine, load_machine
-from forge.core.paths import RunPaths
+from forge.core.paths import CONFIG, RunPaths
 from forge.core.sample_sheet import resolve_runs, shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import freeze
 from forge.run import train
 
-CONFIG = "config/config.yaml"
 SHEET = "config/runs.tsv"
 LOCAL_MACHINE = "profiles/local/machine.yaml"  # without a profile
 ALLOCATION = jobs.ALLOCATION

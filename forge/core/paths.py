@@ -8,6 +8,8 @@ from pathlib import Path
 
 from forge.core.config import Config
 
+CONFIG = "config/config.yaml"  # of a project
+
 
 def tokenizer_folder(data: str | Path, tokenizer_id: str) -> Path:
     """Where the tokenizer with this id lies: tokenizer.json, manifest.json."""

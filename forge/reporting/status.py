@@ -24,6 +24,7 @@ from forge.core.paths import RunPaths
 from forge.core.process import Process
 from forge.core.tail import last_lines
 from forge.core.terminal import duration, say
+from forge.reporting.find_runs import results_folder
 
 ASK_SEC = 3.0  # how long squeue may take: a table a little later is better than a wrong one
 WATCH_SEC = 5.0
@@ -73,7 +74,7 @@ def status(runs: Sequence[RunPaths], *, watch: bool = False, as_json: bool = Fal
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     elif not rows:
-        say("no runs in results/ yet: train one with make train, or name their folders")
+        say(f"no runs in {results_folder()}/ yet: train one with make train, or name their folders")
     elif _on_terminal():
         from rich.console import Console
 

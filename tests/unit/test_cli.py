@@ -129,6 +129,9 @@ def test_verb_that_is_through_gives_0(config, monkeypatch):
         ([], "required: VERB"),
         (["train"], "required: CONFIG"),
         (["train", "x", "--nodes=two"], "invalid int value: 'two'"),
+        (["status", "--bogus=1"], "unrecognized arguments: --bogus=1"),
+        (["logs", "x", "--train.seed=1"], "unrecognized arguments: --train.seed=1"),
+        (["show", "--rnak=1"], "unrecognized arguments: --rnak=1"),
     ],
 )
 def test_command_line_that_no_verb_fits_is_refused_with_the_choices(capsys, arguments, message):
