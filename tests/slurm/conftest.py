@@ -67,7 +67,7 @@ def cluster_of_this_run() -> Iterator[Cluster]:
     run_id = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
     nodes = int(os.environ.get("FORGE_TEST_SLURM_NODES") or 6)
     # A busy machine needs its time to save and to call scontrol before a preempted job is killed.
-    settings = Settings(nodes=nodes, grace_sec=10)
+    settings = Settings(nodes=nodes, grace_sec=30)
     with shared_cluster(base_folder(), run_id, settings) as cluster:
         yield cluster
 

@@ -99,7 +99,8 @@ def test_job_that_a_preemption_would_cancel_goes_back_by_itself(
 def test_cancelled_job_leaves_a_checkpoint_and_stays_ended(
     new_run: NewRun, undisturbed: Undisturbed, cluster: Cluster
 ) -> None:
-    run = new_run()
+    # One rank on each node: a step and a save of four may take a busy machine more than KillWait.
+    run = new_run(ranks_per_node=1)
     job = run.submit()
     run.wait_for_step(50)
     event, step = time.time(), run.step()
