@@ -1,4 +1,4 @@
-"""The `forge` command: arguments, and errors turned into messages and exit codes."""
+"""The `forge` command: parse arguments, run one subcommand, map errors to messages and exit codes."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The process on each node that answers questions: `python -m forge.node_agent`, one JSON line for each.
+"""The process that runs functions on a node: `python -m forge.node_agent`, JSON lines in and out.
 
-A question is `{"id": 3, "do": "hello", "with": {}}`, its answer `{"id": 3, "value": …}` or
-`{"id": 3, "error": …, "cause": …, "fix": …}`. `forge.cluster.nodes` asks. No torch here: it must start
-at once.
+A request is `{"id": 3, "do": "hello", "with": {}}`, its response `{"id": 3, "value": …}` or
+`{"id": 3, "error": …, "cause": …, "fix": …}`. `forge.cluster.nodes` sends the requests. No torch
+here: the agent must start at once.
 
-To add a question, write a function with keyword arguments that returns what JSON can hold, name it in
-the QUESTIONS of its module, and that module's table in QUESTIONS here.
+To add a request, write a function with keyword arguments that returns what JSON can hold, name it
+in the QUESTIONS of its module, and that module's table in QUESTIONS here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process of one rank: `python -m forge.worker SPEC`. Prepares, does its task, leaves a record."""
+"""The process of one rank: `python -m forge.worker SPEC`. Sets up, runs its task, leaves a record."""
 
 from __future__ import annotations
 

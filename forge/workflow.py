@@ -1,4 +1,4 @@
-"""What the Snakefile asks of Forge: runs, resources of allocations, and the environment of rules."""
+"""What the Snakefile uses of Forge: runs, resources of allocations, and the environment of rules."""
 
 from __future__ import annotations
 

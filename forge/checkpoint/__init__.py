@@ -1,1 +1,1 @@
-"""Checkpoints: saved, committed, verified, chosen for a resume."""
+"""Checkpoints: write, commit, verify, and choose the one to resume from."""

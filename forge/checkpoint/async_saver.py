@@ -1,4 +1,4 @@
-"""Commit checkpoints beside training: copy the state, then write, digest and commit it in a thread."""
+"""Async checkpointing: copy the state, then write, digest and commit the copy in a background thread."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What `checkpoint.json` must hold before anything else reads it: keys, types and bounds. No torch.
+"""Checks the shape of `checkpoint.json` before anything else reads it: keys, types and bounds. No torch.
 
-A manifest may have its own digest and still be none: a file that was made by another program, or by
-hand. Keys that are not named here are left alone.
+A manifest may carry a matching digest and still be wrong: another program or a person may have made
+it. Keys that are not named here are ignored.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Checkpoint folders: what makes one valid, how it is committed, found, checked and pruned. No torch.
+"""Checkpoint directories: begin, commit, find, verify, prune, quarantine. No torch.
 
-A checkpoint is a folder `step-00000100` with the files of torch.distributed.checkpoint and a
-`checkpoint.json` that names each with its digest. It is written under a temporary name; the new
-`latest` is noted beside it; the rename of the folder is the commit; then `latest` is swapped. A commit
-that was cut off between the two renames is finished by the next start (`finish_commit`). A committed
-folder is never written into; a damaged one is moved to `quarantine/`.
+A checkpoint is a directory `step-00000100` with the files of torch.distributed.checkpoint and a
+`checkpoint.json` that lists each file with its digest. It is written under a temporary name. The
+commit has three steps: a file next to `latest` names the new target, the directory is renamed,
+`latest` is swapped. If a crash interrupts the commit after the first step, the next start completes
+it (`finish_commit`). A committed directory is never modified; a corrupt one is moved to
+`quarantine/`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Starting a run from a checkpoint of another run (`parent: base@5000`): which one, and whether it fits.
+"""Start a run from a checkpoint of another run (`parent: base@5000`): find it, and check that it fits.
 
-Only the first start of a run reads its parent. Once the run has a checkpoint of its own it resumes from
-that, and the parent is a line of its lineage. Nothing here writes into the parent's directory.
+Only the first launch of a run reads its parent. As soon as the run has a checkpoint of its own, it
+resumes from that one, and the parent is only recorded in its lineage. Nothing is written into the
+parent's directory.
 """
 
 from __future__ import annotations

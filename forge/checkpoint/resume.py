@@ -1,4 +1,4 @@
-"""What the ranks go on from: the newest checkpoint whose every byte is right, of the same data."""
+"""Choose the checkpoint to resume from: the newest valid one that was trained on the same data."""
 
 from __future__ import annotations
 

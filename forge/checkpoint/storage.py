@@ -1,7 +1,7 @@
-"""Training state to and from a checkpoint folder with torch.distributed.checkpoint.
+"""Read and write the training state of a checkpoint with torch.distributed.checkpoint.
 
-Only tensors are stored, so nothing but the index (`.metadata`) is a pickle, and that one is read
-with an unpickler that knows the index's own classes and nothing else.
+Only tensors are stored, so the index (`.metadata`) is the only pickle. It is read with an unpickler
+that accepts the classes of the index and nothing else.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Slurm and the hosts: jobs, nodes, placement, network, locks, checks before submission."""
+"""Slurm and hosts: jobs, nodes, placement, network, locks, checks before submission."""

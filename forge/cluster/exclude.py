@@ -1,4 +1,4 @@
-"""Nodes that a run found unfit: `bad_nodes.txt`, left out when the run is submitted again."""
+"""Unhealthy nodes of a run (`bad_nodes.txt`): excluded when the run is submitted again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the jobs of this workflow will ask Slurm for, as the executor will submit them."""
+"""What the jobs of this workflow will request from Slurm, as the executor will submit them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""How does the workflow's command learn that one of its Slurm jobs has ended, and why?
+"""How the workflow learns that one of its Slurm jobs has ended, and why.
 
-Executor plugin 2.8.0 drops jobs when neither squeue nor sacct answers, waits for ever for a job that
-Slurm has forgotten, asks in pauses that grow to 180 s (and sleeps the last one out before the command
-ends), and never says why a job waits or who cancelled it. So its questions are replaced by these: one
-squeue for all jobs in short, even pauses. Submission and everything else stay the plugin's.
+The executor plugin (2.8.0) loses jobs when neither squeue nor sacct answers, waits for ever for a
+job that Slurm has forgotten, polls at intervals that grow to 180 s (and sleeps through the last one
+before the command ends), and never says why a job is pending or who cancelled it. Forge replaces
+its status checks with one squeue call for all jobs, every few seconds. Submission and everything
+else stay the plugin's.
 """
 
 from __future__ import annotations

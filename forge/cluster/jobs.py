@@ -1,4 +1,4 @@
-"""Which jobs in Slurm's queue belong to which run?"""
+"""Which jobs in Slurm's queue belong to which run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One writer at a time: a lease on an output folder that names the process that holds it."""
+"""Locks: one writer at a time for an output directory. The lock names the process that holds it."""
 
 from __future__ import annotations
 

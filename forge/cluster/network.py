@@ -1,4 +1,4 @@
-"""How ranks talk: every environment variable they get, as data with its reason."""
+"""Environment variables of the ranks (NCCL, Gloo, threads), as data with reasons; network interfaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ask every node of a place at once: a node that is broken is named, and never hangs us."""
+"""Run functions on all nodes at once; a node that does not answer is reported and blocks nobody."""
 
 from __future__ import annotations
 

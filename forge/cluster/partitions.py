@@ -1,4 +1,4 @@
-"""Partitions and nodes of the cluster: what Slurm says a job may ask for, and which nodes are up."""
+"""Partitions and nodes of the cluster: what Slurm lets a job request, and which nodes are up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why does a job wait, and does that pass by itself?"""
+"""Why a job is pending, and whether that reason can pass by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many ranks, where: the one place that makes resources and launch lines from it."""
+"""Placement of a run: the resources to request, the nodes to use, the command that launches ranks."""
 
 from __future__ import annotations
 

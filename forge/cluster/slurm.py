@@ -1,4 +1,4 @@
-"""Slurm: the only place that runs its commands and reads what they print."""
+"""Slurm's commands: the only module that runs them and parses their output."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Could Slurm ever start what is about to be submitted? Asked before anything is submitted.
+"""Checks before submission: could Slurm ever start these jobs?
 
-A job that can never start stays PENDING without a word, and `sbatch --test-only` accepts it (22.05:
-time limit, partition that is down, account) or says the same of nodes that are only drained. So the
-limits are read from the partitions, and sbatch is asked for the rest.
+A job that can never start stays PENDING without a message, and `sbatch --test-only` accepts it
+(22.05: time limit, a partition that is down, the account) or rejects a job only because its nodes
+are drained. So the limits are read from the partitions, and sbatch is asked for the rest.
 """
 
 from __future__ import annotations

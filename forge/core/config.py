@@ -1,6 +1,7 @@
-"""The science of a run: typed sections with units, defaults and limits. The one source of defaults.
+"""Training config of a run: typed sections with units, defaults and limits. The only source of defaults.
 
-The JSON schema and the table in config/README.md are generated from here (`python -m tools.config_docs`).
+The JSON schema and the table in config/README.md are generated from here (`python -m
+tools.config_docs`).
 """
 
 from __future__ import annotations

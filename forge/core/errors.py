@@ -1,4 +1,4 @@
-"""What can go wrong, told to people: exit codes and errors with cause and fix."""
+"""Errors that users see, with cause and fix, and their exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened to a run, and when: an append-only file of events that survives every restart."""
+"""The event log of a run: an append-only JSON lines file that survives every restart."""
 
 from __future__ import annotations
 

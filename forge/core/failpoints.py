@@ -1,4 +1,4 @@
-"""Named points on the way of a checkpoint and of data, where tests let the worst happen."""
+"""Failpoints for fault-injection tests: named points in the life of a checkpoint and of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How Forge writes small files that others trust: canonical JSON, digests, atomic replacement."""
+"""Small files that others rely on: canonical JSON, digests, atomic writes, disk errors."""
 
 from __future__ import annotations
 

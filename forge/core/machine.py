@@ -1,6 +1,6 @@
-"""The machine a run is on: the typed `machine.yaml` of a profile.
+"""Settings of the machine that a run uses: the typed `machine.yaml` of a profile.
 
-Nothing here changes what is trained; it is outside the science digest.
+No setting here changes the result of training, so the config digest does not cover them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one place that knows how files and folders of artefacts and runs are named."""
+"""Names of all files and directories of tokenizers, tokens and runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This host and the processes on it: names, identity, and what happens when a parent dies."""
+"""This host and its processes: names, identity across reboots and reused pids, ending with a parent."""
 
 from __future__ import annotations
 

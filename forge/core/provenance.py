@@ -1,4 +1,4 @@
-"""What made a model: code, config, data, versions and hardware, as a record for checkpoints."""
+"""Provenance of a model, recorded in each checkpoint: code, config, data, versions and hardware."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sample sheet: one row a run, columns override config keys by dotted name."""
+"""The sample sheet: one row per run; columns override config keys by dotted name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a file that may be long and may still grow."""
+"""Read the end of a file that may be long and may still grow."""
 
 from __future__ import annotations
 

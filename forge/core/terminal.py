@@ -1,4 +1,4 @@
-"""Progress of long work for people: a live bar on a terminal, plain lines in a log."""
+"""Output for people: lines, progress (a bar on a terminal, plain lines in a log), durations."""
 
 from __future__ import annotations
 

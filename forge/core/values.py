@@ -1,8 +1,9 @@
-"""How values are read: one rule for config.yaml, machine.yaml, runs.tsv and the command line.
+"""How values are parsed: one rule for config.yaml, machine.yaml, runs.tsv and the command line.
 
-YAML without its surprises. Only null, true, false, decimal numbers and what is in quotes or brackets has
-a meaning of its own; all else is text (`010`, `1:30`, `yes`, `2024-01-01`). The type of a key decides
-afterwards: a key that is a number reads the text `010` as ten. config/README.md tells users.
+YAML without its surprises. Only null, true, false, decimal numbers, and quoted or bracketed values
+have a meaning of their own; everything else is text (`010`, `1:30`, `yes`, `2024-01-01`). The type
+of the key then decides: a numeric key reads the text `010` as ten. config/README.md explains this
+to users.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Text to batches: corpus, tokenizer, shards of token ids, order of the samples."""
+"""From text to batches: corpus, tokenizer, shards of token ids, sample order."""

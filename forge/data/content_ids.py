@@ -1,4 +1,4 @@
-"""Which tokenizer and tokens a config stands for: content ids, known before anything is built."""
+"""Content ids: which tokenizer and which tokens a config refers to, known before they are built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files the corpus is made of, and the documents in them, read in bounded memory."""
+"""The input files of the corpus, and the documents in them, read in bounded memory."""
 
 from __future__ import annotations
 

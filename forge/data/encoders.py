@@ -1,4 +1,4 @@
-"""Documents to arrays of token ids: by the tokenizers library, or faster with the same ids."""
+"""Encoders: documents to arrays of token ids, with the tokenizers library or faster with the same ids."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which tokens come when: the order of the samples, exact on resume and on any world size.
+"""Sample order: which tokens each step gets, exact on resume and on any world size.
 
-A sample is a window of seq_len + 1 tokens of one shard; windows start at multiples of seq_len.
-The position in the data is one number: sample g of the run is window permute(g mod n) of epoch
-g div n, where n is the number of windows. Nothing else has to be saved.
+A sample is a window of seq_len + 1 tokens of one shard; windows start at multiples of seq_len. The
+position in the data is one number: sample g of the run is window permute(g mod n) of epoch g div n,
+where n is the number of windows. Nothing else has to be saved.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tokenizer.json with which text is encoded: text can spell a special token, never be one."""
+"""The tokenizer.json that encodes text: text can spell a special token but never becomes its id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tokens lie on disk: ids in `.bin` files, and the manifest that a reader obeys.
+"""Token shards on disk: ids in `.bin` files, and the manifest that describes them.
 
 - `{split}-{part}-{number}.bin`: little-endian uint16 where the vocabulary fits, else uint32
 - `manifest.json`: format, dtype, vocabulary, settings, digests of inputs and shards

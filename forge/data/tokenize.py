@@ -1,4 +1,4 @@
-"""The corpus as shards of token ids: parts of it are encoded by worker processes, then listed."""
+"""Tokenize the corpus into shards: worker processes encode parts, then a manifest lists the shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: trained on the corpus, taken from a file, or fetched from a hub."""
+"""Build the tokenizer of a run: train one on the corpus, copy a file, or fetch one from a hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start the ranks of one task, pass signals on, and tell from what they recorded how it ended."""
+"""Launch the ranks of one task, forward signals, and judge the result from the ranks' records."""
 
 from __future__ import annotations
 

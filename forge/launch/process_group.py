@@ -1,4 +1,4 @@
-"""The ranks of one launch as torch sees them: device, process groups, and agreement among them."""
+"""Device, process groups and agreement among the ranks of one launch (torch.distributed)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who am I: rank, world size and Slurm job of this process, from the environment of any launcher."""
+"""Rank, world size and rendezvous of this process, from the environment that any launcher sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From rank 0 to the person at the launcher: its lines and its progress, through two small files."""
+"""Show the lines and the progress of rank 0 at the launcher, through two small files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a stop fits into the time that is left: measured steps and saves against what is announced."""
+"""Shutdown budget: do a final step and save, as measured, fit into the time that is left?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wish to stop (signal or STOP file), kept as a flag until all ranks can agree on it."""
+"""Stop requests (signal or STOP file), kept as a flag until all ranks agree to stop."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which node, or which pair of nodes, breaks what all nodes do together? Found by trying parts.
+"""Find the node, or the pair of nodes, with which ranks fail, by trying subsets.
 
-For troubles that no node sees by itself, such as large packets that vanish between two of them.
+For faults that no single node can see, such as large packets that are lost between two nodes.
 """
 
 from __future__ import annotations

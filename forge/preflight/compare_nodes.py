@@ -1,4 +1,4 @@
-"""Which nodes of an allocation are fit, and why not the others? Without torch, all nodes at once."""
+"""Check and compare all nodes of an allocation: which are healthy, and why the others are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the ranks of these nodes work together? If not, whose fault is it? Answered before a deadline."""
+"""Run a short distributed job on the nodes; if it fails, find the node at fault before a deadline."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What one node can say of itself, and of its way to the others, without torch.
+"""Checks that run on one node: the node itself, and its connections to the others. No torch.
 
-Each question is asked on the node itself: by `forge.node_agent` for the nodes of an allocation, directly
-where there is one node only.
+`forge.node_agent` runs them on the nodes of an allocation; with a single node they run in this
+process.
 """
 
 from __future__ import annotations

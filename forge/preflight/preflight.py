@@ -1,4 +1,4 @@
-"""The verb `preflight`: are these nodes fit, do their ranks meet and talk? Said before training."""
+"""`forge preflight`: check the nodes, and that their ranks can communicate, before training starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks found out together, as checks: do they work, and is a node slower than the others?"""
+"""Checks over all ranks' probe results: do the collectives work, and is a node slower than the others?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The preflight of one rank: is it who the geometry says, do its collectives work and run well?"""
+"""The preflight probe of one rank: its place in the world, and correct and fast collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report's curves and time bar as inline SVG that follows the page's colours."""
+"""Curves and time bar of the report, as inline SVG in the colors of the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which runs do names on the command line mean? Those of the project in the current folder."""
+"""Find the runs that a command line names: those of the project in the current directory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What happened in a run: its launches, the curves that survived, and where the wall time went.
+"""History of a run: its launches, the curves without recomputed steps, and where the wall time went.
 
 Read from metrics.jsonl and events.jsonl. Both are append-only and outlive every restart, so a step
-may be there twice: once in work that was lost, once in the work that was done again.
+may appear twice: in work that was lost, and in the work that repeated it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which errors are in these log lines, which of them came first, and on how many ranks?"""
+"""Find errors in log lines: which came first, and on how many ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The verb `logs`: what did the ranks and their launcher say? Errors of any rank first.
+"""`forge logs`: what the ranks and their launcher printed, errors first.
 
-Lines of libraries carry no time, and to stamp them each rank would need a pipe and a process more.
-So a log is dated by its last write, and its lines by stamps of their own where they have some.
+Lines of libraries carry no time, and adding one would need a pipe and a process per rank. So a log
+is dated by its last write, and its lines by their own time stamps where they have some.
 """
 
 from __future__ import annotations

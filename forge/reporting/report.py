@@ -1,4 +1,4 @@
-"""How did the run go? One self-contained HTML page: it opens offline and refers to nothing."""
+"""`forge report`: one self-contained HTML page per run that opens offline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a run stand? Status in words, checkpoint, lineage and samples, from its files alone."""
+"""Summary of a run from its files: status, checkpoint, lineage and samples."""
 
 from __future__ import annotations
 

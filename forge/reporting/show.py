@@ -1,4 +1,4 @@
-"""What came out of these runs? Status, paths, loss, sampled text and lineage on the screen."""
+"""`forge show`: status, paths, loss, sampled text and lineage of runs on the screen."""
 
 from __future__ import annotations
 

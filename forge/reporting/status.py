@@ -1,4 +1,4 @@
-"""The verb `status`: where does each run stand now, and where does it hang? From files and squeue."""
+"""`forge status`: the current state of each run, from its files and squeue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The progress gate: a run that starts again and again without a new step ends, with the reasons."""
+"""Crash-loop detection: end a run that restarts again and again without reaching a new step."""
 
 from __future__ import annotations
 

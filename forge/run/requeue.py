@@ -1,4 +1,4 @@
-"""What follows when training stops or a node is lost: decided by the recorded cause."""
+"""What to do when training stops or a node is lost: requeue, restart or end, by the recorded cause."""
 
 from __future__ import annotations
 

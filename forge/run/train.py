@@ -1,4 +1,4 @@
-"""The verb `train`: from a run's config to its completion record, around the ranks that train."""
+"""`forge train`: from a run's config to its completion record, around the ranks that train."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Token shards, and Forge itself, onto the nodes' own disks."""
+"""Copy token shards, and Forge itself, to the nodes' local disks."""

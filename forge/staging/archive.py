@@ -1,8 +1,8 @@
-"""Many files as a few tar files of even size, made once: what `sbcast` sends to nodes.
+"""Archives for `sbcast`: many files in a few tar files of equal size, made once.
 
-- `{data}/packs/{name}/000.tar`, `001.tar`, …: each whole by itself, so that a node unpacks one while
-  the next ones are on their way (`.tar.zst` where compressed)
-- `pack.json`: bytes of every part, and of all files in them
+- `{data}/packs/{name}/000.tar`, `001.tar`, …: each complete, so that a node unpacks one while the
+  next ones are sent (`.tar.zst` where compressed)
+- `pack.json`: the size of every tar file, and of all files in them
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Put Forge and its Python on nodes that see neither (`stage.project`): folders that run anywhere.
+"""Copy Forge and its Python to nodes that do not see them (`stage.project`).
 
-- `python-{digest}/env`: the virtual environment; `base`: what it was made from, unless the system's
+- `python-{digest}/env`: the virtual environment; `base`: the Python it was made from, unless the
+  system's
 - `project-{digest}`: Forge itself, and `python`, which starts it with nothing else in its path
 
-Two packs, because the code changes every day and the environment of gigabytes does not. Nothing on
-such a node can be asked before this is there, so the nodes' part is sh, tar and sha256sum.
+There are two archives because the code changes every day and the environment, gigabytes, does not.
+No Python can run on such a node before they arrive, so the nodes' part is sh, tar and sha256sum.
 """
 
 from __future__ import annotations

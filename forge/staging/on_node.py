@@ -1,10 +1,11 @@
-"""What one node does with its own disk for `stage`: look, unpack, check, keep, remove.
+"""The part of `forge stage` that runs on one node: inspect the disk, unpack, verify, keep, remove.
 
-Everything lies below a private folder, `forge-{uid}`, in which
+Everything is in a private directory, `forge-{uid}`:
 
-- `{digest}` is a set of shards that was kept (`stage.keep`), or that no Slurm job will clean up
-- `job-{id}/{digest}` is one that goes with its job, `job-{id}/used-by-{run}` says who reads it
-- `job-{id}/writing-…` is one that is still coming
+- `{digest}`: shards that were kept (`stage.keep`), or that no Slurm job will remove
+- `job-{id}/{digest}`: shards that are removed with their job; `job-{id}/used-by-{run}` names each
+  reader
+- `job-{id}/writing-…`: a copy that is not complete yet
 """
 
 from __future__ import annotations

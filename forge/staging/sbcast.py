@@ -1,12 +1,12 @@
-"""Send files from here to many nodes at once, with Slurm's `sbcast`.
+"""Send files from this host to many nodes at once with Slurm's `sbcast`.
 
-The rule, as measured on four nodes (bench stage):
+The settings, as measured on four nodes (bench stage):
 
-- eight parts at once: on links of 1 Gbit/s half the time of one file, since sbcast waits for every
+- eight transfers at once: on links of 1 Gbit/s half the time of one, since sbcast waits for every
   block to reach every node before it sends the next one
-- a fan-out of two, with blocks of 1 MiB: this host sends two copies of everything, whatever the
-  number of nodes, and nodes pass it on; more copies only share this host's own link
-- lz4 of sbcast itself is for programs on slow links; token ids do not get smaller by it
+- a fan-out of two, with blocks of 1 MiB: this host sends two copies, whatever the number of nodes,
+  and the nodes forward them; more copies only share this host's own link
+- sbcast's lz4 compression is for programs on slow links; token ids do not get smaller with it
 """
 
 from __future__ import annotations

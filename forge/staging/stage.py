@@ -1,4 +1,4 @@
-"""The verb `stage`: token shards onto the nodes' own fast disks, by content, checked, private."""
+"""`forge stage`: copy token shards to the nodes' local disks, by content, verified, private."""
 
 from __future__ import annotations
 

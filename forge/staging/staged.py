@@ -1,4 +1,4 @@
-"""What `stage` has put on the nodes of this allocation, as stage.json says, and its removal."""
+"""What `forge stage` has copied to the nodes of this allocation (stage.json), and its removal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Put token shards on the nodes of an allocation that lack them: look, pack, send, check."""
+"""Copy token shards to the nodes of an allocation that lack them: inspect, archive, send, verify."""
 
 from __future__ import annotations
 

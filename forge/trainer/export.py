@@ -1,6 +1,7 @@
-"""The verb `export`: a checkpoint as a folder that Hugging Face `transformers` loads as a Llama.
+"""`forge export`: write a checkpoint as a directory that Hugging Face `transformers` loads as a Llama.
 
-Weights have Llama's names and rotary convention already (`model`), so they are copied, not changed.
+The weights have Llama's names and rotary convention already (`trainer.llama`), so they are copied
+unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is trained: a compact Llama-style decoder, its initial weights, and its samples.
+"""The model: a compact Llama-style decoder, its initialization, and sampling from it.
 
 Parameters carry the names and the rotary convention of Hugging Face's Llama, so that an export is a
 copy. Shape suffixes: B batch, T tokens of a sample, N = B*T tokens, D model width, H heads, K head

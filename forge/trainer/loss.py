@@ -1,4 +1,4 @@
-"""The output layer and cross entropy in one, chunk by chunk: the logits are never there as a whole.
+"""Output layer and cross entropy fused, chunk by chunk: the full logits never exist in memory.
 
 Shape suffixes: N tokens of a micro-batch, D model width, V vocabulary, R rows (tokens) of a chunk.
 """

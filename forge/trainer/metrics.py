@@ -1,4 +1,4 @@
-"""Numbers of training: rates, model FLOP utilisation, and the metrics file."""
+"""Training metrics: rates, model FLOP utilization, and the metrics file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What follows a step whose loss or gradient norm is not finite: the end, or a skipped update?
+"""What follows a step whose loss or gradient norm is not finite: end the run, or skip the update.
 
-All ranks answer alike, from gathered numbers and from counts that each checkpoint carries, so that a
-resumed run decides as an uninterrupted one.
+All ranks decide alike, from gathered numbers and from counters in the checkpoint, so that a resumed
+run decides as an uninterrupted one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What decides the last bits of a loss besides weights and data; set alike by training and validation."""
+"""Numerical settings that decide the last bits of a loss; training and validation set them alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How weights move: AdamW over two groups, and the learning rate of every step."""
+"""Optimizer and schedule: AdamW with two parameter groups, and the learning rate of every step."""
 
 from __future__ import annotations
 

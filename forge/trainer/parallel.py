@@ -1,4 +1,4 @@
-"""The model laid over the ranks: sharded or replicated, compiled, in its precision."""
+"""The model distributed over the ranks: sharded or replicated, compiled, in its precision."""
 
 from __future__ import annotations
 

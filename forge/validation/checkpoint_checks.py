@@ -1,7 +1,7 @@
-"""One checkpoint under examination: files, names, shapes, numbers and losses are read anew.
+"""Checks of one checkpoint: files, names, shapes, values and losses, all read again from disk.
 
-Trusts nothing that training held in memory. The largest thing in memory are the weights, once: the
-moments, twice their size, come in pieces.
+Nothing that training held in memory is trusted. The weights are in memory once; the optimizer
+state, twice their size, is read piece by piece.
 """
 
 from __future__ import annotations

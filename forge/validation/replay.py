@@ -1,7 +1,7 @@
-"""A checkpoint in fresh ranks: does another number of them load it, and does training go on as it did?
+"""Replay check: load a checkpoint in fresh ranks, train a few steps, compare with the recorded losses.
 
-The weights of a checkpoint are proven by its probe; that its moments, its schedule and its place in the
-data are right as well shows only in the losses of the steps that follow it.
+The reference-batch losses prove the weights of a checkpoint. That its optimizer state, schedule and
+position in the data are right shows only in the losses of the following steps.
 """
 
 from __future__ import annotations

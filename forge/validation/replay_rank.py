@@ -1,6 +1,7 @@
-"""Load a checkpoint into fresh ranks, and train on from it: one rank's part of validation.
+"""The replay check on one rank: load a checkpoint and train on from it.
 
-Nothing is written. The config says how far: train.max_steps is the checkpoint's step, or a later one.
+Nothing is written. The config says how far: train.max_steps is the checkpoint's step, or a later
+one.
 """
 
 from __future__ import annotations

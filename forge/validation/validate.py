@@ -1,4 +1,4 @@
-"""The verb `validate`: an independent look at checkpoints, in a fresh process on its own."""
+"""`forge validate`: check checkpoints independently, in a fresh process."""
 
 from __future__ import annotations
 
