@@ -133,11 +133,10 @@ def _refuse_living(name: Path, held: dict[str, object]) -> None:
     if holder.is_here and not holder.is_alive():
         return
     if holder.is_here:
-        reused = f" (or, if that is no Forge: rm {name})" if holder.boot_id is None else ""
         raise UnfitError(
             f"{name.parent} is being written by {_who(held)}",
             cause="the same command was given twice",
-            fix=f"wait for it, or stop it with: kill {holder.pid}{reused}",
+            fix=f"wait for it, or stop it with: kill {holder.pid}",
         )
     if holder.slurm_job and slurm.is_here():
         with contextlib.suppress(slurm.SlurmSilent):

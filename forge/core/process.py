@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,8 @@ class Process:
 
     host: str
     pid: int
-    boot_id: str | None  # random, new at each boot. None in files of earlier versions of Forge
-    start_ticks: int | None  # from boot to its start, in clock ticks
+    boot_id: str  # random, new at each boot
+    start_ticks: int  # from boot to its start, in clock ticks
     slurm_job: str | None = None
 
     @classmethod
@@ -57,8 +57,8 @@ class Process:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Process:
-        known = (value.get(name) for name in ("boot_id", "start_ticks", "slurm_job"))
-        return cls(value["host"], value["pid"], *known)
+        """Raises KeyError where `value` is no such record; other keys are ignored."""
+        return cls(**{field.name: value[field.name] for field in fields(cls)})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -68,18 +68,14 @@ class Process:
         return self.host == hostname()
 
     def is_alive(self) -> bool:
-        """Whether it runs on this host; a zombie or a reused pid does not count.
-
-        Of a process that an earlier version of Forge wrote down only the pid is known: any living
-        process with it counts, for two writers are worse than one that has to ask.
-        """
-        if self.boot_id not in (None, _boot_id()):
+        """Whether it runs on this host; a zombie or a reused pid does not count."""
+        if self.boot_id != _boot_id():
             return False
         found = _state_and_start(self.pid)
         if found is None:
             return _is_hidden(self.pid)
         state, start_ticks = found
-        return state not in "ZX" and (self.boot_id is None or start_ticks == self.start_ticks)
+        return state not in "ZX" and start_ticks == self.start_ticks
 
 
 def _boot_id() -> str:

@@ -128,18 +128,6 @@ def test_a_wall_clock_that_jumps_does_not_make_a_second_writer(tmp_path):
     assert f"is being written by `forge train` (pid {os.getpid()} on" in done.stdout
 
 
-def test_lease_of_an_earlier_version_is_kept_while_its_pid_lives_then_taken_over(tmp_path):
-    """It knew only a time of the wall clock, which proves nothing: any process with the pid counts."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as holder:
-        old = {"host": hostname(), "pid": holder.pid, "started": 12.5, "slurm_job": None}
-        (tmp_path / ".lease").write_text(json.dumps({**old, "verb": "train", "restart": 0}))
-        with pytest.raises(UnfitError, match=f"pid {holder.pid} on") as caught:
-            lease(tmp_path, "train").__enter__()
-        assert f"if that is no Forge: rm {tmp_path}/.lease" in caught.value.fix
-    with lease(tmp_path, "train"):
-        pass
-
-
 def test_a_rank_on_another_node_commits_only_under_the_lease_of_its_own_launcher(tmp_path):
     launcher = {**Process.current().to_json(), "host": "node01"}
     file = tmp_path / ".lease"
