@@ -159,3 +159,13 @@ def read_json(path: Path) -> Any:
             cause="cut short by a full disk or edited by hand",
             fix="remove it and run the step that writes it again",
         ) from None
+
+
+def read_object_or_empty(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} where it is missing, being replaced, or unreadable: a page for
+    people must not fail because of it."""
+    try:
+        value = read_json(path)
+    except (DataError, OSError):
+        return {}
+    return value if isinstance(value, dict) else {}

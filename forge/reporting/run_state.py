@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from forge.checkpoint import directory
 from forge.core.errors import ConfigError, DataError
-from forge.core.files import read_json
+from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
 from forge.reporting.history import Launch, read_launches
 
@@ -73,7 +73,9 @@ def summarise(paths: RunPaths) -> Summary:
             f"no run in {paths.root}",
             fix=f"runs there: {', '.join(there)}" if there else "train one first: make train",
         )
-    fit, validation, preflight = map(_read, (paths.fit, paths.validation, paths.preflight))
+    fit, validation, preflight = map(
+        read_object_or_empty, (paths.fit, paths.validation, paths.preflight)
+    )
     checkpoint, troubles = _checkpoint(paths)
     folder, record = (checkpoint.folder, checkpoint.manifest) if checkpoint else (None, {})
     status, tone, reasons = _standing(read_launches(paths), preflight, _verdict(validation, record))
@@ -168,15 +170,6 @@ def _worst_first(checks: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 # --- words --------------------------------------------------------------------------------------
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; {} where there is none, or none that can be read: a report must not fail."""
-    try:
-        value = read_json(path)
-    except DataError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _id_and_digest(artefact: dict[str, Any] | None) -> str:

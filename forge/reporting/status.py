@@ -18,8 +18,8 @@ from forge.cluster import jobs, slurm
 from forge.cluster.jobs import QueuedJob
 from forge.cluster.pending import lasting_advice
 from forge.core import event_log
-from forge.core.errors import ConfigError, DataError
-from forge.core.files import read_json
+from forge.core.errors import ConfigError
+from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
 from forge.core.process import Process
 from forge.core.tail import last_lines
@@ -149,7 +149,7 @@ class _Files:
 
     @cached_property
     def goal(self) -> int | None:
-        return _read(self.paths.config).get("train", {}).get("max_steps")
+        return read_object_or_empty(self.paths.config).get("train", {}).get("max_steps")
 
     @cached_property
     def step(self) -> int | None:
@@ -168,7 +168,7 @@ class _Files:
     @cached_property
     def lease(self) -> dict[str, Any]:
         """Who writes the run's folder; {} if nobody does."""
-        return _read(self.paths.root / ".lease")
+        return read_object_or_empty(self.paths.root / ".lease")
 
     @cached_property
     def lease_since(self) -> float:
@@ -182,14 +182,6 @@ class _Files:
         """Jobs that the files name: of the lease, else of the newest launch."""
         named = self.lease.get("slurm_job") or (self.launches or [{}])[-1].get("job")
         return {str(named)} if named else set()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = read_json(path)
-    except (DataError, OSError):
-        return {}  # none yet, or one that is being replaced
-    return value if isinstance(value, dict) else {}
 
 
 # --- the state -------------------------------------------------------------------------------------
@@ -352,11 +344,11 @@ def _completed(files: _Files) -> tuple[str, str]:
             "stopped",
             f"step {step} was its goal, now it is {files.goal}: give the command again",
         )
-    validation = _read(files.paths.validation)
+    validation = read_object_or_empty(files.paths.validation)
     if validation.get("step") == step and validation.get("status") == "invalid":
         reasons = validation.get("reasons") or ["no reason given"]
         return "invalid", _clipped(str(reasons[0]))
-    if _read(files.paths.validated).get("step") == step:
+    if read_object_or_empty(files.paths.validated).get("step") == step:
         loss = validation.get("loss")
         return "validated", f"held-out loss {loss:.3f}" if isinstance(loss, float) else ""
     return "done", f"not validated yet: forge validate {files.paths.config}"
