@@ -128,13 +128,23 @@ class Progress:
                     found.append(process)
         return found
 
-    def hold(self, until: Callable[[], object], timeout: float) -> None:
-        """Stop the ranks (SIGSTOP) until something has happened: a step waits for no scheduler."""
+    def hold(
+        self,
+        until: Callable[[list[psutil.Process]], object],
+        timeout: float,
+        cause: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Stop the ranks (SIGSTOP), then do `cause`, until `until(ranks)`: a step waits for no scheduler.
+
+        In this order, since ranks that are stopped after the signal of `cause` has come to them would
+        stay so until Slurm kills them.
+        """
         held = self.ranks()
         for process in held:
             process.send_signal(signal.SIGSTOP)
         try:
-            wait_until(until, timeout, "what the ranks were held for", self.said)
+            cause()
+            wait_until(lambda: until(held), timeout, "what the ranks were held for", self.said)
         finally:
             for process in held:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -188,6 +198,11 @@ class JobRun(Progress):
         """What Slurm says of the job at its end."""
         ends = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL PREEMPTED"
         return self.cluster.wait_for_state(job, ends, timeout)
+
+
+def signaled(ranks: list[psutil.Process]) -> bool:
+    """Whether each of these stopped ranks has a signal to stop, or has ended."""
+    return all(pending(rank, signal.SIGUSR1, signal.SIGTERM) for rank in ranks)
 
 
 def pending(process: psutil.Process, *numbers: signal.Signals) -> bool:

@@ -3,7 +3,6 @@ weights of the undisturbed run, or stays ended where a person wished it."""
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -13,7 +12,7 @@ import pytest
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
-from .job_run import JobRun, Undisturbed, measure, pending
+from .job_run import JobRun, Undisturbed, measure, signaled
 
 BOTH = pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 NewRun = Callable[..., JobRun]
@@ -32,9 +31,8 @@ def test_time_limit_is_met_with_a_checkpoint_and_the_job_goes_on(
     # Between two and three minutes are left, so the signal is due, and nothing is in a hurry.
     hours, minutes, _ = map(int, cluster.job(job)["RunTime"].split(":"))
     limit = hours * 60 + minutes + 3
-    cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
-    held = run.ranks()
-    run.hold(lambda: all(pending(rank, signal.SIGUSR1) for rank in held), timeout=90)
+    shorter = ("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
+    run.hold(signaled, timeout=90, cause=lambda: cluster.run(*shorter))
     event, step = time.time(), run.step()
     requeued = run.wait_for_event("requeue")
     assert requeued["cause"] == "SIGUSR1"
@@ -53,7 +51,7 @@ def test_time_limit_that_nothing_announces_is_asked_of_slurm(
     run.wait_for_step(50)
     # Held until what a stop may need does not fit any more; then they stop, and nobody signals them.
     limit = datetime.fromisoformat(cluster.job(job)["EndTime"]).timestamp()
-    run.hold(lambda: time.time() > limit - 8, timeout=60)
+    run.hold(lambda _: time.time() > limit - 8, timeout=60)
     event, step = time.time(), run.step()
     assert run.wait_for_event("requeue")["cause"] == "deadline"
     cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
@@ -70,9 +68,7 @@ def test_preempted_job_goes_on_after_the_other(
     job = run.submit("--partition=low")
     run.wait_for_step(50)
     event, step = time.time(), run.step()
-    preempt(cluster, run)
-    held = run.ranks()
-    run.hold(lambda: all(pending(rank, signal.SIGUSR1, signal.SIGTERM) for rank in held), 60)
+    run.hold(signaled, timeout=60, cause=lambda: preempt(cluster, run))
     ended = run.wait_for_end(job)
     assert ended["JobState"] == "COMPLETED"
     assert ended["Restarts"] == "1"
@@ -87,9 +83,7 @@ def test_job_that_a_preemption_would_cancel_goes_back_by_itself(
     job = run.submit("--partition=lowcancel")
     run.wait_for_step(50)
     event, step = time.time(), run.step()
-    preempt(cluster, run)
-    held = run.ranks()
-    run.hold(lambda: all(pending(rank, signal.SIGUSR1, signal.SIGTERM) for rank in held), 60)
+    run.hold(signaled, timeout=60, cause=lambda: preempt(cluster, run))
     run.wait_for_event("requeue")
     assert run.wait_for_end(job)["JobState"] == "COMPLETED"
     undisturbed.equals(run)

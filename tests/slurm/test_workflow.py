@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import yaml
 from forge.core.files import read_json
 from tools.slurm_cluster.cluster import Cluster
 
-from .job_run import SCIENCE, Progress, Undisturbed, pending
+from .job_run import SCIENCE, Undisturbed
 from .project import Project
 
 Nodes = Callable[[int], list[str]]
@@ -38,12 +37,6 @@ def test_raw_text_becomes_a_validated_checkpoint_on_several_nodes(
     assert [name.rsplit(".", 2)[1] for name in ranks] == ["0", "1"]
     assert project.end(project.start()) == 0
     assert "Nothing to be done" in project.output()
-
-
-def preempted(run: Progress) -> Callable[[], bool]:
-    """Whether the ranks of now have been told to leave."""
-    ranks = run.ranks()
-    return lambda: all(pending(rank, signal.SIGUSR1, signal.SIGTERM) for rank in ranks)
 
 
 def test_job_preempted_before_it_trains_is_waited_for(
