@@ -42,13 +42,14 @@ def test_raw_text_becomes_a_validated_checkpoint_on_several_nodes(
 def test_job_preempted_before_it_trains_is_waited_for(
     new_project: NewProject, cluster: Cluster, undisturbed: Undisturbed
 ) -> None:
-    project = new_project(fit={"slurm_partition": "low"})
+    # No GraceTime: Slurm's signal finds no step yet, and a fast machine would be done before Slurm kills.
+    project = new_project(fit={"slurm_partition": "lownow"})
     command = project.start()
     run = project.run()
     hosts = ",".join(sorted(set(cluster.nodes) - set(project.excluded())))
     job = project.wait_for_job()
     cluster.wait_for_state(job, "RUNNING")
-    cluster.submit(  # decides within a second or some, while the job stages, tests or starts ranks
+    cluster.submit(  # takes the nodes at once, while the job stages, tests or starts ranks
         *("--partition=high", "--exclusive", "--nodes=2", f"--nodelist={hosts}"),
         *("--output=/dev/null", "--wrap=sleep 2"),
     )

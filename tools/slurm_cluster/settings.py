@@ -104,12 +104,14 @@ NodeName=DEFAULT CPUs=8 Boards=1 SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCo
 NodeName=DEFAULT RealMemory=5000 TmpDisk=1000 Gres=gpu:2 State=UNKNOWN
 {nodes}
 
-# high takes nodes from low (its jobs are requeued) and from lowcancel (its jobs are cancelled).
+# high takes nodes from low (its jobs are requeued), from lownow (requeued, without time to end) and from
+# lowcancel (cancelled).
 PartitionName=DEFAULT Nodes={all_nodes} State=UP MaxTime=1:00:00 DefaultTime=10 DefMemPerCPU=200
 PartitionName=DEFAULT PriorityTier=1 PreemptMode=OFF GraceTime={grace_sec}
 PartitionName=main Default=YES
 PartitionName=gpu
 PartitionName=low PreemptMode=REQUEUE
+PartitionName=lownow PreemptMode=REQUEUE GraceTime=0
 PartitionName=lowcancel PreemptMode=CANCEL
 PartitionName=high PriorityTier=10
 """
