@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import checkpoint_shape
-from forge.core import event_log, failpoints
+from forge.core import events, failpoints
 from forge.core.config import Config, Model, Section, Train, is_free
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.files import (
@@ -39,7 +39,7 @@ from forge.core.terminal import say
 FORMAT = 2
 MANIFEST = "checkpoint.json"
 TEMPORARY = ".writing-"
-# Room for manifest, index and the ledger beside the tensors.
+# Room for manifest, index and the event log beside the tensors.
 SPARE_BYTES = 4 * 2**20
 
 
@@ -439,7 +439,7 @@ def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
         elif was_latest:
             paths.latest.unlink()
         fsync_folder(paths.checkpoints)
-    event_log.record(paths.events, "quarantine", checkpoint=folder.name, reasons=list(reasons))
+    events.record(paths.events, events.Quarantine(checkpoint=folder.name, reasons=list(reasons)))
     with suppress(UnfitError):
         write_json(place / "damage.json", {"reasons": list(reasons)})
     say(f"warning: checkpoint {folder} is damaged: {'; '.join(reasons)}")

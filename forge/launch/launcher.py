@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from forge.cluster import slurm
 from forge.cluster.placement import Geometry, Place, launch_line
-from forge.core import event_log
+from forge.core import events
 from forge.core.errors import Exit, ForgeError, UnfitError
 from forge.core.files import disk_trouble, read_json, write_json
 from forge.core.machine import Machine
@@ -187,17 +187,17 @@ def run_ranks(
 
 
 def _record_launch(paths: RunPaths, spec: Spec, place: Place) -> None:
-    event_log.record(
-        paths.events,
-        "launch",
+    event = events.Launch(
         launch=spec.launch,
         world_size=spec.geometry.world_size,
         launcher=spec.machine_settings.launcher,
         host=hostname(),
         nodes=list(place.hosts),
         step=spec.options["step"],
-        **({"job": spec.job, "restart": spec.restart} if spec.job else {}),
+        job=spec.job,
+        restart=spec.restart if spec.job else None,
     )
+    events.record(paths.events, event)
 
 
 def _meeting_point(place: Place, python: str) -> tuple[str, int]:

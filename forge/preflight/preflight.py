@@ -12,7 +12,7 @@ from typing import Any
 from forge.cluster import exclude
 from forge.cluster.lock import lease
 from forge.cluster.placement import Geometry, Place, check_geometry, find_place
-from forge.core import event_log
+from forge.core import events
 from forge.core.config import Config
 from forge.core.errors import UnfitError
 from forge.core.files import atomic_open, read_object, write_json
@@ -117,15 +117,14 @@ def preflight(config: Config, machine: Machine, geometry: Geometry) -> Path:
             found.ranks = _check_ranks(found, prober)
         _write(paths, found)
         _tell(found)
-        event_log.record(
-            paths.events,
-            "preflight",
+        event = events.Preflight(
             seconds=round(time.time() - started, 3),
             status="ok" if found.chosen else "failed",
             failed=[check.name for check in found.failed],
             nodes=found.chosen,
             left_out=found.left_out,
         )
+        events.record(paths.events, event)
         if not found.chosen:
             if place.job and len(found.fit) < geometry.nodes:
                 exclude.add(paths.bad_nodes, compare_nodes.bad_nodes(nodes))
@@ -249,10 +248,11 @@ def _reason_to_skip(found: Findings, paths: RunPaths) -> str:
     same = earlier.get("identity") == found.identity and restart < job.restarts
     if not same or earlier["status"] != "ok" or found.left_out or earlier["left_out"]:
         return ""
-    events = [event["event"] for event in event_log.read_events(paths.events)]
-    since = events[len(events) - events[::-1].index("preflight") :] if "preflight" in events else []
-    if {"lost", "failed"} & set(since):
-        return ""
+    for event in reversed(events.read(paths.events)):
+        if isinstance(event, events.Preflight):
+            break
+        if isinstance(event, events.Lost | events.Failed):
+            return ""
     return f"the same nodes, shards and versions passed in start {restart} of job {job.id}"
 
 

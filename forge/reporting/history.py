@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import inf
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from forge.core.event_log import read_lines
+from forge.core import events, json_lines
+from forge.core.events import Event
 from forge.core.paths import RunPaths
 
 if TYPE_CHECKING:  # `forge show` asks for launches only and must start in a blink
@@ -36,11 +36,11 @@ PHASES = {
 TRAIN_COLUMNS = ["loss", "grad_norm", "lr", "tokens_per_sec", "mfu", "tokens"]
 EVAL_COLUMNS = ["loss"]
 
-_ENDINGS = {"stop", "lost", "failed", "completed"}  # lost: a rank, and with it the launch
-_IN_LAUNCH = {"launch", "init", "eval", "save"} | _ENDINGS
-_AROUND = {"stage", "preflight", "validate"}
+_ENDINGS = (events.Stop, events.Lost, events.Failed, events.Completed)
+_IN_LAUNCH = (events.Launch, events.Init, events.Eval, events.Save, *_ENDINGS)
+_AROUND = (events.Stage, events.Preflight, events.Validate)
 
-Line = dict[str, Any]
+Metrics = dict[str, Any]  # a line of metrics.jsonl
 
 
 class Phase(NamedTuple):
@@ -65,65 +65,81 @@ class Launch:
 
     id: str
     start: float
-    lines: list[Line] = field(default_factory=list)  # events and metrics, in order of time
+    log: list[Event] = field(default_factory=list)  # in order of time
+    metrics: list[Metrics] = field(default_factory=list)  # in order of time
     is_last: bool = False
 
-    def first(self, *events: str) -> Line | None:
-        """Its first event of one of these kinds."""
-        return next((line for line in self.lines if line.get("event") in events), None)
+    def first(self, *kinds: type[Event]) -> Any:
+        """Its first event of one of these kinds; None without one."""
+        return next((event for event in self.log if isinstance(event, kinds)), None)
 
     @cached_property
-    def ending(self) -> Line | None:
+    def ending(self) -> Event | None:
         """The event that ended it; None when it was cut off, or still runs."""
         return self.first(*_ENDINGS)
 
     @cached_property
     def end(self) -> float:
-        return (self.ending or self.lines[-1])["time"]
+        if self.ending:
+            return self.ending.time
+        times = [event.time for event in self.log[-1:]] + [
+            line["time"] for line in self.metrics[-1:]
+        ]
+        return max(times)
 
     @cached_property
     def ready(self) -> float | None:
         """When its ranks were ready to train; None if they never were."""
-        if init := self.first("init"):
-            return init["time"]
-        return next((line["time"] for line in self.lines if "kind" in line), None)
+        if init := self.first(events.Init):
+            return init.time
+        return next((line["time"] for line in self.metrics), None)
 
     @cached_property
     def resumed_step(self) -> int | None:
         """The step it went on from (0: a fresh start); None if it never got there."""
-        init = self.first("init")
-        if init and "step" in init:
-            return init["step"]
+        if init := self.first(events.Init):
+            return init.step
         # Without the event: its first line tells that everything from there on was done again.
-        first = next((line["step"] for line in self.lines if line.get("kind") == "train"), None)
+        first = next((line["step"] for line in self.metrics if line["kind"] == "train"), None)
         return None if first is None else max(first - 1, 0)
 
     @cached_property
+    def passed(self) -> list[tuple[int, float]]:
+        """(step, when training went on beyond it) of all that was recorded of a step."""
+        told = [(line["step"], line["time"]) for line in self.metrics]
+        return told + [
+            # A save is told when it is committed, steps later.
+            (event.step, _span(event).end if isinstance(event, events.Save) else event.time)
+            for event in self.log
+            if hasattr(event, "step")
+        ]
+
+    @cached_property
     def last_step(self) -> int:
-        return max((line["step"] for line in self.lines if "step" in line), default=0)
+        return max((step for step, _ in self.passed), default=0)
 
     @property
     def has_completed(self) -> bool:
-        return self.ending is not None and self.ending["event"] == "completed"
+        return isinstance(self.ending, events.Completed)
 
     @property
     def has_failed(self) -> bool:
         """Whether it ended without the save that a stop or a completion makes."""
-        return self.ending is not None and self.ending["event"] in ("lost", "failed")
+        return isinstance(self.ending, events.Lost | events.Failed)
 
     @property
     def outcome(self) -> str:
         """How it ended, in words."""
-        if self.ending is None:
-            return "no end recorded: it still runs or was killed" if self.is_last else "cut off"
-        if self.has_completed:
-            return "completed"
-        if self.ending["event"] == "stop":
-            return f"stopped: {self.ending.get('cause', 'cause unknown')}"
-        rank, message = self.ending.get("rank"), self.ending.get("message", "no message")
-        if self.ending["event"] == "lost":
-            return f"lost a rank: {message}"
-        return f"failed{'' if rank is None else f' on rank {rank}'}: {message}"
+        match self.ending:
+            case events.Completed():
+                return "completed"
+            case events.Stop(cause=cause):
+                return f"stopped: {cause}"
+            case events.Lost(message=message):
+                return f"lost a rank: {message}"
+            case events.Failed(rank=rank, message=message):
+                return f"failed on rank {rank}: {message}"
+        return "no end recorded: it still runs or was killed" if self.is_last else "cut off"
 
 
 @dataclass
@@ -160,47 +176,53 @@ class History:
 
 def read_launches(paths: RunPaths) -> list[Launch]:
     """Every launch of the run, oldest first, each with its own events and metrics."""
-    return _launches(_timed(paths.events, "event"), _timed(paths.metrics, "kind"))
+    return _launches(events.read(paths.events), _metrics(paths))
 
 
 def read_history(paths: RunPaths) -> History:
     """The run's history; empty frames and lists where a file is missing."""
-    events, metrics = _timed(paths.events, "event"), _timed(paths.metrics, "kind")
-    launches = _launches(events, metrics)
+    log, metrics = events.read(paths.events), _metrics(paths)
+    launches = _launches(log, metrics)
     kept = _kept_steps(launches)
     return History(
         train=_frame(metrics, "train", TRAIN_COLUMNS, kept),
         evals=_frame(metrics, "eval", EVAL_COLUMNS, kept),
         launches=launches,
         restarts=_restarts(launches),
-        phases=_phases(events, launches, kept),
+        phases=_phases(log, launches, kept),
     )
 
 
 # --- launches -----------------------------------------------------------------------------------
 
 
-def _timed(path: Path, key: str) -> list[Line]:
-    """The lines that have a time and `key`; others are from a version we do not know."""
-    return [
-        line
-        for line in read_lines(path)
-        if key in line and isinstance(line.get("time"), int | float)
-    ]
+def _metrics(paths: RunPaths) -> list[Metrics]:
+    """The lines of metrics.jsonl; those that were edited are passed over."""
+    return [line for line in json_lines.read(paths.metrics) if _is_metrics(line)]
 
 
-def _launches(events: list[Line], metrics: list[Line]) -> list[Launch]:
-    steps = [line for line in metrics if isinstance(line.get("step"), int)]
-    own = [line for line in events if line["event"] in _IN_LAUNCH] + steps
-    own.sort(key=lambda line: line["time"])  # stable: equal times keep the order of the file
+def _is_metrics(line: Metrics) -> bool:
+    has_time = isinstance(line.get("time"), int | float)
+    names = isinstance(line.get("kind"), str) and isinstance(line.get("launch"), str)
+    return has_time and names and isinstance(line.get("step"), int)
+
+
+def _launches(log: list[Event], metrics: list[Metrics]) -> list[Launch]:
+    """An event that names no launch belongs to the one before it."""
     launches: dict[str, Launch] = {}
-    current: Launch | None = None
-    for line in own:
-        name = line.get("launch")
-        if name is not None:
-            current = launches.setdefault(str(name), Launch(str(name), line["time"]))
-        if current is not None:
-            current.lines.append(line)
+    name: str | None = None
+    own = [(event.time, event) for event in log if isinstance(event, _IN_LAUNCH)]
+    rows = [(line["time"], line) for line in metrics]
+    # Stable: equal times keep the order of the files.
+    for when, one in sorted([*own, *rows], key=lambda pair: pair[0]):
+        name = one["launch"] if isinstance(one, dict) else getattr(one, "launch", name)
+        if name is None:
+            continue
+        launch = launches.setdefault(name, Launch(name, when))
+        if isinstance(one, dict):
+            launch.metrics.append(one)
+        else:
+            launch.log.append(one)
     for launch in list(launches.values())[-1:]:
         launch.is_last = True
     return list(launches.values())
@@ -225,7 +247,7 @@ def _restarts(launches: list[Launch]) -> list[Restart]:
 
 
 def _frame(
-    metrics: list[Line], kind: str, columns: list[str], kept: dict[str, float]
+    metrics: list[Metrics], kind: str, columns: list[str], kept: dict[str, float]
 ) -> pd.DataFrame:
     """The lines of one kind on the surviving line of history, one per step."""
     import pandas as pd
@@ -233,9 +255,7 @@ def _frame(
     rows = [
         line
         for line in metrics
-        if line["kind"] == kind
-        and isinstance(line.get("step"), int)
-        and line["step"] <= kept.get(str(line.get("launch")), inf)
+        if line["kind"] == kind and line["step"] <= kept.get(line["launch"], inf)
     ]
     frame = pd.DataFrame(rows, columns=["step", *columns, "time", "launch"])
     types = {"step": "int64", "time": "float64"} | dict.fromkeys(columns, "float64")
@@ -246,18 +266,18 @@ def _frame(
 # --- wall time ----------------------------------------------------------------------------------
 
 
-def _phases(events: list[Line], launches: list[Launch], kept: dict[str, float]) -> list[Phase]:
-    pieces = [_span(event) for event in events if event["event"] in _AROUND]
+def _phases(log: list[Event], launches: list[Launch], kept: dict[str, float]) -> list[Phase]:
+    pieces = [_span(event) for event in log if isinstance(event, _AROUND)]
     for launch in launches:
         pieces += _undone(_inside(launch), _lost_from(launch, kept[launch.id]))
     return _joined(sorted(pieces, key=lambda piece: piece.start))
 
 
-def _span(event: Line) -> Phase:
-    """When training stood still for it: a save is written beside training after its `stall`."""
-    seconds = event.get("seconds") or 0.0
-    start = event["time"] - seconds
-    return Phase(event["event"], start, start + event.get("stall", seconds))
+def _span(event: events.Timed) -> Phase:
+    """When training stood still for it: the rest of a save is written while training goes on."""
+    start = event.time - event.seconds
+    stall = event.stall if isinstance(event, events.Save) else event.seconds
+    return Phase(type(event).__name__.lower(), start, start + stall)
 
 
 def _inside(launch: Launch) -> list[Phase]:
@@ -265,7 +285,7 @@ def _inside(launch: Launch) -> list[Phase]:
     if launch.ready is None:
         return [Phase("init", launch.start, launch.end)]
     pieces, cursor = [Phase("init", launch.start, launch.ready)], launch.ready
-    stalls = [_span(line) for line in launch.lines if line.get("event") in ("eval", "save")]
+    stalls = [_span(event) for event in launch.log if isinstance(event, events.Eval | events.Save)]
     for stall in stalls:
         start = max(stall.start, cursor)
         if stall.end > start:
@@ -281,19 +301,13 @@ def _lost_from(launch: Launch, kept_step: float) -> float:
     """
     if launch.ready is None:
         return inf
-    saved = [line for line in launch.lines if line.get("event") == "save"]
     if launch.has_failed:
-        last_saved = max((line.get("step", 0) for line in saved), default=launch.resumed_step or 0)
-        kept_step = min(kept_step, last_saved)
+        saved = [event.step for event in launch.log if isinstance(event, events.Save)]
+        kept_step = min(kept_step, max(saved, default=launch.resumed_step or 0))
     if launch.last_step <= kept_step:
         return inf
-    before = [_passed(line) for line in launch.lines if line.get("step", inf) <= kept_step]
+    before = [when for step, when in launch.passed if step <= kept_step]
     return max(before, default=launch.ready)
-
-
-def _passed(line: Line) -> float:
-    """When training went on beyond a line. A save is told when it is committed, steps later."""
-    return _span(line).end if line.get("event") == "save" else float(line["time"])
 
 
 def _undone(pieces: Iterable[Phase], lost_from: float) -> list[Phase]:

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from forge.core import event_log
+from forge.core import events
 from forge.core.errors import ConfigError
 from forge.core.paths import RunPaths
 from forge.core.tail import Follower, last_lines
@@ -185,7 +184,7 @@ def _only(start: Start, rank: int) -> Start:
 
 
 def errors_of(paths: RunPaths, start: Start, verbs: Sequence[Log]) -> list[Group]:
-    """The errors of a start: from its logs, the ledger, and the last words of `verbs`."""
+    """The errors of a start: from its logs, the event log, and the last words of `verbs`."""
     share = _searched_bytes(start)
     errors = [found for log in start.logs for found in _errors_in(log, share)]
     # What ranks record and verbs end with repeats their logs, or is the only place that tells it.
@@ -199,15 +198,14 @@ def errors_of(paths: RunPaths, start: Start, verbs: Sequence[Log]) -> list[Group
 
 
 def _recorded(paths: RunPaths, start: Start) -> list[Found]:
-    """What the launcher was told, from the ledger."""
+    """What the launcher was told, from the event log."""
     node_of = {log.who: log.node for log in start.logs}
     errors = []
     for event in _events(paths, start):
-        if event["event"] in ("lost", "failed"):
-            message = str(event.get("message") or "no message")
-            who = "launcher" if event.get("rank") is None else f"rank {event['rank']}"
-            lines = tuple(_clean(message.splitlines()))
-            errors.append(Found(lines, event["time"], who, node_of.get(who, "")))
+        if isinstance(event, events.Lost | events.Failed):
+            who = f"rank {event.rank}" if isinstance(event, events.Failed) else "launcher"
+            lines = tuple(_clean(event.message.splitlines()))
+            errors.append(Found(lines, event.time, who, node_of.get(who, "")))
     return errors
 
 
@@ -236,14 +234,13 @@ def _last_word(log: Log) -> list[Found]:
     return [Found(tuple(words[at:]), log.written, log.who)]
 
 
-def _events(paths: RunPaths, start: Start) -> list[dict[str, Any]]:
-    """The ledger's events from this start's first launch to the next start's."""
+def _events(paths: RunPaths, start: Start) -> list[events.Event]:
+    """The events from this start's first launch to the next start's."""
     mine, inside = [], False
-    for event in event_log.read_events(paths.events):
-        if event.get("event") == "launch":
-            job = f"{event.get('job')}.{event.get('restart')}"
-            inside = start.name in (job, f"local.{event.get('launch')}")
-        if inside and "event" in event and isinstance(event.get("time"), int | float):
+    for event in events.read(paths.events):
+        if isinstance(event, events.Launch):
+            inside = start.name in (f"{event.job}.{event.restart}", f"local.{event.launch}")
+        if inside:
             mine.append(event)
     return mine
 
@@ -296,8 +293,8 @@ class _View:
             "bold",
         )
         for event in _events(self.paths, start):
-            if event["event"] in ("completed", "stop"):
-                self.screen.line(f"{_outcome(event)}, {clock(event['time'])}")
+            if isinstance(event, events.Completed | events.Stop):
+                self.screen.line(f"{_outcome(event)}, {clock(event.time)}")
         shown = list(start.logs)
         if with_errors:
             self.show_errors(errors_of(self.paths, start, self.verbs if is_last else ()))
@@ -352,10 +349,10 @@ class _View:
         self.screen.line(f"more: forge logs {self.paths.root} with {', '.join(ways)}", "dim")
 
 
-def _outcome(event: dict[str, Any]) -> str:
-    if event["event"] == "completed":
-        return f"completed at step {event.get('step')}"
-    return f"stopped at step {event.get('step')}: {event.get('cause')}"
+def _outcome(event: events.Completed | events.Stop) -> str:
+    if isinstance(event, events.Stop):
+        return f"stopped at step {event.step}: {event.cause}"
+    return f"completed at step {event.step}"
 
 
 def _title(one: Group) -> str:

@@ -10,6 +10,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from forge.core import events
 from forge.core.config import Config
 from forge.core.files import atomic_open, read_json
 from forge.core.paths import RunPaths
@@ -142,23 +143,21 @@ def _time(history: History) -> dict[str, Any]:
 
 
 def _launch_row(launch: Launch) -> dict[str, Any]:
-    start = launch.first("launch") or {}
+    start: events.Launch | None = launch.first(events.Launch)
     return {
         "start": launch.start,
         "seconds": launch.end - launch.start,
         "resumed_step": launch.resumed_step,
         "last_step": launch.last_step,
-        "world_size": start.get("world_size"),
-        "where": _where(start),
+        "world_size": start and start.world_size,
+        "where": _where(start) if start else "",
         "outcome": launch.outcome,
     }
 
 
-def _where(start: dict[str, Any]) -> str:
+def _where(start: events.Launch) -> str:
     """`job 17 on node01, node02`; without Slurm the host."""
-    if job := start.get("job"):
-        return f"job {job} on {', '.join(start.get('nodes') or [])}"
-    return str(start.get("host") or "")
+    return f"job {start.job} on {', '.join(start.nodes)}" if start.job else start.host
 
 
 # --- words for numbers --------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from forge.core.event_log import read_lines
+from forge.core import json_lines
 from forge.core.paths import RunPaths
 from forge.reporting.run_state import Summary, summarise
 
@@ -48,7 +48,7 @@ def _rows(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
 def _losses(paths: RunPaths) -> str:
     evals = [
         line
-        for line in read_lines(paths.metrics)
+        for line in json_lines.read(paths.metrics)
         if line.get("kind") == "eval" and isinstance(line.get("loss"), float)
     ]
     if not evals:

@@ -17,8 +17,9 @@ from typing import Any
 from forge.cluster import jobs, slurm
 from forge.cluster.jobs import QueuedJob
 from forge.cluster.pending import lasting_advice
-from forge.core import event_log
-from forge.core.errors import ConfigError
+from forge.core import events, json_lines
+from forge.core.errors import ConfigError, DataError
+from forge.core.events import Event
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
 from forge.core.process import Process
@@ -50,14 +51,16 @@ class Row:
 
     run: str
     state: str  # not started, waiting, running, stopped, cut off, failed, done, validated, invalid
-    job: str  # of Slurm: the one that is in the queue, with its nodes, else the last; else the host
-    step: int | None
-    goal: int | None
-    loss: float | None
-    tokens_per_sec: float | None
-    restarts: int
-    eta_sec: float | None  # None when it does not train, or just began
-    now: str  # what it does, where it hangs, what to do
+    job: str = (
+        ""  # of Slurm: the one that is in the queue, with its nodes, else the last; else the host
+    )
+    step: int | None = None
+    goal: int | None = None
+    loss: float | None = None
+    tokens_per_sec: float | None = None
+    restarts: int = 0
+    eta_sec: float | None = None  # None when it does not train, or just began
+    now: str = ""  # what it does, where it hangs, what to do
 
 
 def status(runs: Sequence[RunPaths], *, watch: bool = False, as_json: bool = False) -> None:
@@ -115,37 +118,28 @@ class _Files:
     now: float = field(default_factory=time.time)
 
     @cached_property
-    def events(self) -> list[dict[str, Any]]:
-        lines = event_log.read_events(self.paths.events)
-        return [e for e in lines if "event" in e and isinstance(e.get("time"), int | float)]
+    def log(self) -> list[Event]:
+        return events.read(self.paths.events)
 
     @cached_property
-    def launches(self) -> list[dict[str, Any]]:
-        return [event for event in self.events if event["event"] == "launch"]
+    def launches(self) -> list[events.Launch]:
+        return [event for event in self.log if isinstance(event, events.Launch)]
 
     @cached_property
     def steps(self) -> list[dict[str, Any]]:
         """The last training steps that were logged, oldest first."""
-        found = []
-        for line in last_lines(self.paths.metrics, METRICS_BYTES)[0]:
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError):
-                continue  # being written
-            if isinstance(value, dict) and value.get("kind") == "train":
-                found.append(value)
-        return found
+        lines = map(json_lines.parse, last_lines(self.paths.metrics, METRICS_BYTES)[0])
+        return [line for line in lines if line and line.get("kind") == "train"]
 
     @cached_property
     def steps_of_launch(self) -> list[dict[str, Any]]:
         """Of the newest launch alone."""
-        name = self.launches[-1].get("launch") if self.launches else None
+        name = self.launches[-1].launch if self.launches else None
         return [step for step in self.steps if step.get("launch") == name]
 
-    def last(self, *names: str, since: float = 0.0) -> dict[str, Any]:
-        """The newest event of these names; {} without one."""
-        found = (e for e in reversed(self.events) if e["event"] in names and e["time"] >= since)
-        return next(found, {})
+    def last(self, *kinds: type[Event], since: float = 0.0) -> Any:
+        """The newest event of these kinds; None without one."""
+        return events.last([event for event in self.log if event.time >= since], *kinds)
 
     @cached_property
     def goal(self) -> int | None:
@@ -154,9 +148,10 @@ class _Files:
     @cached_property
     def step(self) -> int | None:
         """The newest step that was logged, committed or gone on from."""
-        known = [*self.steps[-1:], self.last("init"), self.last("save", "stop", "completed")]
-        known = [line for line in known if "step" in line]
-        return max(known, key=lambda line: line["time"])["step"] if known else None
+        saved = self.last(events.Save, events.Stop, events.Completed)
+        known = [(event.time, event.step) for event in (self.last(events.Init), saved) if event]
+        known += [(line["time"], line["step"]) for line in self.steps[-1:]]
+        return max(known)[1] if known else None
 
     @cached_property
     def rate(self) -> float | None:
@@ -180,7 +175,7 @@ class _Files:
     @property
     def job_ids(self) -> set[str]:
         """Jobs that the files name: of the lease, else of the newest launch."""
-        named = self.lease.get("slurm_job") or (self.launches or [{}])[-1].get("job")
+        named = self.lease.get("slurm_job") or (self.launches and self.launches[-1].job)
         return {str(named)} if named else set()
 
 
@@ -189,7 +184,14 @@ class _Files:
 
 def row(paths: RunPaths, queue: Sequence[QueuedJob] | None) -> Row:
     """Where a run stands. queue: Slurm's, None where it cannot be asked."""
-    files = _Files(paths)
+    try:
+        return _row(_Files(paths), queue)
+    except DataError as err:
+        return Row(paths.root.name, "unknown", now=f"{err.what}: {err.fix}")
+
+
+def _row(files: _Files, queue: Sequence[QueuedJob] | None) -> Row:
+    paths = files.paths
     job = jobs.of_run(queue or (), paths.root.name, files.job_ids, Path.cwd())
     state, now = _state(files, job, queue)
     last = files.steps[-1] if files.steps else {}
@@ -249,7 +251,7 @@ def _holder(files: _Files, job: QueuedJob | None, queue: Sequence[QueuedJob] | N
 
 
 def _sign_of_life(files: _Files) -> float:
-    times = [line["time"] for line in [*files.events[-1:], *files.steps[-1:]]]
+    times = [event.time for event in files.log[-1:]] + [line["time"] for line in files.steps[-1:]]
     return max(times, default=files.lease_since)
 
 
@@ -287,23 +289,27 @@ def _phase(files: _Files) -> str:
     if verb != "train":
         return f"{verb} for {duration(files.now - since)}" + _look_at_logs(files, since)
     # A second of grace: the lease's time is the file system's clock.
-    event = files.last("launch", "init", "lost", "completed", since=since - 1)
-    name, began = event.get("event"), event.get("time", since)
-    if name == "completed":
-        return f"at its goal, finishing for {duration(files.now - began)}"
-    if name == "init":
-        return _training(files, began)
-    what = {"launch": "starting ranks", "lost": "a rank was lost, starting again"}.get(
-        str(name), "starting"
-    )
+    event = files.last(events.Launch, events.Init, events.Lost, events.Completed, since=since - 1)
+    began = event.time if event else since
+    match event:
+        case events.Completed():
+            return f"at its goal, finishing for {duration(files.now - began)}"
+        case events.Init():
+            return _training(files, began)
+        case events.Launch():
+            what = "starting ranks"
+        case events.Lost():
+            what = "a rank was lost, starting again"
+        case _:
+            what = "starting"
     return f"{what} for {duration(files.now - began)}" + _look_at_logs(files, began)
 
 
 def _training(files: _Files, began: float) -> str:
     """Training, or that no step has come for longer than steps, evaluation and saves usually take."""
     steps = files.steps_of_launch
-    other = files.last("eval", "save", since=began)
-    last = max(began, other.get("time", 0), steps[-1]["time"] if steps else 0)
+    other = files.last(events.Eval, events.Save, since=began)
+    last = max(began, other.time if other else 0, steps[-1]["time"] if steps else 0)
     gaps = [after["time"] - before["time"] for before, after in pairwise(steps)]
     patience = max(STALL_SEC, STALL_TIMES * median(gaps)) if gaps else SLOW_START_SEC
     silent = files.now - last
@@ -312,28 +318,33 @@ def _training(files: _Files, began: float) -> str:
     return TRAINING if steps else f"first steps for {duration(files.now - began)}"
 
 
+# What a run can have been ended by; a preflight that passed ends nothing.
+_ENDS = (events.Launch, events.Stop, events.Requeue, events.Lost, events.Failed, events.Completed)
+
+
 def _ended(files: _Files) -> tuple[str, str]:
     """The state of a run that nothing works on, by the last thing that happened to it."""
-    last = files.last("launch", "stop", "requeue", "lost", "failed", "completed", "preflight")
-    name = last.get("event")
-    if name == "preflight" and last.get("status") != "failed":
-        last = files.last("launch", "stop", "requeue", "lost", "failed", "completed")
-        name = last.get("event")
+    last = files.last(*_ENDS, events.Preflight)
+    if isinstance(last, events.Preflight) and last.status == "ok":
+        last = files.last(*_ENDS)
     again = "give the command again to go on"
-    if name is None:
-        return "not started", "nothing has trained yet"
-    if name == "completed":
-        return _completed(files)
-    if name == "failed":
-        said = str(last.get("message") or "").split("\n")[0]
-        return "failed", f"{_clipped(said)}: forge logs {files.paths.root}"
-    if name == "preflight":
-        failed = ", ".join(map(str, last.get("failed") or []))
-        return "failed", f"preflight: {failed or 'see'} {files.paths.preflight_table}"
-    if name in ("stop", "requeue"):
-        stop = files.paths.stop
-        first = f"rm {stop}, then " if stop.exists() else ""
-        return "stopped", f"{last.get('cause', 'stopped')}: {first}{again}"
+    match last:
+        case None:
+            return "not started", "nothing has trained yet"
+        case events.Completed():
+            return _completed(files)
+        case events.Failed(message=message):
+            said = message.split("\n")[0]
+            return "failed", f"{_clipped(said)}: forge logs {files.paths.root}"
+        case events.Preflight(failed=failed):
+            return (
+                "failed",
+                f"preflight: {', '.join(failed) or 'see'} {files.paths.preflight_table}",
+            )
+        case events.Stop(cause=cause) | events.Requeue(cause=cause):
+            stop = files.paths.stop
+            first = f"rm {stop}, then " if stop.exists() else ""
+            return "stopped", f"{cause}: {first}{again}"
     return "cut off", f"no end was recorded: {again}"
 
 

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from forge.core import event_log
+from forge.core import events
 from forge.core.errors import TrainingError
 from forge.launch.stop_signal import PERSONS_CAUSES
 
 # After these a person acts, so that what comes next is no repetition.
-_ENDS = ("failed", "completed")
+_ENDS = (events.Failed, events.Completed)
 _SILENT = "it ended without a word: killed, or its node was lost"
 
 
-def refuse_if_stuck(events: Path, step: int, limit: int) -> None:
+def refuse_if_stuck(log: Path, step: int, limit: int) -> None:
     """TrainingError (70) when the last `limit` starts all began at `step`, the newest checkpoint's.
 
     Starts that a person ended (Ctrl-C, STOP file) or that were preempted do not count, and nothing
     that lies before an end that a person has seen.
     """
-    starts = fruitless_starts(event_log.read_events(events), step)
+    starts = fruitless_starts(events.read(log), step)
     if len(starts) < limit:
         return
     reasons = "\n".join(f"    {number}. {reason}" for number, reason in enumerate(starts, 1))
@@ -34,23 +33,23 @@ def refuse_if_stuck(events: Path, step: int, limit: int) -> None:
     )
 
 
-def fruitless_starts(events: Sequence[dict[str, Any]], step: int) -> list[str]:
+def fruitless_starts(log: Sequence[events.Event], step: int) -> list[str]:
     """How each of the last starts ended that began at `step`, oldest first."""
     starts: list[str] = []
     reason, counts = _SILENT, True
-    for event in reversed(events):
-        name = event["event"]
-        if name in _ENDS:
+    for event in reversed(log):
+        if isinstance(event, _ENDS):
             break
-        if name in ("lost", "requeue", "stop"):
-            counts = counts and event.get("cause") not in PERSONS_CAUSES
-            reason = str(event.get("message") or event.get("cause"))
-        elif name == "preempted":
+        if isinstance(event, events.Lost):
+            reason = event.message
+        elif isinstance(event, events.Requeue | events.Stop):
+            reason, counts = event.cause, counts and event.cause not in PERSONS_CAUSES
+        elif isinstance(event, events.Preempted):
             counts = False
-        elif name == "launch":
-            if event.get("step") != step:
+        elif isinstance(event, events.Launch):
+            if event.step != step:
                 break
             if counts:
-                starts.insert(0, f"{event['launch']}: {reason}")
+                starts.insert(0, f"{event.launch}: {reason}")
             reason, counts = _SILENT, True
     return starts

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from forge.cluster import slurm
 from forge.cluster.placement import Place
-from forge.core import event_log
+from forge.core import events
 from forge.core.errors import ForgeError
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
@@ -91,10 +91,10 @@ def requeue(
         return False, f"job {job.id} is gone: it was cancelled"
     sent_back = now.is_waiting or now.restarts > job.restarts
     if sent_back or now.is_preempted:
-        event_log.record(paths.events, "preempted", job=job.id, step=step)
+        events.record(paths.events, events.Preempted(job=job.id, step=step))
     if reason := _guard(paths, now, machine, sent_back=sent_back):
         return sent_back, reason
-    event_log.record(paths.events, "requeue", job=job.id, cause=record.cause, step=step)
+    events.record(paths.events, events.Requeue(job=job.id, cause=record.cause, step=step))
     if refusal := slurm.requeue(job.id):
         return False, f"Slurm refused to requeue it: {refusal}"
     say(f"job {job.id} goes back to the queue and will go on from step {step}")

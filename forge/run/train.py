@@ -11,7 +11,7 @@ from forge.checkpoint import directory, parent
 from forge.cluster import exclude, slurm
 from forge.cluster.lock import lease
 from forge.cluster.placement import Geometry, Place, check_geometry, find_place
-from forge.core import event_log
+from forge.core import events
 from forge.core.config import Config
 from forge.core.errors import DataError, Exit, ForgeError, TrainingError, UnfitError
 from forge.core.files import read_json, read_object, write_json
@@ -99,15 +99,15 @@ def refuse_known_failure(config: Config, paths: RunPaths) -> None:
 
     config: as the run's config.json has it. Other failures may have passed, and are tried again.
     """
-    failures = [
-        event
-        for event in event_log.read_events(paths.events)
-        if event["event"] in ("failed", "stop", "completed")
-    ]
-    last = failures[-1] if failures else {}
-    if last.get("diverged") and last.get("config_digest") == config_digest(config):
+    ends = (events.Failed, events.Stop, events.Completed)
+    last = events.last(events.read(paths.events), *ends)
+    if (
+        isinstance(last, events.Failed)
+        and last.diverged
+        and last.config_digest == config_digest(config)
+    ):
         raise TrainingError(
-            f"this config failed before: {last['message']}",
+            f"this config failed before: {last.message}",
             fix="change the config under a new run name; parent: RUN@STEP starts it from a checkpoint"
             f" of this one (to try the same once more, remove {paths.events})",
         )
@@ -172,9 +172,8 @@ def _train_until_it_ends(
             break
         silent = requeue.silent_nodes(hosts)
         exclude.add(paths.bad_nodes, dict.fromkeys(silent, "does not start a process"))
-        event_log.record(
-            paths.events, "lost", message=record.message, attempt=attempt, silent=silent
-        )
+        lost = events.Lost(message=record.message, attempt=attempt, silent=silent)
+        events.record(paths.events, lost)
         fit_nodes = place.only([host for host in fit_nodes.hosts if host not in silent])
         hosts = requeue.pick_hosts(fit_nodes, geometry.nodes)
         if hosts is None or requeue.was_cancelled(place):
@@ -229,7 +228,7 @@ def _conclude(config: Config, paths: RunPaths, record: Record) -> Path:
     if record.status == "stopped":
         first_step = parent.first_step(config)
         step = _committed_step(paths, first_step)
-        event_log.record(paths.events, "stop", cause=record.cause, step=step)
+        events.record(paths.events, events.Stop(cause=record.cause, step=step))
         raise StoppedEarly(
             f"{config.run} stopped at step {step} of {config.train.max_steps} ({record.cause});"
             f" {_what_is_kept(record, step, first_step)}",
@@ -256,15 +255,14 @@ def _what_is_kept(record: Record, step: int, first_step: int = 0) -> str:
 
 
 def _record_failure(config: Config, paths: RunPaths, record: Record) -> None:
-    event_log.record(
-        paths.events,
-        "failed",
+    failed = events.Failed(
         code=record.code,
         rank=record.rank,
         message=record.message,
         diverged=record.cause == TrainingError.__name__,
         config_digest=config_digest(config),
     )
+    events.record(paths.events, failed)
 
 
 def _committed_step(paths: RunPaths, first_step: int) -> int:
@@ -274,10 +272,10 @@ def _committed_step(paths: RunPaths, first_step: int) -> int:
 
 
 def _recorded_digest(paths: RunPaths, step: int) -> str | None:
-    """The weights digest that the ledger has for a completed run at this step."""
-    for event in reversed(event_log.read_events(paths.events)):
-        if event["event"] == "completed" and event.get("step") == step:
-            return str(event["weights_digest"])
+    """The weights digest that the event log has for a completed run at this step."""
+    for event in reversed(events.read(paths.events)):
+        if isinstance(event, events.Completed) and event.step == step:
+            return event.weights_digest
     return None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from forge.cluster import slurm
 from forge.cluster.placement import Geometry, find_place
-from forge.core import event_log
+from forge.core import events
 from forge.core.config import Config
 from forge.core.errors import DataError
 from forge.core.files import disk_trouble, write_json
@@ -50,7 +50,8 @@ def stage(config: Config, machine: Machine, geometry: Geometry) -> Path:
         facts = stage_nodes(source, config, machine, place, min_nodes=geometry.nodes)
     facts |= {"bytes": source.num_bytes, "digest": source.digest}
     seconds = round(time.time() - started, 3)
-    event_log.record(paths.events, "stage", seconds=seconds, **facts)
+    said = {key: facts[key] for key in ("bytes", "digest", "folders", "sent")}
+    events.record(paths.events, events.Stage(seconds=seconds, **said))
     write_json(paths.stage, facts)
     return paths.stage
 

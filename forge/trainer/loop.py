@@ -15,7 +15,7 @@ from forge.checkpoint import directory, parent, resume, storage
 from forge.checkpoint.async_saver import Saver
 from forge.cluster import slurm
 from forge.cluster.lock import check_held
-from forge.core import event_log, failpoints
+from forge.core import events, failpoints
 from forge.core.config import Config
 from forge.core.errors import Exit, TrainingError, UnfitError
 from forge.core.files import digest_file
@@ -146,8 +146,8 @@ class Trainer:
         if self.step < goal:
             return Record("stopped", self.world.rank.rank, Exit.STOPPED, self.step, cause)
         digest = storage.weights_digest(self.model)
-        if self.world.rank.is_main:
-            event_log.record(self.paths.events, "completed", step=self.step, weights_digest=digest)
+        if digest is not None:  # rank 0
+            self._record(events.Completed(step=self.step, weights_digest=digest))
         self.world.barrier()
         return Record(
             "completed", self.world.rank.rank, step=self.step, result={"weights_digest": digest}
@@ -220,8 +220,8 @@ class Trainer:
             raise self._diverged(f"{trouble}; {refusal}")
         self.skipped.count()
         if self.world.rank.is_main:
-            facts = {"step": self.step + 1, "in_a_row": self.skipped.in_a_row, "reason": trouble}
-            event_log.record(self.paths.events, "skipped", **facts)
+            in_a_row = self.skipped.in_a_row
+            self._record(events.Skipped(step=self.step + 1, in_a_row=in_a_row, reason=trouble))
             say(f"warning: the update of step {self.step + 1} is skipped: {trouble}")
 
     def _refuse_broken_losses(self, losses: list[float]) -> None:
@@ -267,7 +267,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Mean loss over the fixed held-out windows, into metrics and ledger."""
+        """Mean loss over the fixed held-out windows, into metrics and event log."""
         started = time.perf_counter()
         rank = self.world.rank
         self.model.eval()
@@ -290,7 +290,7 @@ class Trainer:
             metrics.write(self.paths.metrics, "eval", self.launch, self.step, loss=loss)
             seconds = round(time.perf_counter() - started, 3)
             self.grace.measure_evaluation(seconds)
-            event_log.record(self.paths.events, "eval", step=self.step, seconds=seconds, loss=loss)
+            self._record(events.Eval(step=self.step, seconds=seconds, loss=loss))
             say(f"step {self.step}: held-out loss {loss:.4f}")
 
     # --- checkpoints ---------------------------------------------------------------------------
@@ -326,12 +326,12 @@ class Trainer:
         if done is None or not self.world.rank.is_main:
             return
         assert done.seconds is not None and done.checkpoint is not None
-        facts = {"seconds": round(done.seconds, 3), "stall": round(done.stall, 3)}
-        event_log.record(self.paths.events, "save", step=done.step, **facts, bytes=done.size)
+        seconds, stall = round(done.seconds, 3), round(done.stall, 3)
+        self._record(events.Save(step=done.step, seconds=seconds, stall=stall, bytes=done.size))
         say(f"step {done.step}: committed {done.checkpoint.folder}")
         self.grace.measure_save(done.seconds, done.stall)
         if warning := self.grace.warning():
-            event_log.record(self.paths.events, "grace", needed=round(self.grace.needed, 1))
+            self._record(events.Grace(needed=round(self.grace.needed, 1)))
             say(f"warning: {warning}")
 
     def _manifest(self, probe: dict[str, Any]) -> dict[str, Any]:
@@ -363,22 +363,26 @@ class Trainer:
         """The `init` event: where this start began and on what."""
         if not self.world.rank.is_main:
             return
-        event_log.record(
-            self.paths.events,
-            "init",
-            launch=self.launch,
-            seconds=round(seconds, 3),
-            step=self.step,
-            world_size=self.world.rank.world_size,
-            parameters=self.num_parameters,
-            versions=versions(),
-            **numerics(self.world.device, self.precision),
+        self._record(
+            events.Init(
+                launch=self.launch,
+                seconds=round(seconds, 3),
+                step=self.step,
+                world_size=self.world.rank.world_size,
+                parameters=self.num_parameters,
+                versions=versions(),
+                numerics=numerics(self.world.device, self.precision),
+            )
         )
         say(
             f"train {self.config.run}: {self.num_parameters:,} parameters, {self.precision}"
             f" on {self.world.rank.world_size} x {self.world.device.type}, step {self.step} of"
             f" {self.settings.max_steps}"
         )
+
+    def _record(self, event: events.Event) -> None:
+        """Append to the run's event log. Rank 0."""
+        events.record(self.paths.events, event)
 
 
 # --- parts ---------------------------------------------------------------------------------------

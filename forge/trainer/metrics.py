@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from forge.core import event_log
+from forge.core import json_lines
 
 # Dense bf16 tensor-core peaks in FLOP/s, without sparsity. Source: NVIDIA's data sheets, which give most
 # of them with sparsity, twice as much (B200: HGX B200, 36 PFLOP/s of 8 GPUs; GB200: NVL72, 360 PFLOP/s of
@@ -59,4 +59,4 @@ def write(path: Path, kind: str, launch: str, step: int, **numbers: Any) -> None
         for key, value in numbers.items()
     }
     line = {"time": round(time.time(), 3), "kind": kind, "launch": launch, "step": step, **clean}
-    event_log.append_line(path, line)
+    json_lines.append(path, line)

@@ -14,7 +14,7 @@ from typing import Any
 from forge.checkpoint import directory
 from forge.cluster.network import available_cores, available_memory
 from forge.cluster.placement import Geometry
-from forge.core import event_log
+from forge.core import events, json_lines
 from forge.core.config import Config, apply_overrides, checked
 from forge.core.errors import DataError, Exit, TrainingError, UnfitError
 from forge.core.files import write_json
@@ -115,12 +115,12 @@ class Recorded:
 def recorded_losses(paths: RunPaths, checkpoint: directory.Checkpoint) -> Recorded | None:
     """The losses after a checkpoint that one launch of as many ranks logged: those up to the first
     that depends on its moments (two steps on), at most MOST_STEPS on. None if there are none."""
-    lines = [line for line in event_log.read_lines(paths.metrics) if line.get("kind") == "train"]
+    lines = [line for line in json_lines.read(paths.metrics) if line.get("kind") == "train"]
     world_size = checkpoint.manifest["world_size"]
     launches = {
-        event["launch"]
-        for event in event_log.read_events(paths.events)
-        if event["event"] == "init" and event["world_size"] == world_size
+        event.launch
+        for event in events.read(paths.events)
+        if isinstance(event, events.Init) and event.world_size == world_size
     }
     # Steps that were done again come again; what came before the last line up to here is older
     # than this checkpoint, or the same.

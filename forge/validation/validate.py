@@ -15,7 +15,7 @@ import torch
 
 from forge.checkpoint import directory
 from forge.cluster.lock import lease
-from forge.core import event_log
+from forge.core import events
 from forge.core.config import Config, apply_overrides, checked, load_config
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.files import disk_trouble, read_object, write_json
@@ -48,7 +48,7 @@ def validate(config: Config) -> Path:
         write_json(paths.validation, result)
         seconds = round(time.time() - started, 3)
         status, step = result["status"], result["step"]
-        event_log.record(paths.events, "validate", seconds=seconds, status=status, step=step)
+        events.record(paths.events, events.Validate(seconds=seconds, status=status, step=step))
         _tell(checkpoint.folder, result, paths.root)
         kept = ("status", "step", "loss", "weights_digest", "checkpoint_digest")
         write_json(paths.validated, {key: result[key] for key in kept})

@@ -9,7 +9,7 @@ import torch
 from support.live_run import TWO_RANKS
 
 from forge.checkpoint import directory, storage
-from forge.core.event_log import read_lines
+from forge.core import json_lines
 
 SAME_LOSS = 1e-4
 
@@ -58,7 +58,7 @@ def test_bf16_trains_near_fp32(bf16, solo):
     assert found != {step: expected[step] for step in found}
     assert max(abs(found[step] - expected[step]) for step in found) < 0.05
     [init] = bf16.events("init")
-    assert init["precision"] == "bf16"
+    assert init["numerics"]["precision"] == "bf16"
 
 
 def test_compile_without_a_compiler_warns_and_trains(runs, solo, tmp_path, monkeypatch):
@@ -88,7 +88,7 @@ def test_steps_beyond_the_decay_warn_and_run_at_the_minimum_rate(solo, tmp_path)
     outcome = run.forge("train", "--train.max_steps=14")
     assert outcome.code == 0, outcome.text
     assert "warning: train.max_steps 14 is beyond decay_steps 12" in outcome.text
-    last = read_lines(run.paths.metrics)[-3:]
+    last = json_lines.read(run.paths.metrics)[-3:]
     assert [line["lr"] for line in last if line["kind"] == "train"] == [3e-3 * 0.1] * 2
 
 

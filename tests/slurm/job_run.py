@@ -17,7 +17,7 @@ import psutil
 import yaml
 
 from forge.checkpoint import directory
-from forge.core.event_log import read_lines
+from forge.core import json_lines
 from forge.core.files import read_json
 from forge.core.paths import RunPaths
 from tools.slurm_cluster.cluster import Cluster
@@ -86,10 +86,10 @@ class Progress:
         return RunPaths(self.folder)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        return [event for event in read_lines(self.paths.events) if event["event"] == name]
+        return [event for event in json_lines.read(self.paths.events) if event["event"] == name]
 
     def train_lines(self) -> list[dict[str, Any]]:
-        return [line for line in read_lines(self.paths.metrics) if line["kind"] == "train"]
+        return [line for line in json_lines.read(self.paths.metrics) if line["kind"] == "train"]
 
     def losses(self) -> dict[int, float]:
         return {line["step"]: line["loss"] for line in self.train_lines()}

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from forge.cluster import exclude
-from forge.core.event_log import read_lines
+from forge.core import json_lines
 from forge.core.files import read_json
 from forge.core.paths import RunPaths
 from tools.slurm_cluster.cluster import REPOSITORY, Cluster
@@ -41,7 +41,7 @@ class Outcome:
 
     @property
     def event(self) -> dict[str, Any]:
-        return [e for e in read_lines(self.paths.events) if e["event"] == "preflight"][-1]
+        return [e for e in json_lines.read(self.paths.events) if e["event"] == "preflight"][-1]
 
     def failed(self, node: str) -> dict[str, dict[str, str]]:
         """The checks that failed on a node, by name."""

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from forge import cli
-from forge.core.event_log import read_lines
+from forge.core import json_lines
 from forge.core.files import read_json
 from forge.core.paths import RunPaths
 
@@ -110,11 +110,11 @@ class Run:
         )
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        return [event for event in read_lines(self.paths.events) if event["event"] == name]
+        return [event for event in json_lines.read(self.paths.events) if event["event"] == name]
 
     def losses(self) -> list[tuple[int, float]]:
         """(step, loss) of each training step that was logged, repeated ones too."""
-        lines = read_lines(self.paths.metrics)
+        lines = json_lines.read(self.paths.metrics)
         return [(line["step"], line["loss"]) for line in lines if line["kind"] == "train"]
 
     def step(self) -> int:

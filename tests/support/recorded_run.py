@@ -1,4 +1,4 @@
-"""Builds a run's folder as the verbs leave it: the ledger, metrics, checkpoint and verdicts."""
+"""Builds a run's folder as its commands leave it: event log, metrics, checkpoint and verdicts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support import happenings
 from support.manifests import manifest_of
 
+from forge.core import events, json_lines
 from forge.core.config import Config
-from forge.core.event_log import append_line
+from forge.core.events import Event
 from forge.core.files import write_json
 from forge.core.paths import RunPaths, checkpoint_name
 
@@ -31,20 +33,16 @@ class RecordedRun:
         self.paths = RunPaths(self.root)
         self.root.mkdir(parents=True, exist_ok=True)
 
-    def event(self, name: str, *, after: float = 0.0, **facts: Any) -> None:
-        self.time += after
-        append_line(self.paths.events, {"time": self.time, "event": name, **facts})
-
-    def spend(self, name: str, seconds: float, **facts: Any) -> None:
-        """An event that took its time."""
-        self.event(name, after=seconds, seconds=seconds, **facts)
+    def event(self, event: Event, *, after: float = 0.0) -> None:
+        """An event that comes so many seconds later, or as much later as it says that it took."""
+        self.time += getattr(event, "seconds", after)
+        events.record(self.paths.events, event.model_copy(update={"time": self.time}))
 
     def launch(self, step: int, *, init_sec: float = 4.0, job: str | None = None) -> None:
         self.launches += 1
-        facts = {"launch": self.id, "world_size": 2, "launcher": "torchrun", "host": "laptop"}
         where = {"nodes": ["node01", "node02"], "job": job, "restart": 0} if job else {}
-        self.event("launch", **{**facts, "nodes": ["laptop"], "step": step, **where})
-        self.spend("init", init_sec, launch=self.id, step=step, device="cpu", precision="fp32")
+        self.event(happenings.launch(step, launch=self.id, **where))
+        self.event(happenings.init(step, launch=self.id, seconds=init_sec))
 
     @property
     def id(self) -> str:
@@ -61,15 +59,15 @@ class RecordedRun:
         line = {"time": self.time, "kind": kind, "launch": self.id, "step": step, **values}
         if kind == "train":
             line |= {"grad_norm": 1.0, "lr": 1e-3, "mfu": None, "tokens": step * 4096}
-        append_line(self.paths.metrics, line)
+        json_lines.append(self.paths.metrics, line)
 
     def evaluate(self, step: int, *, seconds: float = 1.0) -> None:
         loss = loss_at(step) + 0.1
-        self.spend("eval", seconds, step=step, loss=loss)
+        self.event(events.Eval(seconds=seconds, step=step, loss=loss))
         self.metric("eval", step, loss=loss)
 
     def save(self, step: int, *, seconds: float = 0.5) -> None:
-        self.spend("save", seconds, step=step, bytes=40_000_000)
+        self.event(happenings.save(step, seconds))
         folder = self.paths.checkpoints / checkpoint_name(step)
         write_json(
             folder / "checkpoint.json",
@@ -79,8 +77,9 @@ class RecordedRun:
         self.paths.latest.symlink_to(folder.name)
 
     def complete(self, step: int) -> None:
-        digest = f"{step:064x}"
-        self.event("completed", after=0.2, step=step, weights_digest=digest)
+        completed = happenings.completed(step)
+        self.event(completed, after=0.2)
+        digest = completed.weights_digest
         write_json(self.paths.fit, {"goal_step": step, "step": step, "weights_digest": digest})
 
     def freeze_config(self) -> None:
@@ -88,7 +87,7 @@ class RecordedRun:
 
     def preflight(self, *, status: str = "ok", trouble: list[dict[str, str]] | None = None) -> None:
         fine = {"name": "python", "status": "ok", "message": "Python 3.11.9", "fix": ""}
-        self.spend("preflight", 3.0, status=status)
+        self.event(happenings.preflight(status=status))
         write_json(
             self.paths.preflight,
             {
@@ -99,7 +98,7 @@ class RecordedRun:
         )
 
     def validate(self, step: int, *, status: str = "valid", reasons: tuple[str, ...] = ()) -> None:
-        self.spend("validate", 6.0, status=status, step=step)
+        self.event(happenings.validate(step, status=status))
         write_json(
             self.paths.validation,
             {
@@ -127,7 +126,7 @@ def interrupted_run(root: Path) -> RecordedRun:
     """Killed at step 84 with a checkpoint at 50, resumed there, trained to 200 and validated."""
     run = RecordedRun(root)
     run.freeze_config()
-    run.spend("stage", 2.0, bytes=10_000_000, skipped=False)
+    run.event(happenings.stage())
     run.preflight()
     run.launch(0)
     run.evaluate(0)
@@ -136,7 +135,7 @@ def interrupted_run(root: Path) -> RecordedRun:
     run.save(50)
     run.steps(51, 84)  # 84: between two metrics lines; then kill -9
     run.time += 30
-    run.spend("stage", 0.1, skipped=True)
+    run.event(happenings.stage(seconds=0.1))
     run.preflight()
     run.launch(50)
     for step in range(50, 200, 50):

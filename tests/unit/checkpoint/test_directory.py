@@ -7,10 +7,9 @@ import pytest
 from support.manifests import manifest_of
 
 from forge.checkpoint import directory
-from forge.core import failpoints
+from forge.core import failpoints, json_lines
 from forge.core.config import Ids, load_config
 from forge.core.errors import ConfigError, DataError, UnfitError
-from forge.core.event_log import read_lines
 from forge.core.files import canonical, digest_bytes
 from forge.core.paths import RunPaths
 
@@ -248,7 +247,7 @@ def test_damaged_checkpoint_goes_to_quarantine_and_the_one_before_is_taken(paths
     assert (paths.quarantine / "step-00000020" / "damage.json").is_file()
     said = capsys.readouterr().err
     assert f"{last.folder} is damaged" in said and "going on from step-00000010" in said
-    assert [e["checkpoint"] for e in read_lines(paths.events)] == ["step-00000020"]
+    assert [e["checkpoint"] for e in json_lines.read(paths.events)] == ["step-00000020"]
 
 
 def test_last_damaged_checkpoint_means_fresh_weights_said_aloud_or_refused(paths, capsys):

@@ -4,13 +4,14 @@ import csv
 import json
 
 import pytest
+from support import happenings
 
 from forge.cluster import exclude
 from forge.cluster.placement import Geometry, Place
 from forge.cluster.slurm import Job
+from forge.core import events, json_lines
 from forge.core.config import Ids, load_config
 from forge.core.errors import ConfigError, UnfitError
-from forge.core.event_log import read_lines, record
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
@@ -108,7 +109,7 @@ def test_unfit_node_starts_no_ranks_and_still_leaves_its_table(config, paths, mo
     assert [row["name"] for row in table(paths) if row["status"] == "fail"] == ["disk"]
     summary = json.loads(paths.preflight.read_text())
     assert (summary["status"], summary["ranks"]["checks"]) == ("failed", [])
-    event = read_lines(paths.events)[-1]
+    event = json_lines.read(paths.events)[-1]
     assert (event["event"], event["status"], event["failed"]) == ("preflight", "failed", ["disk"])
 
 
@@ -209,7 +210,7 @@ def nodes(monkeypatch, config):
 
 
 def event(paths):
-    return [e for e in read_lines(paths.events) if e["event"] == "preflight"][-1]
+    return [e for e in json_lines.read(paths.events) if e["event"] == "preflight"][-1]
 
 
 def test_all_fit_nodes_train_and_the_record_is_named_by_job_and_restart(nodes, paths):
@@ -315,6 +316,6 @@ def test_ranks_are_checked_again_where_anything_may_have_changed(nodes, paths, c
     if change == "versions":
         nodes.versions = {"python": "3.11", "torch": "2.14"}
     if change == "lost rank":
-        record(paths.events, "lost", message="rank 1 of 2 left no word")
+        events.record(paths.events, happenings.lost("rank 1 of 2 left no word"))
     nodes.run()
     assert len(nodes.probed) == 2

@@ -1,4 +1,4 @@
-"""Threat: after restarts the ledger holds steps twice; a report that mixes both is wrong."""
+"""Threat: after restarts the event log holds steps twice; a report that mixes both is wrong."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from support import happenings
 from support.recorded_run import START, STEP_SEC, RecordedRun, interrupted_run
 
+from forge.core import events
 from forge.core.paths import RunPaths
 from forge.reporting.history import PHASES, read_history, read_launches
 
@@ -50,10 +52,10 @@ def test_restarts_tell_step_time_and_cause(tmp_path: Path) -> None:
     run.launch(0)
     run.steps(1, 20)
     run.save(20)
-    run.event("stop", cause="time limit", step=20)
+    run.event(happenings.stop("time limit", 20))
     run.launch(20)
     run.steps(21, 25)
-    run.event("lost", message="rank 1 is gone", attempt=0)
+    run.event(happenings.lost())
     run.launch(20)
     restarts = read_history(run.paths).restarts
     assert [(r.step, r.cause) for r in restarts] == [
@@ -89,7 +91,7 @@ def test_phases_account_for_every_second_once(tmp_path: Path) -> None:
 def test_cut_off_launch_ends_at_its_last_sign_of_life(tmp_path: Path) -> None:
     first, second = read_launches(interrupted_run(tmp_path).paths)
     assert (first.outcome, first.last_step) == ("cut off", 80)
-    assert first.end == first.lines[-1]["time"] < second.start
+    assert first.end == first.metrics[-1]["time"] < second.start
     assert (second.outcome, second.resumed_step, second.last_step) == ("completed", 50, 200)
 
 
@@ -98,7 +100,7 @@ def test_stop_that_saved_loses_nothing(tmp_path: Path) -> None:
     run.launch(0)
     run.steps(1, 33)
     run.save(33)  # between two metrics lines
-    run.event("stop", cause="SIGTERM", step=33)
+    run.event(happenings.stop("SIGTERM", 33))
     run.launch(33)
     run.steps(34, 40)
     history = read_history(run.paths)
@@ -112,7 +114,7 @@ def test_steps_after_the_last_save_of_a_failed_launch_are_lost(tmp_path: Path) -
     run.steps(1, 20)
     run.save(20)
     run.steps(21, 30)
-    run.event("failed", code=70, rank=1, message="loss is inf")
+    run.event(happenings.failed("loss is inf"))
     history = read_history(run.paths)
     assert history.seconds["lost"] == pytest.approx(10 * STEP_SEC)
     assert history.seconds["train"] == pytest.approx(20 * STEP_SEC)
@@ -125,10 +127,10 @@ def test_launch_that_never_got_ready_undoes_nothing(tmp_path: Path) -> None:
     run.launch(0)
     run.steps(1, 10)
     run.save(10)
-    run.event("stop", cause="STOP file", step=10)
+    run.event(happenings.stop("STOP file", 10))
     run.launches += 1
-    run.event("launch", launch=run.id)
-    run.event("failed", after=7, code=69, rank=0, message="port taken")
+    run.event(happenings.launch(launch=run.id))
+    run.event(happenings.failed("port taken", code=69, rank=0), after=7)
     history = read_history(run.paths)
     assert history.train["step"].max() == 10
     assert history.seconds["init"] == pytest.approx(4 + 7)
@@ -144,15 +146,17 @@ def test_time_between_a_finished_run_and_more_steps_is_not_wall_time(tmp_path: P
     run.validate(10)
     before = read_history(run.paths).wall_sec
     run.time += 30 * 86400  # a month later somebody raises max_steps
-    run.spend("stage", 1.0)
+    run.event(happenings.stage(seconds=1.0))
     assert read_history(run.paths).wall_sec == pytest.approx(before + 1.0)
 
 
-def test_cut_lines_and_unknown_events_are_ignored(tmp_path: Path) -> None:
+def test_cut_lines_and_edited_events_are_ignored(tmp_path: Path) -> None:
     run = interrupted_run(tmp_path)
     before = read_history(run.paths)
     with run.paths.events.open("a") as file:
-        file.write(json.dumps({"time": run.time + 99, "event": "from the future"}) + "\n")
+        file.write(
+            json.dumps({"time": run.time + 99, "event": "lunch", "format": events.FORMAT}) + "\n"
+        )
         file.write('{"time": 1, "event": "sto')
     with run.paths.metrics.open("a") as file:
         file.write(json.dumps({"time": run.time + 99, "kind": "gpu", "watts": 300}) + "\n")
@@ -177,7 +181,7 @@ def test_loss_that_was_not_finite_is_a_gap(tmp_path: Path) -> None:
     assert read_history(run.paths).train["loss"].isna().tolist() == [False, True]
 
 
-def test_folder_without_a_ledger_gives_an_empty_history(tmp_path: Path) -> None:
+def test_folder_without_an_event_log_gives_an_empty_history(tmp_path: Path) -> None:
     history = read_history(RunPaths(tmp_path))
     assert (len(history.train), len(history.evals), history.phases) == (0, 0, [])
     assert (history.wall_sec, history.goodput) == (0, None)

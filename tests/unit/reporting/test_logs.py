@@ -10,10 +10,11 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from support import happenings
 
 from forge import cli
+from forge.core import events
 from forge.core.errors import ConfigError
-from forge.core.event_log import append_line
 from forge.core.paths import RunPaths
 from forge.core.tail import last_lines
 from forge.reporting import logs
@@ -94,10 +95,10 @@ def test_lines_with_their_own_time_are_ordered_by_it(run, capsys):
     assert text.index("Watchdog caught timeout") < text.index("KeyError: 'later'")
 
 
-def test_what_a_rank_told_its_launcher_alone_is_found_in_the_ledger(run, capsys):
-    append_line(run.events, {"time": NOON, "event": "launch", "job": "12", "restart": 0})
+def test_what_a_rank_told_its_launcher_alone_is_found_in_the_event_log(run, capsys):
+    events.record(run.events, happenings.launch(job="12", restart=0))
     message = "step 3: loss nan\n  cause: a learning rate too high\n  fix:   lower train.lr"
-    append_line(run.events, {"time": NOON, "event": "failed", "rank": 1, "message": message})
+    events.record(run.events, happenings.failed(message, rank=1))
     write(run, "12.0.node01.0.log", "banner\n")
     write(run, "12.0.node01.1.log", "banner\n")
     write(run, "fit.log", f"forge train: rank 1: {message}\n", NOON + 1)
@@ -106,10 +107,10 @@ def test_what_a_rank_told_its_launcher_alone_is_found_in_the_ledger(run, capsys)
     assert "lower train.lr" in text
 
 
-def test_the_ledger_of_another_start_is_left_out(run, capsys):
-    for restart, event in ((0, "failed"), (1, "completed")):
-        append_line(run.events, {"time": NOON, "event": "launch", "job": "12", "restart": restart})
-        append_line(run.events, {"time": NOON, "event": event, "message": "old", "step": 9})
+def test_the_event_log_of_another_start_is_left_out(run, capsys):
+    for restart, event in ((0, happenings.failed("old")), (1, happenings.completed(9))):
+        events.record(run.events, happenings.launch(job="12", restart=restart))
+        events.record(run.events, event)
         write(run, f"12.{restart}.node01.0.log", "banner\n", NOON + restart)
     text = shown(capsys, run)
     assert "no errors" in text and "completed at step 9" in text

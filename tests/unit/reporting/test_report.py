@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from support import happenings
 from support.recorded_run import RecordedRun, interrupted_run
 
 from forge.core.config import Config
@@ -148,7 +149,7 @@ def test_text_of_model_and_errors_is_escaped(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "hostile")
     run.launch(0)
     run.steps(1, 5)
-    run.event("failed", code=70, rank=0, message="<script>alert(1)</script>")
+    run.event(happenings.failed("<script>alert(1)</script>", rank=0))
     html = render(run.paths)
     assert "<script>" not in html
     assert "<script>alert(1)</script>" in Page(html).text
@@ -176,9 +177,9 @@ def test_run_with_one_point_says_what_is_missing(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "diverged")
     run.launch(0)
     run.steps(1, 5)
-    run.event("failed", code=70, rank=1, step=9, message="loss is inf\n  fix:   lower train.lr")
+    run.event(happenings.failed("loss is inf\n  fix:   lower train.lr"))
     text = Page(render(run.paths)).text
-    assert "✗ step 9: failed on rank 1: loss is inf" in text
+    assert "✗ step 5: failed on rank 1: loss is inf" in text
     assert "fix: lower train.lr" in text
     missing = ("config.json", "preflight:", "held-out loss:", "checkpoint: none", "validation:")
     assert all(item in text for item in missing)
@@ -219,7 +220,7 @@ def test_verdict_on_an_older_checkpoint_does_not_speak_for_the_newer(
 def test_failure_after_a_valid_checkpoint_is_the_headline(finished: RecordedRun) -> None:
     finished.launch(200)
     finished.steps(201, 210)
-    finished.event("failed", code=70, rank=0, message="loss is inf")
+    finished.event(happenings.failed("loss is inf", rank=0))
     summary = summarise(finished.paths)
     assert summary.tone == "bad"
     assert summary.status == (

@@ -10,11 +10,11 @@ import sys
 import time
 
 import pytest
+from support import happenings
 from support.recorded_run import RecordedRun
 
 from forge.cli import main
 from forge.cluster import jobs, slurm
-from forge.core.event_log import append_line
 from forge.core.files import write_json
 from forge.core.paths import RunPaths
 from forge.core.process import Process, hostname
@@ -38,12 +38,10 @@ def run(tmp_path):
     return made
 
 
-def train(run, last=40, ago=0.0, **job):
+def train(run, last=40, ago=0.0, job=None):
     """Steps up to `last`, the newest of them `ago` seconds before now."""
     run.time = time.time() - ago - 4 - last * 0.5
-    run.launch(0)
-    for key, value in job.items():
-        append_line(run.paths.events, {"time": run.time, "event": "launch", key: value})
+    run.launch(0, job=job)
     run.steps(1, last)
 
 
@@ -113,11 +111,11 @@ def test_a_long_evaluation_counts_as_progress(run):
 def test_ranks_that_do_not_come_up_are_seen(run):
     hold(run)
     run.time = time.time() - 20
-    run.event("launch", launch="launch-1")
+    run.event(happenings.launch())
     assert row(run.paths, None).now == "starting ranks for 20 s"
     run.paths.events.unlink()
     run.time = time.time() - 700
-    run.event("launch", launch="launch-1")
+    run.event(happenings.launch())
     assert row(run.paths, None).now == f"starting ranks for 11 min: forge logs {run.root}"
 
 
@@ -158,7 +156,7 @@ def test_a_run_that_never_began_has_not_started(run):
 
 def test_a_stop_says_its_cause_and_how_to_go_on(run):
     train(run)
-    run.event("stop", cause="SIGTERM", step=40)
+    run.event(happenings.stop("SIGTERM", 40))
     assert row(run.paths, None).now == "SIGTERM: give the command again to go on"
     run.paths.stop.touch()
     found = row(run.paths, None)
@@ -167,20 +165,20 @@ def test_a_stop_says_its_cause_and_how_to_go_on(run):
 
 def test_a_failure_says_why_and_where_to_read(run):
     train(run)
-    run.event("failed", code=70, rank=1, message="step 41: loss nan\n  fix:   lower train.lr")
+    run.event(happenings.failed("step 41: loss nan\n  fix:   lower train.lr"))
     found = row(run.paths, None)
     assert (found.state, found.now) == ("failed", f"step 41: loss nan: forge logs {run.root}")
 
 
 def test_a_failed_preflight_names_its_checks(run):
-    run.spend("preflight", 3, status="failed", failed=["disk", "clock"])
+    run.event(happenings.preflight(status="failed", failed=["disk", "clock"]))
     found = row(run.paths, None)
     assert found.state == "failed" and "disk, clock" in found.now
 
 
 def test_a_passed_preflight_hides_no_earlier_end(run):
     train(run)
-    run.event("stop", cause="Ctrl-C", step=40)
+    run.event(happenings.stop("Ctrl-C", 40))
     run.preflight()
     assert row(run.paths, None).state == "stopped"
 
@@ -206,9 +204,18 @@ def test_a_raised_goal_is_not_done(run):
     assert found.state == "stopped" and "now it is 100" in found.now
 
 
+def test_a_log_of_another_version_is_told_and_hides_no_other_run(run, tmp_path):
+    train(run)
+    old = RecordedRun(tmp_path / "old")
+    old.paths.events.write_text('{"time": 1, "event": "launch", "launch": "a"}\n')
+    rows, _ = look([old.paths, run.paths])
+    assert [one.run for one in rows] == ["old", "base"] and rows[1].step == 40
+    assert rows[0].state == "unknown" and "of format None, not 1" in rows[0].now
+
+
 def test_restarts_are_counted(run):
     train(run)
-    run.event("lost", message="rank 1 is gone")
+    run.event(happenings.lost())
     train(run)
     assert row(run.paths, None).restarts == 1
 
@@ -324,7 +331,7 @@ def test_a_silent_slurm_leaves_a_note_and_the_table(run, squeue, script, monkeyp
     monkeypatch.setattr(status, "ASK_SEC", 0.3)
     squeue(script)
     train(run)
-    run.event("stop", cause="SIGTERM", step=40)
+    run.event(happenings.stop("SIGTERM", 40))
     began = time.monotonic()
     rows, note = look([run.paths])
     assert time.monotonic() - began < 5

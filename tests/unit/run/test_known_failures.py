@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from support import happenings
 
 from forge import workflow
+from forge.core import events
 from forge.core.config import Config, checked
-from forge.core.event_log import record
 from forge.core.paths import RunPaths
 from forge.data.content_ids import freeze
 from forge.launch.launcher import Record
@@ -46,7 +47,7 @@ def test_another_config_is_tried(run):
 
 def test_removed_events_and_other_outcomes_since_are_tried(run):
     fails(run, DIVERGED)
-    record(RunPaths.of(run).events, "completed", step=5, weights_digest="0")
+    events.record(RunPaths.of(run).events, happenings.completed(5))
     assert workflow.known_failures({"base": run}) == {}
     fails(run, DIVERGED)
     RunPaths.of(run).events.unlink()

@@ -6,8 +6,8 @@ import pytest
 
 from forge.cluster import slurm
 from forge.cluster.placement import Place
+from forge.core import json_lines
 from forge.core.errors import UnfitError
-from forge.core.event_log import read_lines
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
 from forge.launch.launcher import Record
@@ -106,12 +106,12 @@ def test_restarts_are_capped(tmp_path, slurm_says):
     assert requeued == []
 
 
-def test_preemption_is_in_the_ledger_whoever_sends_the_job_back(tmp_path, slurm_says):
+def test_preemption_is_in_the_event_log_whoever_sends_the_job_back(tmp_path, slurm_says):
     slurm_says(replace(JOB, is_preempted=True))
     assert ask(tmp_path, "SIGUSR1") == ""
     slurm_says(replace(JOB, state="PENDING"))
     assert "itself" in ask(tmp_path, "SIGTERM")
-    events = [event["event"] for event in read_lines(RunPaths(tmp_path).events)]
+    events = [event["event"] for event in json_lines.read(RunPaths(tmp_path).events)]
     assert events == ["preempted", "requeue", "preempted"]
 
 

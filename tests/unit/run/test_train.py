@@ -1,9 +1,10 @@
-"""How training's end is told: to the ledger, to the queue, to people."""
+"""How training's end is told: to the event log, to the queue, to people."""
 
 import pytest
+from support import happenings
 
 from forge.cluster import slurm
-from forge.core.event_log import read_lines, record
+from forge.core import events
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
 from forge.launch.launcher import Record
@@ -22,7 +23,7 @@ def test_lost_ranks_of_a_job_that_will_be_back_are_no_end_for_the_progress_gate(
     monkeypatch.setattr(requeue, "requeue", lambda *_, **__: (True, ""))
     with pytest.raises(train.StoppedEarly, match="left no word; job 42 goes on from step 0"):
         train._requeue(LOST, paths, JOB, load_machine(None))
-    assert read_lines(paths.events) == []
+    assert events.read(paths.events) == []
 
 
 def test_why_a_job_stays_ended_is_said(paths, monkeypatch, capsys):
@@ -33,10 +34,10 @@ def test_why_a_job_stays_ended_is_said(paths, monkeypatch, capsys):
 
 def test_starts_that_lose_ranks_again_and_again_end_at_the_gate_through_all_requeues(paths):
     for number in range(3):
-        record(paths.events, "launch", launch=f"l{number}", step=0)
-        record(paths.events, "lost", message=LOST.message)
-        record(paths.events, "requeue", cause=LOST.cause, step=0)
-    assert len(train.crash_loop.fruitless_starts(read_lines(paths.events), 0)) == 3
+        events.record(paths.events, happenings.launch(0, launch=f"l{number}"))
+        events.record(paths.events, happenings.lost(LOST.message))
+        events.record(paths.events, happenings.requeue(LOST.cause, 0))
+    assert len(train.crash_loop.fruitless_starts(events.read(paths.events), 0)) == 3
 
 
 def test_ranks_that_were_killed_before_their_last_save_are_told():

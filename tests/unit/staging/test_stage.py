@@ -13,9 +13,9 @@ import pytest
 from support.shards import make
 
 from forge.cluster.placement import Geometry, Place
+from forge.core import json_lines
 from forge.core.config import Ids, load_config
 from forge.core.errors import DataError, UnfitError
-from forge.core.event_log import read_lines
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
@@ -62,7 +62,7 @@ def test_copy_is_named_by_its_content_and_equal_to_the_source(config, machine, r
     assert facts["sent"] == [hostname()]
     for file in source.iterdir():
         assert (root / facts["digest"][:32] / file.name).read_bytes() == file.read_bytes()
-    event = read_lines(RunPaths.of(config).events)[-1]
+    event = json_lines.read(RunPaths.of(config).events)[-1]
     assert (event["event"], event["bytes"], event["folders"]) == ("stage", 7200, facts["folders"])
 
 

@@ -4,10 +4,11 @@ import copy
 from pathlib import Path
 
 import pytest
+from support import happenings
 
 from forge.checkpoint.directory import Checkpoint
 from forge.cluster.network import available_cores
-from forge.core import event_log
+from forge.core import events
 from forge.core.paths import RunPaths
 from forge.core.provenance import cpu_name, versions
 from forge.trainer import metrics
@@ -37,7 +38,7 @@ def run(tmp_path):
 
 def log(run, launch, steps, world_size=2):
     """What a launch of so many ranks writes in these steps; the loss tells launch and step."""
-    event_log.record(run.events, "init", launch=launch, world_size=world_size)
+    events.record(run.events, happenings.init(launch=launch, world_size=world_size))
     for step in steps:
         loss = step + ord(launch) / 1000
         metrics.write(run.metrics, "train", launch, step, loss=loss)

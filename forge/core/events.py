@@ -1,0 +1,251 @@
+"""The event log of a run (events.jsonl): one class for each kind of event, written and read here only.
+
+The log is append-only and outlives every restart. An event has the name of its class in lower case.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from forge.core import json_lines
+from forge.core.errors import DataError
+
+FORMAT = 1
+
+
+class Event(BaseModel):
+    """What all events have. time: seconds since the epoch, when the event is recorded."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: int = FORMAT
+    time: float = Field(default_factory=lambda: round(time.time(), 3))
+
+
+class Timed(Event):
+    """An event that ends what has taken so many seconds."""
+
+    seconds: float
+
+
+# --- before the ranks start ------------------------------------------------------------------------
+
+
+class Stage(Timed):
+    """`forge stage` has ended: what each node reads, and which nodes were sent shards."""
+
+    event: Literal["stage"] = "stage"
+    bytes: int
+    digest: str
+    folders: dict[str, str]  # node -> directory
+    sent: list[str]
+
+
+class Preflight(Timed):
+    """`forge preflight` has ended. nodes: those that train, none where it failed. failed: checks."""
+
+    event: Literal["preflight"] = "preflight"
+    status: Literal["ok", "failed"]
+    failed: list[str]
+    nodes: list[str]
+    left_out: dict[str, str]  # node -> why
+
+
+# --- one launch of the ranks -----------------------------------------------------------------------
+
+
+class Launch(Event):
+    """The launcher starts the ranks. step: of the checkpoint that they resume from. job, restart: Slurm's
+    job and how often Slurm has restarted it; None outside of Slurm."""
+
+    event: Literal["launch"] = "launch"
+    launch: str
+    world_size: int
+    launcher: str
+    host: str
+    nodes: list[str]
+    step: int
+    job: str | None = None
+    restart: int | None = None
+
+
+class Init(Timed):
+    """The ranks are ready to train. seconds: since their launch. numerics: what decides the last bits of
+    a loss besides weights and data."""
+
+    event: Literal["init"] = "init"
+    launch: str
+    step: int
+    world_size: int
+    parameters: int
+    versions: dict[str, str]
+    numerics: dict[str, Any]
+
+
+class Eval(Timed):
+    """The validation loss was measured."""
+
+    event: Literal["eval"] = "eval"
+    step: int
+    loss: float  # nats per token
+
+
+class Save(Timed):
+    """A checkpoint was committed. seconds: from the start of the save to its commit. stall: for so many
+    seconds training stood still."""
+
+    event: Literal["save"] = "save"
+    step: int
+    stall: float
+    bytes: int
+
+
+class Skipped(Event):
+    """A step was made without its update, since its loss or gradients were not finite."""
+
+    event: Literal["skipped"] = "skipped"
+    step: int
+    in_a_row: int
+    reason: str
+
+
+class Grace(Event):
+    """A last save may not fit into the time that a stop has. needed: seconds."""
+
+    event: Literal["grace"] = "grace"
+    needed: float
+
+
+class Quarantine(Event):
+    """A corrupt checkpoint was moved to quarantine/."""
+
+    event: Literal["quarantine"] = "quarantine"
+    checkpoint: str
+    reasons: list[str]
+
+
+# --- how a launch ends -----------------------------------------------------------------------------
+
+
+class Completed(Event):
+    """The run is at its goal."""
+
+    event: Literal["completed"] = "completed"
+    step: int
+    weights_digest: str
+
+
+class Stop(Event):
+    """All ranks agreed to stop. cause: one of stop_signal.CAUSES. step: of the newest checkpoint."""
+
+    event: Literal["stop"] = "stop"
+    cause: str
+    step: int
+
+
+class Lost(Event):
+    """A rank ended without a record. silent: nodes that do not start a process any more."""
+
+    event: Literal["lost"] = "lost"
+    message: str
+    attempt: int
+    silent: list[str]
+
+
+class Failed(Event):
+    """Training failed with this exit code. diverged: by its numbers, so that a rerun fails as well."""
+
+    event: Literal["failed"] = "failed"
+    code: int
+    rank: int
+    message: str
+    diverged: bool
+    config_digest: str
+
+
+class Preempted(Event):
+    """Slurm has preempted the job."""
+
+    event: Literal["preempted"] = "preempted"
+    job: str
+    step: int
+
+
+class Requeue(Event):
+    """Forge asks Slurm to put the job back into the queue."""
+
+    event: Literal["requeue"] = "requeue"
+    job: str
+    cause: str
+    step: int
+
+
+# --- afterwards ------------------------------------------------------------------------------------
+
+
+class Validate(Timed):
+    """`forge validate` has ended."""
+
+    event: Literal["validate"] = "validate"
+    status: str
+    step: int
+
+
+_ANY: TypeAdapter[Event] = TypeAdapter(
+    Annotated[
+        Stage
+        | Preflight
+        | Launch
+        | Init
+        | Eval
+        | Save
+        | Skipped
+        | Grace
+        | Quarantine
+        | Completed
+        | Stop
+        | Lost
+        | Failed
+        | Preempted
+        | Requeue
+        | Validate,
+        Field(discriminator="event"),
+    ]
+)
+
+
+def record(log: Path, event: Event) -> None:
+    """Append an event to a run's log. Raises UnfitError where the disk does not let it."""
+    json_lines.append(log, event.model_dump(mode="json", exclude_none=True))
+
+
+def read(log: Path) -> list[Event]:
+    """All events of a run, oldest first; lines that a crash has cut, and others, are passed over.
+
+    Raises DataError where another version of Forge has written the log.
+    """
+    lines = [line for line in json_lines.read(log) if isinstance(line.get("event"), str)]
+    return [event for line in lines if (event := _event(line, log)) is not None]
+
+
+def last(log: Sequence[Event], *kinds: type[Event]) -> Event | None:
+    """The newest event of these kinds; None without one."""
+    return next((event for event in reversed(log) if isinstance(event, kinds)), None)
+
+
+def _event(line: dict[str, Any], log: Path) -> Event | None:
+    if line.get("format") != FORMAT:
+        raise DataError(
+            f"{log} has an event `{line['event']}` of format {line.get('format')}, not {FORMAT}",
+            cause="written by another version of Forge",
+            fix="use that version for this run, or start again under a new run name",
+        )
+    try:
+        return _ANY.validate_python(line)
+    except ValidationError:
+        return None  # edited: the rest of the log still counts
