@@ -13,22 +13,22 @@ from forge.core import terminal
 from forge.core.config import load_config
 from forge.core.errors import Exit, ForgeError
 from forge.core.files import disk_trouble
-from forge.core.machine import Machine
 from forge.core.paths import RunPaths
-from forge.core.process import Process, hostname, stop_with_parent
+from forge.core.process import hostname, stop_with_parent
 from forge.launch import rank_output
-from forge.launch.launcher import Record, Spec, register
+from forge.launch.launcher import register
 from forge.launch.rank import Rank, meeting_point, rank_for_record, this_rank
+from forge.launch.records import LaunchSpec, PreflightTask, RankRecord, ReplayTask, TrainTask
 from forge.launch.stop_signal import StopFlag
 
 
 def main(spec_path: str) -> int:
     """Run the task of a spec on this rank. Exit status 0 when its record says that it ended well."""
     stop_with_parent()
-    spec = Spec.read(Path(spec_path))
+    spec = LaunchSpec.read(Path(spec_path))
     paths = RunPaths(Path(spec.run))
-    stop = StopFlag(paths.stop if spec.task == "train" else None).install()
-    launcher = Process.from_json(spec.launcher)
+    stop = StopFlag(paths.stop if isinstance(spec.task, TrainTask) else None).install()
+    launcher = spec.launcher
     if launcher.is_here and not launcher.is_alive():
         return 1  # it died before the kernel was asked to tell us
     try:
@@ -48,7 +48,7 @@ def main(spec_path: str) -> int:
     return 0
 
 
-def _redirect(paths: RunPaths, spec: Spec, rank: Rank) -> None:
+def _redirect(paths: RunPaths, spec: LaunchSpec, rank: Rank) -> None:
     """Give each rank a log of its own for all it prints; rank 0 also speaks to the launcher."""
     log = paths.logs / f"{spec.log_prefix}.{hostname()}.{rank.rank}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -56,14 +56,13 @@ def _redirect(paths: RunPaths, spec: Spec, rank: Rank) -> None:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
     if rank.is_main:
-        rank_output.speak_to_launcher(spec.folder)
+        rank_output.speak_to_launcher(spec.directory)
 
 
-def _prepare(spec: Spec, rank: Rank) -> None:
+def _prepare(spec: LaunchSpec, rank: Rank) -> None:
     """Set this rank's environment. Before torch is imported: its thread pool reads it then."""
-    machine = Machine.model_validate(spec.machine)
     master = meeting_point(spec.master)
-    settings = network.rank_settings(machine, spec.geometry, master, cpus=spec.cpus_per_rank)
+    settings = network.rank_settings(spec.machine, spec.geometry, master, cpus=spec.cpus_per_rank)
     settings = network.apply(settings, user_threads=spec.threads)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "(torch chooses)")
     banner = (
@@ -78,14 +77,14 @@ def _prepare(spec: Spec, rank: Rank) -> None:
             terminal.say(f"{setting.name}={setting.value} is yours and stays")
 
 
-def _attempt(spec: Spec, paths: RunPaths, rank: Rank, stop: StopFlag) -> Record:
+def _attempt(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> RankRecord:
     """The task's record, also when it fails."""
     try:
         from forge.launch.process_group import is_peer_loss
     except (ImportError, OSError) as err:  # OSError: a library that torch loads
         terminal.say(traceback.format_exc())
         message = f"cannot import torch on {hostname()}: {err}"
-        return Record("failed", rank.rank, Exit.UNFIT, cause="environment", message=message)
+        return RankRecord("failed", rank.rank, Exit.UNFIT, cause="environment", message=message)
     try:
         with disk_trouble(paths.root, "read or write"):
             return _do(spec, paths, rank, stop)
@@ -98,7 +97,7 @@ def _attempt(spec: Spec, paths: RunPaths, rank: Rank, stop: StopFlag) -> Record:
         message = str(err) if lost else f"{type(err).__name__}: {err}"
         if type(err).__name__ == "OutOfMemoryError":  # torch's, for a GPU
             message += "\n  fix:   lower train.micro_batch_size, or use more GPUs"
-        return Record(
+        return RankRecord(
             "failed",
             rank.rank,
             Exit.UNFIT if lost else Exit.FAILED,
@@ -107,27 +106,24 @@ def _attempt(spec: Spec, paths: RunPaths, rank: Rank, stop: StopFlag) -> Record:
         )
 
 
-def _failure(err: ForgeError, rank: int) -> Record:
-    return Record("failed", rank, err.code, cause=type(err).__name__, message=str(err))
+def _failure(err: ForgeError, rank: int) -> RankRecord:
+    return RankRecord("failed", rank, err.code, cause=type(err).__name__, message=str(err))
 
 
-def _do(spec: Spec, paths: RunPaths, rank: Rank, stop: StopFlag) -> Record:
+def _do(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> RankRecord:
     from forge.launch.process_group import joined
 
-    machine = Machine.model_validate(spec.machine)
-    with joined(rank, machine.fabric) as world:
-        if spec.task == "preflight":
+    task = spec.task
+    with joined(rank, spec.machine.fabric) as world:
+        if isinstance(task, PreflightTask):
             from forge.preflight import rank_probe
 
-            return rank_probe.check(world, spec)
+            return rank_probe.check(world, task, spec)
         config = load_config(paths.config)
-        if spec.task == "reload":
+        if isinstance(task, ReplayTask):
             from forge.validation import replay_rank
 
-            options = spec.options
-            return replay_rank.check(
-                world, config, Path(options["checkpoint"]), Path(options["shards"])
-            )
+            return replay_rank.check(world, config, Path(task.checkpoint), Path(task.shards))
         from forge.trainer import loop
 
         return loop.train(config, paths, world, stop, spec)

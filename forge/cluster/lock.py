@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from forge.cluster import slurm
 from forge.core.errors import UnfitError
@@ -39,16 +38,16 @@ def lease(folder: Path, verb: str, *, name: str = LEASE) -> Iterator[None]:
         _give_back(path, mine)
 
 
-def check_held(folder: Path, holder: dict[str, Any]) -> None:
-    """UnfitError when `holder` (a Process as JSON) does not hold the folder any more: whoever has taken
+def check_held(folder: Path, holder: Process) -> None:
+    """UnfitError when `holder` does not hold the folder any more: whoever has taken
     over writes there now, or has ended, and must not find its files changed.
 
     A successor on this very host is no danger: it sees our processes, and waits for them.
     """
     held = _read(folder / LEASE)
-    if holder["host"] == hostname() and (not held or held["host"] == holder["host"]):
+    if holder.is_here and (not held or held["host"] == holder.host):
         return
-    if not held or Process.from_json(held) != Process.from_json(holder):
+    if not held or Process.from_json(held) != holder:
         now = f"held by {_who(held)} now" if held else "no longer held by the command that began"
         raise UnfitError(
             f"{folder} is {now}: nothing was committed",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -11,20 +10,28 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
 
 from forge.cluster import slurm
 from forge.cluster.placement import Geometry, Place, launch_line
 from forge.core import events
 from forge.core.errors import Exit, ForgeError, UnfitError
-from forge.core.files import disk_trouble, read_json, write_json
+from forge.core.files import read_object_or_empty, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process, free_port, hostname, stop_with_parent, user_threads
 from forge.core.terminal import say
 from forge.launch.rank_output import Console
+from forge.launch.records import (
+    LaunchSpec,
+    PreflightTask,
+    RankRecord,
+    ReplayTask,
+    TrainTask,
+    reserve,
+    written,
+)
 from forge.launch.stop_signal import SIGNAL_CAUSES
 
 # The next command gives orphans of a killed one this long to commit and leave.
@@ -35,111 +42,20 @@ MAX_RESTARTS_AFTER_LOSS = 2
 AFTER_FAILURE_SEC = 10.0
 
 POLL_SEC = 0.05
-RESERVED_BYTES = 8192
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-@dataclass(frozen=True)
-class Spec:
-    """What a rank must know, handed over as a file."""
-
-    task: Literal["train", "preflight", "reload"]
-    run: str  # the run's folder
-    launch: str
-    machine: dict[str, Any]
-    nodes: int
-    ranks_per_node: int
-    launcher: dict[str, Any]  # the Process that started the ranks
-    master: tuple[str, int] | None = None  # where ranks meet; None: the launcher or torch says
-    job: str | None = None  # Slurm's id
-    restart: int = 0  # how often Slurm has restarted that job
-    cpus_per_rank: int | None = None  # None: the cores this process may use are the ranks' together
-    threads: str | None = None  # OMP_NUM_THREADS as the user exported it
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def folder(self) -> Path:
-        return RunPaths(Path(self.run)).launches / self.launch
-
-    @property
-    def machine_settings(self) -> Machine:
-        return Machine.model_validate(self.machine)
-
-    @property
-    def geometry(self) -> Geometry:
-        return Geometry(self.nodes, self.ranks_per_node)
-
-    @property
-    def log_prefix(self) -> str:
-        """What the logs of this launch begin with: `{job}.{restart}`, or local and the launch."""
-        return f"{self.job}.{self.restart}" if self.job else f"local.{self.launch}"
-
-    def write(self) -> Path:
-        path = self.folder / "spec.json"
-        write_json(path, asdict(self))
-        return path
-
-    @classmethod
-    def read(cls, path: Path) -> Spec:
-        return cls(**read_json(path))
-
-
-@dataclass(frozen=True)
-class Record:
-    """How one rank ended, or all of them: what exit codes are made from."""
-
-    status: Literal["completed", "stopped", "failed", "lost"]
-    rank: int = 0
-    code: int = 0
-    step: int | None = None
-    cause: str = ""
-    message: str = ""
-    result: dict[str, Any] = field(default_factory=dict)
-
-    def write(self, spec: Spec) -> None:
-        """Leave the record, also on a full disk: into the space that `reserve` has kept."""
-        path = spec.folder / f"rank-{self.rank}.json"
-        try:
-            write_json(path, asdict(self))
-        except UnfitError:
-            short = asdict(self) | {"message": self.message[: RESERVED_BYTES // 2]}
-            with open(path.with_suffix(".reserve"), "r+") as file:
-                file.write(json.dumps(short)[:RESERVED_BYTES])
-
-    @classmethod
-    def read(cls, spec: Spec, rank: int) -> Record:
-        """What this rank left; `lost` if it left nothing."""
-        path = spec.folder / f"rank-{rank}.json"
-        for file in (path, path.with_suffix(".reserve")):
-            if file.exists() and file.read_text().strip():
-                return cls.read_file(file)
-        return cls("lost", rank, message="it ended without a word")
-
-    @classmethod
-    def read_file(cls, path: Path) -> Record:
-        return cls(**read_json(path))
-
-
-def reserve(spec: Spec) -> None:
-    """Keep a few blocks of the disk for each rank's last word."""
-    for rank in range(spec.geometry.world_size):
-        path = spec.folder / f"rank-{rank}.reserve"
-        with disk_trouble(path):
-            path.write_text(" " * RESERVED_BYTES)
-
-
 def run_ranks(
-    task: Literal["train", "preflight", "reload"],
+    task: TrainTask | PreflightTask | ReplayTask,
     paths: RunPaths,
     machine: Machine,
     geometry: Geometry,
     *,
     place: Place | None = None,
     python: str = sys.executable,
-    options: dict[str, Any] | None = None,
     deadline_sec: float | None = None,
-) -> Record:
+) -> RankRecord:
     """Start the ranks, wait for them (at most `deadline_sec`), and give back how they ended.
 
     place: exactly geometry.nodes hosts; this host when None. python: what runs the ranks.
@@ -150,28 +66,27 @@ def run_ranks(
     place = place or Place.here()
     job = place.job
     master = _meeting_point(place, python) if job else None
-    spec = Spec(
+    spec = LaunchSpec(
         task=task,
         run=str(paths.root),
         launch=f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}",
-        machine=machine.model_dump(mode="json"),
+        machine=machine,
         nodes=geometry.nodes,
         ranks_per_node=geometry.ranks_per_node,
-        launcher=Process.current().to_json(),
+        launcher=Process.current(),
         master=master,
         job=job.id if job else None,
         restart=job.restarts if job else 0,
         cpus_per_rank=job.cpus_per_task if job else None,
         threads=user_threads(),
-        options=options or {},
     )
     command = launch_line(
         machine, geometry, place, spec.write(), master=master or ("", 0), python=python
     )
     reserve(spec)
     log = paths.logs / f"{spec.log_prefix}.{machine.launcher}.log"
-    if task == "train":
-        _record_launch(paths, spec, place)
+    if isinstance(task, TrainTask):
+        _record_launch(paths, spec, place, step=task.step)
     try:
         stopped = _run(command, spec, log, machine.stop_grace_sec, deadline_sec)
         record = verdict(_records(spec), spec)
@@ -183,17 +98,17 @@ def run_ranks(
             return replace(record, status="stopped", code=Exit.STOPPED, cause=cause)
         return record
     finally:
-        shutil.rmtree(spec.folder, ignore_errors=True)
+        shutil.rmtree(spec.directory, ignore_errors=True)
 
 
-def _record_launch(paths: RunPaths, spec: Spec, place: Place) -> None:
+def _record_launch(paths: RunPaths, spec: LaunchSpec, place: Place, *, step: int) -> None:
     event = events.Launch(
         launch=spec.launch,
         world_size=spec.geometry.world_size,
-        launcher=spec.machine_settings.launcher,
+        launcher=spec.machine.launcher,
         host=hostname(),
         nodes=list(place.hosts),
-        step=spec.options["step"],
+        step=step,
         job=spec.job,
         restart=spec.restart if spec.job else None,
     )
@@ -211,7 +126,7 @@ def _meeting_point(place: Place, python: str) -> tuple[str, int]:
 
 
 def _run(
-    command: list[str], spec: Spec, log: Path, grace_sec: float, deadline_sec: float | None
+    command: list[str], spec: LaunchSpec, log: Path, grace_sec: float, deadline_sec: float | None
 ) -> list[int]:
     """Run the launch command to its end; the stop signals that came meanwhile.
 
@@ -229,21 +144,21 @@ def _run(
             _kill_all(spec, child)
             raise
     # Ranks whose launcher was killed leave on their own; wait so that nobody writes behind us.
-    _wait_until_gone(spec.folder, grace_sec)
+    _wait_until_gone(spec.directory, grace_sec)
     _kill_all(spec, child)
     return stopped
 
 
 def _watch(
     child: subprocess.Popen[bytes],
-    spec: Spec,
+    spec: LaunchSpec,
     stopped: list[int],
     grace_sec: float,
     killed_at: float | None,
 ) -> None:
     """Until the launch command has ended: show what rank 0 says, pass the stop on, end what hangs."""
     passed_on = False
-    with Console(spec.folder) as console:
+    with Console(spec.directory) as console:
         while child.poll() is None:
             if stopped and not passed_on:
                 passed_on = True
@@ -287,23 +202,28 @@ def _stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _any_failed(spec: Spec) -> bool:
-    return any(
-        Record.read_file(path).status == "failed" for path in spec.folder.glob("rank-*.json")
-    )
+def _any_failed(spec: LaunchSpec) -> bool:
+    return any(record.status == "failed" for record in written(spec))
 
 
 # --- which processes belong to a launch ------------------------------------------------------------
 
 
-def register(spec: Spec, name: str, pid: int) -> None:
+def register(spec: LaunchSpec, name: str, pid: int) -> None:
     """Leave this process's identity, so that a later command can wait for it."""
-    write_json(spec.folder / f"{name}.pid", Process.of(pid).to_json())
+    write_json(spec.directory / f"{name}.pid", Process.of(pid).to_json())
 
 
 def _living(folder: Path) -> list[Process]:
-    processes = [Process.from_json(read_json(path)) for path in sorted(folder.glob("*.pid"))]
-    return [process for process in processes if process.is_here and process.is_alive()]
+    found = [_process(path) for path in sorted(folder.glob("*.pid"))]
+    return [process for process in found if process and process.is_here and process.is_alive()]
+
+
+def _process(path: Path) -> Process | None:
+    """Who has registered here; None where the file names no process."""
+    with suppress(KeyError):
+        return Process.from_json(read_object_or_empty(path))
+    return None
 
 
 def _wait_until_gone(folder: Path, timeout_sec: float) -> list[Process]:
@@ -313,10 +233,10 @@ def _wait_until_gone(folder: Path, timeout_sec: float) -> list[Process]:
     return living
 
 
-def _kill_all(spec: Spec, child: subprocess.Popen[bytes]) -> None:
+def _kill_all(spec: LaunchSpec, child: subprocess.Popen[bytes]) -> None:
     if spec.job and child.poll() is None:
         slurm.cancel_step(spec.job, spec.launch)  # its tasks outlive an srun that is killed
-    for process in _living(spec.folder):
+    for process in _living(spec.directory):
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
     child.wait()
@@ -344,11 +264,11 @@ def wait_for_orphans(paths: RunPaths) -> None:
 # --- how it ended ----------------------------------------------------------------------------------
 
 
-def _records(spec: Spec) -> list[Record]:
-    return [Record.read(spec, rank) for rank in range(spec.geometry.world_size)]
+def _records(spec: LaunchSpec) -> list[RankRecord]:
+    return [RankRecord.read(spec, rank) for rank in range(spec.geometry.world_size)]
 
 
-def verdict(records: list[Record], spec: Spec) -> Record:
+def verdict(records: list[RankRecord], spec: LaunchSpec) -> RankRecord:
     """One record for all ranks: a failure with a known code first, then a lost rank, then rank 0."""
     failed = [r for r in records if r.status == "failed" and r.cause != "peer lost"]
     if failed:
@@ -359,13 +279,13 @@ def verdict(records: list[Record], spec: Spec) -> Record:
         numbers = ", ".join(str(r.rank) for r in lost)
         gone = f"rank {numbers} of {len(records)} left no word" if lost else "ranks lost each other"
         seen = f"; rank {orphaned[0].rank} saw: {orphaned[0].message}" if orphaned else ""
-        return Record(
+        return RankRecord(
             "lost",
             rank=lost[0].rank if lost else orphaned[0].rank,
             code=Exit.UNFIT,
             cause="peer lost",
             message=f"{gone}{seen}",
-            result={"lost": [r.rank for r in lost]},
+            lost=tuple(r.rank for r in lost),
         )
     return records[0]
 
@@ -373,7 +293,7 @@ def verdict(records: list[Record], spec: Spec) -> Record:
 class RankFailure(ForgeError):
     """What a rank said when it failed, with its exit code."""
 
-    def __init__(self, record: Record, logs: Path) -> None:
+    def __init__(self, record: RankRecord, logs: Path) -> None:
         super().__init__(
             f"rank {record.rank}: {record.message}",
             fix="" if "fix:" in record.message else f"read the ranks' logs in {logs}",

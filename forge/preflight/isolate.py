@@ -19,6 +19,7 @@ from forge.core.paths import RunPaths
 from forge.core.process import stop_with_parent
 from forge.core.terminal import say
 from forge.launch.launcher import run_ranks
+from forge.launch.records import PreflightTask
 from forge.preflight.bisection import Broken, Group, NoTimeLeft, find_broken
 from forge.preflight.node_checks import Check
 from forge.preflight.rank_checks import rank_checks
@@ -52,13 +53,12 @@ class Trial:
         """Start the ranks; what they find together, or why they do not."""
         started = time.time()
         record = run_ranks(
-            "preflight",
+            PreflightTask(patience_sec=self.talk_sec, nccl_file=self.nccl_file),
             RunPaths(self.folder),
             self.machine,
             self.geometry,
             place=self.place,
             python=self.python,
-            options={"patience_sec": self.talk_sec, "nccl_file": self.nccl_file},
             deadline_sec=self.deadline_sec,
         )
         if record.status == "completed":

@@ -8,13 +8,13 @@ from typing import Any
 
 from forge.cluster.placement import Geometry
 from forge.core.machine import Machine
-from forge.launch.launcher import Record
+from forge.launch.records import RankRecord
 from forge.preflight.node_checks import Check
 
 SHOWN_RANKS = 16
 
 
-def rank_checks(record: Record, geometry: Geometry, machine: Machine) -> Iterator[Check]:
+def rank_checks(record: RankRecord, geometry: Geometry, machine: Machine) -> Iterator[Check]:
     """Checks on what completed ranks of some nodes found together; `record` is rank 0's."""
     result = record.result
     ranks: list[dict[str, Any]] = result["ranks"]

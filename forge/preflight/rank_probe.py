@@ -23,8 +23,8 @@ from forge.cluster.network import infiniband_interface
 from forge.core.errors import Exit
 from forge.core.process import hostname
 from forge.core.provenance import versions
-from forge.launch.launcher import Record, Spec
 from forge.launch.process_group import World
+from forge.launch.records import LaunchSpec, PreflightTask, RankRecord
 
 LATENCY_ROUNDS = 20
 BANDWIDTH_ROUNDS = 3
@@ -42,9 +42,9 @@ class Watch:
     A timeout of a process group does not: Gloo counts it anew for each piece that arrives.
     """
 
-    def __init__(self, spec: Spec, rank: int) -> None:
+    def __init__(self, spec: LaunchSpec, rank: int, patience_sec: float) -> None:
         self._spec, self._rank = spec, rank
-        self.patience_sec: float = spec.options["patience_sec"]
+        self.patience_sec = patience_sec
         self._timer: threading.Timer | None = None
 
     def begin(self, doing: str) -> None:
@@ -60,7 +60,7 @@ class Watch:
 
     def _give_up(self, doing: str) -> None:
         message = f"{doing} took longer than {self.patience_sec:.3g} s"
-        record = Record("failed", self._rank, Exit.UNFIT, cause="peer lost", message=message)
+        record = RankRecord("failed", self._rank, Exit.UNFIT, cause="peer lost", message=message)
         record.write(self._spec)
         os._exit(1)  # the main thread is held in a collective
 
@@ -82,19 +82,19 @@ class Talk:
         return cls(data, dist.new_group(backend="gloo", timeout=patience))
 
 
-def check(world: World, spec: Spec) -> Record:
+def check(world: World, task: PreflightTask, spec: LaunchSpec) -> RankRecord:
     """Facts of all ranks and figures of their talk, in rank 0's record. All ranks call it.
 
-    A collective that takes longer than the option `patience_sec` fails.
+    A collective that takes longer than task.patience_sec fails.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing to save, and C++ may hold the thread
-    watch = Watch(spec, world.rank.rank)
+    watch = Watch(spec, world.rank.rank, task.patience_sec)
     watch.begin("connecting to all other ranks")
     talk = Talk.of(world, watch.patience_sec)
     figures = _all_reduce(world, talk, watch)
     pairs = _pairs(world, talk, watch)
     watch.begin("telling rank 0 what was found")
-    mine = {**_facts(world, spec), "tflop_per_sec": _matmul(world.device), "pairs": pairs}
+    mine = {**_facts(world, task.nccl_file), "tflop_per_sec": _matmul(world.device), "pairs": pairs}
     facts: list[Any] = [None] * world.rank.world_size
     dist.all_gather_object(facts, mine, group=talk.control)
     result = {
@@ -105,10 +105,10 @@ def check(world: World, spec: Spec) -> Record:
     }
     world.barrier()
     watch.end()
-    return Record("completed", world.rank.rank, result=result)
+    return RankRecord("completed", world.rank.rank, result=result)
 
 
-def _facts(world: World, spec: Spec) -> dict[str, Any]:
+def _facts(world: World, nccl_file: str) -> dict[str, Any]:
     return {
         "rank": world.rank.rank,
         "local_rank": world.rank.local_rank,
@@ -116,7 +116,7 @@ def _facts(world: World, spec: Spec) -> dict[str, Any]:
         "device": str(world.device),
         "versions": versions(),
         "infiniband": infiniband_interface() is not None,
-        "network": _network(spec.options["nccl_file"]),
+        "network": _network(nccl_file),
     }
 
 

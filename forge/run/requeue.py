@@ -16,7 +16,7 @@ from forge.core.errors import ForgeError
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.terminal import say
-from forge.launch.launcher import Record
+from forge.launch.records import RankRecord
 
 # Stops after which a Slurm job goes back to the queue. Ctrl-C and a STOP file are a person's wish.
 REQUEUED_CAUSES = ("deadline", "SIGUSR1", "SIGTERM", "peer lost")
@@ -72,7 +72,7 @@ def was_cancelled(place: Place) -> bool:
 
 
 def requeue(
-    record: Record, paths: RunPaths, job: slurm.Job, machine: Machine, *, step: int
+    record: RankRecord, paths: RunPaths, job: slurm.Job, machine: Machine, *, step: int
 ) -> tuple[bool, str]:
     """Send the job back to the queue where its end asks for it: whether it will be back, and why this
     has not sent it.

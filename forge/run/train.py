@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
-from typing import Any
 
 from forge.checkpoint import directory, parent
 from forge.cluster import exclude, slurm
@@ -23,10 +22,10 @@ from forge.data.content_ids import freeze
 from forge.launch.launcher import (
     MAX_RESTARTS_AFTER_LOSS,
     RankFailure,
-    Record,
     run_ranks,
     wait_for_orphans,
 )
+from forge.launch.records import RankRecord, TrainTask
 from forge.run import crash_loop, requeue
 from forge.staging.staged import remove_staged, staged_folders, staged_python
 
@@ -70,14 +69,18 @@ def train(
                 say(f"{paths.root} is at its goal, step {checkpoint.step}: nothing to train")
                 remove_staged(paths, place)
                 return _write_fit(config, paths, checkpoint.step, digest)
-        options = {
-            "shards": _shards(config, paths),
-            "require_checkpoint": require_checkpoint,
-            "deadline": deadline if deadline < math.inf else None,
-            "own_deadline": own_deadline if own_deadline < math.inf else None,
-        }
+        staged, shared = _shards(config, paths)
+        task = TrainTask(
+            step=0,
+            started=time.time(),
+            staged=staged,
+            shared=shared,
+            require_checkpoint=require_checkpoint,
+            deadline=deadline if deadline < math.inf else None,
+            own_deadline=own_deadline if own_deadline < math.inf else None,
+        )
         try:
-            record = _train_until_it_ends(config, paths, machine, geometry, place, options=options)
+            record = _train_until_it_ends(config, paths, machine, geometry, place, task=task)
         finally:
             remove_staged(paths, place)
         if record.status in ("stopped", "lost") and job:
@@ -118,8 +121,9 @@ def _write_config(config: Config, paths: RunPaths) -> None:
         write_json(paths.config, config.to_json())
 
 
-def _shards(config: Config, paths: RunPaths) -> dict[str, Any]:
-    """Where ranks read: what `stage` put on their node, else shared. DataError if there are none."""
+def _shards(config: Config, paths: RunPaths) -> tuple[dict[str, str], str]:
+    """Where ranks read: what `stage` put on their node, by host, else the shared directory. DataError
+    if there are none."""
     assert config.ids
     staged = staged_folders(paths)
     folder = tokens_folder(config.data, config.ids.tokens)
@@ -129,7 +133,7 @@ def _shards(config: Config, paths: RunPaths) -> dict[str, Any]:
             cause="the corpus was not tokenized for this config",
             fix=f"run: forge tokenizer {paths.config} && forge tokenize {paths.config}",
         )
-    return {"staged": staged, "shared": str(folder)}
+    return staged, str(folder)
 
 
 def _train_until_it_ends(
@@ -139,8 +143,8 @@ def _train_until_it_ends(
     geometry: Geometry,
     place: Place,
     *,
-    options: dict[str, Any],
-) -> Record:
+    task: TrainTask,
+) -> RankRecord:
     """Launch ranks; after the loss of one, launch again, twice at most, without silent nodes."""
     refuse_stop_file(paths)
     fit_nodes = place.only(_nodes_that_passed(paths) or place.hosts)
@@ -158,15 +162,13 @@ def _train_until_it_ends(
                 say(line)
         step = checkpoint.step if checkpoint else parent.first_step(config)
         _end_if_stuck(config, paths, machine, step)
-        options |= {"started": time.time(), "step": step}
         record = run_ranks(
-            "train",
+            task.model_copy(update={"started": time.time(), "step": step}),
             paths,
             machine,
             geometry,
             place=hosts,
             python=staged_python(paths),
-            options=options,
         )
         if record.status != "lost":
             break
@@ -188,7 +190,7 @@ def _end_if_stuck(config: Config, paths: RunPaths, machine: Machine, step: int) 
     try:
         crash_loop.refuse_if_stuck(paths.events, step, machine.max_restarts_without_progress)
     except TrainingError as err:
-        _record_failure(config, paths, Record("failed", code=err.code, message=str(err)))
+        _record_failure(config, paths, RankRecord("failed", code=err.code, message=str(err)))
         raise
 
 
@@ -200,7 +202,7 @@ def _nodes_that_passed(paths: RunPaths) -> list[str]:
 
 
 def _requeue(
-    record: Record,
+    record: RankRecord,
     paths: RunPaths,
     job: slurm.Job,
     machine: Machine,
@@ -220,11 +222,11 @@ def _requeue(
         raise StoppedEarly(f"{record.message}; job {job.id} goes on from step {step}")
 
 
-def _conclude(config: Config, paths: RunPaths, record: Record) -> Path:
+def _conclude(config: Config, paths: RunPaths, record: RankRecord) -> Path:
     """fit.json for a completed run, else the error that the record stands for."""
     if record.status == "completed":
         assert record.step is not None
-        return _write_fit(config, paths, record.step, record.result["weights_digest"])
+        return _write_fit(config, paths, record.step, str(record.weights_digest))
     if record.status == "stopped":
         first_step = parent.first_step(config)
         step = _committed_step(paths, first_step)
@@ -244,9 +246,9 @@ def _conclude(config: Config, paths: RunPaths, record: Record) -> Path:
     raise RankFailure(record, paths.logs)
 
 
-def _what_is_kept(record: Record, step: int, first_step: int = 0) -> str:
-    if lost := record.result.get("lost"):
-        ranks = ", ".join(map(str, lost))
+def _what_is_kept(record: RankRecord, step: int, first_step: int = 0) -> str:
+    if record.lost:
+        ranks = ", ".join(map(str, record.lost))
         return (
             f"rank {ranks} ended without a last checkpoint (before its first step, or killed after"
             f" stop_grace_sec): what was trained beyond step {step} is lost"
@@ -254,7 +256,7 @@ def _what_is_kept(record: Record, step: int, first_step: int = 0) -> str:
     return "a checkpoint is committed" if step > first_step else "nothing had been trained yet"
 
 
-def _record_failure(config: Config, paths: RunPaths, record: Record) -> None:
+def _record_failure(config: Config, paths: RunPaths, record: RankRecord) -> None:
     failed = events.Failed(
         code=record.code,
         rank=record.rank,

@@ -25,9 +25,9 @@ from forge.core.provenance import lineage, versions
 from forge.core.terminal import Progress, say
 from forge.data.loader import Loader, Windows, eval_batches
 from forge.data.shards import MANIFEST, ShardSet
-from forge.launch.launcher import Record, Spec
 from forge.launch.process_group import World, is_peer_loss, named
 from forge.launch.rank_output import RankProgress
+from forge.launch.records import LaunchSpec, RankRecord, TrainTask
 from forge.launch.shutdown_budget import SLURM_LATE_SEC, Grace
 from forge.launch.stop_signal import CAUSES, StopFlag
 from forge.trainer import metrics, optim
@@ -44,7 +44,7 @@ class Trainer:
     """One rank's share of a run, from resume to the last commit. Every method: all ranks call it."""
 
     def __init__(
-        self, config: Config, paths: RunPaths, world: World, shards: ShardSet, spec: Spec
+        self, config: Config, paths: RunPaths, world: World, shards: ShardSet, spec: LaunchSpec
     ) -> None:
         self.config, self.paths, self.world = config, paths, world
         self.spec, self.launch = spec, spec.launch
@@ -70,7 +70,7 @@ class Trainer:
         self.saver = Saver(
             world,
             paths,
-            beside=spec.machine_settings.save_beside,
+            beside=spec.machine.save_beside,
             # A node that was cut off may find that its job has gone on elsewhere.
             before_commit=lambda: check_held(paths.root, spec.launcher),
         )
@@ -92,7 +92,7 @@ class Trainer:
     def resume(self) -> None:
         """Load the newest valid checkpoint, else the parent's, if there is one. DataError if it is of
         other data."""
-        require = self.spec.options["require_checkpoint"]
+        require = self.spec.train_task.require_checkpoint
         own = resume.newest_verified(
             self.paths, self.world, require_checkpoint=require, parent_name=self.config.parent
         )
@@ -126,7 +126,7 @@ class Trainer:
 
     # --- the loop ------------------------------------------------------------------------------
 
-    def run(self, stop: StopFlag) -> Record:
+    def run(self, stop: StopFlag) -> RankRecord:
         """Train to the goal or to an agreed stop; the last state is committed either way.
 
         Not at step 0: nothing is lost there, and to ask AdamW for its state before its first step
@@ -137,21 +137,19 @@ class Trainer:
         if self.step == 0 and not cause:
             self.evaluate()
             cause, _ = self._agree(stop)
-        report = RankProgress(self.spec.folder, f"train {self.config.run}", goal, "steps")
+        report = RankProgress(self.spec.directory, f"train {self.config.run}", goal, "steps")
         while self.step < goal and not cause:
             loss = self._step()
             cause = self._after_step(stop, loss, report)
         if self.step > 0:
             self.save(last=True)
         if self.step < goal:
-            return Record("stopped", self.world.rank.rank, Exit.STOPPED, self.step, cause)
+            return RankRecord("stopped", self.world.rank.rank, Exit.STOPPED, self.step, cause)
         digest = storage.weights_digest(self.model)
         if digest is not None:  # rank 0
             self._record(events.Completed(step=self.step, weights_digest=digest))
         self.world.barrier()
-        return Record(
-            "completed", self.world.rank.rank, step=self.step, result={"weights_digest": digest}
-        )
+        return RankRecord("completed", self.world.rank.rank, step=self.step, weights_digest=digest)
 
     def _after_step(self, stop: StopFlag, loss: float, report: Progress) -> str:
         """Metrics, evaluation and checkpoint where they are due; the cause of an agreed stop."""
@@ -388,9 +386,9 @@ class Trainer:
 # --- parts ---------------------------------------------------------------------------------------
 
 
-def _grace(spec: Spec, num_weights: int) -> Grace:
+def _grace(spec: LaunchSpec, num_weights: int) -> Grace:
     """What is known of the time that a stop has: the profile's windows, and the job's end."""
-    machine, job = spec.machine_settings, spec.job
+    task, machine, job = spec.train_task, spec.machine, spec.job
     windows = {"stop_grace_sec": machine.stop_grace_sec}
     if job and machine.slurm.warn_sec:
         windows["slurm.warn_sec"] = machine.slurm.warn_sec - SLURM_LATE_SEC
@@ -399,12 +397,11 @@ def _grace(spec: Spec, num_weights: int) -> Grace:
         with suppress(UnfitError):
             now = slurm.show_job(job, patience_sec=0, timeout_sec=5) if job else None
             if now and now.end_time:
-                return min(now.end_time, spec.options.get("own_deadline") or math.inf)
+                return min(now.end_time, task.own_deadline or math.inf)
         return None
 
-    deadline = spec.options.get("deadline")
     return Grace(
-        windows, deadline, ask_again, num_weights=num_weights, in_flight=machine.save_beside
+        windows, task.deadline, ask_again, num_weights=num_weights, in_flight=machine.save_beside
     )
 
 
@@ -418,35 +415,32 @@ def train(
     paths: RunPaths,
     world: World,
     stop: StopFlag,
-    spec: Spec,
-) -> Record:
-    """Train one run on this rank to its goal or an agreed stop. All ranks call it.
-
-    spec.options: `shards`, the folders to read, `staged` by host, else `shared`; `started`, epoch
-    seconds when the launcher began.
-    """
+    spec: LaunchSpec,
+) -> RankRecord:
+    """Train one run on this rank to its goal or an agreed stop. All ranks call it."""
     prepare(world.device)
-    shards = world.patiently(lambda: _open_verified(_shards_folder(spec), world), "check of shards")
+    shards = world.patiently(
+        lambda: _open_verified(_shards_folder(spec.train_task), world), "check of shards"
+    )
     trainer = Trainer(config, paths, world, shards, spec)
     trainer.resume()
-    trainer.announce(time.time() - spec.options["started"])
+    trainer.announce(time.time() - spec.train_task.started)
     try:
         return trainer.run(stop)
     except Exception as err:
         # A save under way may still be committed, unless it waits for a rank that is gone.
-        grace_sec = spec.machine_settings.stop_grace_sec
+        grace_sec = spec.machine.stop_grace_sec
         trainer.saver.drain(PEERS_SAVE_SEC if is_peer_loss(err) else grace_sec)
         raise
 
 
-def _shards_folder(spec: Spec) -> Path:
+def _shards_folder(task: TrainTask) -> Path:
     """Where this node's ranks read: what was staged here, else the shared folder."""
-    shards = spec.options["shards"]
-    staged = Path(shards["staged"].get(hostname(), shards["shared"]))
+    staged = Path(task.staged.get(hostname(), task.shared))
     if (staged / MANIFEST).exists():
         return staged
     say(f"{staged} is gone, reading the shards from the shared folder")
-    return Path(shards["shared"])
+    return Path(task.shared)
 
 
 def _open_verified(folder: Path, world: World) -> ShardSet:

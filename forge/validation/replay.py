@@ -21,7 +21,8 @@ from forge.core.files import write_json
 from forge.core.machine import Fabric, Machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.provenance import cpu_name, versions
-from forge.launch.launcher import Record, run_ranks
+from forge.launch.launcher import run_ranks
+from forge.launch.records import RankRecord, ReplayTask
 from forge.preflight.node_checks import Check
 
 # How far a recomputed loss may be from the recorded one on another device, number of threads or in
@@ -61,14 +62,15 @@ def load_on_two_ranks(config: Config, checkpoint: directory.Checkpoint) -> str:
     if record.status != "completed":
         kind = DataError if record.code == Exit.DATA else UnfitError
         raise kind(f"cannot be loaded by 2 ranks: {record.message}")
-    return str(record.result["weights_digest"])
+    assert record.weights_digest
+    return record.weights_digest
 
 
-def _run(config: Config, checkpoint: directory.Checkpoint, num_ranks: int, step: int) -> Record:
+def _run(config: Config, checkpoint: directory.Checkpoint, num_ranks: int, step: int) -> RankRecord:
     """Load in fresh ranks on this host and train on to `step`; how they ended."""
     assert config.ids
     shards = tokens_folder(config.data, config.ids.tokens).resolve()
-    options = {"checkpoint": str(checkpoint.folder.resolve()), "shards": str(shards)}
+    task = ReplayTask(checkpoint=str(checkpoint.folder.resolve()), shards=str(shards))
     machine = Machine(
         launcher="torchrun" if num_ranks > 1 else "process", fabric=Fabric(backend="gloo")
     )
@@ -92,9 +94,7 @@ def _run(config: Config, checkpoint: directory.Checkpoint, num_ranks: int, step:
         paths = RunPaths.of(alone)
         write_json(paths.config, alone.to_json())
         record = run_ranks(
-            *("reload", paths, machine, Geometry(1, num_ranks)),
-            options=options,
-            deadline_sec=DEADLINE_SEC,
+            *(task, paths, machine, Geometry(1, num_ranks)), deadline_sec=DEADLINE_SEC
         )
     if record.status == "stopped":
         raise KeyboardInterrupt  # the signal came for us; nothing is known of the checkpoint

@@ -17,9 +17,10 @@ from forge.checkpoint import directory, storage
 from forge.core.config import Config
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
+from forge.core.process import Process
 from forge.data.shards import ShardSet
-from forge.launch.launcher import Record, Spec
 from forge.launch.process_group import World
+from forge.launch.records import LaunchSpec, RankRecord, TrainTask
 from forge.trainer import optim
 from forge.trainer.llama import Decoder
 from forge.trainer.loop import Trainer
@@ -27,15 +28,20 @@ from forge.trainer.nonfinite import Skipped
 from forge.trainer.numerics import numerics, prepare
 
 
-def check(world: World, config: Config, checkpoint: Path, shards: Path) -> Record:
+def check(world: World, config: Config, checkpoint: Path, shards: Path) -> RankRecord:
     """Load, or load and train on, as the config says. All ranks call it."""
     found = directory.Checkpoint.open(checkpoint)
     if config.train.max_steps > found.step:
-        result = _train_on(world, config, found, ShardSet.open(shards))
+        record = RankRecord(
+            "completed",
+            world.rank.rank,
+            result=_train_on(world, config, found, ShardSet.open(shards)),
+        )
     else:
-        result = {"weights_digest": _load(world, config, checkpoint, ShardSet.open(shards))}
+        digest = _load(world, config, checkpoint, ShardSet.open(shards))
+        record = RankRecord("completed", world.rank.rank, weights_digest=digest)
     world.barrier()
-    return Record("completed", world.rank.rank, result=result)
+    return record
 
 
 def _load(world: World, config: Config, checkpoint: Path, shards: ShardSet) -> str | None:
@@ -57,11 +63,14 @@ class _Continued(Trainer):
         self, world: World, config: Config, found: directory.Checkpoint, shards: ShardSet
     ) -> None:
         paths = RunPaths.of(config)
-        spec = Spec(
-            *("reload", str(paths.root), "", Machine().model_dump(mode="json")),
+        spec = LaunchSpec(
+            task=TrainTask(step=found.step, started=0.0, staged={}, shared=""),
+            run=str(paths.root),
+            launch="",
+            machine=Machine(),
             nodes=1,
             ranks_per_node=world.rank.world_size,
-            launcher={},
+            launcher=Process.current(),
         )
         super().__init__(config, paths, world, shards, spec)
         storage.load_state(self.model, self.optimizer, found.folder, world)

@@ -147,10 +147,10 @@ class ForkedRanks:
         self, plan: Plan, count: _Count, command: list[str], log: Path, _environment: object
     ) -> None:
         from forge.core.process import free_port
-        from forge.launch.launcher import Spec
+        from forge.launch.records import LaunchSpec
 
         spec_path = Path(command[-1])
-        world_size = Spec.read(spec_path).geometry.world_size
+        world_size = LaunchSpec.read(spec_path).geometry.world_size
         facts = {"WORLD_SIZE": str(world_size)}
         if world_size > 1:
             facts |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -13,7 +13,8 @@ from forge import cli
 from forge.cli import main
 from forge.core import terminal
 from forge.core.errors import ConfigError, DataError, Exit, ForgeError, TrainingError, UnfitError
-from forge.launch.launcher import RankFailure, Record
+from forge.launch.launcher import RankFailure
+from forge.launch.records import RankRecord
 
 HEAVY = {"torch", "pandas", "numpy", "tokenizers", "pyarrow", "matplotlib", "rich"}
 
@@ -97,7 +98,7 @@ def test_each_mistake_has_its_code_and_three_parts_and_no_traceback(
 
 
 def test_failure_of_a_rank_gives_the_ranks_code(config, monkeypatch, tmp_path):
-    record = Record("failed", 1, Exit.STOPPED, message="stopped")
+    record = RankRecord("failed", 1, Exit.STOPPED, message="stopped")
     failing(monkeypatch, RankFailure(record, tmp_path))
     assert main(["report", config]) == 75
 

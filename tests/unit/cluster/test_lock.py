@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,13 +130,13 @@ def test_a_wall_clock_that_jumps_does_not_make_a_second_writer(tmp_path):
 
 
 def test_a_rank_on_another_node_commits_only_under_the_lease_of_its_own_launcher(tmp_path):
-    launcher = {**Process.current().to_json(), "host": "node01"}
+    launcher = replace(Process.current(), host="node01")
     file = tmp_path / ".lease"
     with pytest.raises(UnfitError, match="no longer held by the command that began"):
         check_held(tmp_path, launcher)  # a successor has come and gone
-    file.write_text(json.dumps({**launcher, "verb": "train", "restart": 0}))
+    file.write_text(json.dumps({**launcher.to_json(), "verb": "train", "restart": 0}))
     check_held(tmp_path, launcher)
-    file.write_text(json.dumps({**launcher, "pid": 1, "verb": "train", "restart": 0}))
+    file.write_text(json.dumps({**launcher.to_json(), "pid": 1, "verb": "train", "restart": 0}))
     with pytest.raises(UnfitError, match=r"held by `forge train` \(pid 1 on node01\) now"):
         check_held(tmp_path, launcher)
 
@@ -438,7 +439,7 @@ def test_lease_that_somebody_else_has_got_meanwhile_is_not_given_back(tmp_path):
 
 
 def test_a_node_that_was_cut_off_is_told_that_the_run_went_on_elsewhere(tmp_path):
-    mine = Process.current().to_json()
+    mine = Process.current()
     with lease(tmp_path, "train"):
         check_held(tmp_path, mine)
     check_held(tmp_path, mine)  # nobody, and who comes will wait for us

@@ -1,46 +1,53 @@
 """Exit codes come from what ranks recorded: torchrun turns every code into 1."""
 
-from dataclasses import asdict
-
 import pytest
 
 from forge.core.errors import Exit, UnfitError
 from forge.core.files import write_json
+from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process
 from forge.launch import launcher
-from forge.launch.launcher import Record, Spec
+from forge.launch.records import LaunchSpec, PreflightTask, RankRecord
 
-DONE = Record("completed", step=100)
-STOPPED = Record("stopped", 0, Exit.STOPPED, step=40, cause="SIGTERM")
-PEER = Record("failed", 0, Exit.UNFIT, cause="peer lost", message="connection closed by peer")
+DONE = RankRecord("completed", step=100)
+STOPPED = RankRecord("stopped", 0, Exit.STOPPED, step=40, cause="SIGTERM")
+PEER = RankRecord("failed", 0, Exit.UNFIT, cause="peer lost", message="connection closed by peer")
 
 
 def spec_of(folder, nodes=1, ranks_per_node=4):
-    return Spec("train", str(folder), "20260101T000000-1", {}, nodes, ranks_per_node, {})
+    return LaunchSpec(
+        task=PreflightTask(patience_sec=5, nccl_file=""),
+        run=str(folder),
+        launch="20260101T000000-1",
+        machine=Machine(),
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        launcher=Process.current(),
+    )
 
 
 def bad(rank, code):
-    return Record("failed", rank, code, cause="DataError", message=f"rank {rank} failed")
+    return RankRecord("failed", rank, code, cause="DataError", message=f"rank {rank} failed")
 
 
 def lost(rank):
-    return Record("lost", rank, message="it ended without a word")
+    return RankRecord("lost", rank, message="it ended without a word")
 
 
 @pytest.mark.parametrize(
     ("records", "status", "rank", "code"),
     [
-        ([DONE, Record("completed", 1)], "completed", 0, 0),
-        ([STOPPED, Record("stopped", 1, Exit.STOPPED)], "stopped", 0, Exit.STOPPED),
+        ([DONE, RankRecord("completed", 1)], "completed", 0, 0),
+        ([STOPPED, RankRecord("stopped", 1, Exit.STOPPED)], "stopped", 0, Exit.STOPPED),
         ([DONE, bad(1, Exit.DATA)], "failed", 1, Exit.DATA),
         ([lost(0), bad(1, Exit.FAILED)], "failed", 1, Exit.FAILED),
         ([PEER, bad(1, Exit.CONFIG), lost(2)], "failed", 1, Exit.CONFIG),
         ([bad(0, Exit.DATA), bad(1, Exit.FAILED)], "failed", 0, Exit.DATA),
         ([DONE, lost(1)], "lost", 1, Exit.UNFIT),
         ([STOPPED, lost(1)], "lost", 1, Exit.UNFIT),
-        ([PEER, Record("completed", 1), lost(2)], "lost", 2, Exit.UNFIT),
-        ([PEER, Record("completed", 1)], "lost", 0, Exit.UNFIT),
+        ([PEER, RankRecord("completed", 1), lost(2)], "lost", 2, Exit.UNFIT),
+        ([PEER, RankRecord("completed", 1)], "lost", 0, Exit.UNFIT),
     ],
 )
 def test_verdict_over_all_ranks(tmp_path, records, status, rank, code):
@@ -51,20 +58,7 @@ def test_verdict_over_all_ranks(tmp_path, records, status, rank, code):
 def test_lost_ranks_are_named_with_what_the_others_saw(tmp_path):
     found = launcher.verdict([PEER, lost(1), lost(3)], spec_of(tmp_path))
     assert found.message == ("rank 1, 3 of 3 left no word; rank 0 saw: connection closed by peer")
-    assert found.result == {"lost": [1, 3]}
-
-
-def test_rank_without_a_record_is_lost_and_records_survive_the_file(tmp_path):
-    spec = spec_of(tmp_path, ranks_per_node=3)
-    STOPPED.write(spec)
-    Record("completed", 2, result={"a": [1]}).write(spec)
-    assert launcher._records(spec) == [STOPPED, lost(1), Record("completed", 2, result={"a": [1]})]
-
-
-def test_spec_survives_the_file(tmp_path):
-    spec = spec_of(tmp_path)
-    assert Spec.read(spec.write()) == spec
-    assert asdict(spec)["options"] == {}
+    assert found.lost == (1, 3)
 
 
 def test_living_orphans_are_named_and_their_folder_stays(tmp_path, monkeypatch):
@@ -86,9 +80,16 @@ def test_what_dead_ranks_left_is_cleaned(tmp_path):
     assert list(paths.launches.iterdir()) == []
 
 
+def test_file_that_names_no_process_is_cleaned(tmp_path):
+    paths = RunPaths(tmp_path)
+    write_json(paths.launches / "old" / "rank-0.pid", {"pid": 12})
+    launcher.wait_for_orphans(paths)
+    assert list(paths.launches.iterdir()) == []
+
+
 def test_failure_of_a_rank_keeps_its_code_and_its_own_fix(tmp_path):
     failure = launcher.RankFailure(bad(2, Exit.DATA), tmp_path)
     assert failure.code == Exit.DATA
     assert str(failure) == f"rank 2: rank 2 failed\n  fix:   read the ranks' logs in {tmp_path}"
-    told = Record("failed", 1, Exit.UNFIT, message="no disk\n  fix:   free space")
+    told = RankRecord("failed", 1, Exit.UNFIT, message="no disk\n  fix:   free space")
     assert str(launcher.RankFailure(told, tmp_path)) == "rank 1: no disk\n  fix:   free space"

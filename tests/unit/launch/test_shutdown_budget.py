@@ -2,13 +2,14 @@
 
 import re
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from forge.cluster import slurm
 from forge.core.machine import load_machine
+from forge.core.process import Process
 from forge.launch import shutdown_budget
+from forge.launch.records import LaunchSpec, TrainTask
 from forge.launch.shutdown_budget import Grace
 from forge.trainer import loop
 
@@ -92,8 +93,13 @@ def test_a_limit_of_ones_own_holds_though_the_job_may_go_on(monkeypatch):
     now = time.time()
     job = slurm.Job("42", "RUNNING", 0, ("n1",), 1, "gpu", "x", True, now + 10_000)
     monkeypatch.setattr(slurm, "show_job", lambda *_, **__: job)
-    options = {"deadline": now + 3, "own_deadline": now + 3}
-    spec = SimpleNamespace(machine_settings=load_machine(None), job="42", options=options)
+    task = TrainTask(
+        step=0, started=now, staged={}, shared="", deadline=now + 3, own_deadline=now + 3
+    )
+    spec = LaunchSpec(
+        **{"task": task, "run": "", "launch": "", "machine": load_machine(None), "job": "42"},
+        **{"nodes": 1, "ranks_per_node": 1, "launcher": Process.current()},
+    )
     assert loop._grace(spec, 10).is_due()
-    spec.options = {"deadline": now + 3, "own_deadline": None}
+    spec = spec.model_copy(update={"task": task.model_copy(update={"own_deadline": None})})
     assert not loop._grace(spec, 10).is_due()

@@ -15,7 +15,7 @@ from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
-from forge.launch.launcher import Record
+from forge.launch.records import RankRecord
 from forge.preflight import compare_nodes, isolate, preflight
 from forge.preflight.bisection import Broken
 from forge.preflight.compare_nodes import Node
@@ -68,7 +68,7 @@ def verb(config, monkeypatch, record=None, ranks=2, **limits):
 
     def run_ranks(*_, **options):
         starts.append(options)
-        return record or Record("completed", result=result())
+        return record or RankRecord("completed", result=result())
 
     monkeypatch.setattr(isolate, "run_ranks", run_ranks)
     keys = {**MODEST, "launcher": "torchrun", "preflight.min_open_files": 0, **limits}
@@ -116,7 +116,11 @@ def test_unfit_node_starts_no_ranks_and_still_leaves_its_table(config, paths, mo
 def test_failure_takes_back_an_earlier_pass(config, paths, monkeypatch):
     verb(config, monkeypatch)
     with pytest.raises(UnfitError):
-        verb(config, monkeypatch, record=Record("completed", result=result(all_reduce_right=False)))
+        verb(
+            config,
+            monkeypatch,
+            record=RankRecord("completed", result=result(all_reduce_right=False)),
+        )
     assert not paths.preflight_pass.exists()
     assert json.loads(paths.preflight.read_text())["status"] == "failed"
 
@@ -125,10 +129,10 @@ def test_failure_takes_back_an_earlier_pass(config, paths, monkeypatch):
     ("record", "message"),
     [
         (
-            Record("lost", message="rank 1 of 2 left no word"),
+            RankRecord("lost", message="rank 1 of 2 left no word"),
             "rendezvous: rank 1 of 2 left no word",
         ),
-        (Record("failed", 1, 69, message="no route to host"), "rendezvous: no route to host"),
+        (RankRecord("failed", 1, 69, message="no route to host"), "rendezvous: no route to host"),
     ],
 )
 def test_ranks_that_do_not_meet_fail_with_where_to_look(

@@ -6,7 +6,7 @@ import pytest
 
 from forge.cluster.placement import Geometry
 from forge.core.machine import load_machine
-from forge.launch.launcher import Record
+from forge.launch.records import RankRecord
 from forge.preflight.isolate import last_error
 from forge.preflight.node_checks import Check
 from forge.preflight.rank_checks import rank_checks
@@ -27,7 +27,7 @@ def checks(ranks=None, nodes=1, **changes):
         **{"all_reduce_right": True, "latency_us": 40.2, "bus_gb_per_sec": 3.456, **changes},
     }
     geometry = Geometry(nodes, len(result["ranks"]) // nodes)
-    found = rank_checks(Record("completed", result=result), geometry, load_machine(None))
+    found = rank_checks(RankRecord("completed", result=result), geometry, load_machine(None))
     return {check.name: check for check in found}
 
 

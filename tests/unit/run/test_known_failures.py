@@ -10,10 +10,10 @@ from forge.core import events
 from forge.core.config import Config, checked
 from forge.core.paths import RunPaths
 from forge.data.content_ids import freeze
-from forge.launch.launcher import Record
+from forge.launch.records import RankRecord
 from forge.run import train
 
-DIVERGED = Record("failed", code=70, cause="TrainingError", message="loss nan at step 3")
+DIVERGED = RankRecord("failed", code=70, cause="TrainingError", message="loss nan at step 3")
 
 
 @pytest.fixture
@@ -56,5 +56,5 @@ def test_removed_events_and_other_outcomes_since_are_tried(run):
 
 @pytest.mark.parametrize("code", [65, 69, 70, 78])
 def test_failure_with_a_cause_outside_of_the_numbers_is_tried_again(run, code):
-    fails(run, Record("failed", code=code, cause="UnfitError", message="a disk was full"))
+    fails(run, RankRecord("failed", code=code, cause="UnfitError", message="a disk was full"))
     assert workflow.known_failures({"base": run}) == {}

@@ -10,7 +10,7 @@ from forge.core import json_lines
 from forge.core.errors import UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
-from forge.launch.launcher import Record
+from forge.launch.records import RankRecord
 from forge.run import requeue
 
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)
@@ -32,7 +32,7 @@ def slurm_says(monkeypatch):
 
 def ask(tmp_path, cause, *, job=JOB, step=5, **keys):
     """Why it was not sent back; "" when it was."""
-    record = Record("stopped", cause=cause)
+    record = RankRecord("stopped", cause=cause)
     machine = load_machine(None, keys)
     _, reason = requeue.requeue(record, RunPaths(tmp_path), job, machine, step=step)
     return reason

@@ -7,11 +7,11 @@ from forge.cluster import slurm
 from forge.core import events
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
-from forge.launch.launcher import Record
+from forge.launch.records import RankRecord
 from forge.run import requeue, train
 
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)
-LOST = Record("lost", code=69, cause="peer lost", message="rank 1 of 2 left no word")
+LOST = RankRecord("lost", code=69, cause="peer lost", message="rank 1 of 2 left no word")
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def test_starts_that_lose_ranks_again_and_again_end_at_the_gate_through_all_requ
 
 
 def test_ranks_that_were_killed_before_their_last_save_are_told():
-    killed = Record("stopped", cause="SIGTERM", result={"lost": [1]})
+    killed = RankRecord("stopped", cause="SIGTERM", lost=(1,))
     assert "rank 1 ended without a last checkpoint" in train._what_is_kept(killed, 400)
     assert "beyond step 400 is lost" in train._what_is_kept(killed, 400)
-    assert train._what_is_kept(Record("stopped"), 400) == "a checkpoint is committed"
-    assert train._what_is_kept(Record("stopped"), 400, 400) == "nothing had been trained yet"
+    assert train._what_is_kept(RankRecord("stopped"), 400) == "a checkpoint is committed"
+    assert train._what_is_kept(RankRecord("stopped"), 400, 400) == "nothing had been trained yet"

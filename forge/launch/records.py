@@ -1,0 +1,186 @@
+"""What launcher and ranks tell each other: the launch spec of a launch, and one record of each rank."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from forge.cluster.placement import Geometry
+from forge.core.errors import DataError, UnfitError
+from forge.core.files import disk_trouble, read_object, write_json
+from forge.core.machine import Machine
+from forge.core.paths import RunPaths
+from forge.core.process import Process
+
+FORMAT = 1
+RESERVED_BYTES = 8192
+
+
+# --- what the ranks shall do -----------------------------------------------------------------------
+
+
+class _Task(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TrainTask(_Task):
+    """Train the run. Times are seconds since the epoch."""
+
+    name: Literal["train"] = "train"
+    step: int  # of the checkpoint that is there, as the launcher sees it
+    started: float  # when the launcher began
+    staged: dict[str, str]  # host -> directory of the shards on its own disk
+    shared: str  # directory of the shards for the other hosts
+    require_checkpoint: bool = False
+    deadline: float | None = None  # the earlier one of max_minutes and the job's time limit
+    own_deadline: float | None = None  # of max_minutes alone
+
+
+class PreflightTask(_Task):
+    """Check that the ranks find each other, and their collectives."""
+
+    name: Literal["preflight"] = "preflight"
+    patience_sec: float  # for each step of the check
+    nccl_file: str  # where NCCL writes what it does
+
+
+class ReplayTask(_Task):
+    """Load a checkpoint and train on from it."""
+
+    name: Literal["replay"] = "replay"
+    checkpoint: str
+    shards: str
+
+
+Task = Annotated[TrainTask | PreflightTask | ReplayTask, Field(discriminator="name")]
+
+
+class LaunchSpec(BaseModel):
+    """What a rank must know, handed over as a file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: Task
+    run: str  # the run's directory
+    launch: str  # the id of this launch
+    machine: Machine
+    nodes: int
+    ranks_per_node: int
+    launcher: Process  # what started the ranks
+    master: tuple[str, int] | None = None  # rendezvous endpoint; None: the launcher or torch says
+    job: str | None = None  # Slurm's id
+    restart: int = 0  # how often Slurm has restarted that job
+    cpus_per_rank: int | None = None  # None: the cores this process may use are the ranks' together
+    threads: str | None = None  # OMP_NUM_THREADS as the user exported it
+
+    @property
+    def directory(self) -> Path:
+        return RunPaths(Path(self.run)).launches / self.launch
+
+    @property
+    def train_task(self) -> TrainTask:
+        """The task of a launch that trains."""
+        assert isinstance(self.task, TrainTask)
+        return self.task
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(self.nodes, self.ranks_per_node)
+
+    @property
+    def log_prefix(self) -> str:
+        """What the logs of this launch begin with: `{job}.{restart}`, or local and the launch."""
+        return f"{self.job}.{self.restart}" if self.job else f"local.{self.launch}"
+
+    def write(self) -> Path:
+        path = self.directory / "spec.json"
+        write_json(path, {"format": FORMAT, **self.model_dump(mode="json")})
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> LaunchSpec:
+        """Raises DataError where another version of Forge has written it."""
+        return cls.model_validate(_content(path))
+
+
+# --- how they ended --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """How one rank ended, or all of them: what exit codes are made from."""
+
+    status: Literal["completed", "stopped", "failed", "lost"]
+    rank: int = 0
+    code: int = 0
+    step: int | None = None
+    cause: str = ""
+    message: str = ""
+    weights_digest: str | None = None  # of a completed training, from rank 0
+    lost: tuple[int, ...] = ()  # ranks that exited without a record
+    result: dict[str, Any] = field(default_factory=dict)  # what preflight or replay measured
+
+    def write(self, spec: LaunchSpec) -> None:
+        """Leave the record, also on a full disk: into the space that `reserve` has kept."""
+        path = _path(spec, self.rank)
+        content = {"format": FORMAT, **asdict(self)}
+        try:
+            write_json(path, content)
+        except UnfitError:
+            content["message"] = self.message[: RESERVED_BYTES // 2]
+            with open(_reserve(path), "r+") as file:
+                file.write(json.dumps(content)[:RESERVED_BYTES])
+
+    @classmethod
+    def read(cls, spec: LaunchSpec, rank: int) -> RankRecord:
+        """What this rank left; `lost` if it left nothing."""
+        path = _path(spec, rank)
+        for file in (path, _reserve(path)):
+            if file.exists() and file.read_text().strip():
+                return cls.read_file(file)
+        return cls("lost", rank, message="it ended without a word")
+
+    @classmethod
+    def read_file(cls, path: Path) -> RankRecord:
+        """Raises DataError where another version of Forge has written it."""
+        return _RECORD.validate_python(_content(path))
+
+
+_RECORD = TypeAdapter(RankRecord)
+
+
+def written(spec: LaunchSpec) -> list[RankRecord]:
+    """The records that are there while ranks still run; not those in the reserved space."""
+    return [RankRecord.read_file(path) for path in spec.directory.glob("rank-*.json")]
+
+
+def reserve(spec: LaunchSpec) -> None:
+    """Keep a few blocks of the disk for the record of each rank."""
+    for rank in range(spec.geometry.world_size):
+        path = _reserve(_path(spec, rank))
+        with disk_trouble(path):
+            path.write_text(" " * RESERVED_BYTES)
+
+
+def _path(spec: LaunchSpec, rank: int) -> Path:
+    return spec.directory / f"rank-{rank}.json"
+
+
+def _reserve(path: Path) -> Path:
+    return path.with_suffix(".reserve")
+
+
+def _content(path: Path) -> dict[str, Any]:
+    content = read_object(path)
+    found = content.pop("format", None)
+    if found != FORMAT:
+        raise DataError(
+            f"{path} has format {found}, not {FORMAT}",
+            cause="nodes run different versions of Forge",
+            fix="install the same version on all nodes (forge preflight compares them)",
+        )
+    return content
