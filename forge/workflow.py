@@ -34,7 +34,7 @@ from forge.data.content_ids import freeze
 from forge.run import train
 
 SHEET = "config/runs.tsv"
-LOCAL_MACHINE = "profiles/local/machine.yaml"  # without a profile
+LOCAL_MACHINE = "profiles/local/machine.yaml"  # without a profile; beside the workflow
 ALLOCATION = jobs.ALLOCATION
 # Names the file with the runs as they were submitted, for the Snakemake inside a job.
 SUBMITTED = "FORGE_SUBMITTED"
@@ -149,9 +149,13 @@ class Allocation:
     Raises ConfigError for what could not work on any cluster.
     """
 
-    def __init__(self, resources: Mapping[str, Any], runs: dict[str, Config]) -> None:
+    def __init__(
+        self, resources: Mapping[str, Any], runs: dict[str, Config], workflow_folder: str
+    ) -> None:
+        """workflow_folder: of the Snakefile, beside which the profiles lie."""
         self.fit, self._runs = {name: _plain(value) for name, value in resources.items()}, runs
-        machine = self.fit.get("machine", LOCAL_MACHINE)
+        local = os.path.relpath(Path(workflow_folder).parent / LOCAL_MACHINE)
+        machine = self.fit.get("machine", local)
         self.machine: Machine = load_machine(machine)
         self._made = {"machine": machine, **allocation_resources(self.fit, self.machine)}
 

@@ -1,6 +1,7 @@
 """The workflow draws itself with every profile, its lint is clean, and the drawn pictures are true."""
 
 import re
+import shutil
 import subprocess
 import sys
 
@@ -10,10 +11,10 @@ from conftest import REPOSITORY
 PROFILES = sorted(path.parent.name for path in (REPOSITORY / "profiles").glob("*/config.yaml"))
 
 
-def snakemake(*arguments):
+def snakemake(*arguments, cwd=REPOSITORY):
     return subprocess.run(
         [sys.executable, "-m", "snakemake", *arguments],
-        cwd=REPOSITORY,
+        cwd=cwd,
         check=False,
         capture_output=True,
         text=True,
@@ -52,3 +53,14 @@ def test_train_is_what_no_target_means():
     done = snakemake("--profile", "profiles/local", "-n", "--forceall")
     assert done.returncode == 0, done.stderr
     assert "rule train:" in done.stdout + done.stderr
+
+
+def test_example_of_the_workflow_catalog_is_planned_without_a_profile(tmp_path):
+    for part in (".test", "workflow", "profiles"):
+        shutil.copytree(
+            REPOSITORY / part, tmp_path / part, ignore=shutil.ignore_patterns("results")
+        )
+    shutil.copy(REPOSITORY / "LICENSE", tmp_path)
+    done = snakemake("--directory", ".test", "--cores", "2", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rule report_run:" in done.stdout + done.stderr
