@@ -23,18 +23,19 @@ from forge.core.paths import RunPaths, tokenizer_folder
 from forge.core.process import hostname
 from forge.core.provenance import lineage, versions
 from forge.core.terminal import Progress, say
-from forge.data.loader import Loader, Windows, eval_batches
+from forge.data.loader import Windows, eval_batches
 from forge.data.shards import MANIFEST, ShardSet
 from forge.launch.launcher import Record, Spec
-from forge.launch.process_group import World, is_peer_loss, named
+from forge.launch.process_group import World, is_peer_loss
 from forge.launch.rank_output import RankProgress
 from forge.launch.shutdown_budget import SLURM_LATE_SEC, Grace
 from forge.launch.stop_signal import CAUSES, StopFlag
 from forge.trainer import metrics, optim
 from forge.trainer.llama import Decoder
-from forge.trainer.nonfinite import Skipped, not_finite
+from forge.trainer.nonfinite import Skipped, diverged
 from forge.trainer.numerics import PROBE_SAMPLES, numerics, precision, prepare, probe_samples
 from forge.trainer.parallel import ParallelModel
+from forge.trainer.step import StepResult, TrainStep, train_loader
 
 # After the loss of a rank a save that needs nothing of it has this long to end.
 PEERS_SAVE_SEC = 5.0
@@ -51,14 +52,7 @@ class Trainer:
         self.settings = config.train
         self.shards = shards
         self.precision = precision(self.settings.precision, world.device)
-        rank = world.rank
-        self.loader = Loader(
-            Windows(shards.train, self.settings.seq_len),
-            seed=self.settings.seed,
-            batch_size=self.settings.batch_size,
-            rank=rank.rank,
-            world_size=rank.world_size,
-        )
+        self.loader = train_loader(shards, self.settings, world.rank)
         self.held_out = Windows(shards.val, self.settings.seq_len, split="val")
         self.model = Decoder(config.model, shards.vocab_size, seed=self.settings.seed)
         self.parallel = ParallelModel(self.model, self.settings, world, self.precision)
@@ -108,6 +102,9 @@ class Trainer:
             if self.world.rank.is_main:
                 say(f"{'resume' if own else 'start'} from {found.folder}")
         self.parallel.wrap()
+        self.train_step = TrainStep(
+            self.parallel, self.optimizer, self.loader, self.decay_steps, self.skipped
+        )
 
     def _check_data(self, found: directory.Checkpoint) -> None:
         digests = {name: self.lineage[name]["digest"] for name in ("tokens", "tokenizer")}
@@ -139,8 +136,8 @@ class Trainer:
             cause, _ = self._agree(stop)
         report = RankProgress(self.spec.folder, f"train {self.config.run}", goal, "steps")
         while self.step < goal and not cause:
-            loss = self._step()
-            cause = self._after_step(stop, loss, report)
+            result = self._step()
+            cause = self._after_step(stop, result, report)
         if self.step > 0:
             self.save(last=True)
         if self.step < goal:
@@ -153,13 +150,13 @@ class Trainer:
             "completed", self.world.rank.rank, step=self.step, result={"weights_digest": digest}
         )
 
-    def _after_step(self, stop: StopFlag, loss: float, report: Progress) -> str:
+    def _after_step(self, stop: StopFlag, result: StepResult, report: Progress) -> str:
         """Metrics, evaluation and checkpoint where they are due; the cause of an agreed stop."""
         settings, done = self.settings, self.step == self.settings.max_steps
         if self.step % settings.log_every == 0 or done:
-            tokens_per_sec = self._log(loss)
+            tokens_per_sec = self._log(result)
             if self.world.rank.is_main:
-                report(self.step, f"loss {loss:.3f}, {tokens_per_sec:,.0f} tokens/s")
+                report(self.step, f"loss {result.loss:.3f}, {tokens_per_sec:,.0f} tokens/s")
         cause, overdue = self._agree(stop)
         if not cause and (self.step % settings.eval_every == 0 or done):
             self.evaluate()
@@ -181,44 +178,24 @@ class Trainer:
             self._finish_save()
         return CAUSES[int(max(row[0] for row in table))], bool(table[0][1])
 
-    def _step(self) -> float:
-        """One optimizer step; the loss averaged over ranks. TrainingError if it is not finite, unless
+    def _step(self) -> StepResult:
+        """One training step, timed. TrainingError if its loss or gradient norm is not finite, unless
         train.on_nonfinite lets the update be skipped."""
         started = time.perf_counter()
-        # Dropout depends on (seed, step, rank) only: a resumed run draws what it would have drawn.
-        torch.manual_seed(_mix(self.settings.seed, self.step, self.world.rank.rank))
-        self.rate = optim.learning_rate(self.step, self.settings, self.decay_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate
-        with named(f"all-reduce of gradients in step {self.step + 1}"):
-            failpoints.reach("data.read")
-            local_loss = self.parallel.backward(*self.loader.batch(self.step))
-            self.grad_norm = self.parallel.clip_gradients(self.settings.grad_clip)
-        table = self.world.gather([local_loss, self.grad_norm], f"losses of step {self.step + 1}")
-        if trouble := not_finite(table):
-            self._skip_update(trouble)
-        else:
-            self.optimizer.step()
-            self.skipped.in_a_row = 0
-        self.optimizer.zero_grad(set_to_none=True)
+        result = self.train_step(self.step)
+        self.rate = result.lr
+        if result.fatal:
+            raise self._diverged(result.fatal)
+        if result.skipped:
+            self._record_skipped(result.skipped)
         self.step += 1
         seconds = time.perf_counter() - started
         self.train_sec += seconds
         if self.step > self.first_step + 1:  # the first one warms up
             self.grace.measure_step(seconds)
-        return sum(row[0] for row in table) / len(table)
+        return result
 
-    def _skip_update(self, trouble: str) -> None:
-        """Count this step without its update. TrainingError where the config does not allow that.
-
-        The first update of a run is never skipped: before it AdamW has no state that could be saved.
-        """
-        refusal = self.skipped.refusal(self.settings)
-        if not refusal and not self.optimizer.state:
-            refusal = "the first update of a run cannot be skipped"
-        if refusal:
-            raise self._diverged(f"{trouble}; {refusal}")
-        self.skipped.count()
+    def _record_skipped(self, trouble: str) -> None:
         if self.world.rank.is_main:
             facts = {"step": self.step + 1, "in_a_row": self.skipped.in_a_row, "reason": trouble}
             event_log.record(self.paths.events, "skipped", **facts)
@@ -235,17 +212,11 @@ class Trainer:
             )
 
     def _diverged(self, what: str) -> TrainingError:
-        return TrainingError(
-            f"step {self.step}: {what}",
-            cause=f"a learning rate too high (train.lr is {self.settings.lr:.2g}, this step's rate was"
-            f" {self.rate:.2g}), or broken data",
-            fix=f"{parent.way_on(self.config, self.saved_step)}; where single batches are to blame,"
-            " train.on_nonfinite=skip goes on without them",
-        )
+        return diverged(self.config, what, step=self.step, lr=self.rate, saved_step=self.saved_step)
 
     # --- looking at it -------------------------------------------------------------------------
 
-    def _log(self, loss: float) -> float:
+    def _log(self, result: StepResult) -> float:
         """Write a metrics line; tokens per second over all ranks since the last one."""
         tokens_per_step = self.settings.batch_size * self.settings.seq_len
         tokens_per_sec = (self.step - self.logged_step) * tokens_per_step / self.train_sec
@@ -253,9 +224,9 @@ class Trainer:
             world_size = self.world.rank.world_size
             metrics.write(
                 *(self.paths.metrics, "train", self.launch, self.step),
-                loss=loss,
-                grad_norm=self.grad_norm,
-                lr=self.rate,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
                 tokens_per_sec=round(tokens_per_sec, 1),
                 mfu=metrics.flop_utilisation(
                     tokens_per_sec, self.flops_per_token, world_size, self.peak_flops
@@ -402,11 +373,6 @@ def _grace(spec: Spec, num_weights: int) -> Grace:
     return Grace(
         windows, deadline, ask_again, num_weights=num_weights, in_flight=machine.save_beside
     )
-
-
-def _mix(seed: int, step: int, rank: int) -> int:
-    """One 63-bit seed of three numbers. Within a run it collides for no rank below 2^12."""
-    return (seed << 31) ^ (step << 12) ^ rank
 
 
 def train(
