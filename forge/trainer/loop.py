@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,14 @@ from forge.trainer.step import StepResult, TrainStep, train_loader
 
 # After the loss of a rank a save that needs nothing of it has this long to end.
 PEERS_SAVE_SEC = 5.0
+
+
+class Agreement(NamedTuple):
+    """What all ranks have agreed on after a step."""
+
+    stop_cause: str  # of CAUSES, the heaviest that any rank has; "" to train on
+    checkpoint_overdue: bool  # by the clock of rank 0
+    save_done: bool  # all ranks have written their part of the save under way
 
 
 class Trainer:
@@ -127,58 +135,42 @@ class Trainer:
         """Train to the goal or to an agreed stop; the last state is committed either way.
 
         Not at step 0: nothing is lost there, and to ask AdamW for its state before its first step
-        would count as one, so that the run that goes on would end with other weights.
+        would count as one, so that the resumed run would end with other weights.
         """
-        goal = self.settings.max_steps
-        cause, _ = self._agree(stop)
-        if self.step == 0 and not cause:
+        settings = self.settings
+        progress = RankProgress(
+            self.spec.folder, f"train {self.config.run}", settings.max_steps, "steps"
+        )
+        agreed = self._agree(stop)
+        if self.step == 0 and not agreed.stop_cause:
             self.evaluate()
-            cause, _ = self._agree(stop)
-        report = RankProgress(self.spec.folder, f"train {self.config.run}", goal, "steps")
-        while self.step < goal and not cause:
-            result = self._step()
-            cause = self._after_step(stop, result, report)
+            agreed = self._agree(stop)
+        while self.step < settings.max_steps and not agreed.stop_cause:
+            result = self._train_one_step()
+            if self._is_due(settings.log_every):
+                self._log(result, progress)
+            agreed = self._agree(stop)
+            if agreed.save_done:
+                self._finish_save()
+            # A stop has little time: it waits for no evaluation, and its save comes after the loop.
+            if self._is_due(settings.eval_every) and not agreed.stop_cause:
+                self.evaluate()
+            if self._checkpoint_is_due(agreed) and not agreed.stop_cause:
+                self.save()
         if self.step > 0:
             self.save(last=True)
-        if self.step < goal:
-            return Record("stopped", self.world.rank.rank, Exit.STOPPED, self.step, cause)
-        digest = storage.weights_digest(self.model)
-        if self.world.rank.is_main:
-            event_log.record(self.paths.events, "completed", step=self.step, weights_digest=digest)
-        self.world.barrier()
-        return Record(
-            "completed", self.world.rank.rank, step=self.step, result={"weights_digest": digest}
-        )
+        return self._end(agreed.stop_cause)
 
-    def _after_step(self, stop: StopFlag, result: StepResult, report: Progress) -> str:
-        """Metrics, evaluation and checkpoint where they are due; the cause of an agreed stop."""
-        settings, done = self.settings, self.step == self.settings.max_steps
-        if self.step % settings.log_every == 0 or done:
-            tokens_per_sec = self._log(result)
-            if self.world.rank.is_main:
-                report(self.step, f"loss {result.loss:.3f}, {tokens_per_sec:,.0f} tokens/s")
-        cause, overdue = self._agree(stop)
-        if not cause and (self.step % settings.eval_every == 0 or done):
-            self.evaluate()
-        if not cause and not done and (overdue or self.step % settings.checkpoint_every == 0):
-            self.save()
-        return cause
+    def _is_due(self, every: int) -> bool:
+        """Whether it is time for what is done every so many steps, and after the last step."""
+        return self.step % every == 0 or self.step == self.settings.max_steps
 
-    def _agree(self, stop: StopFlag) -> tuple[str, bool]:
-        """The heaviest cause that any rank has for stopping, and whether a checkpoint is overdue by
-        the clock, the same on all ranks. Finishes a save whose threads have all ended."""
-        mine, overdue = stop.cause(), False
-        if self.world.rank.is_main:
-            minutes = self.settings.checkpoint_minutes
-            overdue = minutes is not None and time.monotonic() - self.saved_at > 60 * minutes
-            mine = mine or ("deadline" if self.grace.is_due() else "")
-        wish = [float(CAUSES.index(mine)), float(overdue), float(self.saver.is_done())]
-        table = self.world.gather(wish, f"agreement after step {self.step}")
-        if all(row[2] for row in table):
-            self._finish_save()
-        return CAUSES[int(max(row[0] for row in table))], bool(table[0][1])
+    def _checkpoint_is_due(self, agreed: Agreement) -> bool:
+        """By steps or by the clock. Not after the last step, whose checkpoint comes after the loop."""
+        by_steps = self.step % self.settings.checkpoint_every == 0
+        return self.step < self.settings.max_steps and (by_steps or agreed.checkpoint_overdue)
 
-    def _step(self) -> StepResult:
+    def _train_one_step(self) -> StepResult:
         """One training step, timed. TrainingError if its loss or gradient norm is not finite, unless
         train.on_nonfinite lets the update be skipped."""
         started = time.perf_counter()
@@ -201,6 +193,32 @@ class Trainer:
             event_log.record(self.paths.events, "skipped", **facts)
             say(f"warning: the update of step {self.step + 1} is skipped: {trouble}")
 
+    def _agree(self, stop: StopFlag) -> Agreement:
+        """Whether to stop, to save, and to finish a save, decided alike by all ranks."""
+        mine, overdue = stop.cause(), False
+        if self.world.rank.is_main:
+            minutes = self.settings.checkpoint_minutes
+            overdue = minutes is not None and time.monotonic() - self.saved_at > 60 * minutes
+            mine = mine or ("deadline" if self.grace.is_due() else "")
+        found = [float(CAUSES.index(mine)), float(overdue), float(self.saver.is_done())]
+        table = self.world.gather(found, f"agreement after step {self.step}")
+        return Agreement(
+            stop_cause=CAUSES[int(max(row[0] for row in table))],
+            checkpoint_overdue=bool(table[0][1]),
+            save_done=all(row[2] for row in table),
+        )
+
+    def _end(self, stop_cause: str) -> Record:
+        """How this rank ended, at its goal or stopped before."""
+        rank = self.world.rank
+        if self.step < self.settings.max_steps:
+            return Record("stopped", rank.rank, Exit.STOPPED, self.step, stop_cause)
+        digest = storage.weights_digest(self.model)
+        if rank.is_main:
+            event_log.record(self.paths.events, "completed", step=self.step, weights_digest=digest)
+        self.world.barrier()
+        return Record("completed", rank.rank, step=self.step, result={"weights_digest": digest})
+
     def _refuse_broken_losses(self, losses: list[float]) -> None:
         """TrainingError if the last update broke the weights: `latest` must stay fit to go on from.
 
@@ -216,25 +234,27 @@ class Trainer:
 
     # --- looking at it -------------------------------------------------------------------------
 
-    def _log(self, result: StepResult) -> float:
-        """Write a metrics line; tokens per second over all ranks since the last one."""
+    def _log(self, result: StepResult, progress: Progress) -> None:
+        """Write a metrics line and move the progress bar. Rates are over all ranks, since the last
+        line."""
         tokens_per_step = self.settings.batch_size * self.settings.seq_len
         tokens_per_sec = (self.step - self.logged_step) * tokens_per_step / self.train_sec
-        if self.world.rank.is_main:
-            world_size = self.world.rank.world_size
-            metrics.write(
-                *(self.paths.metrics, "train", self.launch, self.step),
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                lr=result.lr,
-                tokens_per_sec=round(tokens_per_sec, 1),
-                mfu=metrics.flop_utilisation(
-                    tokens_per_sec, self.flops_per_token, world_size, self.peak_flops
-                ),
-                tokens=self.step * tokens_per_step,
-            )
         self.train_sec, self.logged_step = 0.0, self.step
-        return tokens_per_sec
+        if not self.world.rank.is_main:
+            return
+        world_size = self.world.rank.world_size
+        metrics.write(
+            *(self.paths.metrics, "train", self.launch, self.step),
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            tokens_per_sec=round(tokens_per_sec, 1),
+            mfu=metrics.flop_utilisation(
+                tokens_per_sec, self.flops_per_token, world_size, self.peak_flops
+            ),
+            tokens=self.step * tokens_per_step,
+        )
+        progress(self.step, f"loss {result.loss:.3f}, {tokens_per_sec:,.0f} tokens/s")
 
     @torch.no_grad()
     def evaluate(self) -> None:
