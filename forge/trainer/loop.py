@@ -33,7 +33,14 @@ from forge.launch.stop_signal import CAUSES, StopFlag
 from forge.trainer import metrics, optim
 from forge.trainer.llama import Decoder
 from forge.trainer.nonfinite import Skipped, diverged
-from forge.trainer.numerics import PROBE_SAMPLES, numerics, precision, prepare, probe_samples
+from forge.trainer.numerics import (
+    PROBE_SAMPLES,
+    device_name,
+    numerics,
+    precision,
+    prepare,
+    probe_samples,
+)
 from forge.trainer.parallel import ParallelModel
 from forge.trainer.step import StepResult, TrainStep, train_loader
 
@@ -78,14 +85,12 @@ class Trainer:
         )
         self.rate = self.settings.lr  # of the last step
         self.skipped = Skipped()
-        self.train_sec = 0.0  # in steps since the last metrics line
-        self.logged_step = 0
-        self.peak_flops = (
-            metrics.peak_flops(torch.cuda.get_device_name(world.device))
-            if world.device.type == "cuda"
-            else None
+        self.throughput = metrics.Throughput(
+            tokens_per_step=self.settings.batch_size * self.settings.seq_len,
+            flops_per_token=self.model.flops_per_token(self.settings.seq_len),
+            world_size=world.rank.world_size,
+            peak_flops=metrics.peak_flops(device_name(world.device)),
         )
-        self.flops_per_token = self.model.flops_per_token(self.settings.seq_len)
         self.num_parameters = self.model.num_parameters()
         self.grace = _grace(spec, self.num_parameters)
 
@@ -105,7 +110,7 @@ class Trainer:
             self.world.on_main(lambda: self._check_data(found), "check of the lineage")
             storage.load_state(self.model, self.optimizer, found.folder, self.world)
             failpoints.reach("load.done", found.folder)
-            self.step = self.logged_step = self.saved_step = self.first_step = found.step
+            self.step = self.saved_step = self.first_step = found.step
             self.skipped = Skipped.of(found.manifest)
             if self.world.rank.is_main:
                 say(f"{'resume' if own else 'start'} from {found.folder}")
@@ -182,7 +187,7 @@ class Trainer:
             self._record_skipped(result.skipped)
         self.step += 1
         seconds = time.perf_counter() - started
-        self.train_sec += seconds
+        self.throughput.add_step(seconds)
         if self.step > self.first_step + 1:  # the first one warms up
             self.grace.measure_step(seconds)
         return result
@@ -235,24 +240,18 @@ class Trainer:
     # --- looking at it -------------------------------------------------------------------------
 
     def _log(self, result: StepResult, progress: Progress) -> None:
-        """Write a metrics line and move the progress bar. Rates are over all ranks, since the last
-        line."""
-        tokens_per_step = self.settings.batch_size * self.settings.seq_len
-        tokens_per_sec = (self.step - self.logged_step) * tokens_per_step / self.train_sec
-        self.train_sec, self.logged_step = 0.0, self.step
+        """Write a metrics line and move the progress bar."""
+        tokens_per_sec, mfu = self.throughput.measure()
         if not self.world.rank.is_main:
             return
-        world_size = self.world.rank.world_size
         metrics.write(
             *(self.paths.metrics, "train", self.launch, self.step),
             loss=result.loss,
             grad_norm=result.grad_norm,
             lr=result.lr,
             tokens_per_sec=round(tokens_per_sec, 1),
-            mfu=metrics.flop_utilisation(
-                tokens_per_sec, self.flops_per_token, world_size, self.peak_flops
-            ),
-            tokens=self.step * tokens_per_step,
+            mfu=mfu,
+            tokens=self.step * self.throughput.tokens_per_step,
         )
         progress(self.step, f"loss {result.loss:.3f}, {tokens_per_sec:,.0f} tokens/s")
 
