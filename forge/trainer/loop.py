@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +12,10 @@ import torch
 
 from forge.checkpoint import directory, parent, resume, storage
 from forge.checkpoint.async_saver import Saver
-from forge.cluster import slurm
 from forge.cluster.lock import check_held
 from forge.core import event_log, failpoints
 from forge.core.config import Config
-from forge.core.errors import Exit, TrainingError, UnfitError
+from forge.core.errors import Exit, TrainingError
 from forge.core.files import digest_file
 from forge.core.paths import RunPaths, tokenizer_folder
 from forge.core.process import hostname
@@ -28,7 +26,7 @@ from forge.data.shards import MANIFEST, ShardSet
 from forge.launch.launcher import Record, Spec
 from forge.launch.process_group import World, is_peer_loss
 from forge.launch.rank_output import RankProgress
-from forge.launch.shutdown_budget import SLURM_LATE_SEC, Grace
+from forge.launch.shutdown_budget import Grace
 from forge.launch.stop_signal import CAUSES, StopFlag
 from forge.trainer import metrics, optim
 from forge.trainer.llama import Decoder
@@ -92,7 +90,7 @@ class Trainer:
             peak_flops=metrics.peak_flops(device_name(world.device)),
         )
         self.num_parameters = self.model.num_parameters()
-        self.grace = _grace(spec, self.num_parameters)
+        self.grace = Grace.of(spec, self.num_parameters)
 
     # --- start ---------------------------------------------------------------------------------
 
@@ -372,26 +370,6 @@ class Trainer:
 
 
 # --- parts ---------------------------------------------------------------------------------------
-
-
-def _grace(spec: Spec, num_weights: int) -> Grace:
-    """What is known of the time that a stop has: the profile's windows, and the job's end."""
-    machine, job = spec.machine_settings, spec.job
-    windows = {"stop_grace_sec": machine.stop_grace_sec}
-    if job and machine.slurm.warn_sec:
-        windows["slurm.warn_sec"] = machine.slurm.warn_sec - SLURM_LATE_SEC
-
-    def ask_again() -> float | None:
-        with suppress(UnfitError):
-            now = slurm.show_job(job, patience_sec=0, timeout_sec=5) if job else None
-            if now and now.end_time:
-                return min(now.end_time, spec.options.get("own_deadline") or math.inf)
-        return None
-
-    deadline = spec.options.get("deadline")
-    return Grace(
-        windows, deadline, ask_again, num_weights=num_weights, in_flight=machine.save_beside
-    )
 
 
 def train(

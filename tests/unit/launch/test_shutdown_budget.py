@@ -10,7 +10,6 @@ from forge.cluster import slurm
 from forge.core.machine import load_machine
 from forge.launch import shutdown_budget
 from forge.launch.shutdown_budget import Grace
-from forge.trainer import loop
 
 
 def measured(step=1.0, save=20.0, stall=0.5, **facts):
@@ -94,6 +93,6 @@ def test_a_limit_of_ones_own_holds_though_the_job_may_go_on(monkeypatch):
     monkeypatch.setattr(slurm, "show_job", lambda *_, **__: job)
     options = {"deadline": now + 3, "own_deadline": now + 3}
     spec = SimpleNamespace(machine_settings=load_machine(None), job="42", options=options)
-    assert loop._grace(spec, 10).is_due()
+    assert Grace.of(spec, 10).is_due()
     spec.options = {"deadline": now + 3, "own_deadline": None}
-    assert not loop._grace(spec, 10).is_due()
+    assert not Grace.of(spec, 10).is_due()
