@@ -62,34 +62,35 @@ class Trainer:
     ) -> None:
         self.config, self.paths, self.world = config, paths, world
         self.spec, self.launch = spec, spec.launch
-        self.settings = config.train
-        self.shards = shards
+        self.settings, self.shards = config.train, shards
         self.precision = precision(self.settings.precision, world.device)
         self.loader = train_loader(shards, self.settings, world.rank)
-        self.held_out = Windows(shards.val, self.settings.seq_len, split="val")
+        self.val_windows = Windows(shards.val, self.settings.seq_len, split="val")
         self.model = Decoder(config.model, shards.vocab_size, seed=self.settings.seed)
         self.parallel = ParallelModel(self.model, self.settings, world, self.precision)
         self.optimizer = optim.make_optimizer(self.model, self.settings)
+        self.num_parameters = self.model.num_parameters()
+
         self.step = 0  # completed steps
         self.first_step = 0  # where this start began
-        self.saved_step = 0  # of the newest checkpoint, be it still on its way
+        self.saved_step = 0  # of the newest checkpoint, which may still be being written
         self.saved_at = time.monotonic()
+        self.lr = self.settings.lr  # of the last step
+        self.skipped = Skipped()
+
         self.saver = Saver(
             world,
             paths,
-            beside=spec.machine_settings.save_beside,
-            # A node that was cut off may find that its job has gone on elsewhere.
+            async_save=spec.machine_settings.save_beside,
+            # A node that was cut off must not commit: its job may run elsewhere by now.
             before_commit=lambda: check_held(paths.root, spec.launcher),
         )
-        self.rate = self.settings.lr  # of the last step
-        self.skipped = Skipped()
         self.throughput = metrics.Throughput(
             tokens_per_step=self.settings.batch_size * self.settings.seq_len,
             flops_per_token=self.model.flops_per_token(self.settings.seq_len),
             world_size=world.rank.world_size,
             peak_flops=metrics.peak_flops(device_name(world.device)),
         )
-        self.num_parameters = self.model.num_parameters()
         self.grace = Grace.of(spec, self.num_parameters)
 
     # --- start ---------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ class Trainer:
         train.on_nonfinite lets the update be skipped."""
         started = time.perf_counter()
         result = self.train_step(self.step)
-        self.rate = result.lr
+        self.lr = result.lr
         if result.fatal:
             raise self._diverged(result.fatal)
         if result.skipped:
@@ -222,20 +223,18 @@ class Trainer:
         self.world.barrier()
         return Record("completed", rank.rank, step=self.step, result={"weights_digest": digest})
 
-    def _refuse_broken_losses(self, losses: list[float]) -> None:
-        """TrainingError if the last update broke the weights: `latest` must stay fit to go on from.
-
-        That every number of the state is finite is looked at when it is written.
-        """
+    def _check_finite(self, losses: list[float]) -> None:
+        """TrainingError if the last update broke the weights: training must be able to resume from
+        every checkpoint. The saver checks the numbers of the whole state as it writes them."""
         if not all(map(math.isfinite, losses)):
             raise self._diverged(
                 f"the losses {losses} on held-out samples are not finite; no checkpoint was committed"
             )
 
     def _diverged(self, what: str) -> TrainingError:
-        return diverged(self.config, what, step=self.step, lr=self.rate, saved_step=self.saved_step)
+        return diverged(self.config, what, step=self.step, lr=self.lr, saved_step=self.saved_step)
 
-    # --- looking at it -------------------------------------------------------------------------
+    # --- metrics and evaluation ----------------------------------------------------------------
 
     def _log(self, result: StepResult, progress: Progress) -> None:
         """Write a metrics line and move the progress bar."""
@@ -253,15 +252,27 @@ class Trainer:
         )
         progress(self.step, f"loss {result.loss:.3f}, {tokens_per_sec:,.0f} tokens/s")
 
-    @torch.no_grad()
     def evaluate(self) -> None:
-        """Mean loss over the fixed held-out windows, into metrics and ledger."""
+        """Validation loss, into metrics and event log. TrainingError if it is not finite."""
         started = time.perf_counter()
+        loss = self._validation_loss()
+        if not math.isfinite(loss):
+            raise self._diverged(f"held-out loss {loss} is not finite")
+        if self.world.rank.is_main:
+            metrics.write(self.paths.metrics, "eval", self.launch, self.step, loss=loss)
+            seconds = round(time.perf_counter() - started, 3)
+            self.grace.measure_evaluation(seconds)
+            event_log.record(self.paths.events, "eval", step=self.step, seconds=seconds, loss=loss)
+            say(f"step {self.step}: held-out loss {loss:.4f}")
+
+    @torch.no_grad()
+    def _validation_loss(self) -> float:
+        """Mean loss over train.eval_samples fixed validation windows, which the ranks share."""
         rank = self.world.rank
         self.model.eval()
         total, tokens = 0.0, 0
         for inputs, targets, counted in eval_batches(
-            self.held_out,
+            self.val_windows,
             self.settings.eval_samples,
             rank=rank.rank,
             world_size=rank.world_size,
@@ -271,15 +282,7 @@ class Trainer:
             tokens += counted
         self.model.train()
         table = self.world.gather([total, float(tokens)], "held-out losses")
-        loss = sum(row[0] for row in table) / sum(row[1] for row in table)
-        if not math.isfinite(loss):
-            raise self._diverged(f"held-out loss {loss} is not finite")
-        if rank.is_main:
-            metrics.write(self.paths.metrics, "eval", self.launch, self.step, loss=loss)
-            seconds = round(time.perf_counter() - started, 3)
-            self.grace.measure_evaluation(seconds)
-            event_log.record(self.paths.events, "eval", step=self.step, seconds=seconds, loss=loss)
-            say(f"step {self.step}: held-out loss {loss:.4f}")
+        return sum(row[0] for row in table) / sum(row[1] for row in table)
 
     # --- checkpoints ---------------------------------------------------------------------------
 
@@ -293,7 +296,7 @@ class Trainer:
             return
         started = time.perf_counter()
         probe = self._probe()
-        self._refuse_broken_losses(probe["losses"])
+        self._check_finite(probe["losses"])
         state = storage.training_state(self.model, self.optimizer)
         settings = self.settings
         begun = self.saver.start(
@@ -337,8 +340,8 @@ class Trainer:
     def _probe(self) -> dict[str, Any]:
         """Loss of each rank on its own few held-out samples, which validation recomputes."""
         rank = self.world.rank
-        samples = probe_samples(self.held_out.num_samples, rank.rank)
-        window = torch.from_numpy(self.held_out.gather(samples))
+        samples = probe_samples(self.val_windows.num_samples, rank.rank)
+        window = torch.from_numpy(self.val_windows.gather(samples))
         self.model.eval()
         loss = self.parallel.loss(window[:, :-1], window[:, 1:])
         self.model.train()
@@ -369,7 +372,7 @@ class Trainer:
         )
 
 
-# --- parts ---------------------------------------------------------------------------------------
+# --- one rank, from its start to its end ---------------------------------------------------------
 
 
 def train(
