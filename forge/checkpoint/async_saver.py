@@ -49,12 +49,12 @@ class Saver:
     """
 
     def __init__(
-        self, world: World, paths: RunPaths, *, beside: bool, before_commit: Callable[[], None]
+        self, world: World, paths: RunPaths, *, async_save: bool, before_commit: Callable[[], None]
     ) -> None:
-        """beside: copy the state and let training go on. before_commit: called on rank 0 when all is
+        """async_save: copy the state and let training go on. before_commit: called on rank 0 when all is
         written; what it raises ends the save."""
         self.world, self.aside, self.paths = world, world.beside(), paths
-        self.beside, self.before_commit = beside, before_commit
+        self.async_save, self.before_commit = async_save, before_commit
         self.under_way: Save | None = None
         gpu = world.device.type == "cuda"
         self._stager = DefaultStager(
@@ -136,11 +136,11 @@ class Saver:
 
     def _has_room(self, state: dict[str, Any]) -> bool:
         """Whether every rank has memory for a copy, which is kept once it is made."""
-        if not self.beside or self._has_copied:
-            return self.beside
+        if not self.async_save or self._has_copied:
+            return self.async_save
         short = self.world.gather([float(not self._has_own_room(state))], "room for a copy")
-        self.beside = not any(row[0] for row in short)
-        return self.beside
+        self.async_save = not any(row[0] for row in short)
+        return self.async_save
 
     def _has_own_room(self, state: dict[str, Any]) -> bool:
         needed = MEMORY_MARGIN * storage.state_bytes(state, local=True)

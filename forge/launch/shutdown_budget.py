@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+
+from forge.cluster import slurm
+from forge.core.errors import UnfitError
+from forge.launch.records import LaunchSpec
 
 # A save that was never measured is taken to need this: fp32 weights and two moments at 100 MB/s, which
 # most disks exceed.
@@ -34,6 +40,29 @@ class Grace:
     num_weights: int = 0
     in_flight: bool = False  # saves go on beside training: a stop may have to wait for one
     _warned: float = field(default=0.0, init=False)
+
+    @classmethod
+    def of(cls, spec: LaunchSpec, num_weights: int) -> Grace:
+        """What is known at the start of a launch: the windows of machine.yaml, and the job's end."""
+        task, machine, job = spec.train_task, spec.machine, spec.job
+        windows = {"stop_grace_sec": machine.stop_grace_sec}
+        if job and machine.slurm.warn_sec:
+            windows["slurm.warn_sec"] = machine.slurm.warn_sec - SLURM_LATE_SEC
+
+        def ask_again() -> float | None:
+            with suppress(UnfitError):
+                now = slurm.show_job(job, patience_sec=0, timeout_sec=5) if job else None
+                if now and now.end_time:
+                    return min(now.end_time, task.own_deadline or math.inf)
+            return None
+
+        return cls(
+            windows,
+            task.deadline,
+            ask_again,
+            num_weights=num_weights,
+            in_flight=machine.save_beside,
+        )
 
     def measure_step(self, seconds: float) -> None:
         self.step_sec = max(self.step_sec, seconds)

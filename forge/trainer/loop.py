@@ -4,40 +4,54 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from forge.checkpoint import directory, parent, resume, storage
 from forge.checkpoint.async_saver import Saver
-from forge.cluster import slurm
 from forge.cluster.lock import check_held
 from forge.core import events, failpoints
 from forge.core.config import Config
-from forge.core.errors import Exit, TrainingError, UnfitError
+from forge.core.errors import Exit, TrainingError
 from forge.core.files import digest_file
 from forge.core.paths import RunPaths, tokenizer_folder
 from forge.core.process import hostname
 from forge.core.provenance import lineage, versions
 from forge.core.terminal import Progress, say
-from forge.data.loader import Loader, Windows, eval_batches
+from forge.data.loader import Windows, eval_batches
 from forge.data.shards import MANIFEST, ShardSet
-from forge.launch.process_group import World, is_peer_loss, named
+from forge.launch.process_group import World, is_peer_loss
 from forge.launch.rank_output import RankProgress
 from forge.launch.records import LaunchSpec, RankRecord, TrainTask
-from forge.launch.shutdown_budget import SLURM_LATE_SEC, Grace
+from forge.launch.shutdown_budget import Grace
 from forge.launch.stop_signal import CAUSES, StopFlag
 from forge.trainer import metrics, optim
 from forge.trainer.llama import Decoder
-from forge.trainer.nonfinite import Skipped, not_finite
-from forge.trainer.numerics import PROBE_SAMPLES, numerics, precision, prepare, probe_samples
+from forge.trainer.nonfinite import Skipped, diverged
+from forge.trainer.numerics import (
+    PROBE_SAMPLES,
+    device_name,
+    numerics,
+    precision,
+    prepare,
+    probe_samples,
+)
 from forge.trainer.parallel import ParallelModel
+from forge.trainer.step import StepResult, TrainStep, train_loader
 
 # After the loss of a rank a save that needs nothing of it has this long to end.
 PEERS_SAVE_SEC = 5.0
+
+
+class Agreement(NamedTuple):
+    """What all ranks have agreed on after a step."""
+
+    stop_cause: str  # of CAUSES, the heaviest that any rank has; "" to train on
+    checkpoint_overdue: bool  # by the clock of rank 0
+    save_done: bool  # all ranks have written their part of the save under way
 
 
 class Trainer:
@@ -48,44 +62,36 @@ class Trainer:
     ) -> None:
         self.config, self.paths, self.world = config, paths, world
         self.spec, self.launch = spec, spec.launch
-        self.settings = config.train
-        self.shards = shards
+        self.settings, self.shards = config.train, shards
         self.precision = precision(self.settings.precision, world.device)
-        rank = world.rank
-        self.loader = Loader(
-            Windows(shards.train, self.settings.seq_len),
-            seed=self.settings.seed,
-            batch_size=self.settings.batch_size,
-            rank=rank.rank,
-            world_size=rank.world_size,
-        )
-        self.held_out = Windows(shards.val, self.settings.seq_len, split="val")
+        self.loader = train_loader(shards, self.settings, world.rank)
+        self.val_windows = Windows(shards.val, self.settings.seq_len, split="val")
         self.model = Decoder(config.model, shards.vocab_size, seed=self.settings.seed)
         self.parallel = ParallelModel(self.model, self.settings, world, self.precision)
         self.optimizer = optim.make_optimizer(self.model, self.settings)
+        self.num_parameters = self.model.num_parameters()
+
         self.step = 0  # completed steps
         self.first_step = 0  # where this start began
-        self.saved_step = 0  # of the newest checkpoint, be it still on its way
+        self.saved_step = 0  # of the newest checkpoint, which may still be being written
         self.saved_at = time.monotonic()
+        self.lr = self.settings.lr  # of the last step
+        self.skipped = Skipped()
+
         self.saver = Saver(
             world,
             paths,
-            beside=spec.machine.save_beside,
-            # A node that was cut off may find that its job has gone on elsewhere.
+            async_save=spec.machine.save_beside,
+            # A node that was cut off must not commit: its job may run elsewhere by now.
             before_commit=lambda: check_held(paths.root, spec.launcher),
         )
-        self.rate = self.settings.lr  # of the last step
-        self.skipped = Skipped()
-        self.train_sec = 0.0  # in steps since the last metrics line
-        self.logged_step = 0
-        self.peak_flops = (
-            metrics.peak_flops(torch.cuda.get_device_name(world.device))
-            if world.device.type == "cuda"
-            else None
+        self.throughput = metrics.Throughput(
+            tokens_per_step=self.settings.batch_size * self.settings.seq_len,
+            flops_per_token=self.model.flops_per_token(self.settings.seq_len),
+            world_size=world.rank.world_size,
+            peak_flops=metrics.peak_flops(device_name(world.device)),
         )
-        self.flops_per_token = self.model.flops_per_token(self.settings.seq_len)
-        self.num_parameters = self.model.num_parameters()
-        self.grace = _grace(spec, self.num_parameters)
+        self.grace = Grace.of(spec, self.num_parameters)
 
     # --- start ---------------------------------------------------------------------------------
 
@@ -103,11 +109,14 @@ class Trainer:
             self.world.on_main(lambda: self._check_data(found), "check of the lineage")
             storage.load_state(self.model, self.optimizer, found.folder, self.world)
             failpoints.reach("load.done", found.folder)
-            self.step = self.logged_step = self.saved_step = self.first_step = found.step
+            self.step = self.saved_step = self.first_step = found.step
             self.skipped = Skipped.of(found.manifest)
             if self.world.rank.is_main:
                 say(f"{'resume' if own else 'start'} from {found.folder}")
         self.parallel.wrap()
+        self.train_step = TrainStep(
+            self.parallel, self.optimizer, self.loader, self.decay_steps, self.skipped
+        )
 
     def _check_data(self, found: directory.Checkpoint) -> None:
         digests = {name: self.lineage[name]["digest"] for name in ("tokens", "tokenizer")}
@@ -130,148 +139,140 @@ class Trainer:
         """Train to the goal or to an agreed stop; the last state is committed either way.
 
         Not at step 0: nothing is lost there, and to ask AdamW for its state before its first step
-        would count as one, so that the run that goes on would end with other weights.
+        would count as one, so that the resumed run would end with other weights.
         """
-        goal = self.settings.max_steps
-        cause, _ = self._agree(stop)
-        if self.step == 0 and not cause:
+        settings = self.settings
+        progress = RankProgress(
+            self.spec.directory, f"train {self.config.run}", settings.max_steps, "steps"
+        )
+        agreed = self._agree(stop)
+        if self.step == 0 and not agreed.stop_cause:
             self.evaluate()
-            cause, _ = self._agree(stop)
-        report = RankProgress(self.spec.directory, f"train {self.config.run}", goal, "steps")
-        while self.step < goal and not cause:
-            loss = self._step()
-            cause = self._after_step(stop, loss, report)
+            agreed = self._agree(stop)
+        while self.step < settings.max_steps and not agreed.stop_cause:
+            result = self._train_one_step()
+            if self._is_due(settings.log_every):
+                self._log(result, progress)
+            agreed = self._agree(stop)
+            if agreed.save_done:
+                self._finish_save()
+            # A stop has little time: it waits for no evaluation, and its save comes after the loop.
+            if self._is_due(settings.eval_every) and not agreed.stop_cause:
+                self.evaluate()
+            if self._checkpoint_is_due(agreed) and not agreed.stop_cause:
+                self.save()
         if self.step > 0:
             self.save(last=True)
-        if self.step < goal:
-            return RankRecord("stopped", self.world.rank.rank, Exit.STOPPED, self.step, cause)
-        digest = storage.weights_digest(self.model)
-        if digest is not None:  # rank 0
-            self._record(events.Completed(step=self.step, weights_digest=digest))
-        self.world.barrier()
-        return RankRecord("completed", self.world.rank.rank, step=self.step, weights_digest=digest)
+        return self._end(agreed.stop_cause)
 
-    def _after_step(self, stop: StopFlag, loss: float, report: Progress) -> str:
-        """Metrics, evaluation and checkpoint where they are due; the cause of an agreed stop."""
-        settings, done = self.settings, self.step == self.settings.max_steps
-        if self.step % settings.log_every == 0 or done:
-            tokens_per_sec = self._log(loss)
-            if self.world.rank.is_main:
-                report(self.step, f"loss {loss:.3f}, {tokens_per_sec:,.0f} tokens/s")
-        cause, overdue = self._agree(stop)
-        if not cause and (self.step % settings.eval_every == 0 or done):
-            self.evaluate()
-        if not cause and not done and (overdue or self.step % settings.checkpoint_every == 0):
-            self.save()
-        return cause
+    def _is_due(self, every: int) -> bool:
+        """Whether it is time for what is done every so many steps, and after the last step."""
+        return self.step % every == 0 or self.step == self.settings.max_steps
 
-    def _agree(self, stop: StopFlag) -> tuple[str, bool]:
-        """The heaviest cause that any rank has for stopping, and whether a checkpoint is overdue by
-        the clock, the same on all ranks. Finishes a save whose threads have all ended."""
-        mine, overdue = stop.cause(), False
-        if self.world.rank.is_main:
-            minutes = self.settings.checkpoint_minutes
-            overdue = minutes is not None and time.monotonic() - self.saved_at > 60 * minutes
-            mine = mine or ("deadline" if self.grace.is_due() else "")
-        wish = [float(CAUSES.index(mine)), float(overdue), float(self.saver.is_done())]
-        table = self.world.gather(wish, f"agreement after step {self.step}")
-        if all(row[2] for row in table):
-            self._finish_save()
-        return CAUSES[int(max(row[0] for row in table))], bool(table[0][1])
+    def _checkpoint_is_due(self, agreed: Agreement) -> bool:
+        """By steps or by the clock. Not after the last step, whose checkpoint comes after the loop."""
+        by_steps = self.step % self.settings.checkpoint_every == 0
+        return self.step < self.settings.max_steps and (by_steps or agreed.checkpoint_overdue)
 
-    def _step(self) -> float:
-        """One optimizer step; the loss averaged over ranks. TrainingError if it is not finite, unless
+    def _train_one_step(self) -> StepResult:
+        """One training step, timed. TrainingError if its loss or gradient norm is not finite, unless
         train.on_nonfinite lets the update be skipped."""
         started = time.perf_counter()
-        # Dropout depends on (seed, step, rank) only: a resumed run draws what it would have drawn.
-        torch.manual_seed(_mix(self.settings.seed, self.step, self.world.rank.rank))
-        self.rate = optim.learning_rate(self.step, self.settings, self.decay_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate
-        with named(f"all-reduce of gradients in step {self.step + 1}"):
-            failpoints.reach("data.read")
-            local_loss = self.parallel.backward(*self.loader.batch(self.step))
-            self.grad_norm = self.parallel.clip_gradients(self.settings.grad_clip)
-        table = self.world.gather([local_loss, self.grad_norm], f"losses of step {self.step + 1}")
-        if trouble := not_finite(table):
-            self._skip_update(trouble)
-        else:
-            self.optimizer.step()
-            self.skipped.in_a_row = 0
-        self.optimizer.zero_grad(set_to_none=True)
+        result = self.train_step(self.step)
+        self.lr = result.lr
+        if result.fatal:
+            raise self._diverged(result.fatal)
+        if result.skipped:
+            self._record_skipped(result.skipped)
         self.step += 1
         seconds = time.perf_counter() - started
-        self.train_sec += seconds
+        self.throughput.add_step(seconds)
         if self.step > self.first_step + 1:  # the first one warms up
             self.grace.measure_step(seconds)
-        return sum(row[0] for row in table) / len(table)
+        return result
 
-    def _skip_update(self, trouble: str) -> None:
-        """Count this step without its update. TrainingError where the config does not allow that.
-
-        The first update of a run is never skipped: before it AdamW has no state that could be saved.
-        """
-        refusal = self.skipped.refusal(self.settings)
-        if not refusal and not self.optimizer.state:
-            refusal = "the first update of a run cannot be skipped"
-        if refusal:
-            raise self._diverged(f"{trouble}; {refusal}")
-        self.skipped.count()
+    def _record_skipped(self, trouble: str) -> None:
         if self.world.rank.is_main:
             in_a_row = self.skipped.in_a_row
             self._record(events.Skipped(step=self.step + 1, in_a_row=in_a_row, reason=trouble))
             say(f"warning: the update of step {self.step + 1} is skipped: {trouble}")
 
-    def _refuse_broken_losses(self, losses: list[float]) -> None:
-        """TrainingError if the last update broke the weights: `latest` must stay fit to go on from.
+    def _agree(self, stop: StopFlag) -> Agreement:
+        """Whether to stop, to save, and to finish a save, decided alike by all ranks."""
+        mine, overdue = stop.cause(), False
+        if self.world.rank.is_main:
+            minutes = self.settings.checkpoint_minutes
+            overdue = minutes is not None and time.monotonic() - self.saved_at > 60 * minutes
+            mine = mine or ("deadline" if self.grace.is_due() else "")
+        found = [float(CAUSES.index(mine)), float(overdue), float(self.saver.is_done())]
+        table = self.world.gather(found, f"agreement after step {self.step}")
+        return Agreement(
+            stop_cause=CAUSES[int(max(row[0] for row in table))],
+            checkpoint_overdue=bool(table[0][1]),
+            save_done=all(row[2] for row in table),
+        )
 
-        That every number of the state is finite is looked at when it is written.
-        """
+    def _end(self, stop_cause: str) -> RankRecord:
+        """How this rank ended, at its goal or stopped before."""
+        rank = self.world.rank
+        if self.step < self.settings.max_steps:
+            return RankRecord("stopped", rank.rank, Exit.STOPPED, self.step, stop_cause)
+        digest = storage.weights_digest(self.model)
+        if digest is not None:  # rank 0
+            self._record(events.Completed(step=self.step, weights_digest=digest))
+        self.world.barrier()
+        return RankRecord("completed", rank.rank, step=self.step, weights_digest=digest)
+
+    def _check_finite(self, losses: list[float]) -> None:
+        """TrainingError if the last update broke the weights: training must be able to resume from
+        every checkpoint. The saver checks the numbers of the whole state as it writes them."""
         if not all(map(math.isfinite, losses)):
             raise self._diverged(
                 f"the losses {losses} on held-out samples are not finite; no checkpoint was committed"
             )
 
     def _diverged(self, what: str) -> TrainingError:
-        return TrainingError(
-            f"step {self.step}: {what}",
-            cause=f"a learning rate too high (train.lr is {self.settings.lr:.2g}, this step's rate was"
-            f" {self.rate:.2g}), or broken data",
-            fix=f"{parent.way_on(self.config, self.saved_step)}; where single batches are to blame,"
-            " train.on_nonfinite=skip goes on without them",
+        return diverged(self.config, what, step=self.step, lr=self.lr, saved_step=self.saved_step)
+
+    # --- metrics and evaluation ----------------------------------------------------------------
+
+    def _log(self, result: StepResult, progress: Progress) -> None:
+        """Write a metrics line and move the progress bar."""
+        tokens_per_sec, mfu = self.throughput.measure()
+        if not self.world.rank.is_main:
+            return
+        metrics.write(
+            *(self.paths.metrics, "train", self.launch, self.step),
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            tokens_per_sec=round(tokens_per_sec, 1),
+            mfu=mfu,
+            tokens=self.step * self.throughput.tokens_per_step,
         )
+        progress(self.step, f"loss {result.loss:.3f}, {tokens_per_sec:,.0f} tokens/s")
 
-    # --- looking at it -------------------------------------------------------------------------
-
-    def _log(self, loss: float) -> float:
-        """Write a metrics line; tokens per second over all ranks since the last one."""
-        tokens_per_step = self.settings.batch_size * self.settings.seq_len
-        tokens_per_sec = (self.step - self.logged_step) * tokens_per_step / self.train_sec
+    def evaluate(self) -> None:
+        """Validation loss, into metrics and event log. TrainingError if it is not finite."""
+        started = time.perf_counter()
+        loss = self._validation_loss()
+        if not math.isfinite(loss):
+            raise self._diverged(f"held-out loss {loss} is not finite")
         if self.world.rank.is_main:
-            world_size = self.world.rank.world_size
-            metrics.write(
-                *(self.paths.metrics, "train", self.launch, self.step),
-                loss=loss,
-                grad_norm=self.grad_norm,
-                lr=self.rate,
-                tokens_per_sec=round(tokens_per_sec, 1),
-                mfu=metrics.flop_utilisation(
-                    tokens_per_sec, self.flops_per_token, world_size, self.peak_flops
-                ),
-                tokens=self.step * tokens_per_step,
-            )
-        self.train_sec, self.logged_step = 0.0, self.step
-        return tokens_per_sec
+            metrics.write(self.paths.metrics, "eval", self.launch, self.step, loss=loss)
+            seconds = round(time.perf_counter() - started, 3)
+            self.grace.measure_evaluation(seconds)
+            self._record(events.Eval(step=self.step, seconds=seconds, loss=loss))
+            say(f"step {self.step}: held-out loss {loss:.4f}")
 
     @torch.no_grad()
-    def evaluate(self) -> None:
-        """Mean loss over the fixed held-out windows, into metrics and event log."""
-        started = time.perf_counter()
+    def _validation_loss(self) -> float:
+        """Mean loss over train.eval_samples fixed validation windows, which the ranks share."""
         rank = self.world.rank
         self.model.eval()
         total, tokens = 0.0, 0
         for inputs, targets, counted in eval_batches(
-            self.held_out,
+            self.val_windows,
             self.settings.eval_samples,
             rank=rank.rank,
             world_size=rank.world_size,
@@ -281,15 +282,7 @@ class Trainer:
             tokens += counted
         self.model.train()
         table = self.world.gather([total, float(tokens)], "held-out losses")
-        loss = sum(row[0] for row in table) / sum(row[1] for row in table)
-        if not math.isfinite(loss):
-            raise self._diverged(f"held-out loss {loss} is not finite")
-        if rank.is_main:
-            metrics.write(self.paths.metrics, "eval", self.launch, self.step, loss=loss)
-            seconds = round(time.perf_counter() - started, 3)
-            self.grace.measure_evaluation(seconds)
-            self._record(events.Eval(step=self.step, seconds=seconds, loss=loss))
-            say(f"step {self.step}: held-out loss {loss:.4f}")
+        return sum(row[0] for row in table) / sum(row[1] for row in table)
 
     # --- checkpoints ---------------------------------------------------------------------------
 
@@ -303,7 +296,7 @@ class Trainer:
             return
         started = time.perf_counter()
         probe = self._probe()
-        self._refuse_broken_losses(probe["losses"])
+        self._check_finite(probe["losses"])
         state = storage.training_state(self.model, self.optimizer)
         settings = self.settings
         begun = self.saver.start(
@@ -347,8 +340,8 @@ class Trainer:
     def _probe(self) -> dict[str, Any]:
         """Loss of each rank on its own few held-out samples, which validation recomputes."""
         rank = self.world.rank
-        samples = probe_samples(self.held_out.num_samples, rank.rank)
-        window = torch.from_numpy(self.held_out.gather(samples))
+        samples = probe_samples(self.val_windows.num_samples, rank.rank)
+        window = torch.from_numpy(self.val_windows.gather(samples))
         self.model.eval()
         loss = self.parallel.loss(window[:, :-1], window[:, 1:])
         self.model.train()
@@ -383,31 +376,7 @@ class Trainer:
         events.record(self.paths.events, event)
 
 
-# --- parts ---------------------------------------------------------------------------------------
-
-
-def _grace(spec: LaunchSpec, num_weights: int) -> Grace:
-    """What is known of the time that a stop has: the profile's windows, and the job's end."""
-    task, machine, job = spec.train_task, spec.machine, spec.job
-    windows = {"stop_grace_sec": machine.stop_grace_sec}
-    if job and machine.slurm.warn_sec:
-        windows["slurm.warn_sec"] = machine.slurm.warn_sec - SLURM_LATE_SEC
-
-    def ask_again() -> float | None:
-        with suppress(UnfitError):
-            now = slurm.show_job(job, patience_sec=0, timeout_sec=5) if job else None
-            if now and now.end_time:
-                return min(now.end_time, task.own_deadline or math.inf)
-        return None
-
-    return Grace(
-        windows, task.deadline, ask_again, num_weights=num_weights, in_flight=machine.save_beside
-    )
-
-
-def _mix(seed: int, step: int, rank: int) -> int:
-    """One 63-bit seed of three numbers. Within a run it collides for no rank below 2^12."""
-    return (seed << 31) ^ (step << 12) ^ rank
+# --- one rank, from its start to its end ---------------------------------------------------------
 
 
 def train(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,35 @@ def flop_utilisation(
     Formula: Chowdhery et al., PaLM (arXiv 2204.02311), appendix B. None without a known peak.
     """
     return tokens_per_sec * flops_per_token / (world_size * peak) if peak else None
+
+
+@dataclass
+class Throughput:
+    """Speed of training, measured from one metrics line to the next.
+
+    tokens_per_step: of all ranks together. peak_flops: FLOP/s of one rank's GPU, None if unknown.
+    """
+
+    tokens_per_step: int
+    flops_per_token: float
+    world_size: int
+    peak_flops: float | None
+    _steps: int = field(default=0, init=False)
+    _seconds: float = field(default=0.0, init=False)
+
+    def add_step(self, seconds: float) -> None:
+        self._steps += 1
+        self._seconds += seconds
+
+    def measure(self) -> tuple[float, float | None]:
+        """Tokens per second over all ranks and model FLOP utilization, of the steps since the last
+        call; at least one."""
+        tokens_per_sec = self._steps * self.tokens_per_step / self._seconds
+        self._steps, self._seconds = 0, 0.0
+        mfu = flop_utilisation(
+            tokens_per_sec, self.flops_per_token, self.world_size, self.peak_flops
+        )
+        return tokens_per_sec, mfu
 
 
 def write(path: Path, kind: str, launch: str, step: int, **numbers: Any) -> None:

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forge.core.config import Train
+from forge.checkpoint import parent
+from forge.core.config import Config, Train
+from forge.core.errors import TrainingError
 
 
 @dataclass
@@ -53,3 +55,17 @@ def not_finite(table: Sequence[Sequence[float]]) -> str:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return f"loss {loss} and gradient norm {norm} on rank {rank} are not finite"
     return ""
+
+
+def diverged(config: Config, what: str, *, step: int, lr: float, saved_step: int) -> TrainingError:
+    """The error that ends training: `what` is not finite.
+
+    step: completed steps. lr: of the last step. saved_step: of the newest checkpoint, 0 without one.
+    """
+    return TrainingError(
+        f"step {step}: {what}",
+        cause=f"a learning rate too high (train.lr is {config.train.lr:.2g}, this step's rate was"
+        f" {lr:.2g}), or broken data",
+        fix=f"{parent.way_on(config, saved_step)}; where single batches are to blame,"
+        " train.on_nonfinite=skip goes on without them",
+    )

@@ -28,12 +28,16 @@ def precision(wanted: str | None, device: torch.device) -> str:
     return wanted or ("fp32" if device.type == "cpu" else "bf16")
 
 
+def device_name(device: torch.device) -> str:
+    """The name of a GPU as its driver gives it; `cpu` for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
 def numerics(device: torch.device, precision: str) -> dict[str, Any]:
     """What decides the last bits of a loss besides weights and data."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {
         "device": device.type,
-        "device_name": name,
+        "device_name": device_name(device),
         "precision": precision,
         "threads": torch.get_num_threads(),
         "gpu_products": torch.backends.cuda.matmul.fp32_precision,

@@ -15,17 +15,15 @@ from torch.distributed.fsdp import fully_shard
 
 from forge.checkpoint import directory, storage
 from forge.core.config import Config
-from forge.core.machine import Machine
-from forge.core.paths import RunPaths
-from forge.core.process import Process
 from forge.data.shards import ShardSet
 from forge.launch.process_group import World
-from forge.launch.records import LaunchSpec, RankRecord, TrainTask
+from forge.launch.records import RankRecord
 from forge.trainer import optim
 from forge.trainer.llama import Decoder
-from forge.trainer.loop import Trainer
-from forge.trainer.nonfinite import Skipped
-from forge.trainer.numerics import numerics, prepare
+from forge.trainer.nonfinite import Skipped, diverged
+from forge.trainer.numerics import numerics, precision, prepare
+from forge.trainer.parallel import ParallelModel
+from forge.trainer.step import TrainStep, train_loader
 
 
 def check(world: World, config: Config, checkpoint: Path, shards: Path) -> RankRecord:
@@ -56,49 +54,50 @@ def _load(world: World, config: Config, checkpoint: Path, shards: ShardSet) -> s
     return storage.weights_digest(model)
 
 
-class _Continued(Trainer):
-    """The trainer, at a given checkpoint."""
-
-    def __init__(
-        self, world: World, config: Config, found: directory.Checkpoint, shards: ShardSet
-    ) -> None:
-        paths = RunPaths.of(config)
-        spec = LaunchSpec(
-            task=TrainTask(step=found.step, started=0.0, staged={}, shared=""),
-            run=str(paths.root),
-            launch="",
-            machine=Machine(),
-            nodes=1,
-            ranks_per_node=world.rank.world_size,
-            launcher=Process.current(),
-        )
-        super().__init__(config, paths, world, shards, spec)
-        storage.load_state(self.model, self.optimizer, found.folder, world)
-        self.decay_steps = found.manifest["decay_steps"]
-        self.step = self.first_step = found.step
-        self.skipped = Skipped.of(found.manifest)
-        self.parallel.wrap()
-
-    def losses(self) -> list[float | None]:
-        """Of each step up to the goal, averaged over ranks; None for one that is not finite."""
-        found = [self._step() for _ in range(self.step, self.settings.max_steps)]
-        return [loss if math.isfinite(loss) else None for loss in found]
-
-    def is_finite(self) -> bool:
-        """Whether all ranks have finite weights and moments only."""
-        mine = storage.is_finite(storage.training_state(self.model, self.optimizer))
-        return all(row[0] for row in self.world.gather([float(mine)], "check of numbers"))
-
-
 def _train_on(
     world: World, config: Config, found: directory.Checkpoint, shards: ShardSet
 ) -> dict[str, object]:
+    """The losses of the steps after a checkpoint, and whether the state after them is finite."""
     prepare(world.device)
     then = found.manifest["lineage"]["numerics"]
     torch.set_num_threads(then["threads"])  # the sums in a product depend on it
-    trainer = _Continued(world, config, found, shards)
+    train_step = _step_after(world, config, found, shards)
+    losses = _losses(config, train_step, found.step)
+    state = storage.training_state(train_step.parallel.decoder, train_step.optimizer)
+    finite = world.gather([float(storage.is_finite(state))], "check of numbers")
     return {
-        "losses": trainer.losses(),
-        "finite": trainer.is_finite(),
+        "losses": losses,
+        "finite": all(row[0] for row in finite),
         "numerics": numerics(world.device, then["precision"]),
     }
+
+
+def _step_after(
+    world: World, config: Config, found: directory.Checkpoint, shards: ShardSet
+) -> TrainStep:
+    """The training step with the state of a checkpoint."""
+    settings = config.train
+    model = Decoder(config.model, shards.vocab_size)
+    parallel = ParallelModel(model, settings, world, precision(settings.precision, world.device))
+    optimizer = optim.make_optimizer(model, settings)
+    storage.load_state(model, optimizer, found.folder, world)
+    parallel.wrap()
+    return TrainStep(
+        parallel,
+        optimizer,
+        train_loader(shards, settings, world.rank),
+        found.manifest["decay_steps"],
+        Skipped.of(found.manifest),
+    )
+
+
+def _losses(config: Config, train_step: TrainStep, first: int) -> list[float | None]:
+    """Losses, averaged over ranks, of the steps from `first` up to train.max_steps; None for one that
+    is not finite. TrainingError where the config does not allow skipping its update."""
+    losses = []
+    for step in range(first, config.train.max_steps):
+        result = train_step(step)
+        if result.fatal:
+            raise diverged(config, result.fatal, step=step, lr=result.lr, saved_step=0)
+        losses.append(result.loss if math.isfinite(result.loss) else None)
+    return losses

@@ -11,7 +11,6 @@ from forge.core.process import Process
 from forge.launch import shutdown_budget
 from forge.launch.records import LaunchSpec, TrainTask
 from forge.launch.shutdown_budget import Grace
-from forge.trainer import loop
 
 
 def measured(step=1.0, save=20.0, stall=0.5, **facts):
@@ -100,6 +99,6 @@ def test_a_limit_of_ones_own_holds_though_the_job_may_go_on(monkeypatch):
         **{"task": task, "run": "", "launch": "", "machine": load_machine(None), "job": "42"},
         **{"nodes": 1, "ranks_per_node": 1, "launcher": Process.current()},
     )
-    assert loop._grace(spec, 10).is_due()
+    assert Grace.of(spec, 10).is_due()
     spec = spec.model_copy(update={"task": task.model_copy(update={"own_deadline": None})})
-    assert not loop._grace(spec, 10).is_due()
+    assert not Grace.of(spec, 10).is_due()

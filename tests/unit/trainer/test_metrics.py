@@ -18,6 +18,17 @@ def test_utilisation_without_a_known_peak_is_unknown():
     assert metrics.flop_utilisation(30_000, 6 * 7e9, 8, None) is None
 
 
+def test_throughput_is_of_the_steps_since_the_last_line():
+    throughput = metrics.Throughput(
+        tokens_per_step=1000, flops_per_token=6e9, world_size=2, peak_flops=1e12
+    )
+    throughput.add_step(0.5)
+    throughput.add_step(1.5)
+    assert throughput.measure() == (1000.0, pytest.approx(3.0))  # 6e12 of 2e12 FLOP/s
+    throughput.add_step(4.0)
+    assert throughput.measure() == (250.0, pytest.approx(0.75))
+
+
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
