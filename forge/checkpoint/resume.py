@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.checkpoint import directory, parent
+from forge.checkpoint.manifest import MANIFEST
 from forge.core.config import Config
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import disk_trouble
@@ -85,7 +86,7 @@ def _chosen(paths: RunPaths, world: World) -> directory.Checkpoint | None:
 def _open_alike(folder: Path, world: World, what: str) -> directory.Checkpoint:
     """A checkpoint, the same on all ranks. Raises UnfitError when a node does not see it."""
     found = world.patiently(partial(_open, folder), what)
-    digests = world.gather_objects(found.manifest["digest"], what)
+    digests = world.gather_objects(found.manifest.digest, what)
     if len(set(digests)) > 1:
         raise UnfitError(
             f"{found.folder} is not the same checkpoint on all nodes",
@@ -99,11 +100,11 @@ def _open(folder: Path) -> directory.Checkpoint:
     """The checkpoint, waited for where this node does not see it yet. Raises DataError, UnfitError."""
     end = time.monotonic() + NETWORK_CACHE_SEC
     with disk_trouble(folder, "read"):
-        while not (folder / directory.MANIFEST).exists() and time.monotonic() < end:
+        while not (folder / MANIFEST).exists() and time.monotonic() < end:
             time.sleep(0.5)
-        if not (folder / directory.MANIFEST).exists():
+        if not (folder / MANIFEST).exists():
             raise UnfitError(
-                f"{hostname()} does not see {folder / directory.MANIFEST}, which rank 0 goes on from",
+                f"{hostname()} does not see {folder / MANIFEST}, which rank 0 goes on from",
                 cause="the results are not on a file system that all nodes share",
                 fix="choose another folder for `results`",
             )
@@ -119,8 +120,11 @@ def _bad_files(checkpoint: directory.Checkpoint, share: tuple[int, int]) -> list
 
 def check_same_data(found: directory.Checkpoint, *, tokens: str, tokenizer: str) -> None:
     """DataError when a checkpoint was trained on data with other digests than these."""
-    for name, now in (("tokens", tokens), ("tokenizer", tokenizer)):
-        then = found.manifest["lineage"][name]["digest"]
+    lineage = found.manifest.lineage
+    for name, now, then in (
+        ("tokens", tokens, lineage.tokens.digest),
+        ("tokenizer", tokenizer, lineage.tokenizer.digest),
+    ):
         if then != now:
             raise DataError(
                 f"the {name} of this run have digest {now[:12]}, {found.folder} was trained"

@@ -292,7 +292,7 @@ def _write_fit(config: Config, paths: RunPaths, step: int, digest: str) -> Path:
         "weights_digest": digest,
         "config_digest": config_digest(config),
     }
-    if made_from := checkpoint.manifest["lineage"].get("parent"):
-        record["parent"] = made_from
+    if made_from := checkpoint.manifest.lineage.parent:
+        record["parent"] = made_from.to_json()
     write_json(paths.fit, record)
     return paths.fit

@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from forge.checkpoint import directory, parent, resume, storage
 from forge.checkpoint.async_saver import Saver
+from forge.checkpoint.manifest import (
+    Lineage,
+    Manifest,
+    ParentCheckpoint,
+    ReferenceLosses,
+    SkippedSteps,
+)
 from forge.cluster import slurm
 from forge.cluster.lock import check_held
 from forge.core import event_log, failpoints
@@ -21,7 +26,7 @@ from forge.core.errors import Exit, TrainingError, UnfitError
 from forge.core.files import digest_file
 from forge.core.paths import RunPaths, tokenizer_folder
 from forge.core.process import hostname
-from forge.core.provenance import lineage, versions
+from forge.core.provenance import versions
 from forge.core.terminal import Progress, say
 from forge.data.loader import Loader, Windows, eval_batches
 from forge.data.shards import MANIFEST, ShardSet
@@ -98,7 +103,7 @@ class Trainer:
         )
         found = own or resume.verified_parent(self.config, self.world)
         self.decay_steps = directory.frozen_decay_steps(self.config, own)
-        self.lineage = self._lineage() | parent.lineage(self.config, own, found)
+        self.lineage = self._lineage(parent.recorded(self.config, own, found))
         if found is not None:
             self.world.on_main(lambda: self._check_data(found), "check of the lineage")
             storage.load_state(self.model, self.optimizer, found.folder, self.world)
@@ -110,19 +115,20 @@ class Trainer:
         self.parallel.wrap()
 
     def _check_data(self, found: directory.Checkpoint) -> None:
-        digests = {name: self.lineage[name]["digest"] for name in ("tokens", "tokenizer")}
-        resume.check_same_data(found, **digests)
+        mine = self.lineage
+        resume.check_same_data(found, tokens=mine.tokens.digest, tokenizer=mine.tokenizer.digest)
 
-    def _lineage(self) -> dict[str, Any]:
+    def _lineage(self, made_from: ParentCheckpoint | None) -> Lineage:
         """What makes the run's next checkpoints: asked once, the code in memory does not change."""
         assert self.config.ids
         folder = tokenizer_folder(self.config.data, self.config.ids.tokenizer)
-        found = lineage(
+        return Lineage.of(
             self.config,
             tokenizer_digest=digest_file(folder / "tokenizer.json"),
             tokens_digest=self.shards.digest,
+            numerics=numerics(self.world.device, self.precision),
+            parent=made_from,
         )
-        return {**found, "numerics": numerics(self.world.device, self.precision)}
 
     # --- the loop ------------------------------------------------------------------------------
 
@@ -304,18 +310,18 @@ class Trainer:
         if self.saved_step == self.step:
             return
         started = time.perf_counter()
-        probe = self._probe()
-        self._refuse_broken_losses(probe["losses"])
+        reference = self._reference_losses()
+        self._refuse_broken_losses(reference.losses)
         state = storage.training_state(self.model, self.optimizer)
         settings = self.settings
         begun = self.saver.start(
             state,
-            self._manifest(probe),
+            self._manifest(reference),
             keep_last=settings.keep_last,
             keep_every=settings.keep_every,
             last=last,
         )
-        begun.stall = time.perf_counter() - started  # with the probe
+        begun.stall = time.perf_counter() - started  # with the reference losses
         self.saved_step, self.saved_at = self.step, time.monotonic()
         if last:
             self._finish_save()
@@ -334,19 +340,20 @@ class Trainer:
             event_log.record(self.paths.events, "grace", needed=round(self.grace.needed, 1))
             say(f"warning: {warning}")
 
-    def _manifest(self, probe: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "world_size": self.world.rank.world_size,
-            "decay_steps": self.decay_steps,
-            "next_sample": self.step * self.settings.batch_size,
-            "skipped": asdict(self.skipped),
-            "probe": probe,
-            "lineage": self.lineage,
-        }
+    def _manifest(self, reference: ReferenceLosses) -> Manifest:
+        return Manifest(
+            step=self.step,
+            world_size=self.world.rank.world_size,
+            decay_steps=self.decay_steps,
+            next_sample=self.step * self.settings.batch_size,
+            skipped=SkippedSteps(steps=self.skipped.steps, in_a_row=self.skipped.in_a_row),
+            reference=reference,
+            lineage=self.lineage,
+            files={},
+        )
 
     @torch.no_grad()
-    def _probe(self) -> dict[str, Any]:
+    def _reference_losses(self) -> ReferenceLosses:
         """Loss of each rank on its own few held-out samples, which validation recomputes."""
         rank = self.world.rank
         samples = probe_samples(self.held_out.num_samples, rank.rank)
@@ -354,10 +361,8 @@ class Trainer:
         self.model.eval()
         loss = self.parallel.loss(window[:, :-1], window[:, 1:])
         self.model.train()
-        return {
-            "samples": PROBE_SAMPLES,
-            "losses": [row[0] for row in self.world.gather([loss], "probe")],
-        }
+        losses = [row[0] for row in self.world.gather([loss], "reference losses")]
+        return ReferenceLosses(samples=PROBE_SAMPLES, losses=losses)
 
     def announce(self, seconds: float) -> None:
         """The `init` event: where this start began and on what."""

@@ -65,7 +65,7 @@ class _Continued(Trainer):
         )
         super().__init__(config, paths, world, shards, spec)
         storage.load_state(self.model, self.optimizer, found.folder, world)
-        self.decay_steps = found.manifest["decay_steps"]
+        self.decay_steps = found.manifest.decay_steps
         self.step = self.first_step = found.step
         self.skipped = Skipped.of(found.manifest)
         self.parallel.wrap()
@@ -85,11 +85,11 @@ def _train_on(
     world: World, config: Config, found: directory.Checkpoint, shards: ShardSet
 ) -> dict[str, object]:
     prepare(world.device)
-    then = found.manifest["lineage"]["numerics"]
-    torch.set_num_threads(then["threads"])  # the sums in a product depend on it
+    then = found.manifest.lineage.numerics
+    torch.set_num_threads(then.threads)  # the sums in a product depend on it
     trainer = _Continued(world, config, found, shards)
     return {
         "losses": trainer.losses(),
         "finite": trainer.is_finite(),
-        "numerics": numerics(world.device, then["precision"]),
+        "numerics": numerics(world.device, then.precision),
     }

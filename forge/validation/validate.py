@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from forge.checkpoint import directory
+from forge.checkpoint.manifest import OtherFormat
 from forge.cluster.lock import lease
 from forge.core import event_log
 from forge.core.config import Config, apply_overrides, checked, load_config
@@ -81,7 +82,7 @@ def validate_folder(folder: Path, overrides: dict[str, Any]) -> None:
 
 def _own_config(checkpoint: directory.Checkpoint, overrides: dict[str, Any]) -> Config:
     """The config that made it, with overrides."""
-    values = apply_overrides(checkpoint.manifest["lineage"]["config"], overrides)
+    values = apply_overrides(checkpoint.manifest.lineage.config.to_json(), overrides)
     config: Config = checked(Config, values, str(checkpoint.folder))
     return config
 
@@ -232,7 +233,7 @@ def _look(row: Row, look: Callable[[Row], None]) -> None:
     try:
         with disk_trouble(row.folder, "read"):
             look(row)
-    except directory.OtherFormat as err:
+    except OtherFormat as err:
         row.close("other format", [err.what])
     except UnfitError as err:
         row.close("unknown", [err.what])

@@ -95,13 +95,13 @@ def test_run_that_diverged_goes_on_under_a_new_name_with_a_lower_rate(runs):
     trained(cool)
     assert cool.losses()[0] == hot.losses()[20], "the first loss is of the parent's weights"
     assert cool.losses()[1] != hot.losses()[21], "the first update is at the run's own rate"
-    assert directory.latest(cool.paths).manifest["decay_steps"] == 30, "the schedule is its own"
+    assert directory.latest(cool.paths).manifest.decay_steps == 30, "the schedule is its own"
     validated = cool.forge("validate")
     assert validated.code == 0, validated.text
 
-    then = directory.Checkpoint.open(hot.paths.checkpoints / "step-00000020").manifest["digest"]
+    then = directory.Checkpoint.open(hot.paths.checkpoints / "step-00000020").manifest.digest
     lineage = {"run": "hot", "step": 20, "digest": then}
-    assert directory.latest(cool.paths).manifest["lineage"]["parent"] == lineage
+    assert directory.latest(cool.paths).manifest.lineage.parent.to_json() == lineage
     assert read_json(cool.paths.fit)["parent"] == lineage
     assert cool.forge("report").code == 0
     assert f"hot@20 (digest {then})" in cool.paths.report.read_text()
@@ -125,11 +125,11 @@ def test_run_with_a_checkpoint_of_its_own_resumes_from_that_when_the_parent_is_g
         base, "child", "base@6", "--train.checkpoint_every=1", "--train.decay_steps=12"
     )
     trained(child, "--train.max_steps=8")
-    lineage = directory.latest(child.paths).manifest["lineage"]["parent"]
+    lineage = directory.latest(child.paths).manifest.lineage.parent
     shutil.rmtree(base.folder)
     outcome = trained(child)
     assert f"resume from {child.paths.checkpoints}/step-00000008" in outcome.text
-    assert directory.latest(child.paths).manifest["lineage"]["parent"] == lineage
+    assert directory.latest(child.paths).manifest.lineage.parent == lineage
 
     changed = child.forge("train", "--parent=base@12", "--train.max_steps=14")
     assert changed.code == 78

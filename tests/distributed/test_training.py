@@ -25,7 +25,7 @@ def assert_same_losses(found, expected, steps):
 
 def next_sample(run):
     checkpoint = directory.latest(run.paths)
-    return checkpoint.step, checkpoint.manifest["next_sample"], checkpoint.manifest["world_size"]
+    return checkpoint.step, checkpoint.manifest.next_sample, checkpoint.manifest.world_size
 
 
 # --- how many ranks, how they share the model -------------------------------------------------------

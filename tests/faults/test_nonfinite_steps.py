@@ -120,7 +120,7 @@ def test_run_that_diverged_skips_its_bad_steps_under_its_own_name_and_reaches_th
     assert ended.code == Exit.DONE, ended.text
     assert f"the update of step {steps[0]} is skipped" in ended.text
     assert skipped(whole) == steps
-    assert directory.latest(whole.paths).manifest["skipped"]["steps"] == len(steps)
+    assert directory.latest(whole.paths).manifest.skipped.steps == len(steps)
     assert ("skipped steps", str(len(steps))) in summarise(whole.paths).lineage
 
     # Stopped where a step has just been skipped, and resumed there: the same run, bit by bit.

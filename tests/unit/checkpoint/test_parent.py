@@ -7,13 +7,13 @@ import shutil
 
 import pytest
 from snakemake.settings.types import ConfigSettings
-from support.manifests import IDS, manifest_of
+from support.manifests import IDS, lineage_of, manifest_of, stored
 
 from forge import workflow
 from forge.checkpoint import directory, parent
+from forge.checkpoint.manifest import MANIFEST, ParentCheckpoint
 from forge.core.config import Ids, load_config
 from forge.core.errors import ConfigError, DataError
-from forge.core.files import digest_bytes
 from forge.core.paths import RunPaths
 from forge.core.sample_sheet import resolve_runs
 from tools.config_docs import keys_text
@@ -40,8 +40,7 @@ def save(config, step, **facts):
     paths = RunPaths.of(config)
     folder = directory.begin(paths, step)
     (folder / "__0_0.distcp").write_bytes(CONTENT)
-    files = {"__0_0.distcp": {"bytes": len(CONTENT), "digest": digest_bytes(CONTENT)}}
-    manifest = manifest_of(step, config, files=files, **facts)
+    manifest = manifest_of(step, config, files={"__0_0.distcp": stored(CONTENT)}, **facts)
     return directory.commit(paths, folder, manifest, keep_last=9)
 
 
@@ -99,7 +98,7 @@ def test_corrupt_checkpoint_is_refused_by_name_and_stays_where_it_is(base, confi
     paths = RunPaths.of(base)
     folder = paths.checkpoints / "step-00000100"
     {
-        "manifest": lambda: (folder / directory.MANIFEST).write_text("{"),
+        "manifest": lambda: (folder / MANIFEST).write_text("{"),
         "size": lambda: (folder / "__0_0.distcp").write_bytes(b"cut"),
         "missing": (folder / "__0_0.distcp").unlink,
         "renamed": lambda: shutil.copytree(
@@ -242,12 +241,12 @@ def test_lineage_names_run_step_and_digest_and_is_handed_on_by_the_runs_own_chec
 ):
     child = config_of(parent="base@50")
     start = parent.find(child)
-    then = {"parent": {"run": "base", "step": 50, "digest": start.manifest["digest"]}}
-    assert parent.lineage(child, None, start) == then
+    then = ParentCheckpoint(run="base", step=50, digest=start.manifest.digest)
+    assert parent.recorded(child, None, start) == then
     own = save(child, 60)
-    assert parent.lineage(child, own, own) == {}
-    lineage = {**own.manifest["lineage"], **then}
-    assert parent.lineage(child, save(child, 70, lineage=lineage), None) == then
+    assert parent.recorded(child, own, own) is None
+    lineage = lineage_of(child, parent=then)
+    assert parent.recorded(child, save(child, 70, lineage=lineage), None) == then
 
 
 def test_a_run_that_diverged_is_shown_the_way_on(config_of):

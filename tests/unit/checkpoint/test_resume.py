@@ -8,7 +8,6 @@ from support.manifests import manifest_of
 
 from forge.checkpoint import directory, resume
 from forge.core.errors import UnfitError
-from forge.core.files import write_json
 from forge.core.paths import RunPaths
 
 STEP = "step-00000010"
@@ -16,7 +15,7 @@ STEP = "step-00000010"
 
 def put_checkpoint(folder, **facts):
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / directory.MANIFEST, manifest_of(10, **facts))
+    manifest_of(10, **facts).write(folder)
 
 
 class Seen:
@@ -53,7 +52,7 @@ def test_checkpoint_that_a_node_never_sees_is_unfit_and_names_it(tmp_path, monke
 def test_a_node_that_sees_an_older_checkpoint_of_that_name_does_not_train_on(tmp_path):
     paths = RunPaths(tmp_path)
     put_checkpoint(paths.checkpoints / STEP)
-    mine = directory.Checkpoint.open(paths.checkpoints / STEP).manifest["digest"]
+    mine = directory.Checkpoint.open(paths.checkpoints / STEP).manifest.digest
     assert resume._chosen(paths, Seen(mine)).step == 10
     with pytest.raises(UnfitError, match="is not the same checkpoint on all nodes"):
         resume._chosen(paths, Seen("another digest"))
