@@ -1,4 +1,4 @@
-"""Checkpoint directories: begin, commit, find, verify, prune, quarantine. No torch.
+"""Checkpoint directories: begin, commit, verify, prune, quarantine, and the link `latest`. No torch.
 
 A checkpoint is a directory `step-00000100` with the files of torch.distributed.checkpoint and a
 `checkpoint.json` that lists each file with its digest. It is written under a temporary name. The
@@ -22,7 +22,6 @@ from pathlib import Path
 from forge.checkpoint.manifest import (
     MANIFEST,
     Manifest,
-    OtherFormat,
     Part,
     RecordedConfig,
     StoredFile,
@@ -62,6 +61,15 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return self.manifest.step
+
+    @classmethod
+    def open_complete(cls, folder: Path) -> Checkpoint:
+        """As `open`; also DataError where a file is missing or cut, and UnfitError when the disk reports
+        an error. Contents are not read."""
+        with disk_trouble(folder, "read"):
+            checkpoint = cls.open(folder)
+            checkpoint.check_form()
+        return checkpoint
 
     def check_form(self) -> None:
         """DataError when a file is missing or cut."""
@@ -108,14 +116,17 @@ def committed(checkpoints: Path) -> list[Path]:
     return sorted((f for f in folders if checkpoint_step(f.name) is not None), key=by_step)
 
 
-def latest(paths: RunPaths) -> Checkpoint | None:
-    """What `latest` points to; None for a run without checkpoints. Raises DataError when it dangles."""
+def latest_folder(paths: RunPaths) -> Path | None:
+    """The folder that `latest` points to; None for a run without checkpoints.
+
+    Raises DataError when `latest` dangles, is missing or is no link.
+    """
     link = paths.latest
     folder = linked(paths)
     if not link.is_symlink() and (_intent(paths) / MANIFEST).is_file():
         folder = _intent(paths).resolve()  # the first commit is between its two renames
     if folder:
-        return Checkpoint.open(folder)
+        return folder
     there = committed(paths.checkpoints)
     if not link.is_symlink() and not there:
         return None
@@ -295,75 +306,37 @@ def clean(paths: RunPaths) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-# --- which checkpoint to go on from ----------------------------------------------------------------
+# --- `latest` and corrupt checkpoints --------------------------------------------------------------
 
 
-def newest_whole(paths: RunPaths) -> Checkpoint | None:
-    """The checkpoint behind `latest`, or the newest one older than it whose manifest can be read.
-
-    Moves unreadable ones to quarantine and mends `latest`, both said aloud; None when none is left.
-    Reads manifests only: whether the files are as they say is `bad_files`'s question. Under the
-    run's lease only. Raises UnfitError.
-    """
-    finish_commit(paths)
-    while True:
-        folder = _behind_latest(paths)
-        if folder is None:
-            return None
-        try:
-            with disk_trouble(folder, "read"):
-                checkpoint = Checkpoint.open(folder)
-                checkpoint.check_form()
-            return checkpoint
-        except OtherFormat:
-            raise
-        except DataError as err:
-            quarantine(paths, folder, [err.what])
-
-
-def begin_afresh(paths: RunPaths, refuse: bool, parent: str | None = None) -> None:
-    """When no checkpoint is left to go on from: DataError if that is refused (--require-checkpoint);
-    else say so, where there has been one. parent: the checkpoint of another run that training then
-    starts from. Rank 0, or the launcher."""
-    there = sorted(paths.quarantine.glob(f"{CHECKPOINT_PREFIX}*"), key=by_step)
-    lost = [folder.name for folder in there]
-    if refuse:
-        raise DataError(
-            f"{paths.root} has no checkpoint to go on from"
-            + (f"; in quarantine: {', '.join(lost)}" if lost else ""),
-            cause="all were damaged or removed" if lost else "none was ever committed",
-            fix="bring a checkpoint back, or leave out --require-checkpoint to start at step 0",
-        )
-    if lost:
-        say(
-            f"warning: no checkpoint of {paths.root} is left (in quarantine: {', '.join(lost)}):"
-            f" training starts {f'from {parent}' if parent else 'at step 0 with fresh weights'}"
-        )
-
-
-def _behind_latest(paths: RunPaths) -> Path | None:
-    """The folder that `latest` points to, `latest` mended where it points to nothing."""
+def mend_latest(paths: RunPaths) -> Path | None:
+    """The folder that `latest` points to, `latest` mended where it points to nothing; None when no
+    checkpoint is left. Under the run's lock only. Raises DataError as `linked` does."""
     link = paths.latest
     if folder := linked(paths):
         return folder
-    there = _older_first(paths, link.readlink().name if link.is_symlink() else None)
+    there = fallbacks(paths)
     if not there:
         if link.is_symlink():
             say(f"warning: {link} {_trouble(link)}, and no checkpoint is left")
             with disk_trouble(link):
                 link.unlink()
         return None
-    say(f"warning: {link} {_trouble(link)}: going on from {there[-1].name}")
-    _point_latest(paths, there[-1])
-    return there[-1]
+    say(f"warning: {link} {_trouble(link)}: going on from {there[0].name}")
+    _point_latest(paths, there[0])
+    return there[0]
 
 
-def _older_first(paths: RunPaths, name: str | None) -> list[Path]:
-    """Committed folders, the best to go on from last: the newest before `name`, else the newest."""
-    there = committed(paths.checkpoints)
+def fallbacks(paths: RunPaths, name: str | None = None) -> list[Path]:
+    """Committed folders in the order in which training falls back to them from the checkpoint `name`,
+    by default the one that `latest` names: older ones, the newest first; then newer ones."""
+    link = paths.latest
+    if name is None and link.is_symlink():
+        name = link.readlink().name
     step = checkpoint_step(name or "")
+    there = committed(paths.checkpoints)[::-1]
     older = [folder for folder in there if step is None or _step_of(folder) < step]
-    return older or there
+    return older + [folder for folder in there if folder not in older]
 
 
 def _point_latest(paths: RunPaths, folder: Path) -> None:
@@ -387,13 +360,13 @@ def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
         if not place.exists():
             break
         place = paths.quarantine / f"{folder.name}.{number}"
-    followers = [other for other in _older_first(paths, folder.name) if other != folder]
+    followers = [other for other in fallbacks(paths, folder.name) if other != folder]
     was_latest = linked(paths) == folder.resolve()
     with disk_trouble(place):
         paths.quarantine.mkdir(exist_ok=True)
         folder.rename(place)
         if was_latest and followers:
-            _point_latest(paths, followers[-1])
+            _point_latest(paths, followers[0])
         elif was_latest:
             paths.latest.unlink()
         fsync_folder(paths.checkpoints)
@@ -405,7 +378,7 @@ def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
     if not was_latest:
         following = "latest stays as it is"
     elif followers:
-        following = f"going on from {followers[-1].name}"
+        following = f"going on from {followers[0].name}"
     say(f"warning: it was moved to {place}; {following}")
     return place
 
@@ -496,24 +469,3 @@ def schedule_warnings(config: Config, checkpoint: Checkpoint | None) -> list[str
             f" steps after {decay_steps} run at the minimum learning rate"
         )
     return warnings
-
-
-def check_resumable(config: Config, paths: RunPaths) -> Checkpoint | None:
-    """The checkpoint that this config will go on from, None for a fresh start; changes nothing.
-
-    One that cannot be read is passed over here: training moves it to quarantine. Raises ConfigError
-    as `check_compatible` does.
-    """
-    there = committed(paths.checkpoints)
-    if folder := linked(paths):
-        there.append(folder)
-    for folder in reversed(there):
-        try:
-            checkpoint = Checkpoint.open(folder)
-        except OtherFormat:
-            raise
-        except DataError:
-            continue
-        check_compatible(config, checkpoint)
-        return checkpoint
-    return None

@@ -65,13 +65,12 @@ def find(config: Config) -> directory.Checkpoint | None:
     with disk_trouble(parent.folder, "read"):
         if not parent.folder.is_dir():
             raise _missing(config, parent)
-        try:
-            checkpoint = directory.Checkpoint.open(parent.folder)
-            checkpoint.check_form()
-        except OtherFormat:
-            raise
-        except DataError as err:
-            raise corrupt(config, [err.what]) from None
+    try:
+        checkpoint = directory.Checkpoint.open_complete(parent.folder)
+    except OtherFormat:
+        raise
+    except DataError as err:
+        raise corrupt(config, [err.what]) from None
     _check_fits(config, checkpoint)
     return checkpoint
 

@@ -1,4 +1,10 @@
-"""Choose the checkpoint to resume from: the newest valid one that was trained on the same data."""
+"""Choose the checkpoint of a run. No torch.
+
+- Read-only, for validation, export, report and people: `latest`, `required`, `named`.
+- Under the run's lock, before training: `repaired_latest` falls back to an older checkpoint where the
+  newest one is not complete; then the ranks verify all digests (`newest_verified`).
+- Before a start, without the lock: `check_resumable` says what training would resume from.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +15,107 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.checkpoint import directory, parent
-from forge.checkpoint.manifest import MANIFEST
+from forge.checkpoint.manifest import MANIFEST, OtherFormat
 from forge.core.config import Config
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import disk_trouble
-from forge.core.paths import RunPaths
+from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_step
 from forge.core.process import hostname
+from forge.core.terminal import say
 
 if TYPE_CHECKING:
     from forge.launch.process_group import World
 
 # For so long an NFS client may not see what another one has made (man 5 nfs, acdirmax).
 NETWORK_CACHE_SEC = 60.0
+
+
+def latest(paths: RunPaths) -> directory.Checkpoint | None:
+    """The checkpoint that `latest` points to; None for a run without checkpoints.
+
+    Raises DataError when `latest` dangles, or what it points to is no checkpoint.
+    """
+    folder = directory.latest_folder(paths)
+    return directory.Checkpoint.open(folder) if folder else None
+
+
+def required(paths: RunPaths) -> directory.Checkpoint:
+    """As `latest`; DataError for a run without checkpoints."""
+    checkpoint = latest(paths)
+    if checkpoint is None:
+        raise DataError(
+            f"{paths.root} has no checkpoint",
+            cause="the run has not committed one yet, or it is not a run's folder",
+            fix="train the run first, or name the folder of a run or a checkpoint",
+        )
+    return checkpoint
+
+
+def named(place: Path) -> directory.Checkpoint:
+    """The checkpoint that a user names by its own folder, or by that of its run, which stands for the
+    latest one. Raises DataError where there is none."""
+    paths, folder = RunPaths(place), place.resolve()
+    is_checkpoint = (place / MANIFEST).exists() or checkpoint_step(folder.name) is not None
+    if is_checkpoint and not paths.checkpoints.is_dir():
+        return directory.Checkpoint.open(folder)
+    return required(paths)
+
+
+def repaired_latest(paths: RunPaths) -> directory.Checkpoint | None:
+    """The checkpoint that `latest` points to, or the next one to fall back to that is complete.
+
+    Moves the others to quarantine and mends `latest`, both with a warning; None when none is left.
+    Whether the content of the files is valid is left to `newest_verified`. Under the run's lock only.
+    Raises OtherFormat, UnfitError, and DataError where something else is in the place of `latest`.
+    """
+    directory.finish_commit(paths)
+    while (folder := directory.mend_latest(paths)) is not None:
+        try:
+            return directory.Checkpoint.open_complete(folder)
+        except OtherFormat:
+            raise
+        except DataError as err:
+            directory.quarantine(paths, folder, [err.what])
+    return None
+
+
+def check_resumable(config: Config, paths: RunPaths) -> directory.Checkpoint | None:
+    """The checkpoint that this config will resume from, None for a fresh start; changes nothing.
+
+    Passes over those that training would move to quarantine. Raises ConfigError as
+    `directory.check_compatible` does, and as `repaired_latest`.
+    """
+    folder = directory.linked(paths)
+    for place in [*([folder] if folder else []), *directory.fallbacks(paths)]:
+        try:
+            checkpoint = directory.Checkpoint.open_complete(place)
+        except OtherFormat:
+            raise
+        except DataError:
+            continue
+        directory.check_compatible(config, checkpoint)
+        return checkpoint
+    return None
+
+
+def begin_afresh(paths: RunPaths, refuse: bool, parent_name: str | None = None) -> None:
+    """When no checkpoint is left to resume from: DataError if that is refused (--require-checkpoint);
+    else say so, where there has been one. parent_name: the checkpoint of another run that training then
+    starts from. Rank 0, or the launcher."""
+    there = sorted(paths.quarantine.glob(f"{CHECKPOINT_PREFIX}*"), key=by_step)
+    lost = [folder.name for folder in there]
+    if refuse:
+        raise DataError(
+            f"{paths.root} has no checkpoint to go on from"
+            + (f"; in quarantine: {', '.join(lost)}" if lost else ""),
+            cause="all were damaged or removed" if lost else "none was ever committed",
+            fix="bring a checkpoint back, or leave out --require-checkpoint to start at step 0",
+        )
+    if lost:
+        say(
+            f"warning: no checkpoint of {paths.root} is left (in quarantine: {', '.join(lost)}):"
+            f" training starts {f'from {parent_name}' if parent_name else 'at step 0 with fresh weights'}"
+        )
 
 
 def newest_verified(
@@ -40,7 +135,7 @@ def newest_verified(
         lost = True
         world.on_main(partial(directory.quarantine, paths, found.folder, damage), "quarantine")
     if lost:
-        begin = partial(directory.begin_afresh, paths, require_checkpoint, parent_name)
+        begin = partial(begin_afresh, paths, require_checkpoint, parent_name)
         world.on_main(begin, "fresh start")
     return None
 
@@ -71,11 +166,12 @@ def _damage(found: directory.Checkpoint, world: World) -> list[str]:
 
 
 def _chosen(paths: RunPaths, world: World) -> directory.Checkpoint | None:
-    """What rank 0 goes on from, the same on all ranks: other nodes may see a network file system as it
-    was some seconds ago. Raises UnfitError when a node does not see that checkpoint."""
+    """What `latest` is on rank 0, the same on all ranks: other nodes may see a network file system as it
+    was some seconds ago, so no rank repairs what it sees. Raises UnfitError when a node does not see
+    that checkpoint."""
 
     def look() -> str:
-        found = directory.latest(paths) if world.rank.is_main else None
+        found = latest(paths) if world.rank.is_main else None
         return os.path.relpath(found.folder, paths.checkpoints.resolve()) if found else ""
 
     what = "choice of the checkpoint"

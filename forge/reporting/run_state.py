@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from forge.checkpoint import directory
+from forge.checkpoint import directory, resume
 from forge.checkpoint.manifest import Artifact, Manifest, ParentCheckpoint, Part
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import read_object_or_empty
@@ -94,7 +94,7 @@ def summarise(paths: RunPaths) -> Summary:
 def _checkpoint(paths: RunPaths) -> tuple[directory.Checkpoint | None, list[str]]:
     """The checkpoint behind `latest`, and why it cannot be shown where it is none."""
     try:
-        return directory.latest(paths), []
+        return resume.latest(paths), []
     except DataError as err:
         return None, [err.what]
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from forge.checkpoint import directory, manifest, storage
+from forge.checkpoint import directory, manifest, resume, storage
 from forge.cluster.lock import lease
 from forge.core.config import Config, Model, apply_overrides, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
@@ -54,7 +54,7 @@ def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any])
     Raises DataError (no checkpoint, or a damaged one), ConfigError (`to` is in the way) and
     UnfitError (cannot write).
     """
-    checkpoint = _checkpoint(folder)
+    checkpoint = resume.named(folder)
     target = to.resolve() if to else _default_target(checkpoint)
     identity = {
         "format": FORMAT,
@@ -74,19 +74,6 @@ def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any])
             _write_manifest(draft, source, {**identity, "weights_digest": weights_digest})
     say(f"exported step {checkpoint.step} in {dtype}: {target}")
     return target
-
-
-def _checkpoint(folder: Path) -> directory.Checkpoint:
-    if (folder / manifest.MANIFEST).exists():
-        return directory.Checkpoint.open(folder.resolve())
-    checkpoint = directory.latest(RunPaths(folder))
-    if checkpoint is None:
-        raise DataError(
-            f"{folder} has no checkpoint",
-            cause="the run has not committed one yet, or it is not a run's folder",
-            fix="train the run first, or name the folder of a run or a checkpoint",
-        )
-    return checkpoint
 
 
 def _run_of(checkpoint: directory.Checkpoint) -> RunPaths | None:

@@ -22,7 +22,7 @@ from support.manifests import write_as_another_program
 from support.saved import make_digests_right
 from tokenizers import Tokenizer
 
-from forge.checkpoint import directory, storage
+from forge.checkpoint import directory, resume, storage
 from forge.checkpoint.manifest import MANIFEST
 from forge.core.config import Config
 from forge.core.files import digest_file, read_json, write_json
@@ -93,7 +93,7 @@ def stored(checkpoint: directory.Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def latest(run: Run) -> directory.Checkpoint:
-    found = directory.latest(run.paths)
+    found = resume.latest(run.paths)
     assert found
     return found
 

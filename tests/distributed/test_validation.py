@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from support.live_run import GOAL, TWO_RANKS, forge
 from support.saved import make_digests_right, state_of
 
-from forge.checkpoint import directory, storage
+from forge.checkpoint import directory, resume, storage
 from forge.checkpoint.manifest import FORMAT, MANIFEST
 from forge.cluster.lock import lease
 from forge.core import failpoints
@@ -269,7 +269,7 @@ def test_validation_holds_the_weights_once_and_not_the_moments(session_runs):
     run = session_runs("large", *sizes, *steps)
     outcome = run.forge("train", *TWO_RANKS)
     assert outcome.code == 0, outcome.text
-    checkpoint = directory.latest(run.paths)
+    checkpoint = resume.latest(run.paths)
     state = state_of(checkpoint.folder)
     moments = sum(tensor.nbytes for name, tensor in state.items() if name.startswith("optimizer."))
     weights = sum(tensor.nbytes for tensor in state.values()) - moments

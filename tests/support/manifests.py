@@ -1,10 +1,11 @@
-"""Manifests of checkpoints as training writes them, for tests that need no tensors."""
+"""Checkpoints as training commits them, for tests that need no tensors."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from forge.checkpoint import directory
 from forge.checkpoint.manifest import (
     MANIFEST,
     Artifact,
@@ -21,6 +22,7 @@ from forge.checkpoint.manifest import (
 )
 from forge.core.config import Config, Ids
 from forge.core.files import canonical, digest_bytes, read_json, write_json
+from forge.core.paths import RunPaths
 
 IDS = Ids(tokenizer="a1b2c3d4e5f6", tokens="0f1e2d3c4b5a")
 NUMERICS = Numerics(
@@ -76,3 +78,25 @@ def write_as_another_program(folder: Path, **changed: Any) -> None:
     content = {**read_json(folder / MANIFEST), **changed}
     del content["digest"]
     write_json(folder / MANIFEST, {**content, "digest": digest_bytes(canonical(content))})
+
+
+def save(
+    paths: RunPaths,
+    step: int,
+    *,
+    config: Config | None = None,
+    keep_last: int = 2,
+    keep_every: int | None = None,
+    content: bytes = b"weights",
+    **facts: Any,
+) -> directory.Checkpoint:
+    """Commit a checkpoint of one file; `facts` replace keys of its manifest."""
+    folder = directory.begin(paths, step)
+    (folder / "__0_0.distcp").write_bytes(content)
+    manifest = manifest_of(step, config, files={"__0_0.distcp": stored(content)}, **facts)
+    return directory.commit(paths, folder, manifest, keep_last, keep_every)
+
+
+def names(folder: Path) -> set[str]:
+    """Names of what is in a folder."""
+    return {path.name for path in folder.iterdir()}

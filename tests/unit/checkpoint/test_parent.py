@@ -7,18 +7,17 @@ import shutil
 
 import pytest
 from snakemake.settings.types import ConfigSettings
-from support.manifests import IDS, lineage_of, manifest_of, stored
+from support import manifests
+from support.manifests import IDS, lineage_of
 
 from forge import workflow
-from forge.checkpoint import directory, parent
+from forge.checkpoint import directory, parent, resume
 from forge.checkpoint.manifest import MANIFEST, ParentCheckpoint
 from forge.core.config import Ids, load_config
 from forge.core.errors import ConfigError, DataError
 from forge.core.paths import RunPaths
 from forge.core.sample_sheet import resolve_runs
 from tools.config_docs import keys_text
-
-CONTENT = b"weights"
 
 
 @pytest.fixture
@@ -37,11 +36,7 @@ def config_of(results):
 
 
 def save(config, step, **facts):
-    paths = RunPaths.of(config)
-    folder = directory.begin(paths, step)
-    (folder / "__0_0.distcp").write_bytes(CONTENT)
-    manifest = manifest_of(step, config, files={"__0_0.distcp": stored(CONTENT)}, **facts)
-    return directory.commit(paths, folder, manifest, keep_last=9)
+    return manifests.save(RunPaths.of(config), step, config=config, keep_last=9, **facts)
 
 
 @pytest.fixture
@@ -230,7 +225,7 @@ def test_a_run_with_a_checkpoint_of_its_own_needs_its_parent_no_more(sheet):
 
 def test_parent_changed_after_the_first_checkpoint_is_refused_by_key(base, config_of):
     save(config_of(parent="base@50"), 60)
-    saved = directory.latest(RunPaths.of(config_of()))
+    saved = resume.latest(RunPaths.of(config_of()))
     for changed, shown in (({"parent": "base@100"}, "'base@100'"), ({}, "None")):
         with pytest.raises(ConfigError, match=f"parent is {shown}, the checkpoint has 'base@50'"):
             directory.check_compatible(config_of(**changed), saved)
