@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from bench.manifests import manifest_of
 from forge.checkpoint import storage
 from forge.checkpoint.async_saver import Saver
 from forge.core.config import Model, Train
@@ -112,7 +113,8 @@ class Bench:
             for beside in (False, True)
         }
         self.seconds: Seconds = defaultdict(list)
-        self.steps = itertools.count(1)
+        manifest = manifest_of(1)
+        self.manifests = (manifest.model_copy(update={"step": step}) for step in itertools.count(1))
         self.step = training_step()
         self.stall_of_first = 0.0
 
@@ -154,7 +156,7 @@ class Bench:
         """Through to the commit; the stall of one beside training goes to a row of its own."""
         saver = self.savers[beside]
         started = time.perf_counter()
-        saver.start(self.state, {"step": next(self.steps)}, keep_last=1, last=not beside)
+        saver.start(self.state, next(self.manifests), keep_last=1, last=not beside)
         if beside:
             self.seconds["  stall"].append(time.perf_counter() - started)
             self.stall_of_first = self.seconds["  stall"][0]
@@ -198,7 +200,7 @@ class Bench:
         """Steps a second between the stalls of a save, or for a second; and the seconds that it takes."""
         started = time.perf_counter()
         if saver:
-            saver.start(self.state, {"step": next(self.steps)}, keep_last=1)
+            saver.start(self.state, next(self.manifests), keep_last=1)
         begun, steps = time.perf_counter(), 0
         while not saver.is_done() if saver else time.perf_counter() < begun + 1:
             self.step()

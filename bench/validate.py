@@ -18,8 +18,10 @@ from typing import Any
 
 import blake3
 
+from bench.manifests import manifest_of
 from forge.checkpoint import directory
-from forge.core.files import digest_file, write_json
+from forge.checkpoint.manifest import StoredFile
+from forge.core.files import digest_file
 
 NUM_FILES = 4  # as one rank writes them
 THREADS = 4  # of Checkpoint.bad_files
@@ -33,8 +35,8 @@ def make_checkpoint(folder: Path, size: int) -> directory.Checkpoint:
     for number in range(NUM_FILES):
         path = folder / f"__0_{number}.distcp"
         path.write_bytes(os.urandom(size // NUM_FILES))
-        files[path.name] = {"bytes": path.stat().st_size, "digest": digest_file(path)}
-    write_json(folder / directory.MANIFEST, directory.sealed({"step": 1, "files": files}))
+        files[path.name] = StoredFile(bytes=path.stat().st_size, digest=digest_file(path))
+    manifest_of(1).with_files(files).write(folder)
     return directory.Checkpoint.open(folder)
 
 

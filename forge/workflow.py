@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from forge.checkpoint import directory, parent
+from forge.checkpoint import directory, parent, resume
 from forge.cluster import exclude, jobs, submission
 from forge.cluster.job_requests import requests_of
 from forge.cluster.lock import WORKFLOW_LEASE, lease
@@ -98,7 +98,7 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, Config]:
     parent.refuse_circles(runs)
     for name, config in runs.items():
         paths = RunPaths.of(config)
-        checkpoint = directory.check_resumable(config, paths)
+        checkpoint = resume.check_resumable(config, paths)
         # A finished run needs no parent any more, even where its checkpoints were removed.
         if checkpoint is None and not paths.fit.exists():
             parent.find(config)
@@ -278,7 +278,7 @@ def overrides(config: Config, *names: str) -> list[str]:
 
 def resumable_steps(runs: dict[str, Config]) -> dict[str, int]:
     """Run name -> step of its checkpoint, for the runs that have one."""
-    found = {name: directory.check_resumable(c, RunPaths.of(c)) for name, c in runs.items()}
+    found = {name: resume.check_resumable(c, RunPaths.of(c)) for name, c in runs.items()}
     return {name: checkpoint.step for name, checkpoint in found.items() if checkpoint}
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from forge.checkpoint import directory, storage
+from forge.checkpoint.manifest import Manifest
 from forge.cluster.network import available_memory
 from forge.core import failpoints
 from forge.core.errors import TrainingError, UnfitError
@@ -70,7 +71,7 @@ class Saver:
     def start(
         self,
         state: dict[str, Any],
-        manifest: dict[str, Any],
+        manifest: Manifest,
         *,
         keep_last: int,
         keep_every: int | None = None,
@@ -78,10 +79,11 @@ class Saver:
     ) -> Save:
         """Begin to save this state; the one before must be finished.
 
-        last: nothing changes the state any more, so it needs no copy.
+        manifest: without files, which are known once they are written. last: nothing changes the
+        state any more, so it needs no copy.
         """
         assert self.under_way is None
-        save = Save(manifest["step"], storage.state_bytes(state), time.perf_counter())
+        save = Save(manifest.step, storage.state_bytes(state), time.perf_counter())
         live = last or not self._has_room(state)
         if not live:
             state = self._stager.stage(state)  # type: ignore[assignment]
@@ -156,7 +158,7 @@ class Saver:
     def _write(
         self,
         state: dict[str, Any],
-        manifest: dict[str, Any],
+        manifest: Manifest,
         keep_last: int,
         keep_every: int | None,
         size: int,
@@ -164,7 +166,7 @@ class Saver:
         """Write and commit; on every rank, in the thread. The checkpoint."""
         if self.world.device.type == "cuda":
             torch.cuda.set_device(self.world.device)  # a thread begins with the first one
-        step = manifest["step"]
+        step = manifest.step
         self.aside.together(lambda: _refuse_non_finite(state, step), "check of numbers")
         self.aside.on_main(lambda: directory.begin(self.paths, step, size), "begin of the save")
         folder = directory.temporary_folder(self.paths, step)
@@ -174,16 +176,14 @@ class Saver:
             if self.world.rank.is_main:  # else a full disk would stay full
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-        whole = {**manifest, "files": files}
+        complete = manifest.with_files(files).sealed()
 
         def commit() -> None:
             self.before_commit()
-            directory.commit(self.paths, folder, whole, keep_last, keep_every)
+            directory.commit(self.paths, folder, complete, keep_last, keep_every)
 
         self.aside.on_main(commit, "commit")
-        return directory.Checkpoint(
-            self.paths.checkpoints / checkpoint_name(step), directory.sealed(whole)
-        )
+        return directory.Checkpoint(self.paths.checkpoints / checkpoint_name(step), complete)
 
 
 def _refuse_non_finite(state: dict[str, Any], step: int) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoint directories: begin, commit, find, verify, prune, quarantine. No torch.
+"""Checkpoint directories: begin, commit, verify, prune, quarantine, and the link `latest`. No torch.
 
 A checkpoint is a directory `step-00000100` with the files of torch.distributed.checkpoint and a
 `checkpoint.json` that lists each file with its digest. It is written under a temporary name. The
@@ -18,47 +18,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from forge.checkpoint import checkpoint_shape
+from forge.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    Part,
+    RecordedConfig,
+    StoredFile,
+)
 from forge.core import events, failpoints
 from forge.core.config import Config, Model, Section, Train, is_free
 from forge.core.errors import ConfigError, DataError, UnfitError
-from forge.core.files import (
-    canonical,
-    digest_bytes,
-    digest_file,
-    disk_trouble,
-    fsync_folder,
-    read_json,
-    write_json,
-)
+from forge.core.files import digest_file, disk_trouble, fsync_folder, write_json
 from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
 from forge.core.terminal import say
 
-FORMAT = 2
-MANIFEST = "checkpoint.json"
 TEMPORARY = ".writing-"
 # Room for manifest, index and the event log beside the tensors.
 SPARE_BYTES = 4 * 2**20
-
-
-class OtherFormat(DataError):
-    """A checkpoint of another version of Forge: nothing is wrong with it."""
-
-
-def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest with format and its own digest: no byte of it can change unseen."""
-    content = {**manifest, "format": FORMAT}
-    content.pop("digest", None)
-    return {**content, "digest": digest_bytes(canonical(content))}
-
-
-def _is_sealed(manifest: dict[str, Any]) -> bool:
-    try:
-        return manifest == sealed(manifest)
-    except (ValueError, RecursionError):  # NaN, or nested too deeply: Forge writes no such value
-        return False
 
 
 @dataclass(frozen=True)
@@ -66,32 +43,13 @@ class Checkpoint:
     """A committed checkpoint: its folder and its manifest."""
 
     folder: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Read a folder's manifest. Raises DataError where it is damaged, none of ours, or that of
+        """Read a folder's manifest. Raises DataError as `Manifest.read` does, and where it is of
         another step than the folder's name says; a folder not named as a step's is not asked."""
-        manifest = read_json(folder / MANIFEST)
-        if not isinstance(manifest, dict) or "format" not in manifest:
-            raise DataError(f"{folder} is not a checkpoint", cause="not written by Forge")
-        if manifest["format"] != FORMAT:
-            raise OtherFormat(
-                f"{folder} is a checkpoint of format {manifest['format']}, not {FORMAT}",
-                cause="written by another version of Forge",
-                fix="go on with that version, or start again under a new run name",
-            )
-        if not _is_sealed(manifest):
-            raise DataError(
-                f"{folder / MANIFEST} does not have the digest that it names",
-                cause="a disk error, or an edit",
-            )
-        if wrong := checkpoint_shape.trouble(manifest):
-            raise DataError(
-                f"{folder / MANIFEST} is no manifest of a checkpoint: {wrong}",
-                cause="written by another program, or by hand",
-            )
-        found, named = cls(folder, manifest), checkpoint_step(folder.name)
+        found, named = cls(folder, Manifest.read(folder)), checkpoint_step(folder.name)
         if named is not None and named != found.step:
             raise DataError(
                 f"{folder} is named for step {named}, its manifest is of step {found.step}",
@@ -102,11 +60,20 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        return int(self.manifest["step"])
+        return self.manifest.step
+
+    @classmethod
+    def open_complete(cls, folder: Path) -> Checkpoint:
+        """As `open`; also DataError where a file is missing or cut, and UnfitError when the disk reports
+        an error. Contents are not read."""
+        with disk_trouble(folder, "read"):
+            checkpoint = cls.open(folder)
+            checkpoint.check_form()
+        return checkpoint
 
     def check_form(self) -> None:
         """DataError when a file is missing or cut."""
-        for name, expected in self.manifest["files"].items():
+        for name, expected in self.manifest.files.items():
             if bad := self._bad_size(name, expected):
                 raise DataError(bad)
 
@@ -116,7 +83,7 @@ class Checkpoint:
         share: (i, n) looks at every n-th file from the i-th on, for n readers. Raises UnfitError when
         the disk reports an error, which says nothing about the content.
         """
-        files: dict[str, dict[str, Any]] = self.manifest["files"]
+        files = self.manifest.files
         mine = dict(sorted(files.items())[share[0] :: share[1]])
         with disk_trouble(self.folder, "read"), ThreadPoolExecutor(threads) as pool:
             failpoints.reach("load.verify", self.folder)
@@ -126,18 +93,18 @@ class Checkpoint:
             for name in sorted(extra):
                 yield f"{name} is not in the manifest"
 
-    def _bad_size(self, name: str, expected: dict[str, Any]) -> str | None:
+    def _bad_size(self, name: str, expected: StoredFile) -> str | None:
         path = self.folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != expected["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes, the manifest says {expected['bytes']}"
+        if path.stat().st_size != expected.bytes:
+            return f"{name} has {path.stat().st_size} bytes, the manifest says {expected.bytes}"
         return None
 
-    def _bad_file(self, name: str, expected: dict[str, Any]) -> str | None:
+    def _bad_file(self, name: str, expected: StoredFile) -> str | None:
         if bad := self._bad_size(name, expected):
             return bad
-        if digest_file(self.folder / name) != expected["digest"]:
+        if digest_file(self.folder / name) != expected.digest:
             return f"{name} has another digest than the manifest: its content has changed"
         return None
 
@@ -149,14 +116,17 @@ def committed(checkpoints: Path) -> list[Path]:
     return sorted((f for f in folders if checkpoint_step(f.name) is not None), key=by_step)
 
 
-def latest(paths: RunPaths) -> Checkpoint | None:
-    """What `latest` points to; None for a run without checkpoints. Raises DataError when it dangles."""
+def latest_folder(paths: RunPaths) -> Path | None:
+    """The folder that `latest` points to; None for a run without checkpoints.
+
+    Raises DataError when `latest` dangles, is missing or is no link.
+    """
     link = paths.latest
     folder = linked(paths)
     if not link.is_symlink() and (_intent(paths) / MANIFEST).is_file():
         folder = _intent(paths).resolve()  # the first commit is between its two renames
     if folder:
-        return Checkpoint.open(folder)
+        return folder
     there = committed(paths.checkpoints)
     if not link.is_symlink() and not there:
         return None
@@ -232,7 +202,7 @@ def temporary_folder(paths: RunPaths, step: int) -> Path:
 def commit(
     paths: RunPaths,
     folder: Path,
-    manifest: dict[str, Any],
+    manifest: Manifest,
     keep_last: int,
     keep_every: int | None = None,
 ) -> Checkpoint:
@@ -240,17 +210,16 @@ def commit(
 
     Its files are on disk already: whoever wrote one has fsynced it.
     """
-    final = paths.checkpoints / checkpoint_name(manifest["step"])
+    final = paths.checkpoints / checkpoint_name(manifest.step)
     with disk_trouble(final):
         failpoints.reach("commit.manifest", folder)
-        if lost := [name for name in manifest["files"] if not (folder / name).is_file()]:
+        if lost := [name for name in manifest.files if not (folder / name).is_file()]:
             raise UnfitError(
                 f"{folder} has lost {', '.join(lost)}: nothing was committed",
                 cause="it was removed by hand, or by another start of this run",
                 fix="see that one command trains this run, and give it again",
             )
-        manifest = sealed(manifest)
-        write_json(folder / MANIFEST, manifest)
+        manifest = manifest.write(folder)
         failpoints.reach("commit.intent", folder)
         intent = _intent(paths)
         intent.unlink(missing_ok=True)
@@ -337,75 +306,37 @@ def clean(paths: RunPaths) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-# --- which checkpoint to go on from ----------------------------------------------------------------
+# --- `latest` and corrupt checkpoints --------------------------------------------------------------
 
 
-def newest_whole(paths: RunPaths) -> Checkpoint | None:
-    """The checkpoint behind `latest`, or the newest one older than it whose manifest can be read.
-
-    Moves unreadable ones to quarantine and mends `latest`, both said aloud; None when none is left.
-    Reads manifests only: whether the files are as they say is `bad_files`'s question. Under the
-    run's lease only. Raises UnfitError.
-    """
-    finish_commit(paths)
-    while True:
-        folder = _behind_latest(paths)
-        if folder is None:
-            return None
-        try:
-            with disk_trouble(folder, "read"):
-                checkpoint = Checkpoint.open(folder)
-                checkpoint.check_form()
-            return checkpoint
-        except OtherFormat:
-            raise
-        except DataError as err:
-            quarantine(paths, folder, [err.what])
-
-
-def begin_afresh(paths: RunPaths, refuse: bool, parent: str | None = None) -> None:
-    """When no checkpoint is left to go on from: DataError if that is refused (--require-checkpoint);
-    else say so, where there has been one. parent: the checkpoint of another run that training then
-    starts from. Rank 0, or the launcher."""
-    there = sorted(paths.quarantine.glob(f"{CHECKPOINT_PREFIX}*"), key=by_step)
-    lost = [folder.name for folder in there]
-    if refuse:
-        raise DataError(
-            f"{paths.root} has no checkpoint to go on from"
-            + (f"; in quarantine: {', '.join(lost)}" if lost else ""),
-            cause="all were damaged or removed" if lost else "none was ever committed",
-            fix="bring a checkpoint back, or leave out --require-checkpoint to start at step 0",
-        )
-    if lost:
-        say(
-            f"warning: no checkpoint of {paths.root} is left (in quarantine: {', '.join(lost)}):"
-            f" training starts {f'from {parent}' if parent else 'at step 0 with fresh weights'}"
-        )
-
-
-def _behind_latest(paths: RunPaths) -> Path | None:
-    """The folder that `latest` points to, `latest` mended where it points to nothing."""
+def mend_latest(paths: RunPaths) -> Path | None:
+    """The folder that `latest` points to, `latest` mended where it points to nothing; None when no
+    checkpoint is left. Under the run's lock only. Raises DataError as `linked` does."""
     link = paths.latest
     if folder := linked(paths):
         return folder
-    there = _older_first(paths, link.readlink().name if link.is_symlink() else None)
+    there = fallbacks(paths)
     if not there:
         if link.is_symlink():
             say(f"warning: {link} {_trouble(link)}, and no checkpoint is left")
             with disk_trouble(link):
                 link.unlink()
         return None
-    say(f"warning: {link} {_trouble(link)}: going on from {there[-1].name}")
-    _point_latest(paths, there[-1])
-    return there[-1]
+    say(f"warning: {link} {_trouble(link)}: going on from {there[0].name}")
+    _point_latest(paths, there[0])
+    return there[0]
 
 
-def _older_first(paths: RunPaths, name: str | None) -> list[Path]:
-    """Committed folders, the best to go on from last: the newest before `name`, else the newest."""
-    there = committed(paths.checkpoints)
+def fallbacks(paths: RunPaths, name: str | None = None) -> list[Path]:
+    """Committed folders in the order in which training falls back to them from the checkpoint `name`,
+    by default the one that `latest` names: older ones, the newest first; then newer ones."""
+    link = paths.latest
+    if name is None and link.is_symlink():
+        name = link.readlink().name
     step = checkpoint_step(name or "")
+    there = committed(paths.checkpoints)[::-1]
     older = [folder for folder in there if step is None or _step_of(folder) < step]
-    return older or there
+    return older + [folder for folder in there if folder not in older]
 
 
 def _point_latest(paths: RunPaths, folder: Path) -> None:
@@ -429,13 +360,13 @@ def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
         if not place.exists():
             break
         place = paths.quarantine / f"{folder.name}.{number}"
-    followers = [other for other in _older_first(paths, folder.name) if other != folder]
+    followers = [other for other in fallbacks(paths, folder.name) if other != folder]
     was_latest = linked(paths) == folder.resolve()
     with disk_trouble(place):
         paths.quarantine.mkdir(exist_ok=True)
         folder.rename(place)
         if was_latest and followers:
-            _point_latest(paths, followers[-1])
+            _point_latest(paths, followers[0])
         elif was_latest:
             paths.latest.unlink()
         fsync_folder(paths.checkpoints)
@@ -447,7 +378,7 @@ def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
     if not was_latest:
         following = "latest stays as it is"
     elif followers:
-        following = f"going on from {followers[-1].name}"
+        following = f"going on from {followers[0].name}"
     say(f"warning: it was moved to {place}; {following}")
     return place
 
@@ -460,26 +391,24 @@ def frozen_decay_steps(config: Config, checkpoint: Checkpoint | None) -> int:
     if config.train.decay_steps is not None:
         return config.train.decay_steps
     if checkpoint is not None:
-        return int(checkpoint.manifest["decay_steps"])
+        return checkpoint.manifest.decay_steps
     # With an end before that of the warm-up the checkpoint could never be validated.
     return max(config.train.max_steps, config.train.warmup_steps)
 
 
 def check_compatible(config: Config, checkpoint: Checkpoint) -> None:
     """ConfigError that names each key by which the config no longer fits the checkpoint."""
-    made_by = checkpoint.manifest["lineage"]["config"]
+    made_by = checkpoint.manifest.lineage.config
     problems = [
-        *_changed("model", Model, config.model, made_by["model"]),
-        *_changed("train", Train, config.train, made_by["train"]),
+        *_changed("model", Model, config.model, made_by.model),
+        *_changed("train", Train, config.train, made_by.train),
     ]
     decay_steps = frozen_decay_steps(config, checkpoint)
-    if decay_steps != checkpoint.manifest["decay_steps"]:
-        problems.append(
-            differs("train.decay_steps", decay_steps, checkpoint.manifest["decay_steps"])
-        )
+    if decay_steps != checkpoint.manifest.decay_steps:
+        problems.append(differs("train.decay_steps", decay_steps, checkpoint.manifest.decay_steps))
     problems += changed_ids(config, made_by)
-    if config.parent != made_by.get("parent"):
-        problems.append(differs("parent", config.parent, made_by.get("parent")))
+    if config.parent != made_by.parent:
+        problems.append(differs("parent", config.parent, made_by.parent))
     if problems:
         raise ConfigError(
             f"the config does not fit {checkpoint.folder}: " + "; ".join(problems),
@@ -494,22 +423,27 @@ def check_compatible(config: Config, checkpoint: Checkpoint) -> None:
         )
 
 
-def _changed(
-    section: str, model: type[Section], now: Section, then: dict[str, Any]
-) -> Iterator[str]:
+def _changed(section: str, model: type[Section], now: Section, then: Part) -> Iterator[str]:
     for key in model.model_fields:
         if key == "decay_steps" or is_free(model, key):
             continue
-        if getattr(now, key) != then.get(key):
-            yield differs(f"{section}.{key}", getattr(now, key), then.get(key))
+        if getattr(now, key) != (value := recorded_value(then, key)):
+            yield differs(f"{section}.{key}", getattr(now, key), value)
 
 
-def changed_ids(config: Config, made_by: dict[str, Any]) -> Iterator[str]:
+def recorded_value(section: Part, key: str) -> object:
+    """The value of a key in a section of a recorded config; None where its version of Forge had no
+    such key."""
+    return getattr(section, key, None)
+
+
+def changed_ids(config: Config, made_by: RecordedConfig) -> Iterator[str]:
     """One sentence for each artefact that is another than in the config of a checkpoint."""
     for name in ("tokenizer", "tokens"):
         now = getattr(config.ids, name) if config.ids else None
-        if now and now != made_by["ids"][name]:
-            yield differs(f"ids.{name}", now, made_by["ids"][name])
+        then = getattr(made_by.ids, name)
+        if now and now != then:
+            yield differs(f"ids.{name}", now, then)
 
 
 def differs(key: str, now: object, then: object) -> str:
@@ -535,24 +469,3 @@ def schedule_warnings(config: Config, checkpoint: Checkpoint | None) -> list[str
             f" steps after {decay_steps} run at the minimum learning rate"
         )
     return warnings
-
-
-def check_resumable(config: Config, paths: RunPaths) -> Checkpoint | None:
-    """The checkpoint that this config will go on from, None for a fresh start; changes nothing.
-
-    One that cannot be read is passed over here: training moves it to quarantine. Raises ConfigError
-    as `check_compatible` does.
-    """
-    there = committed(paths.checkpoints)
-    if folder := linked(paths):
-        there.append(folder)
-    for folder in reversed(there):
-        try:
-            checkpoint = Checkpoint.open(folder)
-        except OtherFormat:
-            raise
-        except DataError:
-            continue
-        check_compatible(config, checkpoint)
-        return checkpoint
-    return None

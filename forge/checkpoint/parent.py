@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from forge.checkpoint import directory
+from forge.checkpoint.manifest import OtherFormat, ParentCheckpoint, RecordedConfig
 from forge.core.config import Config, Model
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import disk_trouble
@@ -65,13 +65,12 @@ def find(config: Config) -> directory.Checkpoint | None:
     with disk_trouble(parent.folder, "read"):
         if not parent.folder.is_dir():
             raise _missing(config, parent)
-        try:
-            checkpoint = directory.Checkpoint.open(parent.folder)
-            checkpoint.check_form()
-        except directory.OtherFormat:
-            raise
-        except DataError as err:
-            raise corrupt(config, [err.what]) from None
+    try:
+        checkpoint = directory.Checkpoint.open_complete(parent.folder)
+    except OtherFormat:
+        raise
+    except DataError as err:
+        raise corrupt(config, [err.what]) from None
     _check_fits(config, checkpoint)
     return checkpoint
 
@@ -113,7 +112,7 @@ def _steps_there(parent: Parent) -> str:
 
 
 def _check_fits(config: Config, checkpoint: directory.Checkpoint) -> None:
-    if problems := list(_misfits(config, checkpoint.manifest["lineage"]["config"])):
+    if problems := list(_misfits(config, checkpoint.manifest.lineage.config)):
         raise ConfigError(
             f"run {config.run} cannot start from {config.parent}: {'; '.join(problems)}",
             cause="a run has the model, the data and the batch size of its parent",
@@ -128,10 +127,11 @@ def _check_fits(config: Config, checkpoint: directory.Checkpoint) -> None:
         )
 
 
-def _misfits(config: Config, made_by: dict[str, Any]) -> Iterator[str]:
+def _misfits(config: Config, made_by: RecordedConfig) -> Iterator[str]:
     for section, keys in KEPT.items():
         for key in keys:
-            now, then = getattr(getattr(config, section), key), made_by[section].get(key)
+            now = getattr(getattr(config, section), key)
+            then = directory.recorded_value(getattr(made_by, section), key)
             if now != then:
                 yield directory.differs(f"{section}.{key}", now, then)
     yield from directory.changed_ids(config, made_by)
@@ -150,21 +150,20 @@ def refuse_circles(runs: Mapping[str, Config]) -> None:
                 )
 
 
-def lineage(
+def recorded(
     config: Config, own: directory.Checkpoint | None, start: directory.Checkpoint | None
-) -> dict[str, Any]:
-    """{"parent": …} for the lineage of a run's next checkpoints; {} without a parent.
+) -> ParentCheckpoint | None:
+    """The parent in the lineage of a run's next checkpoints; None without a parent.
 
     own: the checkpoint of its own that the run resumes from, which names the parent. start: else the
     parent's checkpoint.
     """
     if own is not None:
-        then = own.manifest["lineage"].get("parent")
-        return {"parent": then} if then else {}
+        return own.manifest.lineage.parent
     parent = Parent.of(config)
     if parent is None or start is None:
-        return {}
-    return {"parent": {"run": parent.run, "step": start.step, "digest": start.manifest["digest"]}}
+        return None
+    return ParentCheckpoint(run=parent.run, step=start.step, digest=start.manifest.digest)
 
 
 def way_on(config: Config, saved_step: int) -> str:

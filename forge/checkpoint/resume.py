@@ -1,4 +1,10 @@
-"""Choose the checkpoint to resume from: the newest valid one that was trained on the same data."""
+"""Choose the checkpoint of a run. No torch.
+
+- Read-only, for validation, export, report and people: `latest`, `required`, `named`.
+- Under the run's lock, before training: `repaired_latest` falls back to an older checkpoint where the
+  newest one is not complete; then the ranks verify all digests (`newest_verified`).
+- Before a start, without the lock: `check_resumable` says what training would resume from.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +15,107 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.checkpoint import directory, parent
+from forge.checkpoint.manifest import MANIFEST, OtherFormat
 from forge.core.config import Config
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import disk_trouble
-from forge.core.paths import RunPaths
+from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_step
 from forge.core.process import hostname
+from forge.core.terminal import say
 
 if TYPE_CHECKING:
     from forge.launch.process_group import World
 
 # For so long an NFS client may not see what another one has made (man 5 nfs, acdirmax).
 NETWORK_CACHE_SEC = 60.0
+
+
+def latest(paths: RunPaths) -> directory.Checkpoint | None:
+    """The checkpoint that `latest` points to; None for a run without checkpoints.
+
+    Raises DataError when `latest` dangles, or what it points to is no checkpoint.
+    """
+    folder = directory.latest_folder(paths)
+    return directory.Checkpoint.open(folder) if folder else None
+
+
+def required(paths: RunPaths) -> directory.Checkpoint:
+    """As `latest`; DataError for a run without checkpoints."""
+    checkpoint = latest(paths)
+    if checkpoint is None:
+        raise DataError(
+            f"{paths.root} has no checkpoint",
+            cause="the run has not committed one yet, or it is not a run's folder",
+            fix="train the run first, or name the folder of a run or a checkpoint",
+        )
+    return checkpoint
+
+
+def named(place: Path) -> directory.Checkpoint:
+    """The checkpoint that a user names by its own folder, or by that of its run, which stands for the
+    latest one. Raises DataError where there is none."""
+    paths, folder = RunPaths(place), place.resolve()
+    is_checkpoint = (place / MANIFEST).exists() or checkpoint_step(folder.name) is not None
+    if is_checkpoint and not paths.checkpoints.is_dir():
+        return directory.Checkpoint.open(folder)
+    return required(paths)
+
+
+def repaired_latest(paths: RunPaths) -> directory.Checkpoint | None:
+    """The checkpoint that `latest` points to, or the next one to fall back to that is complete.
+
+    Moves the others to quarantine and mends `latest`, both with a warning; None when none is left.
+    Whether the content of the files is valid is left to `newest_verified`. Under the run's lock only.
+    Raises OtherFormat, UnfitError, and DataError where something else is in the place of `latest`.
+    """
+    directory.finish_commit(paths)
+    while (folder := directory.mend_latest(paths)) is not None:
+        try:
+            return directory.Checkpoint.open_complete(folder)
+        except OtherFormat:
+            raise
+        except DataError as err:
+            directory.quarantine(paths, folder, [err.what])
+    return None
+
+
+def check_resumable(config: Config, paths: RunPaths) -> directory.Checkpoint | None:
+    """The checkpoint that this config will resume from, None for a fresh start; changes nothing.
+
+    Passes over those that training would move to quarantine. Raises ConfigError as
+    `directory.check_compatible` does, and as `repaired_latest`.
+    """
+    folder = directory.linked(paths)
+    for place in [*([folder] if folder else []), *directory.fallbacks(paths)]:
+        try:
+            checkpoint = directory.Checkpoint.open_complete(place)
+        except OtherFormat:
+            raise
+        except DataError:
+            continue
+        directory.check_compatible(config, checkpoint)
+        return checkpoint
+    return None
+
+
+def begin_afresh(paths: RunPaths, refuse: bool, parent_name: str | None = None) -> None:
+    """When no checkpoint is left to resume from: DataError if that is refused (--require-checkpoint);
+    else say so, where there has been one. parent_name: the checkpoint of another run that training then
+    starts from. Rank 0, or the launcher."""
+    there = sorted(paths.quarantine.glob(f"{CHECKPOINT_PREFIX}*"), key=by_step)
+    lost = [folder.name for folder in there]
+    if refuse:
+        raise DataError(
+            f"{paths.root} has no checkpoint to go on from"
+            + (f"; in quarantine: {', '.join(lost)}" if lost else ""),
+            cause="all were damaged or removed" if lost else "none was ever committed",
+            fix="bring a checkpoint back, or leave out --require-checkpoint to start at step 0",
+        )
+    if lost:
+        say(
+            f"warning: no checkpoint of {paths.root} is left (in quarantine: {', '.join(lost)}):"
+            f" training starts {f'from {parent_name}' if parent_name else 'at step 0 with fresh weights'}"
+        )
 
 
 def newest_verified(
@@ -39,7 +135,7 @@ def newest_verified(
         lost = True
         world.on_main(partial(directory.quarantine, paths, found.folder, damage), "quarantine")
     if lost:
-        begin = partial(directory.begin_afresh, paths, require_checkpoint, parent_name)
+        begin = partial(begin_afresh, paths, require_checkpoint, parent_name)
         world.on_main(begin, "fresh start")
     return None
 
@@ -70,11 +166,12 @@ def _damage(found: directory.Checkpoint, world: World) -> list[str]:
 
 
 def _chosen(paths: RunPaths, world: World) -> directory.Checkpoint | None:
-    """What rank 0 goes on from, the same on all ranks: other nodes may see a network file system as it
-    was some seconds ago. Raises UnfitError when a node does not see that checkpoint."""
+    """What `latest` is on rank 0, the same on all ranks: other nodes may see a network file system as it
+    was some seconds ago, so no rank repairs what it sees. Raises UnfitError when a node does not see
+    that checkpoint."""
 
     def look() -> str:
-        found = directory.latest(paths) if world.rank.is_main else None
+        found = latest(paths) if world.rank.is_main else None
         return os.path.relpath(found.folder, paths.checkpoints.resolve()) if found else ""
 
     what = "choice of the checkpoint"
@@ -85,7 +182,7 @@ def _chosen(paths: RunPaths, world: World) -> directory.Checkpoint | None:
 def _open_alike(folder: Path, world: World, what: str) -> directory.Checkpoint:
     """A checkpoint, the same on all ranks. Raises UnfitError when a node does not see it."""
     found = world.patiently(partial(_open, folder), what)
-    digests = world.gather_objects(found.manifest["digest"], what)
+    digests = world.gather_objects(found.manifest.digest, what)
     if len(set(digests)) > 1:
         raise UnfitError(
             f"{found.folder} is not the same checkpoint on all nodes",
@@ -99,11 +196,11 @@ def _open(folder: Path) -> directory.Checkpoint:
     """The checkpoint, waited for where this node does not see it yet. Raises DataError, UnfitError."""
     end = time.monotonic() + NETWORK_CACHE_SEC
     with disk_trouble(folder, "read"):
-        while not (folder / directory.MANIFEST).exists() and time.monotonic() < end:
+        while not (folder / MANIFEST).exists() and time.monotonic() < end:
             time.sleep(0.5)
-        if not (folder / directory.MANIFEST).exists():
+        if not (folder / MANIFEST).exists():
             raise UnfitError(
-                f"{hostname()} does not see {folder / directory.MANIFEST}, which rank 0 goes on from",
+                f"{hostname()} does not see {folder / MANIFEST}, which rank 0 goes on from",
                 cause="the results are not on a file system that all nodes share",
                 fix="choose another folder for `results`",
             )
@@ -119,8 +216,11 @@ def _bad_files(checkpoint: directory.Checkpoint, share: tuple[int, int]) -> list
 
 def check_same_data(found: directory.Checkpoint, *, tokens: str, tokenizer: str) -> None:
     """DataError when a checkpoint was trained on data with other digests than these."""
-    for name, now in (("tokens", tokens), ("tokenizer", tokenizer)):
-        then = found.manifest["lineage"][name]["digest"]
+    lineage = found.manifest.lineage
+    for name, now, then in (
+        ("tokens", tokens, lineage.tokens.digest),
+        ("tokenizer", tokenizer, lineage.tokenizer.digest),
+    ):
         if then != now:
             raise DataError(
                 f"the {name} of this run have digest {now[:12]}, {found.folder} was trained"

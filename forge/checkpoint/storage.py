@@ -58,6 +58,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from forge.checkpoint.manifest import StoredFile
 from forge.cluster.network import available_cores
 from forge.core import failpoints
 from forge.core.errors import DataError, ForgeError, UnfitError
@@ -120,7 +121,7 @@ def is_finite(state: dict[str, Any]) -> bool:
     return all(bool(torch.isfinite(end)) for part in parts for end in torch.aminmax(part))
 
 
-def write_state(state: dict[str, Any], folder: Path, world: World) -> dict[str, dict[str, Any]]:
+def write_state(state: dict[str, Any], folder: Path, world: World) -> dict[str, StoredFile]:
     """Write the state into `folder`, durably; digest and size of each file, by name.
 
     All ranks call it, on world.control. Raises UnfitError on every rank when one cannot write.
@@ -141,7 +142,7 @@ class DigestingFiles(FileSystem):
     """Files of one save: each is digested on its way to the disk, and durable once it is closed."""
 
     def __init__(self) -> None:
-        self.files: dict[str, dict[str, Any]] = {}  # by name: bytes, digest
+        self.files: dict[str, StoredFile] = {}  # by name
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -152,7 +153,8 @@ class DigestingFiles(FileSystem):
                 yield stream
             failpoints.reach("save.sync", path)
             os.fsync(file.fileno())
-        self.files[path.name] = {"bytes": path.stat().st_size, "digest": stream.digest()}
+        size = path.stat().st_size
+        self.files[path.name] = StoredFile(bytes=size, digest=stream.digest())
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """DCP's hook for its index, which gets its name when it is whole."""
@@ -246,8 +248,9 @@ class TensorWriter(FileSystemWriter):
                 where = _StorageInfo(name, start, length)
                 results.append(WriteResult(item.index, length, where))
             end = stream.tell()
-        if self.fs.files[name]["bytes"] != end:  # it was cut meanwhile
-            raise OSError(f"{name} has {self.fs.files[name]['bytes']} bytes, {end} were written")
+        stored = self.fs.files[name].bytes
+        if stored != end:  # it was cut meanwhile
+            raise OSError(f"{name} has {stored} bytes, {end} were written")
         return results
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import forge
 from forge.core.config import FOLDERS, Config
 from forge.core.files import canonical, digest_bytes
-from forge.core.process import hostname
 
 PACKAGES = ("torch", "tokenizers", "numpy", "snakemake", "pydantic", "blake3")
 
@@ -20,20 +19,6 @@ def config_digest(config: Config) -> str:
     """Digest of the science of a run: its config without the names of folders."""
     science = {k: v for k, v in config.to_json().items() if k not in FOLDERS}
     return digest_bytes(canonical(science))
-
-
-def lineage(config: Config, *, tokenizer_digest: str, tokens_digest: str) -> dict[str, Any]:
-    """The lineage of a run that trains on these artefacts, on this host."""
-    assert config.ids
-    return {
-        "code": code(),
-        "config": config.to_json(),
-        "config_digest": config_digest(config),
-        "tokenizer": {"id": config.ids.tokenizer, "digest": tokenizer_digest},
-        "tokens": {"id": config.ids.tokens, "digest": tokens_digest},
-        "versions": versions(),
-        "hardware": {"host": hostname(), "cpu": cpu_name()},
-    }
 
 
 def versions() -> dict[str, str]:

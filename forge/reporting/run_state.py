@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from forge.checkpoint import directory
+from forge.checkpoint import directory, resume
+from forge.checkpoint.manifest import Artifact, Manifest, ParentCheckpoint, Part
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
@@ -25,7 +26,7 @@ class Summary:
     tone: Tone
     reasons: list[str]  # why the status is bad: cause, fix, what validation found
     checkpoint: Path | None
-    record: dict[str, Any]  # checkpoint.json
+    manifest: Manifest | None  # of the checkpoint
     fit: dict[str, Any]
     validation: dict[str, Any]
     preflight: dict[str, Any]
@@ -33,7 +34,7 @@ class Summary:
     @property
     def step(self) -> int | None:
         """The step of the committed checkpoint."""
-        return self.record.get("step")
+        return self.manifest.step if self.manifest else None
 
     @property
     def samples(self) -> list[str]:
@@ -43,19 +44,23 @@ class Summary:
     @property
     def lineage(self) -> list[tuple[str, str]]:
         """(what, value) of everything that made the checkpoint; empty without one."""
-        lineage = self.record.get("lineage") or {}
-        code = dict(lineage.get("code") or {})
-        dirty = " with uncommitted changes" if code.get("dirty") else ""
+        if self.manifest is None:
+            return []
+        lineage = self.manifest.lineage
+        dirty = " with uncommitted changes" if lineage.code.dirty else ""
         rows = [
-            ("forge", str(code.get("version") or "")),
-            ("code commit", f"{code['commit']}{dirty}" if code.get("commit") else ""),
-            ("config digest", lineage.get("config_digest") or ""),
-            *((name, _id_and_digest(lineage.get(name))) for name in ("tokenizer", "tokens")),
-            ("parent", _parent(lineage.get("parent"))),
+            ("forge", lineage.code.version),
+            ("code commit", f"{lineage.code.commit}{dirty}" if lineage.code.commit else ""),
+            ("config digest", lineage.config_digest),
+            ("tokenizer", _id_and_digest(lineage.tokenizer)),
+            ("tokens", _id_and_digest(lineage.tokens)),
+            ("parent", _parent(lineage.parent)),
             ("weights digest", self._weights_digest()),
-            ("world size", str(self.record.get("world_size") or "")),
-            ("skipped steps", str((self.record.get("skipped") or {}).get("steps") or "")),
-            *((name, _flat(lineage.get(name))) for name in ("numerics", "versions", "hardware")),
+            ("world size", str(self.manifest.world_size)),
+            ("skipped steps", str(self.manifest.skipped.steps or "")),
+            ("numerics", _flat(lineage.numerics)),
+            ("versions", _flat(lineage.versions)),
+            ("hardware", _flat(lineage.hardware)),
         ]
         return [(name, value) for name, value in rows if value]
 
@@ -77,17 +82,19 @@ def summarise(paths: RunPaths) -> Summary:
         read_object_or_empty, (paths.fit, paths.validation, paths.preflight)
     )
     checkpoint, troubles = _checkpoint(paths)
-    folder, record = (checkpoint.folder, checkpoint.manifest) if checkpoint else (None, {})
-    status, tone, reasons = _standing(read_launches(paths), preflight, _verdict(validation, record))
+    folder, manifest = (checkpoint.folder, checkpoint.manifest) if checkpoint else (None, None)
+    status, tone, reasons = _standing(
+        read_launches(paths), preflight, _verdict(validation, manifest)
+    )
     tone, reasons = ("bad" if troubles else tone), [*reasons, *troubles]
     standing = status, tone, reasons
-    return Summary(paths.root.name, *standing, folder, record, fit, validation, preflight)
+    return Summary(paths.root.name, *standing, folder, manifest, fit, validation, preflight)
 
 
 def _checkpoint(paths: RunPaths) -> tuple[directory.Checkpoint | None, list[str]]:
     """The checkpoint behind `latest`, and why it cannot be shown where it is none."""
     try:
-        return directory.latest(paths), []
+        return resume.latest(paths), []
     except DataError as err:
         return None, [err.what]
 
@@ -114,10 +121,10 @@ def _standing(
     return status, tone, reasons
 
 
-def _verdict(validation: dict[str, Any], record: dict[str, Any]) -> Standing | None:
+def _verdict(validation: dict[str, Any], manifest: Manifest | None) -> Standing | None:
     """What validation said; only for its own step, because training may have gone on since."""
     step, verdict = validation.get("step"), validation.get("status")
-    if verdict not in ("valid", "invalid") or (record and step != record.get("step")):
+    if verdict not in ("valid", "invalid") or (manifest and step != manifest.step):
         return None
     reasons = [str(reason) for reason in validation.get("reasons") or []]
     return f"{verdict} at step {step}", "good" if verdict == "valid" else "bad", reasons
@@ -172,20 +179,19 @@ def _worst_first(checks: list[dict[str, str]]) -> list[dict[str, str]]:
 # --- words --------------------------------------------------------------------------------------
 
 
-def _id_and_digest(artefact: dict[str, Any] | None) -> str:
-    parts = [str((artefact or {}).get(key) or "") for key in ("id", "digest")]
-    return f"{parts[0]} (digest {parts[1]})" if parts[1] else parts[0]
+def _id_and_digest(artifact: Artifact) -> str:
+    return f"{artifact.id} (digest {artifact.digest})"
 
 
-def _parent(parent: dict[str, Any] | None) -> str:
-    return f"{parent['run']}@{parent['step']} (digest {parent['digest']})" if parent else ""
+def _parent(parent: ParentCheckpoint | None) -> str:
+    return f"{parent.run}@{parent.step} (digest {parent.digest})" if parent else ""
 
 
-def _flat(values: dict[str, Any] | None) -> str:
+def _flat(part: Part) -> str:
     """`{"torch": "2.13"}` as "torch 2.13"; lists joined, empty values left out."""
     shown = [
         f"{key} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-        for key, value in (values or {}).items()
+        for key, value in part.to_json().items()
         if value not in (None, "", [])
     ]
     return " · ".join(shown)

@@ -6,7 +6,7 @@ import math
 import time
 from pathlib import Path
 
-from forge.checkpoint import directory, parent
+from forge.checkpoint import directory, parent, resume
 from forge.cluster import exclude, slurm
 from forge.cluster.lock import lease
 from forge.cluster.placement import Geometry, Place, check_geometry, find_place
@@ -54,10 +54,10 @@ def train(
     deadline = min(own_deadline, job.end_time if job and job.end_time else math.inf)
     with lease(paths.root, "train"):
         wait_for_orphans(paths)
-        checkpoint = directory.newest_whole(paths)
+        checkpoint = resume.repaired_latest(paths)
         if checkpoint is None:
             parent.find(config)
-            directory.begin_afresh(paths, require_checkpoint, config.parent)
+            resume.begin_afresh(paths, require_checkpoint, config.parent)
         else:
             directory.check_compatible(config, checkpoint)
         refuse_known_failure(config, paths)
@@ -156,7 +156,7 @@ def _train_until_it_ends(
             fix="run forge preflight in this allocation first",
         )
     for attempt in range(1 + MAX_RESTARTS_AFTER_LOSS):
-        checkpoint = directory.newest_whole(paths)
+        checkpoint = resume.repaired_latest(paths)
         if attempt == 0:
             for line in directory.schedule_warnings(config, checkpoint):
                 say(line)
@@ -269,7 +269,7 @@ def _record_failure(config: Config, paths: RunPaths, record: RankRecord) -> None
 
 def _committed_step(paths: RunPaths, first_step: int) -> int:
     """The step that the next start begins at; first_step: of a run without a checkpoint."""
-    committed = directory.latest(paths)
+    committed = resume.latest(paths)
     return committed.step if committed else first_step
 
 
@@ -282,8 +282,8 @@ def _recorded_digest(paths: RunPaths, step: int) -> str | None:
 
 
 def _write_fit(config: Config, paths: RunPaths, step: int, digest: str) -> Path:
-    checkpoint = directory.latest(paths)
-    assert checkpoint is not None and checkpoint.step == step
+    checkpoint = resume.required(paths)
+    assert checkpoint.step == step
     record = {
         "run": config.run,
         "goal_step": config.train.max_steps,
@@ -292,7 +292,7 @@ def _write_fit(config: Config, paths: RunPaths, step: int, digest: str) -> Path:
         "weights_digest": digest,
         "config_digest": config_digest(config),
     }
-    if made_from := checkpoint.manifest["lineage"].get("parent"):
-        record["parent"] = made_from
+    if made_from := checkpoint.manifest.lineage.parent:
+        record["parent"] = made_from.to_json()
     write_json(paths.fit, record)
     return paths.fit

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from forge.checkpoint import directory, storage
+from forge.checkpoint import directory, manifest, resume, storage
 from forge.cluster.lock import lease
 from forge.core.config import Config, Model, apply_overrides, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
@@ -54,11 +54,11 @@ def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any])
     Raises DataError (no checkpoint, or a damaged one), ConfigError (`to` is in the way) and
     UnfitError (cannot write).
     """
-    checkpoint = _checkpoint(folder)
+    checkpoint = resume.named(folder)
     target = to.resolve() if to else _default_target(checkpoint)
     identity = {
         "format": FORMAT,
-        "checkpoint_digest": digest_file(checkpoint.folder / directory.MANIFEST),
+        "checkpoint_digest": digest_file(checkpoint.folder / manifest.MANIFEST),
         "dtype": dtype,
     }
     with lease(target.parent, "export", name=f".{target.name}.lease"), _not_pruned(checkpoint):
@@ -74,19 +74,6 @@ def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any])
             _write_manifest(draft, source, {**identity, "weights_digest": weights_digest})
     say(f"exported step {checkpoint.step} in {dtype}: {target}")
     return target
-
-
-def _checkpoint(folder: Path) -> directory.Checkpoint:
-    if (folder / directory.MANIFEST).exists():
-        return directory.Checkpoint.open(folder.resolve())
-    checkpoint = directory.latest(RunPaths(folder))
-    if checkpoint is None:
-        raise DataError(
-            f"{folder} has no checkpoint",
-            cause="the run has not committed one yet, or it is not a run's folder",
-            fix="train the run first, or name the folder of a run or a checkpoint",
-        )
-    return checkpoint
 
 
 def _run_of(checkpoint: directory.Checkpoint) -> RunPaths | None:
@@ -184,8 +171,8 @@ class _Source:
                 cause="a disk error, a copy that broke off, or an edit",
                 fix="export another one by naming its folder instead of the run's",
             )
-        lineage = checkpoint.manifest["lineage"]
-        values = apply_overrides(lineage["config"], overrides)
+        lineage = checkpoint.manifest.lineage
+        values = apply_overrides(lineage.config.to_json(), overrides)
         config: Config = checked(Config, values, str(checkpoint.folder))
         directory.check_compatible(config, checkpoint)
         assert config.ids
@@ -197,10 +184,10 @@ class _Source:
                 fix="say where `data` lies now: --data=FOLDER",
             )
         tokenizer = load_tokenizer(folder)
-        if tokenizer.digest != lineage["tokenizer"]["digest"]:
+        if tokenizer.digest != lineage.tokenizer.digest:
             raise DataError(
                 f"{folder} has digest {tokenizer.digest[:12]}, the checkpoint was trained with"
-                f" {lineage['tokenizer']['digest'][:12]}",
+                f" {lineage.tokenizer.digest[:12]}",
                 cause="the tokenizer was built anew from other text",
                 fix="restore the tokenizer that the run began with",
             )
@@ -384,13 +371,16 @@ def _write_tokenizer(draft: Path, source: _Source) -> None:
 
 def _write_manifest(draft: Path, source: _Source, facts: dict[str, Any]) -> None:
     """The lineage in forge.json, with the digest of each file; a card for people in README.md."""
-    lineage = source.checkpoint.manifest["lineage"]
+    lineage = source.checkpoint.manifest.lineage
     facts = {
         **facts,
         "run": source.config.run,
         "step": source.checkpoint.step,
-        **{key: lineage[key] for key in ("config_digest", "tokenizer", "tokens", "code")},
-        **({"parent": lineage["parent"]} if "parent" in lineage else {}),
+        "config_digest": lineage.config_digest,
+        "tokenizer": lineage.tokenizer.to_json(),
+        "tokens": lineage.tokens.to_json(),
+        "code": lineage.code.to_json(),
+        **({"parent": lineage.parent.to_json()} if lineage.parent else {}),
         "files": {path.name: digest_file(path) for path in sorted(draft.iterdir())},
     }
     write_json(draft / MANIFEST, facts)
@@ -402,7 +392,7 @@ def _write_manifest(draft: Path, source: _Source, facts: dict[str, Any]) -> None
 def _card(source: _Source, facts: dict[str, Any]) -> str:
     model, loss = source.config.model, _held_out_loss(source.checkpoint, facts)
     weights = sum(shape.numel() for shape in source.shapes.values())
-    tokens = source.checkpoint.manifest["next_sample"] * source.config.train.seq_len
+    tokens = source.checkpoint.manifest.next_sample * source.config.train.seq_len
     code = facts["code"]
     return f"""\
 ---

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from forge.checkpoint import directory, parent, resume, storage
 from forge.checkpoint.async_saver import Saver
+from forge.checkpoint.manifest import (
+    Lineage,
+    Manifest,
+    ParentCheckpoint,
+    ReferenceLosses,
+    SkippedSteps,
+)
 from forge.cluster.lock import check_held
 from forge.core import events, failpoints
 from forge.core.config import Config
@@ -19,7 +25,7 @@ from forge.core.errors import Exit, TrainingError
 from forge.core.files import digest_file
 from forge.core.paths import RunPaths, tokenizer_folder
 from forge.core.process import hostname
-from forge.core.provenance import lineage, versions
+from forge.core.provenance import versions
 from forge.core.terminal import Progress, say
 from forge.data.loader import Windows, eval_batches
 from forge.data.shards import MANIFEST, ShardSet
@@ -104,7 +110,7 @@ class Trainer:
         )
         found = own or resume.verified_parent(self.config, self.world)
         self.decay_steps = directory.frozen_decay_steps(self.config, own)
-        self.lineage = self._lineage() | parent.lineage(self.config, own, found)
+        self.lineage = self._lineage(parent.recorded(self.config, own, found))
         if found is not None:
             self.world.on_main(lambda: self._check_data(found), "check of the lineage")
             storage.load_state(self.model, self.optimizer, found.folder, self.world)
@@ -119,19 +125,20 @@ class Trainer:
         )
 
     def _check_data(self, found: directory.Checkpoint) -> None:
-        digests = {name: self.lineage[name]["digest"] for name in ("tokens", "tokenizer")}
-        resume.check_same_data(found, **digests)
+        mine = self.lineage
+        resume.check_same_data(found, tokens=mine.tokens.digest, tokenizer=mine.tokenizer.digest)
 
-    def _lineage(self) -> dict[str, Any]:
+    def _lineage(self, made_from: ParentCheckpoint | None) -> Lineage:
         """What makes the run's next checkpoints: asked once, the code in memory does not change."""
         assert self.config.ids
         folder = tokenizer_folder(self.config.data, self.config.ids.tokenizer)
-        found = lineage(
+        return Lineage.of(
             self.config,
             tokenizer_digest=digest_file(folder / "tokenizer.json"),
             tokens_digest=self.shards.digest,
+            numerics=numerics(self.world.device, self.precision),
+            parent=made_from,
         )
-        return {**found, "numerics": numerics(self.world.device, self.precision)}
 
     # --- the loop ------------------------------------------------------------------------------
 
@@ -295,18 +302,18 @@ class Trainer:
         if self.saved_step == self.step:
             return
         started = time.perf_counter()
-        probe = self._probe()
-        self._check_finite(probe["losses"])
+        reference = self._reference_losses()
+        self._check_finite(reference.losses)
         state = storage.training_state(self.model, self.optimizer)
         settings = self.settings
         begun = self.saver.start(
             state,
-            self._manifest(probe),
+            self._manifest(reference),
             keep_last=settings.keep_last,
             keep_every=settings.keep_every,
             last=last,
         )
-        begun.stall = time.perf_counter() - started  # with the probe
+        begun.stall = time.perf_counter() - started  # with the reference losses
         self.saved_step, self.saved_at = self.step, time.monotonic()
         if last:
             self._finish_save()
@@ -325,19 +332,20 @@ class Trainer:
             self._record(events.Grace(needed=round(self.grace.needed, 1)))
             say(f"warning: {warning}")
 
-    def _manifest(self, probe: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "world_size": self.world.rank.world_size,
-            "decay_steps": self.decay_steps,
-            "next_sample": self.step * self.settings.batch_size,
-            "skipped": asdict(self.skipped),
-            "probe": probe,
-            "lineage": self.lineage,
-        }
+    def _manifest(self, reference: ReferenceLosses) -> Manifest:
+        return Manifest(
+            step=self.step,
+            world_size=self.world.rank.world_size,
+            decay_steps=self.decay_steps,
+            next_sample=self.step * self.settings.batch_size,
+            skipped=SkippedSteps(steps=self.skipped.steps, in_a_row=self.skipped.in_a_row),
+            reference=reference,
+            lineage=self.lineage,
+            files={},
+        )
 
     @torch.no_grad()
-    def _probe(self) -> dict[str, Any]:
+    def _reference_losses(self) -> ReferenceLosses:
         """Loss of each rank on its own few held-out samples, which validation recomputes."""
         rank = self.world.rank
         samples = probe_samples(self.val_windows.num_samples, rank.rank)
@@ -345,10 +353,8 @@ class Trainer:
         self.model.eval()
         loss = self.parallel.loss(window[:, :-1], window[:, 1:])
         self.model.train()
-        return {
-            "samples": PROBE_SAMPLES,
-            "losses": [row[0] for row in self.world.gather([loss], "probe")],
-        }
+        losses = [row[0] for row in self.world.gather([loss], "reference losses")]
+        return ReferenceLosses(samples=PROBE_SAMPLES, losses=losses)
 
     def announce(self, seconds: float) -> None:
         """The `init` event: where this start began and on what."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from forge.checkpoint import parent
+from forge.checkpoint.manifest import Manifest
 from forge.core.config import Config, Train
 from forge.core.errors import TrainingError
 
@@ -24,9 +24,9 @@ class Skipped:
     in_a_row: int = 0
 
     @classmethod
-    def of(cls, manifest: dict[str, Any]) -> Skipped:
-        """As a checkpoint's manifest has it; one without the key was made before steps were counted."""
-        return cls(**manifest.get("skipped", {}))
+    def of(cls, manifest: Manifest) -> Skipped:
+        """As a checkpoint's manifest has it."""
+        return cls(manifest.skipped.steps, manifest.skipped.in_a_row)
 
     def count(self) -> None:
         """One more."""

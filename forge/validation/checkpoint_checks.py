@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge.checkpoint import directory, storage
+from forge.checkpoint.manifest import MANIFEST, Numerics
 from forge.core.config import Config
 from forge.core.errors import DataError, ForgeError, UnfitError
 from forge.core.paths import RunPaths, tokenizer_folder, tokens_folder
@@ -89,7 +90,7 @@ class Examination:
         self.weights_digest: str | None = None
         self.samples: list[dict[str, str]] = []
         self.manifest_digest = blake3.blake3(
-            (checkpoint.folder / directory.MANIFEST).read_bytes()
+            (checkpoint.folder / MANIFEST).read_bytes()
         ).hexdigest()
 
     @property
@@ -158,10 +159,9 @@ class Examination:
         bad = list(self.checkpoint.bad_files())
         if bad:
             return _fail("digests", "; ".join(bad))
-        size = sum(facts["bytes"] for facts in self.manifest["files"].values())
-        return Check(
-            "digests", "ok", f"{len(self.manifest['files'])} files, {size / 2**20:.1f} MiB"
-        )
+        files = self.manifest.files
+        size = sum(file.bytes for file in files.values())
+        return Check("digests", "ok", f"{len(files)} files, {size / 2**20:.1f} MiB")
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class Examination:
 
     def _data(self) -> Check:
         """The shards must be those that the checkpoint names, and there must be a tokenizer."""
-        now, then = self.data.shards.digest, self.manifest["lineage"]["tokens"]["digest"]
+        now, then = self.data.shards.digest, self.manifest.lineage.tokens.digest
         if now != then:
             return _fail("data", f"shards have digest {now[:12]}, trained on {then[:12]}")
         size = self.data.tokenizer.vocab_size
@@ -258,7 +258,7 @@ class Examination:
 
     def _loads(self) -> Check:
         """This process is a world of one; a checkpoint of one rank is also loaded on two."""
-        written = self.manifest["world_size"]
+        written = self.manifest.world_size
         if written > 1:
             return Check("world size", "ok", f"written by {written} ranks, loaded by 1")
         digest = load_on_two_ranks(self.config, self.checkpoint)
@@ -271,18 +271,18 @@ class Examination:
     @torch.no_grad()
     def _probe(self) -> Check:
         """Recompute the loss that each rank recorded, on the same samples."""
-        recorded, then = self.manifest["probe"]["losses"], self.manifest["lineage"]["numerics"]
+        recorded, then = self.manifest.reference.losses, self.manifest.lineage.numerics
         self.model.eval()
         self.windows = Windows(self.data.shards.val, self.config.train.seq_len, split="val")
         before = torch.get_num_threads()
-        torch.set_num_threads(then["threads"])  # the sums in a product depend on it
-        losses = [self._probe_loss(rank, then["precision"]) for rank in range(len(recorded))]
-        now = numerics(torch.device("cpu"), then["precision"])
+        torch.set_num_threads(then.threads)  # the sums in a product depend on it
+        losses = [self._probe_loss(rank, then.precision) for rank in range(len(recorded))]
+        now = Numerics(**numerics(torch.device("cpu"), then.precision))
         torch.set_num_threads(before)
         # FSDP2 casts weights to bf16 where autocast casts inputs of single operations.
-        cast = then["precision"] == "bf16" and self.config.train.parallel == "fsdp2"
-        exact = same_arithmetic(self.manifest, now) and not cast
-        tolerance = 0.0 if exact else TOLERANCE[then["precision"]]
+        cast = then.precision == "bf16" and self.config.train.parallel == "fsdp2"
+        exact = same_arithmetic(self.manifest.lineage, now) and not cast
+        tolerance = 0.0 if exact else TOLERANCE[then.precision]
         apart = max(abs(a - b) for a, b in zip(losses, recorded, strict=True))
         bound = "equal to the last bit" if exact else f"within {tolerance:g}"
         if not apart <= tolerance:  # also false for NaN

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge.checkpoint import directory
+from forge.checkpoint.manifest import Lineage, Numerics
 from forge.cluster.network import available_cores, available_memory
 from forge.cluster.placement import Geometry
 from forge.core import events, json_lines
@@ -40,13 +41,12 @@ OTHER_DROPOUT = (
 )
 
 
-def same_arithmetic(manifest: dict[str, Any], now: dict[str, Any]) -> bool:
+def same_arithmetic(lineage: Lineage, now: Numerics) -> bool:
     """Whether losses computed with the numerics `now`, here, are those of the training, bit for bit."""
-    lineage = manifest["lineage"]
-    return bool(
-        now == lineage["numerics"]
-        and lineage["versions"]["torch"] == versions()["torch"]
-        and lineage["hardware"]["cpu"] == cpu_name()
+    return (
+        now == lineage.numerics
+        and lineage.versions.torch == versions()["torch"]
+        and lineage.hardware.cpu == cpu_name()
     )
 
 
@@ -69,6 +69,7 @@ def load_on_two_ranks(config: Config, checkpoint: directory.Checkpoint) -> str:
 def _run(config: Config, checkpoint: directory.Checkpoint, num_ranks: int, step: int) -> RankRecord:
     """Load in fresh ranks on this host and train on to `step`; how they ended."""
     assert config.ids
+    lineage = checkpoint.manifest.lineage
     shards = tokens_folder(config.data, config.ids.tokens).resolve()
     task = ReplayTask(checkpoint=str(checkpoint.folder.resolve()), shards=str(shards))
     machine = Machine(
@@ -77,12 +78,12 @@ def _run(config: Config, checkpoint: directory.Checkpoint, num_ranks: int, step:
     with tempfile.TemporaryDirectory(prefix="forge-reload-") as scratch:
         # A run's folder of its own: the checkpoint may lie anywhere, and may be read-only.
         values = apply_overrides(
-            checkpoint.manifest["lineage"]["config"],
+            lineage.config.to_json(),
             {
                 **{"run": "reload", "results": scratch, "data": config.data, "parent": None},
                 "train.max_steps": step,
-                "train.decay_steps": checkpoint.manifest["decay_steps"],
-                "train.precision": checkpoint.manifest["lineage"]["numerics"]["precision"],
+                "train.decay_steps": checkpoint.manifest.decay_steps,
+                "train.precision": lineage.numerics.precision,
                 # It takes longer than all else here; the tolerance covers its other bits.
                 "train.compile": False,
                 # A step that was skipped then is skipped here; the run may have been told so later.
@@ -116,7 +117,7 @@ def recorded_losses(paths: RunPaths, checkpoint: directory.Checkpoint) -> Record
     """The losses after a checkpoint that one launch of as many ranks logged: those up to the first
     that depends on its moments (two steps on), at most MOST_STEPS on. None if there are none."""
     lines = [line for line in json_lines.read(paths.metrics) if line.get("kind") == "train"]
-    world_size = checkpoint.manifest["world_size"]
+    world_size = checkpoint.manifest.world_size
     launches = {
         event.launch
         for event in events.read(paths.events)
@@ -156,7 +157,7 @@ def check_next_losses(
         return Check("next loss", "warn", f"{NOT_DONE}: {OTHER_DROPOUT}")
     if reason := _too_much(checkpoint):
         return Check("next loss", "warn", f"{NOT_DONE}: {reason}")
-    ranks = checkpoint.manifest["world_size"]
+    ranks = checkpoint.manifest.world_size
     record = _run(config, checkpoint, ranks, max(recorded.losses))
     if record.status == "completed":
         return _compare(checkpoint, recorded, record.result)
@@ -168,26 +169,24 @@ def check_next_losses(
 def _is_same_course(checkpoint: directory.Checkpoint, recorded: Recorded) -> bool:
     """Whether training on here does what was done then. Another launch may have had another
     micro-batch; a GPU adds in any order."""
-    lineage = checkpoint.manifest["lineage"]
-    on_cpu = lineage["numerics"]["device"] == "cpu"
-    return recorded.by_maker and on_cpu and not lineage["config"]["train"]["compile"]
+    lineage = checkpoint.manifest.lineage
+    on_cpu = lineage.numerics.device == "cpu"
+    return recorded.by_maker and on_cpu and not lineage.config.train.compile
 
 
 def _draws_otherwise(checkpoint: directory.Checkpoint, is_same: bool) -> bool:
     """Whether dropout may take other numbers than it took then: no tolerance covers that."""
-    return not is_same and checkpoint.manifest["lineage"]["config"]["model"]["dropout"] > 0
+    return not is_same and checkpoint.manifest.lineage.config.model.dropout > 0
 
 
 def _too_much(checkpoint: directory.Checkpoint) -> str:
     """Why this host should not train on from it; empty if it can."""
-    ranks, cores = checkpoint.manifest["world_size"], available_cores()
+    ranks, cores = checkpoint.manifest.world_size, available_cores()
     if ranks > RANKS_PER_CORE * cores:
         return f"it was made by {ranks} ranks, here are {cores} cores"
     # What is stored are three of the four tensors that each weight has in training.
-    stored = sum(facts["bytes"] for facts in checkpoint.manifest["files"].values())
-    replicas = (
-        ranks if checkpoint.manifest["lineage"]["config"]["train"]["parallel"] == "ddp" else 1
-    )
+    stored = sum(file.bytes for file in checkpoint.manifest.files.values())
+    replicas = ranks if checkpoint.manifest.lineage.config.train.parallel == "ddp" else 1
     needed, free = stored / 3 * BYTES_OF_STATE * replicas, available_memory()
     if needed > free:
         return f"{ranks} ranks need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
@@ -196,12 +195,12 @@ def _too_much(checkpoint: directory.Checkpoint) -> str:
 
 def _compare(checkpoint: directory.Checkpoint, recorded: Recorded, result: dict[str, Any]) -> Check:
     """result: `losses` of the steps after the checkpoint (None: not finite), `finite`, `numerics`."""
-    manifest = checkpoint.manifest
-    then = manifest["lineage"]["numerics"]
-    exact = _is_same_course(checkpoint, recorded) and same_arithmetic(manifest, result["numerics"])
+    lineage = checkpoint.manifest.lineage
+    now = Numerics(**result["numerics"])
+    exact = _is_same_course(checkpoint, recorded) and same_arithmetic(lineage, now)
     if _draws_otherwise(checkpoint, exact):
         return Check("next loss", "warn", f"{NOT_DONE}: {OTHER_DROPOUT}")
-    tolerance = 0.0 if exact else TOLERANCE[then["precision"]]
+    tolerance = 0.0 if exact else TOLERANCE[lineage.numerics.precision]
     bound = "equal to the last bit" if exact else f"within {tolerance:g}"
     bounds: list[str] = []
     for step, then_loss in sorted(recorded.losses.items()):

@@ -59,8 +59,8 @@ def _train_on(
 ) -> dict[str, object]:
     """The losses of the steps after a checkpoint, and whether the state after them is finite."""
     prepare(world.device)
-    then = found.manifest["lineage"]["numerics"]
-    torch.set_num_threads(then["threads"])  # the sums in a product depend on it
+    then = found.manifest.lineage.numerics
+    torch.set_num_threads(then.threads)  # the sums in a product depend on it
     train_step = _step_after(world, config, found, shards)
     losses = _losses(config, train_step, found.step)
     state = storage.training_state(train_step.parallel.decoder, train_step.optimizer)
@@ -68,7 +68,7 @@ def _train_on(
     return {
         "losses": losses,
         "finite": all(row[0] for row in finite),
-        "numerics": numerics(world.device, then["precision"]),
+        "numerics": numerics(world.device, then.precision),
     }
 
 
@@ -86,7 +86,7 @@ def _step_after(
         parallel,
         optimizer,
         train_loader(shards, settings, world.rank),
-        found.manifest["decay_steps"],
+        found.manifest.decay_steps,
         Skipped.of(found.manifest),
     )
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from forge.checkpoint import directory
+from forge.checkpoint import directory, resume
+from forge.checkpoint.manifest import OtherFormat
 from forge.cluster.lock import lease
 from forge.core import events
 from forge.core.config import Config, apply_overrides, checked, load_config
@@ -39,7 +40,7 @@ def validate(config: Config) -> Path:
     config = freeze(config)
     paths = RunPaths.of(config)
     with lease(paths.root, "validate"):
-        checkpoint = _latest(paths)
+        checkpoint = resume.required(paths)
         result = _examine(
             Examination(
                 checkpoint, config, Data(config), goal=_read(paths.fit, *_GOAL), paths=paths
@@ -55,33 +56,22 @@ def validate(config: Config) -> Path:
     return paths.validated
 
 
-def _latest(paths: RunPaths) -> directory.Checkpoint:
-    checkpoint = directory.latest(paths)
-    if checkpoint is None:
-        raise DataError(f"{paths.root} has no checkpoint", fix="train the run first")
-    return checkpoint
-
-
 def validate_folder(folder: Path, overrides: dict[str, Any]) -> None:
     """Validate any checkpoint folder, or the latest one of a run's folder; writes nothing.
 
     The config is the one in the checkpoint; overrides may say where `data` lies now.
     """
-    if (folder / "checkpoints").is_dir():
-        checkpoint = _latest(RunPaths(folder))
-        folder = folder / "checkpoints" / "latest"
-    else:
-        checkpoint = directory.Checkpoint.open(folder.resolve())
+    checkpoint = resume.named(folder)
     config = _own_config(checkpoint, overrides)
     paths = RunPaths(checkpoint.folder.parent.parent)
     of_a_run = paths.checkpoints == checkpoint.folder.parent and paths.metrics.exists()
     examination = Examination(checkpoint, config, Data(config), paths=paths if of_a_run else None)
-    _tell(folder, _examine(examination), paths.root if of_a_run else None)
+    _tell(checkpoint.folder, _examine(examination), paths.root if of_a_run else None)
 
 
 def _own_config(checkpoint: directory.Checkpoint, overrides: dict[str, Any]) -> Config:
     """The config that made it, with overrides."""
-    values = apply_overrides(checkpoint.manifest["lineage"]["config"], overrides)
+    values = apply_overrides(checkpoint.manifest.lineage.config.to_json(), overrides)
     config: Config = checked(Config, values, str(checkpoint.folder))
     return config
 
@@ -232,7 +222,7 @@ def _look(row: Row, look: Callable[[Row], None]) -> None:
     try:
         with disk_trouble(row.folder, "read"):
             look(row)
-    except directory.OtherFormat as err:
+    except OtherFormat as err:
         row.close("other format", [err.what])
     except UnfitError as err:
         row.close("unknown", [err.what])
@@ -285,8 +275,7 @@ def _conclude(rows: Sequence[Row], paths: RunPaths, fix: bool) -> None:
 
 def _trouble_of_latest(paths: RunPaths) -> list[str]:
     try:
-        if directory.linked(paths) is None:
-            directory.latest(paths)
+        directory.latest_folder(paths)
     except DataError as err:
         return [err.what]
     return []
@@ -300,7 +289,7 @@ def _repair(paths: RunPaths, damaged: Sequence[Row]) -> str:
     for row in damaged:
         directory.quarantine(paths, row.folder, row.reasons)
     moved = {row.folder.name for row in damaged}
-    left = directory.newest_whole(paths)
+    left = resume.repaired_latest(paths)
     fit, validated = _read(paths.fit, *_GOAL), _read(paths.validated, "step")
     with disk_trouble(paths.root):
         # Without these files the workflow knows that there is something to do.

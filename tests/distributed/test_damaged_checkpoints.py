@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from support.live_run import forge
 from support.saved import make_digests_right
 
-from forge.checkpoint import directory, storage
+from forge.checkpoint import directory, resume, storage
 from forge.core.files import read_json
 
 
@@ -55,7 +55,7 @@ def test_bf16_run_of_one_rank_is_loaded_on_two_and_its_probe_is_right(bf16):
 
 
 def flip_a_byte(run):
-    path = tensors_file(directory.latest(run.paths))
+    path = tensors_file(resume.latest(run.paths))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -63,13 +63,13 @@ def flip_a_byte(run):
 
 
 def lose_a_file(run):
-    path = tensors_file(directory.latest(run.paths))
+    path = tensors_file(resume.latest(run.paths))
     path.unlink()
     return "digests", f"{path.name} is missing"
 
 
 def write_a_nan(run):
-    folder = directory.latest(run.paths).folder
+    folder = resume.latest(run.paths).folder
     index = storage.SafeReader(folder).read_metadata()
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -122,14 +122,14 @@ def test_weights_of_another_step_are_found_without_the_goal(undisturbed, tmp_pat
     """A lone checkpoint has no fit.json beside it: the recorded losses tell."""
     run = undisturbed.copy(tmp_path / "mixed")
     mix_in_another_step(run)
-    outcome = forge("validate", str(directory.latest(run.paths).folder))
+    outcome = forge("validate", str(resume.latest(run.paths).folder))
     assert outcome.code == 65
     assert "probe: losses" in outcome.text
 
 
 def test_checkpoint_folder_copied_elsewhere_is_validated_there(undisturbed, tmp_path):
     folder = tmp_path / "elsewhere"
-    shutil.copytree(directory.latest(undisturbed.paths).folder, folder)
+    shutil.copytree(resume.latest(undisturbed.paths).folder, folder)
     before = sorted(folder.iterdir())
     outcome = forge("validate", str(folder))
     assert outcome.code == 0, outcome.text
@@ -141,7 +141,7 @@ def test_every_command_refuses_a_checkpoint_under_another_steps_name_and_trainin
     solo, tmp_path
 ):
     run = solo.copy(tmp_path / "renamed")
-    newest = directory.latest(run.paths).folder
+    newest = resume.latest(run.paths).folder
     wrong = newest.rename(newest.with_name("step-00000020"))
     run.paths.latest.unlink()
     run.paths.latest.symlink_to(wrong.name)
@@ -170,7 +170,7 @@ def test_every_command_refuses_a_checkpoint_under_another_steps_name_and_trainin
 
 def test_a_copy_of_a_checkpoint_under_a_name_of_no_step_is_validated_and_exported(solo, tmp_path):
     run = solo.copy(tmp_path / "copied")
-    newest = directory.latest(run.paths).folder
+    newest = resume.latest(run.paths).folder
     for name in ("step-00000100.bak", "best"):
         copy = shutil.copytree(newest, newest.with_name(name))
         outcome = forge("validate", str(copy), "--validate.depth=digests")

@@ -18,9 +18,12 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.live_run import Outcome, Run, forge
+from support.manifests import write_as_another_program
+from support.saved import make_digests_right
 from tokenizers import Tokenizer
 
-from forge.checkpoint import directory, storage
+from forge.checkpoint import directory, resume, storage
+from forge.checkpoint.manifest import MANIFEST
 from forge.core.config import Config
 from forge.core.files import digest_file, read_json, write_json
 from forge.core.paths import tokenizer_folder
@@ -90,19 +93,22 @@ def stored(checkpoint: directory.Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def latest(run: Run) -> directory.Checkpoint:
-    found = directory.latest(run.paths)
+    found = resume.latest(run.paths)
     assert found
     return found
 
 
+def config_of(run: Run) -> Config:
+    return Config.model_validate(latest(run).manifest.lineage.config.to_json())
+
+
 def tokenizer_of(run: Run) -> LoadedTokenizer:
-    config = latest(run).manifest["lineage"]["config"]
-    return load_tokenizer(tokenizer_folder(config["data"], config["ids"]["tokenizer"]))
+    config = config_of(run)
+    return load_tokenizer(tokenizer_folder(config.data, config.ids.tokenizer))
 
 
 def ours(run: Run) -> Decoder:
-    settings = Config.model_validate(latest(run).manifest["lineage"]["config"]).model
-    model = Decoder(settings, tokenizer_of(run).vocab_size, seed=7)
+    model = Decoder(config_of(run).model, tokenizer_of(run).vocab_size, seed=7)
     model.load_state_dict(stored(latest(run)))
     return model.eval()
 
@@ -154,12 +160,12 @@ def test_many_files_hold_each_weight_once_and_their_index_says_where(tied, tmp_p
 def test_export_names_its_lineage_and_every_file(tied, tmp_path):
     folder = exported(tied, tmp_path / "out")
     facts = read_json(folder / verb.MANIFEST)
-    lineage = latest(tied).manifest["lineage"]
+    lineage = latest(tied).manifest.lineage
     assert facts["weights_digest"] == tied.weights_digest()
-    assert facts["checkpoint_digest"] == digest_file(latest(tied).folder / directory.MANIFEST)
+    assert facts["checkpoint_digest"] == digest_file(latest(tied).folder / MANIFEST)
     assert (facts["run"], facts["step"], facts["dtype"]) == ("tied", 12, "fp32")
-    assert facts["config_digest"] == lineage["config_digest"]
-    assert facts["tokens"] == lineage["tokens"]
+    assert facts["config_digest"] == lineage.config_digest
+    assert facts["tokens"] == lineage.tokens.to_json()
     assert facts["files"] == {
         path.name: digest_file(path)
         for path in folder.iterdir()
@@ -255,24 +261,21 @@ def lose_all_checkpoints(run: Run) -> None:
 def mix_in_another_step(run: Run) -> None:
     """With the right digests: only fit.json knows better."""
     older, newest = directory.committed(run.paths.checkpoints)
-    manifest = read_json(newest / directory.MANIFEST)
     for path in older.glob("*.distcp"):
         shutil.copy(path, newest)
-        manifest["files"][path.name]["digest"] = digest_file(path)
-        manifest["files"][path.name]["bytes"] = path.stat().st_size
-    write_json(newest / directory.MANIFEST, directory.sealed(manifest))
+    make_digests_right(newest)
 
 
 def claim_another_shape(run: Run) -> None:
-    manifest = latest(run).manifest
-    manifest["lineage"]["config"]["model"]["ffn_dim"] = 128
-    write_json(latest(run).folder / directory.MANIFEST, directory.sealed(manifest))
+    lineage = latest(run).manifest.lineage.to_json()
+    lineage["config"]["model"]["ffn_dim"] = 128
+    write_as_another_program(latest(run).folder, lineage=lineage)
 
 
 def name_another_tokenizer(run: Run) -> None:
-    manifest = latest(run).manifest
-    manifest["lineage"]["tokenizer"]["digest"] = "f" * 64
-    write_json(latest(run).folder / directory.MANIFEST, directory.sealed(manifest))
+    lineage = latest(run).manifest.lineage.to_json()
+    lineage["tokenizer"]["digest"] = "f" * 64
+    write_as_another_program(latest(run).folder, lineage=lineage)
 
 
 @pytest.mark.parametrize(
@@ -300,11 +303,11 @@ def test_run_that_is_not_there_is_refused(tmp_path, monkeypatch):
 
 
 def test_data_that_was_moved_is_named_and_found_where_the_user_says(tied, tmp_path):
-    config = latest(tied).manifest["lineage"]["config"]
+    config = config_of(tied)
     outcome = export(tied, tmp_path / "out", f"--data={tmp_path}")
     assert outcome.code == 65 and "--data=FOLDER" in outcome.text
-    name = f"tokenizers/{config['ids']['tokenizer']}"
-    shutil.copytree(Path(config["data"]) / name, tmp_path / name)
+    name = f"tokenizers/{config.ids.tokenizer}"
+    shutil.copytree(Path(config.data) / name, tmp_path / name)
     assert export(tied, tmp_path / "out", f"--data={tmp_path}").code == 0
 
 

@@ -24,7 +24,7 @@ from support.live_run import (
     wait_until,
 )
 
-from forge.checkpoint import directory
+from forge.checkpoint import resume
 
 ENDLESS = ("--train.max_steps=1000000", "--train.decay_steps=1000000", "--train.log_every=1")
 
@@ -54,7 +54,7 @@ class Battered:
         self.terminated = self._terminate_twice()
         # Python's resource tracker leaves once it sees that torchrun has left.
         self.left_after_sigterm = [p for p in living() if "resource_tracker" not in command_of(p)]
-        self.step_after_sigterm = directory.latest(run.paths).step
+        self.step_after_sigterm = resume.latest(run.paths).step
         self.logged_after_sigterm = run.step()
         self._kill_everything()
         self.killed_at, self.orphans = self._kill_launcher()
@@ -154,7 +154,7 @@ def test_each_way_to_stop_ends_with_75_and_its_cause(runs):
         assert outcome.code == 75, outcome.text
         [stop] = run.events("stop")
         assert stop["cause"] == cause
-        assert directory.latest(run.paths).step == stop["step"] == run.step()
+        assert resume.latest(run.paths).step == stop["step"] == run.step()
     assert living() == []
 
     stopped = all_runs["STOP file"]
@@ -184,7 +184,7 @@ def test_stop_at_step_0_keeps_nothing_and_changes_nothing(runs, undisturbed):
         rank.send_signal(signal.SIGTERM)
     outcome = started.end()
     assert outcome.code == 75, outcome.text
-    assert (run.step(), directory.latest(run.paths)) == (0, None)
+    assert (run.step(), resume.latest(run.paths)) == (0, None)
     assert run.forge("train", *TWO_RANKS).code == 0
     assert run.weights_digest() == undisturbed.weights_digest()
     assert run.losses() == undisturbed.losses()
@@ -197,7 +197,7 @@ def test_deadline_stops_in_time_with_a_checkpoint(runs):
     [stop], [launch] = run.events("stop"), run.events("launch")
     assert stop["cause"] == "deadline"
     # A machine so busy that its ranks took half a minute to start has nothing to commit.
-    assert stop["step"] == run.step() == getattr(directory.latest(run.paths), "step", 0)
+    assert stop["step"] == run.step() == getattr(resume.latest(run.paths), "step", 0)
     assert stop["step"] == 0 or stop["time"] < launch["time"] + 30
 
 
@@ -231,7 +231,7 @@ def test_starts_that_get_nowhere_end_with_70_and_their_reasons_and_then_may_go_o
 def test_damaged_newest_checkpoint_costs_one_interval_and_no_bit_of_the_end(undisturbed, tmp_path):
     run = undisturbed.copy(tmp_path / "damaged")
     run.paths.fit.unlink()
-    file = next(directory.latest(run.paths).folder.glob("*.distcp"))
+    file = next(resume.latest(run.paths).folder.glob("*.distcp"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 from support.live_run import GOAL, TWO_RANKS, forge, ranks, wait_until
 
-from forge.checkpoint import directory
+from forge.checkpoint import directory, resume
 from forge.core.files import read_json
 from forge.core.paths import checkpoint_step
 
@@ -65,7 +65,7 @@ def test_two_ranks_with_dropout_start_from_a_parent_as_they_resume_also_after_a_
     assert outcome.code == 75, outcome.text
     assert f"stopped at step {step} of {GOAL}" in outcome.text
     assert "nothing had been trained yet" in outcome.text
-    assert directory.latest(child.paths) is None
+    assert resume.latest(child.paths) is None
 
     trained(child, *TWO_RANKS)
     assert child.losses() == base.losses()[-len(child.losses()) :]
@@ -86,7 +86,7 @@ def test_run_that_diverged_goes_on_under_a_new_name_with_a_lower_rate(runs):
     diverged = hot.forge("train")
     assert diverged.code == 70, diverged.text
     assert "not finite" in diverged.text
-    newest = directory.latest(hot.paths).step
+    newest = resume.latest(hot.paths).step
     assert f"start a new run with parent: hot@{newest}, or a step from before" in diverged.text
     assert newest > 40
 
@@ -95,13 +95,13 @@ def test_run_that_diverged_goes_on_under_a_new_name_with_a_lower_rate(runs):
     trained(cool)
     assert cool.losses()[0] == hot.losses()[20], "the first loss is of the parent's weights"
     assert cool.losses()[1] != hot.losses()[21], "the first update is at the run's own rate"
-    assert directory.latest(cool.paths).manifest["decay_steps"] == 30, "the schedule is its own"
+    assert resume.latest(cool.paths).manifest.decay_steps == 30, "the schedule is its own"
     validated = cool.forge("validate")
     assert validated.code == 0, validated.text
 
-    then = directory.Checkpoint.open(hot.paths.checkpoints / "step-00000020").manifest["digest"]
+    then = directory.Checkpoint.open(hot.paths.checkpoints / "step-00000020").manifest.digest
     lineage = {"run": "hot", "step": 20, "digest": then}
-    assert directory.latest(cool.paths).manifest["lineage"]["parent"] == lineage
+    assert resume.latest(cool.paths).manifest.lineage.parent.to_json() == lineage
     assert read_json(cool.paths.fit)["parent"] == lineage
     assert cool.forge("report").code == 0
     assert f"hot@20 (digest {then})" in cool.paths.report.read_text()
@@ -111,13 +111,13 @@ def test_parent_alone_is_no_cure(runs):
     """With unchanged settings the same step diverges again."""
     hot = runs("hot", *TOO_HOT)
     first = hot.forge("train")
-    child = child_of(hot, "child", f"hot@{directory.latest(hot.paths).step}")
+    child = child_of(hot, "child", f"hot@{resume.latest(hot.paths).step}")
     again = child.forge("train")
     assert (first.code, again.code) == (70, 70), again.text
     diverged = [run.events("failed")[-1]["message"].split("\n")[0] for run in (hot, child)]
     assert diverged[0] == diverged[1]
-    assert f"parent: hot@{directory.latest(hot.paths).step}" in again.text
-    assert directory.latest(child.paths) is None
+    assert f"parent: hot@{resume.latest(hot.paths).step}" in again.text
+    assert resume.latest(child.paths) is None
 
 
 def test_run_with_a_checkpoint_of_its_own_resumes_from_that_when_the_parent_is_gone(base):
@@ -125,11 +125,11 @@ def test_run_with_a_checkpoint_of_its_own_resumes_from_that_when_the_parent_is_g
         base, "child", "base@6", "--train.checkpoint_every=1", "--train.decay_steps=12"
     )
     trained(child, "--train.max_steps=8")
-    lineage = directory.latest(child.paths).manifest["lineage"]["parent"]
+    lineage = resume.latest(child.paths).manifest.lineage.parent
     shutil.rmtree(base.folder)
     outcome = trained(child)
     assert f"resume from {child.paths.checkpoints}/step-00000008" in outcome.text
-    assert directory.latest(child.paths).manifest["lineage"]["parent"] == lineage
+    assert resume.latest(child.paths).manifest.lineage.parent == lineage
 
     changed = child.forge("train", "--parent=base@12", "--train.max_steps=14")
     assert changed.code == 78
@@ -154,7 +154,7 @@ def test_corrupt_parent_is_refused_by_name_and_nothing_of_it_is_moved(base):
     assert refused.code == 65, refused.text
     assert f"its parent base@12 is corrupt: {file.name} has another digest" in refused.text
     assert listing(base) == before
-    assert directory.latest(child.paths) is None
+    assert resume.latest(child.paths) is None
 
 
 def test_parent_that_does_not_fit_is_refused_before_anything_is_written(base):
@@ -173,7 +173,7 @@ def test_parent_that_does_not_fit_is_refused_before_anything_is_written(base):
 def test_a_lone_checkpoint_of_a_child_is_valid_where_its_parent_is_not(base, tmp_path):
     child = child_of(base, "child", "base@6")
     trained(child)
-    copy = shutil.copytree(directory.latest(child.paths).folder, tmp_path / "elsewhere" / "best")
+    copy = shutil.copytree(resume.latest(child.paths).folder, tmp_path / "elsewhere" / "best")
     shutil.rmtree(base.folder)
     outcome = forge("validate", str(copy))
     assert outcome.code == 0, outcome.text

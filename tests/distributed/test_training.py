@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from support.live_run import TWO_RANKS
 
-from forge.checkpoint import directory, storage
+from forge.checkpoint import resume, storage
 from forge.core import json_lines
 
 SAME_LOSS = 1e-4
@@ -24,8 +24,8 @@ def assert_same_losses(found, expected, steps):
 
 
 def next_sample(run):
-    checkpoint = directory.latest(run.paths)
-    return checkpoint.step, checkpoint.manifest["next_sample"], checkpoint.manifest["world_size"]
+    checkpoint = resume.latest(run.paths)
+    return checkpoint.step, checkpoint.manifest.next_sample, checkpoint.manifest.world_size
 
 
 # --- how many ranks, how they share the model -------------------------------------------------------
@@ -150,7 +150,7 @@ def test_data_edited_in_place_under_a_run_is_refused(solo, science, tmp_path):
     assert other.code == 65
     assert "the tokenizer of this run have digest" in other.text
     for run in started.values():
-        assert directory.latest(run.paths).step == 12
+        assert resume.latest(run.paths).step == 12
 
 
 def test_divergence_ends_with_70_and_leaves_finite_weights(runs):
@@ -164,8 +164,8 @@ def test_divergence_ends_with_70_and_leaves_finite_weights(runs):
         assert outcome.code == 70, outcome.text
         assert "not finite" in outcome.text
         assert "Traceback" not in outcome.text
-    assert_finite(directory.latest(late.paths))
-    assert directory.latest(at_once.paths) is None
+    assert_finite(resume.latest(late.paths))
+    assert resume.latest(at_once.paths) is None
 
     for run in (late, at_once):
         again = run.forge("train")

@@ -18,7 +18,8 @@ import torch.distributed.checkpoint as dcp
 from support.live_run import GOAL, TWO_RANKS, forge
 from support.saved import make_digests_right, state_of
 
-from forge.checkpoint import directory, storage
+from forge.checkpoint import directory, resume, storage
+from forge.checkpoint.manifest import FORMAT, MANIFEST
 from forge.cluster.lock import lease
 from forge.core import failpoints
 from forge.core.files import read_json, write_json
@@ -116,8 +117,8 @@ def test_a_folder_that_is_no_run_is_a_mistake_of_the_command(run):
 
 
 def test_checkpoint_of_another_version_is_neither_invalid_nor_moved(run, capsys):
-    manifest = run.paths.checkpoints / BEFORE / directory.MANIFEST
-    write_json(manifest, {**read_json(manifest), "format": directory.FORMAT + 1})
+    manifest = run.paths.checkpoints / BEFORE / MANIFEST
+    write_json(manifest, {**read_json(manifest), "format": FORMAT + 1})
     assert cheaply(run, "--fix").code == 0
     assert table(capsys.readouterr().out)["195"].endswith("other format")
     assert names(run.paths.checkpoints) == [BEFORE, LAST]
@@ -180,7 +181,7 @@ def test_damaged_last_checkpoint_is_moved_and_the_run_trains_on_to_the_same_weig
 
 
 def test_damaged_older_checkpoint_is_moved_and_the_end_of_the_run_stands(run, capsys):
-    (run.paths.checkpoints / BEFORE / directory.MANIFEST).unlink()
+    (run.paths.checkpoints / BEFORE / MANIFEST).unlink()
     outcome = cheaply(run, "--fix")
     assert outcome.code == 65 and "the run is at its goal" in outcome.text
     assert names(run.paths.quarantine) == [BEFORE]
@@ -268,7 +269,7 @@ def test_validation_holds_the_weights_once_and_not_the_moments(session_runs):
     run = session_runs("large", *sizes, *steps)
     outcome = run.forge("train", *TWO_RANKS)
     assert outcome.code == 0, outcome.text
-    checkpoint = directory.latest(run.paths)
+    checkpoint = resume.latest(run.paths)
     state = state_of(checkpoint.folder)
     moments = sum(tensor.nbytes for name, tensor in state.items() if name.startswith("optimizer."))
     weights = sum(tensor.nbytes for tensor in state.values()) - moments

@@ -13,7 +13,7 @@ from forked import Ended, Plan
 from injection import STRIKES, Fault
 from support.live_run import Run
 
-from forge.checkpoint import directory
+from forge.checkpoint import directory, resume
 
 GOAL, INTERVAL = 20, 4
 MACHINE = ("--machine.fabric.timeout_sec=20", "--machine.stop_grace_sec=20")
@@ -102,7 +102,7 @@ class FaultyRun(Run):
 
     def assert_whole(self) -> None:
         """`latest` is sound, its digests right, and nothing half-done lies about."""
-        newest = directory.latest(self.paths)
+        newest = resume.latest(self.paths)
         assert newest is not None
         assert list(newest.bad_files()) == []
         assert list(self.paths.checkpoints.glob(f"{directory.TEMPORARY}*")) == []

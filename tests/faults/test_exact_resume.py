@@ -15,7 +15,7 @@ import pytest
 from cases import EVERYTHING
 from runs import FaultyRun
 
-from forge.checkpoint import directory
+from forge.checkpoint import resume
 from forge.cluster.network import available_cores
 from forge.core.errors import Exit
 
@@ -89,7 +89,7 @@ def with_a_corrupt_last_checkpoint(whole: FaultyRun, folder: Path) -> FaultyRun:
     """A copy of the run that resumes from the checkpoint before the last one."""
     run = whole.copy(folder)
     run.paths.fit.unlink()
-    last = directory.latest(run.paths)
+    last = resume.latest(run.paths)
     assert last is not None
     next(last.folder.glob("*.distcp")).write_bytes(b"")
     return run

@@ -11,7 +11,7 @@ from forked import Plan
 from injection import Fault
 from runs import INTERVAL
 
-from forge.checkpoint import directory
+from forge.checkpoint import resume
 from forge.core.errors import Exit
 
 DISK_MIB = 16
@@ -42,7 +42,7 @@ def test_disk_that_fills_up_ends_with_69_and_the_last_checkpoint(
     assert ended.code == Exit.UNFIT, ended.text
     assert "Traceback" not in ended.text
     assert "free space" in ended.text
-    newest = directory.latest(run.paths)
+    newest = resume.latest(run.paths)
     assert newest.step == INTERVAL
     assert list(newest.bad_files()) == []
 

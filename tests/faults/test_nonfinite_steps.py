@@ -17,7 +17,7 @@ from forked import Plan
 from runs import FaultyRun
 from support.saved import make_digests_right, state_of
 
-from forge.checkpoint import directory, storage
+from forge.checkpoint import resume, storage
 from forge.core.config import load_config
 from forge.core.errors import Exit
 from forge.data.loader import Loader, Windows
@@ -78,7 +78,7 @@ def poisoned(
             for token, steps in enumerate(steps_of_tokens(run))
             if steps and min(steps) > FIRST and choose(steps)
         )
-        last = directory.latest(run.paths)
+        last = resume.latest(run.paths)
         assert last is not None
         state = state_of(last.folder)
         state["model.model.embed_tokens.weight"][token] = LARGE
@@ -120,7 +120,7 @@ def test_run_that_diverged_skips_its_bad_steps_under_its_own_name_and_reaches_th
     assert ended.code == Exit.DONE, ended.text
     assert f"the update of step {steps[0]} is skipped" in ended.text
     assert skipped(whole) == steps
-    assert directory.latest(whole.paths).manifest["skipped"]["steps"] == len(steps)
+    assert resume.latest(whole.paths).manifest.skipped.steps == len(steps)
     assert ("skipped steps", str(len(steps))) in summarise(whole.paths).lineage
 
     # Stopped where a step has just been skipped, and resumed there: the same run, bit by bit.
@@ -156,7 +156,7 @@ def test_limit_of_skipped_steps_ends_the_run_also_when_a_resume_lies_in_between(
     assert "the 2 steps before it were skipped already (train.max_skipped_steps is 2)" in ended.text
     assert "Traceback" not in ended.text
     assert skipped(run) == steps[:2]
-    assert directory.latest(run.paths).step == steps[1]
+    assert resume.latest(run.paths).step == steps[1]
     assert "failed before" in run.train(more=(until(GOAL), SKIP, limit)).text
 
     again = run.train(more=(until(GOAL), SKIP, limit, "--train.eval_every=99"))
@@ -175,4 +175,4 @@ def test_first_update_of_a_run_is_never_skipped(runs):
     ended = run.train(plan=Plan(poison="nan-gradient", poison_step=1), more=(SKIP,))
     assert ended.code == Exit.FAILED, ended.text
     assert "the first update of a run cannot be skipped" in ended.text
-    assert (skipped(run), directory.latest(run.paths)) == ([], None)
+    assert (skipped(run), resume.latest(run.paths)) == ([], None)

@@ -7,7 +7,7 @@ from forked import Plan
 from injection import Fault
 from runs import GOAL, INTERVAL
 
-from forge.checkpoint import directory
+from forge.checkpoint import directory, resume
 from forge.core.errors import Exit
 
 
@@ -39,7 +39,7 @@ def test_killed_between_two_files_of_a_save_resumes_weights_and_step_together(ru
     assert ended.code == -9, ended.text
     [written] = run.paths.checkpoints.glob(f"{directory.TEMPORARY}*")
     assert len(list(written.iterdir())) >= 1
-    assert directory.latest(run.paths).step == INTERVAL
+    assert resume.latest(run.paths).step == INTERVAL
     go_on(run, undisturbed, 1)
     assert run.starts() == [0, INTERVAL]
 
@@ -56,7 +56,7 @@ def test_stop_signals_that_reach_two_ranks_apart_end_in_one_agreed_stop(first, r
     assert ended.code == Exit.STOPPED, ended.text
     assert len(run.strikes()) == 2
     assert [event["step"] for event in run.events("stop")] == [7]
-    assert directory.latest(run.paths).step == 7
+    assert resume.latest(run.paths).step == 7
     run.assert_whole()
     go_on(run, undisturbed, 2)
     assert run.steps_lost() == 0
@@ -71,7 +71,7 @@ def test_numbers_that_are_not_finite_behind_a_finite_loss_are_never_committed(po
     assert ended.code == Exit.FAILED, ended.text
     assert "not finite" in ended.text
     assert "Traceback" not in ended.text
-    assert directory.latest(run.paths).step == bad_step - INTERVAL
+    assert resume.latest(run.paths).step == bad_step - INTERVAL
     assert all(loss is not None for _, loss in run.losses())
     again = run.train()
     assert again.code == Exit.FAILED, again.text
@@ -93,7 +93,7 @@ def test_second_sigterm_during_the_last_save_does_not_end_it(ranks, runs, undist
     assert ended.code == Exit.STOPPED, ended.text
     assert len(run.strikes()) == 4
     assert f"step {stop_at}: committed" in ended.text
-    assert directory.latest(run.paths).step == stop_at
+    assert resume.latest(run.paths).step == stop_at
     run.assert_whole()
     go_on(run, undisturbed, ranks)
     assert (run.steps_lost(), len(run.losses())) == (0, GOAL)

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import yaml
 
-from forge.checkpoint import directory
+from forge.checkpoint import resume
 from forge.core import json_lines
 from forge.core.files import read_json
 from forge.core.paths import RunPaths
@@ -237,7 +237,7 @@ class Undisturbed:
         alike = self.runs[world_size]
         assert run.weights_digest() == alike.weights_digest()
         assert run.losses() == alike.losses()
-        assert directory.latest(run.paths).step == GOAL  # type: ignore[union-attr]
+        assert resume.latest(run.paths).step == GOAL  # type: ignore[union-attr]
 
 
 def measure(case: str, run: JobRun, event_time: float, step_before: int) -> dict[str, Any]:

@@ -69,10 +69,7 @@ class RecordedRun:
     def save(self, step: int, *, seconds: float = 0.5) -> None:
         self.event(happenings.save(step, seconds))
         folder = self.paths.checkpoints / checkpoint_name(step)
-        write_json(
-            folder / "checkpoint.json",
-            manifest_of(step),
-        )
+        manifest_of(step).write(folder)
         self.paths.latest.unlink(missing_ok=True)
         self.paths.latest.symlink_to(folder.name)
 

@@ -2,8 +2,9 @@
 
 import torch
 
-from forge.checkpoint import directory, storage
-from forge.core.files import digest_file, read_json, write_json
+from forge.checkpoint import storage
+from forge.checkpoint.manifest import MANIFEST, Manifest, StoredFile
+from forge.core.files import digest_file
 
 
 def state_of(folder):
@@ -18,10 +19,10 @@ def state_of(folder):
 
 def make_digests_right(folder):
     """The manifest as if the files had been written so."""
-    manifest = read_json(folder / directory.MANIFEST)
-    manifest["files"] = {
-        path.name: {"bytes": path.stat().st_size, "digest": digest_file(path)}
-        for path in folder.iterdir()
-        if path.name != directory.MANIFEST
-    }
-    write_json(folder / directory.MANIFEST, directory.sealed(manifest))
+    files = {path.name: entry_of(path) for path in folder.iterdir() if path.name != MANIFEST}
+    Manifest.read(folder).with_files(files).write(folder)
+
+
+def entry_of(path):
+    """A file's entry in the manifest, as the file is now."""
+    return StoredFile(bytes=path.stat().st_size, digest=digest_file(path))

@@ -7,18 +7,17 @@ import shutil
 
 import pytest
 from snakemake.settings.types import ConfigSettings
-from support.manifests import IDS, manifest_of
+from support import manifests
+from support.manifests import IDS, lineage_of
 
 from forge import workflow
-from forge.checkpoint import directory, parent
+from forge.checkpoint import directory, parent, resume
+from forge.checkpoint.manifest import MANIFEST, ParentCheckpoint
 from forge.core.config import Ids, load_config
 from forge.core.errors import ConfigError, DataError
-from forge.core.files import digest_bytes
 from forge.core.paths import RunPaths
 from forge.core.sample_sheet import resolve_runs
 from tools.config_docs import keys_text
-
-CONTENT = b"weights"
 
 
 @pytest.fixture
@@ -37,12 +36,7 @@ def config_of(results):
 
 
 def save(config, step, **facts):
-    paths = RunPaths.of(config)
-    folder = directory.begin(paths, step)
-    (folder / "__0_0.distcp").write_bytes(CONTENT)
-    files = {"__0_0.distcp": {"bytes": len(CONTENT), "digest": digest_bytes(CONTENT)}}
-    manifest = manifest_of(step, config, files=files, **facts)
-    return directory.commit(paths, folder, manifest, keep_last=9)
+    return manifests.save(RunPaths.of(config), step, config=config, keep_last=9, **facts)
 
 
 @pytest.fixture
@@ -99,7 +93,7 @@ def test_corrupt_checkpoint_is_refused_by_name_and_stays_where_it_is(base, confi
     paths = RunPaths.of(base)
     folder = paths.checkpoints / "step-00000100"
     {
-        "manifest": lambda: (folder / directory.MANIFEST).write_text("{"),
+        "manifest": lambda: (folder / MANIFEST).write_text("{"),
         "size": lambda: (folder / "__0_0.distcp").write_bytes(b"cut"),
         "missing": (folder / "__0_0.distcp").unlink,
         "renamed": lambda: shutil.copytree(
@@ -231,7 +225,7 @@ def test_a_run_with_a_checkpoint_of_its_own_needs_its_parent_no_more(sheet):
 
 def test_parent_changed_after_the_first_checkpoint_is_refused_by_key(base, config_of):
     save(config_of(parent="base@50"), 60)
-    saved = directory.latest(RunPaths.of(config_of()))
+    saved = resume.latest(RunPaths.of(config_of()))
     for changed, shown in (({"parent": "base@100"}, "'base@100'"), ({}, "None")):
         with pytest.raises(ConfigError, match=f"parent is {shown}, the checkpoint has 'base@50'"):
             directory.check_compatible(config_of(**changed), saved)
@@ -242,12 +236,12 @@ def test_lineage_names_run_step_and_digest_and_is_handed_on_by_the_runs_own_chec
 ):
     child = config_of(parent="base@50")
     start = parent.find(child)
-    then = {"parent": {"run": "base", "step": 50, "digest": start.manifest["digest"]}}
-    assert parent.lineage(child, None, start) == then
+    then = ParentCheckpoint(run="base", step=50, digest=start.manifest.digest)
+    assert parent.recorded(child, None, start) == then
     own = save(child, 60)
-    assert parent.lineage(child, own, own) == {}
-    lineage = {**own.manifest["lineage"], **then}
-    assert parent.lineage(child, save(child, 70, lineage=lineage), None) == then
+    assert parent.recorded(child, own, own) is None
+    lineage = lineage_of(child, parent=then)
+    assert parent.recorded(child, save(child, 70, lineage=lineage), None) == then
 
 
 def test_a_run_that_diverged_is_shown_the_way_on(config_of):

@@ -1,22 +1,283 @@
-"""A node whose view of a network file system is some seconds old must not train from something else."""
+"""Which checkpoint of a run counts: an incomplete one is never resumed from, and what is read before a
+start, under the lock and by each rank agrees. A node whose view of a network file system is some seconds
+old must not train from something else."""
 
+import itertools
+import shutil
 import threading
 from types import SimpleNamespace
 
 import pytest
-from support.manifests import manifest_of
+from support.manifests import IDS, manifest_of, names, save, write_as_another_program
 
 from forge.checkpoint import directory, resume
-from forge.core.errors import UnfitError
-from forge.core.files import write_json
+from forge.checkpoint.manifest import MANIFEST
+from forge.core import failpoints, json_lines
+from forge.core.config import load_config
+from forge.core.errors import DataError, UnfitError
 from forge.core.paths import RunPaths
+
+CONFIG = load_config("/dev/null", {}).model_copy(update={"ids": IDS})
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return RunPaths(tmp_path / "results" / "run")
+
+
+# --- read-only ------------------------------------------------------------------------------------
+
+
+def test_checkpoint_is_named_by_its_folder_or_by_its_run(paths, tmp_path, monkeypatch):
+    save(paths, 10)
+    newest = save(paths, 20)
+    monkeypatch.chdir(tmp_path)
+    for place, step in (
+        (paths.root, 20),
+        (paths.root.relative_to(tmp_path), 20),
+        (paths.latest, 20),
+        (paths.checkpoints / "step-00000010", 10),
+        (shutil.copytree(newest.folder, tmp_path / "best"), 20),
+    ):
+        assert resume.named(place).step == step
+
+
+def test_a_run_may_have_the_name_of_a_checkpoint(tmp_path):
+    paths = RunPaths(tmp_path / "step-00000007")
+    save(paths, 10)
+    assert resume.named(paths.root).step == 10
+
+
+def test_place_without_a_checkpoint_is_refused(paths, tmp_path):
+    saved = save(paths, 10)
+    (saved.folder / MANIFEST).unlink()
+    with pytest.raises(DataError, match=f"step-00000010/{MANIFEST} does not exist"):
+        resume.named(saved.folder)
+    with pytest.raises(DataError, match=f"{tmp_path} has no checkpoint") as caught:
+        resume.named(tmp_path)
+    assert "train the run first" in str(caught.value)
+
+
+# --- before a start, and under the lock -----------------------------------------------------------
+
+
+STEPS = (10, 20, 30)
+SOME_CORRUPT = [some for number in range(4) for some in itertools.combinations(STEPS, number)]
+
+
+@pytest.mark.parametrize("set_back_to", STEPS)
+@pytest.mark.parametrize("corrupt", SOME_CORRUPT, ids=str)
+def test_what_is_said_before_a_start_is_what_training_takes(paths, set_back_to, corrupt):
+    """It was another one where `latest` was set back to a corrupt checkpoint, or a file was cut."""
+    saved = {step: save(paths, step, keep_last=9) for step in STEPS}
+    paths.latest.unlink()
+    paths.latest.symlink_to(saved[set_back_to].folder.name)
+    for step in corrupt:
+        cut = saved[step].folder / ("__0_0.distcp" if step % 20 else MANIFEST)
+        cut.write_bytes(b"cut")
+    said = resume.check_resumable(CONFIG, paths)
+    taken = resume.repaired_latest(paths)
+    assert (said and said.step) == (taken and taken.step)
+    assert taken is None or (taken.step not in corrupt and resume.latest(paths) == taken)
+
+
+def test_latest_on_a_checkpoint_under_another_steps_name_quarantines_it_and_takes_the_previous(
+    paths, capsys
+):
+    save(paths, 10)
+    newest = save(paths, 20)
+    wrong = newest.folder.rename(newest.folder.with_name("step-00000030"))
+    paths.latest.unlink()
+    paths.latest.symlink_to(wrong.name)
+    with pytest.raises(DataError, match=r"named for step 30, .* of step 20"):
+        resume.latest(paths)
+    assert resume.check_resumable(CONFIG, paths).step == 10
+    assert resume.repaired_latest(paths).step == resume.latest(paths).step == 10
+    assert names(paths.quarantine) == {"step-00000030"}
+    assert "named for step 30" in capsys.readouterr().err
+
+
+def test_latest_on_a_copy_under_another_name_is_resumed_from_and_left_there(paths):
+    saved = save(paths, 10)
+    saved.folder.rename(saved.folder.with_name("best"))
+    paths.latest.unlink()
+    paths.latest.symlink_to("best")
+    assert resume.repaired_latest(paths).step == resume.latest(paths).step == 10
+    save(paths, 20, keep_last=1)
+    assert names(paths.checkpoints) == {"latest", "best", "step-00000020"}
+
+
+def test_dangling_latest_is_refused_with_the_command_that_mends_it(paths):
+    save(paths, 10)
+    last = save(paths, 20)
+    last.folder.rename(paths.root / "moved")
+    with pytest.raises(DataError) as caught:
+        resume.latest(paths)
+    assert f"ln -sfn step-00000010 {paths.latest}" in str(caught.value)
+    assert (paths.checkpoints / "step-00000010").is_dir()
+
+
+def test_training_mends_a_dangling_or_lost_latest_and_says_so(paths, capsys):
+    save(paths, 10)
+    last = save(paths, 20)
+    last.folder.rename(paths.root / "moved")
+    assert resume.repaired_latest(paths).step == 10
+    assert "which is not there: going on from step-00000010" in capsys.readouterr().err
+    paths.latest.unlink()
+    with pytest.raises(DataError, match="is gone"):
+        resume.latest(paths)
+    assert resume.repaired_latest(paths).step == resume.latest(paths).step == 10
+
+
+def test_latest_set_back_by_a_person_stays(paths):
+    save(paths, 10)
+    save(paths, 20)
+    paths.latest.unlink()
+    paths.latest.symlink_to("step-00000010")
+    assert resume.repaired_latest(paths).step == 10
+
+
+@pytest.mark.parametrize(("point", "step"), [("commit.rename", 10), ("commit.latest", 20)])
+def test_commit_that_was_cut_off_is_finished_or_forgotten(paths, monkeypatch, point, step):
+    save(paths, 10)
+    cut_off_at(monkeypatch, point)
+    with pytest.raises(CutOff):
+        save(paths, 20)
+    monkeypatch.undo()
+    assert resume.latest(paths).step == 10
+    assert resume.repaired_latest(paths).step == step
+    directory.clean(paths)
+    assert resume.latest(paths).step == step
+    assert names(paths.checkpoints) == {"latest", *(f"step-{n:08}" for n in (10, step))}
+
+
+def test_commit_of_a_step_again_that_was_cut_off_keeps_the_old_one(paths, monkeypatch):
+    save(paths, 20, content=b"old")
+    cut_off_at(monkeypatch, "commit.rename")
+    with pytest.raises(CutOff):
+        save(paths, 20, content=b"new")
+    monkeypatch.undo()
+    assert (resume.repaired_latest(paths).folder / "__0_0.distcp").read_bytes() == b"old"
+
+
+class CutOff(BaseException):
+    """As if the process had been killed."""
+
+
+def cut_off_at(monkeypatch, wanted):
+    def hook(point, _path):
+        if point == wanted:
+            raise CutOff
+
+    monkeypatch.setattr(failpoints, "hook", hook)
+
+
+@pytest.mark.parametrize(
+    "damage", ["manifest", "manifest byte", "manifest key", "file", "missing file"]
+)
+def test_damaged_checkpoint_goes_to_quarantine_and_the_one_before_is_taken(paths, damage, capsys):
+    save(paths, 10)
+    last = save(paths, 20)
+    file = last.folder / "__0_0.distcp"
+    manifest = last.folder / MANIFEST
+    {
+        "manifest": lambda: manifest.write_text("{"),
+        "manifest byte": lambda: manifest.write_text(
+            manifest.read_text().replace('"decay_steps": 200', '"decay_steps": 300')
+        ),
+        "manifest key": lambda: write_as_another_program(last.folder, world_size=0),
+        "file": lambda: file.write_bytes(b"cut"),
+        "missing file": file.unlink,
+    }[damage]()
+    assert resume.repaired_latest(paths).step == 10
+    assert resume.latest(paths).step == 10
+    assert names(paths.quarantine) == {"step-00000020"}
+    assert (paths.quarantine / "step-00000020" / "damage.json").is_file()
+    said = capsys.readouterr().err
+    assert f"{last.folder} is damaged" in said and "going on from step-00000010" in said
+    assert [e["checkpoint"] for e in json_lines.read(paths.events)] == ["step-00000020"]
+
+
+def test_last_damaged_checkpoint_means_fresh_weights_said_aloud_or_refused(paths, capsys):
+    saved = save(paths, 10)
+    (saved.folder / "__0_0.distcp").unlink()
+    assert resume.repaired_latest(paths) is None
+    assert not paths.latest.is_symlink()
+    with pytest.raises(
+        DataError, match="no checkpoint to go on from; in quarantine: step-00000010"
+    ):
+        resume.begin_afresh(paths, refuse=True)
+    resume.begin_afresh(paths, refuse=False)
+    assert "starts at step 0 with fresh weights" in capsys.readouterr().err
+
+
+def test_checkpoint_of_another_version_is_refused_and_stays_where_it_is(paths):
+    saved = save(paths, 10)
+    manifest = saved.folder / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 9'))
+    with pytest.raises(DataError, match="of format 9, not 2"):
+        resume.repaired_latest(paths)
+    assert saved.folder.is_dir()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_latest_that_links_to_itself_is_told_and_training_mends_it(paths, there, capsys):
+    if there:
+        save(paths, 10)
+        paths.latest.unlink()
+    paths.checkpoints.mkdir(parents=True, exist_ok=True)
+    paths.latest.symlink_to("latest")
+    with pytest.raises(DataError, match="latest points to latest, which is no directory"):
+        resume.latest(paths)
+    step = 10 if there else None
+    assert getattr(resume.check_resumable(CONFIG, paths), "step", None) == step
+    directory.prune(paths, 1)
+    assert getattr(resume.repaired_latest(paths), "step", None) == step
+    assert "which is no directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["text", "directory", "copy"])
+def test_latest_that_is_no_link_is_refused_before_anything_is_written_over_it(paths, kind):
+    """A copy that follows links (cp -L) leaves a directory, an editor or git on Windows a text file."""
+    saved = save(paths, 10)
+    paths.latest.unlink()
+    {
+        "text": lambda: paths.latest.write_text("step-00000010\n"),
+        "directory": paths.latest.mkdir,
+        "copy": lambda: shutil.copytree(saved.folder, paths.latest),
+    }[kind]()
+    before = sorted(paths.checkpoints.rglob("*"))
+    for action in (
+        lambda: resume.latest(paths),
+        lambda: resume.repaired_latest(paths),
+        lambda: resume.check_resumable(CONFIG, paths),
+    ):
+        with pytest.raises(DataError, match="latest is no symbolic link") as caught:
+            action()
+        assert f"ln -s step-00000010 {paths.latest}" in str(caught.value)
+    assert sorted(paths.checkpoints.rglob("*")) == before
+
+
+def test_checkpoints_that_is_a_file_is_refused_at_once(paths):
+    paths.root.mkdir(parents=True)
+    paths.checkpoints.write_text("")
+    for action in (
+        lambda: resume.latest(paths),
+        lambda: resume.repaired_latest(paths),
+        lambda: resume.check_resumable(CONFIG, paths),
+    ):
+        with pytest.raises(DataError, match="checkpoints is no directory"):
+            action()
+
+
+# --- the same checkpoint on all ranks --------------------------------------------------------------
 
 STEP = "step-00000010"
 
 
 def put_checkpoint(folder, **facts):
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / directory.MANIFEST, manifest_of(10, **facts))
+    manifest_of(10, **facts).write(folder)
 
 
 class Seen:
@@ -53,7 +314,7 @@ def test_checkpoint_that_a_node_never_sees_is_unfit_and_names_it(tmp_path, monke
 def test_a_node_that_sees_an_older_checkpoint_of_that_name_does_not_train_on(tmp_path):
     paths = RunPaths(tmp_path)
     put_checkpoint(paths.checkpoints / STEP)
-    mine = directory.Checkpoint.open(paths.checkpoints / STEP).manifest["digest"]
+    mine = directory.Checkpoint.open(paths.checkpoints / STEP).manifest.digest
     assert resume._chosen(paths, Seen(mine)).step == 10
     with pytest.raises(UnfitError, match="is not the same checkpoint on all nodes"):
         resume._chosen(paths, Seen("another digest"))

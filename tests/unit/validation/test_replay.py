@@ -1,33 +1,32 @@
 """Against calling a sound checkpoint bad: losses of another launch or another line of history."""
 
-import copy
 from pathlib import Path
 
 import pytest
 from support import happenings
+from support.manifests import IDS, NUMERICS, lineage_of, manifest_of
 
 from forge.checkpoint.directory import Checkpoint
+from forge.checkpoint.manifest import Hardware, StoredFile, Versions
 from forge.cluster.network import available_cores
 from forge.core import events
+from forge.core.config import load_config
 from forge.core.paths import RunPaths
 from forge.core.provenance import cpu_name, versions
 from forge.trainer import metrics
 from forge.validation.replay import Recorded, _compare, check_next_losses, recorded_losses
 
-NUMERICS = {"device": "cpu", "precision": "fp32", "threads": 1}
+VERSIONS = Versions(**versions())
+HARDWARE = Hardware(host="laptop", cpu=cpu_name())
 
 
-def checkpoint(step=10, world_size=2, files=(), dropout=0.0, **train):
-    lineage = {
-        "numerics": NUMERICS,
-        "versions": versions(),
-        "hardware": {"cpu": cpu_name()},
-        "config": {
-            "train": {"parallel": "ddp", "compile": False, **train},
-            "model": {"dropout": dropout},
-        },
-    }
-    manifest = {"step": step, "world_size": world_size, "lineage": lineage, "files": dict(files)}
+def checkpoint(step=10, *, made_by=None, dropout=0.0, train=None, **facts):
+    """made_by: parts of the lineage that are not those of this host. train: keys of that section."""
+    keys = {f"train.{key}": value for key, value in (train or {}).items()}
+    config = load_config("/dev/null", {"model.dropout": dropout, **keys})
+    made_by = {"versions": VERSIONS, "hardware": HARDWARE, **(made_by or {})}
+    lineage = lineage_of(config.model_copy(update={"ids": IDS}), **made_by)
+    manifest = manifest_of(step, lineage=lineage, **facts)
     return Checkpoint(RunPaths(Path("/nowhere")).checkpoints, manifest)
 
 
@@ -109,17 +108,20 @@ def test_more_ranks_or_memory_than_here_is_a_note(run):
     assert check.status == "warn"
     assert f"made by 10000 ranks, here are {available_cores()} cores" in check.message
     log(run, "b", range(1, 20))
-    check = check_next_losses(None, checkpoint(files={"a": {"bytes": 2**50}}), run)
+    check = check_next_losses(
+        None, checkpoint(files={"a": StoredFile(bytes=2**50, digest="")}), run
+    )
     assert check.status == "warn" and "GiB are free" in check.message
 
 
 # --- how near -------------------------------------------------------------------------------------
 
 TWO = Recorded({11: 3.0, 12: 2.9}, by_maker=True)
+TWO_THREADS = NUMERICS.model_copy(update={"threads": 2})
 
 
 def compare(losses, made=None, recorded=TWO, finite=True, numerics=NUMERICS):
-    result = {"losses": losses, "finite": finite, "numerics": numerics}
+    result = {"losses": losses, "finite": finite, "numerics": numerics.to_json()}
     return _compare(made or checkpoint(), recorded, result)
 
 
@@ -132,21 +134,14 @@ def test_equal_conditions_must_give_equal_bits():
     assert check.status == "fail" and "weights or data are others" in check.message
 
 
-def other_lineage(section, key):
-    made = checkpoint()
-    manifest = copy.deepcopy(made.manifest)
-    manifest["lineage"][section][key] = "another"
-    return Checkpoint(made.folder, manifest)
-
-
 @pytest.mark.parametrize(
     "conditions",
     [
         {"recorded": Recorded(TWO.losses, by_maker=False)},
-        {"numerics": {**NUMERICS, "threads": 2}},
-        {"made": checkpoint(compile=True)},
-        {"made": other_lineage("versions", "torch")},
-        {"made": other_lineage("hardware", "cpu")},
+        {"numerics": TWO_THREADS},
+        {"made": checkpoint(train={"compile": True})},
+        {"made": checkpoint(made_by={"versions": Versions(python="3.11.9", torch="another")})},
+        {"made": checkpoint(made_by={"hardware": Hardware(host="laptop", cpu="another")})},
     ],
 )
 def test_other_conditions_have_a_tolerance(conditions):
@@ -159,16 +154,16 @@ def test_dropout_is_drawn_otherwise_under_other_conditions_which_is_no_fault(run
     made = checkpoint(dropout=0.1)
     assert compare([3.0, 2.9], made).status == "ok"
     assert compare([3.1, 2.9], made).status == "fail"
-    check = compare([3.1, 2.9], made, numerics={**NUMERICS, "threads": 2})
+    check = compare([3.1, 2.9], made, numerics=TWO_THREADS)
     assert check.status == "warn" and check.message.startswith("not done: dropout")
     log(run, "a", range(1, 20))
-    check = check_next_losses(None, checkpoint(dropout=0.1, compile=True), run)
+    check = check_next_losses(None, checkpoint(dropout=0.1, train={"compile": True}), run)
     assert check.status == "warn" and check.message.startswith("not done: dropout")
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_many_ranks_have_no_tolerance_either(parallel):
-    many = checkpoint(world_size=3, parallel=parallel)
+    many = checkpoint(world_size=3, train={"parallel": parallel})
     assert compare([3.0, 2.9], many).status == "ok"
     assert compare([3.0, 2.9000001], many).status == "fail"
 

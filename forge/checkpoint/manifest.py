@@ -1,0 +1,272 @@
+"""The manifest of a checkpoint, `checkpoint.json`: its files and what made it. No torch.
+
+This module alone reads, checks, seals and writes the file. A manifest may carry the right digest
+and still be wrong, where another program or a person made it: so keys, types and bounds are checked
+as well, before anything else reads them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
+
+from forge.core.config import Config
+from forge.core.errors import DataError
+from forge.core.files import canonical, digest_bytes, read_json, write_json
+from forge.core.process import hostname
+from forge.core.provenance import code, config_digest, cpu_name, versions
+
+FORMAT: Literal[2] = 2
+MANIFEST = "checkpoint.json"
+
+# Steps, sizes and counts fit into 64 bits: sums and names of files with them cannot overflow.
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+# A plain name in the checkpoint's directory: 255 bytes is the limit of Linux (man 7 path_resolution).
+FileName = Annotated[str, Field(pattern=r"^[^/\x00]{1,255}$")]
+
+
+class OtherFormat(DataError):
+    """A checkpoint of another version of Forge: nothing is wrong with it."""
+
+
+class Part(BaseModel):
+    """A part of the manifest. Keys that are not named are kept: they count in the digest."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", populate_by_name=True)
+
+    def to_json(self) -> dict[str, Any]:
+        """The part as it is in the file: plain JSON values."""
+        return self.model_dump(by_alias=True)
+
+
+class StoredFile(Part):
+    """A file of the checkpoint: its size and blake3."""
+
+    bytes: Count
+    digest: str
+
+
+class SkippedSteps(Part):
+    """Steps whose update was skipped: in the whole run, and in a row up to the checkpoint."""
+
+    steps: Count
+    in_a_row: Count
+
+
+class ReferenceLosses(Part):
+    """Loss of each rank on its reference batch, which validation recomputes; samples in one batch."""
+
+    samples: Count
+    losses: list[float]
+
+
+class Code(Part):
+    """Version of Forge; commit, and whether files differ from it, where it ran from a git checkout."""
+
+    version: str
+    commit: str | None
+    dirty: bool | None
+
+
+class RecordedModel(Part):
+    """`model` of the recorded config."""
+
+    dropout: float
+
+
+class RecordedTrain(Part):
+    """`train` of the recorded config."""
+
+    parallel: str
+    compile: bool
+
+
+class RecordedIds(Part):
+    """Content ids of the artifacts that the run was trained on."""
+
+    tokenizer: str
+    tokens: str
+
+
+class RecordedConfig(Part):
+    """The config that made the checkpoint, with every key that its version of Forge had.
+
+    Not a `Config`: another version may have other keys, and the checkpoint is none the worse for
+    that. Named here is what validation and resume read.
+    """
+
+    model: RecordedModel
+    train: RecordedTrain
+    ids: RecordedIds
+    parent: str | None
+
+
+class Artifact(Part):
+    """A tokenizer or tokens: content id and digest."""
+
+    id: str
+    digest: str
+
+
+class Numerics(Part):
+    """What decides the last bits of a loss besides weights and data (trainer/numerics.py)."""
+
+    device: str
+    device_name: str
+    precision: Literal["fp32", "bf16"]
+    threads: Annotated[int, Field(ge=1, le=2**16)]
+    gpu_products: str
+    cpu_products: str
+    cpu_capability: str
+
+
+class Versions(Part):
+    """Versions of Python and of packages."""
+
+    python: str
+    torch: str
+
+
+class Hardware(Part):
+    """Host and processor of rank 0."""
+
+    host: str
+    cpu: str
+
+
+class ParentCheckpoint(Part):
+    """The checkpoint of another run that this run started from; digest: of its manifest."""
+
+    run: str
+    step: Count
+    digest: str
+
+
+class Lineage(Part):
+    """What made the checkpoint; parent: None for a run that started at step 0."""
+
+    code: Code
+    config: RecordedConfig
+    config_digest: str
+    tokenizer: Artifact
+    tokens: Artifact
+    versions: Versions
+    hardware: Hardware
+    numerics: Numerics
+    parent: ParentCheckpoint | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        *,
+        tokenizer_digest: str,
+        tokens_digest: str,
+        numerics: dict[str, Any],
+        parent: ParentCheckpoint | None = None,
+    ) -> Self:
+        """The lineage of a run that trains on these artifacts, on this host."""
+        assert config.ids
+        return cls(
+            code=Code(**code()),
+            config=RecordedConfig(**config.to_json()),
+            config_digest=config_digest(config),
+            tokenizer=Artifact(id=config.ids.tokenizer, digest=tokenizer_digest),
+            tokens=Artifact(id=config.ids.tokens, digest=tokens_digest),
+            versions=Versions(**versions()),
+            hardware=Hardware(host=hostname(), cpu=cpu_name()),
+            numerics=Numerics(**numerics),
+            parent=parent,
+        )
+
+    @model_serializer(mode="wrap")
+    def _without_missing_parent(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = dump(self)
+        if self.parent is None:
+            del values["parent"]
+        return values
+
+
+class Manifest(Part):
+    """The content of `checkpoint.json`. Steps are completed steps, samples are counted from step 0."""
+
+    step: Count
+    world_size: Annotated[int, Field(ge=1, lt=2**31)]
+    decay_steps: Count
+    next_sample: Count
+    skipped: SkippedSteps
+    reference: ReferenceLosses = Field(validation_alias="probe", serialization_alias="probe")
+    lineage: Lineage
+    files: dict[FileName, StoredFile]
+    format: Literal[2] = FORMAT
+    digest: str = ""
+    """Over all else; empty until the manifest is sealed."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """The manifest in a checkpoint's directory.
+
+        Raises DataError where it is missing, corrupt or not one of Forge's; OtherFormat where another
+        version of Forge wrote it; UnfitError when the disk reports an error.
+        """
+        content = read_json(folder / MANIFEST)
+        if not isinstance(content, dict) or "format" not in content:
+            raise DataError(f"{folder} is not a checkpoint", cause="not written by Forge")
+        if content["format"] != FORMAT:
+            raise OtherFormat(
+                f"{folder} is a checkpoint of format {content['format']}, not {FORMAT}",
+                cause="written by another version of Forge",
+                fix="go on with that version, or start again under a new run name",
+            )
+        if not _is_sealed(content):
+            raise DataError(
+                f"{folder / MANIFEST} does not have the digest that it names",
+                cause="a disk error, or an edit",
+            )
+        try:
+            return cls.model_validate(content)
+        except ValidationError as err:
+            first = err.errors()[0]
+            key = ".".join(str(part)[:60] for part in first["loc"])
+            raise DataError(
+                f"{folder / MANIFEST} is no manifest of a checkpoint: {key}: {first['msg']}",
+                cause="written by another program, or by hand",
+            ) from None
+
+    def write(self, folder: Path) -> Self:
+        """Write the manifest into a checkpoint's directory, sealed and durable; the sealed one.
+
+        Raises UnfitError when the disk does not let it."""
+        sealed = self.sealed()
+        write_json(folder / MANIFEST, sealed.to_json())
+        return sealed
+
+    def sealed(self) -> Self:
+        """The manifest with its own digest: no byte of it can change unseen."""
+        return self.model_copy(update={"digest": _digest(self.to_json())})
+
+    def with_files(self, files: dict[str, StoredFile]) -> Self:
+        """The manifest of a checkpoint with these files, not sealed."""
+        return self.model_copy(update={"files": files, "digest": ""})
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """blake3 of the canonical JSON of all but the digest. Raises ValueError for NaN and infinity."""
+    rest = {key: value for key, value in content.items() if key != "digest"}
+    return digest_bytes(canonical(rest))
+
+
+def _is_sealed(content: dict[str, Any]) -> bool:
+    try:
+        return bool(content.get("digest") == _digest(content))
+    except (ValueError, RecursionError):  # NaN, or nested too deeply: Forge writes no such value
+        return False
