@@ -22,7 +22,7 @@ from typing import Any
 
 from forge.checkpoint import checkpoint_shape
 from forge.core import event_log, failpoints
-from forge.core.config import Config, Model, Section, Train, is_free
+from forge.core.config import Model, ResolvedConfig, Section, Train, is_free
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.files import (
     canonical,
@@ -455,7 +455,7 @@ def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
 # --- does this config go on from this checkpoint? --------------------------------------------------
 
 
-def frozen_decay_steps(config: Config, checkpoint: Checkpoint | None) -> int:
+def frozen_decay_steps(config: ResolvedConfig, checkpoint: Checkpoint | None) -> int:
     """Length of the schedule: as the config says, else as at the run's first start."""
     if config.train.decay_steps is not None:
         return config.train.decay_steps
@@ -465,7 +465,7 @@ def frozen_decay_steps(config: Config, checkpoint: Checkpoint | None) -> int:
     return max(config.train.max_steps, config.train.warmup_steps)
 
 
-def check_compatible(config: Config, checkpoint: Checkpoint) -> None:
+def check_compatible(config: ResolvedConfig, checkpoint: Checkpoint) -> None:
     """ConfigError that names each key by which the config no longer fits the checkpoint."""
     made_by = checkpoint.manifest["lineage"]["config"]
     problems = [
@@ -504,11 +504,11 @@ def _changed(
             yield differs(f"{section}.{key}", getattr(now, key), then.get(key))
 
 
-def changed_ids(config: Config, made_by: dict[str, Any]) -> Iterator[str]:
+def changed_ids(config: ResolvedConfig, made_by: dict[str, Any]) -> Iterator[str]:
     """One sentence for each artefact that is another than in the config of a checkpoint."""
     for name in ("tokenizer", "tokens"):
-        now = getattr(config.ids, name) if config.ids else None
-        if now and now != made_by["ids"][name]:
+        now = getattr(config.ids, name)
+        if now != made_by["ids"][name]:
             yield differs(f"ids.{name}", now, made_by["ids"][name])
 
 
@@ -517,7 +517,7 @@ def differs(key: str, now: object, then: object) -> str:
     return f"{key} is {now!r}, the checkpoint has {then!r}"
 
 
-def schedule_warnings(config: Config, checkpoint: Checkpoint | None) -> list[str]:
+def schedule_warnings(config: ResolvedConfig, checkpoint: Checkpoint | None) -> list[str]:
     """What people should know of the learning rate before a start: no peak, or no rate left."""
     train, decay_steps = config.train, frozen_decay_steps(config, checkpoint)
     goal, warmup = train.max_steps, train.warmup_steps
@@ -537,7 +537,7 @@ def schedule_warnings(config: Config, checkpoint: Checkpoint | None) -> list[str
     return warnings
 
 
-def check_resumable(config: Config, paths: RunPaths) -> Checkpoint | None:
+def check_resumable(config: ResolvedConfig, paths: RunPaths) -> Checkpoint | None:
     """The checkpoint that this config will go on from, None for a fresh start; changes nothing.
 
     One that cannot be read is passed over here: training moves it to quarantine. Raises ConfigError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.checkpoint import directory, parent
-from forge.core.config import Config
+from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
@@ -44,7 +44,7 @@ def newest_verified(
     return None
 
 
-def verified_parent(config: Config, world: World) -> directory.Checkpoint | None:
+def verified_parent(config: ResolvedConfig, world: World) -> directory.Checkpoint | None:
     """The checkpoint that config.parent names, all its bytes read, the files shared out among the ranks;
     None without a parent. All ranks call it.
 

@@ -67,7 +67,7 @@ def _context(paths: RunPaths) -> dict[str, Any]:
 
 
 def _config_text(paths: RunPaths) -> str:
-    """The frozen config as YAML, as people write it; empty where there is none."""
+    """The resolved config as YAML, as people write it; empty where there is none."""
     if not paths.config.exists():
         return ""
     return yaml.safe_dump(read_json(paths.config), sort_keys=False, allow_unicode=True)
@@ -97,7 +97,7 @@ def _missing(paths: RunPaths, summary: Summary, history: History) -> list[str]:
     """What a reader would look for and not find, each with why or what to do."""
     evaluated = history.evals["loss"].notna().any()
     absent = [
-        (not paths.config.exists(), "config.json: the run's config was never frozen"),
+        (not paths.config.exists(), "config.json: the run's config was never resolved"),
         (not summary.preflight, "preflight: no node was checked yet"),
         (not history.launches, "launches: training has not started"),
         (not len(history.train), "training curve: no step was logged"),

@@ -12,14 +12,13 @@ from forge.cluster import exclude, slurm
 from forge.cluster.lock import lease
 from forge.cluster.placement import Geometry, Place, check_geometry, find_place
 from forge.core import event_log
-from forge.core.config import Config
+from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, Exit, ForgeError, TrainingError, UnfitError
 from forge.core.files import read_json, read_object, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.provenance import config_digest
 from forge.core.terminal import say
-from forge.data.content_ids import freeze
 from forge.launch.launcher import (
     MAX_RESTARTS_AFTER_LOSS,
     RankFailure,
@@ -38,7 +37,11 @@ class StoppedEarly(ForgeError):
 
 
 def train(
-    config: Config, machine: Machine, geometry: Geometry, *, require_checkpoint: bool = False
+    config: ResolvedConfig,
+    machine: Machine,
+    geometry: Geometry,
+    *,
+    require_checkpoint: bool = False,
 ) -> Path:
     """Train a run to its goal; the path of fit.json. Resumes from the newest sound checkpoint.
 
@@ -47,7 +50,6 @@ def train(
     require_checkpoint is set and none is left; the errors of config, data and machine.
     """
     own_deadline = time.time() + 60 * machine.max_minutes if machine.max_minutes else math.inf
-    config = freeze(config)
     paths = RunPaths.of(config)
     check_geometry(machine, geometry, config)
     place = find_place(machine, geometry)
@@ -94,7 +96,7 @@ def refuse_stop_file(paths: RunPaths) -> None:
         )
 
 
-def refuse_known_failure(config: Config, paths: RunPaths) -> None:
+def refuse_known_failure(config: ResolvedConfig, paths: RunPaths) -> None:
     """A run that diverged ends at once with the same message until its config changes: TrainingError.
 
     config: as the run's config.json has it. Other failures may have passed, and are tried again.
@@ -113,14 +115,13 @@ def refuse_known_failure(config: Config, paths: RunPaths) -> None:
         )
 
 
-def _write_config(config: Config, paths: RunPaths) -> None:
+def _write_config(config: ResolvedConfig, paths: RunPaths) -> None:
     if not paths.config.exists() or read_json(paths.config) != config.to_json():
         write_json(paths.config, config.to_json())
 
 
-def _shards(config: Config, paths: RunPaths) -> dict[str, Any]:
+def _shards(config: ResolvedConfig, paths: RunPaths) -> dict[str, Any]:
     """Where ranks read: what `stage` put on their node, else shared. DataError if there are none."""
-    assert config.ids
     staged = staged_folders(paths)
     folder = tokens_folder(config.data, config.ids.tokens)
     if not staged and not (folder / "manifest.json").exists():
@@ -133,7 +134,7 @@ def _shards(config: Config, paths: RunPaths) -> dict[str, Any]:
 
 
 def _train_until_it_ends(
-    config: Config,
+    config: ResolvedConfig,
     paths: RunPaths,
     machine: Machine,
     geometry: Geometry,
@@ -184,7 +185,7 @@ def _train_until_it_ends(
     return record
 
 
-def _end_if_stuck(config: Config, paths: RunPaths, machine: Machine, step: int) -> None:
+def _end_if_stuck(config: ResolvedConfig, paths: RunPaths, machine: Machine, step: int) -> None:
     """The progress gate: TrainingError instead of one more start that gets nowhere."""
     try:
         crash_loop.refuse_if_stuck(paths.events, step, machine.max_restarts_without_progress)
@@ -221,7 +222,7 @@ def _requeue(
         raise StoppedEarly(f"{record.message}; job {job.id} goes on from step {step}")
 
 
-def _conclude(config: Config, paths: RunPaths, record: Record) -> Path:
+def _conclude(config: ResolvedConfig, paths: RunPaths, record: Record) -> Path:
     """fit.json for a completed run, else the error that the record stands for."""
     if record.status == "completed":
         assert record.step is not None
@@ -255,7 +256,7 @@ def _what_is_kept(record: Record, step: int, first_step: int = 0) -> str:
     return "a checkpoint is committed" if step > first_step else "nothing had been trained yet"
 
 
-def _record_failure(config: Config, paths: RunPaths, record: Record) -> None:
+def _record_failure(config: ResolvedConfig, paths: RunPaths, record: Record) -> None:
     event_log.record(
         paths.events,
         "failed",
@@ -281,7 +282,7 @@ def _recorded_digest(paths: RunPaths, step: int) -> str | None:
     return None
 
 
-def _write_fit(config: Config, paths: RunPaths, step: int, digest: str) -> Path:
+def _write_fit(config: ResolvedConfig, paths: RunPaths, step: int, digest: str) -> Path:
     checkpoint = directory.latest(paths)
     assert checkpoint is not None and checkpoint.step == step
     record = {

@@ -14,14 +14,13 @@ from typing import Any
 from forge.cluster import slurm
 from forge.cluster.placement import Geometry, find_place
 from forge.core import event_log
-from forge.core.config import Config
+from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.files import disk_trouble, write_json
 from forge.core.machine import Machine, Stage
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname, node_local_folder
 from forge.core.terminal import Progress, progress, say
-from forge.data.content_ids import freeze
 from forge.data.shards import ShardSet
 from forge.staging import on_node
 from forge.staging.to_nodes import stage_nodes
@@ -31,7 +30,7 @@ COPY_BLOCK = 2**22
 FICLONE = 0x40049409  # <linux/fs.h>
 
 
-def stage(config: Config, machine: Machine, geometry: Geometry) -> Path:
+def stage(config: ResolvedConfig, machine: Machine, geometry: Geometry) -> Path:
     """Make the run's shards readable from fast storage on every node; the path of stage.json.
 
     A set that lies there with the right digests is kept. stage.json says which folder the ranks of
@@ -39,8 +38,6 @@ def stage(config: Config, machine: Machine, geometry: Geometry) -> Path:
     with, and for nodes that cannot be reached; DataError for damaged shards.
     """
     started = time.time()
-    config = freeze(config)
-    assert config.ids
     paths = RunPaths.of(config)
     source = ShardSet.open(tokens_folder(config.data, config.ids.tokens))
     place = find_place(machine, geometry)

@@ -16,7 +16,7 @@ from forge.checkpoint.async_saver import Saver
 from forge.cluster import slurm
 from forge.cluster.lock import check_held
 from forge.core import event_log, failpoints
-from forge.core.config import Config
+from forge.core.config import ResolvedConfig
 from forge.core.errors import Exit, TrainingError, UnfitError
 from forge.core.files import digest_file
 from forge.core.paths import RunPaths, tokenizer_folder
@@ -44,7 +44,7 @@ class Trainer:
     """One rank's share of a run, from resume to the last commit. Every method: all ranks call it."""
 
     def __init__(
-        self, config: Config, paths: RunPaths, world: World, shards: ShardSet, spec: Spec
+        self, config: ResolvedConfig, paths: RunPaths, world: World, shards: ShardSet, spec: Spec
     ) -> None:
         self.config, self.paths, self.world = config, paths, world
         self.spec, self.launch = spec, spec.launch
@@ -115,7 +115,6 @@ class Trainer:
 
     def _lineage(self) -> dict[str, Any]:
         """What makes the run's next checkpoints: asked once, the code in memory does not change."""
-        assert self.config.ids
         folder = tokenizer_folder(self.config.data, self.config.ids.tokenizer)
         found = lineage(
             self.config,
@@ -410,7 +409,7 @@ def _mix(seed: int, step: int, rank: int) -> int:
 
 
 def train(
-    config: Config,
+    config: ResolvedConfig,
     paths: RunPaths,
     world: World,
     stop: StopFlag,

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from forge.checkpoint import directory, storage
-from forge.core.config import Config
+from forge.core.config import ResolvedConfig
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.data.shards import ShardSet
@@ -27,7 +27,7 @@ from forge.trainer.nonfinite import Skipped
 from forge.trainer.numerics import numerics, prepare
 
 
-def check(world: World, config: Config, checkpoint: Path, shards: Path) -> Record:
+def check(world: World, config: ResolvedConfig, checkpoint: Path, shards: Path) -> Record:
     """Load, or load and train on, as the config says. All ranks call it."""
     found = directory.Checkpoint.open(checkpoint)
     if config.train.max_steps > found.step:
@@ -38,7 +38,7 @@ def check(world: World, config: Config, checkpoint: Path, shards: Path) -> Recor
     return Record("completed", world.rank.rank, result=result)
 
 
-def _load(world: World, config: Config, checkpoint: Path, shards: ShardSet) -> str | None:
+def _load(world: World, config: ResolvedConfig, checkpoint: Path, shards: ShardSet) -> str | None:
     """Weights and optimizer sharded over these ranks, however many wrote them; the weights' digest."""
     model = Decoder(config.model, shards.vocab_size)
     mesh = init_device_mesh("cpu", (world.rank.world_size,))
@@ -54,7 +54,7 @@ class _Continued(Trainer):
     """The trainer, at a given checkpoint."""
 
     def __init__(
-        self, world: World, config: Config, found: directory.Checkpoint, shards: ShardSet
+        self, world: World, config: ResolvedConfig, found: directory.Checkpoint, shards: ShardSet
     ) -> None:
         paths = RunPaths.of(config)
         spec = Spec(
@@ -82,7 +82,7 @@ class _Continued(Trainer):
 
 
 def _train_on(
-    world: World, config: Config, found: directory.Checkpoint, shards: ShardSet
+    world: World, config: ResolvedConfig, found: directory.Checkpoint, shards: ShardSet
 ) -> dict[str, object]:
     prepare(world.device)
     then = found.manifest["lineage"]["numerics"]

@@ -16,12 +16,11 @@ import torch
 from forge.checkpoint import directory
 from forge.cluster.lock import lease
 from forge.core import event_log
-from forge.core.config import Config, apply_overrides, checked, load_config
+from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.files import disk_trouble, read_object, write_json
 from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
 from forge.core.terminal import duration, progress, say
-from forge.data.content_ids import freeze
 from forge.launch.launcher import wait_for_orphans
 from forge.trainer.numerics import prepare
 from forge.validation.checkpoint_checks import OF_THE_CHECKPOINT, Data, Examination
@@ -30,13 +29,12 @@ from forge.validation.replay import NOT_DONE, NOT_RECORDED
 _GOAL = ("step", "weights_digest", "checkpoint")  # what fit.json is asked for
 
 
-def validate(config: Config) -> Path:
+def validate(config: ResolvedConfig) -> Path:
     """Validate the checkpoint behind a run's `latest`; the path of validated.json.
 
     Writes validation.json either way. Raises DataError that lists the reasons when it is invalid.
     """
     started = time.time()
-    config = freeze(config)
     paths = RunPaths.of(config)
     with lease(paths.root, "validate"):
         checkpoint = _latest(paths)
@@ -79,11 +77,10 @@ def validate_folder(folder: Path, overrides: dict[str, Any]) -> None:
     _tell(folder, _examine(examination), paths.root if of_a_run else None)
 
 
-def _own_config(checkpoint: directory.Checkpoint, overrides: dict[str, Any]) -> Config:
+def _own_config(checkpoint: directory.Checkpoint, overrides: dict[str, Any]) -> ResolvedConfig:
     """The config that made it, with overrides."""
     values = apply_overrides(checkpoint.manifest["lineage"]["config"], overrides)
-    config: Config = checked(Config, values, str(checkpoint.folder))
-    return config
+    return checked(ResolvedConfig, values, str(checkpoint.folder))
 
 
 def _examine(examination: Examination) -> dict[str, Any]:
@@ -132,15 +129,15 @@ class Row:
         self.examination = None  # and with it the model
 
 
-def validate_all(place: Path, overrides: dict[str, Any], *, fix: bool) -> None:
+def validate_all(place: Path | ResolvedConfig, overrides: dict[str, Any], *, fix: bool) -> None:
     """Examine every committed checkpoint of a run, the cheap checks of all first, and print a table.
 
-    place: a config file, then each must fit that config; or a run's folder, then each is examined by
-    the config that made it. fix: move damaged ones to quarantine, under the run's lease; without it
-    nothing is changed. Raises DataError if one is invalid, and UnfitError, with nothing moved, if the
-    disk or this host kept one from being examined.
+    place: a run's config, then each must fit it; or a run's folder, then each is examined by the
+    config that made it, with overrides. fix: move damaged ones to quarantine, under the run's lease;
+    without it nothing is changed. Raises DataError if one is invalid, and UnfitError, with nothing
+    moved, if the disk or this host kept one from being examined.
     """
-    paths, config = _run_at(place, overrides)
+    paths, config = _run_at(place)
     prepare(torch.device("cpu"))
     with lease(paths.root, "validate") if fix else nullcontext():
         if fix:
@@ -155,10 +152,9 @@ def validate_all(place: Path, overrides: dict[str, Any], *, fix: bool) -> None:
         _conclude(rows, paths, fix)
 
 
-def _run_at(place: Path, overrides: dict[str, Any]) -> tuple[RunPaths, Config | None]:
-    if not place.is_dir():
-        config = freeze(load_config(place, overrides))
-        return RunPaths.of(config), config
+def _run_at(place: Path | ResolvedConfig) -> tuple[RunPaths, ResolvedConfig | None]:
+    if isinstance(place, ResolvedConfig):
+        return RunPaths.of(place), place
     if not (place / "checkpoints").is_dir():
         raise ConfigError(
             f"{place} is not a run's folder: it has no checkpoints/",
@@ -195,7 +191,7 @@ def _read(path: Path, *keys: str) -> dict[str, Any] | None:
 
 
 def _examine_all(
-    rows: Sequence[Row], paths: RunPaths, config: Config | None, overrides: dict[str, Any]
+    rows: Sequence[Row], paths: RunPaths, config: ResolvedConfig | None, overrides: dict[str, Any]
 ) -> None:
     """Fill in the rows. What is damaged on the disk is known before the first model is built."""
     goal = _read(paths.fit, *_GOAL)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from forge.checkpoint import directory
-from forge.core.config import Config, Ids
+from forge.core.config import Ids, ResolvedConfig
 
 IDS = Ids(tokenizer="a1b2c3d4e5f6", tokens="0f1e2d3c4b5a")
 
 
-def manifest_of(step: int, config: Config | None = None, **facts: Any) -> dict[str, Any]:
+def manifest_of(step: int, config: ResolvedConfig | None = None, **facts: Any) -> dict[str, Any]:
     """Every key that a manifest must have, sealed; `facts` replace some of them."""
-    config = config or Config().model_copy(update={"ids": IDS})
-    assert config.ids
+    config = config or ResolvedConfig(ids=IDS)
     lineage = {
         "code": {"commit": "0123abc", "dirty": True, "version": "0.1.0"},
         "config": config.to_json(),

@@ -13,11 +13,12 @@ from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.event_log import read_lines
 from forge.core.files import canonical, digest_bytes
 from forge.core.paths import RunPaths
+from forge.data.content_ids import resolve
 
 
 def config_of(**overrides):
-    config = load_config("/dev/null", overrides)
-    return config.model_copy(update={"ids": Ids(tokenizer="a" * 12, tokens="b" * 12)})
+    ids = Ids(tokenizer="a" * 12, tokens="b" * 12)
+    return resolve(load_config("/dev/null", {**overrides, "ids": ids}))
 
 
 @pytest.fixture

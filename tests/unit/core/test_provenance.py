@@ -9,12 +9,13 @@ import forge
 from forge.core import provenance
 from forge.core.config import Ids, load_config
 from forge.core.files import canonical
+from forge.data.content_ids import resolve
 
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
 
 
 def config_of(**overrides):
-    return load_config("/dev/null", overrides).model_copy(update={"ids": IDS})
+    return resolve(load_config("/dev/null", {**overrides, "ids": IDS}))
 
 
 def test_lineage_names_everything_that_made_the_model():

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from forge import workflow
-from forge.core.config import Config, checked
+from forge.core.config import Config, ResolvedConfig, checked
 from forge.core.event_log import record
 from forge.core.paths import RunPaths
-from forge.data.content_ids import freeze
+from forge.data.content_ids import resolve
 from forge.launch.launcher import Record
 from forge.run import train
 
@@ -21,12 +21,12 @@ def run(tmp_path):
     text.write_text("some text")
     values = {"run": "base", "results": str(tmp_path), "tokenize": {"inputs": [str(text)]}}
     # What is validated and reported is no part of what training reads.
-    return freeze(checked(Config, values | {"report": {"sample_tokens": 3}}, "the test"))
+    return resolve(checked(Config, values | {"report": {"sample_tokens": 3}}, "the test"))
 
 
 def fails(run, why):
     """As the launcher writes it, with the config that config_run has written."""
-    written = checked(Config, json.loads(workflow.science(run)), "the test")
+    written = checked(ResolvedConfig, json.loads(workflow.science(run)), "the test")
     train._record_failure(written, RunPaths.of(run), why)
 
 

@@ -19,6 +19,7 @@ from forge.core.event_log import read_lines
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
+from forge.data.content_ids import resolve
 from forge.staging import stage
 from forge.staging.staged import remove_staged
 
@@ -28,7 +29,7 @@ IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
 @pytest.fixture
 def config(tmp_path):
     folders = {"results": str(tmp_path / "results"), "data": str(tmp_path / "data")}
-    config = load_config("/dev/null", folders).model_copy(update={"ids": IDS})
+    config = resolve(load_config("/dev/null", {**folders, "ids": IDS}))
     make(tokens_folder(config.data, IDS.tokens))
     return config
 
@@ -225,11 +226,11 @@ def test_copy_of_another_job_is_not_removed(config, machine, monkeypatch):
 def test_runs_that_stage_at_once_on_one_node_wait_for_each_other(config, machine, root, tmp_path):
     code = (
         "import sys, json, time; from forge.staging import stage\n"
-        "from forge.core.config import Config; from forge.core.machine import Machine\n"
+        "from forge.core.config import ResolvedConfig; from forge.core.machine import Machine\n"
         "values = json.loads(sys.argv[1])\n"
         "copy = stage._copy\n"
         "stage._copy = lambda a, b: (time.sleep(0.2), copy(a, b))\n"  # so that both are at it
-        "config, machine = Config.model_validate(values[0]), Machine.model_validate(values[1])\n"
+        "config, machine = ResolvedConfig.model_validate(values[0]), Machine.model_validate(values[1])\n"
         "from forge.cluster.placement import Geometry\n"
         "sys.stdin.readline(); stage.stage(config, machine, Geometry())\n"
     )
