@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,12 @@ from markupsafe import Markup
 from forge.core.config import Config
 from forge.core.files import atomic_open, read_json
 from forge.core.paths import RunPaths
+from forge.core.terminal import duration
 from forge.reporting.charts import loss_chart, throughput_chart, time_blocks, time_ticks
 from forge.reporting.history import PHASES, History, Launch, read_history
 from forge.reporting.run_state import Summary, preflight_checks, summarise, validation_checks
 
 TEMPLATES = Path(__file__).parent / "templates"
-# seconds, name; and the unit for the rest
-_UNITS = [(86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")]
 
 
 def write_report(run: Config | RunPaths) -> Path:
@@ -44,7 +44,11 @@ def render(paths: RunPaths) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"duration": duration, "count": "{:,.0f}".format, "utc": utc}
+    environment.filters |= {
+        "duration": partial(duration, precise=True),
+        "count": "{:,.0f}".format,
+        "utc": utc,
+    }
     return environment.get_template("report.html.j2").render(**_context(paths))
 
 
@@ -162,18 +166,6 @@ def _where(start: dict[str, Any]) -> str:
 
 
 # --- words for numbers --------------------------------------------------------------------------
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the two units people would say: `0.42 s`, `48 s`, `3 min 20 s`, `2 h 5 min`."""
-    if seconds < 9.95:
-        return f"{seconds:.2g} s" if seconds < 0.995 else f"{seconds:.1f} s"
-    whole = round(seconds)
-    for size, unit, below, sub in _UNITS:
-        if whole >= size:
-            rest = whole % size // below
-            return f"{whole // size} {unit} {rest} {sub}" if rest else f"{whole // size} {unit}"
-    return f"{whole} s"
 
 
 def utc(seconds: float) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -20,7 +18,7 @@ from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.files import disk_trouble, read_object, write_json
 from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
-from forge.core.terminal import duration, progress, say
+from forge.core.terminal import Table, duration, progress, say
 from forge.launch.launcher import wait_for_orphans
 from forge.trainer.numerics import prepare
 from forge.validation.checkpoint_checks import OF_THE_CHECKPOINT, Data, Examination
@@ -341,28 +339,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _print(rows: Sequence[Row]) -> None:
-    """To standard output: with colours on a terminal, plain columns elsewhere."""
-    table = [_cells(row) for row in rows]
-    if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-        _print_colours(table)
-        return
-    widths = [max(map(len, column)) for column in zip(_HEADS, *table, strict=True)]
-    for cells in [list(_HEADS), *table]:
-        padded = [
-            cell.rjust(width) if number < 3 else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        print("  ".join(padded).rstrip())
-
-
-def _print_colours(table: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    drawn = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for number, head in enumerate(_HEADS):
-        drawn.add_column(head, justify="right" if number < 3 else "left", no_wrap=True)
-    for *cells, verdict in table:
-        drawn.add_row(*map(Text, cells), Text(verdict, _TONES.get(verdict, "yellow")))
-    Console().print(drawn)
+    table = Table(_HEADS, numbers=_HEADS[:3])
+    for row in rows:
+        table.add(_cells(row), {"verdict": _TONES.get(row.verdict, "yellow")})
+    table.print()

@@ -17,7 +17,7 @@ from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.reporting.charts import time_blocks, time_ticks
 from forge.reporting.history import Phase, read_history
-from forge.reporting.report import duration, render, write_report
+from forge.reporting.report import render, write_report
 from forge.reporting.run_state import summarise
 from forge.reporting.show import show
 
@@ -256,21 +256,6 @@ def test_time_ticks_are_round_and_inside(seconds: float, last: str) -> None:
     assert 3 <= len(ticks) <= 8
     assert all(0 <= share <= 1 for share, _ in ticks)
     assert ticks[-1][1] == last
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0.42, "0.42 s"),
-        (9.5, "9.5 s"),
-        (59.7, "1 min"),
-        (200, "3 min 20 s"),
-        (7500, "2 h 5 min"),
-        (90_000, "1 d 1 h"),
-    ],
-)
-def test_duration_in_words(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
 
 
 # --- forge show ---------------------------------------------------------------------------------
