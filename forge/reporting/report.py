@@ -11,7 +11,6 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from forge.core.config import Config
 from forge.core.files import atomic_open, read_json
 from forge.core.paths import RunPaths
 from forge.core.terminal import duration
@@ -22,13 +21,12 @@ from forge.reporting.run_state import Summary, preflight_checks, summarise, vali
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def write_report(run: Config | RunPaths) -> Path:
+def write_report(paths: RunPaths) -> Path:
     """Write `report.html` of a run from whatever files are there, and give its path.
 
     Works for a failed or unfinished run too: the page then says what is missing. Equal files give
     equal bytes. Raises ConfigError where there is no such run, UnfitError on a full disk.
     """
-    paths = run if isinstance(run, RunPaths) else RunPaths.of(run)
     page = render(paths)
     with atomic_open(paths.report, "w") as file:
         file.write(page)

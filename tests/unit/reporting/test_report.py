@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from support.recorded_run import RecordedRun, interrupted_run
 
-from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.reporting.charts import time_blocks, time_ticks
 from forge.reporting.history import Phase, read_history
@@ -135,13 +134,6 @@ def test_equal_files_give_equal_bytes_in_another_process(finished: RecordedRun) 
     environment = {**os.environ, "PYTHONHASHSEED": "7", "TZ": "Asia/Kolkata"}
     subprocess.run([sys.executable, "-c", code, finished.root], check=True, env=environment)
     assert finished.paths.report.read_bytes() == here
-
-
-def test_report_is_found_by_config(tmp_path: Path) -> None:
-    config = Config(results=str(tmp_path), run="by-config")
-    run = RecordedRun(tmp_path / "by-config")
-    assert write_report(config) == run.paths.report
-    assert run.paths.report.exists()
 
 
 def test_text_of_model_and_errors_is_escaped(tmp_path: Path) -> None:
