@@ -25,7 +25,7 @@ from forge.preflight.bisection import Broken
 from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, Node, fewest_to_leave_out
 from forge.preflight.isolate import Prober
 from forge.preflight.node_checks import Check, Wanted
-from forge.staging.staged import staged_folders, staged_python
+from forge.staging.staged import StageRecord, staged_python
 
 # The nodes' own checks may take this share of the deadline; a node that is down takes all of it.
 NODES_SHARE = 0.5
@@ -137,14 +137,13 @@ def _wanted(
     config: ResolvedConfig, paths: RunPaths, machine: Machine, geometry: Geometry, place: Place
 ) -> dict[str, Wanted]:
     """What each node is checked for."""
-    folders = staged_folders(paths)
-    digest = read_object(paths.stage, "digest")["digest"] if folders else ""
+    record = StageRecord.read(paths)
     return {
         host: Wanted(
             results=str(paths.root.absolute()),
             data=str(tokens_folder(config.data, config.ids.tokens).absolute()),
-            staged=folders.get(host, ""),
-            digest=digest,
+            staged=record.folders.get(host, "") if record else "",
+            digest=record.digest if record else "",
             machine=machine.model_dump(mode="json"),
             ranks_per_node=geometry.ranks_per_node,
             head="" if place.is_here else place.hosts[0],

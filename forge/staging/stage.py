@@ -9,20 +9,20 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from forge.cluster import slurm
 from forge.cluster.placement import Geometry, find_place
 from forge.core import event_log
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
-from forge.core.files import disk_trouble, write_json
+from forge.core.files import disk_trouble
 from forge.core.machine import Machine, Stage
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname, node_local_folder
 from forge.core.terminal import Progress, progress, say
 from forge.data.shards import ShardSet
 from forge.staging import on_node
+from forge.staging.staged import StageRecord
 from forge.staging.to_nodes import stage_nodes
 
 COPY_THREADS = 4
@@ -42,23 +42,23 @@ def stage(config: ResolvedConfig, machine: Machine, geometry: Geometry) -> Path:
     source = ShardSet.open(tokens_folder(config.data, config.ids.tokens))
     place = find_place(machine, geometry)
     if place.is_here:
-        facts = _stage_here(source, config.run, machine.stage)
+        record = _stage_here(source, config.run, machine.stage)
     else:
-        facts = stage_nodes(source, config, machine, place, min_nodes=geometry.nodes)
-    facts |= {"bytes": source.num_bytes, "digest": source.digest}
+        record = stage_nodes(source, config, machine, place, min_nodes=geometry.nodes)
     seconds = round(time.time() - started, 3)
+    facts = record.model_dump(mode="json", exclude={"format"})
     event_log.record(paths.events, "stage", seconds=seconds, **facts)
-    write_json(paths.stage, facts)
+    record.write(paths)
     return paths.stage
 
 
 # --- this host alone -------------------------------------------------------------------------------
 
 
-def _stage_here(source: ShardSet, run: str, settings: Stage) -> dict[str, Any]:
+def _stage_here(source: ShardSet, run: str, settings: Stage) -> StageRecord:
     root = on_node.private_root(Path(settings.folder or node_local_folder()))
     job = None if settings.keep else slurm.this_job_id()
-    facts: dict[str, Any] = {"job": job, "roots": {}}
+    roots = {}
     if reason := _reason_to_stay(settings.mode, source.folder, root):
         source.verify()
         folder, skipped = source.folder, True
@@ -66,11 +66,18 @@ def _stage_here(source: ShardSet, run: str, settings: Stage) -> dict[str, Any]:
     else:
         if job:
             on_node.mark(root=str(root), job=job, run=run)
-            facts["roots"] = {hostname(): str(root)}
+            roots = {hostname(): str(root)}
         folder = on_node.set_folder(root, source.digest, job)
         with _alone(root):
             skipped = _place(source, folder)
-    return facts | {"folders": {hostname(): str(folder)}, "sent": [] if skipped else [hostname()]}
+    return StageRecord(
+        digest=source.digest,
+        bytes=source.num_bytes,
+        folders={hostname(): str(folder)},
+        sent=[] if skipped else [hostname()],
+        job=job,
+        roots=roots,
+    )
 
 
 @contextlib.contextmanager

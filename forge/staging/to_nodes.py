@@ -22,6 +22,7 @@ from forge.staging.archive import Member, Pack, make_pack
 from forge.staging.environment import stage_project
 from forge.staging.on_node import PARTS, SPARE_BYTES
 from forge.staging.sbcast import COMPRESS_SHARDS_BELOW, Broadcast, Broken, is_slower
+from forge.staging.staged import StageRecord
 
 ASK_SEC = 30.0
 MIN_DISK_BYTES_PER_SEC = 50 * 2**20  # a node's own disk that is slower counts as broken
@@ -29,8 +30,8 @@ MIN_DISK_BYTES_PER_SEC = 50 * 2**20  # a node's own disk that is slower counts a
 
 def stage_nodes(
     source: ShardSet, config: Config, machine: Machine, place: Place, *, min_nodes: int
-) -> dict[str, Any]:
-    """Put the set on every node of the place that needs it; what stage.json says of it.
+) -> StageRecord:
+    """Put the set on every node of the place that needs it.
 
     At least min_nodes must serve; nodes in trouble beyond that raise UnfitError that names them.
     """
@@ -48,7 +49,7 @@ def stage_nodes(
             raise
         if machine.stage.keep:
             staging.withdraw()
-        return staging.facts() | {"python": python}
+        return staging.record(python)
 
 
 class _Staging:
@@ -219,17 +220,19 @@ class _Staging:
                 f" digests are right"
             )
 
-    def facts(self) -> dict[str, Any]:
-        """What stage.json says."""
-        return {
-            "job": self._job.id,
-            "folders": {host: self._folders[host] for host in self._hosts},
-            "roots": {}
-            if self._settings.keep
-            else {host: self._found[host]["root"] for host in self._hosts},
-            "sent": self._sent,
-            "parts_sec": {name: round(seconds, 3) for name, seconds in self._seconds.items()},
-        }
+    def record(self, python: str | None) -> StageRecord:
+        """What was done. python: what runs Forge on the nodes, if `stage.project` put it there."""
+        roots = {host: self._found[host]["root"] for host in self._hosts}
+        return StageRecord(
+            digest=self._source.digest,
+            bytes=self._source.num_bytes,
+            folders={host: self._folders[host] for host in self._hosts},
+            sent=self._sent,
+            job=self._job.id,
+            roots={} if self._settings.keep else roots,
+            python=python,
+            parts_sec={name: round(seconds, 3) for name, seconds in self._seconds.items()},
+        )
 
     def _roots(self) -> dict[str, dict[str, str]]:
         return {host: {"root": self._found[host]["root"]} for host in self._hosts}
