@@ -24,6 +24,7 @@ from forge.cluster import slurm
 from forge.core.config import Ids, load_config
 from forge.core.files import digest_file, write_json
 from forge.core.paths import RunPaths, tokens_folder
+from forge.data.content_ids import resolve
 from forge.data.shards import Manifest, ShardEntry, ShardSet, Total
 from forge.staging.archive import Member, Pack, make_pack
 from forge.staging.sbcast import Broadcast
@@ -98,7 +99,7 @@ def write_run(folder: Path, mib: int) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     values = {"results": str(folder / "results"), "data": str(folder / "data"), "run": "bench"}
     ids = Ids(tokenizer="a" * 12, tokens="b" * 12)
-    config = load_config("/dev/null", values).model_copy(update={"ids": ids})
+    config = resolve(load_config("/dev/null", {**values, "ids": ids}))
     target = tokens_folder(config.data, ids.tokens)
     target.mkdir(parents=True)
     frequency = 1 / (np.arange(VOCAB) + 10)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from forge.core.config import Config, Tokenize
 from forge.data import corpus
+from forge.data.content_ids import resolve
 from forge.data.encoders import NoFastEncoder, fast_encoder
 from forge.data.shards import ShardSet
 from forge.data.tokenize import tokenize
@@ -176,9 +177,10 @@ def measure_verb(tokenizer: Path, data: Path) -> None:
             "tokenize": {"inputs": [TEXTS], "invalid_utf8": "replace"},
         }
     )
-    build_tokenizer(config)
+    resolved = resolve(config)
+    build_tokenizer(resolved)
     start = time.perf_counter()
-    folder = tokenize(config, workers=1)
+    folder = tokenize(resolved, workers=1)
     seconds = time.perf_counter() - start
     totals = ShardSet.open(folder).manifest.totals.values()
     num_tokens = sum(total.tokens for total in totals)
@@ -195,7 +197,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as data:
         config = Config.model_validate({"data": data, "tokenizer": {"sample_mib": 1}})
-        tokenizer = build_tokenizer(config)
+        tokenizer = build_tokenizer(resolve(config))
         print_table(measure(tokenizer, rounds=WARM_UP + 1 if options.quick else MOST_ROUNDS))
         measure_verb(tokenizer, Path(data))
 

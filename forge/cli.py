@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import forge
-from forge.core.config import Config, is_boolean, load_config, parse_override
+from forge.core.config import Config, ResolvedConfig, is_boolean, load_config, parse_override
 from forge.core.errors import ConfigError, Exit, ForgeError
 from forge.core.terminal import copy_to, say
 
@@ -241,6 +241,12 @@ def _load(options: argparse.Namespace) -> Config:
     return load_config(options.config, options.overrides)
 
 
+def _resolved(options: argparse.Namespace) -> ResolvedConfig:
+    from forge.data.content_ids import resolve
+
+    return resolve(_load(options))
+
+
 def _load_machine(options: argparse.Namespace) -> Any:
     from forge.core.machine import load_machine
 
@@ -268,11 +274,9 @@ def _cores(options: argparse.Namespace) -> int:
 def _tokenizer(options: argparse.Namespace) -> None:
     from forge.cluster.lock import lease
     from forge.core.paths import tokenizer_folder
-    from forge.data.content_ids import freeze
     from forge.data.tokenizer import build_tokenizer
 
-    config = freeze(_load(options))
-    assert config.ids
+    config = _resolved(options)
     with lease(tokenizer_folder(config.data, config.ids.tokenizer), "tokenizer"):
         build_tokenizer(config)
 
@@ -280,11 +284,9 @@ def _tokenizer(options: argparse.Namespace) -> None:
 def _tokenize(options: argparse.Namespace) -> None:
     from forge.cluster.lock import lease
     from forge.core.paths import tokens_folder
-    from forge.data.content_ids import freeze
     from forge.data.tokenize import tokenize
 
-    config = freeze(_load(options))
-    assert config.ids
+    config = _resolved(options)
     with lease(tokens_folder(config.data, config.ids.tokens), "tokenize"):
         tokenize(config, workers=_cores(options))
 
@@ -295,7 +297,7 @@ def _stage(options: argparse.Namespace) -> None:
 
     machine = _load_machine(options)
     with back_to_the_queue_if_preempted(machine):
-        stage(_load(options), machine, _geometry(options))
+        stage(_resolved(options), machine, _geometry(options))
 
 
 def _preflight(options: argparse.Namespace) -> None:
@@ -304,13 +306,13 @@ def _preflight(options: argparse.Namespace) -> None:
 
     machine = _load_machine(options)
     with back_to_the_queue_if_preempted(machine):
-        preflight(_load(options), machine, _geometry(options))
+        preflight(_resolved(options), machine, _geometry(options))
 
 
 def _train(options: argparse.Namespace) -> None:
     from forge.run.train import train
 
-    config, machine, geometry = _load(options), _load_machine(options), _geometry(options)
+    config, machine, geometry = _resolved(options), _load_machine(options), _geometry(options)
     train(config, machine, geometry, require_checkpoint=options.require_checkpoint)
 
 
@@ -319,11 +321,12 @@ def _validate(options: argparse.Namespace) -> None:
 
     place = Path(options.config)
     if options.all or options.fix:
-        validate_all(place, options.overrides, fix=options.fix)
+        run = place if place.is_dir() else _resolved(options)
+        validate_all(run, options.overrides, fix=options.fix)
     elif place.is_dir():
         validate_folder(place, options.overrides)
     else:
-        validate(_load(options))
+        validate(_resolved(options))
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -337,9 +340,8 @@ def _report(options: argparse.Namespace) -> None:
 def _config(options: argparse.Namespace) -> None:
     from forge.core.files import write_json
     from forge.core.paths import RunPaths
-    from forge.data.content_ids import freeze
 
-    config = freeze(_load(options))
+    config = _resolved(options)
     write_json(RunPaths.of(config).config, config.to_json())
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forge.cluster import network
 from forge.core import terminal
-from forge.core.config import load_config
+from forge.core.config import ResolvedConfig, checked, read_values
 from forge.core.errors import Exit, ForgeError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
@@ -119,7 +119,7 @@ def _do(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> RankRe
             from forge.preflight import rank_probe
 
             return rank_probe.check(world, task, spec)
-        config = load_config(paths.config)
+        config = checked(ResolvedConfig, read_values(paths.config), str(paths.config))
         if isinstance(task, ReplayTask):
             from forge.validation import replay_rank
 

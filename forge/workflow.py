@@ -23,14 +23,14 @@ from forge.cluster.placement import (
     refuse_unknown,
     sbatch_options,
 )
-from forge.core.config import Config, checked, read_values
+from forge.core.config import Config, ResolvedConfig, checked, read_values
 from forge.core.errors import ConfigError, TrainingError, UnfitError
 from forge.core.files import canonical, digest_bytes, read_json, write_json
 from forge.core.machine import Machine, load_machine
 from forge.core.paths import CONFIG, RunPaths
-from forge.core.sample_sheet import resolve_runs, shared_folders
+from forge.core.sample_sheet import run_configs, shared_folders
 from forge.core.terminal import say
-from forge.data.content_ids import freeze
+from forge.data.content_ids import resolve
 from forge.run import train
 
 SHEET = "config/runs.tsv"
@@ -77,8 +77,8 @@ def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
             into[key] = value
 
 
-def read_runs(settings: Any, *, main: bool) -> dict[str, Config]:
-    """Run name -> config with ids, for every row of the sheet (key `runs`, else config/runs.tsv).
+def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
+    """Run name -> resolved config, for every row of the sheet (key `runs`, else config/runs.tsv).
 
     settings: as for `read_config`. main: False for the Snakemake inside a job, which goes on with the
     runs as they were submitted: the config may have been edited while the job was in the queue.
@@ -90,10 +90,12 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, Config]:
     if not main and SUBMITTED in os.environ:
         path = Path(os.environ[SUBMITTED])
         submitted: dict[str, Any] = read_json(path)["submitted"]
-        return {name: checked(Config, values, "the job") for name, values in submitted.items()}
+        return {
+            name: checked(ResolvedConfig, values, "the job") for name, values in submitted.items()
+        }
     base = read_config(settings)
     sheet = str(base.pop("runs", SHEET))
-    runs = {name: freeze(config) for name, config in resolve_runs(base, sheet).items()}
+    runs = {name: resolve(config) for name, config in run_configs(base, sheet).items()}
     shared_folders(runs)
     parent.refuse_circles(runs)
     for name, config in runs.items():
@@ -107,7 +109,7 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, Config]:
     return runs
 
 
-def known_failures(runs: dict[str, Config]) -> dict[str, str]:
+def known_failures(runs: dict[str, ResolvedConfig]) -> dict[str, str]:
     """Run name -> what `forge train` would say at once, for the runs whose config has failed before.
 
     Told here, such a run costs no allocation, and the other runs of the sheet are trained.
@@ -115,7 +117,7 @@ def known_failures(runs: dict[str, Config]) -> dict[str, str]:
     found = {}
     for name, settings in runs.items():
         # What rules of the allocation read: config_run leaves the sections of later rules out.
-        written = checked(Config, json.loads(science(settings)), name)
+        written = checked(ResolvedConfig, json.loads(science(settings)), name)
         try:
             train.refuse_known_failure(written, RunPaths.of(settings))
         except TrainingError as err:
@@ -123,7 +125,7 @@ def known_failures(runs: dict[str, Config]) -> dict[str, str]:
     return found
 
 
-def keep_for_jobs(runs: dict[str, Config]) -> None:
+def keep_for_jobs(runs: dict[str, ResolvedConfig]) -> None:
     """Write the runs down as they are now, and tell this Snakemake's jobs where."""
     values = {"submitted": {name: settings.to_json() for name, settings in runs.items()}}
     path = Path(".snakemake/forge") / f"submitted-{digest_bytes(canonical(values))[:16]}.json"
@@ -150,7 +152,7 @@ class Allocation:
     """
 
     def __init__(
-        self, resources: Mapping[str, Any], runs: dict[str, Config], workflow_folder: str
+        self, resources: Mapping[str, Any], runs: dict[str, ResolvedConfig], workflow_folder: str
     ) -> None:
         """workflow_folder: of the Snakefile, beside which the profiles lie."""
         self.fit, self._runs = {name: _plain(value) for name, value in resources.items()}, runs
@@ -243,7 +245,7 @@ def _plain(value: Any) -> Any:
     return int(raw) if isinstance(raw, str) and raw.isdigit() else raw
 
 
-def _refuse_queued(runs: dict[str, Config]) -> None:
+def _refuse_queued(runs: dict[str, ResolvedConfig]) -> None:
     if found := _jobs_of(runs):
         raise UnfitError(
             "; ".join(f"job {job.id} ({job.state}) trains {run}" for run, job in found),
@@ -253,7 +255,7 @@ def _refuse_queued(runs: dict[str, Config]) -> None:
         )
 
 
-def _jobs_of(runs: dict[str, Config]) -> list[tuple[str, jobs.QueuedJob]]:
+def _jobs_of(runs: dict[str, ResolvedConfig]) -> list[tuple[str, jobs.QueuedJob]]:
     """Jobs in the queue that this project submitted for one of these runs."""
     queue = jobs.read_queue([os.getuid()])
     found = ((name, jobs.of_run(queue, name, set(), Path.cwd())) for name in runs)
@@ -276,13 +278,13 @@ def overrides(config: Config, *names: str) -> list[str]:
     return [f"--{name}={json.dumps(values[name], sort_keys=True)}" for name in names]
 
 
-def resumable_steps(runs: dict[str, Config]) -> dict[str, int]:
+def resumable_steps(runs: dict[str, ResolvedConfig]) -> dict[str, int]:
     """Run name -> step of its checkpoint, for the runs that have one."""
     found = {name: resume.check_resumable(c, RunPaths.of(c)) for name, c in runs.items()}
     return {name: checkpoint.step for name, checkpoint in found.items() if checkpoint}
 
 
-def remove_stop_files(runs: dict[str, Config], say: Callable[[str], None]) -> None:
+def remove_stop_files(runs: dict[str, ResolvedConfig], say: Callable[[str], None]) -> None:
     """Let runs go on that a STOP file has stopped."""
     for config in runs.values():
         stop = RunPaths.of(config).stop
@@ -291,7 +293,7 @@ def remove_stop_files(runs: dict[str, Config], say: Callable[[str], None]) -> No
             say(f"removed {stop}")
 
 
-def finished_folders(runs: dict[str, Config]) -> list[str]:
+def finished_folders(runs: dict[str, ResolvedConfig]) -> list[str]:
     """Folders of the runs that have a report."""
     paths = [RunPaths.of(config) for config in runs.values()]
     return [str(path.root) for path in paths if path.report.exists()]

@@ -27,7 +27,7 @@ from forge.checkpoint.manifest import (
     StoredFile,
 )
 from forge.core import events, failpoints
-from forge.core.config import Config, Model, Section, Train, is_free
+from forge.core.config import Model, ResolvedConfig, Section, Train, is_free
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.files import digest_file, disk_trouble, fsync_folder, write_json
 from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
@@ -386,7 +386,7 @@ def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
 # --- does this config go on from this checkpoint? --------------------------------------------------
 
 
-def frozen_decay_steps(config: Config, checkpoint: Checkpoint | None) -> int:
+def frozen_decay_steps(config: ResolvedConfig, checkpoint: Checkpoint | None) -> int:
     """Length of the schedule: as the config says, else as at the run's first start."""
     if config.train.decay_steps is not None:
         return config.train.decay_steps
@@ -396,7 +396,7 @@ def frozen_decay_steps(config: Config, checkpoint: Checkpoint | None) -> int:
     return max(config.train.max_steps, config.train.warmup_steps)
 
 
-def check_compatible(config: Config, checkpoint: Checkpoint) -> None:
+def check_compatible(config: ResolvedConfig, checkpoint: Checkpoint) -> None:
     """ConfigError that names each key by which the config no longer fits the checkpoint."""
     made_by = checkpoint.manifest.lineage.config
     problems = [
@@ -437,12 +437,11 @@ def recorded_value(section: Part, key: str) -> object:
     return getattr(section, key, None)
 
 
-def changed_ids(config: Config, made_by: RecordedConfig) -> Iterator[str]:
+def changed_ids(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:
     """One sentence for each artefact that is another than in the config of a checkpoint."""
     for name in ("tokenizer", "tokens"):
-        now = getattr(config.ids, name) if config.ids else None
-        then = getattr(made_by.ids, name)
-        if now and now != then:
+        now, then = getattr(config.ids, name), getattr(made_by.ids, name)
+        if now != then:
             yield differs(f"ids.{name}", now, then)
 
 
@@ -451,7 +450,7 @@ def differs(key: str, now: object, then: object) -> str:
     return f"{key} is {now!r}, the checkpoint has {then!r}"
 
 
-def schedule_warnings(config: Config, checkpoint: Checkpoint | None) -> list[str]:
+def schedule_warnings(config: ResolvedConfig, checkpoint: Checkpoint | None) -> list[str]:
     """What people should know of the learning rate before a start: no peak, or no rate left."""
     train, decay_steps = config.train, frozen_decay_steps(config, checkpoint)
     goal, warmup = train.max_steps, train.warmup_steps

@@ -19,7 +19,7 @@ from pydantic import (
     model_serializer,
 )
 
-from forge.core.config import Config
+from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.files import canonical, digest_bytes, read_json, write_json
 from forge.core.process import hostname
@@ -167,7 +167,7 @@ class Lineage(Part):
     @classmethod
     def of(
         cls,
-        config: Config,
+        config: ResolvedConfig,
         *,
         tokenizer_digest: str,
         tokens_digest: str,
@@ -175,7 +175,6 @@ class Lineage(Part):
         parent: ParentCheckpoint | None = None,
     ) -> Self:
         """The lineage of a run that trains on these artifacts, on this host."""
-        assert config.ids
         return cls(
             code=Code(**code()),
             config=RecordedConfig(**config.to_json()),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from forge.checkpoint import directory
 from forge.checkpoint.manifest import OtherFormat, ParentCheckpoint, RecordedConfig
-from forge.core.config import Config, Model
+from forge.core.config import Config, Model, ResolvedConfig
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths, checkpoint_name, checkpoint_step
@@ -52,7 +52,7 @@ def first_step(config: Config) -> int:
     return parent.step if parent else 0
 
 
-def find(config: Config) -> directory.Checkpoint | None:
+def find(config: ResolvedConfig) -> directory.Checkpoint | None:
     """The checkpoint that a new run of this config starts from; None without a parent.
 
     Reads the manifest and the sizes of the files, no more: digests are verified by the ranks. Raises
@@ -111,7 +111,7 @@ def _steps_there(parent: Parent) -> str:
     return f"the steps {steps}" if steps else "no checkpoint"
 
 
-def _check_fits(config: Config, checkpoint: directory.Checkpoint) -> None:
+def _check_fits(config: ResolvedConfig, checkpoint: directory.Checkpoint) -> None:
     if problems := list(_misfits(config, checkpoint.manifest.lineage.config)):
         raise ConfigError(
             f"run {config.run} cannot start from {config.parent}: {'; '.join(problems)}",
@@ -127,7 +127,7 @@ def _check_fits(config: Config, checkpoint: directory.Checkpoint) -> None:
         )
 
 
-def _misfits(config: Config, made_by: RecordedConfig) -> Iterator[str]:
+def _misfits(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:
     for section, keys in KEPT.items():
         for key in keys:
             now = getattr(getattr(config, section), key)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from forge.checkpoint import directory, parent
 from forge.checkpoint.manifest import MANIFEST, OtherFormat
-from forge.core.config import Config
+from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import disk_trouble
 from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_step
@@ -79,7 +79,7 @@ def repaired_latest(paths: RunPaths) -> directory.Checkpoint | None:
     return None
 
 
-def check_resumable(config: Config, paths: RunPaths) -> directory.Checkpoint | None:
+def check_resumable(config: ResolvedConfig, paths: RunPaths) -> directory.Checkpoint | None:
     """The checkpoint that this config will resume from, None for a fresh start; changes nothing.
 
     Passes over those that training would move to quarantine. Raises ConfigError as
@@ -140,7 +140,7 @@ def newest_verified(
     return None
 
 
-def verified_parent(config: Config, world: World) -> directory.Checkpoint | None:
+def verified_parent(config: ResolvedConfig, world: World) -> directory.Checkpoint | None:
     """The checkpoint that config.parent names, all its bytes read, the files shared out among the ranks;
     None without a parent. All ranks call it.
 

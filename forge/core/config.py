@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -84,6 +84,9 @@ class Section(BaseModel):
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError("Input should fit into 64 bits")
         return value
+
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 class Tokenizer(Section):
@@ -262,7 +265,7 @@ class Report(Section):
 
 
 class Ids(Section):
-    """Content ids of the run's shared artefacts; filled in when a run's config is frozen."""
+    """Content ids of the run's shared artefacts; filled in when a run's config is resolved."""
 
     tokenizer: str = Field(pattern=r"^[0-9a-f]{12}$")
     """Folder in `data/tokenizers/`."""
@@ -322,6 +325,15 @@ class Config(Section):
         return self.model_dump(mode="json", by_alias=True)
 
 
+class ResolvedConfig(Config):
+    """A config with its ids: what every step of a run takes, and what its config.json holds.
+
+    Commands and the workflow make it of a Config, once, with `content_ids.resolve`.
+    """
+
+    ids: Ids
+
+
 # --- reading ------------------------------------------------------------------------------------
 
 
@@ -375,7 +387,7 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
     return checked(Config, apply_overrides(read_values(path), overrides or {}), str(path))
 
 
-def checked(model: type[Section], values: dict[str, Any], where: str) -> Any:
+def checked(model: type[AnySection], values: dict[str, Any], where: str) -> AnySection:
     """`values` as a section of type `model`; ConfigError tells every bad key, value and choice."""
     try:
         return model.model_validate(values)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import forge
-from forge.core.config import FOLDERS, Config
+from forge.core.config import FOLDERS, ResolvedConfig
 from forge.core.files import canonical, digest_bytes
 
 PACKAGES = ("torch", "tokenizers", "numpy", "snakemake", "pydantic", "blake3")
 
 
-def config_digest(config: Config) -> str:
+def config_digest(config: ResolvedConfig) -> str:
     """Digest of the science of a run: its config without the names of folders."""
     science = {k: v for k, v in config.to_json().items() if k not in FOLDERS}
     return digest_bytes(canonical(science))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def _row(where: str, line: int, columns: list[str], cells: list[str]) -> Row:
     return Row(line, name, {column: read_cell(cell) for column, cell in values.items() if cell})
 
 
-def resolve_runs(base: dict[str, Any], path: str | Path) -> dict[str, Config]:
+def run_configs(base: dict[str, Any], path: str | Path) -> dict[str, Config]:
     """The config of every run on the sheet: `base` with the row's cells. Raises ConfigError."""
     configs = {}
     for row in read_rows(path):
@@ -138,7 +139,7 @@ def _with_columns(err: ConfigError, overrides: dict[str, Any], where: str) -> Co
     return ConfigError(f"{', '.join([where, *blamed])}: {detail}", fix=err.fix)
 
 
-def shared_folders(runs: dict[str, Config]) -> tuple[str, str]:
+def shared_folders(runs: Mapping[str, Config]) -> tuple[str, str]:
     """The folders `results` and `data`, which all runs of a sheet must share."""
     folders = {(config.results, config.data) for config in runs.values()}
     if len(folders) > 1:

@@ -1,4 +1,4 @@
-"""Output for people: lines, progress (a bar on a terminal, plain lines in a log), durations."""
+"""Output for people: lines, tables, progress, durations; colors and bars only on a terminal."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import IO, Protocol
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import rich.table
 
 PLAIN_EVERY_SEC = 5.0
+# Seconds of a unit and its name; the same of the unit that the rest is said in.
+_UNITS = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
 class Progress(Protocol):
@@ -36,17 +42,85 @@ def say(message: str) -> None:
             print(message, file=file, flush=True)
 
 
-def is_terminal() -> bool:
-    return sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+def is_terminal(stream: IO[str]) -> bool:
+    """Whether what is written there is seen by a person, and may move the cursor and have colors."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+# --- lines and tables on standard output -----------------------------------------------------------
+
+
+def print_plain(text: str) -> None:
+    """Text to standard output. A character that its encoding lacks is shown by its number: a log in an
+    old locale must not turn the words of a model or of a rank into a traceback."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+@dataclass
+class Table:
+    """Columns of text, colored on a terminal and padded with blanks elsewhere."""
+
+    heads: Sequence[str]
+    numbers: Sequence[str] = ()
+    """Heads of the columns that are aligned right."""
+    wrapped: Sequence[str] = ()
+    """Heads of the columns that a narrow terminal breaks into lines."""
+    rows: list[tuple[Sequence[str], Mapping[str, str]]] = field(default_factory=list)
+    """The cells of each, and for some of them, by head, a style of rich."""
+
+    def add(self, cells: Sequence[str], styles: Mapping[str, str]) -> None:
+        self.rows.append((cells, styles))
+
+    def print(self) -> None:
+        """To standard output."""
+        if is_terminal(sys.stdout):
+            from rich.console import Console
+
+            Console().print(self.drawn())
+        else:
+            print_plain("\n".join(self._lines()))
+
+    def drawn(self) -> rich.table.Table:
+        """For rich, which honors NO_COLOR by itself. Text objects: messages are no markup."""
+        from rich.table import Table as Drawn
+        from rich.text import Text
+
+        table = Drawn(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for head in self.heads:
+            wraps = head in self.wrapped
+            table.add_column(
+                head,
+                justify="right" if head in self.numbers else "left",
+                no_wrap=not wraps,
+                overflow="fold" if wraps else "ellipsis",
+            )
+        for cells, styles in self.rows:
+            named = zip(self.heads, cells, strict=True)
+            table.add_row(*(Text(cell, styles.get(head, "")) for head, cell in named))
+        return table
+
+    def _lines(self) -> Iterator[str]:
+        table = [self.heads, *(cells for cells, _ in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for cells in table:
+            padded = [
+                cell.rjust(width) if head in self.numbers else cell.ljust(width)
+                for cell, width, head in zip(cells, widths, self.heads, strict=True)
+            ]
+            yield "  ".join(padded).rstrip()
+
+
+# --- progress --------------------------------------------------------------------------------------
 
 
 @contextmanager
 def progress(label: str, total: float, unit: str) -> Iterator[Progress]:
     """A reporter for work of `total` units: a bar on a terminal, else a line every 5 s.
 
-    rich honours NO_COLOR by itself.
+    rich honors NO_COLOR by itself.
     """
-    if is_terminal():
+    if is_terminal(sys.stderr):
         with _bar(label, total, unit) as update:
             yield update
     else:
@@ -89,14 +163,20 @@ def _plain(label: str, total: float, unit: str) -> Progress:
     return update
 
 
-def duration(seconds: float) -> str:
-    """`4 min`, `2 h 10 min`, `3 d 4 h`: the two largest units, no false precision."""
+# --- words for numbers -----------------------------------------------------------------------------
+
+
+def duration(seconds: float, *, precise: bool = False) -> str:
+    """`48 s`, `4 min`, `2 h 10 min`, `3 d 4 h`: the two largest units, for what still changes.
+
+    precise, for what was measured: also `0.42 s` and `3 min 20 s`, and `2 h` without a rest of zero.
+    """
+    if precise and seconds < 9.95:
+        return f"{seconds:.2g} s" if seconds < 0.995 else f"{seconds:.1f} s"
     whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    minutes, hours = whole // 60, whole // 3600
-    if hours < 1:
-        return f"{minutes} min"
-    if hours < 24:
-        return f"{hours} h {minutes % 60} min"
-    return f"{hours // 24} d {hours % 24} h"
+    for size, unit, below, sub in _UNITS:
+        if whole >= size:
+            rest = whole % size // below
+            alone = rest == 0 if precise else sub == "s"
+            return f"{whole // size} {unit}" if alone else f"{whole // size} {unit} {rest} {sub}"
+    return f"{whole} s"

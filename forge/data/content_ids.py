@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from forge.core.config import Config, Ids, Tokenize
+from forge.core.config import Config, Ids, ResolvedConfig, Tokenize
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import canonical, digest_bytes, digest_file, short_id
 from forge.data import corpus
@@ -18,9 +18,13 @@ TOKENS_FORMAT = 1
 READING = ("format", "text_field", "document_separator", "invalid_utf8")
 
 
-def freeze(config: Config) -> Config:
-    """The config with its ids filled in; ids that are there already are kept."""
-    return config if config.ids else config.model_copy(update={"ids": resolve_ids(config)})
+def resolve(config: Config) -> ResolvedConfig:
+    """The config with its ids filled in; ids that are there already are kept. Raises as `resolve_ids`.
+
+    Called where a command or the workflow begins, and nowhere behind that.
+    """
+    ids = config.ids or resolve_ids(config)
+    return ResolvedConfig.model_validate({**config.model_dump(by_alias=True), "ids": ids})
 
 
 def resolve_ids(config: Config) -> Ids:
@@ -33,15 +37,15 @@ def resolve_ids(config: Config) -> Ids:
     return Ids(tokenizer=tokenizer, tokens=short_id(_tokens_recipe(config, tokenizer)))
 
 
-def require_current(config: Config, key: str) -> None:
-    """DataError where a frozen id (`tokenizer` or `tokens`) is not what the inputs give today.
+def require_current(config: ResolvedConfig, key: str) -> None:
+    """DataError where a resolved id (`tokenizer` or `tokens`) is not what the inputs give today.
 
-    Else other data would be stored under the id that the config was frozen with.
+    Else other data would be stored under the id that the config was resolved to.
     """
     then, now = getattr(config.ids, key), getattr(resolve_ids(config), key)
     if then != now:
         raise DataError(
-            f"the config was frozen for {key} {then}, but its inputs now give {now}",
+            f"the config was resolved to {key} {then}, but its inputs now give {now}",
             cause="input files were added, removed or changed in size, "
             "or this machine has another Python",
             fix="put the inputs back, or start again from the config file that has no ids",

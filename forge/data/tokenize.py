@@ -20,7 +20,7 @@ import blake3
 import numpy as np
 from pydantic import ValidationError
 
-from forge.core.config import Config, Tokenize
+from forge.core.config import ResolvedConfig, Tokenize
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import digest_file, disk_trouble, read_json, write_json
 from forge.core.paths import tokenizer_folder, tokens_folder
@@ -58,15 +58,13 @@ PART_FORMAT: Literal[1] = 1
 # --- the verb -----------------------------------------------------------------------------------
 
 
-def tokenize(config: Config, *, workers: int) -> Path:
+def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
     """Turn the corpus into shards and return their folder; `workers` processes encode.
 
     Run again it does nothing; run again after it was killed it keeps the finished parts. The bytes
     are the same whatever the number of workers. The caller holds the folder's lease.
     Raises DataError (no tokenizer, bad or too little text) and UnfitError (disk, memory).
     """
-    config = content_ids.freeze(config)
-    assert config.ids is not None
     content_ids.require_current(config, "tokens")
     tokenizer_place = tokenizer_folder(config.data, config.ids.tokenizer)
     tokenizer = load_tokenizer(tokenizer_place)
@@ -142,7 +140,7 @@ def _group(files: list[InputFile], part_mib: float) -> list[list[InputFile]]:
 
 
 def _manifest(
-    tokens_id: str, config: Config, tokenizer: LoadedTokenizer, parts: list[Part]
+    tokens_id: str, config: ResolvedConfig, tokenizer: LoadedTokenizer, parts: list[Part]
 ) -> Manifest:
     splits = {split: [s for part in parts for s in part.splits[split]] for split in SPLITS}
     return Manifest(

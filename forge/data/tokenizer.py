@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from forge.core.config import Config
+from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.files import (
     atomic_open,
@@ -168,13 +168,11 @@ class _Material:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def build_tokenizer(config: Config) -> Path:
+def build_tokenizer(config: ResolvedConfig) -> Path:
     """Build the tokenizer that a config stands for, prove that it loads, and return its folder.
 
     Run again it does nothing. Raises ConfigError, DataError, and UnfitError (hub not reached).
     """
-    config = content_ids.freeze(config)
-    assert config.ids is not None
     folder = tokenizer_folder(config.data, config.ids.tokenizer)
     if _is_whole(folder):
         say(f"tokenizer {folder.name}: nothing to do")

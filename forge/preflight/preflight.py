@@ -13,20 +13,19 @@ from forge.cluster import exclude
 from forge.cluster.lock import lease
 from forge.cluster.placement import Geometry, Place, check_geometry, find_place
 from forge.core import events
-from forge.core.config import Config
+from forge.core.config import ResolvedConfig
 from forge.core.errors import UnfitError
 from forge.core.files import atomic_open, read_object, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
 from forge.core.terminal import say
-from forge.data.content_ids import freeze
 from forge.preflight import compare_nodes
 from forge.preflight.bisection import Broken
 from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, Node, fewest_to_leave_out
 from forge.preflight.isolate import Prober
 from forge.preflight.node_checks import Check, Wanted
-from forge.staging.staged import staged_folders, staged_python
+from forge.staging.staged import StageRecord, staged_python
 
 # The nodes' own checks may take this share of the deadline; a node that is down takes all of it.
 NODES_SHARE = 0.5
@@ -89,7 +88,7 @@ class Findings:
         }
 
 
-def preflight(config: Config, machine: Machine, geometry: Geometry) -> Path:
+def preflight(config: ResolvedConfig, machine: Machine, geometry: Geometry) -> Path:
     """Check all nodes of this place and their ranks; the path of `.allocation/preflight.json`, which
     names the nodes that train: the first geometry.nodes fit ones.
 
@@ -97,7 +96,6 @@ def preflight(config: Config, machine: Machine, geometry: Geometry) -> Path:
     where too few are left. Ends within preflight.deadline_sec plus seconds.
     """
     started, end = time.time(), time.monotonic() + machine.preflight.deadline_sec
-    config = freeze(config)
     check_geometry(machine, geometry, config)
     place = find_place(machine, geometry)
     paths = RunPaths.of(config)
@@ -135,18 +133,16 @@ def preflight(config: Config, machine: Machine, geometry: Geometry) -> Path:
 
 
 def _wanted(
-    config: Config, paths: RunPaths, machine: Machine, geometry: Geometry, place: Place
+    config: ResolvedConfig, paths: RunPaths, machine: Machine, geometry: Geometry, place: Place
 ) -> dict[str, Wanted]:
     """What each node is checked for."""
-    assert config.ids
-    folders = staged_folders(paths)
-    digest = read_object(paths.stage, "digest")["digest"] if folders else ""
+    record = StageRecord.read(paths)
     return {
         host: Wanted(
             results=str(paths.root.absolute()),
             data=str(tokens_folder(config.data, config.ids.tokens).absolute()),
-            staged=folders.get(host, ""),
-            digest=digest,
+            staged=record.folders.get(host, "") if record else "",
+            digest=record.digest if record else "",
             machine=machine.model_dump(mode="json"),
             ranks_per_node=geometry.ranks_per_node,
             head="" if place.is_here else place.hosts[0],
@@ -308,7 +304,7 @@ def _tell_troubles(checks: Sequence[Check]) -> None:
             say(f"  {check.status}: {check.name}: {check.message}{cause}{fix}")
 
 
-def _unfit(config: Config, paths: RunPaths, found: Findings) -> UnfitError:
+def _unfit(config: ResolvedConfig, paths: RunPaths, found: Findings) -> UnfitError:
     """What is said in the end, with exit code 69."""
     failed = "; ".join(f"{check.name}: {check.message}" for check in found.failed_ranks)
     if len(found.nodes) == 1:

@@ -6,7 +6,6 @@ is dated by its last write, and its lines by their own time stamps where they ha
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -20,6 +19,7 @@ from forge.core import events
 from forge.core.errors import ConfigError
 from forge.core.paths import RunPaths
 from forge.core.tail import Follower, last_lines
+from forge.core.terminal import is_terminal, print_plain
 from forge.reporting.log_errors import Found, Group, find, group, said
 from forge.reporting.run_state import one_line
 
@@ -255,23 +255,21 @@ def _clean(lines: Sequence[str]) -> list[str]:
 
 
 class _Screen:
-    """Lines on standard output: coloured on a terminal, plain elsewhere. rich honours NO_COLOR."""
+    """Lines on standard output: colored on a terminal, plain elsewhere. rich honors NO_COLOR."""
 
     def __init__(self) -> None:
         self.line: Callable[..., None] = self._plain
-        if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        if is_terminal(sys.stdout):
             from rich.console import Console
 
             self._console = Console(highlight=False, soft_wrap=True)
-            self.line = self._coloured
+            self.line = self._colored
 
-    def _coloured(self, text: str = "", style: str = "") -> None:
+    def _colored(self, text: str = "", style: str = "") -> None:
         self._console.print(text, style=style, markup=False)
 
     def _plain(self, text: str = "", style: str = "") -> None:
-        # A log in an old locale must not turn a rank's words into a traceback.
-        encoding = sys.stdout.encoding or "utf-8"
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        print_plain(text)
 
 
 @dataclass(frozen=True)

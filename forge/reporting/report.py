@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +12,22 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from forge.core import events
-from forge.core.config import Config
 from forge.core.files import atomic_open, read_json
 from forge.core.paths import RunPaths
+from forge.core.terminal import duration
 from forge.reporting.charts import loss_chart, throughput_chart, time_blocks, time_ticks
 from forge.reporting.history import PHASES, History, Launch, read_history
 from forge.reporting.run_state import Summary, preflight_checks, summarise, validation_checks
 
 TEMPLATES = Path(__file__).parent / "templates"
-# seconds, name; and the unit for the rest
-_UNITS = [(86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")]
 
 
-def write_report(run: Config | RunPaths) -> Path:
+def write_report(paths: RunPaths) -> Path:
     """Write `report.html` of a run from whatever files are there, and give its path.
 
     Works for a failed or unfinished run too: the page then says what is missing. Equal files give
     equal bytes. Raises ConfigError where there is no such run, UnfitError on a full disk.
     """
-    paths = run if isinstance(run, RunPaths) else RunPaths.of(run)
     page = render(paths)
     with atomic_open(paths.report, "w") as file:
         file.write(page)
@@ -45,7 +43,11 @@ def render(paths: RunPaths) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"duration": duration, "count": "{:,.0f}".format, "utc": utc}
+    environment.filters |= {
+        "duration": partial(duration, precise=True),
+        "count": "{:,.0f}".format,
+        "utc": utc,
+    }
     return environment.get_template("report.html.j2").render(**_context(paths))
 
 
@@ -68,7 +70,7 @@ def _context(paths: RunPaths) -> dict[str, Any]:
 
 
 def _config_text(paths: RunPaths) -> str:
-    """The frozen config as YAML, as people write it; empty where there is none."""
+    """The resolved config as YAML, as people write it; empty where there is none."""
     if not paths.config.exists():
         return ""
     return yaml.safe_dump(read_json(paths.config), sort_keys=False, allow_unicode=True)
@@ -98,7 +100,7 @@ def _missing(paths: RunPaths, summary: Summary, history: History) -> list[str]:
     """What a reader would look for and not find, each with why or what to do."""
     evaluated = history.evals["loss"].notna().any()
     absent = [
-        (not paths.config.exists(), "config.json: the run's config was never frozen"),
+        (not paths.config.exists(), "config.json: the run's config was never resolved"),
         (not summary.preflight, "preflight: no node was checked yet"),
         (not history.launches, "launches: training has not started"),
         (not len(history.train), "training curve: no step was logged"),
@@ -161,18 +163,6 @@ def _where(start: events.Launch) -> str:
 
 
 # --- words for numbers --------------------------------------------------------------------------
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the two units people would say: `0.42 s`, `48 s`, `3 min 20 s`, `2 h 5 min`."""
-    if seconds < 9.95:
-        return f"{seconds:.2g} s" if seconds < 0.995 else f"{seconds:.1f} s"
-    whole = round(seconds)
-    for size, unit, below, sub in _UNITS:
-        if whole >= size:
-            rest = whole % size // below
-            return f"{whole // size} {unit} {rest} {sub}" if rest else f"{whole // size} {unit}"
-    return f"{whole} s"
 
 
 def utc(seconds: float) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
 from forge.core import json_lines
 from forge.core.paths import RunPaths
+from forge.core.terminal import is_terminal, print_plain
 from forge.reporting.run_state import Summary, summarise
 
 SAMPLES = 3
@@ -20,10 +20,9 @@ def show(runs: Sequence[RunPaths]) -> None:
     Raises ConfigError where a run does not exist; all runs are looked up before the first line.
     """
     summaries = [(paths, summarise(paths)) for paths in runs]
-    on_terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     for paths, summary in summaries:
         rows = _rows(paths, summary)
-        if on_terminal:
+        if is_terminal(sys.stdout):
             _print_panel(summary, rows)
         else:
             _print_plain(summary, rows)
@@ -64,13 +63,11 @@ def _losses(paths: RunPaths) -> str:
 def _print_plain(summary: Summary, rows: list[tuple[str, str]]) -> None:
     lines = [f"{summary.run}: {summary.status}"]
     lines += [f"  {label:<15} {value}".rstrip() for label, value in rows]
-    # A log in an old locale must not turn sampled text into a traceback.
-    encoding = sys.stdout.encoding or "utf-8"
-    print("\n".join(lines).encode(encoding, "backslashreplace").decode(encoding))
+    print_plain("\n".join(lines))
 
 
 def _print_panel(summary: Summary, rows: list[tuple[str, str]]) -> None:
-    """rich honours NO_COLOR by itself. Text objects: sampled brackets are no markup."""
+    """rich honors NO_COLOR by itself. Text objects: sampled brackets are no markup."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.table import Table

@@ -24,7 +24,7 @@ from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
 from forge.core.process import Process
 from forge.core.tail import last_lines
-from forge.core.terminal import duration, say
+from forge.core.terminal import Table, duration, is_terminal, say
 from forge.reporting.find_runs import results_folder
 
 ASK_SEC = 3.0  # how long squeue may take: a table a little later is better than a wrong one
@@ -69,7 +69,7 @@ def status(runs: Sequence[RunPaths], *, watch: bool = False, as_json: bool = Fal
     watch: draw it again every few seconds until Ctrl-C. Raises ConfigError without a terminal then.
     """
     if watch:
-        if not _on_terminal():
+        if not is_terminal(sys.stdout):
             raise ConfigError("--watch needs a terminal", fix="leave it out, or use --json")
         _watch(runs)
         return
@@ -78,12 +78,8 @@ def status(runs: Sequence[RunPaths], *, watch: bool = False, as_json: bool = Fal
         print(json.dumps([asdict(row) for row in rows], indent=2))
     elif not rows:
         say(f"no runs in {results_folder()}/ yet: train one with make train, or name their folders")
-    elif _on_terminal():
-        from rich.console import Console
-
-        Console().print(_table(rows))
     else:
-        _print_plain(rows)
+        _table(rows).print()
     if note:
         say(note)
 
@@ -386,34 +382,10 @@ def _cells(one: Row) -> list[str]:
     ]
 
 
-def _print_plain(rows: Sequence[Row]) -> None:
-    table = [list(_HEADS), *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for cells in table:
-        padded = [
-            cell.rjust(width) if head in _NUMBERS else cell.ljust(width)
-            for cell, width, head in zip(cells, widths, _HEADS, strict=True)
-        ]
-        print("  ".join(padded).rstrip())
-
-
-def _table(rows: Sequence[Row]) -> Any:
-    """For a terminal; rich honours NO_COLOR by itself. Text objects: messages are no markup."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for head in _HEADS:
-        table.add_column(
-            head,
-            justify="right" if head in _NUMBERS else "left",
-            no_wrap=head not in ("now", "job"),
-            overflow="fold",
-        )
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(_HEADS, numbers=_NUMBERS, wrapped=("job", "now"))
     for one in rows:
-        run, state, *others = _cells(one)
-        colour = TONES.get(one.state, "yellow")
-        table.add_row(Text(run, "bold"), Text(state, colour), *map(Text, others))
+        table.add(_cells(one), {"run": "bold", "state": TONES.get(one.state, "yellow")})
     return table
 
 
@@ -426,14 +398,10 @@ def _watch(runs: Sequence[RunPaths]) -> None:
             while True:
                 rows, note = look(runs)
                 foot = f"{time.strftime('%H:%M:%S')}  Ctrl-C ends this, not the runs  {note}"
-                live.update(Group(_table(rows), "", foot.rstrip()), refresh=True)
+                live.update(Group(_table(rows).drawn(), "", foot.rstrip()), refresh=True)
                 time.sleep(WATCH_SEC)
     except KeyboardInterrupt:
         pass
-
-
-def _on_terminal() -> bool:
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def _ago(seconds: float) -> str:

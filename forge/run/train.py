@@ -11,14 +11,13 @@ from forge.cluster import exclude, slurm
 from forge.cluster.lock import lease
 from forge.cluster.placement import Geometry, Place, check_geometry, find_place
 from forge.core import events
-from forge.core.config import Config
+from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, Exit, ForgeError, TrainingError, UnfitError
 from forge.core.files import read_json, read_object, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.provenance import config_digest
 from forge.core.terminal import say
-from forge.data.content_ids import freeze
 from forge.launch.launcher import (
     MAX_RESTARTS_AFTER_LOSS,
     RankFailure,
@@ -37,7 +36,11 @@ class StoppedEarly(ForgeError):
 
 
 def train(
-    config: Config, machine: Machine, geometry: Geometry, *, require_checkpoint: bool = False
+    config: ResolvedConfig,
+    machine: Machine,
+    geometry: Geometry,
+    *,
+    require_checkpoint: bool = False,
 ) -> Path:
     """Train a run to its goal; the path of fit.json. Resumes from the newest sound checkpoint.
 
@@ -46,7 +49,6 @@ def train(
     require_checkpoint is set and none is left; the errors of config, data and machine.
     """
     own_deadline = time.time() + 60 * machine.max_minutes if machine.max_minutes else math.inf
-    config = freeze(config)
     paths = RunPaths.of(config)
     check_geometry(machine, geometry, config)
     place = find_place(machine, geometry)
@@ -97,7 +99,7 @@ def refuse_stop_file(paths: RunPaths) -> None:
         )
 
 
-def refuse_known_failure(config: Config, paths: RunPaths) -> None:
+def refuse_known_failure(config: ResolvedConfig, paths: RunPaths) -> None:
     """A run that diverged ends at once with the same message until its config changes: TrainingError.
 
     config: as the run's config.json has it. Other failures may have passed, and are tried again.
@@ -116,15 +118,14 @@ def refuse_known_failure(config: Config, paths: RunPaths) -> None:
         )
 
 
-def _write_config(config: Config, paths: RunPaths) -> None:
+def _write_config(config: ResolvedConfig, paths: RunPaths) -> None:
     if not paths.config.exists() or read_json(paths.config) != config.to_json():
         write_json(paths.config, config.to_json())
 
 
-def _shards(config: Config, paths: RunPaths) -> tuple[dict[str, str], str]:
+def _shards(config: ResolvedConfig, paths: RunPaths) -> tuple[dict[str, str], str]:
     """Where ranks read: what `stage` put on their node, by host, else the shared directory. DataError
     if there are none."""
-    assert config.ids
     staged = staged_folders(paths)
     folder = tokens_folder(config.data, config.ids.tokens)
     if not staged and not (folder / "manifest.json").exists():
@@ -137,7 +138,7 @@ def _shards(config: Config, paths: RunPaths) -> tuple[dict[str, str], str]:
 
 
 def _train_until_it_ends(
-    config: Config,
+    config: ResolvedConfig,
     paths: RunPaths,
     machine: Machine,
     geometry: Geometry,
@@ -185,7 +186,7 @@ def _train_until_it_ends(
     return record
 
 
-def _end_if_stuck(config: Config, paths: RunPaths, machine: Machine, step: int) -> None:
+def _end_if_stuck(config: ResolvedConfig, paths: RunPaths, machine: Machine, step: int) -> None:
     """The progress gate: TrainingError instead of one more start that gets nowhere."""
     try:
         crash_loop.refuse_if_stuck(paths.events, step, machine.max_restarts_without_progress)
@@ -222,7 +223,7 @@ def _requeue(
         raise StoppedEarly(f"{record.message}; job {job.id} goes on from step {step}")
 
 
-def _conclude(config: Config, paths: RunPaths, record: RankRecord) -> Path:
+def _conclude(config: ResolvedConfig, paths: RunPaths, record: RankRecord) -> Path:
     """fit.json for a completed run, else the error that the record stands for."""
     if record.status == "completed":
         assert record.step is not None
@@ -256,7 +257,7 @@ def _what_is_kept(record: RankRecord, step: int, first_step: int = 0) -> str:
     return "a checkpoint is committed" if step > first_step else "nothing had been trained yet"
 
 
-def _record_failure(config: Config, paths: RunPaths, record: RankRecord) -> None:
+def _record_failure(config: ResolvedConfig, paths: RunPaths, record: RankRecord) -> None:
     failed = events.Failed(
         code=record.code,
         rank=record.rank,
@@ -281,7 +282,7 @@ def _recorded_digest(paths: RunPaths, step: int) -> str | None:
     return None
 
 
-def _write_fit(config: Config, paths: RunPaths, step: int, digest: str) -> Path:
+def _write_fit(config: ResolvedConfig, paths: RunPaths, step: int, digest: str) -> Path:
     checkpoint = resume.required(paths)
     assert checkpoint.step == step
     record = {

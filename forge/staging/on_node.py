@@ -1,23 +1,25 @@
-"""The part of `forge stage` that runs on one node: inspect the disk, unpack, verify, keep, remove.
+"""The part of `forge stage` that runs on one node: inspect, copy or unpack, verify, keep, remove.
 
 Everything is in a private directory, `forge-{uid}`:
 
 - `{digest}`: shards that were kept (`stage.keep`), or that no Slurm job will remove
 - `job-{id}/{digest}`: shards that are removed with their job; `job-{id}/used-by-{run}` names each
   reader
-- `job-{id}/writing-…`: a copy that is not complete yet
+- `job-{id}/writing-…`, and `.writing-{digest}` beside where a set goes: a copy that is not complete
+  yet, sent by another host or made by this one
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
 import shutil
 import stat
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,16 @@ from forge.cluster.network import interface_towards
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import disk_trouble, read_json, write_json
 from forge.core.process import node_local_folder
+from forge.core.terminal import progress
 from forge.data.shards import MANIFEST, Shard, ShardSet
 
 SPARE_BYTES = 256 * 2**20  # left free for others on the node
 STAMP = ".stamp.json"
 PARTS = "parts"  # of a pack, in the folder that they are unpacked into
 VERIFY_THREADS = 4
+COPY_THREADS = 4
+COPY_BLOCK = 2**22
+FICLONE = 0x40049409  # <linux/fs.h>
 
 # A shared file system is read in place if it gives a node this much. A rank reads one window of
 # some KiB for each sample, in random order: 1000 a second serve four fast GPUs five times over.
@@ -76,18 +82,6 @@ def private_root(base: Path) -> Path:
 def set_folder(root: Path, digest: str, job: str | None) -> Path:
     """Where a set lies; job: the Slurm job that it goes away with, None for one that stays."""
     return (root / f"job-{job}" if job else root) / digest[:32]
-
-
-def require_space(root: Path, needed: int) -> None:
-    """UnfitError unless `needed` bytes fit and some are left for others."""
-    free = shutil.disk_usage(root).free
-    if free < needed + SPARE_BYTES:
-        raise UnfitError(
-            f"{root} has {free / 2**30:.1f} GiB free, the shards need {needed / 2**30:.1f} GiB"
-            f" and {SPARE_BYTES // 2**20} MiB stay free",
-            cause="other jobs or older staged sets fill this disk",
-            fix=f"remove old sets in {root}, choose another stage.folder, or set stage.mode to never",
-        )
 
 
 # --- is it there? --------------------------------------------------------------------------------
@@ -197,11 +191,12 @@ def _seconds(reads: list[tuple[Path, int, int]]) -> float:
 
 
 def look(
-    *, base: str | None, digest: str, job: str | None, sender: str, shared: str, mode: str
+    *, base: str | None, digest: str, job: str | None, sender: str | None, shared: str, mode: str
 ) -> dict[str, Any]:
     """All that decides whether this node gets the set: its folder, what is in it, space, speed.
 
-    base: stage.folder. job: the job that the set goes away with, or None. mode: stage.mode.
+    base: stage.folder. job: the job that the set goes away with, or None. sender: the host that would
+    send it; None where nothing is sent. mode: stage.mode.
     """
     root = private_root(Path(base or node_local_folder()))
     folder = set_folder(root, digest, job)
@@ -219,7 +214,7 @@ def look(
         "in_place": in_place,
         "why": why,
         "free": shutil.disk_usage(root).free,
-        "link_mbit": link_mbit(sender),
+        "link_mbit": link_mbit(sender) if sender else 0,
         "jobs": sorted(path.name.removeprefix("job-") for path in root.glob("job-*")),
     }
 
@@ -228,6 +223,58 @@ def link_mbit(host: str) -> int:
     """Speed of this node's interface towards a host; 0 where the kernel does not know it."""
     stats = psutil.net_if_stats().get(interface_towards(host) or "")
     return stats.speed if stats else 0
+
+
+def copy(*, shared: str, folder: str, digest: str) -> bool:
+    """Copy the set from the shared folder to its own; False where another run of this host, which was
+    waited for, has put it there. Raises DataError for damaged shards."""
+    place = Path(folder)
+    with _alone(place.parent):
+        if _came_meanwhile(place, digest):
+            return False
+        for leftover in place.parent.glob(".writing-*"):
+            shutil.rmtree(leftover)
+        temporary = place.with_name(f".writing-{place.name}")
+        begin(temporary=str(temporary))
+        with disk_trouble(temporary):
+            _copy_files(ShardSet.open(Path(shared)), temporary)
+        finish(temporary=str(temporary), folder=folder, digest=digest)
+    return True
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other run of this host copies into the folder: runs of a sweep do so at once.
+
+    flock and not a lease: the kernel gives it back with a killed process, and the folder is this
+    node's own.
+    """
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _copy_files(source: ShardSet, target: Path) -> None:
+    shards = source.train + source.val
+    done = 0
+    with (
+        progress("stage", source.num_bytes / 2**20, "MiB") as report,
+        ThreadPoolExecutor(COPY_THREADS) as pool,
+    ):
+        copies = pool.map(lambda shard: _copy_file(shard.path, target / shard.path.name), shards)
+        for shard, _ in zip(shards, copies, strict=True):
+            done += shard.num_bytes
+            report(done / 2**20)
+    shutil.copyfile(source.folder / MANIFEST, target / MANIFEST)
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    """A reflink where the file system can (no bytes move), else a copy."""
+    with open(source, "rb") as read, open(target, "xb") as write:
+        try:
+            fcntl.ioctl(write.fileno(), FICLONE, read.fileno())
+        except OSError:
+            shutil.copyfileobj(read, write, COPY_BLOCK)
 
 
 def begin(*, temporary: str) -> None:
@@ -308,6 +355,7 @@ def forget(*, root: str, names: list[str]) -> int:
 
 QUESTIONS: dict[str, Callable[..., Any]] = {
     "look": look,
+    "copy": copy,
     "begin": begin,
     "unpack": unpack,
     "finish": finish,

@@ -1,11 +1,11 @@
-"""Copy token shards to the nodes of an allocation that lack them: inspect, archive, send, verify."""
+"""Put token shards on the nodes that lack them: inspect, copy or send, verify. This host alone is one."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from forge.core.machine import Machine, Stage
 from forge.core.process import hostname
 from forge.core.terminal import progress, say
 from forge.data.shards import MANIFEST, ShardSet
+from forge.staging import on_node
 from forge.staging.archive import Member, Pack, make_pack
 from forge.staging.environment import stage_project
 from forge.staging.on_node import PARTS, SPARE_BYTES
 from forge.staging.sbcast import COMPRESS_SHARDS_BELOW, Broadcast, Broken, is_slower
+from forge.staging.staged import StageRecord
 
 ASK_SEC = 30.0
 MIN_DISK_BYTES_PER_SEC = 50 * 2**20  # a node's own disk that is slower counts as broken
@@ -29,37 +31,72 @@ MIN_DISK_BYTES_PER_SEC = 50 * 2**20  # a node's own disk that is slower counts a
 
 def stage_nodes(
     source: ShardSet, config: Config, machine: Machine, place: Place, *, min_nodes: int
-) -> dict[str, Any]:
-    """Put the set on every node of the place that needs it; what stage.json says of it.
+) -> StageRecord:
+    """Put the set on every node of the place that needs it.
 
     At least min_nodes must serve; nodes in trouble beyond that raise UnfitError that names them.
     """
+    if place.is_here:
+        here = ThisHost(place)
+        return _stage(_Staging(here, source, config, machine.stage, min_nodes=min_nodes))
     python = stage_project(config, machine, place) if machine.stage.project else None
     with Crew(place, python=python or sys.executable) as crew:
-        staging = _Staging(crew, source, config, machine.stage, min_nodes=min_nodes)
-        try:
-            staging.look()
-            staging.claim()
-            staging.forget_ended_jobs()
-            while lacking := staging.lacking():
-                staging.send(lacking)
-        except BaseException:
-            staging.withdraw()
-            raise
-        if machine.stage.keep:
-            staging.withdraw()
-        return staging.facts() | {"python": python}
+        record = _stage(_Staging(crew, source, config, machine.stage, min_nodes=min_nodes))
+    return record.model_copy(update={"python": python})
+
+
+class ThisHost:
+    """This host alone, asked in this process: a Crew without srun. An error is raised as it is."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def ask(
+        self,
+        question: str,
+        *,
+        timeout_sec: float,
+        hosts: Iterable[str] | None = None,
+        each: Mapping[str, Mapping[str, Any]] | None = None,
+        **arguments: Any,
+    ) -> dict[str, Answer]:
+        """As `Crew.ask`, but nothing ends it after timeout_sec."""
+        answer = on_node.QUESTIONS[question]
+        wanted = self.place.hosts if hosts is None else hosts
+        return {host: answer(**{**arguments, **(each or {}).get(host, {})}) for host in wanted}
+
+
+def _stage(staging: _Staging) -> StageRecord:
+    try:
+        staging.look()
+        staging.claim()
+        staging.forget_ended_jobs()
+        while lacking := staging.lacking():
+            staging.send(lacking)
+    except BaseException:
+        staging.withdraw()
+        raise
+    if staging.settings.keep:
+        staging.withdraw()
+    return staging.record()
 
 
 class _Staging:
     """The nodes that still take part, and what is known of each."""
 
     def __init__(
-        self, crew: Crew, source: ShardSet, config: Config, settings: Stage, *, min_nodes: int
+        self,
+        crew: Crew | ThisHost,
+        source: ShardSet,
+        config: Config,
+        settings: Stage,
+        *,
+        min_nodes: int,
     ) -> None:
-        assert crew.place.job
+        job = crew.place.job
         self._crew, self._source, self._config = crew, source, config
-        self._job, self._settings, self._min_nodes = crew.place.job, settings, min_nodes
+        self._job = job.id if job else slurm.this_job_id()  # None outside of Slurm
+        self.settings, self._min_nodes = settings, min_nodes
         self._hosts = list(crew.place.hosts)
         self._found: dict[str, dict[str, Any]] = {}  # by node, what `look` said
         self._folders: dict[str, str] = {}  # by node, what its ranks read
@@ -70,17 +107,16 @@ class _Staging:
 
     def look(self) -> None:
         """Ask every node what it has and what it can read, and say what follows."""
-        deadline = ASK_SEC + self._source.num_bytes / MIN_DISK_BYTES_PER_SEC
         self._found = self._ask(
             "look",
             "looking for the shards",
-            deadline,
-            base=self._settings.folder,
+            self._read_all_sec,
+            base=self.settings.folder,
             digest=self._source.digest,
-            job=None if self._settings.keep else self._job.id,
-            sender=hostname(),
+            job=None if self.settings.keep else self._job,
+            sender=None if self._is_here else hostname(),
             shared=str(self._source.folder.resolve()),
-            mode=self._settings.mode,
+            mode=self.settings.mode,
         )
         unseen: dict[str, Trouble] = {}
         told: dict[str, list[str]] = {}
@@ -88,7 +124,7 @@ class _Staging:
             if found["in_place"]:
                 self._folders[host] = str(self._source.folder.resolve())
                 told.setdefault(f"reading in place ({found['why']})", []).append(host)
-            elif self._settings.mode == "never":
+            elif self.settings.mode == "never":
                 fix = "set stage.mode to auto, or mount the data folder there"
                 unseen[host] = Trouble(found["why"], "stage.mode is never", fix)
             elif found["whole"]:
@@ -100,23 +136,30 @@ class _Staging:
         for what, hosts in told.items():
             say(f"stage: {', '.join(hosts)}: {what}")
         self._drop(unseen, "reading the shards in place")
+        if self._is_here and any(found["in_place"] for found in self._found.values()):
+            # Not on many nodes: each rank checks its share when it starts.
+            self._source.verify()
 
     def claim(self) -> None:
         """Note on each node that this run uses the job's folder there."""
-        self._ask("mark", "staging", ASK_SEC, each=self._roots(), **self._claim)
+        if self._job:
+            self._ask("mark", "staging", ASK_SEC, each=self._roots(), **self._claim)
 
     def withdraw(self) -> None:
         """Give up the job's folder on every node that has answered; what is kept lies elsewhere."""
-        each = {host: {"root": found["root"]} for host, found in self._found.items()}
-        self._crew.ask("unmark", timeout_sec=ASK_SEC, hosts=each, each=each, **self._claim)
+        if self._job:
+            each = {host: {"root": found["root"]} for host, found in self._found.items()}
+            self._crew.ask("unmark", timeout_sec=ASK_SEC, hosts=each, each=each, **self._claim)
 
     @property
     def _claim(self) -> dict[str, Any]:
-        return {"job": self._job.id, "run": self._config.run}
+        return {"job": self._job, "run": self._config.run}
 
     def forget_ended_jobs(self) -> None:
         """Remove what jobs have left that Slurm no longer knows, or that have ended."""
-        left = {job for found in self._found.values() for job in found["jobs"]} - {self._job.id}
+        if self._job is None or not slurm.is_here():
+            return
+        left = {job for found in self._found.values() for job in found["jobs"]} - {self._job}
         ended = [f"job-{job}" for job in left if not _may_run(job)]
         if ended:
             free = self._ask(
@@ -137,17 +180,21 @@ class _Staging:
         hosts = self._with_space(hosts)
         if not hosts:
             return
+        if self._is_here:
+            self._copy(hosts)
+            return
         pack = self._pack(hosts)
         for root in sorted({self._found[host]["root"] for host in hosts}):
             self._send_below(root, [h for h in hosts if self._found[h]["root"] == root], pack)
 
     def _with_space(self, hosts: list[str]) -> list[str]:
         # The parts of the pack may wait beside all that is unpacked already.
-        needed = 2 * self._source.num_bytes + SPARE_BYTES
+        what, times = ("the shards", 1) if self._is_here else ("the shards and their pack", 2)
+        needed = times * self._source.num_bytes + SPARE_BYTES
         full = {
             host: Trouble(
-                f"{found['root']} has {found['free'] / 2**30:.2f} GiB free, the shards and their pack"
-                f" need {needed / 2**30:.2f} GiB",
+                f"{found['root']} has {found['free'] / 2**30:.2f} GiB free, {what} need"
+                f" {needed / 2**30:.2f} GiB",
                 "other jobs or older staged sets fill this disk",
                 "remove old sets there, choose another stage.folder, or set stage.mode to never",
             )
@@ -156,6 +203,14 @@ class _Staging:
         }
         self._drop(full, "staging")
         return [host for host in hosts if host not in full]
+
+    def _copy(self, hosts: list[str]) -> None:
+        """Where the shared folder is read by one host, it copies by itself, without an archive."""
+        shared, digest = str(self._source.folder.resolve()), self._source.digest
+        each = {host: {"folder": self._found[host]["folder"]} for host in hosts}
+        told = {"shared": shared, "digest": digest}
+        copied = self._ask("copy", "copying", self._read_all_sec, hosts, each=each, **told)
+        self._arrived(copied)
 
     def _pack(self, hosts: list[str]) -> Pack:
         started = time.monotonic()
@@ -174,14 +229,14 @@ class _Staging:
 
     def _send_below(self, root: str, hosts: list[str], pack: Pack) -> None:
         """Send to nodes that have the same root, unpack each part as it comes, check, rename."""
-        job = f"job-{self._job.id}"
-        name = f"{job}/writing-{hostname()}-{os.getpid()}"
+        assert self._job
+        name = f"job-{self._job}/writing-{hostname()}-{os.getpid()}"
         temporary = f"{root}/{name}"
         hosts = list(self._ask("begin", "staging", ASK_SEC, hosts, temporary=temporary))
         started = time.monotonic()
         try:
             with (
-                Broadcast(self._job.id, hosts) as broadcast,
+                Broadcast(self._job, hosts) as broadcast,
                 progress("stage", pack.num_bytes / 2**20, "MiB") as report,
             ):
                 done = 0
@@ -203,33 +258,45 @@ class _Staging:
 
     def _finish(self, temporary: str, hosts: list[str]) -> None:
         started = time.monotonic()
-        deadline = ASK_SEC + self._source.num_bytes / MIN_DISK_BYTES_PER_SEC
         each = {host: {"folder": self._found[host]["folder"]} for host in hosts}
-        digest = self._source.digest
-        done = self._ask(
-            "finish", "checking", deadline, hosts, each=each, temporary=temporary, digest=digest
-        )
+        told = {"temporary": temporary, "digest": self._source.digest}
+        done = self._ask("finish", "checking", self._read_all_sec, hosts, each=each, **told)
         self._seconds["check"] += time.monotonic() - started
-        for host in done:
+        self._arrived(dict.fromkeys(done, True))
+
+    def _arrived(self, hosts: Mapping[str, bool]) -> None:
+        """These nodes have the set, with right digests; False where another run has put it there."""
+        for host, is_ours in hosts.items():
             self._folders[host] = self._found[host]["folder"]
-            self._sent.append(host)
-        if done:
+            if is_ours:
+                self._sent.append(host)
+        if hosts:
             say(
-                f"stage: {self._source.num_bytes / 2**20:.1f} MiB on {', '.join(done)},"
+                f"stage: {self._source.num_bytes / 2**20:.1f} MiB on {', '.join(hosts)},"
                 f" digests are right"
             )
 
-    def facts(self) -> dict[str, Any]:
-        """What stage.json says."""
-        return {
-            "job": self._job.id,
-            "folders": {host: self._folders[host] for host in self._hosts},
-            "roots": {}
-            if self._settings.keep
-            else {host: self._found[host]["root"] for host in self._hosts},
-            "sent": self._sent,
-            "parts_sec": {name: round(seconds, 3) for name, seconds in self._seconds.items()},
-        }
+    def record(self) -> StageRecord:
+        """What was done."""
+        roots = {host: self._found[host]["root"] for host in self._hosts}
+        return StageRecord(
+            digest=self._source.digest,
+            bytes=self._source.num_bytes,
+            folders={host: self._folders[host] for host in self._hosts},
+            sent=self._sent,
+            job=self._job,
+            roots={} if self.settings.keep or self._job is None else roots,
+            parts_sec={n: round(seconds, 3) for n, seconds in self._seconds.items() if seconds},
+        )
+
+    @property
+    def _is_here(self) -> bool:
+        return self._crew.place.is_here
+
+    @property
+    def _read_all_sec(self) -> float:
+        """A node that has not read the whole set by then has a broken disk."""
+        return ASK_SEC + self._source.num_bytes / MIN_DISK_BYTES_PER_SEC
 
     def _roots(self) -> dict[str, dict[str, str]]:
         return {host: {"root": self._found[host]["root"]} for host in self._hosts}

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge.checkpoint import directory, manifest, resume, storage
 from forge.cluster.lock import lease
-from forge.core.config import Config, Model, apply_overrides, checked
+from forge.core.config import Model, ResolvedConfig, apply_overrides, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.files import (
     atomic_open,
@@ -157,7 +157,7 @@ class _Source:
     """A checkpoint whose files have the digests of its manifest, and what its lineage names."""
 
     checkpoint: directory.Checkpoint
-    config: Config
+    config: ResolvedConfig
     tokenizer: LoadedTokenizer
     tokenizer_file: Path
     shapes: dict[str, torch.Size]
@@ -173,9 +173,8 @@ class _Source:
             )
         lineage = checkpoint.manifest.lineage
         values = apply_overrides(lineage.config.to_json(), overrides)
-        config: Config = checked(Config, values, str(checkpoint.folder))
+        config: ResolvedConfig = checked(ResolvedConfig, values, str(checkpoint.folder))
         directory.check_compatible(config, checkpoint)
-        assert config.ids
         folder = tokenizer_folder(config.data, config.ids.tokenizer)
         if not folder.is_dir():
             raise DataError(

@@ -20,7 +20,7 @@ from forge.checkpoint.manifest import (
 )
 from forge.cluster.lock import check_held
 from forge.core import events, failpoints
-from forge.core.config import Config
+from forge.core.config import ResolvedConfig
 from forge.core.errors import Exit, TrainingError
 from forge.core.files import digest_file
 from forge.core.paths import RunPaths, tokenizer_folder
@@ -64,7 +64,12 @@ class Trainer:
     """One rank's share of a run, from resume to the last commit. Every method: all ranks call it."""
 
     def __init__(
-        self, config: Config, paths: RunPaths, world: World, shards: ShardSet, spec: LaunchSpec
+        self,
+        config: ResolvedConfig,
+        paths: RunPaths,
+        world: World,
+        shards: ShardSet,
+        spec: LaunchSpec,
     ) -> None:
         self.config, self.paths, self.world = config, paths, world
         self.spec, self.launch = spec, spec.launch
@@ -130,7 +135,6 @@ class Trainer:
 
     def _lineage(self, made_from: ParentCheckpoint | None) -> Lineage:
         """What makes the run's next checkpoints: asked once, the code in memory does not change."""
-        assert self.config.ids
         folder = tokenizer_folder(self.config.data, self.config.ids.tokenizer)
         return Lineage.of(
             self.config,
@@ -386,7 +390,7 @@ class Trainer:
 
 
 def train(
-    config: Config,
+    config: ResolvedConfig,
     paths: RunPaths,
     world: World,
     stop: StopFlag,

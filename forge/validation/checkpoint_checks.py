@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge.checkpoint import directory, storage
 from forge.checkpoint.manifest import MANIFEST, Numerics
-from forge.core.config import Config
+from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, ForgeError, UnfitError
 from forge.core.paths import RunPaths, tokenizer_folder, tokens_folder
 from forge.data.loader import Windows, eval_batches
@@ -52,8 +52,7 @@ class Data:
     """Shards and tokenizer of a config, every byte of them checked when first asked for: once, however
     many checkpoints are examined. Raises DataError."""
 
-    def __init__(self, config: Config) -> None:
-        assert config.ids
+    def __init__(self, config: ResolvedConfig) -> None:
         self._tokens = tokens_folder(config.data, config.ids.tokens)
         self._tokenizer = tokenizer_folder(config.data, config.ids.tokenizer)
 
@@ -74,7 +73,7 @@ class Examination:
     def __init__(
         self,
         checkpoint: directory.Checkpoint,
-        config: Config,
+        config: ResolvedConfig,
         data: Data,
         *,
         goal: dict[str, Any] | None = None,

@@ -16,7 +16,7 @@ from forge.checkpoint.manifest import Lineage, Numerics
 from forge.cluster.network import available_cores, available_memory
 from forge.cluster.placement import Geometry
 from forge.core import events, json_lines
-from forge.core.config import Config, apply_overrides, checked
+from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import DataError, Exit, TrainingError, UnfitError
 from forge.core.files import write_json
 from forge.core.machine import Fabric, Machine
@@ -53,7 +53,7 @@ def same_arithmetic(lineage: Lineage, now: Numerics) -> bool:
 # --- another number of ranks -----------------------------------------------------------------------
 
 
-def load_on_two_ranks(config: Config, checkpoint: directory.Checkpoint) -> str:
+def load_on_two_ranks(config: ResolvedConfig, checkpoint: directory.Checkpoint) -> str:
     """Weights digest of a checkpoint as two Gloo ranks load it, each its half.
 
     Raises DataError where it cannot be loaded, UnfitError where the ranks cannot be run.
@@ -66,9 +66,10 @@ def load_on_two_ranks(config: Config, checkpoint: directory.Checkpoint) -> str:
     return record.weights_digest
 
 
-def _run(config: Config, checkpoint: directory.Checkpoint, num_ranks: int, step: int) -> RankRecord:
+def _run(
+    config: ResolvedConfig, checkpoint: directory.Checkpoint, num_ranks: int, step: int
+) -> RankRecord:
     """Load in fresh ranks on this host and train on to `step`; how they ended."""
-    assert config.ids
     lineage = checkpoint.manifest.lineage
     shards = tokens_folder(config.data, config.ids.tokens).resolve()
     task = ReplayTask(checkpoint=str(checkpoint.folder.resolve()), shards=str(shards))
@@ -91,7 +92,7 @@ def _run(config: Config, checkpoint: directory.Checkpoint, num_ranks: int, step:
                 "train.max_skipped_steps": MOST_STEPS,
             },
         )
-        alone: Config = checked(Config, values, str(checkpoint.folder))
+        alone = checked(ResolvedConfig, values, str(checkpoint.folder))
         paths = RunPaths.of(alone)
         write_json(paths.config, alone.to_json())
         record = run_ranks(
@@ -142,7 +143,7 @@ def recorded_losses(paths: RunPaths, checkpoint: directory.Checkpoint) -> Record
 
 
 def check_next_losses(
-    config: Config, checkpoint: directory.Checkpoint, paths: RunPaths | None
+    config: ResolvedConfig, checkpoint: directory.Checkpoint, paths: RunPaths | None
 ) -> Check:
     """Train on from a checkpoint in as many fresh ranks as made it, and compare with what its run
     recorded. Where nothing was recorded, or this host cannot bear the ranks, the check says so.

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from forge.checkpoint import directory, storage
-from forge.core.config import Config
+from forge.core.config import ResolvedConfig
 from forge.data.shards import ShardSet
 from forge.launch.process_group import World
 from forge.launch.records import RankRecord
@@ -26,7 +26,7 @@ from forge.trainer.parallel import ParallelModel
 from forge.trainer.step import TrainStep, train_loader
 
 
-def check(world: World, config: Config, checkpoint: Path, shards: Path) -> RankRecord:
+def check(world: World, config: ResolvedConfig, checkpoint: Path, shards: Path) -> RankRecord:
     """Load, or load and train on, as the config says. All ranks call it."""
     found = directory.Checkpoint.open(checkpoint)
     if config.train.max_steps > found.step:
@@ -42,7 +42,7 @@ def check(world: World, config: Config, checkpoint: Path, shards: Path) -> RankR
     return record
 
 
-def _load(world: World, config: Config, checkpoint: Path, shards: ShardSet) -> str | None:
+def _load(world: World, config: ResolvedConfig, checkpoint: Path, shards: ShardSet) -> str | None:
     """Weights and optimizer sharded over these ranks, however many wrote them; the weights' digest."""
     model = Decoder(config.model, shards.vocab_size)
     mesh = init_device_mesh("cpu", (world.rank.world_size,))
@@ -55,7 +55,7 @@ def _load(world: World, config: Config, checkpoint: Path, shards: ShardSet) -> s
 
 
 def _train_on(
-    world: World, config: Config, found: directory.Checkpoint, shards: ShardSet
+    world: World, config: ResolvedConfig, found: directory.Checkpoint, shards: ShardSet
 ) -> dict[str, object]:
     """The losses of the steps after a checkpoint, and whether the state after them is finite."""
     prepare(world.device)
@@ -73,7 +73,7 @@ def _train_on(
 
 
 def _step_after(
-    world: World, config: Config, found: directory.Checkpoint, shards: ShardSet
+    world: World, config: ResolvedConfig, found: directory.Checkpoint, shards: ShardSet
 ) -> TrainStep:
     """The training step with the state of a checkpoint."""
     settings = config.train
@@ -91,7 +91,7 @@ def _step_after(
     )
 
 
-def _losses(config: Config, train_step: TrainStep, first: int) -> list[float | None]:
+def _losses(config: ResolvedConfig, train_step: TrainStep, first: int) -> list[float | None]:
     """Losses, averaged over ranks, of the steps from `first` up to train.max_steps; None for one that
     is not finite. TrainingError where the config does not allow skipping its update."""
     losses = []

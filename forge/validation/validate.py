@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -17,12 +15,11 @@ from forge.checkpoint import directory, resume
 from forge.checkpoint.manifest import OtherFormat
 from forge.cluster.lock import lease
 from forge.core import events
-from forge.core.config import Config, apply_overrides, checked, load_config
+from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.files import disk_trouble, read_object, write_json
 from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
-from forge.core.terminal import duration, progress, say
-from forge.data.content_ids import freeze
+from forge.core.terminal import Table, duration, progress, say
 from forge.launch.launcher import wait_for_orphans
 from forge.trainer.numerics import prepare
 from forge.validation.checkpoint_checks import OF_THE_CHECKPOINT, Data, Examination
@@ -31,13 +28,12 @@ from forge.validation.replay import NOT_DONE, NOT_RECORDED
 _GOAL = ("step", "weights_digest", "checkpoint")  # what fit.json is asked for
 
 
-def validate(config: Config) -> Path:
+def validate(config: ResolvedConfig) -> Path:
     """Validate the checkpoint behind a run's `latest`; the path of validated.json.
 
     Writes validation.json either way. Raises DataError that lists the reasons when it is invalid.
     """
     started = time.time()
-    config = freeze(config)
     paths = RunPaths.of(config)
     with lease(paths.root, "validate"):
         checkpoint = resume.required(paths)
@@ -69,11 +65,10 @@ def validate_folder(folder: Path, overrides: dict[str, Any]) -> None:
     _tell(checkpoint.folder, _examine(examination), paths.root if of_a_run else None)
 
 
-def _own_config(checkpoint: directory.Checkpoint, overrides: dict[str, Any]) -> Config:
+def _own_config(checkpoint: directory.Checkpoint, overrides: dict[str, Any]) -> ResolvedConfig:
     """The config that made it, with overrides."""
     values = apply_overrides(checkpoint.manifest.lineage.config.to_json(), overrides)
-    config: Config = checked(Config, values, str(checkpoint.folder))
-    return config
+    return checked(ResolvedConfig, values, str(checkpoint.folder))
 
 
 def _examine(examination: Examination) -> dict[str, Any]:
@@ -122,15 +117,15 @@ class Row:
         self.examination = None  # and with it the model
 
 
-def validate_all(place: Path, overrides: dict[str, Any], *, fix: bool) -> None:
+def validate_all(place: Path | ResolvedConfig, overrides: dict[str, Any], *, fix: bool) -> None:
     """Examine every committed checkpoint of a run, the cheap checks of all first, and print a table.
 
-    place: a config file, then each must fit that config; or a run's folder, then each is examined by
-    the config that made it. fix: move damaged ones to quarantine, under the run's lease; without it
-    nothing is changed. Raises DataError if one is invalid, and UnfitError, with nothing moved, if the
-    disk or this host kept one from being examined.
+    place: a run's config, then each must fit it; or a run's folder, then each is examined by the
+    config that made it, with overrides. fix: move damaged ones to quarantine, under the run's lease;
+    without it nothing is changed. Raises DataError if one is invalid, and UnfitError, with nothing
+    moved, if the disk or this host kept one from being examined.
     """
-    paths, config = _run_at(place, overrides)
+    paths, config = _run_at(place)
     prepare(torch.device("cpu"))
     with lease(paths.root, "validate") if fix else nullcontext():
         if fix:
@@ -145,10 +140,9 @@ def validate_all(place: Path, overrides: dict[str, Any], *, fix: bool) -> None:
         _conclude(rows, paths, fix)
 
 
-def _run_at(place: Path, overrides: dict[str, Any]) -> tuple[RunPaths, Config | None]:
-    if not place.is_dir():
-        config = freeze(load_config(place, overrides))
-        return RunPaths.of(config), config
+def _run_at(place: Path | ResolvedConfig) -> tuple[RunPaths, ResolvedConfig | None]:
+    if isinstance(place, ResolvedConfig):
+        return RunPaths.of(place), place
     if not (place / "checkpoints").is_dir():
         raise ConfigError(
             f"{place} is not a run's folder: it has no checkpoints/",
@@ -185,7 +179,7 @@ def _read(path: Path, *keys: str) -> dict[str, Any] | None:
 
 
 def _examine_all(
-    rows: Sequence[Row], paths: RunPaths, config: Config | None, overrides: dict[str, Any]
+    rows: Sequence[Row], paths: RunPaths, config: ResolvedConfig | None, overrides: dict[str, Any]
 ) -> None:
     """Fill in the rows. What is damaged on the disk is known before the first model is built."""
     goal = _read(paths.fit, *_GOAL)
@@ -334,28 +328,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _print(rows: Sequence[Row]) -> None:
-    """To standard output: with colours on a terminal, plain columns elsewhere."""
-    table = [_cells(row) for row in rows]
-    if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-        _print_colours(table)
-        return
-    widths = [max(map(len, column)) for column in zip(_HEADS, *table, strict=True)]
-    for cells in [list(_HEADS), *table]:
-        padded = [
-            cell.rjust(width) if number < 3 else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        print("  ".join(padded).rstrip())
-
-
-def _print_colours(table: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    drawn = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for number, head in enumerate(_HEADS):
-        drawn.add_column(head, justify="right" if number < 3 else "left", no_wrap=True)
-    for *cells, verdict in table:
-        drawn.add_row(*map(Text, cells), Text(verdict, _TONES.get(verdict, "yellow")))
-    Console().print(drawn)
+    table = Table(_HEADS, numbers=_HEADS[:3])
+    for row in rows:
+        table.add(_cells(row), {"verdict": _TONES.get(row.verdict, "yellow")})
+    table.print()

@@ -20,7 +20,7 @@ from forge.checkpoint.manifest import (
     StoredFile,
     Versions,
 )
-from forge.core.config import Config, Ids
+from forge.core.config import Ids, ResolvedConfig
 from forge.core.files import canonical, digest_bytes, read_json, write_json
 from forge.core.paths import RunPaths
 
@@ -36,9 +36,9 @@ NUMERICS = Numerics(
 )
 
 
-def manifest_of(step: int, config: Config | None = None, **facts: Any) -> Manifest:
+def manifest_of(step: int, config: ResolvedConfig | None = None, **facts: Any) -> Manifest:
     """A manifest of two ranks, not sealed; `facts` replace some of its keys."""
-    config = config or Config().model_copy(update={"ids": IDS})
+    config = config or ResolvedConfig(ids=IDS)
     values: dict[str, Any] = {
         "step": step,
         "world_size": 2,
@@ -52,9 +52,8 @@ def manifest_of(step: int, config: Config | None = None, **facts: Any) -> Manife
     return Manifest(**values | facts)
 
 
-def lineage_of(config: Config, **facts: Any) -> Lineage:
+def lineage_of(config: ResolvedConfig, **facts: Any) -> Lineage:
     """What made it, on a made-up host; `facts` replace some of its keys."""
-    assert config.ids
     values: dict[str, Any] = {
         "code": Code(commit="0123abc", dirty=True, version="0.1.0"),
         "config": RecordedConfig(**config.to_json()),
@@ -84,7 +83,7 @@ def save(
     paths: RunPaths,
     step: int,
     *,
-    config: Config | None = None,
+    config: ResolvedConfig | None = None,
     keep_last: int = 2,
     keep_every: int | None = None,
     content: bytes = b"weights",

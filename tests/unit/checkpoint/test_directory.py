@@ -11,10 +11,11 @@ from forge.core import failpoints
 from forge.core.config import load_config
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.paths import RunPaths
+from forge.data.content_ids import resolve
 
 
 def config_of(**overrides):
-    return load_config("/dev/null", overrides).model_copy(update={"ids": IDS})
+    return resolve(load_config("/dev/null", {**overrides, "ids": IDS}))
 
 
 @pytest.fixture

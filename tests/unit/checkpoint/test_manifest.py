@@ -10,7 +10,7 @@ from support.manifests import IDS, manifest_of, stored, write_as_another_program
 import forge
 from forge.checkpoint.manifest import MANIFEST, Lineage, Manifest, OtherFormat, ParentCheckpoint
 from forge.core import provenance
-from forge.core.config import Config
+from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.files import canonical, read_json
 
@@ -116,7 +116,7 @@ def test_manifest_of_another_format_is_refused_by_name_with_what_to_do(folder):
 
 
 def test_lineage_names_everything_that_made_the_model():
-    config = Config().model_copy(update={"ids": IDS})
+    config = ResolvedConfig(ids=IDS)
     numerics = read_json(RECORDED / MANIFEST)["lineage"]["numerics"]
     parent = ParentCheckpoint(run="base", step=50, digest="p" * 64)
     lineage = Lineage.of(

@@ -16,7 +16,8 @@ from forge.checkpoint.manifest import MANIFEST, ParentCheckpoint
 from forge.core.config import Ids, load_config
 from forge.core.errors import ConfigError, DataError
 from forge.core.paths import RunPaths
-from forge.core.sample_sheet import resolve_runs
+from forge.core.sample_sheet import run_configs
+from forge.data.content_ids import resolve
 from tools.config_docs import keys_text
 
 
@@ -29,8 +30,8 @@ def results(tmp_path):
 def config_of(results):
     def make(run="child", ids=IDS, **overrides):
         overrides = {key.replace("__", "."): value for key, value in overrides.items()}
-        found = load_config("/dev/null", {"run": run, "results": str(results), **overrides})
-        return found.model_copy(update={"ids": ids})
+        named = {"run": run, "results": str(results), "ids": ids}
+        return resolve(load_config("/dev/null", {**named, **overrides}))
 
     return make
 
@@ -173,7 +174,7 @@ def test_parents_in_a_circle_are_refused(config_of):
 def test_the_sheet_has_a_column_parent_and_an_empty_cell_is_none(tmp_path):
     sheet = tmp_path / "runs.tsv"
     sheet.write_text("run\tparent\ttrain.lr\nbase\t\t\ncooler\tbase@50\t1e-4\n")
-    runs = resolve_runs({}, sheet)
+    runs = run_configs({}, sheet)
     assert [(run.parent, run.train.lr) for run in runs.values()] == [
         (None, 3e-3),
         ("base@50", 1e-4),
@@ -182,7 +183,7 @@ def test_the_sheet_has_a_column_parent_and_an_empty_cell_is_none(tmp_path):
     with pytest.raises(
         ConfigError, match=r"line 2 \(run base\), column parent: .*must be RUN@STEP"
     ):
-        resolve_runs({}, sheet)
+        run_configs({}, sheet)
 
 
 @pytest.fixture

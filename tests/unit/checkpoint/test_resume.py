@@ -13,11 +13,11 @@ from support.manifests import IDS, manifest_of, names, save, write_as_another_pr
 from forge.checkpoint import directory, resume
 from forge.checkpoint.manifest import MANIFEST
 from forge.core import failpoints, json_lines
-from forge.core.config import load_config
+from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, UnfitError
 from forge.core.paths import RunPaths
 
-CONFIG = load_config("/dev/null", {}).model_copy(update={"ids": IDS})
+CONFIG = ResolvedConfig(ids=IDS)
 
 
 @pytest.fixture

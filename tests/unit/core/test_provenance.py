@@ -8,12 +8,13 @@ import pytest
 import forge
 from forge.core import provenance
 from forge.core.config import Ids, load_config
+from forge.data.content_ids import resolve
 
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
 
 
 def config_of(**overrides):
-    return load_config("/dev/null", overrides).model_copy(update={"ids": IDS})
+    return resolve(load_config("/dev/null", {**overrides, "ids": IDS}))
 
 
 def test_config_digest_counts_science_and_not_folders():

@@ -3,7 +3,7 @@
 import pytest
 
 from forge.core.errors import ConfigError
-from forge.core.sample_sheet import read_rows, resolve_runs, shared_folders
+from forge.core.sample_sheet import read_rows, run_configs, shared_folders
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def sheet(tmp_path):
 
 def test_columns_override_keys_and_empty_cells_do_not(sheet):
     path = sheet("run\ttrain.seed\tmodel.dim\na\t1\t128\nb\t\t64\n")
-    runs = resolve_runs({"train": {"seed": 9}}, path)
+    runs = run_configs({"train": {"seed": 9}}, path)
     assert runs["a"].train.seed == 1
     assert runs["b"].train.seed == 9
     assert runs["b"].model.dim == 64
@@ -27,21 +27,21 @@ def test_columns_override_keys_and_empty_cells_do_not(sheet):
 def test_bad_cell_names_row_column_and_value(sheet):
     path = sheet("run\ttrain.lr\na\t0.1\nb\tfast\n")
     with pytest.raises(ConfigError) as caught:
-        resolve_runs({}, path)
+        run_configs({}, path)
     assert "line 3 (run b), column train.lr: value 'fast'" in str(caught.value)
 
 
 def test_cells_that_do_not_fit_together_are_named(sheet):
     path = sheet("run\tmodel.dim\tmodel.heads\ttrain.seed\na\t100\t8\t1\n")
     with pytest.raises(ConfigError) as caught:
-        resolve_runs({}, path)
+        run_configs({}, path)
     assert "column model.dim: value 100, column model.heads: value 8:" in str(caught.value)
     assert "train.seed" not in str(caught.value)
 
 
 def test_unknown_column_is_refused(sheet):
     with pytest.raises(ConfigError, match=r"train\.learning_rate"):
-        resolve_runs({}, sheet("run\ttrain.learning_rate\na\t1\n"))
+        run_configs({}, sheet("run\ttrain.learning_rate\na\t1\n"))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_missing_sheet_is_named(tmp_path):
 
 
 def test_runs_with_different_result_folders_are_refused(sheet):
-    runs = resolve_runs({}, sheet("run\tresults\na\tx\nb\ty\n"))
+    runs = run_configs({}, sheet("run\tresults\na\tx\nb\ty\n"))
     with pytest.raises(ConfigError, match="different folders"):
         shared_folders(runs)
 
@@ -103,12 +103,12 @@ def test_row_of_another_width_is_refused_by_its_line_in_the_file(sheet, text, li
 def test_bad_cell_below_comments_and_blank_lines_is_told_with_its_line_in_the_file(sheet):
     path = sheet("# c\nrun\ttrain.lr\n\n# c\nb\tfast\n")
     with pytest.raises(ConfigError, match=r"line 5 \(run b\), column train\.lr: value 'fast'"):
-        resolve_runs({}, path)
+        run_configs({}, path)
 
 
 def test_column_below_a_value_is_told_with_its_line(sheet):
     with pytest.raises(ConfigError, match=r"line 2 \(run a\), column run\.x: value 1: cannot set"):
-        resolve_runs({}, sheet("run\trun.x\na\t1\n"))
+        run_configs({}, sheet("run\trun.x\na\t1\n"))
 
 
 def test_lines_of_tabs_only_and_comments_are_no_rows(sheet):

@@ -19,7 +19,7 @@ from forge.core.config import (
 )
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine, load_machine
-from forge.core.sample_sheet import resolve_runs
+from forge.core.sample_sheet import run_configs
 from forge.core.values import read_cell, read_yaml
 
 WORDS = {
@@ -84,7 +84,7 @@ def test_type_of_the_key_decides_what_a_word_is(tmp_path, key, text, value):
     configs = [
         load_config(file),
         load_config("/dev/null", dict([parse_override(f"--{key}={text}")])),
-        resolve_runs({}, sheet)["base"],
+        run_configs({}, sheet)["base"],
     ]
     assert [getattr(getattr(config, section), name) for config in configs] == [value] * 3
 
@@ -165,7 +165,7 @@ def test_integers_of_any_length_are_refused_by_key(tmp_path):
         lambda: load_config("/dev/null", dict([parse_override(f"--train.lr={'9' * 5000}")])),
         lambda: load_config("/dev/null", dict([parse_override(f"--train.compile={'9' * 4000}")])),
         lambda: load_config("/dev/null", {"train.max_steps": 10**30}),
-        lambda: resolve_runs({}, sheet),
+        lambda: run_configs({}, sheet),
     ):
         with pytest.raises(ConfigError, match=r"train\.(seed|lr|compile|max_steps)") as caught:
             read()
@@ -267,4 +267,4 @@ def test_any_sheet_is_runs_or_a_config_error(tmp_path_factory, rows, key):
     text = "\n".join([f"run\t{key}", *("\t".join(row) for row in rows)])
     sheet.write_bytes(text.encode())
     with contextlib.suppress(ConfigError):
-        resolve_runs({}, sheet)
+        run_configs({}, sheet)

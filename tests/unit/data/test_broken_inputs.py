@@ -20,6 +20,7 @@ from forge import cli
 from forge.core.config import Config, Tokenize
 from forge.core.errors import ConfigError, DataError, Exit
 from forge.data import content_ids, corpus, tokenize
+from forge.data.content_ids import resolve
 from forge.data.shards import ShardSet
 from forge.data.tokenizer import build_tokenizer, load_tokenizer
 from forge.staging import archive
@@ -211,7 +212,9 @@ def test_an_input_that_is_no_file_is_named(odd: Path, name: str, message: str) -
 def test_an_end_token_that_is_no_utf8_is_refused(place: Path, token: str) -> None:
     inputs = {"inputs": ["texts"]}
     with pytest.raises(ConfigError, match="is no UTF-8"):
-        build_tokenizer(Config(data="data", tokenizer={"eos_token": token}, tokenize=inputs))
+        build_tokenizer(
+            resolve(Config(data="data", tokenizer={"eos_token": token}, tokenize=inputs))
+        )
 
 
 @pytest.mark.parametrize("path", ["texts", "texts/0.txt/x", "."])
@@ -318,7 +321,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "a.txt").write_text("END of the text, the END\n" * 50)
     settings = {"vocab_size": 300, "eos_token": "END"}
     inputs = {"inputs": [str(root / "a.txt")]}
-    return build_tokenizer(Config(data=str(root), tokenizer=settings, tokenize=inputs))
+    return build_tokenizer(resolve(Config(data=str(root), tokenizer=settings, tokenize=inputs)))
 
 
 texts = st.text(st.characters(codec="utf-8"), max_size=30) | st.just("END") | st.just(" the END ")

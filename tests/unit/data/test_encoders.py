@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from forge.core.config import Config
+from forge.core.config import Config, ResolvedConfig
 from forge.data import corpus, encoders, tokenize
+from forge.data.content_ids import resolve
 from forge.data.encoders import (
     PROBE,
     Encode,
@@ -210,7 +211,7 @@ def test_a_tokenizer_that_it_reads_wrongly_is_refused(monkeypatch: pytest.Monkey
 # --- in a job -----------------------------------------------------------------------------------
 
 
-def job(root: Path) -> Config:
+def job(root: Path) -> ResolvedConfig:
     (root / "texts").mkdir()
     for number in range(6):
         (root / "texts" / f"{number}.txt").write_text(f"\n%%\n{number} words".join(stdlib()[:40]))
@@ -223,8 +224,9 @@ def job(root: Path) -> Config:
             "part_mib": 0.001,
         },
     )
-    build_tokenizer(config)
-    return config
+    resolved = resolve(config)
+    build_tokenizer(resolved)
+    return resolved
 
 
 def shards_of(folder: Path) -> dict[str, bytes]:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from forge.core.config import Config
+from forge.core.config import Config, ResolvedConfig
 from forge.data import tokenize
+from forge.data.content_ids import resolve
 from forge.data.encoders import fast_encoder
 from forge.data.shards import ShardSet
 from forge.data.tokenize import split_of
@@ -64,7 +65,7 @@ class Tokenizer:
 """
 
 
-def config_of(root: Path, texts: list[str], **tokenizer: str | int) -> Config:
+def config_of(root: Path, texts: list[str], **tokenizer: str | int) -> ResolvedConfig:
     (root / "texts").mkdir()
     for number, text in enumerate(texts):
         (root / "texts" / f"{number:02}.txt").write_text(text)
@@ -74,8 +75,9 @@ def config_of(root: Path, texts: list[str], **tokenizer: str | int) -> Config:
         # Ten files or so a part: the last part starts when others are finished.
         tokenize={"inputs": [str(root / "texts")], "part_mib": 5e-4, "val_fraction": 0.3},
     )
-    build_tokenizer(config)
-    return config
+    resolved = resolve(config)
+    build_tokenizer(resolved)
+    return resolved
 
 
 def train(split: Split, path: Path) -> Path:
@@ -103,7 +105,7 @@ def ids_by_reference(texts: list[str], tokenizer: LoadedTokenizer, split: str) -
     ]
 
 
-def assert_ids_are_the_reference(folder: Path, config: Config, texts: list[str]) -> None:
+def assert_ids_are_the_reference(folder: Path, config: ResolvedConfig, texts: list[str]) -> None:
     shards = ShardSet.open(folder)
     shards.verify()
     tokenizer = load_tokenizer(Path(config.data) / "tokenizers" / shards.manifest.tokenizer_id)

@@ -25,10 +25,11 @@ from tokenizers import (
     trainers,
 )
 
-from forge.core.config import Config
+from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.files import digest_file
 from forge.data import encoders
+from forge.data.content_ids import resolve
 from forge.data.encoders import NoFastEncoder, fast_encoder, reference_encoder
 from forge.data.shards import ShardSet
 from forge.data.tokenize import tokenize
@@ -246,12 +247,12 @@ def test_text_that_spells_no_special_token_keeps_its_ids(name: str, text: str) -
 # --- a job --------------------------------------------------------------------------------------
 
 
-def config_of(root: Path, tokenizer: dict[str, Any], documents: list[str]) -> Config:
+def config_of(root: Path, tokenizer: dict[str, Any], documents: list[str]) -> ResolvedConfig:
     """A job of two files with half of the documents each, one a line."""
     half = len(documents) // 2
     for file, part in (("a.txt", documents[:half]), ("b.txt", documents[half:])):
         (root / file).write_text("\n".join(part))
-    return Config(
+    config = Config(
         data=str(root / "data"),
         tokenizer=tokenizer,
         tokenize={
@@ -260,9 +261,10 @@ def config_of(root: Path, tokenizer: dict[str, Any], documents: list[str]) -> Co
             "val_fraction": 0.3,
         },
     )
+    return resolve(config)
 
 
-def taken(root: Path, name: str, documents: list[str]) -> Config:
+def taken(root: Path, name: str, documents: list[str]) -> ResolvedConfig:
     make, eos = (KINDS | NO_OTHER_IDS)[name]
     path = root / "tokenizer.json"
     make().save(str(path))
@@ -270,7 +272,7 @@ def taken(root: Path, name: str, documents: list[str]) -> Config:
     return config_of(root, source, documents)
 
 
-def ends_and_documents(config: Config) -> tuple[int, int]:
+def ends_and_documents(config: ResolvedConfig) -> tuple[int, int]:
     """How often the end-of-document id is in the shards of a finished job, and its documents."""
     build_tokenizer(config)
     shards = ShardSet.open(tokenize(config, workers=1))

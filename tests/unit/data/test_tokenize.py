@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from forge.core.config import Config, Train
+from forge.core.config import Config, ResolvedConfig, Train
 from forge.core.errors import DataError
 from forge.core.paths import tokens_folder
 from forge.data import content_ids, encoders
@@ -25,11 +25,11 @@ from forge.data.tokenizer import LoadedTokenizer, build_tokenizer, load_tokenize
 
 TOKENIZE = """
 import sys
-from forge.core.config import Config
+from forge.core.config import ResolvedConfig
 from forge.core.errors import ForgeError
 from forge.data.tokenize import tokenize
 try:
-    tokenize(Config.model_validate_json(sys.argv[1]), workers=2)
+    tokenize(ResolvedConfig.model_validate_json(sys.argv[1]), workers=2)
 except ForgeError as err:
     print(err, file=sys.stderr)
     sys.exit(err.code)
@@ -61,10 +61,11 @@ def place(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def configure(vocab_size: int = 300, **settings: Any) -> Config:
+def configure(vocab_size: int = 300, **settings: Any) -> ResolvedConfig:
     """Inputs are named relative to the current folder, so that copies of it have equal ids."""
     values = {"inputs": ["texts"], "document_separator": "\n%%\n", "part_mib": 0.005}
-    return Config(data="data", tokenizer={"vocab_size": vocab_size}, tokenize=values | settings)
+    tokenizer = {"vocab_size": vocab_size}
+    return content_ids.resolve(Config(data="data", tokenizer=tokenizer, tokenize=values | settings))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -75,9 +76,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
     }
 
 
-def tokenizer_of(config: Config) -> LoadedTokenizer:
-    ids = content_ids.resolve_ids(config)
-    return load_tokenizer(Path(config.data) / "tokenizers" / ids.tokenizer)
+def tokenizer_of(config: ResolvedConfig) -> LoadedTokenizer:
+    return load_tokenizer(Path(config.data) / "tokenizers" / config.ids.tokenizer)
 
 
 # --- what comes out -----------------------------------------------------------------------------
@@ -165,26 +165,25 @@ def test_long_documents_encode_in_pieces_to_the_same_ids(
 def test_ids_follow_what_decides_the_artefact_and_nothing_else(place: Path) -> None:
     (place / "more").mkdir()
     (place / "more" / "x.txt").write_text("more")
-    base = content_ids.resolve_ids(configure(inputs=["texts", "more"]))
-    turned = content_ids.resolve_ids(configure(inputs=["more/*.txt", "texts"]))
+    base = configure(inputs=["texts", "more"]).ids
+    turned = configure(inputs=["more/*.txt", "texts"]).ids
     assert turned == base
     trained_otherwise = configure(inputs=["texts", "more"]).model_copy(
         update={"run": "other", "train": Train(lr=1.0)}
     )
     assert content_ids.resolve_ids(trained_otherwise) == base
-    split = content_ids.resolve_ids(configure(inputs=["texts", "more"], val_fraction=0.1))
+    split = configure(inputs=["texts", "more"], val_fraction=0.1).ids
     assert (split.tokenizer, split.tokens != base.tokens) == (base.tokenizer, True)
-    fewer = content_ids.resolve_ids(configure())
+    fewer = configure().ids
     assert (fewer.tokenizer != base.tokenizer, fewer.tokens != base.tokens) == (True, True)
 
 
-def test_freezing_keeps_ids_that_are_there(place: Path) -> None:
-    frozen = content_ids.freeze(configure())
-    assert frozen.ids is not None
+def test_resolving_keeps_ids_that_are_there(place: Path) -> None:
+    config = configure()
     (place / "texts" / "more.txt").write_text("more")
     content_ids._cached_listing_digest.cache_clear()
-    assert content_ids.freeze(frozen) is frozen
-    assert content_ids.freeze(configure()).ids != frozen.ids
+    assert content_ids.resolve(Config.model_validate(config.to_json())) == config
+    assert configure().ids != config.ids
 
 
 # --- what is refused ----------------------------------------------------------------------------
@@ -207,11 +206,10 @@ def test_an_empty_split_is_refused_with_counts(place: Path) -> None:
 def test_an_empty_corpus_is_refused(place: Path) -> None:
     config = configure()
     build_tokenizer(config)
-    frozen = content_ids.freeze(config)
     for path in (place / "texts").iterdir():
         path.write_text(" " * path.stat().st_size)
     with pytest.raises(DataError, match="has no documents: 12 files"):
-        tokenize(frozen, workers=1)
+        tokenize(config, workers=1)
 
 
 def test_bad_bytes_are_named_from_a_worker_and_no_manifest_is_left(place: Path) -> None:
@@ -221,7 +219,7 @@ def test_bad_bytes_are_named_from_a_worker_and_no_manifest_is_left(place: Path) 
     with pytest.raises(DataError, match=r"05\.txt is not UTF-8 at byte offset 0") as caught:
         tokenize(config, workers=2)
     assert "invalid_utf8" in caught.value.fix
-    folder = tokens_folder("data", content_ids.resolve_ids(config).tokens)
+    folder = tokens_folder("data", config.ids.tokens)
     assert not (folder / "manifest.json").exists()
     assert not list(folder.rglob(".*"))
 
@@ -235,11 +233,11 @@ def test_replaced_bytes_are_told(place: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err.count("05.txt is not UTF-8 at byte offset 4") == 1
 
 
-def test_inputs_that_changed_since_the_config_was_frozen_are_refused(place: Path) -> None:
-    config = content_ids.freeze(configure())
+def test_inputs_that_changed_since_the_config_was_resolved_are_refused(place: Path) -> None:
+    config = configure()
     (place / "texts" / "more.txt").write_text("more")
     content_ids._cached_listing_digest.cache_clear()
-    with pytest.raises(DataError, match="was frozen for tokens"):
+    with pytest.raises(DataError, match="was resolved to tokens"):
         tokenize(config, workers=1)
 
 
@@ -269,7 +267,7 @@ def test_only_the_part_of_a_changed_input_is_made_again(place: Path) -> None:
 
 
 def test_another_tokenizer_makes_all_parts_again(place: Path) -> None:
-    config = content_ids.freeze(configure())
+    config = configure()
     folder = tokenize(config, workers=1)
     for path in (place / "texts").iterdir():  # equal sizes, so equal ids
         path.write_text(path.read_text().replace("naïve words", "words naïve"))
@@ -304,7 +302,7 @@ def start_long_work(place: Path, long_part: bool = False) -> tuple[subprocess.Po
         (place / "texts" / "03.txt").write_text(text * 2500)
     config = configure()
     build_tokenizer(config)
-    folder = place / tokens_folder("data", content_ids.resolve_ids(config).tokens)
+    folder = place / tokens_folder("data", config.ids.tokens)
     process = subprocess.Popen(
         [sys.executable, "-c", TOKENIZE, json.dumps(config.to_json())],
         stderr=subprocess.PIPE,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from forge.core.config import Config
+from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import ConfigError, DataError
 from forge.data import content_ids
 from forge.data.tokenizer import PROBE, build_tokenizer, load_tokenizer
@@ -18,16 +18,17 @@ from forge.data.tokenizer import PROBE, build_tokenizer, load_tokenizer
 TEXT = "the cat sat on the mat, and the other cat sat on the other mat; naïve Grüße 世界\n" * 200
 
 
-def trained(tmp_path: Path, text: str = TEXT, **tokenizer: Any) -> Config:
+def trained(tmp_path: Path, text: str = TEXT, **tokenizer: Any) -> ResolvedConfig:
     (tmp_path / "corpus.txt").write_text(text)
-    return Config(
+    config = Config(
         data=str(tmp_path / "data"),
         tokenizer={"vocab_size": 280, **tokenizer},
         tokenize={"inputs": [str(tmp_path / "corpus.txt")]},
     )
+    return content_ids.resolve(config)
 
 
-def taken(tmp_path: Path, path: Path, **tokenizer: Any) -> Config:
+def taken(tmp_path: Path, path: Path, **tokenizer: Any) -> ResolvedConfig:
     return trained(tmp_path, source="path", path=str(path), **tokenizer)
 
 
@@ -71,7 +72,8 @@ def test_training_twice_in_other_processes_gives_equal_bytes(tmp_path: Path) -> 
         config.write_text(json.dumps(values))
         code = (
             "import sys; from forge.core.config import load_config; from forge.data.tokenizer import *;"
-            "print(load_tokenizer(build_tokenizer(load_config(sys.argv[1]))).digest)"
+            "config = content_ids.resolve(load_config(sys.argv[1]));"
+            "print(load_tokenizer(build_tokenizer(config)).digest)"
         )
         command = [sys.executable, "-c", code, str(config)]
         env = os.environ | {"TOKENIZERS_PARALLELISM": threads}
@@ -96,7 +98,7 @@ def test_the_sample_is_spread_over_all_files(tmp_path: Path) -> None:
         tokenizer={"vocab_size": 280, "sample_mib": 0.01},
         tokenize={"inputs": [str(tmp_path / "*.txt")]},
     )
-    tokenizer = load_tokenizer(build_tokenizer(config))
+    tokenizer = load_tokenizer(build_tokenizer(content_ids.resolve(config)))
     assert [len(tokenizer.encode(f" {word}")) for word in ("aaaa", "bbbb", "cccc")] == [1, 1, 1]
 
 
@@ -116,7 +118,7 @@ def test_bad_bytes_in_the_sample_are_named(tmp_path: Path) -> None:
 
 
 def test_a_second_build_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = content_ids.freeze(trained(tmp_path))
+    config = trained(tmp_path)
     folder = build_tokenizer(config)
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     (tmp_path / "corpus.txt").unlink()  # not needed any more
@@ -141,11 +143,11 @@ def test_a_missing_tokenizer_says_what_to_run(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_inputs_that_changed_since_the_config_was_frozen_are_refused(tmp_path: Path) -> None:
-    config = content_ids.freeze(trained(tmp_path))
+def test_inputs_that_changed_since_the_config_was_resolved_are_refused(tmp_path: Path) -> None:
+    config = trained(tmp_path)
     (tmp_path / "corpus.txt").write_text(TEXT + "more")
     content_ids._cached_listing_digest.cache_clear()
-    with pytest.raises(DataError, match="was frozen for tokenizer"):
+    with pytest.raises(DataError, match="was resolved to tokenizer"):
         build_tokenizer(config)
 
 
@@ -166,7 +168,7 @@ def test_ids_name_contents_not_places(tmp_path: Path) -> None:
     second = word_level(tmp_path / "b" / "tokenizer.json", "<eos>")
     other = word_level(tmp_path / "c" / "tokenizer.json", "</s>")
     ids = [
-        content_ids.resolve_ids(taken(tmp_path, path, vocab_size=size)).tokenizer
+        taken(tmp_path, path, vocab_size=size).ids.tokenizer
         for path, size in ((first, 280), (second, 4096), (other, 280))
     ]
     assert ids[0] == ids[1] != ids[2]

@@ -25,9 +25,10 @@ BUILD = """
 import sys
 from forge.core.config import Config
 from forge.core.errors import ForgeError
+from forge.data.content_ids import resolve
 from forge.data.tokenizer import build_tokenizer
 try:
-    print(build_tokenizer(Config.model_validate_json(sys.stdin.read())))
+    print(build_tokenizer(resolve(Config.model_validate_json(sys.stdin.read()))))
 except ForgeError as err:
     print(err)
     sys.exit(err.code)

@@ -15,6 +15,7 @@ from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
+from forge.data.content_ids import resolve
 from forge.launch.records import RankRecord
 from forge.preflight import compare_nodes, isolate, preflight
 from forge.preflight.bisection import Broken
@@ -28,9 +29,7 @@ MODEST = {"preflight.min_free_disk_gib": 0, "preflight.min_free_memory_gib": 0}
 @pytest.fixture
 def config(tmp_path):
     folders = {"results": str(tmp_path / "results"), "data": str(tmp_path / "data")}
-    config = load_config("/dev/null", {**folders, "train.batch_size": 24}).model_copy(
-        update={"ids": IDS}
-    )
+    config = resolve(load_config("/dev/null", {**folders, "train.batch_size": 24, "ids": IDS}))
     tokens = tokens_folder(config.data, IDS.tokens)
     tokens.mkdir(parents=True)
     (tokens / "manifest.json").write_text("{}")

@@ -14,11 +14,10 @@ import pytest
 from support import happenings
 from support.recorded_run import RecordedRun, interrupted_run
 
-from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.reporting.charts import time_blocks, time_ticks
 from forge.reporting.history import Phase, read_history
-from forge.reporting.report import duration, render, write_report
+from forge.reporting.report import render, write_report
 from forge.reporting.run_state import summarise
 from forge.reporting.show import show
 
@@ -138,13 +137,6 @@ def test_equal_files_give_equal_bytes_in_another_process(finished: RecordedRun) 
     assert finished.paths.report.read_bytes() == here
 
 
-def test_report_is_found_by_config(tmp_path: Path) -> None:
-    config = Config(results=str(tmp_path), run="by-config")
-    run = RecordedRun(tmp_path / "by-config")
-    assert write_report(config) == run.paths.report
-    assert run.paths.report.exists()
-
-
 def test_text_of_model_and_errors_is_escaped(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "hostile")
     run.launch(0)
@@ -257,21 +249,6 @@ def test_time_ticks_are_round_and_inside(seconds: float, last: str) -> None:
     assert 3 <= len(ticks) <= 8
     assert all(0 <= share <= 1 for share, _ in ticks)
     assert ticks[-1][1] == last
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0.42, "0.42 s"),
-        (9.5, "9.5 s"),
-        (59.7, "1 min"),
-        (200, "3 min 20 s"),
-        (7500, "2 h 5 min"),
-        (90_000, "1 d 1 h"),
-    ],
-)
-def test_duration_in_words(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
 
 
 # --- forge show ---------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from forge.cluster import jobs, slurm
 from forge.core.files import write_json
 from forge.core.paths import RunPaths
 from forge.core.process import Process, hostname
-from forge.core.terminal import duration
 from forge.reporting import status
 from forge.reporting.status import look, row
 
@@ -434,18 +433,3 @@ def test_a_long_metrics_file_is_read_from_its_end(run):
     began = time.monotonic()
     assert row(run.paths, None).step == 40
     assert time.monotonic() - began < 1
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (-3, "0 s"),
-        (59.4, "59 s"),
-        (60, "1 min"),
-        (3599, "59 min"),
-        (3600, "1 h 0 min"),
-        (90_000, "1 d 1 h"),
-    ],
-)
-def test_durations_are_for_people(seconds, text):
-    assert duration(seconds) == text

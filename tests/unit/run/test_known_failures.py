@@ -7,9 +7,9 @@ from support import happenings
 
 from forge import workflow
 from forge.core import events
-from forge.core.config import Config, checked
+from forge.core.config import Config, ResolvedConfig, checked
 from forge.core.paths import RunPaths
-from forge.data.content_ids import freeze
+from forge.data.content_ids import resolve
 from forge.launch.records import RankRecord
 from forge.run import train
 
@@ -22,12 +22,12 @@ def run(tmp_path):
     text.write_text("some text")
     values = {"run": "base", "results": str(tmp_path), "tokenize": {"inputs": [str(text)]}}
     # What is validated and reported is no part of what training reads.
-    return freeze(checked(Config, values | {"report": {"sample_tokens": 3}}, "the test"))
+    return resolve(checked(Config, values | {"report": {"sample_tokens": 3}}, "the test"))
 
 
 def fails(run, why):
     """As the launcher writes it, with the config that config_run has written."""
-    written = checked(Config, json.loads(workflow.science(run)), "the test")
+    written = checked(ResolvedConfig, json.loads(workflow.science(run)), "the test")
     train._record_failure(written, RunPaths.of(run), why)
 
 

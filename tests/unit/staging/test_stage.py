@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.shards import make
 
+from forge.cluster import slurm
 from forge.cluster.placement import Geometry, Place
 from forge.core import json_lines
 from forge.core.config import Ids, load_config
@@ -19,7 +20,8 @@ from forge.core.errors import DataError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
-from forge.staging import stage
+from forge.data.content_ids import resolve
+from forge.staging import on_node, stage
 from forge.staging.staged import remove_staged
 
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
@@ -28,7 +30,7 @@ IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
 @pytest.fixture
 def config(tmp_path):
     folders = {"results": str(tmp_path / "results"), "data": str(tmp_path / "data")}
-    config = load_config("/dev/null", folders).model_copy(update={"ids": IDS})
+    config = resolve(load_config("/dev/null", {**folders, "ids": IDS}))
     make(tokens_folder(config.data, IDS.tokens))
     return config
 
@@ -144,7 +146,9 @@ def test_folder_of_another_user_is_refused(config, machine, root, monkeypatch):
 def test_full_disk_is_refused_before_anything_is_written(config, machine, root, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 7199 + 2**28))
-    with pytest.raises(UnfitError, match=r"has 0\.3 GiB free") as caught:
+    with pytest.raises(
+        UnfitError, match=r"has 0\.25 GiB free, the shards need 0\.25 GiB"
+    ) as caught:
         staged(config, machine)
     assert "stage.mode to never" in caught.value.fix
     assert copies(root) == []
@@ -162,10 +166,16 @@ def test_shards_are_read_in_place_when_a_copy_gains_nothing(config, machine, roo
     assert copies(root) == []
 
 
-def test_auto_copies_from_another_file_system(config, machine, monkeypatch):
+@pytest.mark.parametrize(("reads", "in_place"), [(999, False), (1000, True)])
+def test_auto_copies_from_another_file_system_unless_it_is_fast(
+    config, machine, monkeypatch, reads, in_place
+):
     auto = load_machine(None, {"stage.mode": "auto", "stage.folder": machine.stage.folder})
     monkeypatch.setattr(Path, "stat", _other_device_below(machine.stage.folder))
-    assert folder_of(staged(config, auto)).is_relative_to(machine.stage.folder)
+    monkeypatch.setattr(on_node, "_measure", lambda _: (reads, 500))
+    folder = folder_of(staged(config, auto))
+    assert folder.is_relative_to(machine.stage.folder) != in_place
+    assert (folder == tokens_folder(config.data, IDS.tokens)) == in_place
 
 
 def _other_device_below(folder):
@@ -214,6 +224,27 @@ def test_kept_copy_stays_and_serves_the_next_job(config, machine, root, monkeypa
     assert folder_of(first) == root / first["digest"][:32]
 
 
+def test_stage_that_fails_in_a_job_leaves_nothing_of_the_job(config, machine, root, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    shard = tokens_folder(config.data, IDS.tokens) / "train-00000-000.bin"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(DataError, match="train-00000-000"):
+        staged(config, machine)
+    assert copies(root) == []
+
+
+def test_what_ended_jobs_have_left_on_this_host_is_removed(config, machine, root, monkeypatch):
+    (root / "job-5").mkdir(parents=True)
+    (root / "job-6").mkdir()
+    root.chmod(0o700)
+    waiting = slurm.Job("6", "PENDING", 0, (), 1, "partition", "forge", True, None)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(slurm, "is_here", lambda: True)
+    monkeypatch.setattr(slurm, "show_job", {"5": None, "6": waiting}.get)
+    staged(config, machine)
+    assert copies(root) == ["job-6", "job-7"]
+
+
 def test_copy_of_another_job_is_not_removed(config, machine, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     facts = staged(config, machine)
@@ -224,12 +255,12 @@ def test_copy_of_another_job_is_not_removed(config, machine, monkeypatch):
 
 def test_runs_that_stage_at_once_on_one_node_wait_for_each_other(config, machine, root, tmp_path):
     code = (
-        "import sys, json, time; from forge.staging import stage\n"
-        "from forge.core.config import Config; from forge.core.machine import Machine\n"
+        "import sys, json, time; from forge.staging import on_node, stage\n"
+        "from forge.core.config import ResolvedConfig; from forge.core.machine import Machine\n"
         "values = json.loads(sys.argv[1])\n"
-        "copy = stage._copy\n"
-        "stage._copy = lambda a, b: (time.sleep(0.2), copy(a, b))\n"  # so that both are at it
-        "config, machine = Config.model_validate(values[0]), Machine.model_validate(values[1])\n"
+        "copy = on_node._copy_file\n"
+        "on_node._copy_file = lambda a, b: (time.sleep(0.2), copy(a, b))\n"  # so that both are at it
+        "config, machine = ResolvedConfig.model_validate(values[0]), Machine.model_validate(values[1])\n"
         "from forge.cluster.placement import Geometry\n"
         "sys.stdin.readline(); stage.stage(config, machine, Geometry())\n"
     )

@@ -13,6 +13,7 @@ from forge.core import events
 from forge.core.config import load_config
 from forge.core.paths import RunPaths
 from forge.core.provenance import cpu_name, versions
+from forge.data.content_ids import resolve
 from forge.trainer import metrics
 from forge.validation.replay import Recorded, _compare, check_next_losses, recorded_losses
 
@@ -23,9 +24,9 @@ HARDWARE = Hardware(host="laptop", cpu=cpu_name())
 def checkpoint(step=10, *, made_by=None, dropout=0.0, train=None, **facts):
     """made_by: parts of the lineage that are not those of this host. train: keys of that section."""
     keys = {f"train.{key}": value for key, value in (train or {}).items()}
-    config = load_config("/dev/null", {"model.dropout": dropout, **keys})
+    config = resolve(load_config("/dev/null", {"model.dropout": dropout, "ids": IDS, **keys}))
     made_by = {"versions": VERSIONS, "hardware": HARDWARE, **(made_by or {})}
-    lineage = lineage_of(config.model_copy(update={"ids": IDS}), **made_by)
+    lineage = lineage_of(config, **made_by)
     manifest = manifest_of(step, lineage=lineage, **facts)
     return Checkpoint(RunPaths(Path("/nowhere")).checkpoints, manifest)
 
