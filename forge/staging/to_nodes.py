@@ -189,11 +189,11 @@ class _Staging:
 
     def _with_space(self, hosts: list[str]) -> list[str]:
         # The parts of the pack may wait beside all that is unpacked already.
-        what, times = ("the shards", 1) if self._is_here else ("the shards and their pack", 2)
+        pack, times = ("", 1) if self._is_here else (" and their pack", 2)
         needed = times * self._source.num_bytes + SPARE_BYTES
         full = {
             host: Trouble(
-                f"{found['root']} has {found['free'] / 2**30:.2f} GiB free, {what} need"
+                f"{found['root']} has {found['free'] / 2**30:.2f} GiB free, the shards{pack} need"
                 f" {needed / 2**30:.2f} GiB",
                 "other jobs or older staged sets fill this disk",
                 "remove old sets there, choose another stage.folder, or set stage.mode to never",

@@ -1,0 +1,95 @@
+"""A node of an allocation gets the shards as an archive. Here its process runs on this host, and a copy
+stands for sbcast; tests/slurm/test_staging.py does it with real ones."""
+
+import os
+import shutil
+import sys
+
+import pytest
+from support.shards import make
+
+from forge.cluster.nodes import Crew
+from forge.cluster.placement import Place
+from forge.cluster.slurm import Job
+from forge.core.config import Config
+from forge.core.errors import UnfitError
+from forge.core.machine import load_machine
+from forge.staging import to_nodes
+from forge.staging.to_nodes import stage_nodes
+
+JOB = Job("7", "RUNNING", 0, ("n1",), 1, "partition", "forge", True, None)
+
+
+class Copies:
+    """As Broadcast: puts the files into a folder, here one of this host."""
+
+    def __init__(self, job_id, hosts):
+        assert (job_id, hosts) == ("7", ["n1"])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def send(self, files, folder):
+        for file in files:
+            shutil.copy(file, folder)
+            yield file.name
+
+
+@pytest.fixture
+def staged(tmp_path, monkeypatch):
+    """staged(keep=True): the record of staging the shards of tmp_path/shards on the node n1."""
+    monkeypatch.setattr(Crew, "_command", lambda *_: [sys.executable, "-m", "forge.node_agent"])
+    monkeypatch.setattr(to_nodes, "Broadcast", Copies)
+    source = make(tmp_path / "shards")
+    config = Config(data=str(tmp_path / "data"))
+
+    def run(**keys):
+        folder = {"folder": str(tmp_path / "node"), "mode": "always"}
+        machine = load_machine(None, {f"stage.{key}": v for key, v in {**folder, **keys}.items()})
+        return stage_nodes(source, config, machine, Place(("n1",), JOB), min_nodes=1)
+
+    return run
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "node" / f"forge-{os.getuid()}"
+
+
+def test_node_gets_the_shards_into_the_folder_of_its_job(staged, root, tmp_path):
+    record = staged()
+    folder = root / "job-7" / record.digest[:32]
+    assert (record.folders, record.sent) == ({"n1": str(folder)}, ["n1"])
+    assert (record.job, record.roots) == ("7", {"n1": str(root)})
+    assert set(record.parts_sec) == {"pack", "send", "check"}
+    for file in (tmp_path / "shards").iterdir():
+        assert (folder / file.name).read_bytes() == file.read_bytes()
+    assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, "used-by-base"]
+
+
+def test_node_that_has_the_shards_gets_nothing(staged):
+    first = staged()
+    assert staged() == first.model_copy(update={"sent": [], "parts_sec": {}})
+
+
+def test_kept_shards_lie_outside_of_the_jobs_folder_and_are_not_to_be_removed(staged, root):
+    record = staged(keep=True)
+    assert (record.folders, record.roots) == ({"n1": str(root / record.digest[:32])}, {})
+    assert not (root / "job-7").exists()
+
+
+def test_shared_folder_is_read_in_place_where_staging_is_off(staged, tmp_path):
+    record = staged(mode="never")
+    assert (record.folders, record.sent) == ({"n1": str(tmp_path / "shards")}, [])
+
+
+def test_node_in_trouble_is_named_and_nothing_is_left_on_it(staged, root, monkeypatch):
+    monkeypatch.setattr(to_nodes, "SPARE_BYTES", 2**60)
+    with pytest.raises(
+        UnfitError, match=r"staging failed on node n1: .* the shards and their pack"
+    ):
+        staged()
+    assert list(root.iterdir()) == []
