@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 from injection import Fault, Injector
+from support.processes import running
 
 DEADLINE_SEC = 60.0
 SAMPLES = "samples.jsonl"  # in the run's folder: what each rank trained on, and in which start
@@ -101,7 +102,7 @@ class Command:
 def session(leader: int) -> list[psutil.Process]:
     """The living processes of a session."""
     found = []
-    for process in psutil.process_iter():
+    for process in running():
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
             here = os.getsid(process.pid) == leader
             if here and process.status() != psutil.STATUS_ZOMBIE:

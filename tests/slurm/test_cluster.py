@@ -20,8 +20,9 @@ Nodes = Callable[[int], list[str]]
 
 MARK = "FORGE_TESTS"  # of tests/support/live_run.py
 
+# srun -v tells when a node has answered that its tasks run.
 SLEEPER = """#!/bin/bash
-srun --kill-on-bad-exit=1 bash -c 'touch "$0/$SLURMD_NODENAME"; exec sleep 600' "$1"
+srun -v --kill-on-bad-exit=1 sleep 600
 """
 
 # The handler is there before the word: a signal that comes right after it is caught.
@@ -105,9 +106,16 @@ def test_job_of_a_node_without_power_starts_again(
     script = shared_folder / "job.sh"
     script.write_text(SLEEPER)
     where = ("-N2", "-w", ",".join(names), f"--output={shared_folder}/%j.log")
-    job = cluster.submit("--requeue", *where, script, shared_folder)
-    # Without its step, which srun starts after the job runs, the job fails instead: srun cannot begin.
-    wait_until(lambda: all((shared_folder / n).exists() for n in names), 60, f"on {names}: a step")
+    job = cluster.submit("--requeue", *where, script)
+    # Before srun knows that its step runs everywhere, the job fails instead: srun cannot begin.
+    log = shared_folder / f"{job}.log"
+    begun = [f"Node {name}, 1 tasks started" for name in names]
+    wait_until(
+        lambda: log.exists() and all(line in log.read_text() for line in begun),
+        60,
+        f"a step on {names}",
+        lambda: log.read_text() if log.exists() else "no output",
+    )
     cluster.power_cut(names[1])
     cluster.wait_for_state(job, "PENDING", timeout=90)
     cluster.boot(names[1])

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from support.processes import running
 
 from forge import cli
 from forge.core import json_lines
@@ -144,7 +145,7 @@ def wait_until(true: Callable[[], object], what: str) -> None:
 def living() -> list[psutil.Process]:
     """The processes of these tests, however deep."""
     found = []
-    for process in psutil.process_iter():
+    for process in running():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             mine = process.environ().get(MARK) == MARK_VALUE and process.pid != os.getpid()
             # Python's own resource tracker outlives what it tracks, and ends with the tests.

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from support.processes import running
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STDLIB = Path(os.__file__).parent
@@ -132,7 +133,7 @@ class Project:
     def processes(self) -> list[psutil.Process]:
         """Every living process that works on this project."""
         found = []
-        for process in psutil.process_iter(["cmdline", "status"]):
+        for process in running():
             try:
                 if process.cwd() == str(self.root) and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)

@@ -47,6 +47,7 @@ class Inside(subprocess.Popen[str]):
 
     def press_ctrl_c(self) -> None:
         """SIGINT to every process of the command's group, as a terminal does."""
+        psutil.process_iter.cache_clear()  # a pid may be another process than at the last call
         for process in psutil.process_iter():
             with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
                 if os.getpgid(process.pid) == self.pid != process.pid:

@@ -1,0 +1,14 @@
+"""The processes of this machine, for tests that look for theirs among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psutil
+
+
+def running() -> Iterator[psutil.Process]:
+    """All processes, looked up now: psutil.process_iter() keeps what it found under a pid in an earlier
+    call, and refuses to send a signal to the process that has this pid today."""
+    psutil.process_iter.cache_clear()
+    return psutil.process_iter()
