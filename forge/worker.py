@@ -18,7 +18,7 @@ from forge.core.process import hostname, stop_with_parent
 from forge.launch import rank_output
 from forge.launch.launcher import register
 from forge.launch.rank import Rank, meeting_point, rank_for_record, this_rank
-from forge.launch.records import LaunchSpec, PreflightTask, RankRecord, ReplayTask, TrainTask
+from forge.launch.rank_records import LaunchSpec, PreflightTask, RankRecord, ReplayTask, TrainTask
 from forge.launch.stop_signal import StopFlag
 
 

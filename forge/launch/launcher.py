@@ -23,7 +23,7 @@ from forge.core.paths import RunPaths
 from forge.core.process import Process, free_port, hostname, stop_with_parent, user_threads
 from forge.core.terminal import say
 from forge.launch.rank_output import Console
-from forge.launch.records import (
+from forge.launch.rank_records import (
     LaunchSpec,
     PreflightTask,
     RankRecord,
@@ -80,8 +80,9 @@ def run_ranks(
         cpus_per_rank=job.cpus_per_task if job else None,
         threads=user_threads(),
     )
+    spec.write(spec.path)
     command = launch_line(
-        machine, geometry, place, spec.write(), master=master or ("", 0), python=python
+        machine, geometry, place, spec.path, master=master or ("", 0), python=python
     )
     reserve(spec)
     log = paths.logs / f"{spec.log_prefix}.{machine.launcher}.log"

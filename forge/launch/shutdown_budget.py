@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from forge.cluster import slurm
 from forge.core.errors import UnfitError
-from forge.launch.records import LaunchSpec
+from forge.launch.rank_records import LaunchSpec
 
 # A save that was never measured is taken to need this: fp32 weights and two moments at 100 MB/s, which
 # most disks exceed.

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge.cluster.placement import Geometry, Place
+from forge.core.checks import Check
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import stop_with_parent
 from forge.core.terminal import say
 from forge.launch.launcher import run_ranks
-from forge.launch.records import PreflightTask
+from forge.launch.rank_records import PreflightTask
 from forge.preflight.bisection import Broken, Group, NoTimeLeft, find_broken
-from forge.preflight.node_checks import Check
 from forge.preflight.rank_checks import rank_checks
 
 # Ranks that have met get this long for one collective, half of it while searching for a fault, and

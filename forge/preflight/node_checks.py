@@ -20,20 +20,19 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import blake3
 import psutil
 
 import forge
 from forge.cluster import network, slurm
+from forge.core.checks import Check
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import atomic_open
 from forge.core.machine import Machine
 from forge.core.process import hostname, node_local_folder
 from forge.data.shards import MANIFEST, ShardSet
-
-Status = Literal["ok", "warn", "fail"]
 
 PACKAGES = ("torch", "numpy", "tokenizers", "blake3")
 
@@ -43,17 +42,6 @@ LOCAL_MIB = 16
 # More than any packet: a path that loses large packets (MTU mismatch) does not get it through.
 PAYLOAD = 2**16
 TALKERS = 32
-
-
-@dataclass(frozen=True)
-class Check:
-    """What one check found, the likely cause, and what to do about it."""
-
-    name: str
-    status: Status
-    message: str
-    fix: str = ""
-    cause: str = ""
 
 
 @dataclass(frozen=True)

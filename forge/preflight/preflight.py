@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,20 @@ from forge.cluster import exclude
 from forge.cluster.lock import lease
 from forge.cluster.placement import Geometry, Place, check_geometry, find_place
 from forge.core import events
+from forge.core.checks import Check
 from forge.core.config import ResolvedConfig
 from forge.core.errors import UnfitError
-from forge.core.files import atomic_open, read_object, write_json
+from forge.core.files import atomic_open
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
+from forge.core.records import NodeResult, PreflightPass, PreflightResult, RanksResult
 from forge.core.terminal import say
 from forge.preflight import compare_nodes
 from forge.preflight.bisection import Broken
 from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, Node, fewest_to_leave_out
 from forge.preflight.isolate import Prober
-from forge.preflight.node_checks import Check, Wanted
+from forge.preflight.node_checks import Wanted
 from forge.staging.staged import StageRecord, staged_python
 
 # The nodes' own checks may take this share of the deadline; a node that is down takes all of it.
@@ -66,26 +68,17 @@ class Findings:
     def failed(self) -> list[Check]:
         return [check for node in self.nodes for check in node.failed] + self.failed_ranks
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "status": "ok" if self.chosen else "failed",
-            "nodes": [
-                {
-                    "node": node.name,
-                    "line": node.line,
-                    "checks": [asdict(check) for check in node.checks],
-                }
-                for node in self.nodes
-            ],
-            "ranks": {
-                "world_size": self.geometry.world_size,
-                "checks": [asdict(check) for check in self.ranks],
-            },
-            "chosen": self.chosen,
-            "left_out": self.left_out,
-            "restart": self.place.job.restarts if self.place.job else 0,
-            "identity": self.identity,
-        }
+    def result(self) -> PreflightResult:
+        """The content of preflight.json."""
+        return PreflightResult(
+            status="ok" if self.chosen else "failed",
+            nodes=[NodeResult(node=n.name, line=n.line, checks=n.checks) for n in self.nodes],
+            ranks=RanksResult(world_size=self.geometry.world_size, checks=self.ranks),
+            chosen=self.chosen,
+            left_out=self.left_out,
+            restart=self.place.job.restarts if self.place.job else 0,
+            identity=self.identity,
+        )
 
 
 def preflight(config: ResolvedConfig, machine: Machine, geometry: Geometry) -> Path:
@@ -128,7 +121,7 @@ def preflight(config: ResolvedConfig, machine: Machine, geometry: Geometry) -> P
                 exclude.add(paths.bad_nodes, compare_nodes.bad_nodes(nodes))
             raise _unfit(config, paths, found)
         # All that are fit: training takes the first ones, and the others when it loses one.
-        write_json(paths.preflight_pass, {"status": "ok", "host": hostname(), "nodes": found.fit})
+        PreflightPass(host=hostname(), nodes=found.fit).write(paths.preflight_pass)
     return paths.preflight_pass
 
 
@@ -136,7 +129,7 @@ def _wanted(
     config: ResolvedConfig, paths: RunPaths, machine: Machine, geometry: Geometry, place: Place
 ) -> dict[str, Wanted]:
     """What each node is checked for."""
-    record = StageRecord.read(paths)
+    record = StageRecord.read_if_there(paths.stage)
     return {
         host: Wanted(
             results=str(paths.root.absolute()),
@@ -237,19 +230,19 @@ def _reason_to_skip(found: Findings, paths: RunPaths) -> str:
     been the fabric.
     """
     job = found.place.job
-    if job is None or not job.restarts or not paths.preflight.exists():
+    if job is None or not job.restarts:
         return ""
-    earlier = read_object(paths.preflight, "status", "left_out")
-    restart = earlier.get("restart", job.restarts)
-    same = earlier.get("identity") == found.identity and restart < job.restarts
-    if not same or earlier["status"] != "ok" or found.left_out or earlier["left_out"]:
+    earlier = PreflightResult.read_if_there(paths.preflight)
+    if earlier is None or earlier.status != "ok" or earlier.left_out or found.left_out:
+        return ""
+    if earlier.identity != found.identity or earlier.restart >= job.restarts:
         return ""
     for event in reversed(events.read(paths.events)):
         if isinstance(event, events.Preflight):
             break
         if isinstance(event, events.Lost | events.Failed):
             return ""
-    return f"the same nodes, shards and versions passed in start {restart} of job {job.id}"
+    return f"the same nodes, shards and versions passed in start {earlier.restart} of job {job.id}"
 
 
 # --- telling it -----------------------------------------------------------------------------------
@@ -257,10 +250,10 @@ def _reason_to_skip(found: Findings, paths: RunPaths) -> str:
 
 def _write(paths: RunPaths, found: Findings) -> None:
     """The last result under its fixed names, and one that stays, per start."""
-    summary, job = found.to_json(), found.place.job
+    result, job = found.result(), found.place.job
     start = f"{job.id}.{job.restarts}" if job else f"local.{time.strftime('%Y%m%dT%H%M%S')}"
-    write_json(paths.preflight, summary)
-    write_json(paths.logs / f"preflight.{start}.json", summary)
+    result.write(paths.preflight)
+    result.write(paths.logs / f"preflight.{start}.json")
     keys = ("name", "status", "message", "fix", "cause")
     rows = [
         [where, *(getattr(check, key) for key in keys)]

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forge.cluster.placement import Geometry
+from forge.core.checks import Check
 from forge.core.machine import Machine
-from forge.launch.records import RankRecord
-from forge.preflight.node_checks import Check
+from forge.launch.rank_records import RankRecord
 
 SHOWN_RANKS = 16
 

@@ -24,7 +24,7 @@ from forge.core.errors import Exit
 from forge.core.process import hostname
 from forge.core.provenance import versions
 from forge.launch.process_group import World
-from forge.launch.records import LaunchSpec, PreflightTask, RankRecord
+from forge.launch.rank_records import LaunchSpec, PreflightTask, RankRecord
 
 LATENCY_ROUNDS = 20
 BANDWIDTH_ROUNDS = 3

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
-from forge.checkpoint import directory, resume
+from forge.checkpoint import resume
 from forge.checkpoint.manifest import Artifact, Manifest, ParentCheckpoint, Part
+from forge.core.checks import Check
 from forge.core.errors import ConfigError, DataError
-from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
+from forge.core.records import PreflightResult, Sample, Trained, Validation
 from forge.reporting.history import Launch, read_launches
 
 Tone = Literal["good", "bad", "open"]
 Standing = tuple[str, Tone, list[str]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,9 @@ class Summary:
     reasons: list[str]  # why the status is bad: cause, fix, what validation found
     checkpoint: Path | None
     manifest: Manifest | None  # of the checkpoint
-    fit: dict[str, Any]
-    validation: dict[str, Any]
-    preflight: dict[str, Any]
+    trained: Trained | None
+    validation: Validation | None
+    preflight: PreflightResult | None
 
     @property
     def step(self) -> int | None:
@@ -39,7 +42,7 @@ class Summary:
     @property
     def samples(self) -> list[str]:
         """Prompt and continuation, each as one printable line."""
-        return [_sample(sample) for sample in self.validation.get("samples") or []]
+        return [_sample(sample) for sample in self.validation.samples] if self.validation else []
 
     @property
     def lineage(self) -> list[tuple[str, str]]:
@@ -66,8 +69,8 @@ class Summary:
 
     def _weights_digest(self) -> str:
         """From the completion record or the validation, whichever is of the checkpoint's step."""
-        same_step = (r for r in (self.fit, self.validation) if r.get("step") == self.step)
-        return next((str(r["weights_digest"]) for r in same_step if r.get("weights_digest")), "")
+        same_step = (r for r in (self.trained, self.validation) if r and r.step == self.step)
+        return next((r.weights_digest for r in same_step if r.weights_digest), "")
 
 
 def summarise(paths: RunPaths) -> Summary:
@@ -78,37 +81,39 @@ def summarise(paths: RunPaths) -> Summary:
             f"no run in {paths.root}",
             fix=f"runs there: {', '.join(there)}" if there else "train one first: make train",
         )
-    fit, validation, preflight = map(
-        read_object_or_empty, (paths.fit, paths.validation, paths.preflight)
-    )
-    checkpoint, troubles = _checkpoint(paths)
+    troubles: list[str] = []
+    trained = _readable(lambda: Trained.read_if_there(paths.fit), troubles)
+    validation = _readable(lambda: Validation.read_if_there(paths.validation), troubles)
+    preflight = _readable(lambda: PreflightResult.read_if_there(paths.preflight), troubles)
+    checkpoint = _readable(lambda: resume.latest(paths), troubles)
+    launches = _readable(lambda: read_launches(paths), troubles) or []
     folder, manifest = (checkpoint.folder, checkpoint.manifest) if checkpoint else (None, None)
-    status, tone, reasons = _standing(
-        read_launches(paths), preflight, _verdict(validation, manifest)
-    )
+    status, tone, reasons = _standing(launches, preflight, _verdict(validation, manifest))
     tone, reasons = ("bad" if troubles else tone), [*reasons, *troubles]
     standing = status, tone, reasons
-    return Summary(paths.root.name, *standing, folder, manifest, fit, validation, preflight)
+    return Summary(paths.root.name, *standing, folder, manifest, trained, validation, preflight)
 
 
-def _checkpoint(paths: RunPaths) -> tuple[directory.Checkpoint | None, list[str]]:
-    """The checkpoint behind `latest`, and why it cannot be shown where it is none."""
+def _readable(read: Callable[[], T | None], troubles: list[str]) -> T | None:
+    """What a file holds; None, and the reason among the troubles, where it cannot be read: a page for
+    people must not fail because of it."""
     try:
-        return resume.latest(paths), []
+        return read()
     except DataError as err:
-        return None, [err.what]
+        troubles.append(err.what)
+        return None
 
 
 # --- status -------------------------------------------------------------------------------------
 
 
 def _standing(
-    launches: list[Launch], preflight: dict[str, Any], verdict: Standing | None
+    launches: list[Launch], preflight: PreflightResult | None, verdict: Standing | None
 ) -> Standing:
     """The newest thing known; an earlier verdict on the checkpoint still counts beside it."""
     if launches and launches[-1].has_completed:
         return verdict or (f"trained to step {launches[-1].last_step}, not validated", "open", [])
-    if preflight.get("status") == "failed":
+    if preflight and preflight.status == "failed":
         status, tone, reasons = _preflight_failed(preflight)
     elif launches:
         status, tone, reasons = _launched(launches[-1])
@@ -121,13 +126,12 @@ def _standing(
     return status, tone, reasons
 
 
-def _verdict(validation: dict[str, Any], manifest: Manifest | None) -> Standing | None:
+def _verdict(validation: Validation | None, manifest: Manifest | None) -> Standing | None:
     """What validation said; only for its own step, because training may have gone on since."""
-    step, verdict = validation.get("step"), validation.get("status")
-    if verdict not in ("valid", "invalid") or (manifest and step != manifest.step):
+    if validation is None or (manifest and validation.step != manifest.step):
         return None
-    reasons = [str(reason) for reason in validation.get("reasons") or []]
-    return f"{verdict} at step {step}", "good" if verdict == "valid" else "bad", reasons
+    tone: Tone = "good" if validation.status == "valid" else "bad"
+    return f"{validation.status} at step {validation.step}", tone, validation.reasons
 
 
 def _launched(launch: Launch) -> Standing:
@@ -136,7 +140,7 @@ def _launched(launch: Launch) -> Standing:
     return f"step {launch.last_step}: {outcome}", "bad" if launch.has_failed else "open", reasons
 
 
-def _preflight_failed(preflight: dict[str, Any]) -> Standing:
+def _preflight_failed(preflight: PreflightResult) -> Standing:
     failed = [check for check in preflight_checks(preflight) if check["status"] == "fail"]
     reasons = [f"{c['where']}, {c['name']}: {c['message']}. Fix: {c['fix']}" for c in failed]
     return "preflight failed, training did not start", "bad", reasons
@@ -145,31 +149,21 @@ def _preflight_failed(preflight: dict[str, Any]) -> Standing:
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def preflight_checks(preflight: dict[str, Any]) -> list[dict[str, str]]:
+def preflight_checks(preflight: PreflightResult | None) -> list[dict[str, str]]:
     """Checks of all nodes and of the ranks, worst first: where, name, status, message, fix."""
-    checks = [
-        _check(check, str(node.get("node", "?")))
-        for node in _objects(preflight.get("nodes"))
-        for check in _objects(node.get("checks"))
-    ]
-    (ranks,) = _objects([preflight.get("ranks")]) or [{}]
-    found = [_check(check, "ranks") for check in _objects(ranks.get("checks"))]
-    return _worst_first(checks + found)
+    if preflight is None:
+        return []
+    nodes = [_row(check, node.node) for node in preflight.nodes for check in node.checks]
+    return _worst_first(nodes + [_row(check, "ranks") for check in preflight.ranks.checks])
 
 
-def validation_checks(validation: dict[str, Any]) -> list[dict[str, str]]:
+def validation_checks(validation: Validation | None) -> list[dict[str, str]]:
     """Validation's checks, worst first: name, status, message, fix."""
-    return _worst_first([_check(check, "") for check in _objects(validation.get("checks"))])
+    return _worst_first([_row(check, "") for check in validation.checks] if validation else [])
 
 
-def _objects(value: Any) -> list[dict[str, Any]]:
-    """The objects in a list; none of what is neither: a report must not fail."""
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
-def _check(check: dict[str, Any], where: str) -> dict[str, str]:
-    keys = ("name", "status", "message", "fix")
-    return {"where": where} | {key: str(check.get(key) or "") for key in keys}
+def _row(check: Check, where: str) -> dict[str, str]:
+    return {"where": where, **asdict(check)}
 
 
 def _worst_first(checks: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -197,10 +191,10 @@ def _flat(part: Part) -> str:
     return " · ".join(shown)
 
 
-def _sample(sample: dict[str, Any]) -> str:
+def _sample(sample: Sample) -> str:
     """Prompt and continuation; a text that begins with its prompt has both already."""
-    prompt, text = str(sample.get("prompt", "")), str(sample.get("text", ""))
-    return one_line(text if text.startswith(prompt) else prompt + text)
+    has_prompt = sample.text.startswith(sample.prompt)
+    return one_line(sample.text if has_prompt else sample.prompt + sample.text)
 
 
 def one_line(text: str) -> str:

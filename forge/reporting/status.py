@@ -23,6 +23,7 @@ from forge.core.events import Event
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
 from forge.core.process import Process
+from forge.core.records import Validated, Validation
 from forge.core.tail import last_lines
 from forge.core.terminal import Table, duration, is_terminal, say
 from forge.reporting.find_runs import results_folder
@@ -351,13 +352,13 @@ def _completed(files: _Files) -> tuple[str, str]:
             "stopped",
             f"step {step} was its goal, now it is {files.goal}: give the command again",
         )
-    validation = read_object_or_empty(files.paths.validation)
-    if validation.get("step") == step and validation.get("status") == "invalid":
-        reasons = validation.get("reasons") or ["no reason given"]
-        return "invalid", _clipped(str(reasons[0]))
-    if read_object_or_empty(files.paths.validated).get("step") == step:
-        loss = validation.get("loss")
-        return "validated", f"held-out loss {loss:.3f}" if isinstance(loss, float) else ""
+    validation = Validation.read_if_there(files.paths.validation)
+    if validation and validation.step == step and validation.status == "invalid":
+        return "invalid", _clipped(validation.reasons[0])
+    validated = Validated.read_if_there(files.paths.validated)
+    if validated and validated.step == step:
+        loss = validated.loss
+        return "validated", "" if loss is None else f"held-out loss {loss:.3f}"
     return "done", f"not validated yet: forge validate {files.paths.config}"
 
 

@@ -16,7 +16,7 @@ from forge.core.errors import ForgeError
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.terminal import say
-from forge.launch.records import RankRecord
+from forge.launch.rank_records import RankRecord
 
 # Stops after which a Slurm job goes back to the queue. Ctrl-C and a STOP file are a person's wish.
 REQUEUED_CAUSES = ("deadline", "SIGUSR1", "SIGTERM", "peer lost")

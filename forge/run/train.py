@@ -13,10 +13,11 @@ from forge.cluster.placement import Geometry, Place, check_geometry, find_place
 from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, Exit, ForgeError, TrainingError, UnfitError
-from forge.core.files import read_json, read_object, write_json
+from forge.core.files import read_json, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.provenance import config_digest
+from forge.core.records import PreflightPass, Trained
 from forge.core.terminal import say
 from forge.launch.launcher import (
     MAX_RESTARTS_AFTER_LOSS,
@@ -24,7 +25,7 @@ from forge.launch.launcher import (
     run_ranks,
     wait_for_orphans,
 )
-from forge.launch.records import RankRecord, TrainTask
+from forge.launch.rank_records import RankRecord, TrainTask
 from forge.run import crash_loop, requeue
 from forge.staging.staged import remove_staged, staged_folders, staged_python
 
@@ -197,9 +198,8 @@ def _end_if_stuck(config: ResolvedConfig, paths: RunPaths, machine: Machine, ste
 
 def _nodes_that_passed(paths: RunPaths) -> list[str]:
     """The fit nodes of this allocation, spare ones too; none where preflight was not asked."""
-    if not paths.preflight_pass.exists():
-        return []
-    return list(read_object(paths.preflight_pass).get("nodes", []))
+    found = PreflightPass.read_if_there(paths.preflight_pass)
+    return found.nodes if found else []
 
 
 def _requeue(
@@ -285,15 +285,14 @@ def _recorded_digest(paths: RunPaths, step: int) -> str | None:
 def _write_fit(config: ResolvedConfig, paths: RunPaths, step: int, digest: str) -> Path:
     checkpoint = resume.required(paths)
     assert checkpoint.step == step
-    record = {
-        "run": config.run,
-        "goal_step": config.train.max_steps,
-        "step": step,
-        "checkpoint": f"checkpoints/{checkpoint.folder.name}",
-        "weights_digest": digest,
-        "config_digest": config_digest(config),
-    }
-    if made_from := checkpoint.manifest.lineage.parent:
-        record["parent"] = made_from.to_json()
-    write_json(paths.fit, record)
+    made_from = checkpoint.manifest.lineage.parent
+    Trained(
+        run=config.run,
+        goal_step=config.train.max_steps,
+        step=step,
+        checkpoint=f"checkpoints/{checkpoint.folder.name}",
+        weights_digest=digest,
+        config_digest=config_digest(config),
+        parent=made_from.to_json() if made_from else None,
+    ).write(paths.fit)
     return paths.fit

@@ -29,5 +29,5 @@ def stage(config: ResolvedConfig, machine: Machine, geometry: Geometry) -> Path:
     seconds = round(time.time() - started, 3)
     said = record.model_dump(include={"bytes", "digest", "folders", "sent"})
     events.record(paths.events, events.Stage(seconds=seconds, **said))
-    record.write(paths)
+    record.write(paths.stage)
     return paths.stage

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import sys
-from typing import Literal, Self
+from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field
 
 from forge.cluster import slurm
 from forge.cluster.nodes import Crew, Trouble
 from forge.cluster.placement import Place
-from forge.core.errors import DataError
-from forge.core.files import read_object, write_json
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
+from forge.core.records import Record
 from forge.core.terminal import say
 from forge.staging import on_node
 
 REMOVE_SEC = 60.0
-FORMAT: Literal[1] = 1
 
 
-class StageRecord(BaseModel):
-    """What `forge stage` did in this allocation."""
+class StageRecord(Record):
+    """stage.json: what `forge stage` did in this allocation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    FIX: ClassVar[str] = "run forge stage again"
 
-    format: Literal[1] = FORMAT
     digest: str
     """Of the shards."""
     bytes: int
@@ -41,46 +38,19 @@ class StageRecord(BaseModel):
     """By node, the private folder that holds the job's copies; empty where nothing is to be removed."""
     python: str | None = None
     """What runs Forge on the nodes, where `stage.project` has put it there."""
-    parts_sec: dict[str, float] = {}
+    parts_sec: dict[str, float] = Field(default_factory=dict)
     """Seconds of packing, sending and checking."""
-
-    @classmethod
-    def read(cls, paths: RunPaths) -> Self | None:
-        """The record of a run; None where `forge stage` was not called. Raises DataError."""
-        if not paths.stage.exists():
-            return None
-        values = read_object(paths.stage, "format")
-        if values["format"] != FORMAT:
-            raise DataError(
-                f"{paths.stage} has format {values['format']!r}, this version of Forge reads {FORMAT}",
-                cause="written by another version of Forge",
-                fix="run forge stage again",
-            )
-        try:
-            return cls.model_validate(values)
-        except ValidationError as err:
-            problem = err.errors()[0]
-            key = ".".join(map(str, problem["loc"]))
-            raise DataError(
-                f"{paths.stage} is no stage record: {key}: {problem['msg']}",
-                cause="edited by hand",
-                fix="run forge stage again",
-            ) from None
-
-    def write(self, paths: RunPaths) -> None:
-        """Replace the run's stage.json."""
-        write_json(paths.stage, self.model_dump(mode="json"))
 
 
 def staged_folders(paths: RunPaths) -> dict[str, str]:
     """Where `stage` put the shards, by node; empty where it was not asked."""
-    record = StageRecord.read(paths)
+    record = StageRecord.read_if_there(paths.stage)
     return record.folders if record else {}
 
 
 def staged_python(paths: RunPaths) -> str:
     """What runs the ranks: the Python that `stage.project` put on the nodes, else this one."""
-    record = StageRecord.read(paths)
+    record = StageRecord.read_if_there(paths.stage)
     return record.python or sys.executable if record else sys.executable
 
 
@@ -90,7 +60,7 @@ def remove_staged(paths: RunPaths, place: Place) -> None:
     What another run of the same job still reads stays. Trouble is told, never raised: what is left
     goes with the next `stage` on that node.
     """
-    record = StageRecord.read(paths)
+    record = StageRecord.read_if_there(paths.stage)
     job = place.job.id if place.job else slurm.this_job_id()
     if record is None or record.job is None or record.job != job or not record.roots:
         return

@@ -31,10 +31,10 @@ from forge.core.files import (
     disk_trouble,
     fsync_folder,
     read_json,
-    read_object,
     write_json,
 )
 from forge.core.paths import RunPaths, tokenizer_folder
+from forge.core.records import Trained, Validation
 from forge.core.terminal import progress, say
 from forge.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, LoadedTokenizer, load_tokenizer
 from forge.trainer.llama import INIT_STD, Trunk
@@ -289,11 +289,11 @@ def _check_goal(checkpoint: directory.Checkpoint, weights_digest: str) -> None:
     paths = _run_of(checkpoint)
     if paths is None or not paths.fit.exists():
         return
-    goal = read_object(paths.fit, "step", "weights_digest")
-    if goal["step"] == checkpoint.step and goal["weights_digest"] != weights_digest:
+    goal = Trained.read(paths.fit)
+    if goal.step == checkpoint.step and goal.weights_digest != weights_digest:
         raise DataError(
             f"the weights in {checkpoint.folder} have digest {weights_digest[:12]}, {paths.fit} has"
-            f" {goal['weights_digest'][:12]}",
+            f" {goal.weights_digest[:12]}",
             cause="files of another checkpoint were copied into this one",
             fix=f"look at it: forge validate {checkpoint.folder}",
         )
@@ -426,11 +426,7 @@ A language model of Llama's architecture, trained from nothing and exported by F
 def _held_out_loss(checkpoint: directory.Checkpoint, facts: dict[str, Any]) -> float | None:
     """As validation found it, if it looked at this very checkpoint and found it valid."""
     paths = _run_of(checkpoint)
-    if paths is None or not paths.validation.exists():
+    verdict = Validation.read_if_there(paths.validation) if paths else None
+    if verdict is None or verdict.status != "valid":
         return None
-    verdict = read_object(paths.validation, "status", "checkpoint_digest", "loss")
-    if verdict["status"] != "valid":
-        return None
-    same = verdict["checkpoint_digest"] == facts["checkpoint_digest"]
-    loss: float | None = verdict["loss"] if same else None
-    return loss
+    return verdict.loss if verdict.checkpoint_digest == facts["checkpoint_digest"] else None

@@ -31,7 +31,7 @@ from forge.data.loader import Windows, eval_batches
 from forge.data.shards import MANIFEST, ShardSet
 from forge.launch.process_group import World, is_peer_loss
 from forge.launch.rank_output import RankProgress
-from forge.launch.records import LaunchSpec, RankRecord, TrainTask
+from forge.launch.rank_records import LaunchSpec, RankRecord, TrainTask
 from forge.launch.shutdown_budget import Grace
 from forge.launch.stop_signal import CAUSES, StopFlag
 from forge.trainer import metrics, optim

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Any
 
 import blake3
 import torch
@@ -17,13 +16,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge.checkpoint import directory, storage
 from forge.checkpoint.manifest import MANIFEST, Numerics
+from forge.core.checks import Check
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, ForgeError, UnfitError
 from forge.core.paths import RunPaths, tokenizer_folder, tokens_folder
+from forge.core.records import Sample, Trained, Validation
 from forge.data.loader import Windows, eval_batches
 from forge.data.shards import ShardSet
 from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
-from forge.preflight.node_checks import Check
 from forge.trainer.llama import Decoder, sample
 from forge.trainer.numerics import PROBE_SAMPLES, numerics, probe_samples
 from forge.validation.replay import (
@@ -76,7 +76,7 @@ class Examination:
         config: ResolvedConfig,
         data: Data,
         *,
-        goal: dict[str, Any] | None = None,
+        goal: Trained | None = None,
         paths: RunPaths | None = None,
     ) -> None:
         """goal: the run's fit.json, whose step and weights must be these. paths: the run whose records
@@ -87,7 +87,7 @@ class Examination:
         self.checks: list[Check] = []
         self.loss: float | None = None
         self.weights_digest: str | None = None
-        self.samples: list[dict[str, str]] = []
+        self.samples: list[Sample] = []
         self.manifest_digest = blake3.blake3(
             (checkpoint.folder / MANIFEST).read_bytes()
         ).hexdigest()
@@ -131,27 +131,27 @@ class Examination:
             except ForgeError as err:
                 self.checks.append(Check(name, "fail", err.what, err.fix))
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Validation:
         """The content of validation.json."""
         failed = self.failed
-        return {
-            "status": "invalid" if failed else "valid",
-            "step": self.checkpoint.step,
-            "depth": self.config.validation.depth,
-            "reasons": [f"{failed.name}: {failed.message}"] if failed else [],
-            "checks": [vars(check) for check in self.checks],
-            "loss": self.loss,
-            "weights_digest": self.weights_digest,
-            "checkpoint_digest": self.manifest_digest,
-            "samples": self.samples,
-        }
+        return Validation(
+            status="invalid" if failed else "valid",
+            step=self.checkpoint.step,
+            depth=self.config.validation.depth,
+            reasons=[f"{failed.name}: {failed.message}"] if failed else [],
+            checks=self.checks,
+            loss=self.loss,
+            weights_digest=self.weights_digest,
+            checkpoint_digest=self.manifest_digest,
+            samples=self.samples,
+        )
 
     # --- files -----------------------------------------------------------------------------------
 
     def _goal(self) -> Check:
         step = self.checkpoint.step
-        if self.goal and self.goal["step"] != step:
-            return _fail("goal", f"fit.json says step {self.goal['step']}, latest is step {step}")
+        if self.goal and self.goal.step != step:
+            return _fail("goal", f"fit.json says step {self.goal.step}, latest is step {step}")
         return Check("goal", "ok", f"step {step}")
 
     def _digests(self) -> Check:
@@ -248,10 +248,10 @@ class Examination:
         for name, tensor in sorted(self.model.state_dict().items()):
             storage.update_digest(hasher, name, tensor)
         self.weights_digest = hasher.hexdigest()
-        if self.goal and self.goal["weights_digest"] != self.weights_digest:
+        if self.goal and self.goal.weights_digest != self.weights_digest:
             return _fail(
                 "weights",
-                f"digest {self.weights_digest[:12]}, fit.json has {self.goal['weights_digest'][:12]}",
+                f"digest {self.weights_digest[:12]}, fit.json has {self.goal.weights_digest[:12]}",
             )
         return Check("weights", "ok", f"digest {self.weights_digest[:12]}")
 
@@ -330,7 +330,7 @@ class Examination:
                 temperature=SAMPLING_TEMPERATURE,
                 top_k=SAMPLING_TOP_K,
             )
-            self.samples.append({"prompt": prompt, "text": self.data.tokenizer.decode(ids)})
+            self.samples.append(Sample(prompt=prompt, text=self.data.tokenizer.decode(ids)))
         # The last token of a sample is not read again.
         beyond = f", each token from the last {context} (seq_len)" if longest - 1 > context else ""
         return Check("samples", "ok", f"{len(self.samples)} prompts continued{beyond}")

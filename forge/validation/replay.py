@@ -16,6 +16,7 @@ from forge.checkpoint.manifest import Lineage, Numerics
 from forge.cluster.network import available_cores, available_memory
 from forge.cluster.placement import Geometry
 from forge.core import events, json_lines
+from forge.core.checks import Check
 from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import DataError, Exit, TrainingError, UnfitError
 from forge.core.files import write_json
@@ -23,8 +24,7 @@ from forge.core.machine import Fabric, Machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.provenance import cpu_name, versions
 from forge.launch.launcher import run_ranks
-from forge.launch.records import RankRecord, ReplayTask
-from forge.preflight.node_checks import Check
+from forge.launch.rank_records import RankRecord, ReplayTask
 
 # How far a recomputed loss may be from the recorded one on another device, number of threads or in
 # another arithmetic. Equal conditions must give equal bits.

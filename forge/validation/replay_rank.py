@@ -17,7 +17,7 @@ from forge.checkpoint import directory, storage
 from forge.core.config import ResolvedConfig
 from forge.data.shards import ShardSet
 from forge.launch.process_group import World
-from forge.launch.records import RankRecord
+from forge.launch.rank_records import RankRecord
 from forge.trainer import optim
 from forge.trainer.llama import Decoder
 from forge.trainer.nonfinite import Skipped, diverged

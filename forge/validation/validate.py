@@ -17,15 +17,14 @@ from forge.cluster.lock import lease
 from forge.core import events
 from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
-from forge.core.files import disk_trouble, read_object, write_json
+from forge.core.files import disk_trouble, read_object_or_empty
 from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
+from forge.core.records import Trained, Validated, Validation
 from forge.core.terminal import Table, duration, progress, say
 from forge.launch.launcher import wait_for_orphans
 from forge.trainer.numerics import prepare
 from forge.validation.checkpoint_checks import OF_THE_CHECKPOINT, Data, Examination
 from forge.validation.replay import NOT_DONE, NOT_RECORDED
-
-_GOAL = ("step", "weights_digest", "checkpoint")  # what fit.json is asked for
 
 
 def validate(config: ResolvedConfig) -> Path:
@@ -39,16 +38,17 @@ def validate(config: ResolvedConfig) -> Path:
         checkpoint = resume.required(paths)
         result = _examine(
             Examination(
-                checkpoint, config, Data(config), goal=_read(paths.fit, *_GOAL), paths=paths
+                *(checkpoint, config, Data(config)),
+                goal=Trained.read_if_there(paths.fit),
+                paths=paths,
             )
         )
-        write_json(paths.validation, result)
+        result.write(paths.validation)
         seconds = round(time.time() - started, 3)
-        status, step = result["status"], result["step"]
-        events.record(paths.events, events.Validate(seconds=seconds, status=status, step=step))
+        event = events.Validate(seconds=seconds, status=result.status, step=result.step)
+        events.record(paths.events, event)
         _tell(checkpoint.folder, result, paths.root)
-        kept = ("status", "step", "loss", "weights_digest", "checkpoint_digest")
-        write_json(paths.validated, {key: result[key] for key in kept})
+        result.short.write(paths.validated)
     return paths.validated
 
 
@@ -71,7 +71,7 @@ def _own_config(checkpoint: directory.Checkpoint, overrides: dict[str, Any]) -> 
     return checked(ResolvedConfig, values, str(checkpoint.folder))
 
 
-def _examine(examination: Examination) -> dict[str, Any]:
+def _examine(examination: Examination) -> Validation:
     """All checks of validate.depth, as the content of validation.json."""
     prepare(torch.device("cpu"))
     examination.look_at_files()
@@ -81,14 +81,14 @@ def _examine(examination: Examination) -> dict[str, Any]:
     return examination.result()
 
 
-def _tell(folder: Path, result: dict[str, Any], run: Path | None) -> None:
-    for check in result["checks"]:
-        say(f"  {check['status']:4} {check['name']}: {check['message']}")
-    say(f"{folder}: {result['status']}, step {result['step']}")
-    if result["reasons"]:
+def _tell(folder: Path, result: Validation, run: Path | None) -> None:
+    for check in result.checks:
+        say(f"  {check.status:4} {check.name}: {check.message}")
+    say(f"{folder}: {result.status}, step {result.step}")
+    if result.reasons:
         others = f"look at all of this run: forge validate {run} --all" if run else ""
         raise DataError(
-            f"checkpoint {folder} is invalid: " + "; ".join(result["reasons"]),
+            f"checkpoint {folder} is invalid: " + "; ".join(result.reasons),
             cause="a damaged file, or a checkpoint of another run",
             fix=others or "use another one",
         )
@@ -169,20 +169,16 @@ def _row(folder: Path) -> Row:
 def _quarantined(paths: RunPaths) -> Iterator[Row]:
     for folder in _folders(paths.quarantine):
         row = _row(folder)
-        damage = _read(folder / "damage.json") or {}
+        damage = read_object_or_empty(folder / "damage.json")
         row.close("in quarantine", damage.get("reasons") or [])
         yield row
-
-
-def _read(path: Path, *keys: str) -> dict[str, Any] | None:
-    return read_object(path, *keys) if path.exists() else None
 
 
 def _examine_all(
     rows: Sequence[Row], paths: RunPaths, config: ResolvedConfig | None, overrides: dict[str, Any]
 ) -> None:
     """Fill in the rows. What is damaged on the disk is known before the first model is built."""
-    goal = _read(paths.fit, *_GOAL)
+    goal = Trained.read_if_there(paths.fit)
     all_data: dict[str, Data] = {}
 
     def look_at_files(row: Row) -> None:
@@ -190,7 +186,7 @@ def _examine_all(
         checkpoint.check_form()
         its_config = config or _own_config(checkpoint, overrides)
         data = all_data.setdefault(str(its_config.ids), Data(its_config))
-        its_goal = goal if goal and goal["step"] == checkpoint.step else None
+        its_goal = goal if goal and goal.step == checkpoint.step else None
         row.examination = Examination(checkpoint, its_config, data, goal=its_goal, paths=paths)
         row.examination.look_at_files()
 
@@ -284,12 +280,12 @@ def _repair(paths: RunPaths, damaged: Sequence[Row]) -> str:
         directory.quarantine(paths, row.folder, row.reasons)
     moved = {row.folder.name for row in damaged}
     left = resume.repaired_latest(paths)
-    fit, validated = _read(paths.fit, *_GOAL), _read(paths.validated, "step")
+    fit, validated = Trained.read_if_there(paths.fit), Validated.read_if_there(paths.validated)
     with disk_trouble(paths.root):
         # Without these files the workflow knows that there is something to do.
-        if fit and Path(fit["checkpoint"]).name in moved:
+        if fit and Path(fit.checkpoint).name in moved:
             paths.fit.unlink()
-        if validated and checkpoint_name(validated["step"]) in moved:
+        if validated and checkpoint_name(validated.step) in moved:
             paths.validated.unlink()
     done = f"{len(moved)} moved to {paths.quarantine}, `latest` is {left and left.folder.name}; "
     if paths.fit.exists():

@@ -148,7 +148,7 @@ class ForkedRanks:
         self, plan: Plan, count: _Count, command: list[str], log: Path, _environment: object
     ) -> None:
         from forge.core.process import free_port
-        from forge.launch.records import LaunchSpec
+        from forge.launch.rank_records import LaunchSpec
 
         spec_path = Path(command[-1])
         world_size = LaunchSpec.read(spec_path).geometry.world_size

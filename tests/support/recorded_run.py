@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from support import happenings
 from support.manifests import manifest_of
 
 from forge.core import events, json_lines
+from forge.core.checks import Check
 from forge.core.config import Config
 from forge.core.events import Event
 from forge.core.files import write_json
 from forge.core.paths import RunPaths, checkpoint_name
+from forge.core.records import (
+    NodeResult,
+    PreflightResult,
+    RanksResult,
+    Sample,
+    Trained,
+    Validation,
+)
 
 START = 1_750_000_000.0
 STEP_SEC = 0.5
@@ -76,42 +86,50 @@ class RecordedRun:
     def complete(self, step: int) -> None:
         completed = happenings.completed(step)
         self.event(completed, after=0.2)
-        digest = completed.weights_digest
-        write_json(self.paths.fit, {"goal_step": step, "step": step, "weights_digest": digest})
+        Trained(
+            **{"run": self.root.name, "goal_step": step, "step": step, "config_digest": "c" * 64},
+            checkpoint=f"checkpoints/{checkpoint_name(step)}",
+            weights_digest=completed.weights_digest,
+        ).write(self.paths.fit)
 
     def freeze_config(self) -> None:
         write_json(self.paths.config, Config(run=self.root.name).to_json())
 
-    def preflight(self, *, status: str = "ok", trouble: list[dict[str, str]] | None = None) -> None:
-        fine = {"name": "python", "status": "ok", "message": "Python 3.11.9", "fix": ""}
+    def preflight(
+        self, *, status: Literal["ok", "failed"] = "ok", trouble: Sequence[Check] = ()
+    ) -> None:
+        fine = Check("python", "ok", "Python 3.11.9")
         self.event(happenings.preflight(status=status))
-        write_json(
-            self.paths.preflight,
-            {
-                "status": status,
-                "nodes": [{"node": "node02", "line": "NODE", "checks": [fine, *(trouble or [])]}],
-                "ranks": {"world_size": 2, "checks": [{**fine, "name": "all-reduce"}]},
-            },
-        )
+        checks = [fine, *trouble]
+        PreflightResult(
+            status=status,
+            nodes=[NodeResult(node="node02", line="NODE", checks=checks)],
+            ranks=RanksResult(world_size=2, checks=[replace(fine, name="all-reduce")]),
+            **{"chosen": ["node02"], "left_out": {}, "restart": 0, "identity": {}},
+        ).write(self.paths.preflight)
 
-    def validate(self, step: int, *, status: str = "valid", reasons: tuple[str, ...] = ()) -> None:
+    def validate(self, step: int, reason: str = "") -> None:
+        """reason: why the checkpoint is invalid."""
+        status: Literal["valid", "invalid"] = "invalid" if reason else "valid"
         self.event(happenings.validate(step, status=status))
-        write_json(
-            self.paths.validation,
-            {
-                "status": status,
-                "step": step,
-                "loss": loss_at(step) + 0.1,
-                "weights_digest": f"{step:064x}",
-                "reasons": list(reasons),
-                "checks": [{"name": "digests", "status": "ok", "message": "12 files", "fix": ""}],
-                "samples": [
-                    {"prompt": "def ", "text": "__init__(self):\n        self.x = x\n"},
-                    {"prompt": "class ", "text": "class Reader(Base):\n    pass"},
-                    {"prompt": "import ", "text": "os\nimport sys\x1b[31m"},
-                ],
-            },
+        result = Validation(
+            status=status,
+            step=step,
+            depth="probe",
+            loss=loss_at(step) + 0.1,
+            weights_digest=f"{step:064x}",
+            checkpoint_digest="d" * 64,
+            reasons=[reason] if reason else [],
+            checks=[Check("digests", "ok", "12 files")],
+            samples=[
+                Sample(prompt="def ", text="__init__(self):\n        self.x = x\n"),
+                Sample(prompt="class ", text="class Reader(Base):\n    pass"),
+                Sample(prompt="import ", text="os\nimport sys\x1b[31m"),
+            ],
         )
+        result.write(self.paths.validation)
+        if not reason:
+            result.short.write(self.paths.validated)
 
 
 def loss_at(step: int) -> float:

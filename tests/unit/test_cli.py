@@ -14,7 +14,7 @@ from forge.cli import main
 from forge.core import terminal
 from forge.core.errors import ConfigError, DataError, Exit, ForgeError, TrainingError, UnfitError
 from forge.launch.launcher import RankFailure
-from forge.launch.records import RankRecord
+from forge.launch.rank_records import RankRecord
 
 HEAVY = {"torch", "pandas", "numpy", "tokenizers", "pyarrow", "matplotlib", "rich"}
 

@@ -8,7 +8,7 @@ from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process
 from forge.launch import launcher
-from forge.launch.records import LaunchSpec, PreflightTask, RankRecord
+from forge.launch.rank_records import LaunchSpec, PreflightTask, RankRecord
 
 DONE = RankRecord("completed", step=100)
 STOPPED = RankRecord("stopped", 0, Exit.STOPPED, step=40, cause="SIGTERM")

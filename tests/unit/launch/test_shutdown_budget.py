@@ -9,7 +9,7 @@ from forge.cluster import slurm
 from forge.core.machine import load_machine
 from forge.core.process import Process
 from forge.launch import shutdown_budget
-from forge.launch.records import LaunchSpec, TrainTask
+from forge.launch.rank_records import LaunchSpec, TrainTask
 from forge.launch.shutdown_budget import Grace
 
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forge.core.checks import Check
 from forge.core.machine import load_machine
 from forge.preflight.compare_nodes import (
     Node,
@@ -13,7 +14,6 @@ from forge.preflight.compare_nodes import (
     judge_clocks,
     judge_ways,
 )
-from forge.preflight.node_checks import Check
 
 NAMES = [f"n{number}" for number in range(6)]
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "forge code": "abc"}

@@ -10,17 +10,17 @@ from forge.cluster import exclude
 from forge.cluster.placement import Geometry, Place
 from forge.cluster.slurm import Job
 from forge.core import events, json_lines
+from forge.core.checks import Check
 from forge.core.config import Ids, load_config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
 from forge.data.content_ids import resolve
-from forge.launch.records import RankRecord
+from forge.launch.rank_records import RankRecord
 from forge.preflight import compare_nodes, isolate, preflight
 from forge.preflight.bisection import Broken
 from forge.preflight.compare_nodes import Node
-from forge.preflight.node_checks import Check
 
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
 MODEST = {"preflight.min_free_disk_gib": 0, "preflight.min_free_memory_gib": 0}
@@ -94,7 +94,7 @@ def test_pass_is_written_for_people_machines_and_the_workflow(config, paths, mon
         *("mapping", "rendezvous", "versions", "all-reduce"),
     ]
     assert json.loads(paths.preflight_pass.read_text()) == {
-        "status": "ok",
+        "format": 1,
         "host": hostname(),
         "nodes": [hostname()],
     }

@@ -5,10 +5,10 @@ import statistics
 import pytest
 
 from forge.cluster.placement import Geometry
+from forge.core.checks import Check
 from forge.core.machine import load_machine
-from forge.launch.records import RankRecord
+from forge.launch.rank_records import RankRecord
 from forge.preflight.isolate import last_error
-from forge.preflight.node_checks import Check
 from forge.preflight.rank_checks import rank_checks
 from forge.preflight.rank_probe import PAIR_ROUNDS, network_chosen, tournament
 

@@ -14,6 +14,7 @@ import pytest
 from support import happenings
 from support.recorded_run import RecordedRun, interrupted_run
 
+from forge.core.checks import Check
 from forge.core.errors import ConfigError
 from forge.reporting.charts import time_blocks, time_ticks
 from forge.reporting.history import Phase, read_history
@@ -154,8 +155,8 @@ def test_failed_preflight_has_a_report_with_the_fix_first(tmp_path: Path) -> Non
     run = RecordedRun(tmp_path / "unfit")
     run.freeze_config()
     trouble = [
-        {"name": "memory", "status": "warn", "message": "2 GiB free", "fix": "close programs"},
-        {"name": "disk", "status": "fail", "message": "0.1 GiB free", "fix": "free space"},
+        Check("memory", "warn", "2 GiB free", "close programs"),
+        Check("disk", "fail", "0.1 GiB free", "free space"),
     ]
     run.preflight(status="failed", trouble=trouble)
     text = " ".join(Page(render(run.paths)).text.split())
@@ -193,7 +194,7 @@ def test_losses_that_never_were_finite_still_give_a_report(tmp_path: Path) -> No
 
 
 def test_invalid_checkpoint_is_bad_news_with_reasons(finished: RecordedRun) -> None:
-    finished.validate(200, status="invalid", reasons=("probe of rank 1 is 9.1, was 3.8",))
+    finished.validate(200, "probe of rank 1 is 9.1, was 3.8")
     text = Page(render(finished.paths)).text
     assert "✗ invalid at step 200" in text
     assert "probe of rank 1 is 9.1, was 3.8" in text

@@ -10,7 +10,7 @@ from forge.core import events
 from forge.core.config import Config, ResolvedConfig, checked
 from forge.core.paths import RunPaths
 from forge.data.content_ids import resolve
-from forge.launch.records import RankRecord
+from forge.launch.rank_records import RankRecord
 from forge.run import train
 
 DIVERGED = RankRecord("failed", code=70, cause="TrainingError", message="loss nan at step 3")

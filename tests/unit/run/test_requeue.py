@@ -10,7 +10,7 @@ from forge.core import json_lines
 from forge.core.errors import UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
-from forge.launch.records import RankRecord
+from forge.launch.rank_records import RankRecord
 from forge.run import requeue
 
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)

@@ -7,7 +7,7 @@ from forge.cluster import slurm
 from forge.core import events
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
-from forge.launch.records import RankRecord
+from forge.launch.rank_records import RankRecord
 from forge.run import requeue, train
 
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)

@@ -6,8 +6,8 @@ from forge.core.errors import DataError
 from forge.core.files import read_json, write_json
 from forge.core.machine import Fabric, Machine
 from forge.core.process import Process
-from forge.launch import records
-from forge.launch.records import (
+from forge.launch import rank_records
+from forge.launch.rank_records import (
     LaunchSpec,
     PreflightTask,
     RankRecord,
@@ -31,42 +31,46 @@ def spec_of(folder, task=TASKS[0], **facts):
 def test_spec_survives_the_file(tmp_path, task):
     machine = Machine(launcher="torchrun", fabric=Fabric(timeout_sec=7))
     spec = spec_of(tmp_path, task, machine=machine, master=("node01", 1234), job="17", restart=2)
-    assert LaunchSpec.read(spec.write()) == spec
+    spec.write(spec.path)
+    assert LaunchSpec.read(spec.path) == spec
 
 
 def test_rank_without_a_record_is_lost_and_records_survive_the_file(tmp_path):
     spec = spec_of(tmp_path)
     first = RankRecord("stopped", 0, 75, step=40, cause="SIGTERM", lost=(1, 2))
     last = RankRecord("completed", 2, weights_digest="0" * 64, result={"a": [1]})
-    spec.write()
+    spec.write(spec.path)
     for record in (first, last):
         record.write(spec)
     lost = RankRecord("lost", 1, message="it ended without a word")
     assert [RankRecord.read(spec, rank) for rank in range(3)] == [first, lost, last]
-    assert sorted(records.written(spec), key=lambda record: record.rank) == [first, last]
+    assert sorted(rank_records.written(spec), key=lambda record: record.rank) == [first, last]
 
 
 def test_record_fits_into_the_reserved_space_of_a_full_disk(tmp_path, monkeypatch):
     spec = spec_of(tmp_path)
-    spec.write()
-    records.reserve(spec)
-    monkeypatch.setattr(records, "write_json", full_disk)
+    spec.write(spec.path)
+    rank_records.reserve(spec)
+    monkeypatch.setattr(rank_records, "write_json", full_disk)
     RankRecord("failed", 1, 69, message="no space left " * 1000).write(spec)
     found = RankRecord.read(spec, 1)
     assert (found.status, found.code) == ("failed", 69)
     assert found.message.startswith("no space left no space")
-    assert records.written(spec) == []
+    assert rank_records.written(spec) == []
 
 
 def full_disk(path, _value):
-    with records.disk_trouble(path):
+    with rank_records.disk_trouble(path):
         raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("other", [None, 2])
 def test_spec_of_another_version_is_refused_by_its_format(tmp_path, other):
-    path = spec_of(tmp_path).write()
+    spec = spec_of(tmp_path)
+    spec.write(path := spec.path)
     write_json(path, {**read_json(path), "format": other})
-    with pytest.raises(DataError, match=f"has format {other}, not 1") as caught:
+    with pytest.raises(
+        DataError, match=f"has format {other}, this version of Forge reads 1"
+    ) as caught:
         LaunchSpec.read(path)
     assert "same version on all nodes" in str(caught.value)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from forge.cluster.placement import Geometry
-from forge.core.errors import DataError, UnfitError
-from forge.core.files import disk_trouble, read_object, write_json
+from forge.core.errors import UnfitError
+from forge.core.files import disk_trouble, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process
+from forge.core.records import Record, content
 
 FORMAT = 1
+SAME_VERSION = "install the same version on all nodes (forge preflight compares them)"
 RESERVED_BYTES = 8192
 
 
@@ -59,10 +61,10 @@ class ReplayTask(_Task):
 Task = Annotated[TrainTask | PreflightTask | ReplayTask, Field(discriminator="name")]
 
 
-class LaunchSpec(BaseModel):
-    """What a rank must know, handed over as a file."""
+class LaunchSpec(Record):
+    """spec.json: what a rank must know, handed over as a file."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    FIX: ClassVar[str] = SAME_VERSION
 
     task: Task
     run: str  # the run's directory
@@ -96,15 +98,9 @@ class LaunchSpec(BaseModel):
         """What the logs of this launch begin with: `{job}.{restart}`, or local and the launch."""
         return f"{self.job}.{self.restart}" if self.job else f"local.{self.launch}"
 
-    def write(self) -> Path:
-        path = self.directory / "spec.json"
-        write_json(path, {"format": FORMAT, **self.model_dump(mode="json")})
-        return path
-
-    @classmethod
-    def read(cls, path: Path) -> LaunchSpec:
-        """Raises DataError where another version of Forge has written it."""
-        return cls.model_validate(_content(path))
+    @property
+    def path(self) -> Path:
+        return self.directory / "spec.json"
 
 
 # --- how they ended --------------------------------------------------------------------------------
@@ -127,13 +123,13 @@ class RankRecord:
     def write(self, spec: LaunchSpec) -> None:
         """Leave the record, also on a full disk: into the space that `reserve` has kept."""
         path = _path(spec, self.rank)
-        content = {"format": FORMAT, **asdict(self)}
+        values = {"format": FORMAT, **asdict(self)}
         try:
-            write_json(path, content)
+            write_json(path, values)
         except UnfitError:
-            content["message"] = self.message[: RESERVED_BYTES // 2]
+            values["message"] = self.message[: RESERVED_BYTES // 2]
             with open(_reserve(path), "r+") as file:
-                file.write(json.dumps(content)[:RESERVED_BYTES])
+                file.write(json.dumps(values)[:RESERVED_BYTES])
 
     @classmethod
     def read(cls, spec: LaunchSpec, rank: int) -> RankRecord:
@@ -147,7 +143,7 @@ class RankRecord:
     @classmethod
     def read_file(cls, path: Path) -> RankRecord:
         """Raises DataError where another version of Forge has written it."""
-        return _RECORD.validate_python(_content(path))
+        return _RECORD.validate_python(content(path, FORMAT, SAME_VERSION))
 
 
 _RECORD = TypeAdapter(RankRecord)
@@ -172,15 +168,3 @@ def _path(spec: LaunchSpec, rank: int) -> Path:
 
 def _reserve(path: Path) -> Path:
     return path.with_suffix(".reserve")
-
-
-def _content(path: Path) -> dict[str, Any]:
-    content = read_object(path)
-    found = content.pop("format", None)
-    if found != FORMAT:
-        raise DataError(
-            f"{path} has format {found}, not {FORMAT}",
-            cause="nodes run different versions of Forge",
-            fix="install the same version on all nodes (forge preflight compares them)",
-        )
-    return content

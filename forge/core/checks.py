@@ -1,0 +1,19 @@
+"""One check of a node, of ranks or of a checkpoint: what it found, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check found, the likely cause, and what to do about it."""
+
+    name: str
+    status: Status
+    message: str
+    fix: str = ""
+    cause: str = ""

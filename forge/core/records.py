@@ -1,0 +1,152 @@
+"""The JSON files by which the steps of a run tell each other how they ended, one class for each file.
+
+Each file has the number of its format. One of another version of Forge is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from forge.core.checks import Check
+from forge.core.errors import DataError
+from forge.core.files import read_object, write_json
+
+
+class Record(BaseModel):
+    """A file that is written whole and never changed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    FORMAT: ClassVar[int] = 1
+    FIX: ClassVar[str] = "remove it and run the step that writes it again"
+
+    def write(self, path: Path) -> None:
+        """Replace the file, atomically. Raises UnfitError where the disk does not let it."""
+        write_json(path, {"format": self.FORMAT, **self.model_dump(mode="json")})
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises DataError where the file is missing, corrupt, edited, or of another version."""
+        values = content(path, cls.FORMAT, cls.FIX)
+        try:
+            return cls.model_validate(values)
+        except ValidationError as err:
+            problem = err.errors()[0]
+            key = ".".join(map(str, problem["loc"]))
+            raise DataError(
+                f"{path} cannot be read: {key}: {problem['msg']}",
+                cause="edited by hand, or written by another program",
+                fix=cls.FIX,
+            ) from None
+
+    @classmethod
+    def read_if_there(cls, path: Path) -> Self | None:
+        """None where there is no such file; else as `read`."""
+        return cls.read(path) if path.exists() else None
+
+
+def content(path: Path, expected: int, fix: str) -> dict[str, Any]:
+    """The object in a file, without its format. Raises DataError where that is not the expected one."""
+    values = read_object(path, "format")
+    if (found := values.pop("format")) != expected:
+        raise DataError(
+            f"{path} has format {found!r}, this version of Forge reads {expected}",
+            cause="written by another version of Forge",
+            fix=fix,
+        )
+    return values
+
+
+# --- preflight -------------------------------------------------------------------------------------
+
+
+class NodeResult(BaseModel):
+    """The checks of one node."""
+
+    node: str
+    line: str
+    checks: list[Check]
+
+
+class RanksResult(BaseModel):
+    """The checks of the ranks of all fit nodes."""
+
+    world_size: int
+    checks: list[Check]
+
+
+class PreflightResult(Record):
+    """preflight.json: all that the last `forge preflight` found."""
+
+    status: Literal["ok", "failed"]
+    nodes: list[NodeResult]
+    ranks: RanksResult
+    chosen: list[str]
+    """The nodes that train; none where too few are fit."""
+    left_out: dict[str, str]
+    """Node -> why it is unfit."""
+    restart: int
+    """How often Slurm had restarted the job."""
+    identity: dict[str, Any]
+    """All that the checks of ranks depend on."""
+
+
+class PreflightPass(Record):
+    """.allocation/preflight.json: preflight passed in this allocation."""
+
+    host: str
+    nodes: list[str]
+    """All that are fit, spare ones too."""
+
+
+# --- training and validation -----------------------------------------------------------------------
+
+
+class Trained(Record):
+    """fit.json: the run is at its goal."""
+
+    run: str
+    goal_step: int
+    step: int
+    checkpoint: str
+    """Its directory, relative to the run's."""
+    weights_digest: str
+    config_digest: str
+    parent: dict[str, Any] | None = None
+    """Run, step and digest of the checkpoint that the run started from."""
+
+
+class Sample(BaseModel):
+    """A prompt and how the model continues it."""
+
+    prompt: str
+    text: str
+
+
+class Validated(Record):
+    """validated.json: the checkpoint of a run is valid."""
+
+    step: int
+    checkpoint_digest: str
+    """blake3 of checkpoint.json."""
+    status: Literal["valid", "invalid"] = "valid"
+    loss: float | None = None
+    """Nats per token on held-out text; None where it was not measured (validation.depth)."""
+    weights_digest: str | None = None
+
+
+class Validation(Validated):
+    """validation.json: all that `forge validate` found, valid or not."""
+
+    depth: str
+    reasons: list[str] = []
+    checks: list[Check]
+    samples: list[Sample] = []
+
+    @property
+    def short(self) -> Validated:
+        """What later steps of the workflow depend on."""
+        return Validated.model_validate(self.model_dump(include=set(Validated.model_fields)))
