@@ -280,18 +280,25 @@ def _repair(paths: RunPaths, damaged: Sequence[Row]) -> str:
         directory.quarantine(paths, row.folder, row.reasons)
     moved = {row.folder.name for row in damaged}
     left = resume.repaired_latest(paths)
-    fit, validated = Trained.read_if_there(paths.fit), Validated.read_if_there(paths.validated)
     with disk_trouble(paths.root):
         # Without these files the workflow knows that there is something to do.
-        if fit and Path(fit.checkpoint).name in moved:
-            paths.fit.unlink()
-        if validated and checkpoint_name(validated.step) in moved:
-            paths.validated.unlink()
+        for path, kind in ((paths.fit, Trained), (paths.validated, Validated)):
+            # None: a record that cannot be read says nothing of what is left.
+            if path.exists() and _checkpoint_of(path, kind) in (None, *moved):
+                path.unlink()
     done = f"{len(moved)} moved to {paths.quarantine}, `latest` is {left and left.folder.name}; "
     if paths.fit.exists():
         return f"{done}nothing else is left to do: the run is at its goal"
     start = f"goes on from step {left.step}" if left else "starts at step 0"
     return f"{done}give the command that trained the run again: it {start}"
+
+
+def _checkpoint_of(path: Path, kind: type[Trained] | type[Validated]) -> str | None:
+    """The name of the checkpoint that a record is of; None where the record cannot be read."""
+    try:
+        return checkpoint_name(kind.read(path).step)
+    except DataError:
+        return None
 
 
 # --- for people ------------------------------------------------------------------------------------

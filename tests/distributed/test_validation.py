@@ -23,6 +23,7 @@ from forge.checkpoint.manifest import FORMAT, MANIFEST
 from forge.cluster.lock import lease
 from forge.core import failpoints
 from forge.core.files import read_json, write_json
+from forge.core.records import Validated
 
 LAST, BEFORE = f"step-{GOAL:08d}", "step-00000195"
 
@@ -31,7 +32,7 @@ LAST, BEFORE = f"step-{GOAL:08d}", "step-00000195"
 def run(undisturbed, tmp_path):
     """A finished run with two checkpoints; its last one was found valid."""
     copy = undisturbed.copy(tmp_path / "copied")
-    write_json(copy.paths.validated, {"status": "valid", "step": GOAL})
+    Validated(step=GOAL, checkpoint_digest="d" * 64).write(copy.paths.validated)
     return copy
 
 

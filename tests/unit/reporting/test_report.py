@@ -321,3 +321,12 @@ def test_run_that_is_not_there_is_refused_with_those_that_are(finished: Recorded
     with pytest.raises(ConfigError, match="no run in") as refused:
         show([missing])
     assert "base" in refused.value.fix
+
+
+def test_records_that_cannot_be_read_are_told_and_the_rest_is_shown(finished: RecordedRun) -> None:
+    finished.paths.validation.write_text('{"format": 9, "status": "valid"}')
+    finished.paths.preflight.write_text('{"format": 1, "status":')
+    text = Page(render(finished.paths)).text
+    assert "validation.json has format 9, this version of Forge reads 1" in text
+    assert "preflight.json is not JSON" in text
+    assert "trained to step 200, not validated" in text
