@@ -57,9 +57,9 @@ def check_geometry(machine: Machine, geometry: Geometry, config: Config) -> None
         raise ConfigError(
             f"nodes {geometry.nodes} and ranks per node {geometry.ranks_per_node} must be 1 or more"
         )
-    if machine.launcher == "process" and geometry.world_size > 1:
+    if machine.launcher == "single" and geometry.world_size > 1:
         raise ConfigError(
-            f"{geometry.world_size} ranks with the launcher process, which runs one",
+            f"{geometry.world_size} ranks with the launcher single, which runs one",
             fix="set `launcher: torchrun` or `launcher: srun` in machine.yaml, or use one rank",
         )
     if config.train.batch_size % geometry.world_size:
@@ -140,7 +140,7 @@ def launch_line(
     """
     entry = ["-m", "forge.worker", str(spec)]
     job, ranks = place.job, geometry.ranks_per_node
-    if machine.launcher == "process":
+    if machine.launcher == "single":
         return [python, *entry]
     if machine.launcher == "srun":
         assert job
@@ -205,9 +205,9 @@ def allocation_resources(fit: Mapping[str, Any], machine: Machine) -> dict[str, 
             cause="each rank drives one GPU",
             fix=f'set tasks_per_node: {gpus}, or gres: "gpu:{ranks}"',
         )
-    if machine.launcher == "process" and nodes * ranks > 1:
+    if machine.launcher == "single" and nodes * ranks > 1:
         raise ConfigError(
-            f"profile: {nodes} nodes with {ranks} ranks each, and launcher process, which runs one",
+            f"profile: {nodes} nodes with {ranks} ranks each, and launcher single, which runs one",
             fix="set `launcher: srun` or `launcher: torchrun` in machine.yaml",
         )
     asked = nodes + machine.preflight.spare_nodes

@@ -86,19 +86,19 @@ class Slurm(Section):
 class Machine(Section):
     """All of machine.yaml."""
 
-    launcher: Literal["process", "torchrun", "srun"] = "process"
-    """`process` runs one rank here; `torchrun` starts each node's ranks, under Slurm by one srun task
+    launcher: Literal["single", "torchrun", "srun"] = "single"
+    """`single` runs one rank here; `torchrun` starts each node's ranks, under Slurm by one srun task
     a node; `srun` starts every rank itself."""
     stop_grace_sec: float = Field(60, gt=0, le=MAX_SEC)
     """Ranks get this long to commit after a stop signal before they are killed."""
-    save_beside: bool = True
-    """Checkpoints are written beside training, from a copy of the state in host memory; false, or too
-    little memory: training waits for each."""
+    async_save: bool = True
+    """Checkpoints are written while training goes on, from a copy of the state in host memory. With
+    false, or too little memory, training waits for each save."""
     max_minutes: float | None = Field(None, gt=0, le=10**7)
-    """Training stops with a checkpoint before this many minutes have passed, for machines that take
-    themselves back without a signal; null: no limit but Slurm's, which is asked for."""
+    """Training stops with a checkpoint before this many minutes have passed, for machines that are
+    reclaimed without warning; null: no limit but Slurm's, which is asked for."""
     max_restarts_without_progress: int = Field(5, ge=1)
-    """So many starts in a row without a new checkpoint end the run, with the reason of each."""
+    """The run ends after this many starts in a row without a new checkpoint, with the reason of each."""
     fabric: Fabric = Fabric()
     stage: Stage = Stage()
     preflight: Preflight = Preflight()

@@ -61,7 +61,7 @@ class Grace:
             task.deadline,
             ask_again,
             num_weights=num_weights,
-            in_flight=machine.save_beside,
+            in_flight=machine.async_save,
         )
 
     def measure_step(self, seconds: float) -> None:

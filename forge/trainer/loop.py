@@ -92,7 +92,7 @@ class Trainer:
         self.saver = Saver(
             world,
             paths,
-            async_save=spec.machine.save_beside,
+            async_save=spec.machine.async_save,
             # A node that was cut off must not commit: its job may run elsewhere by now.
             before_commit=lambda: check_held(paths.root, spec.launcher),
         )

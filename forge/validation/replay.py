@@ -74,7 +74,7 @@ def _run(
     shards = tokens_folder(config.data, config.ids.tokens).resolve()
     task = ReplayTask(checkpoint=str(checkpoint.folder.resolve()), shards=str(shards))
     machine = Machine(
-        launcher="torchrun" if num_ranks > 1 else "process", fabric=Fabric(backend="gloo")
+        launcher="torchrun" if num_ranks > 1 else "single", fabric=Fabric(backend="gloo")
     )
     with tempfile.TemporaryDirectory(prefix="forge-reload-") as scratch:
         # A run's folder of its own: the checkpoint may lie anywhere, and may be read-only.

@@ -67,7 +67,7 @@ class Project:
 
     def one_rank(self) -> None:
         """Half the processes, where a second rank would show nothing new."""
-        self.machine(launcher="process")
+        self.machine(launcher="single")
         profile = self.root / "profiles/local/config.yaml"
         profile.write_text(profile.read_text().replace("tasks_per_node: 2", "tasks_per_node: 1"))
 

@@ -129,7 +129,7 @@ def test_resources_that_cannot_work_are_refused(fit, told):
 
 
 def test_many_ranks_with_launcher_process_are_refused_before_submission():
-    with pytest.raises(ConfigError, match="launcher process"):
+    with pytest.raises(ConfigError, match="launcher single"):
         allocation_resources(CPUS, load_machine(None))
 
 

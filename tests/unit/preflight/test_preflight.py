@@ -144,7 +144,7 @@ def test_ranks_that_do_not_meet_fail_with_where_to_look(
 
 def test_geometry_that_the_launcher_cannot_give_is_refused_first(config, monkeypatch):
     with pytest.raises(ConfigError, match="5 ranks"):
-        verb(config, monkeypatch, ranks=5, **{"launcher": "process"})
+        verb(config, monkeypatch, ranks=5, **{"launcher": "single"})
 
 
 # --- an allocation --------------------------------------------------------------------------------
