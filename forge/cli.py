@@ -253,10 +253,10 @@ def _load_machine(options: argparse.Namespace) -> Any:
     return load_machine(options.machine, options.machine_overrides)
 
 
-def _geometry(options: argparse.Namespace) -> Any:
-    from forge.cluster.placement import Geometry
+def _layout(options: argparse.Namespace) -> Any:
+    from forge.cluster.placement import WorldLayout
 
-    return Geometry(options.nodes, options.ranks_per_node)
+    return WorldLayout(options.nodes, options.ranks_per_node)
 
 
 def _cores(options: argparse.Namespace) -> int:
@@ -272,22 +272,22 @@ def _cores(options: argparse.Namespace) -> int:
 
 
 def _tokenizer(options: argparse.Namespace) -> None:
-    from forge.cluster.lock import lease
+    from forge.cluster.lock import lock
     from forge.core.paths import tokenizer_folder
     from forge.data.tokenizer import build_tokenizer
 
     config = _resolved(options)
-    with lease(tokenizer_folder(config.data, config.ids.tokenizer), "tokenizer"):
+    with lock(tokenizer_folder(config.data, config.ids.tokenizer), "tokenizer"):
         build_tokenizer(config)
 
 
 def _tokenize(options: argparse.Namespace) -> None:
-    from forge.cluster.lock import lease
+    from forge.cluster.lock import lock
     from forge.core.paths import tokens_folder
     from forge.data.tokenize import tokenize
 
     config = _resolved(options)
-    with lease(tokens_folder(config.data, config.ids.tokens), "tokenize"):
+    with lock(tokens_folder(config.data, config.ids.tokens), "tokenize"):
         tokenize(config, workers=_cores(options))
 
 
@@ -297,7 +297,7 @@ def _stage(options: argparse.Namespace) -> None:
 
     machine = _load_machine(options)
     with back_to_the_queue_if_preempted(machine):
-        stage(_resolved(options), machine, _geometry(options))
+        stage(_resolved(options), machine, _layout(options))
 
 
 def _preflight(options: argparse.Namespace) -> None:
@@ -306,14 +306,14 @@ def _preflight(options: argparse.Namespace) -> None:
 
     machine = _load_machine(options)
     with back_to_the_queue_if_preempted(machine):
-        preflight(_resolved(options), machine, _geometry(options))
+        preflight(_resolved(options), machine, _layout(options))
 
 
 def _train(options: argparse.Namespace) -> None:
     from forge.run.train import train
 
-    config, machine, geometry = _resolved(options), _load_machine(options), _geometry(options)
-    train(config, machine, geometry, require_checkpoint=options.require_checkpoint)
+    config, machine, layout = _resolved(options), _load_machine(options), _layout(options)
+    train(config, machine, layout, require_checkpoint=options.require_checkpoint)
 
 
 def _validate(options: argparse.Namespace) -> None:

@@ -32,14 +32,14 @@ def main(spec_path: str) -> int:
     if launcher.is_here and not launcher.is_alive():
         return 1  # it died before the kernel was asked to tell us
     try:
-        rank = this_rank(spec.geometry.world_size, spec.ranks_per_node)
+        rank = this_rank(spec.layout.world_size, spec.ranks_per_node)
         register(spec, f"rank-{rank.rank}", os.getpid())
         with disk_trouble(paths.logs):
             _redirect(paths, spec, rank)
         _prepare(spec, rank)
         record = _attempt(spec, paths, rank, stop)
     except ForgeError as err:
-        record = _failure(err, rank_for_record(spec.geometry.world_size))
+        record = _failure(err, rank_for_record(spec.layout.world_size))
     record.write(spec)
     if record.status not in ("completed", "stopped"):
         # At once: a thread may wait for other ranks in the middle of a save.
@@ -62,7 +62,7 @@ def _redirect(paths: RunPaths, spec: LaunchSpec, rank: Rank) -> None:
 def _prepare(spec: LaunchSpec, rank: Rank) -> None:
     """Set this rank's environment. Before torch is imported: its thread pool reads it then."""
     master = meeting_point(spec.master)
-    settings = network.rank_settings(spec.machine, spec.geometry, master, cpus=spec.cpus_per_rank)
+    settings = network.rank_settings(spec.machine, spec.layout, master, cpus=spec.cpus_per_rank)
     settings = network.apply(settings, user_threads=spec.threads)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "(torch chooses)")
     banner = (

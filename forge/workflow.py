@@ -15,11 +15,11 @@ from typing import Any
 from forge.checkpoint import directory, parent, resume
 from forge.cluster import exclude, jobs, submission
 from forge.cluster.job_requests import requests_of
-from forge.cluster.lock import WORKFLOW_LEASE, lease
+from forge.cluster.lock import WORKFLOW_LOCK, lock
 from forge.cluster.placement import (
-    Geometry,
+    WorldLayout,
     allocation_resources,
-    check_geometry,
+    check_layout,
     refuse_unknown,
     sbatch_options,
 )
@@ -202,11 +202,11 @@ class Allocation:
         for job in due:
             if job.rule.name == "fit" and job.wildcards.run in failed:
                 raise TrainingError(f"run {job.wildcards.run}: {failed[job.wildcards.run]}")
-        geometry = Geometry(self.train_nodes, self._made["tasks_per_node"])
+        layout = WorldLayout(self.train_nodes, self._made["tasks_per_node"])
         allocated = [job for job in due if job.rule.name in jobs.ALLOCATION_RULES]
         for name in dict.fromkeys(job.wildcards.run for job in allocated):
             try:
-                check_geometry(self.machine, geometry, self._runs[name])
+                check_layout(self.machine, layout, self._runs[name])
             except ConfigError as err:
                 raise ConfigError(f"run {name}: {err.what}", cause=err.cause, fix=err.fix) from None
 
@@ -223,7 +223,7 @@ class Allocation:
                 with ExitStack() as held:
                     for settings in self._runs.values():
                         root = RunPaths.of(settings).root
-                        held.enter_context(lease(root, "snakemake", name=WORKFLOW_LEASE))
+                        held.enter_context(lock(root, "snakemake", name=WORKFLOW_LOCK))
                     if submits:
                         _refuse_queued(self._runs)
                     if not waited:

@@ -244,7 +244,7 @@ def _intent(paths: RunPaths) -> Path:
 
 
 def finish_commit(paths: RunPaths) -> None:
-    """Swap `latest` where a commit was cut off after its folder had its name. Under the lease only."""
+    """Swap `latest` where a commit was cut off after its folder had its name. Under the lock only."""
     intent = _intent(paths)
     if not intent.is_symlink():
         return
@@ -298,7 +298,7 @@ def _remove(folder: Path) -> None:
 
 
 def clean(paths: RunPaths) -> None:
-    """Remove what a killed save or prune left behind. Under the run's lease only."""
+    """Remove what a killed save or prune left behind. Under the run's lock only."""
     for leftover in paths.checkpoints.glob(f"{TEMPORARY}*"):
         if leftover.is_symlink():
             leftover.unlink()
@@ -353,7 +353,7 @@ def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
     """Move a damaged checkpoint out of the way, with its reasons; where it lies now.
 
     `latest`, if it pointed there, points to the next older one, or is removed. Under the run's
-    lease only, on one rank. Raises UnfitError when the disk does not let it.
+    lock only, on one rank. Raises UnfitError when the disk does not let it.
     """
     place = paths.quarantine / folder.name
     for number in itertools.count(2):

@@ -16,13 +16,13 @@ from forge.core.files import atomic_open, disk_trouble, short_id
 from forge.core.process import Process, hostname
 from forge.core.terminal import say
 
-LEASE = ".lease"
+LOCK = ".lock"
 # Held by the Snakemake that looks after a run: a second one would submit the same job again.
-WORKFLOW_LEASE = ".workflow-lease"
+WORKFLOW_LOCK = ".workflow-lock"
 
 
 @contextmanager
-def lease(folder: Path, verb: str, *, name: str = LEASE) -> Iterator[None]:
+def lock(folder: Path, verb: str, *, name: str = LOCK) -> Iterator[None]:
     """Hold the right to write `folder`; UnfitError names a living holder, a dead one is replaced.
 
     Made with link(2) and rename(2), which are atomic on NFS too, unlike flock. A holder on another
@@ -44,7 +44,7 @@ def check_held(folder: Path, holder: Process) -> None:
 
     A successor on this very host is no danger: it sees our processes, and waits for them.
     """
-    held = _read(folder / LEASE)
+    held = _read(folder / LOCK)
     if holder.is_here and (not held or held["host"] == holder.host):
         return
     if not held or Process.from_json(held) != holder:
@@ -56,7 +56,7 @@ def check_held(folder: Path, holder: Process) -> None:
 
 
 def _acquire(path: Path, mine: dict[str, object]) -> None:
-    draft = path.with_name(f".lease.{uuid.uuid4().hex}")
+    draft = path.with_name(f".lock.{uuid.uuid4().hex}")
     with disk_trouble(path):
         with atomic_open(draft, "w") as file:
             json.dump(mine, file)
@@ -67,7 +67,7 @@ def _acquire(path: Path, mine: dict[str, object]) -> None:
 
 
 def _give_back(path: Path, mine: dict[str, object]) -> None:
-    """Its failure is no error: the end of this process gives the lease back as well."""
+    """Its failure is no error: the end of this process gives the lock back as well."""
     try:
         if _read(path) == mine:
             path.unlink(missing_ok=True)
@@ -76,9 +76,9 @@ def _give_back(path: Path, mine: dict[str, object]) -> None:
 
 
 def _take(path: Path, draft: Path) -> None:
-    """Make `draft` the lease at `path`; UnfitError if the holder lives or cannot be asked.
+    """Make `draft` the lock at `path`; UnfitError if the holder lives or cannot be asked.
 
-    Many may find the same holder dead. The right to replace it is a lease itself, named after that
+    Many may find the same holder dead. The right to replace it is a lock itself, named after that
     holder, so one of them has it; and the rename that replaces uses it up in the same moment, so
     that nobody comes between, and somebody killed before it is replaced in turn.
     """
@@ -102,7 +102,7 @@ def _take(path: Path, draft: Path) -> None:
             continue  # replaced meanwhile: judge the new holder
         if _read(path) == held:
             right.rename(path)
-            before = f"{_who(held)} that is gone" if held else "damaged lease"
+            before = f"{_who(held)} that is gone" if held else "corrupt lock"
             say(f"{path.parent}: took over from a {before}")
             return
         right.unlink()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from forge.cluster.placement import Geometry
+from forge.cluster.placement import WorldLayout
 from forge.core.machine import Fabric, Machine
 from forge.core.process import hostname
 
@@ -49,14 +49,14 @@ def apply(settings: list[Setting], *, user_threads: str | None) -> list[Setting]
 
 
 def rank_settings(
-    machine: Machine, geometry: Geometry, master: str, *, cpus: int | None = None
+    machine: Machine, layout: WorldLayout, master: str, *, cpus: int | None = None
 ) -> list[Setting]:
     """What each rank needs before torch is imported. Read on the rank's own node.
 
     cpus: cores of one rank as Slurm gave them; None shares out those this process may use.
     """
     fabric = machine.fabric
-    threads = cpus or max(1, available_cores() // geometry.ranks_per_node)
+    threads = cpus or max(1, available_cores() // layout.ranks_per_node)
     settings = [
         Setting("OMP_NUM_THREADS", str(threads), "the node's cores shared out among its ranks"),
         Setting("TOKENIZERS_PARALLELISM", "false", "no thread pool beside the training threads"),

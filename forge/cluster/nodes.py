@@ -36,7 +36,7 @@ class Trouble:
 Answer = Any  # what a question returns, or a Trouble
 
 
-class Crew:
+class NodePool:
     """One process on each host of a place that answers questions (`forge.node_agent`). A context manager.
 
     Without srun where the place is this host alone, else by one srun for each host, so that a node
@@ -49,7 +49,7 @@ class Crew:
     ) -> None:
         self.place = place
         self._python, self._start_sec = python, start_sec
-        self._name = f"crew-{os.getpid()}"  # of the Slurm steps
+        self._name = f"pool-{os.getpid()}"  # of the Slurm steps
         self._members: dict[str, _Member] = {}
         self._asked = 0
 

@@ -19,7 +19,7 @@ from forge.core.process import hostname
 
 
 @dataclass(frozen=True)
-class Geometry:
+class WorldLayout:
     """How many ranks train. From the profile's resources or the command line."""
 
     nodes: int = 1
@@ -51,25 +51,25 @@ class Place:
         return Place(tuple(host for host in self.hosts if host in hosts), self.job)
 
 
-def check_geometry(machine: Machine, geometry: Geometry, config: Config) -> None:
+def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
     """ConfigError where this launcher cannot give these ranks, or they cannot share the batch."""
-    if geometry.nodes < 1 or geometry.ranks_per_node < 1:
+    if layout.nodes < 1 or layout.ranks_per_node < 1:
         raise ConfigError(
-            f"nodes {geometry.nodes} and ranks per node {geometry.ranks_per_node} must be 1 or more"
+            f"nodes {layout.nodes} and ranks per node {layout.ranks_per_node} must be 1 or more"
         )
-    if machine.launcher == "single" and geometry.world_size > 1:
+    if machine.launcher == "single" and layout.world_size > 1:
         raise ConfigError(
-            f"{geometry.world_size} ranks with the launcher single, which runs one",
+            f"{layout.world_size} ranks with the launcher single, which runs one",
             fix="set `launcher: torchrun` or `launcher: srun` in machine.yaml, or use one rank",
         )
-    if config.train.batch_size % geometry.world_size:
+    if config.train.batch_size % layout.world_size:
         fits = [
             n for n in range(1, config.train.batch_size + 1) if config.train.batch_size % n == 0
         ]
         raise ConfigError(
             f"train.batch_size {config.train.batch_size} cannot be shared by a world of"
-            f" {geometry.world_size} ranks",
-            fix=f"use a batch_size that is a multiple of {geometry.world_size}, or one of these"
+            f" {layout.world_size} ranks",
+            fix=f"use a batch_size that is a multiple of {layout.world_size}, or one of these"
             f" world sizes: {', '.join(map(str, fits))}",
         )
 
@@ -77,30 +77,30 @@ def check_geometry(machine: Machine, geometry: Geometry, config: Config) -> None
 # --- where ---------------------------------------------------------------------------------------
 
 
-def find_place(machine: Machine, geometry: Geometry) -> Place:
+def find_place(machine: Machine, layout: WorldLayout) -> Place:
     """The nodes this command may use: those of its Slurm job, or this host where ranks need no srun.
 
     Raises UnfitError outside of a job where ranks need one, and for a job with too few nodes.
     """
-    needs_slurm = machine.launcher == "srun" or geometry.nodes > 1
+    needs_slurm = machine.launcher == "srun" or layout.nodes > 1
     if not needs_slurm:
         return Place.here()
     job = slurm.this_job()
     if job is None or not job.nodes:
         raise UnfitError(
-            f"launcher {machine.launcher} with {geometry.nodes} nodes needs a Slurm job, and this"
+            f"launcher {machine.launcher} with {layout.nodes} nodes needs a Slurm job, and this"
             f" shell is in none (SLURM_JOB_ID is {slurm.this_job_id() or 'not set'})",
             cause="the verb was called outside of sbatch and salloc",
             fix="use snakemake --profile profiles/slurm-cpu, or start it inside salloc",
         )
-    if len(job.nodes) < geometry.nodes:
+    if len(job.nodes) < layout.nodes:
         raise UnfitError(
             f"job {job.id} has {len(job.nodes)} nodes ({', '.join(job.nodes)}), training needs"
-            f" {geometry.nodes}",
+            f" {layout.nodes}",
             cause="the allocation and `nodes` of the profile differ",
-            fix=f"ask for {geometry.nodes} nodes, or give --nodes={len(job.nodes)}",
+            fix=f"ask for {layout.nodes} nodes, or give --nodes={len(job.nodes)}",
         )
-    _refuse_uneven(job, geometry.ranks_per_node)
+    _refuse_uneven(job, layout.ranks_per_node)
     return Place(job.nodes, job)
 
 
@@ -127,7 +127,7 @@ def _refuse_uneven(job: slurm.Job, ranks_per_node: int) -> None:
 
 def launch_line(
     machine: Machine,
-    geometry: Geometry,
+    layout: WorldLayout,
     place: Place,
     spec: Path,
     *,
@@ -136,10 +136,10 @@ def launch_line(
 ) -> list[str]:
     """The command that starts all ranks at this place, each as `python -m forge.worker SPEC`.
 
-    place: exactly geometry.nodes hosts. master: host and free port, for torchrun's own rendezvous.
+    place: exactly layout.nodes hosts. master: host and free port, for torchrun's own rendezvous.
     """
     entry = ["-m", "forge.worker", str(spec)]
-    job, ranks = place.job, geometry.ranks_per_node
+    job, ranks = place.job, layout.ranks_per_node
     if machine.launcher == "single":
         return [python, *entry]
     if machine.launcher == "srun":
@@ -153,7 +153,7 @@ def launch_line(
             options=_step_options(spec),
         )
         return [*line, python, *entry]
-    if geometry.nodes == 1 and place.is_here:
+    if layout.nodes == 1 and place.is_here:
         return [*_torchrun(machine, ranks, python), "--standalone", *entry]
     assert job
     line = slurm.srun(
@@ -163,7 +163,7 @@ def launch_line(
         options=_step_options(spec),
     )
     meeting = [
-        f"--nnodes={geometry.nodes}",
+        f"--nnodes={layout.nodes}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={master[0]}:{master[1]}",
         f"--rdzv-id={spec.parent.name}",
@@ -218,7 +218,7 @@ def allocation_resources(fit: Mapping[str, Any], machine: Machine) -> dict[str, 
 
 
 def _refuse_own(fit: Mapping[str, Any]) -> None:
-    """What a profile must not set for `fit`, because it is made from the geometry."""
+    """What a profile must not set for `fit`, because it is made from nodes and tasks_per_node."""
     fixes = {
         "tasks": "give nodes and tasks_per_node; Forge makes the number of tasks from them",
         "mpi": "leave it out; `launcher` in machine.yaml says how ranks start",

@@ -62,7 +62,7 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
     """Turn the corpus into shards and return their folder; `workers` processes encode.
 
     Run again it does nothing; run again after it was killed it keeps the finished parts. The bytes
-    are the same whatever the number of workers. The caller holds the folder's lease.
+    are the same whatever the number of workers. The caller holds the folder's lock.
     Raises DataError (no tokenizer, bad or too little text) and UnfitError (disk, memory).
     """
     content_ids.require_current(config, "tokens")

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from forge.cluster import slurm
-from forge.cluster.placement import Geometry, Place, launch_line
+from forge.cluster.placement import Place, WorldLayout, launch_line
 from forge.core import events
 from forge.core.errors import Exit, ForgeError, UnfitError
 from forge.core.files import read_object_or_empty, write_json
@@ -50,7 +50,7 @@ def run_ranks(
     task: TrainTask | PreflightTask | ReplayTask,
     paths: RunPaths,
     machine: Machine,
-    geometry: Geometry,
+    layout: WorldLayout,
     *,
     place: Place | None = None,
     python: str = sys.executable,
@@ -58,7 +58,7 @@ def run_ranks(
 ) -> RankRecord:
     """Start the ranks, wait for them (at most `deadline_sec`), and give back how they ended.
 
-    place: exactly geometry.nodes hosts; this host when None. python: what runs the ranks.
+    place: exactly layout.nodes hosts; this host when None. python: what runs the ranks.
     The verdict comes from what the ranks recorded, never from the launcher's exit status:
     torchrun turns every code into 1. A rank without a record is `lost`.
     """
@@ -71,8 +71,8 @@ def run_ranks(
         run=str(paths.root),
         launch=f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}",
         machine=machine,
-        nodes=geometry.nodes,
-        ranks_per_node=geometry.ranks_per_node,
+        nodes=layout.nodes,
+        ranks_per_node=layout.ranks_per_node,
         launcher=Process.current(),
         master=master,
         job=job.id if job else None,
@@ -82,7 +82,7 @@ def run_ranks(
     )
     spec.write(spec.path)
     command = launch_line(
-        machine, geometry, place, spec.path, master=master or ("", 0), python=python
+        machine, layout, place, spec.path, master=master or ("", 0), python=python
     )
     reserve(spec)
     log = paths.logs / f"{spec.log_prefix}.{machine.launcher}.log"
@@ -105,7 +105,7 @@ def run_ranks(
 def _record_launch(paths: RunPaths, spec: LaunchSpec, place: Place, *, step: int) -> None:
     event = events.Launch(
         launch=spec.launch,
-        world_size=spec.geometry.world_size,
+        world_size=spec.layout.world_size,
         launcher=spec.machine.launcher,
         host=hostname(),
         nodes=list(place.hosts),
@@ -141,7 +141,7 @@ def _run(
         try:
             register(spec, "launcher", child.pid)
             _watch(child, spec, stopped, grace_sec, killed_at)
-        except BaseException:  # the lease is about to be given back: nobody may write on
+        except BaseException:  # the lock is about to be given back: nobody may write on
             _kill_all(spec, child)
             raise
     # Ranks whose launcher was killed leave on their own; wait so that nobody writes behind us.
@@ -246,7 +246,7 @@ def _kill_all(spec: LaunchSpec, child: subprocess.Popen[bytes]) -> None:
 def wait_for_orphans(paths: RunPaths) -> None:
     """Let ranks of a killed command commit and leave; UnfitError names those that stay.
 
-    Under the run's lease, before anything of the run is looked at or mended.
+    Under the run's lock, before anything of the run is looked at or mended.
     """
     for folder in sorted(paths.launches.glob("*/")):
         if living := _living(folder):
@@ -266,7 +266,7 @@ def wait_for_orphans(paths: RunPaths) -> None:
 
 
 def _records(spec: LaunchSpec) -> list[RankRecord]:
-    return [RankRecord.read(spec, rank) for rank in range(spec.geometry.world_size)]
+    return [RankRecord.read(spec, rank) for rank in range(spec.layout.world_size)]
 
 
 def verdict(records: list[RankRecord], spec: LaunchSpec) -> RankRecord:

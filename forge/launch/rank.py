@@ -28,7 +28,7 @@ def this_rank(expected_world_size: int, ranks_per_node: int) -> Rank:
     """This process's rank: RANK, LOCAL_RANK, WORLD_SIZE, else Slurm's names, else the only rank.
 
     An empty value counts as none. Also sets the three, so that torch and loggers see one shape. Raises
-    ConfigError when the world is not the geometry's: a wrong launch line silently runs one rank. And when
+    ConfigError when the world is not the layout's: a wrong launch line silently runs one rank. And when
     the three cannot be true: left over in a shell, they reach every rank alike.
     """
     environ = os.environ
@@ -43,8 +43,7 @@ def this_rank(expected_world_size: int, ranks_per_node: int) -> Rank:
     rank = Rank(number, local, world, ranks_per_node)
     if rank.world_size != expected_world_size:
         raise ConfigError(
-            f"rank {rank.rank} finds a world of {rank.world_size}, the geometry says"
-            f" {expected_world_size}",
+            f"rank {rank.rank} finds a world of {rank.world_size}, expected {expected_world_size}",
             cause="the launcher started another number of ranks, or RANK/WORLD_SIZE are left over"
             " in the environment",
             fix="unset RANK, LOCAL_RANK and WORLD_SIZE, and check nodes and ranks per node",

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from forge.cluster.placement import Geometry
+from forge.cluster.placement import WorldLayout
 from forge.core.errors import UnfitError
 from forge.core.files import disk_trouble, write_json
 from forge.core.machine import Machine
@@ -90,8 +90,8 @@ class LaunchSpec(Record):
         return self.task
 
     @property
-    def geometry(self) -> Geometry:
-        return Geometry(self.nodes, self.ranks_per_node)
+    def layout(self) -> WorldLayout:
+        return WorldLayout(self.nodes, self.ranks_per_node)
 
     @property
     def log_prefix(self) -> str:
@@ -156,7 +156,7 @@ def written(spec: LaunchSpec) -> list[RankRecord]:
 
 def reserve(spec: LaunchSpec) -> None:
     """Keep a few blocks of the disk for the record of each rank."""
-    for rank in range(spec.geometry.world_size):
+    for rank in range(spec.layout.world_size):
         path = _reserve(_path(spec, rank))
         with disk_trouble(path):
             path.write_text(" " * RESERVED_BYTES)

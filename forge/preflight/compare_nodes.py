@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge.cluster.nodes import Crew, Trouble
+from forge.cluster.nodes import NodePool, Trouble
 from forge.cluster.placement import Place
 from forge.core.machine import Machine
 from forge.preflight.node_checks import Check, Wanted, check_node, reach_sec
@@ -71,11 +71,11 @@ def inspect(
     head = place.hosts[0]
     if place.is_here:
         return [_answered(head, check_node(**wanted[head].to_json()))]
-    with Crew(place, python=python, start_sec=sec / 2) as crew:
+    with NodePool(place, python=python, start_sec=sec / 2) as pool:
         each = {host: wish.to_json() for host, wish in wanted.items()}
-        answers = crew.ask("check_node", each=each, timeout_sec=sec / 4)
+        answers = pool.ask("check_node", each=each, timeout_sec=sec / 4)
         nodes = {host: _answered(host, answer) for host, answer in answers.items()}
-        ways = _ways(crew, [node for node in nodes.values() if node.facts], machine, head, sec / 4)
+        ways = _ways(pool, [node for node in nodes.values() if node.facts], machine, head, sec / 4)
     compare(list(nodes.values()), machine)
     judge_ways(nodes, ways)
     judge_clocks(nodes, ways, machine.preflight.max_clock_skew_sec)
@@ -95,15 +95,15 @@ def _answered(host: str, answer: Any) -> Node:
 Ways = dict[str, dict[str, dict[str, Any]]]  # from, to: trouble ("" for none), ahead_sec
 
 
-def _ways(crew: Crew, nodes: Sequence[Node], machine: Machine, head: str, sec: float) -> Ways:
+def _ways(pool: NodePool, nodes: Sequence[Node], machine: Machine, head: str, sec: float) -> Ways:
     """What each node says of its way to each other one. Adds the trouble of those that cannot."""
     by_name = {node.name: node for node in nodes}
     settings = machine.model_dump(mode="json")
-    listening = crew.ask("listen", hosts=by_name, timeout_sec=sec, machine=settings, head=head)
+    listening = pool.ask("listen", hosts=by_name, timeout_sec=sec, machine=settings, head=head)
     listeners = _of_those_that_can(listening, by_name)
     if len(listeners) < 2:
         return {}
-    ways = crew.ask(
+    ways = pool.ask(
         "reach",
         hosts=listeners,
         timeout_sec=sec + reach_sec(len(listeners), CONNECT_SEC),

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge.cluster.placement import Geometry, Place
+from forge.cluster.placement import Place, WorldLayout
 from forge.core.checks import Check
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
@@ -56,13 +56,13 @@ class Trial:
             PreflightTask(patience_sec=self.talk_sec, nccl_file=self.nccl_file),
             RunPaths(self.folder),
             self.machine,
-            self.geometry,
+            self.layout,
             place=self.place,
             python=self.python,
             deadline_sec=self.deadline_sec,
         )
         if record.status == "completed":
-            return list(rank_checks(record, self.geometry, self.machine))
+            return list(rank_checks(record, self.layout, self.machine))
         late = time.time() - started >= self.deadline_sec
         limit = f"not through within {self.deadline_sec:.3g} s: " if late else ""
         logs = RunPaths(self.folder).logs
@@ -71,8 +71,8 @@ class Trial:
         return [Check("rendezvous", "fail", f"{limit}{record.message}{said}", fix)]
 
     @property
-    def geometry(self) -> Geometry:
-        return Geometry(len(self.place.hosts), self.ranks_per_node)
+    def layout(self) -> WorldLayout:
+        return WorldLayout(len(self.place.hosts), self.ranks_per_node)
 
 
 def last_error(logs: Path, since: float) -> str:

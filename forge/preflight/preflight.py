@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from forge.cluster import exclude
-from forge.cluster.lock import lease
-from forge.cluster.placement import Geometry, Place, check_geometry, find_place
+from forge.cluster.lock import lock
+from forge.cluster.placement import Place, WorldLayout, check_layout, find_place
 from forge.core import events
 from forge.core.checks import Check
 from forge.core.config import ResolvedConfig
@@ -40,7 +40,7 @@ class Findings:
     """What preflight found on one allocation."""
 
     place: Place
-    geometry: Geometry
+    layout: WorldLayout
     nodes: list[Node]
     ranks: list[Check] = field(default_factory=list)
     identity: dict[str, Any] = field(default_factory=dict)
@@ -52,8 +52,8 @@ class Findings:
     @property
     def chosen(self) -> list[str]:
         """The nodes that train; [] where too few are fit."""
-        enough = len(self.fit) >= self.geometry.nodes and not self.failed_ranks
-        return self.fit[: self.geometry.nodes] if enough else []
+        enough = len(self.fit) >= self.layout.nodes and not self.failed_ranks
+        return self.fit[: self.layout.nodes] if enough else []
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -73,7 +73,7 @@ class Findings:
         return PreflightResult(
             status="ok" if self.chosen else "failed",
             nodes=[NodeResult(node=n.name, line=n.line, checks=n.checks) for n in self.nodes],
-            ranks=RanksResult(world_size=self.geometry.world_size, checks=self.ranks),
+            ranks=RanksResult(world_size=self.layout.world_size, checks=self.ranks),
             chosen=self.chosen,
             left_out=self.left_out,
             restart=self.place.job.restarts if self.place.job else 0,
@@ -81,29 +81,29 @@ class Findings:
         )
 
 
-def preflight(config: ResolvedConfig, machine: Machine, geometry: Geometry) -> Path:
+def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path:
     """Check all nodes of this place and their ranks; the path of `.allocation/preflight.json`, which
-    names the nodes that train: the first geometry.nodes fit ones.
+    names the nodes that train: the first layout.nodes fit ones.
 
     Writes preflight.json and preflight.tsv either way. Raises UnfitError that names every unfit node
     where too few are left. Ends within preflight.deadline_sec plus seconds.
     """
     started, end = time.time(), time.monotonic() + machine.preflight.deadline_sec
-    check_geometry(machine, geometry, config)
-    place = find_place(machine, geometry)
+    check_layout(machine, layout, config)
+    place = find_place(machine, layout)
     paths = RunPaths.of(config)
-    with lease(paths.root, "preflight"):
+    with lock(paths.root, "preflight"):
         paths.preflight_pass.unlink(missing_ok=True)  # an earlier pass says nothing about today
-        wanted = _wanted(config, paths, machine, geometry, place)
+        wanted = _wanted(config, paths, machine, layout, place)
         sec = NODES_SHARE * machine.preflight.deadline_sec
         python = staged_python(paths)
         nodes = compare_nodes.inspect(place, wanted, machine, sec=sec, python=python)
-        found = Findings(place, geometry, nodes)
+        found = Findings(place, layout, nodes)
         found.identity = _identity(found, machine, wanted)
         if reason := _reason_to_skip(found, paths):
             found.ranks = [Check("ranks", "ok", f"skipped: {reason}")]
         else:
-            ranks = geometry.ranks_per_node
+            ranks = layout.ranks_per_node
             prober = Prober(paths, machine, ranks, place, python=python, end=end)
             found.ranks = _check_ranks(found, prober)
         _write(paths, found)
@@ -117,7 +117,7 @@ def preflight(config: ResolvedConfig, machine: Machine, geometry: Geometry) -> P
         )
         events.record(paths.events, event)
         if not found.chosen:
-            if place.job and len(found.fit) < geometry.nodes:
+            if place.job and len(found.fit) < layout.nodes:
                 exclude.add(paths.bad_nodes, compare_nodes.bad_nodes(nodes))
             raise _unfit(config, paths, found)
         # All that are fit: training takes the first ones, and the others when it loses one.
@@ -126,7 +126,7 @@ def preflight(config: ResolvedConfig, machine: Machine, geometry: Geometry) -> P
 
 
 def _wanted(
-    config: ResolvedConfig, paths: RunPaths, machine: Machine, geometry: Geometry, place: Place
+    config: ResolvedConfig, paths: RunPaths, machine: Machine, layout: WorldLayout, place: Place
 ) -> dict[str, Wanted]:
     """What each node is checked for."""
     record = StageRecord.read_if_there(paths.stage)
@@ -137,7 +137,7 @@ def _wanted(
             staged=record.folders.get(host, "") if record else "",
             digest=record.digest if record else "",
             machine=machine.model_dump(mode="json"),
-            ranks_per_node=geometry.ranks_per_node,
+            ranks_per_node=layout.ranks_per_node,
             head="" if place.is_here else place.hosts[0],
         )
         for host in place.hosts
@@ -161,7 +161,7 @@ def _check_ranks(found: Findings, prober: Prober) -> list[Check]:
         return checks
     broken = prober.search(everyone)
     _blame(found.nodes, broken, prober)
-    if len(found.fit) < found.geometry.nodes:
+    if len(found.fit) < found.layout.nodes:
         return checks
     if found.fit != everyone and (known := prober.found(found.fit)):
         return known
@@ -216,7 +216,7 @@ def _identity(found: Findings, machine: Machine, wanted: dict[str, Wanted]) -> d
     return {
         "job": found.place.job.id if found.place.job else None,
         "nodes": {node.name: node.facts.get("versions") for node in found.nodes},
-        "ranks_per_node": found.geometry.ranks_per_node,
+        "ranks_per_node": found.layout.ranks_per_node,
         "launcher": machine.launcher,
         "fabric": machine.fabric.model_dump(mode="json"),
         "staged": sorted({wish.digest for wish in wanted.values()}),
@@ -284,7 +284,7 @@ def _tell(found: Findings) -> None:
     elif "ranks" in by_name:
         say(f"RANKS {by_name['ranks'].message}")
     _tell_troubles(found.ranks)
-    if found.chosen and len(found.nodes) > found.geometry.nodes:
+    if found.chosen and len(found.nodes) > found.layout.nodes:
         out = ", ".join(found.left_out) or "none"
         say(f"training gets {', '.join(found.chosen)}; unfit: {out}")
 
@@ -305,7 +305,7 @@ def _unfit(config: ResolvedConfig, paths: RunPaths, found: Findings) -> UnfitErr
         what = f"{found.nodes[0].name} is not fit to train {config.run}: {reasons}"
     else:
         what = f"{len(found.fit)} of {len(found.nodes)} nodes are fit, {config.run} needs"
-        what += f" {found.geometry.nodes}:\n" + "\n".join(
+        what += f" {found.layout.nodes}:\n" + "\n".join(
             f"    {name}: {reason}" for name, reason in sorted(found.left_out.items())
         )
         what += f"\n    ranks: {failed}" if failed and not found.left_out else ""

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from forge.cluster.placement import Geometry
+from forge.cluster.placement import WorldLayout
 from forge.core.checks import Check
 from forge.core.machine import Machine
 from forge.launch.rank_records import RankRecord
@@ -14,11 +14,11 @@ from forge.launch.rank_records import RankRecord
 SHOWN_RANKS = 16
 
 
-def rank_checks(record: RankRecord, geometry: Geometry, machine: Machine) -> Iterator[Check]:
+def rank_checks(record: RankRecord, layout: WorldLayout, machine: Machine) -> Iterator[Check]:
     """Checks on what completed ranks of some nodes found together; `record` is rank 0's."""
     result = record.result
     ranks: list[dict[str, Any]] = result["ranks"]
-    world = geometry.world_size
+    world = layout.world_size
     where = ", ".join(f"{r['rank']}={r['host']}:{r['device']}" for r in ranks[:SHOWN_RANKS])
     more = f" and {world - SHOWN_RANKS} more" if world > SHOWN_RANKS else ""
     mapped = sorted(rank["rank"] for rank in ranks) == list(range(world))
@@ -45,7 +45,7 @@ def rank_checks(record: RankRecord, geometry: Geometry, machine: Machine) -> Ite
     )
     if result["backend"] == "nccl":
         yield _network(ranks)
-    if geometry.nodes > 1:
+    if layout.nodes > 1:
         yield from _slow_nodes(ranks, machine.preflight.slow_factor)
 
 

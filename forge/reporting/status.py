@@ -158,21 +158,21 @@ class _Files:
         return (last["step"] - first["step"]) / seconds if seconds > 0 else None
 
     @cached_property
-    def lease(self) -> dict[str, Any]:
+    def lock(self) -> dict[str, Any]:
         """Who writes the run's folder; {} if nobody does."""
-        return read_object_or_empty(self.paths.root / ".lease")
+        return read_object_or_empty(self.paths.root / ".lock")
 
     @cached_property
-    def lease_since(self) -> float:
+    def lock_since(self) -> float:
         try:
-            return (self.paths.root / ".lease").stat().st_mtime
+            return (self.paths.root / ".lock").stat().st_mtime
         except FileNotFoundError:
             return self.now
 
     @property
     def job_ids(self) -> set[str]:
-        """Jobs that the files name: of the lease, else of the newest launch."""
-        named = self.lease.get("slurm_job") or (self.launches and self.launches[-1].job)
+        """Jobs that the files name: of the lock, else of the newest launch."""
+        named = self.lock.get("slurm_job") or (self.launches and self.launches[-1].job)
         return {str(named)} if named else set()
 
 
@@ -212,7 +212,7 @@ def _where(files: _Files, job: QueuedJob | None, state: str) -> str:
         return f"{job.id} on {job.nodes}" if job.nodes else job.id
     if files.job_ids or state != "running":
         return "".join(files.job_ids)
-    return str(files.lease.get("host", ""))
+    return str(files.lock.get("host", ""))
 
 
 def _state(
@@ -227,7 +227,7 @@ def _state(
     if job:
         return "running", _between(files, job)
     if holder == "unknown":
-        who = f"its process on {files.lease['host']} cannot be asked from here"
+        who = f"its process on {files.lock['host']} cannot be asked from here"
         return "unknown", f"{who}; last sign of life {_ago(files.now - _sign_of_life(files))}"
     if holder == "gone":
         return "cut off", "its process is gone: give the command again"
@@ -235,9 +235,9 @@ def _state(
 
 
 def _holder(files: _Files, job: QueuedJob | None, queue: Sequence[QueuedJob] | None) -> str:
-    """How the process that holds the lease is: lives, gone, unknown; none where nobody holds it."""
+    """How the process that holds the lock is: lives, gone, unknown; none where nobody holds it."""
     try:
-        process = Process.from_json(files.lease)
+        process = Process.from_json(files.lock)
     except (KeyError, TypeError):
         return "none"
     if process.is_here:
@@ -249,7 +249,7 @@ def _holder(files: _Files, job: QueuedJob | None, queue: Sequence[QueuedJob] | N
 
 def _sign_of_life(files: _Files) -> float:
     times = [event.time for event in files.log[-1:]] + [line["time"] for line in files.steps[-1:]]
-    return max(times, default=files.lease_since)
+    return max(times, default=files.lock_since)
 
 
 def _waits(files: _Files, job: QueuedJob) -> str:
@@ -281,11 +281,11 @@ def _look_at_logs(files: _Files, since: float) -> str:
 
 
 def _phase(files: _Files) -> str:
-    """What the verb that holds the lease is doing, and for how long."""
-    verb, since = files.lease.get("verb"), files.lease_since
+    """What the verb that holds the lock is doing, and for how long."""
+    verb, since = files.lock.get("verb"), files.lock_since
     if verb != "train":
         return f"{verb} for {duration(files.now - since)}" + _look_at_logs(files, since)
-    # A second of grace: the lease's time is the file system's clock.
+    # A second of grace: the lock's time is the file system's clock.
     event = files.last(events.Launch, events.Init, events.Lost, events.Completed, since=since - 1)
     began = event.time if event else since
     match event:

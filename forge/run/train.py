@@ -8,8 +8,8 @@ from pathlib import Path
 
 from forge.checkpoint import directory, parent, resume
 from forge.cluster import exclude, slurm
-from forge.cluster.lock import lease
-from forge.cluster.placement import Geometry, Place, check_geometry, find_place
+from forge.cluster.lock import lock
+from forge.cluster.placement import Place, WorldLayout, check_layout, find_place
 from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, Exit, ForgeError, TrainingError, UnfitError
@@ -39,7 +39,7 @@ class StoppedEarly(ForgeError):
 def train(
     config: ResolvedConfig,
     machine: Machine,
-    geometry: Geometry,
+    layout: WorldLayout,
     *,
     require_checkpoint: bool = False,
 ) -> Path:
@@ -51,11 +51,11 @@ def train(
     """
     own_deadline = time.time() + 60 * machine.max_minutes if machine.max_minutes else math.inf
     paths = RunPaths.of(config)
-    check_geometry(machine, geometry, config)
-    place = find_place(machine, geometry)
+    check_layout(machine, layout, config)
+    place = find_place(machine, layout)
     job = place.job or slurm.this_job()  # ranks that need no srun may be in a job as well
     deadline = min(own_deadline, job.end_time if job and job.end_time else math.inf)
-    with lease(paths.root, "train"):
+    with lock(paths.root, "train"):
         wait_for_orphans(paths)
         checkpoint = resume.repaired_latest(paths)
         if checkpoint is None:
@@ -83,7 +83,7 @@ def train(
             own_deadline=own_deadline if own_deadline < math.inf else None,
         )
         try:
-            record = _train_until_it_ends(config, paths, machine, geometry, place, task=task)
+            record = _train_until_it_ends(config, paths, machine, layout, place, task=task)
         finally:
             remove_staged(paths, place)
         if record.status in ("stopped", "lost") and job:
@@ -142,7 +142,7 @@ def _train_until_it_ends(
     config: ResolvedConfig,
     paths: RunPaths,
     machine: Machine,
-    geometry: Geometry,
+    layout: WorldLayout,
     place: Place,
     *,
     task: TrainTask,
@@ -150,11 +150,11 @@ def _train_until_it_ends(
     """Launch ranks; after the loss of one, launch again, twice at most, without silent nodes."""
     refuse_stop_file(paths)
     fit_nodes = place.only(_nodes_that_passed(paths) or place.hosts)
-    hosts = requeue.pick_hosts(fit_nodes, geometry.nodes)
+    hosts = requeue.pick_hosts(fit_nodes, layout.nodes)
     if hosts is None:
         raise UnfitError(
             f"preflight passed {', '.join(fit_nodes.hosts) or 'none'} of {', '.join(place.hosts)},"
-            f" training needs {geometry.nodes}",
+            f" training needs {layout.nodes}",
             fix="run forge preflight in this allocation first",
         )
     for attempt in range(1 + MAX_RESTARTS_AFTER_LOSS):
@@ -168,7 +168,7 @@ def _train_until_it_ends(
             task.model_copy(update={"started": time.time(), "step": step}),
             paths,
             machine,
-            geometry,
+            layout,
             place=hosts,
             python=staged_python(paths),
         )
@@ -179,7 +179,7 @@ def _train_until_it_ends(
         lost = events.Lost(message=record.message, attempt=attempt, silent=silent)
         events.record(paths.events, lost)
         fit_nodes = place.only([host for host in fit_nodes.hosts if host not in silent])
-        hosts = requeue.pick_hosts(fit_nodes, geometry.nodes)
+        hosts = requeue.pick_hosts(fit_nodes, layout.nodes)
         if hosts is None or requeue.was_cancelled(place):
             break
         if attempt < MAX_RESTARTS_AFTER_LOSS:

@@ -246,7 +246,7 @@ def copy(*, shared: str, folder: str, digest: str) -> bool:
 def _alone(folder: Path) -> Iterator[None]:
     """Wait until no other run of this host copies into the folder: runs of a sweep do so at once.
 
-    flock and not a lease: the kernel gives it back with a killed process, and the folder is this
+    flock and not a lock: the kernel gives it back with a killed process, and the folder is this
     node's own.
     """
     with open(folder / ".lock", "w") as lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from forge.cluster.placement import Geometry, find_place
+from forge.cluster.placement import WorldLayout, find_place
 from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.machine import Machine
@@ -14,7 +14,7 @@ from forge.data.shards import ShardSet
 from forge.staging.to_nodes import stage_nodes
 
 
-def stage(config: ResolvedConfig, machine: Machine, geometry: Geometry) -> Path:
+def stage(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path:
     """Make the run's shards readable from fast storage on every node; the path of stage.json.
 
     A set that lies there with the right digests is kept. stage.json says which folder the ranks of
@@ -24,8 +24,8 @@ def stage(config: ResolvedConfig, machine: Machine, geometry: Geometry) -> Path:
     started = time.time()
     paths = RunPaths.of(config)
     source = ShardSet.open(tokens_folder(config.data, config.ids.tokens))
-    place = find_place(machine, geometry)
-    record = stage_nodes(source, config, machine, place, min_nodes=geometry.nodes)
+    place = find_place(machine, layout)
+    record = stage_nodes(source, config, machine, place, min_nodes=layout.nodes)
     seconds = round(time.time() - started, 3)
     said = record.model_dump(include={"bytes", "digest", "folders", "sent"})
     events.record(paths.events, events.Stage(seconds=seconds, **said))

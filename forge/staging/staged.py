@@ -8,7 +8,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from forge.cluster import slurm
-from forge.cluster.nodes import Crew, Trouble
+from forge.cluster.nodes import NodePool, Trouble
 from forge.cluster.placement import Place
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
@@ -70,8 +70,8 @@ def remove_staged(paths: RunPaths, place: Place) -> None:
         on_node.unmark(**wanted[hostname()])
         return
     nodes = Place(tuple(wanted), place.job)
-    with Crew(nodes, python=staged_python(paths), start_sec=10) as crew:
-        answers = crew.ask("unmark", timeout_sec=REMOVE_SEC, each=wanted)
+    with NodePool(nodes, python=staged_python(paths), start_sec=10) as pool:
+        answers = pool.ask("unmark", timeout_sec=REMOVE_SEC, each=wanted)
     for host, reply in answers.items():
         if isinstance(reply, Trouble):
             say(f"stage: could not remove the shards from {host}: {reply.message}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.cluster import slurm
-from forge.cluster.nodes import Answer, Crew, Trouble, named
+from forge.cluster.nodes import Answer, NodePool, Trouble, named
 from forge.cluster.placement import Place
 from forge.core.config import Config
 from forge.core.errors import UnfitError
@@ -40,13 +40,13 @@ def stage_nodes(
         here = ThisHost(place)
         return _stage(_Staging(here, source, config, machine.stage, min_nodes=min_nodes))
     python = stage_project(config, machine, place) if machine.stage.project else None
-    with Crew(place, python=python or sys.executable) as crew:
-        record = _stage(_Staging(crew, source, config, machine.stage, min_nodes=min_nodes))
+    with NodePool(place, python=python or sys.executable) as pool:
+        record = _stage(_Staging(pool, source, config, machine.stage, min_nodes=min_nodes))
     return record.model_copy(update={"python": python})
 
 
 class ThisHost:
-    """This host alone, asked in this process: a Crew without srun. An error is raised as it is."""
+    """This host alone, asked in this process: a NodePool without srun. An error is raised as it is."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -60,7 +60,7 @@ class ThisHost:
         each: Mapping[str, Mapping[str, Any]] | None = None,
         **arguments: Any,
     ) -> dict[str, Answer]:
-        """As `Crew.ask`, but nothing ends it after timeout_sec."""
+        """As `NodePool.ask`, but nothing ends it after timeout_sec."""
         answer = on_node.QUESTIONS[question]
         wanted = self.place.hosts if hosts is None else hosts
         return {host: answer(**{**arguments, **(each or {}).get(host, {})}) for host in wanted}
@@ -86,18 +86,18 @@ class _Staging:
 
     def __init__(
         self,
-        crew: Crew | ThisHost,
+        pool: NodePool | ThisHost,
         source: ShardSet,
         config: Config,
         settings: Stage,
         *,
         min_nodes: int,
     ) -> None:
-        job = crew.place.job
-        self._crew, self._source, self._config = crew, source, config
+        job = pool.place.job
+        self._pool, self._source, self._config = pool, source, config
         self._job = job.id if job else slurm.this_job_id()  # None outside of Slurm
         self.settings, self._min_nodes = settings, min_nodes
-        self._hosts = list(crew.place.hosts)
+        self._hosts = list(pool.place.hosts)
         self._found: dict[str, dict[str, Any]] = {}  # by node, what `look` said
         self._folders: dict[str, str] = {}  # by node, what its ranks read
         self._sent: list[str] = []
@@ -149,7 +149,7 @@ class _Staging:
         """Give up the job's folder on every node that has answered; what is kept lies elsewhere."""
         if self._job:
             each = {host: {"root": found["root"]} for host, found in self._found.items()}
-            self._crew.ask("unmark", timeout_sec=ASK_SEC, hosts=each, each=each, **self._claim)
+            self._pool.ask("unmark", timeout_sec=ASK_SEC, hosts=each, each=each, **self._claim)
 
     @property
     def _claim(self) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class _Staging:
                     done += pack.parts[part]
                     report(done / 2**20)
         except Broken as broken:
-            free = self._crew.ask(
+            free = self._pool.ask(
                 "forget", timeout_sec=ASK_SEC, hosts=hosts, root=root, names=[name]
             )
             self._drop(_with_free(broken.troubles, free, root), "sbcast")
@@ -291,7 +291,7 @@ class _Staging:
 
     @property
     def _is_here(self) -> bool:
-        return self._crew.place.is_here
+        return self._pool.place.is_here
 
     @property
     def _read_all_sec(self) -> float:
@@ -311,7 +311,7 @@ class _Staging:
     ) -> dict[str, Answer]:
         """What nodes in order answer; those in trouble are dropped."""
         asked = self._hosts if hosts is None else hosts
-        answers = self._crew.ask(question, timeout_sec=timeout_sec, hosts=asked, **arguments)
+        answers = self._pool.ask(question, timeout_sec=timeout_sec, hosts=asked, **arguments)
         self._drop({h: a for h, a in answers.items() if isinstance(a, Trouble)}, doing)
         return {host: reply for host, reply in answers.items() if host in self._hosts}
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge.checkpoint import directory, manifest, resume, storage
-from forge.cluster.lock import lease
+from forge.cluster.lock import lock
 from forge.core.config import Model, ResolvedConfig, apply_overrides, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.files import (
@@ -61,7 +61,7 @@ def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any])
         "checkpoint_digest": digest_file(checkpoint.folder / manifest.MANIFEST),
         "dtype": dtype,
     }
-    with lease(target.parent, "export", name=f".{target.name}.lease"), _not_pruned(checkpoint):
+    with lock(target.parent, "export", name=f".{target.name}.lock"), _not_pruned(checkpoint):
         if _is_there(target, identity):
             say(f"export of step {checkpoint.step} in {target}: nothing to do")
             return target
@@ -133,7 +133,7 @@ def _not_pruned(checkpoint: directory.Checkpoint) -> Iterator[None]:
 def _appearing(target: Path) -> Iterator[Path]:
     """A folder that appears under its name only when it is whole and on disk.
 
-    The caller holds the target's lease; what a killed export left is replaced.
+    The caller holds the target's lock; what a killed export left is replaced.
     """
     draft = target.with_name(f"{directory.TEMPORARY}{target.name}")
     with disk_trouble(target):

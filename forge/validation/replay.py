@@ -14,7 +14,7 @@ from typing import Any
 from forge.checkpoint import directory
 from forge.checkpoint.manifest import Lineage, Numerics
 from forge.cluster.network import available_cores, available_memory
-from forge.cluster.placement import Geometry
+from forge.cluster.placement import WorldLayout
 from forge.core import events, json_lines
 from forge.core.checks import Check
 from forge.core.config import ResolvedConfig, apply_overrides, checked
@@ -96,7 +96,7 @@ def _run(
         paths = RunPaths.of(alone)
         write_json(paths.config, alone.to_json())
         record = run_ranks(
-            *(task, paths, machine, Geometry(1, num_ranks)), deadline_sec=DEADLINE_SEC
+            *(task, paths, machine, WorldLayout(1, num_ranks)), deadline_sec=DEADLINE_SEC
         )
     if record.status == "stopped":
         raise KeyboardInterrupt  # the signal came for us; nothing is known of the checkpoint

@@ -13,7 +13,7 @@ import torch
 
 from forge.checkpoint import directory, resume
 from forge.checkpoint.manifest import OtherFormat
-from forge.cluster.lock import lease
+from forge.cluster.lock import lock
 from forge.core import events
 from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
@@ -34,7 +34,7 @@ def validate(config: ResolvedConfig) -> Path:
     """
     started = time.time()
     paths = RunPaths.of(config)
-    with lease(paths.root, "validate"):
+    with lock(paths.root, "validate"):
         checkpoint = resume.required(paths)
         result = _examine(
             Examination(
@@ -121,13 +121,13 @@ def validate_all(place: Path | ResolvedConfig, overrides: dict[str, Any], *, fix
     """Examine every committed checkpoint of a run, the cheap checks of all first, and print a table.
 
     place: a run's config, then each must fit it; or a run's folder, then each is examined by the
-    config that made it, with overrides. fix: move damaged ones to quarantine, under the run's lease;
+    config that made it, with overrides. fix: move damaged ones to quarantine, under the run's lock;
     without it nothing is changed. Raises DataError if one is invalid, and UnfitError, with nothing
     moved, if the disk or this host kept one from being examined.
     """
     paths, config = _run_at(place)
     prepare(torch.device("cpu"))
-    with lease(paths.root, "validate") if fix else nullcontext():
+    with lock(paths.root, "validate") if fix else nullcontext():
         if fix:
             wait_for_orphans(paths)
             directory.finish_commit(paths)
@@ -274,7 +274,7 @@ def _trouble_of_latest(paths: RunPaths) -> list[str]:
 def _repair(paths: RunPaths, damaged: Sequence[Row]) -> str:
     """Move these away, mend `latest`, take back what was said of them; what to do next.
 
-    Under the run's lease.
+    Under the run's lock.
     """
     for row in damaged:
         directory.quarantine(paths, row.folder, row.reasons)

@@ -20,7 +20,7 @@ from support.saved import make_digests_right, state_of
 
 from forge.checkpoint import directory, resume, storage
 from forge.checkpoint.manifest import FORMAT, MANIFEST
-from forge.cluster.lock import lease
+from forge.cluster.lock import lock
 from forge.core import failpoints
 from forge.core.files import read_json, write_json
 from forge.core.records import Validated
@@ -222,7 +222,7 @@ def test_config_that_was_edited_moves_no_checkpoint(run):
 
 def test_no_repair_while_training_holds_the_run(run):
     damage(run.paths.checkpoints / LAST)
-    with lease(run.paths.root, "train"):
+    with lock(run.paths.root, "train"):
         outcome = cheaply(run, "--fix")
     assert outcome.code == 69 and "is being written by `forge train`" in outcome.text
     assert names(run.paths.checkpoints) == [BEFORE, LAST]

@@ -151,7 +151,7 @@ class ForkedRanks:
         from forge.launch.rank_records import LaunchSpec
 
         spec_path = Path(command[-1])
-        world_size = LaunchSpec.read(spec_path).geometry.world_size
+        world_size = LaunchSpec.read(spec_path).layout.world_size
         facts = {"WORLD_SIZE": str(world_size)}
         if world_size > 1:
             facts |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

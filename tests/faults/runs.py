@@ -45,8 +45,8 @@ class FaultyRun(Run):
     def on(self, ranks: int) -> FaultyRun:
         """The same run on so many ranks from now on."""
         launcher = "torchrun" if ranks > 1 else "single"
-        geometry = (f"--machine.launcher={launcher}", f"--ranks-per-node={ranks}")
-        return dataclasses.replace(self, overrides=(*self.overrides, *geometry))
+        layout = (f"--machine.launcher={launcher}", f"--ranks-per-node={ranks}")
+        return dataclasses.replace(self, overrides=(*self.overrides, *layout))
 
     def copy(self, folder: Path) -> FaultyRun:
         return cast(FaultyRun, super().copy(folder))

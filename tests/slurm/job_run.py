@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import yaml
-from support.processes import running
 
 from forge.checkpoint import resume
 from forge.core import json_lines
@@ -118,7 +117,8 @@ class Progress:
     def ranks(self) -> list[psutil.Process]:
         """The living rank processes of this run, on all nodes."""
         found = []
-        for process in running():
+        psutil.process_iter.cache_clear()  # a pid may be another process than at the last call
+        for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess):
                 # Not srun and torchrun, which have the same words behind others.
                 line = [word for word in process.cmdline()[1:] if word != "-u"]

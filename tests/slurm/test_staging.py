@@ -174,11 +174,11 @@ def test_node_whose_slurmd_hangs_is_named_and_holds_up_nobody(allocate):
     here = allocate(2)
     one, two = here.hosts
     code = (
-        "import json; from forge.cluster import slurm; from forge.cluster.nodes import Crew\n"
+        "import json; from forge.cluster import slurm; from forge.cluster.nodes import NodePool\n"
         "from forge.cluster.placement import Place\n"
         "job = slurm.this_job()\n"
-        "with Crew(Place(job.nodes, job), start_sec=5) as crew:\n"
-        "    answers = crew.ask('hello', timeout_sec=20)\n"
+        "with NodePool(Place(job.nodes, job), start_sec=5) as pool:\n"
+        "    answers = pool.ask('hello', timeout_sec=20)\n"
         "print(json.dumps({h: str(a) for h, a in answers.items()}))\n"
     )
     here.on(two, "pkill -STOP -x slurmd")

@@ -19,7 +19,7 @@ import pytest
 
 import forge.cluster.lock
 from forge.cluster import slurm
-from forge.cluster.lock import check_held, lease
+from forge.cluster.lock import check_held, lock
 from forge.core.errors import Exit, UnfitError
 from forge.core.files import short_id
 from forge.core.process import Process, hostname
@@ -28,63 +28,63 @@ FORK = multiprocessing.get_context("fork")
 
 
 def left_by_a_dead(**other):
-    """A lease whose holder had the pid of this process, in an earlier life."""
+    """A lock whose holder had the pid of this process, in an earlier life."""
     me = Process.current().to_json()
     return {**me, "start_ticks": me["start_ticks"] - 1, "verb": "train", "restart": 0, **other}
 
 
 def test_second_writer_is_refused_with_pid_and_host(tmp_path):
     with (
-        lease(tmp_path, "train"),
+        lock(tmp_path, "train"),
         pytest.raises(UnfitError) as caught,
-        lease(tmp_path, "preflight"),
+        lock(tmp_path, "preflight"),
     ):
         pass
     message = str(caught.value)
     assert f"`forge train` (pid {os.getpid()} on {hostname()}" in message
 
 
-def test_lease_is_given_back(tmp_path):
-    with lease(tmp_path, "train"):
+def test_lock_is_given_back(tmp_path):
+    with lock(tmp_path, "train"):
         pass
-    with lease(tmp_path, "train"):
+    with lock(tmp_path, "train"):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
-def test_lease_of_a_killed_process_is_taken_over(tmp_path):
+def test_lock_of_a_killed_process_is_taken_over(tmp_path):
     code = (
-        "import sys, time; from pathlib import Path; from forge.cluster.lock import lease\n"
-        "with lease(Path(sys.argv[1]), 'train'): print('held', flush=True); time.sleep(60)"
+        "import sys, time; from pathlib import Path; from forge.cluster.lock import lock\n"
+        "with lock(Path(sys.argv[1]), 'train'): print('held', flush=True); time.sleep(60)"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
     assert child.stdout.readline() == "held\n"
-    with pytest.raises(UnfitError, match=f"pid {child.pid}"), lease(tmp_path, "train"):
+    with pytest.raises(UnfitError, match=f"pid {child.pid}"), lock(tmp_path, "train"):
         pass
     child.kill()
     child.wait()
-    with lease(tmp_path, "train"):
-        assert json.loads((tmp_path / ".lease").read_text())["pid"] == os.getpid()
+    with lock(tmp_path, "train"):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize("reboot", [False, True])
-def test_a_reused_pid_does_not_hold_a_lease(tmp_path, reboot):
+def test_a_reused_pid_does_not_hold_a_lock(tmp_path, reboot):
     before = {"boot_id": "another", "start_ticks": Process.current().start_ticks} if reboot else {}
-    (tmp_path / ".lease").write_text(json.dumps(left_by_a_dead(**before)))
-    with lease(tmp_path, "train"):
-        assert json.loads((tmp_path / ".lease").read_text())["verb"] == "train"
+    (tmp_path / ".lock").write_text(json.dumps(left_by_a_dead(**before)))
+    with lock(tmp_path, "train"):
+        assert json.loads((tmp_path / ".lock").read_text())["verb"] == "train"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_pid_that_the_kernel_gave_out_again_does_not_hold_a_lease(tmp_path):
+def test_a_pid_that_the_kernel_gave_out_again_does_not_hold_a_lock(tmp_path):
     """The same as above, but real: the holder dies, another process gets its number."""
     code = "import os; print(os.getpid(), flush=True); input()"
     line = [sys.executable, "-c", code]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
         held = {**Process.of(first.pid).to_json(), "verb": "train", "restart": 0}
-    (tmp_path / ".lease").write_text(json.dumps(held))
+    (tmp_path / ".lock").write_text(json.dumps(held))
     for _ in range(100):  # another process of this machine may take the number first
         try:
             Path("/proc/sys/kernel/ns_last_pid").write_text(str(first.pid - 1))
@@ -92,8 +92,8 @@ def test_a_pid_that_the_kernel_gave_out_again_does_not_hold_a_lease(tmp_path):
             pytest.skip(f"may not choose pids here: {err}")
         with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as second:
             if second.pid == first.pid:
-                with lease(tmp_path, "train"):
-                    assert json.loads((tmp_path / ".lease").read_text())["pid"] == os.getpid()
+                with lock(tmp_path, "train"):
+                    assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
                 return
     pytest.skip(f"others of this machine were quicker to take pid {first.pid}")
 
@@ -107,15 +107,15 @@ def test_a_wall_clock_that_jumps_does_not_make_a_second_writer(tmp_path):
     run = tmp_path / "run"
     code = (
         "import sys, time; from pathlib import Path; from forge.core.errors import UnfitError\n"
-        "from forge.cluster.lock import lease\n"
+        "from forge.cluster.lock import lock\n"
         "time.time = lambda: 1e9 + 60\n"
         "assert 'btime 1000000000' in Path('/proc/stat').read_text()\n"
         "try:\n"
-        "    with lease(Path(sys.argv[1]), 'train'): print('two writers')\n"
+        "    with lock(Path(sys.argv[1]), 'train'): print('two writers')\n"
         "except UnfitError as err: print(err.what)\n"
     )
     inside = 'mount --bind "$0" /proc/stat || exit 42; exec "$@"'
-    with lease(run, "train"):
+    with lock(run, "train"):
         done = subprocess.run(
             ["unshare", "--mount", "sh", "-c", inside, jumped, sys.executable, "-c", code, run],
             check=False,
@@ -129,9 +129,9 @@ def test_a_wall_clock_that_jumps_does_not_make_a_second_writer(tmp_path):
     assert f"is being written by `forge train` (pid {os.getpid()} on" in done.stdout
 
 
-def test_a_rank_on_another_node_commits_only_under_the_lease_of_its_own_launcher(tmp_path):
+def test_a_rank_on_another_node_commits_only_under_the_lock_of_its_own_launcher(tmp_path):
     launcher = replace(Process.current(), host="node01")
-    file = tmp_path / ".lease"
+    file = tmp_path / ".lock"
     with pytest.raises(UnfitError, match="no longer held by the command that began"):
         check_held(tmp_path, launcher)  # a successor has come and gone
     file.write_text(json.dumps({**launcher.to_json(), "verb": "train", "restart": 0}))
@@ -149,13 +149,13 @@ def test_a_link_whose_answer_was_lost_on_the_network_is_ours(tmp_path, monkeypat
         link(*names)  # as an NFS client that asks again
 
     monkeypatch.setattr(os, "link", link_twice)
-    with lease(tmp_path, "train"):
-        assert json.loads((tmp_path / ".lease").read_text())["pid"] == os.getpid()
+    with lock(tmp_path, "train"):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
 
 
 def held_by_job(folder, restart=0):
     there = {**Process.current().to_json(), "host": "node07", "slurm_job": "42"}
-    (folder / ".lease").write_text(json.dumps({**there, "verb": "train", "restart": restart}))
+    (folder / ".lock").write_text(json.dumps({**there, "verb": "train", "restart": restart}))
 
 
 @pytest.fixture
@@ -169,31 +169,31 @@ def slurm_says(monkeypatch):
 
 
 @pytest.mark.parametrize(("state", "restarts"), [(None, 0), ("COMPLETED", 0), ("RUNNING", 1)])
-def test_lease_of_a_slurm_job_that_ended_or_restarted_is_taken_over(
+def test_lock_of_a_slurm_job_that_ended_or_restarted_is_taken_over(
     tmp_path, slurm_says, state, restarts
 ):
     held_by_job(tmp_path)
     slurm_says(state, restarts)
-    with lease(tmp_path, "train"):
-        assert json.loads((tmp_path / ".lease").read_text())["pid"] == os.getpid()
+    with lock(tmp_path, "train"):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "COMPLETING", "PENDING"])
-def test_lease_of_a_slurm_job_that_goes_on_is_refused_by_its_number(tmp_path, slurm_says, state):
+def test_lock_of_a_slurm_job_that_goes_on_is_refused_by_its_number(tmp_path, slurm_says, state):
     held_by_job(tmp_path)
     slurm_says(state)
-    with pytest.raises(UnfitError, match=f"job 42 is {state}") as caught, lease(tmp_path, "train"):
+    with pytest.raises(UnfitError, match=f"job 42 is {state}") as caught, lock(tmp_path, "train"):
         pass
     assert "scancel 42" in caught.value.fix
 
 
 def test_holder_on_another_host_is_refused_with_what_to_do(tmp_path):
     held = {**Process.current().to_json(), "verb": "train", "host": "elsewhere", "slurm_job": "42"}
-    (tmp_path / ".lease").write_text(json.dumps(held))
-    with pytest.raises(UnfitError) as caught, lease(tmp_path, "train"):
+    (tmp_path / ".lock").write_text(json.dumps(held))
+    with pytest.raises(UnfitError) as caught, lock(tmp_path, "train"):
         pass
     assert "Slurm job 42" in str(caught.value)
-    assert f"rm {tmp_path}/.lease" in str(caught.value)
+    assert f"rm {tmp_path}/.lock" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -201,12 +201,12 @@ def test_holder_on_another_host_is_refused_with_what_to_do(tmp_path):
     ["", "{half", "[]", "null", '{"verb": "train"}', "\0" * 99],
     ids=["empty", "half", "list", "null", "without a holder", "zeros after a power cut"],
 )
-def test_damaged_lease_does_not_lock_a_run_for_ever(tmp_path, content, capfd):
-    (tmp_path / ".lease").write_text(content)
-    with lease(tmp_path, "train"):
-        assert json.loads((tmp_path / ".lease").read_text())["pid"] == os.getpid()
+def test_damaged_lock_does_not_lock_a_run_for_ever(tmp_path, content, capfd):
+    (tmp_path / ".lock").write_text(content)
+    with lock(tmp_path, "train"):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
     assert list(tmp_path.iterdir()) == []
-    assert "took over from a damaged lease" in capfd.readouterr().err
+    assert "took over from a corrupt lock" in capfd.readouterr().err
 
 
 # --- many at once ---------------------------------------------------------------------------------
@@ -217,12 +217,12 @@ HOLDERS = 100
 
 
 def _compete(folder, number, gate):
-    """Try for each round's lease at the same moment as the others; hold it until all have tried."""
+    """Try for each round's lock at the same moment as the others; hold it until all have tried."""
     outcomes = []
     for each in sorted(folder.glob("round-*")):
         gate.wait(60)
         try:
-            with lease(each, f"train{number}"):
+            with lock(each, f"train{number}"):
                 outcomes.append([number, ""])
                 gate.wait(60)
         except UnfitError as err:
@@ -231,7 +231,7 @@ def _compete(folder, number, gate):
     (folder / f"outcomes-{number}.json").write_text(json.dumps(outcomes))
 
 
-@pytest.mark.parametrize("dead", [False, True], ids=["free", "dead lease in the way"])
+@pytest.mark.parametrize("dead", [False, True], ids=["free", "dead lock in the way"])
 def test_of_several_that_start_in_the_same_moment_one_wins_and_is_named_to_the_others(
     tmp_path, dead
 ):
@@ -239,7 +239,7 @@ def test_of_several_that_start_in_the_same_moment_one_wins_and_is_named_to_the_o
         folder = tmp_path / f"round-{number:03}"
         folder.mkdir()
         if dead:
-            (folder / ".lease").write_text(json.dumps(left_by_a_dead()))
+            (folder / ".lock").write_text(json.dumps(left_by_a_dead()))
     gate = FORK.Barrier(RIVALS)
     rivals = [FORK.Process(target=_compete, args=(tmp_path, n, gate)) for n in range(RIVALS)]
     for rival in rivals:
@@ -256,11 +256,11 @@ def test_of_several_that_start_in_the_same_moment_one_wins_and_is_named_to_the_o
 
 
 def _write_and_die(folder, until):
-    """Hold the lease once and be killed with it. flock, which the kernel gives back, tells whether
+    """Hold the lock once and be killed with it. flock, which the kernel gives back, tells whether
     somebody else is inside as well."""
     with open(folder / "inside", "a", buffering=1) as inside:
         while time.monotonic() < until:
-            with contextlib.suppress(UnfitError), lease(folder, "train"):
+            with contextlib.suppress(UnfitError), lock(folder, "train"):
                 try:
                     fcntl.flock(inside, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -270,7 +270,7 @@ def _write_and_die(folder, until):
 
 
 def test_writers_that_are_killed_at_any_moment_are_replaced_by_one_at_a_time(tmp_path):
-    """Those who wait fight over every dead lease, and some of them are killed while they do."""
+    """Those who wait fight over every dead lock, and some of them are killed while they do."""
     chance, until = random.Random(7), time.monotonic() + 60
 
     def start():
@@ -298,24 +298,24 @@ def test_writers_that_are_killed_at_any_moment_are_replaced_by_one_at_a_time(tmp
             writer.join(10)
     assert not (tmp_path / "two writers").exists()
     assert inside.stat().st_size >= 2 * HOLDERS and killed >= 10
-    with lease(tmp_path, "train"):
+    with lock(tmp_path, "train"):
         pass
 
 
 def test_one_that_died_while_it_took_over_is_replaced_too(tmp_path):
     dead = left_by_a_dead()
     heir = left_by_a_dead(verb="preflight")
-    (tmp_path / ".lease").write_text(json.dumps(dead))
-    (tmp_path / f".lease.{short_id(dead)}").write_text(json.dumps(heir))
-    with lease(tmp_path, "train"):
-        assert [path.name for path in tmp_path.iterdir()] == [".lease"]
+    (tmp_path / ".lock").write_text(json.dumps(dead))
+    (tmp_path / f".lock.{short_id(dead)}").write_text(json.dumps(heir))
+    with lock(tmp_path, "train"):
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_that_comes_late_leaves_the_new_lease_in_its_place_all_the_time(tmp_path, monkeypatch):
+def test_one_that_comes_late_leaves_the_new_lock_in_its_place_all_the_time(tmp_path, monkeypatch):
     """It has judged the old holder dead, and is put to sleep; meanwhile another one takes over. Were
-    the new lease away for a moment, a third could make one."""
-    path, dead = tmp_path / ".lease", left_by_a_dead()
+    the new lock away for a moment, a third could make one."""
+    path, dead = tmp_path / ".lock", left_by_a_dead()
     new = {**Process.current().to_json(), "verb": "preflight", "restart": 0}
     path.write_text(json.dumps(dead))
     judge, in_place = forge.cluster.lock._refuse_living, []
@@ -336,7 +336,7 @@ def test_one_that_comes_late_leaves_the_new_lease_in_its_place_all_the_time(tmp_
         return call
 
     monkeypatch.setattr(forge.cluster.lock, "_refuse_living", judge_and_sleep)
-    with pytest.raises(UnfitError, match="by `forge preflight` "), lease(tmp_path, "train"):
+    with pytest.raises(UnfitError, match="by `forge preflight` "), lock(tmp_path, "train"):
         pass
     assert in_place and all(in_place)
 
@@ -344,16 +344,16 @@ def test_one_that_comes_late_leaves_the_new_lease_in_its_place_all_the_time(tmp_
 def test_one_that_is_taking_over_is_refused_by_name(tmp_path):
     dead = left_by_a_dead()
     heir = {**Process.current().to_json(), "verb": "preflight", "restart": 0}
-    (tmp_path / ".lease").write_text(json.dumps(dead))
-    (tmp_path / f".lease.{short_id(dead)}").write_text(json.dumps(heir))
-    with pytest.raises(UnfitError, match="by `forge preflight` "), lease(tmp_path, "train"):
+    (tmp_path / ".lock").write_text(json.dumps(dead))
+    (tmp_path / f".lock.{short_id(dead)}").write_text(json.dumps(heir))
+    with pytest.raises(UnfitError, match="by `forge preflight` "), lock(tmp_path, "train"):
         pass
-    assert json.loads((tmp_path / ".lease").read_text()) == dead
+    assert json.loads((tmp_path / ".lock").read_text()) == dead
 
 
 def test_refusal_names_the_new_holder_not_another_that_comes_late_as_well(tmp_path, monkeypatch):
-    path, dead = tmp_path / ".lease", left_by_a_dead()
-    right = tmp_path / f".lease.{short_id(dead)}"
+    path, dead = tmp_path / ".lock", left_by_a_dead()
+    right = tmp_path / f".lock.{short_id(dead)}"
     late, new = (
         {**Process.current().to_json(), "verb": verb} for verb in ("preflight", "validate")
     )
@@ -367,7 +367,7 @@ def test_refusal_names_the_new_holder_not_another_that_comes_late_as_well(tmp_pa
         judge(name, held)
 
     monkeypatch.setattr(forge.cluster.lock, "_refuse_living", judge_when_replaced)
-    with pytest.raises(UnfitError, match="by `forge validate` "), lease(tmp_path, "train"):
+    with pytest.raises(UnfitError, match="by `forge validate` "), lock(tmp_path, "train"):
         pass
 
 
@@ -389,58 +389,56 @@ def small_disk(tmp_path):
 
 def test_read_only_folder_is_refused_by_name(small_disk):
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(UnfitError) as caught, lease(small_disk, "train"):
+    with pytest.raises(UnfitError) as caught, lock(small_disk, "train"):
         pass
     assert caught.value.code == Exit.UNFIT
     assert str(small_disk) in caught.value.what and "Read-only file system" in caught.value.what
     assert "choose another folder" in caught.value.fix
 
 
-@pytest.mark.parametrize("dead", [False, True], ids=["free", "dead lease in the way"])
+@pytest.mark.parametrize("dead", [False, True], ids=["free", "dead lock in the way"])
 def test_full_disk_while_acquiring_leaves_the_folder_as_it_was(small_disk, dead):
     held = json.dumps(left_by_a_dead())
     if dead:
-        (small_disk / ".lease").write_text(held)
+        (small_disk / ".lock").write_text(held)
     with contextlib.suppress(OSError), open(small_disk / "data", "wb") as data:
         while True:
             data.write(b"x" * 4096)
             data.flush()
-    with pytest.raises(UnfitError) as caught, lease(small_disk, "train"):
+    with pytest.raises(UnfitError) as caught, lock(small_disk, "train"):
         pass
     assert caught.value.code == Exit.UNFIT
     assert str(small_disk) in caught.value.what and "No space left" in caught.value.what
-    assert {path.name for path in small_disk.iterdir()} == (
-        {".lease", "data"} if dead else {"data"}
-    )
+    assert {path.name for path in small_disk.iterdir()} == ({".lock", "data"} if dead else {"data"})
     (small_disk / "data").unlink()
-    with lease(small_disk, "train"):
+    with lock(small_disk, "train"):
         pass
 
 
 def test_disk_that_became_read_only_does_not_hide_what_the_verb_says(small_disk, capfd):
-    with pytest.raises(UnfitError, match="the verb's own"), lease(small_disk, "train"):
+    with pytest.raises(UnfitError, match="the verb's own"), lock(small_disk, "train"):
         subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
         raise UnfitError("the verb's own")
-    assert f"{small_disk}/.lease stays behind: Read-only" in capfd.readouterr().err
+    assert f"{small_disk}/.lock stays behind: Read-only" in capfd.readouterr().err
 
 
 def test_folder_that_vanishes_while_held_stays_away(tmp_path):
     run = tmp_path / "run"
-    with lease(run, "train"):
+    with lock(run, "train"):
         shutil.rmtree(run)
     assert not run.exists()
 
 
-def test_lease_that_somebody_else_has_got_meanwhile_is_not_given_back(tmp_path):
+def test_lock_that_somebody_else_has_got_meanwhile_is_not_given_back(tmp_path):
     other = {**Process.current().to_json(), "host": "node07", "verb": "train", "restart": 0}
-    with lease(tmp_path, "train"):
-        (tmp_path / ".lease").write_text(json.dumps(other))
-    assert json.loads((tmp_path / ".lease").read_text()) == other
+    with lock(tmp_path, "train"):
+        (tmp_path / ".lock").write_text(json.dumps(other))
+    assert json.loads((tmp_path / ".lock").read_text()) == other
 
 
 def test_a_node_that_was_cut_off_is_told_that_the_run_went_on_elsewhere(tmp_path):
     mine = Process.current()
-    with lease(tmp_path, "train"):
+    with lock(tmp_path, "train"):
         check_held(tmp_path, mine)
     check_held(tmp_path, mine)  # nobody, and who comes will wait for us
     held_by_job(tmp_path)

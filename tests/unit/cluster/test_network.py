@@ -9,7 +9,7 @@ import pytest
 
 from forge.cluster import network
 from forge.cluster.network import Setting
-from forge.cluster.placement import Geometry
+from forge.cluster.placement import WorldLayout
 from forge.core.machine import load_machine
 from forge.core.process import hostname
 
@@ -64,7 +64,7 @@ def node(monkeypatch):
 
 def settings(ranks_per_node=2, **keys):
     machine = load_machine(None, {f"fabric.{key}": value for key, value in keys.items()})
-    found = network.rank_settings(machine, Geometry(1, ranks_per_node), "10.0.0.1")
+    found = network.rank_settings(machine, WorldLayout(1, ranks_per_node), "10.0.0.1")
     return [(setting.name, setting.value, setting.reason) for setting in found]
 
 
@@ -96,7 +96,7 @@ def test_interface_of_the_nodes_own_line_wins_over_all(node):
 def test_threads_are_those_that_slurm_gave_a_rank(node):
     node()
     machine = load_machine(None)
-    found = network.rank_settings(machine, Geometry(2, 4), "10.0.0.1", cpus=3)
+    found = network.rank_settings(machine, WorldLayout(2, 4), "10.0.0.1", cpus=3)
     assert ("OMP_NUM_THREADS", "3") in [(s.name, s.value) for s in found]
 
 

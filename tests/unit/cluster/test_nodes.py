@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from forge.cluster import nodes, slurm
-from forge.cluster.nodes import Crew, Trouble
+from forge.cluster.nodes import NodePool, Trouble
 from forge.cluster.placement import Place
 from forge.core.errors import UnfitError
 from forge.core.process import hostname
@@ -26,13 +26,13 @@ CHATTY = ["sh", "-c", f'echo "Welcome to this site"; exec {sys.executable} -m fo
 
 
 @pytest.fixture
-def crew_of(monkeypatch):
-    """crew_of(a=NODE, b=FROZEN): hosts a and b, each answered for by a local process."""
+def pool_of(monkeypatch):
+    """pool_of(a=NODE, b=FROZEN): hosts a and b, each answered for by a local process."""
     monkeypatch.setattr(nodes, "END_SEC", 0.5)
 
     def make(start_sec=10, **commands):
-        monkeypatch.setattr(Crew, "_command", lambda self, host: commands[host])
-        return Crew(Place(tuple(commands)), start_sec=start_sec)
+        monkeypatch.setattr(NodePool, "_command", lambda self, host: commands[host])
+        return NodePool(Place(tuple(commands)), start_sec=start_sec)
 
     return make
 
@@ -42,14 +42,14 @@ def pids(asked):
 
 
 def test_this_host_answers_without_srun():
-    with Crew(Place.here()) as here:
+    with NodePool(Place.here()) as here:
         answers = here.ask("hello", timeout_sec=5)
     assert answers[hostname()]["host"] == hostname()
     assert answers[hostname()]["pid"] != os.getpid()
 
 
-def test_frozen_node_is_named_in_time_and_holds_up_nobody(crew_of):
-    with crew_of(start_sec=4, a=NODE, b=FROZEN) as both:
+def test_frozen_node_is_named_in_time_and_holds_up_nobody(pool_of):
+    with pool_of(start_sec=4, a=NODE, b=FROZEN) as both:
         started = time.monotonic()
         answers = both.ask("hello", timeout_sec=30)
         assert time.monotonic() - started < 5
@@ -57,15 +57,15 @@ def test_frozen_node_is_named_in_time_and_holds_up_nobody(crew_of):
     assert answers["b"] == Trouble("no answer to 'hello' within 4 s")
 
 
-def test_dead_node_is_named_with_its_last_words(crew_of):
-    with crew_of(a=NODE, b=DEAD) as both:
+def test_dead_node_is_named_with_its_last_words(pool_of):
+    with pool_of(a=NODE, b=DEAD) as both:
         answers = both.ask("hello", timeout_sec=5)
     assert answers["a"]["host"] == hostname()
     assert answers["b"].message == "its process ended: no such node"
 
 
-def test_node_that_freezes_later_misses_only_its_own_deadline(crew_of):
-    with crew_of(a=NODE, b=NODE) as both:
+def test_node_that_freezes_later_misses_only_its_own_deadline(pool_of):
+    with pool_of(a=NODE, b=NODE) as both:
         frozen = both.ask("hello", timeout_sec=5)["b"]["pid"]
         os.kill(frozen, signal.SIGSTOP)
         answers = both.ask("hello", timeout_sec=0.5)
@@ -78,10 +78,10 @@ def test_node_that_freezes_later_misses_only_its_own_deadline(crew_of):
         assert both.ask("hello", timeout_sec=5)["b"]["pid"] == frozen
 
 
-def test_error_of_a_node_comes_with_cause_and_fix(crew_of, tmp_path):
+def test_error_of_a_node_comes_with_cause_and_fix(pool_of, tmp_path):
     (tmp_path / f"forge-{os.getuid()}").symlink_to(tmp_path)
     arguments = {"digest": "d", "job": None, "sender": "localhost", "mode": "always"}
-    with crew_of(a=NODE) as one:
+    with pool_of(a=NODE) as one:
         answers = one.ask("look", timeout_sec=5, base=str(tmp_path), shared="/", **arguments)
     assert "planted link" in answers["a"].message
     assert "another user" in answers["a"].cause
@@ -90,57 +90,57 @@ def test_error_of_a_node_comes_with_cause_and_fix(crew_of, tmp_path):
         raise nodes.named(answers, "looking")
 
 
-def test_each_host_gets_its_own_arguments(crew_of, tmp_path):
+def test_each_host_gets_its_own_arguments(pool_of, tmp_path):
     for name in "ab":
         (tmp_path / name / "old").mkdir(parents=True)
-    with crew_of(a=NODE, b=NODE) as both:
+    with pool_of(a=NODE, b=NODE) as both:
         each = {name: {"root": str(tmp_path / name)} for name in "ab"}
         answers = both.ask("forget", timeout_sec=5, hosts=["b"], each=each, names=["old"])
     assert list(answers) == ["b"]
     assert [(tmp_path / name / "old").exists() for name in "ab"] == [True, False]
 
 
-def test_words_of_a_site_are_no_answers(crew_of):
-    with crew_of(a=CHATTY) as one:
+def test_words_of_a_site_are_no_answers(pool_of):
+    with pool_of(a=CHATTY) as one:
         assert one.ask("hello", timeout_sec=5)["a"]["host"] == hostname()
 
 
-def test_bug_in_a_question_ends_the_node_and_shows_its_traceback(crew_of):
-    with crew_of(a=NODE) as one:
+def test_bug_in_a_question_ends_the_node_and_shows_its_traceback(pool_of):
+    with pool_of(a=NODE) as one:
         assert "KeyError: 'nonsense'" in one.ask("nonsense", timeout_sec=5)["a"].message
 
 
-def test_large_question_reaches_a_node_that_reads_slowly(crew_of):
+def test_large_question_reaches_a_node_that_reads_slowly(pool_of):
     slow = ["sh", "-c", f"sleep 0.3; exec {sys.executable} -m forge.node_agent"]
-    with crew_of(a=slow) as one:
+    with pool_of(a=slow) as one:
         names = ["x" * 100] * 5000  # half a megabyte, a pipe holds 64 KiB
         free = one.ask("forget", timeout_sec=10, root="/nowhere", names=names)["a"]
         assert "No such file" in free.message
 
 
-def test_no_process_is_left_whatever_state_it_was_in(crew_of):
-    with crew_of(start_sec=0.5, a=NODE, b=FROZEN, c=DEAD) as three:
+def test_no_process_is_left_whatever_state_it_was_in(pool_of):
+    with pool_of(start_sec=0.5, a=NODE, b=FROZEN, c=DEAD) as three:
         processes = pids(three)
     assert not [pid for pid in processes if psutil.pid_exists(pid)]
 
 
-def test_steps_of_nodes_that_do_not_end_are_cancelled(crew_of, monkeypatch):
+def test_steps_of_nodes_that_do_not_end_are_cancelled(pool_of, monkeypatch):
     cancelled = []
     monkeypatch.setattr(slurm, "cancel_step", lambda job, name: cancelled.append((job, name)))
-    asked = crew_of(start_sec=0.5, a=NODE, b=FROZEN)
+    asked = pool_of(start_sec=0.5, a=NODE, b=FROZEN)
     job = slurm.parse_job("JobId=7 JobState=RUNNING")
     asked.place = Place(asked.place.hosts, job)
     with asked:
         pass
-    assert cancelled == [("7", f"crew-{os.getpid()}")]
+    assert cancelled == [("7", f"pool-{os.getpid()}")]
 
 
 def test_nodes_end_with_a_verb_that_was_killed():
     code = textwrap.dedent("""
         import time
-        from forge.cluster.nodes import Crew
+        from forge.cluster.nodes import NodePool
         from forge.cluster.placement import Place
-        with Crew(Place.here()) as here:
+        with NodePool(Place.here()) as here:
             print(*[a["pid"] for a in here.ask("hello", timeout_sec=5).values()], flush=True)
             time.sleep(60)
     """)

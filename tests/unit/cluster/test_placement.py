@@ -1,4 +1,4 @@
-"""Geometry becomes resources and launch lines in one place, and what cannot work is refused there."""
+"""WorldLayout becomes resources and launch lines in one place, and what cannot work is refused there."""
 
 import re
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge.cluster import placement, slurm
-from forge.cluster.placement import Geometry, Place, allocation_resources, sbatch_options
+from forge.cluster.placement import Place, WorldLayout, allocation_resources, sbatch_options
 from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import load_machine
@@ -32,13 +32,13 @@ def line_of(keys, ranks, place):
 
 
 def test_line_of_one_process_is_as_recorded():
-    assert line_of({}, Geometry(), Place.here()) == [sys.executable, *ENTRY]
+    assert line_of({}, WorldLayout(), Place.here()) == [sys.executable, *ENTRY]
 
 
 @pytest.mark.parametrize(("grace", "shutdown"), [(60, 50), (8, 5)])
 def test_line_of_torchrun_on_this_host_is_as_recorded(grace, shutdown):
     keys = {"launcher": "torchrun", "stop_grace_sec": grace}
-    assert line_of(keys, Geometry(1, 4), Place.here()) == [
+    assert line_of(keys, WorldLayout(1, 4), Place.here()) == [
         *TORCHRUN,
         f"--shutdown-timeout={shutdown}",
         "--standalone",
@@ -47,7 +47,7 @@ def test_line_of_torchrun_on_this_host_is_as_recorded(grace, shutdown):
 
 
 def test_line_of_srun_starts_every_rank_itself():
-    assert line_of({"launcher": "srun"}, Geometry(2, 4), PLACE) == [
+    assert line_of({"launcher": "srun"}, WorldLayout(2, 4), PLACE) == [
         *SRUN,
         "--ntasks=8",
         "--ntasks-per-node=4",
@@ -64,7 +64,7 @@ def test_line_of_srun_starts_every_rank_itself():
 
 
 def test_line_of_torchrun_on_two_nodes_is_one_task_a_node():
-    assert line_of({"launcher": "torchrun"}, Geometry(2, 4), PLACE) == [
+    assert line_of({"launcher": "torchrun"}, WorldLayout(2, 4), PLACE) == [
         *SRUN,
         "--ntasks=2",
         "--ntasks-per-node=1",
@@ -164,20 +164,20 @@ def test_no_nodes_to_leave_out_means_no_exclude():
 
 def test_ranks_of_one_node_need_no_slurm():
     machine = load_machine(None, {"launcher": "torchrun"})
-    assert placement.find_place(machine, Geometry(1, 4)) == Place((hostname(),), None)
+    assert placement.find_place(machine, WorldLayout(1, 4)) == Place((hostname(),), None)
 
 
 def test_srun_outside_of_a_job_is_refused_with_what_to_do(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(UnfitError, match="this shell is in none") as caught:
-        placement.find_place(load_machine(None, {"launcher": "srun"}), Geometry(2, 2))
+        placement.find_place(load_machine(None, {"launcher": "srun"}), WorldLayout(2, 2))
     assert "salloc" in caught.value.fix
 
 
 def test_a_job_with_too_few_nodes_is_refused(monkeypatch):
     monkeypatch.setattr(slurm, "this_job", lambda: JOB)
     with pytest.raises(UnfitError, match="training needs 4"):
-        placement.find_place(load_machine(None, {"launcher": "srun"}), Geometry(4, 2))
+        placement.find_place(load_machine(None, {"launcher": "srun"}), WorldLayout(4, 2))
 
 
 def test_allocation_with_too_few_cores_on_one_node_is_told_as_slurm_gave_it(monkeypatch):
@@ -185,9 +185,9 @@ def test_allocation_with_too_few_cores_on_one_node_is_told_as_slurm_gave_it(monk
     monkeypatch.setattr(slurm, "this_job", lambda: job)
     machine = load_machine(None, {"launcher": "srun"})
     with pytest.raises(UnfitError, match=r"cores: n1 3 \(3 tasks\), n2 1 \(1 tasks\)") as caught:
-        placement.find_place(machine, Geometry(2, 2))
+        placement.find_place(machine, WorldLayout(2, 2))
     assert "--ntasks-per-node=2" in caught.value.fix
-    assert placement.find_place(machine, Geometry(2, 1)).hosts == ("n1", "n2")  # one rank fits
+    assert placement.find_place(machine, WorldLayout(2, 1)).hosts == ("n1", "n2")  # one rank fits
 
 
 @pytest.mark.parametrize(
@@ -225,4 +225,4 @@ def test_every_resource_that_the_executor_reads_is_known():
 def test_batch_must_share_out_among_all_nodes():
     config = Config.model_validate({"run": "base", "train": {"batch_size": 8}})
     with pytest.raises(ConfigError, match="world of 6 ranks"):
-        placement.check_geometry(load_machine(None, {"launcher": "srun"}), Geometry(3, 2), config)
+        placement.check_layout(load_machine(None, {"launcher": "srun"}), WorldLayout(3, 2), config)

@@ -52,7 +52,7 @@ def test_empty_values_count_as_none(monkeypatch):
 
 def test_world_of_another_size_is_refused_with_both_numbers(monkeypatch):
     export(monkeypatch, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    with pytest.raises(ConfigError, match=r"world of 1, the geometry says 2") as caught:
+    with pytest.raises(ConfigError, match=r"world of 1, expected 2") as caught:
         this_rank(2, 2)
     assert "unset RANK" in caught.value.fix
 

@@ -7,7 +7,7 @@ import pytest
 from support import happenings
 
 from forge.cluster import exclude
-from forge.cluster.placement import Geometry, Place
+from forge.cluster.placement import Place, WorldLayout
 from forge.cluster.slurm import Job
 from forge.core import events, json_lines
 from forge.core.checks import Check
@@ -72,7 +72,7 @@ def verb(config, monkeypatch, record=None, ranks=2, **limits):
     monkeypatch.setattr(isolate, "run_ranks", run_ranks)
     keys = {**MODEST, "launcher": "torchrun", "preflight.min_open_files": 0, **limits}
     try:
-        preflight.preflight(config, load_machine(None, keys), Geometry(1, ranks))
+        preflight.preflight(config, load_machine(None, keys), WorldLayout(1, ranks))
     finally:
         assert len(starts) <= 1
     return starts
@@ -142,7 +142,7 @@ def test_ranks_that_do_not_meet_fail_with_where_to_look(
     assert str(paths.logs) in caught.value.fix
 
 
-def test_geometry_that_the_launcher_cannot_give_is_refused_first(config, monkeypatch):
+def test_layout_that_the_launcher_cannot_give_is_refused_first(config, monkeypatch):
     with pytest.raises(ConfigError, match="5 ranks"):
         verb(config, monkeypatch, ranks=5, **{"launcher": "single"})
 
@@ -203,7 +203,7 @@ class Nodes:
 
     def run(self, nodes=4, **limits):
         machine = load_machine(None, {"launcher": "srun", **limits})
-        preflight.preflight(self.config, machine, Geometry(nodes, 1))
+        preflight.preflight(self.config, machine, WorldLayout(nodes, 1))
         return json.loads(RunPaths.of(self.config).preflight_pass.read_text())["nodes"]
 
 
@@ -284,7 +284,7 @@ def test_trouble_that_went_away_is_tried_once_more(nodes):
 def test_many_fit_nodes_share_one_line(capsys, num_nodes, num_lines):
     some = [Node(f"n{n:02}", [Check("data", "ok", "")], {}) for n in range(num_nodes)]
     odd = Node("n99", [Check("clock", "warn", "8 s ahead")], {})
-    found = preflight.Findings(Place(NAMES), Geometry(1), [odd, *some])
+    found = preflight.Findings(Place(NAMES), WorldLayout(1), [odd, *some])
     preflight._tell(found)
     said = capsys.readouterr().err.splitlines()
     lines = [line for line in said if line.startswith("NODE n")]

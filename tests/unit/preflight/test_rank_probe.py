@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from forge.cluster.placement import Geometry
+from forge.cluster.placement import WorldLayout
 from forge.core.checks import Check
 from forge.core.machine import load_machine
 from forge.launch.rank_records import RankRecord
@@ -26,8 +26,8 @@ def checks(ranks=None, nodes=1, **changes):
         **{"ranks": ranks or [rank(0), rank(1)], "backend": "gloo", "interface": "eth7"},
         **{"all_reduce_right": True, "latency_us": 40.2, "bus_gb_per_sec": 3.456, **changes},
     }
-    geometry = Geometry(nodes, len(result["ranks"]) // nodes)
-    found = rank_checks(RankRecord("completed", result=result), geometry, load_machine(None))
+    layout = WorldLayout(nodes, len(result["ranks"]) // nodes)
+    found = rank_checks(RankRecord("completed", result=result), layout, load_machine(None))
     return {check.name: check for check in found}
 
 

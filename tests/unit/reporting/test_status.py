@@ -46,9 +46,9 @@ def train(run, last=40, ago=0.0, job=None):
 
 def hold(run, process=None, verb="train", ago=1000):
     holder = (process or Process.current()).to_json()
-    lease = run.paths.root / ".lease"
-    write_json(lease, {**holder, "verb": verb, "restart": 0})
-    os.utime(lease, (time.time() - ago,) * 2)
+    lock = run.paths.root / ".lock"
+    write_json(lock, {**holder, "verb": verb, "restart": 0})
+    os.utime(lock, (time.time() - ago,) * 2)
 
 
 def dead():
@@ -258,7 +258,7 @@ def test_a_holder_whose_job_has_left_the_queue_is_gone(run):
     assert row(run.paths, None).state == "unknown"  # Slurm was not asked
 
 
-def test_a_requeued_job_waits_though_its_dead_start_left_its_lease(run):
+def test_a_requeued_job_waits_though_its_dead_start_left_its_lock(run):
     train(run, job="17")
     hold(run, elsewhere("17"))
     found = row(run.paths, [queued("PENDING", reason="BeginTime")])

@@ -13,7 +13,7 @@ import pytest
 from support.shards import make
 
 from forge.cluster import slurm
-from forge.cluster.placement import Geometry, Place
+from forge.cluster.placement import Place, WorldLayout
 from forge.core import json_lines
 from forge.core.config import Ids, load_config
 from forge.core.errors import DataError, UnfitError
@@ -46,7 +46,7 @@ def root(tmp_path):
 
 
 def staged(config, machine):
-    return json.loads(stage.stage(config, machine, Geometry()).read_text())
+    return json.loads(stage.stage(config, machine, WorldLayout()).read_text())
 
 
 def folder_of(facts):
@@ -261,8 +261,8 @@ def test_runs_that_stage_at_once_on_one_node_wait_for_each_other(config, machine
         "copy = on_node._copy_file\n"
         "on_node._copy_file = lambda a, b: (time.sleep(0.2), copy(a, b))\n"  # so that both are at it
         "config, machine = ResolvedConfig.model_validate(values[0]), Machine.model_validate(values[1])\n"
-        "from forge.cluster.placement import Geometry\n"
-        "sys.stdin.readline(); stage.stage(config, machine, Geometry())\n"
+        "from forge.cluster.placement import WorldLayout\n"
+        "sys.stdin.readline(); stage.stage(config, machine, WorldLayout())\n"
     )
     children = []
     for run in ("one", "two"):

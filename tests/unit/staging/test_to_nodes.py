@@ -8,7 +8,7 @@ import sys
 import pytest
 from support.shards import make
 
-from forge.cluster.nodes import Crew
+from forge.cluster.nodes import NodePool
 from forge.cluster.placement import Place
 from forge.cluster.slurm import Job
 from forge.core.config import Config
@@ -41,7 +41,7 @@ class Copies:
 @pytest.fixture
 def staged(tmp_path, monkeypatch):
     """staged(keep=True): the record of staging the shards of tmp_path/shards on the node n1."""
-    monkeypatch.setattr(Crew, "_command", lambda *_: [sys.executable, "-m", "forge.node_agent"])
+    monkeypatch.setattr(NodePool, "_command", lambda *_: [sys.executable, "-m", "forge.node_agent"])
     monkeypatch.setattr(to_nodes, "Broadcast", Copies)
     source = make(tmp_path / "shards")
     config = Config(data=str(tmp_path / "data"))
