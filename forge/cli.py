@@ -20,7 +20,7 @@ from forge.core.terminal import copy_to, say
 
 # Imports of the verbs stay inside their functions: `forge --help` answers without torch or pandas.
 
-EXIT_CODES = """exit codes: 0 done · 75 stopped early, a checkpoint is committed, give the command again
+EXIT_CODES = """exit codes: 0 done · 75 stopped early, a checkpoint is committed, rerun the command
 65 bad data · 69 node, network or disk unfit · 70 diverged, or a bug · 78 bad config or command line"""
 
 RUNS = "folders of runs, or their names (default: all runs of the project in this folder)"
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return int(Exit.FAILED)
     except KeyboardInterrupt:
-        say(f"forge {options.verb}: interrupted; give the same command again to go on")
+        say(f"forge {options.verb}: interrupted; rerun the same command to resume")
         return int(Exit.STOPPED)
     return int(Exit.DONE)
 
@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     _workers(of_config("tokenize", _tokenize, "turn the corpus into shards of token ids"))
     _machine(of_config("stage", _stage, "put the shards onto the nodes' own disks"))
     _machine(of_config("preflight", _preflight, "check nodes and ranks before training"))
-    train = of_config("train", _train, "train to the goal, going on from the last checkpoint")
+    train = of_config("train", _train, "train to the goal, resuming from the last checkpoint")
     train.add_argument(
         "--require-checkpoint",
         action="store_true",

@@ -74,7 +74,7 @@ def _prepare(spec: LaunchSpec, rank: Rank) -> None:
         print(*lines, sep="\n", flush=True)
     for setting in settings:
         if not setting.won:
-            terminal.say(f"{setting.name}={setting.value} is yours and stays")
+            terminal.say(f"keeping your exported {setting.name}={setting.value}")
 
 
 def _attempt(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> RankRecord:

@@ -83,7 +83,7 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
     settings: as for `read_config`. main: False for the Snakemake inside a job, which goes on with the
     runs as they were submitted: the config may have been edited while the job was in the queue.
 
-    Raises ForgeError for a bad config or sheet, for a run that cannot go on from its checkpoint, and for
+    Raises ForgeError for a bad config or sheet, for a run that cannot resume from its checkpoint, and for
     a new one that cannot start from its parent's:
     refused here, since Snakemake removes a rule's outputs before it starts the rule.
     """

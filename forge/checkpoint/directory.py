@@ -189,7 +189,7 @@ def begin(paths: RunPaths, step: int, size: int = 0) -> Path:
             f"the checkpoint of step {step} needs {needed / 2**20:,.1f} MiB in {paths.checkpoints},"
             f" {free / 2**20:,.1f} MiB are free",
             cause="the disk is almost full",
-            fix="free space and give the same command again; what was committed before is intact",
+            fix="free space and rerun the same command; what was committed before is intact",
         )
     return folder
 
@@ -322,7 +322,7 @@ def mend_latest(paths: RunPaths) -> Path | None:
             with disk_trouble(link):
                 link.unlink()
         return None
-    say(f"warning: {link} {_trouble(link)}: going on from {there[0].name}")
+    say(f"warning: {link} {_trouble(link)}: using {there[0].name}")
     _point_latest(paths, there[0])
     return there[0]
 
@@ -378,12 +378,12 @@ def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
     if not was_latest:
         following = "latest stays as it is"
     elif followers:
-        following = f"going on from {followers[0].name}"
+        following = f"using {followers[0].name}"
     say(f"warning: it was moved to {place}; {following}")
     return place
 
 
-# --- does this config go on from this checkpoint? --------------------------------------------------
+# --- can this config resume from this checkpoint? --------------------------------------------------
 
 
 def frozen_decay_steps(config: ResolvedConfig, checkpoint: Checkpoint | None) -> int:

@@ -106,7 +106,7 @@ def begin_afresh(paths: RunPaths, refuse: bool, parent_name: str | None = None) 
     lost = [folder.name for folder in there]
     if refuse:
         raise DataError(
-            f"{paths.root} has no checkpoint to go on from"
+            f"{paths.root} has no checkpoint to resume from"
             + (f"; in quarantine: {', '.join(lost)}" if lost else ""),
             cause="all were damaged or removed" if lost else "none was ever committed",
             fix="bring a checkpoint back, or leave out --require-checkpoint to start at step 0",
@@ -187,7 +187,7 @@ def _open_alike(folder: Path, world: World, what: str) -> directory.Checkpoint:
         raise UnfitError(
             f"{found.folder} is not the same checkpoint on all nodes",
             cause="the network file system shows an old state on some of them",
-            fix="give the same command again",
+            fix="rerun the same command",
         )
     return found
 
@@ -200,7 +200,7 @@ def _open(folder: Path) -> directory.Checkpoint:
             time.sleep(0.5)
         if not (folder / MANIFEST).exists():
             raise UnfitError(
-                f"{hostname()} does not see {folder / MANIFEST}, which rank 0 goes on from",
+                f"{hostname()} does not see {folder / MANIFEST}, which rank 0 resumes from",
                 cause="the results are not on a file system that all nodes share",
                 fix="choose another folder for `results`",
             )

@@ -272,12 +272,12 @@ def _write_error(err: CheckpointException, folder: Path) -> ForgeError:
             return UnfitError(
                 f"cannot write checkpoint {folder}: {'; '.join(causes)}",
                 cause=f"no space left on the device: {free_mib:.1f} MiB are free",
-                fix="free space and give the same command again; the last checkpoint is intact",
+                fix="free space and rerun the same command; the last checkpoint is intact",
             )
     return UnfitError(
         f"cannot write checkpoint {folder}: {'; '.join(causes)}",
         cause="the disk is read-only or failing",
-        fix="give the same command again, or choose another folder for `results`; the last"
+        fix="rerun the same command, or choose another folder for `results`; the last"
         " checkpoint is intact",
     )
 

@@ -202,7 +202,7 @@ class _Member:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return Trouble(
-            f"its process ended: {' | '.join(lines[-LAST_LINES:]) or 'without a word'}",
+            f"its process ended: {' | '.join(lines[-LAST_LINES:]) or 'no output'}",
             cause="the node is down, or does not see this Python and the project",
             fix="see that the node is up and sees the project folder (or set stage.project: true)",
         )

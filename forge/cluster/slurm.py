@@ -274,5 +274,5 @@ def silent(trouble: str) -> SlurmSilent:
     return SlurmSilent(
         f"Slurm does not answer: {trouble}",
         cause="its controller is down or restarting, or this node has no Slurm commands",
-        fix="ask `sinfo`; give the same command again when it answers",
+        fix="ask `sinfo`; rerun the same command when it answers",
     )

@@ -278,7 +278,11 @@ def verdict(records: list[RankRecord], spec: LaunchSpec) -> RankRecord:
     orphaned = [r for r in records if r.status == "failed"]
     if lost or orphaned:
         numbers = ", ".join(str(r.rank) for r in lost)
-        gone = f"rank {numbers} of {len(records)} left no word" if lost else "ranks lost each other"
+        gone = (
+            f"rank {numbers} of {len(records)} exited without a record"
+            if lost
+            else "ranks lost each other"
+        )
         seen = f"; rank {orphaned[0].rank} saw: {orphaned[0].message}" if orphaned else ""
         return RankRecord(
             "lost",

@@ -75,7 +75,7 @@ def _left_over(inherited: dict[str, str], problem: str) -> ConfigError:
     return ConfigError(
         f"the environment has {found}, {problem}",
         cause="left over in the shell from another program",
-        fix=f"unset {' '.join(inherited)}, then give the same command again",
+        fix=f"unset {' '.join(inherited)}, then rerun the same command",
     )
 
 

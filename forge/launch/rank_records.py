@@ -138,7 +138,7 @@ class RankRecord:
         for file in (path, _reserve(path)):
             if file.exists() and file.read_text().strip():
                 return cls.read_file(file)
-        return cls("lost", rank, message="it ended without a word")
+        return cls("lost", rank, message="it exited without a record")
 
     @classmethod
     def read_file(cls, path: Path) -> RankRecord:

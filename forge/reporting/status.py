@@ -230,7 +230,7 @@ def _state(
         who = f"its process on {files.lock['host']} cannot be asked from here"
         return "unknown", f"{who}; last sign of life {_ago(files.now - _sign_of_life(files))}"
     if holder == "gone":
-        return "cut off", "its process is gone: give the command again"
+        return "cut off", "its process is gone: rerun the command"
     return _ended(files)
 
 
@@ -324,7 +324,7 @@ def _ended(files: _Files) -> tuple[str, str]:
     last = files.last(*_ENDS, events.Preflight)
     if isinstance(last, events.Preflight) and last.status == "ok":
         last = files.last(*_ENDS)
-    again = "give the command again to go on"
+    again = "rerun the command to resume"
     match last:
         case None:
             return "not started", "nothing has trained yet"
@@ -350,7 +350,7 @@ def _completed(files: _Files) -> tuple[str, str]:
     if files.goal is not None and step is not None and step < files.goal:
         return (
             "stopped",
-            f"step {step} was its goal, now it is {files.goal}: give the command again",
+            f"step {step} was its goal, now it is {files.goal}: rerun the command",
         )
     validation = Validation.read_if_there(files.paths.validation)
     if validation and validation.step == step and validation.status == "invalid":

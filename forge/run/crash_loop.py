@@ -11,7 +11,7 @@ from forge.launch.stop_signal import PERSONS_CAUSES
 
 # After these a person acts, so that what comes next is no repetition.
 _ENDS = (events.Failed, events.Completed)
-_SILENT = "it ended without a word: killed, or its node was lost"
+_SILENT = "it exited without a record: killed, or its node was lost"
 
 
 def refuse_if_stuck(log: Path, step: int, limit: int) -> None:

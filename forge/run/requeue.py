@@ -97,7 +97,7 @@ def requeue(
     events.record(paths.events, events.Requeue(job=job.id, cause=record.cause, step=step))
     if refusal := slurm.requeue(job.id):
         return False, f"Slurm refused to requeue it: {refusal}"
-    say(f"job {job.id} goes back to the queue and will go on from step {step}")
+    say(f"job {job.id} goes back to the queue and will resume from step {step}")
     _wait_for_the_end()
     return True, ""
 

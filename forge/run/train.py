@@ -220,7 +220,7 @@ def _requeue(
     if reason:
         say(f"not sent back to the queue: {reason}")
     if goes_back and record.status == "lost":
-        raise StoppedEarly(f"{record.message}; job {job.id} goes on from step {step}")
+        raise StoppedEarly(f"{record.message}; job {job.id} resumes from step {step}")
 
 
 def _conclude(config: ResolvedConfig, paths: RunPaths, record: RankRecord) -> Path:
@@ -235,14 +235,14 @@ def _conclude(config: ResolvedConfig, paths: RunPaths, record: RankRecord) -> Pa
         raise StoppedEarly(
             f"{config.run} stopped at step {step} of {config.train.max_steps} ({record.cause});"
             f" {_what_is_kept(record, step, first_step)}",
-            fix="give the same command again to go on",
+            fix="rerun the same command to resume",
         )
     _record_failure(config, paths, record)
     if record.status == "lost":
         raise UnfitError(
             f"ranks were lost, and starting them again did not help: {record.message}",
             cause="killed by the system (out of memory?), or a node or the network fails",
-            fix=f"read the ranks' logs in {paths.logs}, then give the same command again",
+            fix=f"read the ranks' logs in {paths.logs}, then rerun the same command",
         )
     raise RankFailure(record, paths.logs)
 

@@ -109,7 +109,7 @@ def _is_there(target: Path, identity: dict[str, Any]) -> bool:
         if not (target / name).is_file() or digest_file(target / name) != digest:
             raise ConfigError(
                 f"{target / name} is missing or has changed since it was exported",
-                fix=f"remove {target} and give the command again, or name another folder with --to",
+                fix=f"remove {target} and rerun the command, or name another folder with --to",
             )
     return True
 
@@ -125,7 +125,7 @@ def _not_pruned(checkpoint: directory.Checkpoint) -> Iterator[None]:
         raise DataError(
             f"{checkpoint.folder} was removed while it was read",
             cause="the run goes on training and keeps only its newest checkpoints",
-            fix="give the command again, or raise train.keep_last",
+            fix="rerun the command, or raise train.keep_last",
         ) from None
 
 

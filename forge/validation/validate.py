@@ -244,7 +244,7 @@ def _conclude(rows: Sequence[Row], paths: RunPaths, fix: bool) -> None:
             f"not examined to the end: {', '.join(unknown)} in {paths.checkpoints}"
             + ("; nothing was moved" if fix else ""),
             cause="the disk or this host failed, which says nothing about the checkpoints",
-            fix="mend it, or copy the run to another disk, and give the same command again",
+            fix="mend it, or copy the run to another disk, and rerun the same command",
         )
     bad = [row for row in rows if row.verdict == "invalid"]
     damaged = [row for row in bad if row.is_damaged]
@@ -289,8 +289,8 @@ def _repair(paths: RunPaths, damaged: Sequence[Row]) -> str:
     done = f"{len(moved)} moved to {paths.quarantine}, `latest` is {left and left.folder.name}; "
     if paths.fit.exists():
         return f"{done}nothing else is left to do: the run is at its goal"
-    start = f"goes on from step {left.step}" if left else "starts at step 0"
-    return f"{done}give the command that trained the run again: it {start}"
+    start = f"resumes from step {left.step}" if left else "starts at step 0"
+    return f"{done}rerun the command that trained the run: it {start}"
 
 
 def _checkpoint_of(path: Path, kind: type[Trained] | type[Validated]) -> str | None:

@@ -175,7 +175,7 @@ def test_damaged_last_checkpoint_is_moved_and_the_run_trains_on_to_the_same_weig
     assert "digests: " in read_json(run.paths.quarantine / LAST / "damage.json")["reasons"][0]
     assert run.paths.latest.resolve().name == BEFORE
     assert not run.paths.fit.exists() and not run.paths.validated.exists()
-    assert "give the command that trained the run again: it goes on from step 195" in outcome.text
+    assert "rerun the command that trained the run: it resumes from step 195" in outcome.text
     trained = run.forge("train", *TWO_RANKS)
     assert trained.code == 0, trained.text
     assert run.weights_digest() == wanted

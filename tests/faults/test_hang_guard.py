@@ -33,7 +33,7 @@ def test_rank_that_is_stopped_is_named_with_the_collective(
     assert ended.code == Exit.DONE, ended.text
     assert ended.seconds < IMPATIENT_SEC + AFTER_FAILURE_SEC + MARGIN_SEC
     [lost] = run.events("lost")
-    assert f"rank {fault.rank} of 2 left no word" in lost["message"]
+    assert f"rank {fault.rank} of 2 exited without a record" in lost["message"]
     assert f"rank {1 - fault.rank} saw: {collective}: " in lost["message"]
     assert lost["message"] in ended.text
     assert run.story() == undisturbed(2)
@@ -46,7 +46,7 @@ def test_rank_that_dies_is_noticed_at_once(runs, undisturbed):
     assert ended.code == Exit.DONE, ended.text
     assert ended.seconds < MARGIN_SEC
     [lost] = run.events("lost")
-    assert "rank 1 of 2 left no word" in lost["message"]
+    assert "rank 1 of 2 exited without a record" in lost["message"]
     assert "all-reduce of gradients in step 8: " in lost["message"] and "by peer" in lost["message"]
     assert "typically" not in lost["message"]  # Gloo's advice to look into logs
     assert run.story() == undisturbed(2)

@@ -115,7 +115,7 @@ def test_bug_gives_70_with_its_traceback(config, monkeypatch, capsys):
 def test_interrupted_verb_says_how_to_go_on(config, monkeypatch, capsys):
     failing(monkeypatch, KeyboardInterrupt())
     assert main(["report", config]) == 75
-    assert "give the same command again" in capsys.readouterr().err
+    assert "rerun the same command" in capsys.readouterr().err
 
 
 def test_verb_that_is_through_gives_0(config, monkeypatch):

@@ -53,7 +53,7 @@ def test_ctrl_c_commits_and_the_same_command_goes_on(long_project, undisturbed):
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does: everyone in the group
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert "Ctrl-C" in output and "give the same command again" in output
+    assert "Ctrl-C" in output and "rerun the same command" in output
     assert not long_project.processes()
     finish(long_project, undisturbed)
 

@@ -89,7 +89,7 @@ def test_changed_science_is_refused_by_key_and_nothing_is_overwritten(shared_pro
 
 
 def test_dangling_latest_does_not_stand_in_the_way(shared_project):
-    """Training goes on from the newest checkpoint that is there, and says so."""
+    """Training resumes from the newest checkpoint that is there, and says so."""
     target = shared_project.path("checkpoints/latest").resolve()
     target.rename(target.with_name("moved"))
     shared_project.write_config(train={"max_steps": 20})

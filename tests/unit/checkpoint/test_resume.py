@@ -122,7 +122,7 @@ def test_training_mends_a_dangling_or_lost_latest_and_says_so(paths, capsys):
     last = save(paths, 20)
     last.folder.rename(paths.root / "moved")
     assert resume.repaired_latest(paths).step == 10
-    assert "which is not there: going on from step-00000010" in capsys.readouterr().err
+    assert "which is not there: using step-00000010" in capsys.readouterr().err
     paths.latest.unlink()
     with pytest.raises(DataError, match="is gone"):
         resume.latest(paths)
@@ -194,7 +194,7 @@ def test_damaged_checkpoint_goes_to_quarantine_and_the_one_before_is_taken(paths
     assert names(paths.quarantine) == {"step-00000020"}
     assert (paths.quarantine / "step-00000020" / "damage.json").is_file()
     said = capsys.readouterr().err
-    assert f"{last.folder} is damaged" in said and "going on from step-00000010" in said
+    assert f"{last.folder} is damaged" in said and "using step-00000010" in said
     assert [e["checkpoint"] for e in json_lines.read(paths.events)] == ["step-00000020"]
 
 
@@ -204,7 +204,7 @@ def test_last_damaged_checkpoint_means_fresh_weights_said_aloud_or_refused(paths
     assert resume.repaired_latest(paths) is None
     assert not paths.latest.is_symlink()
     with pytest.raises(
-        DataError, match="no checkpoint to go on from; in quarantine: step-00000010"
+        DataError, match="no checkpoint to resume from; in quarantine: step-00000010"
     ):
         resume.begin_afresh(paths, refuse=True)
     resume.begin_afresh(paths, refuse=False)
@@ -307,7 +307,7 @@ def test_checkpoint_that_this_node_does_not_see_yet_is_waited_for(tmp_path):
 
 def test_checkpoint_that_a_node_never_sees_is_unfit_and_names_it(tmp_path, monkeypatch):
     monkeypatch.setattr(resume, "NETWORK_CACHE_SEC", 0.0)
-    with pytest.raises(UnfitError, match=f"does not see .*{STEP}.*which rank 0 goes on from"):
+    with pytest.raises(UnfitError, match=f"does not see .*{STEP}.*which rank 0 resumes from"):
         resume._open(tmp_path / STEP)
 
 

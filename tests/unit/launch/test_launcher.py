@@ -32,7 +32,7 @@ def bad(rank, code):
 
 
 def lost(rank):
-    return RankRecord("lost", rank, message="it ended without a word")
+    return RankRecord("lost", rank, message="it exited without a record")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,9 @@ def test_verdict_over_all_ranks(tmp_path, records, status, rank, code):
 
 def test_lost_ranks_are_named_with_what_the_others_saw(tmp_path):
     found = launcher.verdict([PEER, lost(1), lost(3)], spec_of(tmp_path))
-    assert found.message == ("rank 1, 3 of 3 left no word; rank 0 saw: connection closed by peer")
+    assert found.message == (
+        "rank 1, 3 of 3 exited without a record; rank 0 saw: connection closed by peer"
+    )
     assert found.lost == (1, 3)
 
 

@@ -42,7 +42,7 @@ def test_rank_without_a_record_is_lost_and_records_survive_the_file(tmp_path):
     spec.write(spec.path)
     for record in (first, last):
         record.write(spec)
-    lost = RankRecord("lost", 1, message="it ended without a word")
+    lost = RankRecord("lost", 1, message="it exited without a record")
     assert [RankRecord.read(spec, rank) for rank in range(3)] == [first, lost, last]
     assert sorted(rank_records.written(spec), key=lambda record: record.rank) == [first, last]
 

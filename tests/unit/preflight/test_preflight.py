@@ -128,8 +128,8 @@ def test_failure_takes_back_an_earlier_pass(config, paths, monkeypatch):
     ("record", "message"),
     [
         (
-            RankRecord("lost", message="rank 1 of 2 left no word"),
-            "rendezvous: rank 1 of 2 left no word",
+            RankRecord("lost", message="rank 1 of 2 exited without a record"),
+            "rendezvous: rank 1 of 2 exited without a record",
         ),
         (RankRecord("failed", 1, 69, message="no route to host"), "rendezvous: no route to host"),
     ],
@@ -319,6 +319,6 @@ def test_ranks_are_checked_again_where_anything_may_have_changed(nodes, paths, c
     if change == "versions":
         nodes.versions = {"python": "3.11", "torch": "2.14"}
     if change == "lost rank":
-        events.record(paths.events, happenings.lost("rank 1 of 2 left no word"))
+        events.record(paths.events, happenings.lost("rank 1 of 2 exited without a record"))
     nodes.run()
     assert len(nodes.probed) == 2

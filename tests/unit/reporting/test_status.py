@@ -137,7 +137,7 @@ def test_a_run_whose_process_died_is_cut_off(run):
     hold(run, dead())
     found = row(run.paths, None)
     assert found.state == "cut off"
-    assert found.now == "its process is gone: give the command again"
+    assert found.now == "its process is gone: rerun the command"
 
 
 def test_a_process_that_cannot_be_asked_is_not_called_dead(run):
@@ -156,7 +156,7 @@ def test_a_run_that_never_began_has_not_started(run):
 def test_a_stop_says_its_cause_and_how_to_go_on(run):
     train(run)
     run.event(happenings.stop("SIGTERM", 40))
-    assert row(run.paths, None).now == "SIGTERM: give the command again to go on"
+    assert row(run.paths, None).now == "SIGTERM: rerun the command to resume"
     run.paths.stop.touch()
     found = row(run.paths, None)
     assert found.state == "stopped" and f"rm {run.paths.stop}" in found.now

@@ -11,7 +11,7 @@ from forge.launch.rank_records import RankRecord
 from forge.run import requeue, train
 
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)
-LOST = RankRecord("lost", code=69, cause="peer lost", message="rank 1 of 2 left no word")
+LOST = RankRecord("lost", code=69, cause="peer lost", message="rank 1 of 2 exited without a record")
 
 
 @pytest.fixture
@@ -21,7 +21,9 @@ def paths(tmp_path):
 
 def test_lost_ranks_of_a_job_that_will_be_back_are_no_end_for_the_progress_gate(paths, monkeypatch):
     monkeypatch.setattr(requeue, "requeue", lambda *_, **__: (True, ""))
-    with pytest.raises(train.StoppedEarly, match="left no word; job 42 goes on from step 0"):
+    with pytest.raises(
+        train.StoppedEarly, match="exited without a record; job 42 resumes from step 0"
+    ):
         train._requeue(LOST, paths, JOB, load_machine(None))
     assert events.read(paths.events) == []
 
