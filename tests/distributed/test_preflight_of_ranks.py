@@ -8,6 +8,8 @@ import pandas as pd
 from support.live_run import TWO_RANKS, living
 
 from forge.core.files import read_json
+from forge.core.process import hostname
+from forge.core.records import PreflightPass
 
 
 def test_two_fit_ranks_pass_and_json_and_table_say_the_same(runs):
@@ -16,7 +18,7 @@ def test_two_fit_ranks_pass_and_json_and_table_say_the_same(runs):
     assert outcome.code == 0, outcome.text
     assert "NODE " in outcome.text
     assert "RANKS world of 2" in outcome.text
-    assert read_json(run.paths.preflight_pass)["status"] == "ok"
+    assert PreflightPass.read(run.paths.preflight_pass).nodes == [hostname()]
 
     summary = read_json(run.paths.preflight)
     assert summary["status"] == "ok"
