@@ -2,6 +2,8 @@
 
 - `{data}/packs/{name}/000.tar`, `001.tar`, …: each complete, so that a node unpacks one while the
   next ones are sent (`.tar.zst` where compressed)
+- with `tree`: `000.tar` has all directories and no file, to be unpacked before the others, and
+  SHA256SUMS the digests of the tar files
 - `pack.json`: the size of every tar file, and of all files in them
 """
 
@@ -15,7 +17,7 @@ import tarfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import psutil
 
@@ -31,6 +33,7 @@ MAX_PART_BYTES = 256 * 2**20  # more than that waits too long for the first unpa
 ABANDONED_SEC = 24 * 3600
 COPY_BYTES = 2**22
 SUMS = "SHA256SUMS"
+DIRECTORIES = "000.tar"
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,12 @@ class Pack:
 
 
 def make_pack(
-    folder: Path, members: Sequence[Member], *, compress: bool = False, sums: bool = False
+    folder: Path, members: Sequence[Member], *, compress: bool = False, tree: bool = False
 ) -> Pack:
     """Pack the files into `folder`, or give the pack that is there.
 
-    compress: zstd, level 1. sums: also write SHA256SUMS of the parts, for nodes without our Python.
+    compress: zstd, level 1. tree: names have directories, and nodes without our Python unpack several
+    parts at once with tar; adds the part with the directories, and SHA256SUMS of the parts.
     Runs that pack the same at once each write their own; the first one to finish wins. Raises
     UnfitError for a full disk.
     """
@@ -83,8 +87,10 @@ def make_pack(
         _remove_abandoned(folder.parent)
         temporary.mkdir(parents=True)
         try:
-            _write_parts(temporary, members, compress)
-            if sums:
+            if tree:
+                _write_directories(temporary / DIRECTORIES, members)
+            _write_parts(temporary, members, compress, first=int(tree))
+            if tree:
                 _write_sums(temporary)
             sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
             content = sum(member.num_bytes for member in members)
@@ -109,12 +115,24 @@ def _remove_abandoned(parent: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_parts(folder: Path, members: Sequence[Member], compress: bool) -> None:
+def _write_directories(path: Path, members: Sequence[Member]) -> None:
+    """Every directory above a member. Where two GNU tars make the same one at the same moment, one of
+    them ends with "Cannot open: No such file or directory" (1.34, src/extract.c: maybe_recoverable
+    gives up where it has not made the directory itself)."""
+    above = {parent for member in members for parent in PurePosixPath(member.name).parents}
+    with _tar(path, compress=False) as tar:
+        for name in sorted(map(str, above - {PurePosixPath()})):
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+            tar.addfile(entry)
+
+
+def _write_parts(folder: Path, members: Sequence[Member], compress: bool, *, first: int) -> None:
     total = sum(member.num_bytes for member in members)
     size = min(max(total // (2 * PARALLEL_PARTS), MIN_PART_BYTES), MAX_PART_BYTES)
     done = 0
     with progress("pack", total / 2**20, "MiB") as report:
-        for number, group in enumerate(_groups(members, size)):
+        for number, group in enumerate(_groups(members, size), start=first):
             path = folder / (f"{number:03d}.tar" + ".zst" * compress)
             with _tar(path, compress) as tar:
                 for member in group:

@@ -26,7 +26,7 @@ from forge.core.errors import ConfigError, UnfitError
 from forge.core.files import short_id
 from forge.core.machine import Machine, Stage
 from forge.core.terminal import say
-from forge.staging.archive import SUMS, Member, Pack, make_pack
+from forge.staging.archive import DIRECTORIES, SUMS, Member, Pack, make_pack
 from forge.staging.on_node import SPARE_BYTES, link_mbit
 from forge.staging.sbcast import COMPRESS_PROGRAMS_BELOW, Broadcast, Broken, is_slower
 
@@ -55,6 +55,7 @@ BEGIN = r"""rm -rf "$1" && mkdir -p "$1/parts" """
 # $1: the folder with the parts. $2: its name in the end. $3: the folder of the staged Python, or "".
 UNPACK = rf"""
 cd "$1/parts" && sha256sum --check --quiet {SUMS} && rm {SUMS} || exit 1
+tar -C .. --no-same-owner -xf {DIRECTORIES} && rm {DIRECTORIES} || exit 1
 ls | xargs -P 4 -I PART sh -c 'tar -C .. --no-same-owner -xf PART && rm PART' || exit 1
 cd .. && rmdir parts || exit 1
 """
@@ -112,7 +113,7 @@ def _put(
         content = sum(member.num_bytes for member in members)
         _require_space({host: int(found[host][1]) * 1024 for host in lacking}, root, 2 * content)
         started = time.monotonic()
-        pack = make_pack(packs / digest, members, sums=True)
+        pack = make_pack(packs / digest, members, tree=True)
         temporary = _send(place.only(lacking), pack, root)
         arguments = [temporary, f"{root}/{name}", python]
         _on_each(

@@ -1,6 +1,7 @@
 """A pack must hold every byte, be made once, and never be taken for whole when it is not."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -8,7 +9,7 @@ import tarfile
 import pytest
 
 from forge.core.process import hostname
-from forge.staging import archive, on_node
+from forge.staging import archive, environment, on_node
 from forge.staging.archive import Member, Pack, make_pack
 
 
@@ -92,12 +93,34 @@ def test_leftovers_of_killed_commands_are_removed_and_those_of_living_ones_stay(
 
 
 def test_sums_are_what_sha256sum_checks(tmp_path, members, small_parts):
-    pack = make_pack(tmp_path / "packs" / "abc", members, sums=True)
+    pack = make_pack(tmp_path / "packs" / "abc", members, tree=True)
     check = ["sha256sum", "--check", "--quiet", archive.SUMS]
     assert subprocess.run(check, cwd=pack.folder, check=False).returncode == 0
     (pack.folder / "001.tar").write_bytes(b"x")
     done = subprocess.run(check, cwd=pack.folder, check=False, capture_output=True, text=True)
     assert (done.returncode, "001.tar: FAILED" in done.stdout) == (1, True)
+
+
+def test_parts_of_one_tree_are_unpacked_by_the_shell_at_once(tmp_path, monkeypatch):
+    """Each directory has a file in each of four parts: every tar wants to make every directory."""
+    file = tmp_path / "file"
+    file.write_bytes(bytes(100))
+    names = [f"env/{number}/lib/{part}" for part in range(4) for number in range(60)]
+    monkeypatch.setattr(archive, "MIN_PART_BYTES", 60 * 100)
+    pack = make_pack(tmp_path / "packs" / "abc", [Member(file, n, 100) for n in names], tree=True)
+    assert len(pack.parts) == 1 + 4 + 1  # directories, files, sums
+    for attempt in range(3):
+        arrived = tmp_path / f"node-{attempt}"
+        shutil.copytree(pack.folder, arrived / "parts", ignore=lambda *_: ["pack.json"])
+        done = subprocess.run(
+            ["sh", "-c", environment.UNPACK, "sh", arrived],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        found = [str(p.relative_to(arrived)) for p in arrived.rglob("*") if p.is_file()]
+        assert sorted(found) == sorted(names)
 
 
 def test_part_that_reaches_out_of_its_folder_is_refused(tmp_path):
