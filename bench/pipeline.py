@@ -20,7 +20,7 @@ from tests.slurm.job_run import write_science
 from tests.slurm.project import Project
 from tools.slurm_cluster.cluster import base_folder, why_not
 from tools.slurm_cluster.settings import Settings
-from tools.slurm_cluster.sharing import shared_cluster
+from tools.slurm_cluster.temporary import temporary_cluster
 
 ROUNDS = 3
 # What a person would write: one job, the same verbs one after the other, two ranks on two nodes.
@@ -46,7 +46,7 @@ def main() -> None:
     if reason := why_not():
         print(f"skipped: {reason}")
         return
-    with shared_cluster(base_folder(), f"bench-{os.getpid()}", Settings(nodes=4)) as cluster:
+    with temporary_cluster(base_folder(), f"bench-{os.getpid()}", Settings(nodes=4)) as cluster:
         config = write_science(cluster.folder / "science")
         rounds = 1 if options.quick else ROUNDS
         rows = [measure(cluster, config, number) for number in range(rounds)]

@@ -48,12 +48,12 @@ def main() -> None:
         return
     from tools.slurm_cluster.cluster import base_folder, why_not
     from tools.slurm_cluster.settings import Settings
-    from tools.slurm_cluster.sharing import shared_cluster
+    from tools.slurm_cluster.temporary import temporary_cluster
 
     if reason := why_not():
         print(f"skipped: {reason}")
         return
-    with shared_cluster(base_folder(), f"bench-{os.getpid()}", Settings(nodes=NODES)) as cluster:
+    with temporary_cluster(base_folder(), f"bench-{os.getpid()}", Settings(nodes=NODES)) as cluster:
         measure(cluster, 32 if options.quick else 256)
 
 

@@ -111,7 +111,7 @@ class Tokenizer(Section):
             if self.source == source and not getattr(self, source):
                 raise ValueError(f"source is {source!r}, so {source} must be given")
         if self.hub and not re.fullmatch(r"[\w.-]+/[\w.-]+@[\w./-]+", self.hub):
-            raise ValueError(f"hub is {self.hub!r}; it must look like owner/name@revision")
+            raise ValueError(f"hub is {shown(self.hub)}; it must look like owner/name@revision")
         return self
 
 
@@ -298,7 +298,9 @@ class Config(Section):
     def _plain_folder(cls, folder: str) -> str:
         # Snakemake reads braces as wildcards.
         if re.search(r"[{}\n]", folder):
-            raise ValueError(f"{folder!r} has braces or line breaks, which file names here cannot")
+            raise ValueError(
+                f"{shown(folder)} has braces or line breaks, which file names here cannot"
+            )
         return folder.rstrip("/") or "/"
 
     @field_validator("parent")
@@ -342,7 +344,7 @@ def parse_override(argument: str) -> tuple[str, Any]:
     match = re.fullmatch(r"--([A-Za-z_][\w.]*)=(.*)", argument, re.DOTALL)
     if not match:
         raise ConfigError(
-            f"cannot read {argument!r}",
+            f"cannot read {shown(argument)}",
             fix="overrides look like --train.max_steps=1000; `forge VERB --help` lists the options",
         )
     return match[1], read_cell(match[2])

@@ -10,8 +10,8 @@ import contextlib
 import os
 import shutil
 import subprocess
+import uuid
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import yaml
 from tools.slurm_cluster.cluster import Cluster, base_folder, why_not
 from tools.slurm_cluster.machines import ClusterError
 from tools.slurm_cluster.settings import Settings
-from tools.slurm_cluster.sharing import own_nodes, shared_cluster, turn
+from tools.slurm_cluster.temporary import temporary_cluster
 
 from .job_run import JobRun, Undisturbed, write_science
 from .project import Project
@@ -31,7 +31,7 @@ LOG = "machines/ctl/slurmctld.log"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test's time limit is for the test: how long it waits for its turn depends on others."""
+    """A test's time limit is for the test: fixtures start and repair the cluster in their own time."""
     for item in items:
         if HERE in item.path.parents and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(300, func_only=True))
@@ -57,47 +57,46 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture(scope="session")
-def cluster_of_this_run() -> Iterator[Cluster]:
-    """The one cluster of all processes of this pytest run."""
+def cluster_of_this_process() -> Iterator[Cluster]:
+    """A cluster that the tests of this process have for themselves, one after the other."""
     wish = os.environ.get("FORGE_TEST_SLURM", "")
     if wish == "skip":
         pytest.skip("FORGE_TEST_SLURM=skip")
     if reason := why_not():
         (pytest.fail if wish == "required" else pytest.skip)(reason)
-    run_id = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
     nodes = int(os.environ.get("FORGE_TEST_SLURM_NODES") or 6)
     # A busy machine needs its time to save and to call scontrol before a preempted job is killed.
     settings = Settings(nodes=nodes, grace_sec=30)
-    with shared_cluster(base_folder(), run_id, settings) as cluster:
+    with temporary_cluster(base_folder(), uuid.uuid4().hex, settings) as cluster:
         yield cluster
 
 
 @pytest.fixture
-def cluster(cluster_of_this_run: Cluster, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """The cluster, for a test that leaves the controller and other tests' nodes alone."""
-    alone = "whole_cluster" in request.fixturenames
-    with turn(cluster_of_this_run, alone=alone):
-        yield cluster_of_this_run
-        cluster_of_this_run.kill_started()
+def cluster(cluster_of_this_process: Cluster) -> Iterator[Cluster]:
+    """The cluster, for a test that leaves the controller alone and breaks only what `nodes` gave."""
+    yield cluster_of_this_process
+    cluster_of_this_process.kill_started()
 
 
 @pytest.fixture
 def whole_cluster(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster while no other test uses it. Everything is repaired afterwards."""
+    """The cluster, all of which a test may break. Everything is repaired afterwards."""
     yield cluster
     cluster.repair_all()
 
 
 @pytest.fixture
-def nodes(cluster: Cluster) -> Iterator[Callable[[int], list[str]]]:
-    """nodes(2): names of two nodes that no other test has; to be asked for once, in one call.
-    A test that runs jobs names its nodes to Slurm, and may break them: they are repaired."""
-    with ExitStack() as held:
+def nodes(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Callable[[int], list[str]]]:
+    """nodes(2): names of two nodes, which the test may break: they are repaired afterwards."""
+    taken: list[str] = []
 
-        def take(count: int) -> list[str]:
-            return held.enter_context(own_nodes(cluster, count))
+    def take(count: int) -> list[str]:
+        taken.extend(cluster.nodes[:count])
+        return list(taken)
 
-        yield take
+    yield take
+    if taken and "whole_cluster" not in request.fixturenames:  # which repairs everything
+        cluster.repair(taken)
 
 
 @pytest.fixture
@@ -111,10 +110,9 @@ def shared_folder(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[
 
 
 @pytest.fixture(scope="session")
-def science(cluster_of_this_run: Cluster) -> Path:
+def science(cluster_of_this_process: Cluster) -> Path:
     """The config of a tiny training, its corpus and shards, where all machines see them."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
-    return write_science(cluster_of_this_run.folder / "science" / worker)
+    return write_science(cluster_of_this_process.folder / "science")
 
 
 @pytest.fixture(scope="session")

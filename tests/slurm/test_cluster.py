@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ import pytest
 from tools.slurm_cluster.cluster import REPOSITORY, Cluster
 from tools.slurm_cluster.machines import wait_until
 from tools.slurm_cluster.settings import Settings, slurm_conf
-from tools.slurm_cluster.sharing import _remove_dead_runs, locked, own_nodes, turn
+from tools.slurm_cluster.temporary import _remove_dead, locked
 
 Nodes = Callable[[int], list[str]]
 
@@ -219,58 +217,11 @@ def test_configuration_changes_and_goes_back(whole_cluster: Cluster) -> None:
 # ------------------------------------------------------------------ no cluster needed
 
 
-class Idle(Cluster):
-    """A cluster that was never started, and needs no repair."""
-
-    def repair(self, nodes: object) -> None:
-        pass
-
-
-def test_two_tests_never_have_the_same_node(tmp_path: Path) -> None:
-    cluster = Idle(tmp_path, Settings(nodes=5))
-    with own_nodes(cluster, 2) as mine, own_nodes(cluster, 3) as yours:
-        assert sorted(mine + yours) == cluster.nodes
-    with own_nodes(cluster, 5) as everything:
-        assert everything == cluster.nodes
-
-
-def test_who_waits_to_be_alone_is_not_overtaken(tmp_path: Path) -> None:
-    cluster = Idle(tmp_path)
-    order: list[str] = []
-
-    def visit(name: str, alone: bool) -> None:
-        with turn(cluster, alone=alone):
-            order.append(name)
-
-    threads = [threading.Thread(target=visit, args=("alone", True))]
-    with turn(cluster, alone=False):
-        threads[0].start()
-        turnstile_is_held(tmp_path / "turnstile.lock")
-        threads.append(threading.Thread(target=visit, args=("late", False)))
-        threads[1].start()
-    for thread in threads:
-        thread.join(10)
-    assert order == ["alone", "late"]
-
-
-def turnstile_is_held(path: Path) -> None:
-    end = time.monotonic() + 10
-    while time.monotonic() < end:
-        try:
-            with locked(path, patience=0):
-                pass
-        except TimeoutError:
-            return
-        time.sleep(0.02)
-    raise AssertionError("nobody waits to be alone")
-
-
-def test_only_clusters_of_dead_runs_are_removed(tmp_path: Path) -> None:
+def test_only_clusters_of_dead_processes_are_removed(tmp_path: Path) -> None:
     for run in ("dead", "alive"):
         (tmp_path / f"tests-{run}").mkdir()
-    with ExitStack() as member:
-        member.enter_context(locked(tmp_path / "tests-alive/members.lock", shared=True))
-        _remove_dead_runs(tmp_path)
+    with locked(tmp_path / "tests-alive/members.lock"):
+        _remove_dead(tmp_path)
         assert [folder.name for folder in tmp_path.iterdir()] == ["tests-alive"]
 
 

@@ -18,13 +18,13 @@ ANSWERS = {
 }
 
 
-@pytest.fixture
-def submitted(project, tmp_path):
+@pytest.fixture(scope="module")
+def submitted(shared_project):
     """submitted(profile): the arguments of sbatch for the run's allocation."""
-    project.write_config()
+    project = shared_project
     code, output = project.snakemake("--until", "tokenize")
     assert code == 0, output
-    bin_folder = tmp_path / "bin"
+    bin_folder, line_file = project.root / "bin", project.root / "line"
     bin_folder.mkdir()
     scripts = {name: f"#!/bin/sh\nprintf '{answer}\\n'\n" for name, answer in ANSWERS.items()}
     for name, text in {**scripts, "sbatch": SBATCH}.items():
@@ -37,11 +37,11 @@ def submitted(project, tmp_path):
         environment = project.environment
         environment |= {
             "PATH": f"{bin_folder}:{environment['PATH']}",
-            "SBATCH_LINE": str(tmp_path / "line"),
+            "SBATCH_LINE": str(line_file),
         }
-        line = [sys.executable, "-m", "snakemake", "--profile", f"profiles/{profile}", "train"]
+        command = [sys.executable, "-m", "snakemake", "--profile", f"profiles/{profile}", "train"]
         done = subprocess.run(
-            line,
+            command,
             cwd=project.root,
             env=environment,
             check=False,
@@ -50,8 +50,10 @@ def submitted(project, tmp_path):
             timeout=100,
         )
         assert done.returncode != 0
-        assert (tmp_path / "line").exists(), done.stdout + done.stderr
-        return own((tmp_path / "line").read_text().splitlines())
+        assert line_file.exists(), done.stdout + done.stderr
+        line = own(line_file.read_text().splitlines())
+        line_file.unlink()
+        return line
 
     return words
 

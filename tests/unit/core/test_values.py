@@ -233,6 +233,7 @@ KEYS = [
 ]
 
 
+@example("tokenizer.hub", "9" * 5000)
 @given(
     st.sampled_from(KEYS), TEXTS | st.sampled_from([*WORDS, "9" * 5000, "1e308", "-0", "{a: b}"])
 )
