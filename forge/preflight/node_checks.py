@@ -216,7 +216,7 @@ def _cores(ranks: int) -> Check:
     cores = network.available_cores()
     message = f"{cores} cores for {ranks} ranks"
     if cores < ranks:
-        return Check("cores", "warn", message, "use fewer ranks: these share cores and run slower")
+        return Check("cores", "warn", message, "use fewer ranks: they share cores and run slower")
     return Check("cores", "ok", message)
 
 
