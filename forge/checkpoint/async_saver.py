@@ -22,41 +22,41 @@ from forge.core.paths import RunPaths, checkpoint_name
 from forge.core.terminal import say
 from forge.launch.process_group import Background, World
 
-# Weight 110 against training's 1024 (man 7 sched). A higher one makes saves longer and costs as much: a
-# thread that waits for a core may hold Python's lock.
-BESIDE_NICE = 10
+# Niceness of the writer thread: weight 110 against training's 1024 (man 7 sched). A higher one makes
+# saves longer and costs training as much: a thread that waits for a core may hold Python's GIL.
+WRITER_NICE = 10
 # The copy must leave memory for what training itself allocates meanwhile.
 MEMORY_MARGIN = 1.25
 
 
 @dataclass
 class Save:
-    """One save, under way or ended; seconds."""
+    """One save, in progress or finished. Times in seconds."""
 
     step: int
-    size: int  # bytes of the whole state, on all ranks together
+    size: int  # bytes of the state, over all ranks
     started: float
-    stall: float = 0.0  # for which training stood still
+    stall: float = 0.0  # time for which training waited
     seconds: float | None = None  # from start to commit
     checkpoint: directory.Checkpoint | None = None
     work: Background[directory.Checkpoint] | None = field(default=None, repr=False)
 
 
 class Saver:
-    """One rank's part in saving; at most one save is under way.
+    """Saves one rank's part of the state; at most one save is in progress.
 
-    All ranks call `start` and `finish` at the same steps. The thread has collectives of its own, so
-    that they never meet those of training.
+    All ranks call `start` and `finish` at the same steps. The writer thread has a process group of
+    its own, so that its collectives never mix with those of training.
     """
 
     def __init__(
         self, world: World, paths: RunPaths, *, async_save: bool, before_commit: Callable[[], None]
     ) -> None:
-        """async_save: copy the state and let training go on. before_commit: called on rank 0 when all is
-        written; what it raises ends the save."""
-        self.world, self.aside, self.paths = world, world.beside(), paths
+        """async_save: copy the state, so that training continues while the copy is written.
+        before_commit: called on rank 0 once all files are written; an exception fails the save."""
+        self.world, self.writer_world, self.paths = world, world.beside(), paths
         self.async_save, self.before_commit = async_save, before_commit
-        self.under_way: Save | None = None
+        self.in_progress: Save | None = None
         gpu = world.device.type == "cuda"
         self._stager = DefaultStager(
             StagingOptions(
@@ -77,12 +77,12 @@ class Saver:
         keep_every: int | None = None,
         last: bool = False,
     ) -> Save:
-        """Begin to save this state; the one before must be finished.
+        """Begin to save this state; the previous save must be finished.
 
         manifest: without files, which are known once they are written. last: nothing changes the
-        state any more, so it needs no copy.
+        state any more, so no copy is made.
         """
-        assert self.under_way is None
+        assert self.in_progress is None
         save = Save(manifest.step, storage.state_bytes(state), time.perf_counter())
         live = last or not self._has_room(state)
         if not live:
@@ -92,31 +92,31 @@ class Saver:
 
         def work() -> directory.Checkpoint:
             if not live:
-                # Training comes first where cores are short. Threads of this one inherit it.
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BESIDE_NICE)
+                # Training has priority where cores are short. Threads started here inherit this.
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICE)
             written = self._write(state, manifest, keep_last, keep_every, save.size)
             save.seconds = time.perf_counter() - save.started
             return written
 
         save.work = Background(work, f"save-{save.step}")
-        self.under_way = save
+        self.in_progress = save
         if live and not last:
             self._wait(save)
         save.stall = time.perf_counter() - save.started
         return save
 
     def is_done(self) -> bool:
-        """Whether this rank's part of a save has ended and waits for `finish`."""
-        save = self.under_way
+        """Whether this rank's part of a save is written and waits for `finish`."""
+        save = self.in_progress
         return save is not None and save.work is not None and save.work.is_done
 
     def finish(self) -> Save | None:
-        """Wait for the save under way on all ranks; None if there is none.
+        """Wait until the save in progress is committed; None if there is none.
 
-        Raises, on the ranks that failed, why: UnfitError (disk), TrainingError (not finite); on the
-        others PeerFailed.
+        Raises UnfitError (disk) or TrainingError (state not finite) on the ranks that failed, PeerFailed
+        on the others.
         """
-        save, self.under_way = self.under_way, None
+        save, self.in_progress = self.in_progress, None
         if save is None:
             return None
         before = time.perf_counter()
@@ -125,19 +125,19 @@ class Saver:
         return save
 
     def drain(self, timeout_sec: float) -> None:
-        """Give this rank's thread time to end, on the way out after an error; no collective of ours.
+        """Wait for this rank's writer thread before the process exits with an error.
 
-        Where all ranks live, and do the same, the save is committed.
+        Without a collective in the main thread. If every rank does the same, the save is committed.
         """
-        if self.under_way is not None and self.under_way.work is not None:
-            self.under_way.work.join(timeout_sec)
+        if self.in_progress is not None and self.in_progress.work is not None:
+            self.in_progress.work.join(timeout_sec)
 
     def _wait(self, save: Save) -> directory.Checkpoint:
         assert save.work
         return self.world.wait_for(save.work, f"wait for the save of step {save.step}")
 
     def _has_room(self, state: dict[str, Any]) -> bool:
-        """Whether every rank has memory for a copy, which is kept once it is made."""
+        """Whether every rank has memory for a copy. Asked once: the copy's memory is used again."""
         if not self.async_save or self._has_copied:
             return self.async_save
         short = self.world.gather([float(not self._has_own_room(state))], "room for a copy")
@@ -163,17 +163,18 @@ class Saver:
         keep_every: int | None,
         size: int,
     ) -> directory.Checkpoint:
-        """Write and commit; on every rank, in the thread. The checkpoint."""
-        if self.world.device.type == "cuda":
-            torch.cuda.set_device(self.world.device)  # a thread begins with the first one
+        """Write and commit the state. The writer thread of every rank calls it."""
+        world = self.writer_world
+        if world.device.type == "cuda":
+            torch.cuda.set_device(world.device)  # a new thread starts with device 0
         step = manifest.step
-        self.aside.together(lambda: _refuse_non_finite(state, step), "check of numbers")
-        self.aside.on_main(lambda: directory.begin(self.paths, step, size), "begin of the save")
+        world.together(lambda: _refuse_non_finite(state, step), "check of numbers")
+        world.on_main(lambda: directory.begin(self.paths, step, size), "begin of the save")
         folder = directory.temporary_folder(self.paths, step)
         try:
-            files = storage.write_state(state, folder, self.aside)
+            files = storage.write_state(state, folder, world)
         except UnfitError:
-            if self.world.rank.is_main:  # else a full disk would stay full
+            if world.rank.is_main:  # else a full disk would stay full
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         complete = manifest.with_files(files).sealed()
@@ -182,14 +183,14 @@ class Saver:
             self.before_commit()
             directory.commit(self.paths, folder, complete, keep_last, keep_every)
 
-        self.aside.on_main(commit, "commit")
+        world.on_main(commit, "commit")
         return directory.Checkpoint(self.paths.checkpoints / checkpoint_name(step), complete)
 
 
 def _refuse_non_finite(state: dict[str, Any], step: int) -> None:
     if not storage.is_finite(state):
         raise TrainingError(
-            f"step {step}: weights or moments are not finite; no checkpoint of them was committed",
+            f"step {step}: weights or optimizer state are not finite; this step was not committed",
             cause="a learning rate too high, or broken data",
             fix="start a new run with parent: RUN@STEP, an earlier checkpoint of this one, and a lower"
             " train.lr (config/README.md)",

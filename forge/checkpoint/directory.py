@@ -2,9 +2,9 @@
 
 A checkpoint is a directory `step-00000100` with the files of torch.distributed.checkpoint and a
 `checkpoint.json` that lists each file with its digest. It is written under a temporary name. The
-commit has three steps: a file next to `latest` names the new target, the directory is renamed,
-`latest` is swapped. If a crash interrupts the commit after the first step, the next start completes
-it (`finish_commit`). A committed directory is never modified; a corrupt one is moved to
+commit has three steps: a link next to `latest` points to the new target, the directory is renamed,
+`latest` is replaced by that link. If a crash interrupts the commit after the rename, the next start
+completes it (`finish_commit`). A committed directory is never modified; a corrupt one is moved to
 `quarantine/`.
 """
 
@@ -19,13 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    Part,
-    RecordedConfig,
-    StoredFile,
-)
+from forge.checkpoint.manifest import MANIFEST, Manifest, Part, RecordedConfig, StoredFile
 from forge.core import events, failpoints
 from forge.core.config import Model, ResolvedConfig, Section, Train, is_free
 from forge.core.errors import ConfigError, DataError, UnfitError
@@ -34,26 +28,26 @@ from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_na
 from forge.core.terminal import say
 
 TEMPORARY = ".writing-"
-# Room for manifest, index and the event log beside the tensors.
+# Free space for manifest, index and event log, besides the tensors.
 SPARE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint: its folder and its manifest."""
+    """A committed checkpoint: its directory and its manifest."""
 
     folder: Path
     manifest: Manifest
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Read a folder's manifest. Raises DataError as `Manifest.read` does, and where it is of
-        another step than the folder's name says; a folder not named as a step's is not asked."""
+        """Read the manifest. Raises DataError as `Manifest.read` does, and where the directory is named
+        for another step than that of the manifest."""
         found, named = cls(folder, Manifest.read(folder)), checkpoint_step(folder.name)
         if named is not None and named != found.step:
             raise DataError(
                 f"{folder} is named for step {named}, its manifest is of step {found.step}",
-                cause="the folder was renamed, or another checkpoint was copied into it",
+                cause="the directory was renamed, or another checkpoint was copied into it",
                 fix=f"remove it, or rename it to {checkpoint_name(found.step)} if there is none",
             )
         return found
@@ -64,23 +58,23 @@ class Checkpoint:
 
     @classmethod
     def open_complete(cls, folder: Path) -> Checkpoint:
-        """As `open`; also DataError where a file is missing or cut, and UnfitError when the disk reports
-        an error. Contents are not read."""
+        """As `open`; also DataError where a file is missing or truncated, and UnfitError when the disk
+        reports an error. File contents are not read."""
         with disk_trouble(folder, "read"):
             checkpoint = cls.open(folder)
-            checkpoint.check_form()
+            checkpoint.check_sizes()
         return checkpoint
 
-    def check_form(self) -> None:
-        """DataError when a file is missing or cut."""
+    def check_sizes(self) -> None:
+        """DataError when a file is missing or truncated."""
         for name, expected in self.manifest.files.items():
             if bad := self._bad_size(name, expected):
                 raise DataError(bad)
 
     def bad_files(self, threads: int = 4, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
-        """What is wrong with the files, one sentence each; reads and digests all of them.
+        """A sentence for each file that is missing, corrupt or not in the manifest; digests all files.
 
-        share: (i, n) looks at every n-th file from the i-th on, for n readers. Raises UnfitError when
+        share: (i, n) checks every n-th file from the i-th on, for n readers. Raises UnfitError when
         the disk reports an error, which says nothing about the content.
         """
         files = self.manifest.files
@@ -110,23 +104,22 @@ class Checkpoint:
 
 
 def committed(checkpoints: Path) -> list[Path]:
-    """All committed checkpoint folders of a run, oldest first."""
+    """All committed checkpoint directories of a run, oldest first."""
     found = checkpoints.glob(f"{CHECKPOINT_PREFIX}*/{MANIFEST}")
     folders = (path.parent for path in found)
     return sorted((f for f in folders if checkpoint_step(f.name) is not None), key=by_step)
 
 
 def latest_folder(paths: RunPaths) -> Path | None:
-    """The folder that `latest` points to; None for a run without checkpoints.
+    """The directory that `latest` points to; None for a run without checkpoints.
 
-    Raises DataError when `latest` dangles, is missing or is no link.
+    Raises DataError when `latest` dangles, is missing or is not a link.
     """
     link = paths.latest
-    folder = linked(paths)
-    if not link.is_symlink() and (_intent(paths) / MANIFEST).is_file():
-        folder = _intent(paths).resolve()  # the first commit is between its two renames
-    if folder:
+    if folder := linked(paths):
         return folder
+    if not link.is_symlink() and (_intent(paths) / MANIFEST).is_file():
+        return _intent(paths).resolve()  # the run's first commit is between its two renames
     there = committed(paths.checkpoints)
     if not link.is_symlink() and not there:
         return None
@@ -138,24 +131,24 @@ def latest_folder(paths: RunPaths) -> Path | None:
 
 
 def linked(paths: RunPaths) -> Path | None:
-    """The folder that `latest` links to; None where it links to none, or is not there.
+    """The directory that `latest` links to; None where the link dangles or does not exist.
 
-    Raises DataError where a person or a program has put something else in its place.
+    Raises DataError where something other than a link has its name.
     """
     link = paths.latest
     if link.is_symlink():
         return link.resolve() if link.is_dir() else None
     if os.path.lexists(paths.checkpoints) and not paths.checkpoints.is_dir():
         raise DataError(
-            f"{paths.checkpoints} is no directory",
-            cause="a file or a link to nothing was put there",
+            f"{paths.checkpoints} is not a directory",
+            cause="a file or a dangling link was put there",
             fix=f"move it away: mv {paths.checkpoints} {paths.checkpoints}.old",
         )
     if os.path.lexists(link):
         there = committed(paths.checkpoints)
         relink = f" && ln -s {there[-1].name} {link}" if there else "   (starts at step 0)"
         raise DataError(
-            f"{link} is no symbolic link",
+            f"{link} is not a symbolic link",
             cause="a copy of the run that followed links (cp -L, rsync -L), or an edit",
             fix=f"mv {link} {link}.old{relink}",
         )
@@ -164,18 +157,20 @@ def linked(paths: RunPaths) -> Path | None:
 
 def _trouble(link: Path) -> str:
     if not link.is_symlink():
-        return "is gone"
-    is_there = os.path.lexists(link.parent / link.readlink())  # a file, or links in a circle
-    return f"points to {link.readlink()}, which is {'no directory' if is_there else 'not there'}"
+        return "is missing"
+    exists = os.path.lexists(link.parent / link.readlink())  # a file, or a circle of links
+    return (
+        f"points to {link.readlink()}, which {'is not a directory' if exists else 'does not exist'}"
+    )
 
 
 # --- saving ----------------------------------------------------------------------------------------
 
 
 def begin(paths: RunPaths, step: int, size: int = 0) -> Path:
-    """An empty temporary folder for the checkpoint of this step. Rank 0.
+    """Make an empty temporary directory for the checkpoint of this step. Rank 0.
 
-    Raises UnfitError when fewer than `size` bytes, and a little more, are free for it.
+    Raises UnfitError when fewer than `size` + SPARE_BYTES bytes are free.
     """
     folder = temporary_folder(paths, step)
     with disk_trouble(folder):
@@ -206,25 +201,27 @@ def commit(
     keep_last: int,
     keep_every: int | None = None,
 ) -> Checkpoint:
-    """Make a written temporary folder the newest checkpoint, durably, then prune. Rank 0.
+    """Make a written temporary directory the newest checkpoint, durably, then prune. Rank 0.
 
-    Its files are on disk already: whoever wrote one has fsynced it.
+    Every rank has fsynced the files that it wrote.
     """
     final = paths.checkpoints / checkpoint_name(manifest.step)
     with disk_trouble(final):
         failpoints.reach("commit.manifest", folder)
         if lost := [name for name in manifest.files if not (folder / name).is_file()]:
             raise UnfitError(
-                f"{folder} has lost {', '.join(lost)}: nothing was committed",
-                cause="it was removed by hand, or by another start of this run",
-                fix="see that one command trains this run, and give it again",
+                f"{', '.join(lost)} disappeared from {folder}: nothing was committed",
+                cause="removed by hand, or by a second command that trains this run",
+                fix="make sure that only one command trains this run, and rerun it",
             )
         manifest = manifest.write(folder)
         failpoints.reach("commit.intent", folder)
         intent = _intent(paths)
         intent.unlink(missing_ok=True)
         intent.symlink_to(final.name)
-        if final.exists():  # the same step again, after a person went back to an older `latest`
+        if (
+            final.exists()
+        ):  # the same step again, after `latest` was set back to an older checkpoint
             final.rename(paths.checkpoints / f"{TEMPORARY}replaced-{final.name}")
         failpoints.reach("commit.rename", folder)
         folder.rename(final)
@@ -238,13 +235,13 @@ def commit(
 
 
 def _intent(paths: RunPaths) -> Path:
-    """The new `latest` of a commit under way. It tells a commit that was cut off from a person who
-    has pointed `latest` to an older checkpoint."""
+    """The next `latest` of a commit in progress. Its presence tells an interrupted commit from a
+    `latest` that a user has set back to an older checkpoint."""
     return paths.checkpoints / f"{TEMPORARY}latest"
 
 
 def finish_commit(paths: RunPaths) -> None:
-    """Swap `latest` where a commit was cut off after its folder had its name. Under the lock only."""
+    """Replace `latest` where a commit was interrupted after its rename. Under the run's lock only."""
     intent = _intent(paths)
     if not intent.is_symlink():
         return
@@ -252,7 +249,9 @@ def finish_commit(paths: RunPaths) -> None:
         replaced = paths.checkpoints / f"{TEMPORARY}replaced-{intent.readlink()}"
         final = paths.checkpoints / intent.readlink()
         if replaced.is_dir() and not final.exists():
-            replaced.rename(final)  # cut off between the two renames: the old one stands again
+            replaced.rename(
+                final
+            )  # interrupted between the two renames: restore the old checkpoint
             intent.unlink()
         elif (final / MANIFEST).is_file():
             say(f"finishing the commit of {final}")
@@ -265,8 +264,8 @@ def finish_commit(paths: RunPaths) -> None:
 def prune(paths: RunPaths, keep_last: int, keep_every: int | None = None) -> None:
     """Remove all but the newest `keep_last` checkpoints and those at multiples of `keep_every`.
 
-    Never the one behind `latest`, nor newer ones, which a person who has set `latest` back has left
-    behind. What cannot be removed stays: the next save tries again.
+    Keeps the one behind `latest`, and newer ones, which are left where a user has set `latest` back.
+    A checkpoint that cannot be removed stays, with a warning: the next save tries again.
     """
     folder = linked(paths)
     newest = (checkpoint_step(folder.name) or 0) if folder else 0
@@ -288,7 +287,7 @@ def _step_of(folder: Path) -> int:
 
 
 def _remove(folder: Path) -> None:
-    # The rename first: a removal that is cut off must not leave half a checkpoint under its name.
+    # Rename first: an interrupted removal must not leave half a checkpoint under its name.
     failpoints.reach("prune.rename", folder)
     doomed = folder.with_name(f"{TEMPORARY}pruned-{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
@@ -298,7 +297,7 @@ def _remove(folder: Path) -> None:
 
 
 def clean(paths: RunPaths) -> None:
-    """Remove what a killed save or prune left behind. Under the run's lock only."""
+    """Remove leftovers of an interrupted save or prune. Under the run's lock only."""
     for leftover in paths.checkpoints.glob(f"{TEMPORARY}*"):
         if leftover.is_symlink():
             leftover.unlink()
@@ -309,8 +308,8 @@ def clean(paths: RunPaths) -> None:
 # --- `latest` and corrupt checkpoints --------------------------------------------------------------
 
 
-def mend_latest(paths: RunPaths) -> Path | None:
-    """The folder that `latest` points to, `latest` mended where it points to nothing; None when no
+def repair_latest(paths: RunPaths) -> Path | None:
+    """The directory that `latest` points to; a dangling or missing link is replaced. None when no
     checkpoint is left. Under the run's lock only. Raises DataError as `linked` does."""
     link = paths.latest
     if folder := linked(paths):
@@ -328,8 +327,8 @@ def mend_latest(paths: RunPaths) -> Path | None:
 
 
 def fallbacks(paths: RunPaths, name: str | None = None) -> list[Path]:
-    """Committed folders in the order in which training falls back to them from the checkpoint `name`,
-    by default the one that `latest` names: older ones, the newest first; then newer ones."""
+    """Committed directories in the order in which training falls back to them from the checkpoint
+    `name`, by default that of `latest`: first older ones, the newest first, then newer ones."""
     link = paths.latest
     if name is None and link.is_symlink():
         name = link.readlink().name
@@ -341,7 +340,7 @@ def fallbacks(paths: RunPaths, name: str | None = None) -> list[Path]:
 
 def _point_latest(paths: RunPaths, folder: Path) -> None:
     """Swap the relative symlink `latest` by rename, so that it always resolves."""
-    temporary = paths.checkpoints / f"{TEMPORARY}mended-latest"
+    temporary = paths.checkpoints / f"{TEMPORARY}repaired-latest"
     with disk_trouble(temporary):
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(folder.name)
@@ -350,21 +349,21 @@ def _point_latest(paths: RunPaths, folder: Path) -> None:
 
 
 def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
-    """Move a damaged checkpoint out of the way, with its reasons; where it lies now.
+    """Move a corrupt checkpoint to quarantine/, with its reasons; the new path.
 
     `latest`, if it pointed there, points to the next older one, or is removed. Under the run's
-    lock only, on one rank. Raises UnfitError when the disk does not let it.
+    lock only, on one rank. Raises UnfitError when the disk refuses the move.
     """
-    place = paths.quarantine / folder.name
+    new = paths.quarantine / folder.name
     for number in itertools.count(2):
-        if not place.exists():
+        if not new.exists():
             break
-        place = paths.quarantine / f"{folder.name}.{number}"
+        new = paths.quarantine / f"{folder.name}.{number}"
     followers = [other for other in fallbacks(paths, folder.name) if other != folder]
     was_latest = linked(paths) == folder.resolve()
-    with disk_trouble(place):
+    with disk_trouble(new):
         paths.quarantine.mkdir(exist_ok=True)
-        folder.rename(place)
+        folder.rename(new)
         if was_latest and followers:
             _point_latest(paths, followers[0])
         elif was_latest:
@@ -372,15 +371,15 @@ def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
         fsync_folder(paths.checkpoints)
     events.record(paths.events, events.Quarantine(checkpoint=folder.name, reasons=list(reasons)))
     with suppress(UnfitError):
-        write_json(place / "damage.json", {"reasons": list(reasons)})
-    say(f"warning: checkpoint {folder} is damaged: {'; '.join(reasons)}")
+        write_json(new / "damage.json", {"reasons": list(reasons)})
+    say(f"warning: checkpoint {folder} is corrupt: {'; '.join(reasons)}")
     following = "no other checkpoint is left"
     if not was_latest:
-        following = "latest stays as it is"
+        following = "`latest` is unchanged"
     elif followers:
         following = f"using {followers[0].name}"
-    say(f"warning: it was moved to {place}; {following}")
-    return place
+    say(f"warning: moved {folder.name} to {new}; {following}")
+    return new
 
 
 # --- can this config resume from this checkpoint? --------------------------------------------------

@@ -1,8 +1,7 @@
 """The manifest of a checkpoint, `checkpoint.json`: its files and what made it. No torch.
 
-This module alone reads, checks, seals and writes the file. A manifest may carry the right digest
-and still be wrong, where another program or a person made it: so keys, types and bounds are checked
-as well, before anything else reads them.
+Only this module reads, checks, seals and writes the file. Its digest protects it from disk errors,
+not from a program or a person that writes a new one: keys, types and bounds are checked as well.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from forge.core.provenance import code, config_digest, cpu_name, versions
 FORMAT: Literal[2] = 2
 MANIFEST = "checkpoint.json"
 
-# Steps, sizes and counts fit into 64 bits: sums and names of files with them cannot overflow.
+# Steps, sizes and counts fit into 64 bits.
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 # A plain name in the checkpoint's directory: 255 bytes is the limit of Linux (man 7 path_resolution).
 FileName = Annotated[str, Field(pattern=r"^[^/\x00]{1,255}$")]
@@ -39,12 +38,12 @@ class OtherFormat(DataError):
 
 
 class Part(BaseModel):
-    """A part of the manifest. Keys that are not named are kept: they count in the digest."""
+    """A part of the manifest. Unknown keys are kept, because the digest covers them."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", populate_by_name=True)
 
     def to_json(self) -> dict[str, Any]:
-        """The part as it is in the file: plain JSON values."""
+        """The values as they are in the file."""
         return self.model_dump(by_alias=True)
 
 
@@ -56,21 +55,21 @@ class StoredFile(Part):
 
 
 class SkippedSteps(Part):
-    """Steps whose update was skipped: in the whole run, and in a row up to the checkpoint."""
+    """Number of steps without an update: in the run, and in a row just before the checkpoint."""
 
     steps: Count
     in_a_row: Count
 
 
 class ReferenceLosses(Part):
-    """Loss of each rank on its reference batch, which validation recomputes; samples in one batch."""
+    """Loss of each rank on its reference batch of `samples` samples, which validation recomputes."""
 
     samples: Count
     losses: list[float]
 
 
 class Code(Part):
-    """Version of Forge; commit, and whether files differ from it, where it ran from a git checkout."""
+    """Version of Forge; where it ran from a git checkout its commit, and whether files differ from it."""
 
     version: str
     commit: str | None
@@ -91,7 +90,7 @@ class RecordedTrain(Part):
 
 
 class RecordedIds(Part):
-    """Content ids of the artifacts that the run was trained on."""
+    """Content ids of the run's tokenizer and tokens."""
 
     tokenizer: str
     tokens: str
@@ -100,8 +99,8 @@ class RecordedIds(Part):
 class RecordedConfig(Part):
     """The config that made the checkpoint, with every key that its version of Forge had.
 
-    Not a `Config`: another version may have other keys, and the checkpoint is none the worse for
-    that. Named here is what validation and resume read.
+    Not a `Config`: a version of Forge with other keys can still read the checkpoint. The fields are
+    those that validation and resume read.
     """
 
     model: RecordedModel
@@ -118,7 +117,7 @@ class Artifact(Part):
 
 
 class Numerics(Part):
-    """What decides the last bits of a loss besides weights and data (trainer/numerics.py)."""
+    """Everything besides weights and data that a loss depends on bitwise (trainer/numerics.py)."""
 
     device: str
     device_name: str
@@ -144,7 +143,7 @@ class Hardware(Part):
 
 
 class ParentCheckpoint(Part):
-    """The checkpoint of another run that this run started from; digest: of its manifest."""
+    """The checkpoint of another run that this run started from; `digest` is that of its manifest."""
 
     run: str
     step: Count
@@ -152,7 +151,8 @@ class ParentCheckpoint(Part):
 
 
 class Lineage(Part):
-    """What made the checkpoint; parent: None for a run that started at step 0."""
+    """Code, config, data and hardware that made the checkpoint; `parent` is None for a run that
+    started at step 0."""
 
     code: Code
     config: RecordedConfig
@@ -174,7 +174,7 @@ class Lineage(Part):
         numerics: dict[str, Any],
         parent: ParentCheckpoint | None = None,
     ) -> Self:
-        """The lineage of a run that trains on these artifacts, on this host."""
+        """The lineage of a run that trains on these data, on this host."""
         return cls(
             code=Code(**code()),
             config=RecordedConfig(**config.to_json()),
@@ -224,11 +224,11 @@ class Manifest(Part):
             raise OtherFormat(
                 f"{folder} is a checkpoint of format {content['format']}, not {FORMAT}",
                 cause="written by another version of Forge",
-                fix="go on with that version, or start again under a new run name",
+                fix="continue with that version of Forge, or train under a new run name",
             )
         if not _is_sealed(content):
             raise DataError(
-                f"{folder / MANIFEST} does not have the digest that it names",
+                f"{folder / MANIFEST} does not match the digest that it contains",
                 cause="a disk error, or an edit",
             )
         try:
@@ -237,24 +237,23 @@ class Manifest(Part):
             first = err.errors()[0]
             key = ".".join(str(part)[:60] for part in first["loc"])
             raise DataError(
-                f"{folder / MANIFEST} is no manifest of a checkpoint: {key}: {first['msg']}",
+                f"{folder / MANIFEST} is not the manifest of a checkpoint: {key}: {first['msg']}",
                 cause="written by another program, or by hand",
             ) from None
 
     def write(self, folder: Path) -> Self:
-        """Write the manifest into a checkpoint's directory, sealed and durable; the sealed one.
-
-        Raises UnfitError when the disk does not let it."""
+        """Write the manifest into a checkpoint's directory, durably; the sealed manifest. Raises
+        UnfitError when it cannot be written."""
         sealed = self.sealed()
         write_json(folder / MANIFEST, sealed.to_json())
         return sealed
 
     def sealed(self) -> Self:
-        """The manifest with its own digest: no byte of it can change unseen."""
+        """The manifest with its own digest."""
         return self.model_copy(update={"digest": _digest(self.to_json())})
 
     def with_files(self, files: dict[str, StoredFile]) -> Self:
-        """The manifest of a checkpoint with these files, not sealed."""
+        """The manifest with these files, not sealed."""
         return self.model_copy(update={"files": files, "digest": ""})
 
 

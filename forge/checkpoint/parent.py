@@ -1,8 +1,8 @@
-"""Start a run from a checkpoint of another run (`parent: base@5000`): find it, and check that it fits.
+"""Start a run from a checkpoint of another run (`parent: base@5000`): find it, check that it fits.
 
-Only the first launch of a run reads its parent. As soon as the run has a checkpoint of its own, it
-resumes from that one, and the parent is only recorded in its lineage. Nothing is written into the
-parent's directory.
+Only the first launch of a run reads the parent. Once the run has a checkpoint of its own it resumes
+from that, and the parent is only recorded in the lineage. Nothing is written to the parent's
+directory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from forge.core.errors import ConfigError, DataError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths, checkpoint_name, checkpoint_step
 
-# What a run must share with its parent: the tensors must fit, and the position in the data, a number of
-# samples of seq_len tokens, is the parent's step times its batch size. Dropout has no tensors.
+# Keys that must equal the parent's: the tensors must fit, and the position in the data is the parent's
+# step times its batch size, in samples of seq_len tokens. Dropout may change: it has no tensors.
 KEPT = {
     "model": tuple(key for key in Model.model_fields if key != "dropout"),
     "train": ("seq_len", "batch_size"),
@@ -47,7 +47,7 @@ class Parent:
 
 
 def first_step(config: Config) -> int:
-    """The step at which this run begins: its parent's, else 0."""
+    """The step at which a run starts: that of its parent, else 0."""
     parent = Parent.of(config)
     return parent.step if parent else 0
 
@@ -55,7 +55,7 @@ def first_step(config: Config) -> int:
 def find(config: ResolvedConfig) -> directory.Checkpoint | None:
     """The checkpoint that a new run of this config starts from; None without a parent.
 
-    Reads the manifest and the sizes of the files, no more: digests are verified by the ranks. Raises
+    Reads only the manifest and the sizes of the files: the ranks verify the digests. Raises
     ConfigError where there is no such checkpoint or the config does not fit it, DataError where it is
     corrupt.
     """
@@ -76,7 +76,7 @@ def find(config: ResolvedConfig) -> directory.Checkpoint | None:
 
 
 def corrupt(config: Config, reasons: list[str]) -> DataError:
-    """The error for a parent's checkpoint that is not as it was written. No other one is taken."""
+    """The error for a corrupt parent checkpoint. Forge never takes another one instead."""
     parent = Parent.of(config)
     assert parent
     if not parent.folder.is_dir():
@@ -94,14 +94,14 @@ def _missing(config: Config, parent: Parent) -> ConfigError:
     if not parent.paths.root.is_dir():
         return ConfigError(
             f"{what}there is no run {parent.run} in {parent.paths.root.parent}",
-            cause="a misspelt name, or the parent was never trained",
+            cause="a misspelled name, or the parent was never trained",
             fix=f"train {parent.run} first; on the sample sheet, add run {config.run} after that",
         )
     return ConfigError(
         f"{what}{parent.paths.checkpoints} has {_steps_there(parent)}",
-        cause="not trained so far, removed by train.keep_last, or moved to quarantine",
-        fix=f"name a step that is there, or train {parent.run} so far first; train.keep_every: N in"
-        " its config keeps every checkpoint at a multiple of N",
+        cause="not trained up to that step, removed by train.keep_last, or moved to quarantine",
+        fix=f"name an existing step, or train {parent.run} up to step {parent.step} first;"
+        " train.keep_every: N in its config keeps every checkpoint at a multiple of N",
     )
 
 
@@ -115,8 +115,8 @@ def _check_fits(config: ResolvedConfig, checkpoint: directory.Checkpoint) -> Non
     if problems := list(_misfits(config, checkpoint.manifest.lineage.config)):
         raise ConfigError(
             f"run {config.run} cannot start from {config.parent}: {'; '.join(problems)}",
-            cause="a run has the model, the data and the batch size of its parent",
-            fix="give these keys the parent's values; or leave out parent, to start at step 0",
+            cause="a run must have the model, the data and the batch size of its parent",
+            fix="give these keys the parent's values, or leave out parent to start at step 0",
         )
     if config.train.max_steps <= checkpoint.step:
         raise ConfigError(
@@ -138,14 +138,14 @@ def _misfits(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:
 
 
 def refuse_circles(runs: Mapping[str, Config]) -> None:
-    """ConfigError where runs of a sheet are each other's parents: none of them could be first."""
+    """ConfigError where runs of a sample sheet are each other's parents, so that none can start."""
     for name in runs:
         line = [name]
         while (parent := Parent.of(runs[line[-1]])) and parent.run in runs:
             line.append(parent.run)
             if parent.run in line[:-1]:
                 raise ConfigError(
-                    f"the parents of these runs go round in a circle: {' from '.join(line)}",
+                    f"the parents of these runs form a circle: {' from '.join(line)}",
                     fix="let one of them start without a parent",
                 )
 
@@ -153,10 +153,10 @@ def refuse_circles(runs: Mapping[str, Config]) -> None:
 def recorded(
     config: Config, own: directory.Checkpoint | None, start: directory.Checkpoint | None
 ) -> ParentCheckpoint | None:
-    """The parent in the lineage of a run's next checkpoints; None without a parent.
+    """The parent to record in the lineage of a run's next checkpoints; None without a parent.
 
-    own: the checkpoint of its own that the run resumes from, which names the parent. start: else the
-    parent's checkpoint.
+    own: the run's own checkpoint that it resumes from, which has the parent recorded. start: without
+    one, the parent's checkpoint.
     """
     if own is not None:
         return own.manifest.lineage.parent
@@ -166,7 +166,7 @@ def recorded(
     return ParentCheckpoint(run=parent.run, step=start.step, digest=start.manifest.digest)
 
 
-def way_on(config: Config, saved_step: int) -> str:
+def fix_for_divergence(config: Config, saved_step: int) -> str:
     """What to do after a run has diverged. saved_step: of its newest checkpoint, 0 without one."""
     name = f"{config.run}@{saved_step}" if saved_step > first_step(config) else config.parent
     if name is None:

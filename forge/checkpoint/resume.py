@@ -26,14 +26,14 @@ from forge.core.terminal import say
 if TYPE_CHECKING:
     from forge.launch.process_group import World
 
-# For so long an NFS client may not see what another one has made (man 5 nfs, acdirmax).
+# An NFS client may see a new file of another client only after this time (man 5 nfs, acdirmax).
 NETWORK_CACHE_SEC = 60.0
 
 
 def latest(paths: RunPaths) -> directory.Checkpoint | None:
     """The checkpoint that `latest` points to; None for a run without checkpoints.
 
-    Raises DataError when `latest` dangles, or what it points to is no checkpoint.
+    Raises DataError when `latest` dangles, or does not point to a checkpoint.
     """
     folder = directory.latest_folder(paths)
     return directory.Checkpoint.open(folder) if folder else None
@@ -45,15 +45,15 @@ def required(paths: RunPaths) -> directory.Checkpoint:
     if checkpoint is None:
         raise DataError(
             f"{paths.root} has no checkpoint",
-            cause="the run has not committed one yet, or it is not a run's folder",
-            fix="train the run first, or name the folder of a run or a checkpoint",
+            cause="the run has not committed one yet, or this is not a run's directory",
+            fix="train the run first, or name the directory of a run or a checkpoint",
         )
     return checkpoint
 
 
 def named(place: Path) -> directory.Checkpoint:
-    """The checkpoint that a user names by its own folder, or by that of its run, which stands for the
-    latest one. Raises DataError where there is none."""
+    """The checkpoint in a directory that a user names: of the checkpoint itself, or of a run, which
+    stands for its latest one. Raises DataError where there is none."""
     paths, folder = RunPaths(place), place.resolve()
     is_checkpoint = (place / MANIFEST).exists() or checkpoint_step(folder.name) is not None
     if is_checkpoint and not paths.checkpoints.is_dir():
@@ -64,12 +64,12 @@ def named(place: Path) -> directory.Checkpoint:
 def repaired_latest(paths: RunPaths) -> directory.Checkpoint | None:
     """The checkpoint that `latest` points to, or the next one to fall back to that is complete.
 
-    Moves the others to quarantine and mends `latest`, both with a warning; None when none is left.
-    Whether the content of the files is valid is left to `newest_verified`. Under the run's lock only.
-    Raises OtherFormat, UnfitError, and DataError where something else is in the place of `latest`.
+    Moves incomplete ones to quarantine and repairs `latest`, both with a warning; None when none is
+    left. Digests are verified by `newest_verified`. Under the run's lock only. Raises OtherFormat,
+    UnfitError, and DataError where `latest` is not a link.
     """
     directory.finish_commit(paths)
-    while (folder := directory.mend_latest(paths)) is not None:
+    while (folder := directory.repair_latest(paths)) is not None:
         try:
             return directory.Checkpoint.open_complete(folder)
         except OtherFormat:
@@ -82,13 +82,13 @@ def repaired_latest(paths: RunPaths) -> directory.Checkpoint | None:
 def check_resumable(config: ResolvedConfig, paths: RunPaths) -> directory.Checkpoint | None:
     """The checkpoint that this config will resume from, None for a fresh start; changes nothing.
 
-    Passes over those that training would move to quarantine. Raises ConfigError as
+    Skips those that training would move to quarantine. Raises ConfigError as
     `directory.check_compatible` does, and as `repaired_latest`.
     """
-    folder = directory.linked(paths)
-    for place in [*([folder] if folder else []), *directory.fallbacks(paths)]:
+    linked = directory.linked(paths)
+    for folder in [*([linked] if linked else []), *directory.fallbacks(paths)]:
         try:
-            checkpoint = directory.Checkpoint.open_complete(place)
+            checkpoint = directory.Checkpoint.open_complete(folder)
         except OtherFormat:
             raise
         except DataError:
@@ -99,17 +99,17 @@ def check_resumable(config: ResolvedConfig, paths: RunPaths) -> directory.Checkp
 
 
 def begin_afresh(paths: RunPaths, refuse: bool, parent_name: str | None = None) -> None:
-    """When no checkpoint is left to resume from: DataError if that is refused (--require-checkpoint);
-    else say so, where there has been one. parent_name: the checkpoint of another run that training then
-    starts from. Rank 0, or the launcher."""
+    """Called when no checkpoint is left to resume from: DataError with `refuse` (--require-checkpoint),
+    else a warning where checkpoints are in quarantine. parent_name: the checkpoint of another run that
+    training starts from instead. Rank 0, or the launcher."""
     there = sorted(paths.quarantine.glob(f"{CHECKPOINT_PREFIX}*"), key=by_step)
     lost = [folder.name for folder in there]
     if refuse:
         raise DataError(
             f"{paths.root} has no checkpoint to resume from"
             + (f"; in quarantine: {', '.join(lost)}" if lost else ""),
-            cause="all were damaged or removed" if lost else "none was ever committed",
-            fix="bring a checkpoint back, or leave out --require-checkpoint to start at step 0",
+            cause="all were corrupt or removed" if lost else "none was ever committed",
+            fix="restore a checkpoint, or leave out --require-checkpoint to start at step 0",
         )
     if lost:
         say(
@@ -121,11 +121,10 @@ def begin_afresh(paths: RunPaths, refuse: bool, parent_name: str | None = None) 
 def newest_verified(
     paths: RunPaths, world: World, *, require_checkpoint: bool, parent_name: str | None = None
 ) -> directory.Checkpoint | None:
-    """The checkpoint behind rank 0's `latest`, all its bytes read, the files shared out among the ranks.
+    """The checkpoint that `latest` points to on rank 0, all digests verified; each rank reads a share.
 
-    Damaged ones go to quarantine and the next older one is looked at; None when none is left, which is
-    DataError with require_checkpoint. parent_name: the warning says that training then starts from it.
-    All ranks call it.
+    Corrupt ones are moved to quarantine, and the next older one is verified. None when none is left,
+    which is a DataError with require_checkpoint. parent_name: as in `begin_afresh`. All ranks call it.
     """
     lost = False
     while (found := _chosen(paths, world)) is not None:
@@ -141,10 +140,10 @@ def newest_verified(
 
 
 def verified_parent(config: ResolvedConfig, world: World) -> directory.Checkpoint | None:
-    """The checkpoint that config.parent names, all its bytes read, the files shared out among the ranks;
-    None without a parent. All ranks call it.
+    """The checkpoint that config.parent names, all digests verified; each rank reads a share. None
+    without a parent. All ranks call it.
 
-    Never another one than the config names, and nothing of the parent is moved. Raises ConfigError and
+    Never falls back to another checkpoint, and moves none to quarantine. Raises ConfigError and
     DataError as parent.find does.
     """
     named = parent.Parent.of(config)
@@ -159,16 +158,15 @@ def verified_parent(config: ResolvedConfig, world: World) -> directory.Checkpoin
 
 
 def _damage(found: directory.Checkpoint, world: World) -> list[str]:
-    """What is wrong with a checkpoint's files, the same on all ranks, each of which reads its share."""
+    """Sentences on corrupt files, the same on all ranks; each rank reads a share of the files."""
     share = (world.rank.rank, world.rank.world_size)
     mine = world.patiently(partial(_bad_files, found, share), "check of digests")
     return [bad for part in world.gather_objects(mine, "damage") for bad in part]
 
 
 def _chosen(paths: RunPaths, world: World) -> directory.Checkpoint | None:
-    """What `latest` is on rank 0, the same on all ranks: other nodes may see a network file system as it
-    was some seconds ago, so no rank repairs what it sees. Raises UnfitError when a node does not see
-    that checkpoint."""
+    """The checkpoint that `latest` points to on rank 0, the same on all ranks: on a network file system
+    other nodes may see an older state. Raises UnfitError when a node does not see that checkpoint."""
 
     def look() -> str:
         found = latest(paths) if world.rank.is_main else None
@@ -180,7 +178,7 @@ def _chosen(paths: RunPaths, world: World) -> directory.Checkpoint | None:
 
 
 def _open_alike(folder: Path, world: World, what: str) -> directory.Checkpoint:
-    """A checkpoint, the same on all ranks. Raises UnfitError when a node does not see it."""
+    """Open the same checkpoint on all ranks. Raises UnfitError when a node does not see it."""
     found = world.patiently(partial(_open, folder), what)
     digests = world.gather_objects(found.manifest.digest, what)
     if len(set(digests)) > 1:
@@ -193,7 +191,7 @@ def _open_alike(folder: Path, world: World, what: str) -> directory.Checkpoint:
 
 
 def _open(folder: Path) -> directory.Checkpoint:
-    """The checkpoint, waited for where this node does not see it yet. Raises DataError, UnfitError."""
+    """Open a checkpoint; waits where this node does not see it yet. Raises DataError, UnfitError."""
     end = time.monotonic() + NETWORK_CACHE_SEC
     with disk_trouble(folder, "read"):
         while not (folder / MANIFEST).exists() and time.monotonic() < end:
@@ -202,7 +200,7 @@ def _open(folder: Path) -> directory.Checkpoint:
             raise UnfitError(
                 f"{hostname()} does not see {folder / MANIFEST}, which rank 0 resumes from",
                 cause="the results are not on a file system that all nodes share",
-                fix="choose another folder for `results`",
+                fix="choose another directory for `results`",
             )
         return directory.Checkpoint.open(folder)
 
@@ -210,7 +208,7 @@ def _open(folder: Path) -> directory.Checkpoint:
 def _bad_files(checkpoint: directory.Checkpoint, share: tuple[int, int]) -> list[str]:
     try:
         return list(checkpoint.bad_files(share=share))
-    except FileNotFoundError as err:  # of a parent run that is training, and prunes
+    except FileNotFoundError as err:  # pruned by the parent run, which is training
         return [f"{err.filename} was removed while it was read"]
 
 
@@ -225,6 +223,6 @@ def check_same_data(found: directory.Checkpoint, *, tokens: str, tokenizer: str)
             raise DataError(
                 f"the {name} of this run have digest {now[:12]}, {found.folder} was trained"
                 f" with {then[:12]}",
-                cause="the corpus or the tokenizer was edited in place and made again",
+                cause="the corpus or the tokenizer was edited in place and rebuilt",
                 fix="restore the old input, or give the run a new name",
             )

@@ -69,23 +69,24 @@ from forge.launch.process_group import World, named
 # more threads than cores are slower.
 WRITER_THREADS = 4
 WRITE_OUT_BYTES = 16 * 2**20
-FULL_MIB = 16  # with less than this free, a failed write is put down to a full disk
+FULL_MIB = 16  # with less than this free, a failed write is reported as a full disk
 
 
 def training_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, dict[str, Any]]:
-    """The tensors that make up training: weights and AdamW moments, by parameter name.
+    """Weights and optimizer state, by parameter name. All ranks call it; with FSDP2 the tensors are
+    sharded.
 
-    Learning rate and order of samples are pure functions of the step, dropout of (seed, step,
-    rank), so there is nothing else. All ranks call it; with FSDP2 the tensors are sharded.
+    Nothing else needs saving: learning rate and order of samples are pure functions of the step,
+    dropout is one of (seed, step, rank).
     """
     optimizer_state: Any = get_optimizer_state_dict(model, optimizer)["state"]
     return {"model": dict(get_model_state_dict(model)), "optimizer": dict(optimizer_state)}
 
 
 def state_bytes(state: dict[str, Any], *, local: bool = False) -> int:
-    """Size of all tensors of a state; `local`: only what this rank holds of sharded ones."""
+    """Size of all tensors of a state. local: of sharded tensors only this rank's part."""
     return sum(
         tensor.numel() * tensor.element_size()
         for tensor in (
@@ -105,8 +106,8 @@ def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
 def is_finite(state: dict[str, Any]) -> bool:
     """Whether every number that this rank holds is finite; one pass, without a copy.
 
-    The norms tell of every NaN and infinity, in two calls for all tensors: a thread that asked about
-    each would wait for Python's lock each time.
+    A NaN or infinity shows in the norms, which take two calls for all tensors: with one call for each
+    tensor the writer thread would wait for the GIL each time.
     """
     all_parts = (t.to_local() if isinstance(t, DTensor) else t for t in _tensors(state))
     parts = [part for part in all_parts if part.numel()]
@@ -117,14 +118,15 @@ def is_finite(state: dict[str, Any]) -> bool:
         norms = tuple(norm.cpu().float() for norm in norms)
     if bool(torch.stack(norms).isfinite().all()):
         return True
-    # Squares of large numbers are infinite as well.
+    # The norm of large finite numbers overflows as well.
     return all(bool(torch.isfinite(end)) for part in parts for end in torch.aminmax(part))
 
 
 def write_state(state: dict[str, Any], folder: Path, world: World) -> dict[str, StoredFile]:
-    """Write the state into `folder`, durably; digest and size of each file, by name.
+    """Write the state into a directory, durably; size and digest of each file, by name.
 
-    All ranks call it, on world.control. Raises UnfitError on every rank when one cannot write.
+    All ranks call it; its collectives run on world.control. Raises UnfitError on every rank when one
+    cannot write.
     """
     threads = max(1, min(WRITER_THREADS, available_cores() // world.rank.local_world_size))
     writer = TensorWriter(folder, threads)
@@ -139,14 +141,14 @@ def write_state(state: dict[str, Any], folder: Path, world: World) -> dict[str, 
 
 
 class DigestingFiles(FileSystem):
-    """Files of one save: each is digested on its way to the disk, and durable once it is closed."""
+    """Files of one save: each is digested while it is written, and durable once it is closed."""
 
     def __init__(self) -> None:
         self.files: dict[str, StoredFile] = {}  # by name
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """For each file, with a thread of its own; DCP comes here with its index."""
+        """DCP's hook for its index; `TensorWriter` calls it for tensors, from several threads."""
         path = Path(path)
         with open(path, mode) as file:
             with DigestingStream(file, path) as stream:
@@ -157,24 +159,23 @@ class DigestingFiles(FileSystem):
         self.files[path.name] = StoredFile(bytes=size, digest=stream.digest())
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """DCP's hook for its index, which gets its name when it is whole."""
+        """DCP's hook for its index, which gets its name when it is complete."""
         super().rename(path, new_path)
         self.files[Path(new_path).name] = self.files.pop(Path(path).name)
 
 
 class DigestingStream(io.RawIOBase):
-    """Writes into an open file, digests what it is given, and has the disk begin with it at once.
+    """Writes to an open file, digests the data, and starts its write-out to the disk early.
 
-    When it is closed the file stays open for its fsync: whoever opened it closes it.
-    The digest is that of what was meant to be written: whatever happens to the file, from the first
-    byte on, is found when it is read back.
+    Closing the stream leaves the file open, for the caller's fsync. The digest is taken of the data
+    in memory, so that verification finds any error of the write itself.
     """
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
         self.file, self.path = file, path
         self._hasher = blake3.blake3()
-        self._end = 0  # bytes that were written
-        self._begun = 0  # those that the disk was told to write
+        self._end = 0  # bytes written
+        self._begun = 0  # of these, bytes whose write-out was started
 
     def write(self, data: Any) -> int:
         failpoints.reach("save.write", self.path)
@@ -194,24 +195,24 @@ class DigestingStream(io.RawIOBase):
         self.file.flush()
 
     def digest(self) -> str:
-        """blake3 of everything that was written, as 64 hex digits."""
+        """blake3 of all data written, as 64 hex digits."""
         return str(self._hasher.hexdigest())
 
 
 def _begin_write_out(fd: int, start: int, end: int) -> None:
-    """Have the kernel send these bytes to the disk now, so that little is left for fsync.
+    """Have the kernel write these bytes to the disk now, so that little is left for fsync.
 
-    Linux starts the write-out of a range that is no longer needed (mm/fadvise.c).
+    Linux starts the write-out of a range when told that it is not needed (mm/fadvise.c).
     """
     with suppress(AttributeError, OSError):  # only a hint, and not on every system
         os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
 
 
 class TensorWriter(FileSystemWriter):
-    """DCP's writer with files of our own: the bytes of tensors one after another, and nothing else.
+    """DCP's writer with files that hold only the bytes of tensors, one tensor after another.
 
-    What torch.save writes around each tensor takes Python's lock a dozen times, for which a thread
-    beside training waits, and training for it.
+    torch.save adds a header to each tensor and takes the GIL a dozen times for it: the writer thread
+    and training would wait for each other.
     """
 
     fs: DigestingFiles
@@ -249,35 +250,36 @@ class TensorWriter(FileSystemWriter):
                 results.append(WriteResult(item.index, length, where))
             end = stream.tell()
         stored = self.fs.files[name].bytes
-        if stored != end:  # it was cut meanwhile
+        if stored != end:  # truncated by another process
             raise OSError(f"{name} has {stored} bytes, {end} were written")
         return results
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, as long as that lives; to read and to write."""
+    """A writable view of the memory of a contiguous CPU tensor; the caller keeps the tensor alive."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     view = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     return memoryview(view).cast("B")
 
 
 def _write_error(err: CheckpointException, folder: Path) -> ForgeError:
-    """What to tell of a save that failed on some rank."""
+    """The error for a save that failed on some rank."""
     causes = sorted({f"rank {rank}: {failure[0]}" for rank, failure in err.failures.items()})
+    what = f"cannot write checkpoint {folder}: {'; '.join(causes)}"
     numbers = {getattr(failure[0], "errno", None) for failure in err.failures.values()}
-    # torch's file writer tells of a full disk as an "unexpected pos".
+    # torch's file writer reports a full disk as an "unexpected pos".
     with suppress(OSError):
         free_mib = shutil.disk_usage(folder).free / 2**20
         if numbers & {errno.ENOSPC, errno.EDQUOT} or free_mib < FULL_MIB:
             return UnfitError(
-                f"cannot write checkpoint {folder}: {'; '.join(causes)}",
+                what,
                 cause=f"no space left on the device: {free_mib:.1f} MiB are free",
                 fix="free space and rerun the same command; the last checkpoint is intact",
             )
     return UnfitError(
-        f"cannot write checkpoint {folder}: {'; '.join(causes)}",
+        what,
         cause="the disk is read-only or failing",
-        fix="rerun the same command, or choose another folder for `results`; the last"
+        fix="rerun the same command, or choose another directory for `results`; the last"
         " checkpoint is intact",
     )
 
@@ -290,7 +292,7 @@ def load_state(
 ) -> None:
     """Load a checkpoint of any world size into model and optimizer. All ranks call it.
 
-    Raises DataError when names, shapes or files do not fit.
+    Raises as `read_tensors` does.
     """
     state = training_state(model, optimizer)
     group = world.beside().control
@@ -309,13 +311,13 @@ def load_state(
 
 
 def read_tensors(state: dict[str, Any], folder: Path, **dcp_options: Any) -> None:
-    """Fill the tensors of `state` in place from a checkpoint folder.
+    """Fill the tensors of `state` in place from a checkpoint directory.
 
-    Raises DataError if they do not fit, UnfitError when the disk reports an error.
+    Raises DataError when names, shapes or files do not fit, UnfitError when the disk reports an error.
     """
     try:
         with warnings.catch_warnings():
-            # Loading in a single process is meant.
+            # Loading in a single process is intended.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(state, storage_reader=SafeReader(folder), **dcp_options)
     except CheckpointException as err:
@@ -326,13 +328,13 @@ def read_tensors(state: dict[str, Any], folder: Path, **dcp_options: Any) -> Non
         reasons = sorted({repr(failure[0]) for failure in err.failures.values()})
         raise DataError(
             f"cannot load checkpoint {folder}: {'; '.join(reasons)}",
-            cause="it was made by another model, or a file is damaged",
+            cause="it was made by another model, or a file is corrupt",
             fix=f"check it: forge validate {folder}",
         ) from None
 
 
 class SafeReader(FileSystemReader):
-    """DCP's reader for what TensorWriter writes, with an index reader that runs no code."""
+    """DCP's reader for the files of TensorWriter. Reads the index without running code from it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = _read_index(Path(self.path) / ".metadata")
@@ -348,14 +350,14 @@ class SafeReader(FileSystemReader):
         self._tensors = metadata.state_dict_metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """DCP's hook: read what this rank asks for. Raises OSError, and EOFError for a cut file."""
+        """DCP's hook: read what this rank needs. Raises OSError, and EOFError for a truncated file."""
         failpoints.reach("load.read", Path(self.path))
 
-        def place(item: ReadItem) -> tuple[str, int]:
+        def where(item: ReadItem) -> tuple[str, int]:
             info = self.storage_data[item.storage_index]
             return info.relative_path, info.offset
 
-        for name, items in itertools.groupby(sorted(plan.items, key=place), lambda i: place(i)[0]):
+        for name, items in itertools.groupby(sorted(plan.items, key=where), lambda i: where(i)[0]):
             with open(Path(self.path) / name, "rb") as file:
                 for item in items:
                     target = planner.resolve_tensor(item).detach()
@@ -366,7 +368,7 @@ class SafeReader(FileSystemReader):
         return done
 
     def _read(self, file: IO[bytes], item: ReadItem) -> torch.Tensor:
-        """The part of a stored tensor that is asked for; of whole rows no other row is read."""
+        """The requested part of a stored tensor. Where that is whole rows, only these rows are read."""
         kept = self._tensors[item.storage_index.fqn]
         assert isinstance(kept, TensorStorageMetadata)
         sizes = next(c.sizes for c in kept.chunks if c.offsets == item.storage_index.offset)
@@ -386,19 +388,19 @@ class SafeReader(FileSystemReader):
 
 
 def _read_index(path: Path) -> Metadata:
-    """A DCP index, its parts looked at before anything reads them. Raises DataError, OSError."""
+    """A DCP index, its types checked before anything uses them. Raises DataError, OSError."""
     try:
         with open(path, "rb") as file:
             index = IndexUnpickler(file).load()
         trouble = _index_trouble(index)
     except (DataError, OSError):
         raise
-    except Exception as err:  # any error: the bytes decide what the unpickler calls with what
+    except Exception as err:  # any error: corrupt bytes make the unpickler call anything it may
         trouble = f"{type(err).__name__}: {err}"
     if trouble:
         raise DataError(
-            f"{path} is no index of a checkpoint: {trouble:.200}",
-            cause="it was not written by Forge, or it is damaged",
+            f"{path} is not the index of a checkpoint: {trouble:.200}",
+            cause="it was not written by Forge, or it is corrupt",
             fix="do not use this checkpoint",
         )
     assert isinstance(index, Metadata)
@@ -406,11 +408,11 @@ def _read_index(path: Path) -> Metadata:
 
 
 def _index_trouble(index: Any) -> str:
-    """Which part of an index is none; empty where it is one of tensors in files beside it."""
+    """What is wrong with an index; empty for one of tensors in files of its own directory."""
     if not isinstance(index, Metadata):
         return f"it holds a {type(index).__name__}"
-    entries, places = index.state_dict_metadata, index.storage_data
-    if not isinstance(entries, dict) or not isinstance(places, dict):
+    entries, stored = index.state_dict_metadata, index.storage_data
+    if not isinstance(entries, dict) or not isinstance(stored, dict):
         return "it lists no tensors"
     for name, entry in entries.items():
         is_tensor = (
@@ -423,18 +425,18 @@ def _index_trouble(index: Any) -> str:
             and all(isinstance(chunk, ChunkStorageMetadata) for chunk in entry.chunks)
         )
         if not is_tensor:
-            return f"{name!r:.60} is no tensor"
-    for place in places.values():
-        # A path would lead out of the checkpoint's directory.
-        if not isinstance(place, _StorageInfo) or "/" in place.relative_path:
-            return f"{place!r:.100} is no place in a file beside it"
+            return f"{name!r:.60} is not a tensor"
+    for info in stored.values():
+        # A path with a slash could lead out of the checkpoint's directory.
+        if not isinstance(info, _StorageInfo) or "/" in info.relative_path:
+            return f"{info!r:.100} is not in a file of its directory"
     return ""
 
 
 class IndexUnpickler(pickle.Unpickler):
-    """Reads a DCP index; any class that an index has no use for is a DataError."""
+    """Reads a DCP index; DataError for a class that no index of tensors needs."""
 
-    # Everything that torch 2.13 puts into an index of tensors.
+    # All classes that torch 2.13 puts into an index of tensors.
     ALLOWED = frozenset(
         {
             ("torch", "Size"),
@@ -460,40 +462,39 @@ class IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            return _memory_format  # so do early releases of Python 3.11 store the member of an enum
+            return _memory_format  # early releases of Python 3.11 pickle a member of an enum so
         if (module, name) not in self.ALLOWED:
-            raise DataError(
-                f"the checkpoint's index names {module}.{name}, which no index needs",
-                cause="it was not written by Forge, or it was tampered with",
-                fix="do not use this checkpoint",
-            )
+            raise _tampered(f"names {module}.{name}")
         return super().find_class(module, name)
 
 
 def _memory_format(owner: Any, name: str = "") -> Any:
-    """The one use that an index has for getattr; anything else is a DataError."""
+    """getattr as an index needs it: a member of one enum. DataError for anything else."""
     if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
-        raise DataError(
-            f"the checkpoint's index asks for attribute {name!r} of {owner!r}, which no index needs",
-            cause="it was not written by Forge, or it was tampered with",
-            fix="do not use this checkpoint",
-        )
+        raise _tampered(f"asks for attribute {name!r} of {owner!r}")
     return _MEM_FORMAT_ENCODING[name]
 
 
-def weights_digest(model: torch.nn.Module) -> str | None:
-    """blake3 over names, types, shapes and bytes of all weights, whole, on rank 0; None elsewhere.
+def _tampered(found: str) -> DataError:
+    return DataError(
+        f"the checkpoint's index {found}, which no index needs",
+        cause="it was not written by Forge, or it was tampered with",
+        fix="do not use this checkpoint",
+    )
 
-    The same for every way of sharding. All ranks call it, since sharded weights are gathered one
-    by one.
+
+def weights_digest(model: torch.nn.Module) -> str | None:
+    """blake3 over names, types, shapes and bytes of all weights on rank 0; None on other ranks.
+
+    The same for every sharding. All ranks call it, since sharded weights are gathered one by one.
     """
     main = not dist.is_initialized() or dist.get_rank() == 0
     hasher = blake3.blake3()
     weights: dict[str, Any] = get_model_state_dict(model)
     for name, tensor in sorted(weights.items()):
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if main:
-            update_digest(hasher, name, whole)
+            update_digest(hasher, name, full)
     return hasher.hexdigest() if main else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,3 +18,12 @@ class Check:
     message: str
     fix: str = ""
     cause: str = ""
+
+
+def failed(checks: Iterable[Check]) -> list[Check]:
+    return [check for check in checks if check.status == "fail"]
+
+
+def summary(checks: Iterable[Check]) -> str:
+    """Names and messages of all checks, in one line."""
+    return "; ".join(f"{check.name}: {check.message}" for check in checks)

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -42,6 +42,7 @@ PROBE = (
     "\0\x7f\x80\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff\t\t\n "
 )
 
+T = TypeVar("T")
 Ids = NDArray[np.uint32]
 # Ids of each document, in order, without special tokens. Raises Unencodable.
 Encode = Callable[[list[str]], list[Ids]]
@@ -69,7 +70,7 @@ def reference_encoder(tokenizer: LoadedTokenizer) -> Encode:
             for number, document in enumerate(documents)
             for piece in (_pieces(document) if divisible else [document])
         )
-        for batch in _batches(pieces):
+        for batch in batches(pieces, lambda piece: len(piece[1].encode())):
             for (number, _), encoding in zip(batch, _encodings(tokenizer, batch), strict=True):
                 ids[number].append(np.array(encoding.ids, dtype=np.uint32))
         return [np.concatenate(parts) for parts in ids]
@@ -237,12 +238,13 @@ def _pieces(document: str) -> Iterator[str]:
     yield document[start:]
 
 
-def _batches(pieces: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    batch: list[tuple[int, str]] = []
+def batches(items: Iterator[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """The items in groups that each end with the item that reaches BATCH_BYTES; size: bytes of one."""
+    batch: list[T] = []
     num_bytes = 0
-    for number, piece in pieces:
-        batch.append((number, piece))
-        num_bytes += len(piece.encode())
+    for item in items:
+        batch.append(item)
+        num_bytes += size(item)
         if num_bytes >= BATCH_BYTES:
             yield batch
             batch, num_bytes = [], 0

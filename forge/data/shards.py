@@ -9,7 +9,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import blake3
@@ -280,13 +279,8 @@ class ShardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is not None:
-            self._open_file.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        if any(error):
+            self._open_file.__exit__(*error)
         elif self._tokens:
             self._commit()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -24,14 +22,15 @@ from forge.core.config import ResolvedConfig, Tokenize
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import digest_file, disk_trouble, read_json, write_json
 from forge.core.paths import tokenizer_folder, tokens_folder
+from forge.core.process import stop_with_parent
 from forge.core.terminal import progress, say
 from forge.data import content_ids, corpus
 from forge.data.corpus import InputFile
 from forge.data.encoders import (
-    BATCH_BYTES,
     Encode,
     NoFastEncoder,
     Unencodable,
+    batches,
     check_no_end,
     fast_encoder,
     reference_encoder,
@@ -310,18 +309,11 @@ def _start_worker(parent: int, job: _Job, read_bytes: Any) -> None:
     global _job, _read_bytes  # the pool gives an initializer no other place
     _job, _read_bytes = job, read_bytes
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the parent decides
-    _die_with(parent)
+    stop_with_parent()
+    if os.getppid() != parent:  # the parent died before the line above
+        os._exit(1)
     # One process per core already; the library's own threads would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def _die_with(parent: int) -> None:
-    """Let the kernel end this process when the parent is gone, even by SIGKILL (Linux)."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, prctl(2)
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
 
 
 @functools.cache
@@ -409,7 +401,8 @@ def _write_shards(
             )
             for split in SPLITS
         }
-        for batch in _batches(_documents(number, files, warnings)):
+        documents = _documents(number, files, warnings)
+        for batch in batches(documents, lambda document: len(document.encode())):
             try:
                 encoded = encode(batch)
                 # The last defense: as many of these ids as documents, whatever encoded them.
@@ -437,19 +430,6 @@ def _unencodable(files: list[InputFile], index: int, reason: str) -> DataError:
         fix="take the text out of the document, choose another tokenizer, "
         "or a tokenizer.eos_token that no text spells",
     )
-
-
-def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    num_bytes = 0
-    for document in documents:
-        batch.append(document)
-        num_bytes += len(document.encode())
-        if num_bytes >= BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
 
 
 def split_of(document: str, val_fraction: float) -> Split:

@@ -1,6 +1,6 @@
-"""Find the node, or the pair of nodes, with which ranks fail, by trying subsets.
+"""Find the node, or the pair of nodes, with which ranks fail, by bisection over groups of nodes.
 
-For faults that no single node can see, such as large packets that are lost between two nodes.
+For faults that no single node can detect, such as large packets that are lost between two nodes.
 """
 
 from __future__ import annotations
@@ -11,36 +11,37 @@ from dataclasses import dataclass, field
 Group = tuple[str, ...]
 Works = Callable[[Sequence[Group]], Sequence[bool]]
 
-# When a node of a failing pair is held to be at fault itself. Failing with a node that works with
-# others counts 2, with any other 1, and 1 more if its partner works with others.
+# Points against a node of a failing pair from which on it is at fault itself. A failure with a node
+# that works with others is 2 points, with any other node 1, and 1 more if its partner works with others.
 ENOUGH = 3
 
 
 class NoTimeLeft(Exception):
-    """Raised by `works` when it cannot try any more."""
+    """Raised by `works` when there is no time for another trial."""
 
 
 @dataclass
 class Broken:
-    """What is known to be broken when the search ended."""
+    """Result of a search."""
 
     nodes: list[str] = field(default_factory=list)
-    """At fault themselves: they fail alone, or with several others."""
+    """Nodes at fault themselves: they fail alone, or with several others."""
     pairs: list[tuple[str, str]] = field(default_factory=list)
-    """Fail together, while each works with somebody else."""
+    """Pairs that fail together, while each node works with another one."""
     unclear: list[tuple[str, str]] = field(default_factory=list)
-    """Fail together, and there is no third node to tell which of the two it is."""
+    """Pairs that fail together, without a third node to tell which of the two is at fault."""
     among: Group = ()
-    """Time ran out, or the trouble went away: it is, or was, among these."""
+    """Where time ran out, or the failure did not repeat: the nodes that hold, or held, the fault."""
     probes: int = 0
+    """Number of groups tried."""
 
 
 def find_broken(nodes: Sequence[str], works: Works) -> Broken:
     """What is at fault among nodes that fail together. Never raises NoTimeLeft.
 
-    works: whether each of some disjoint groups works; they may be tried at the same time. A group is
-    taken to fail when a part of it fails, so what is known already is never tried again. For each
-    fault at most 4 log2(n) + 10 groups are tried, at most two in a row for each halving.
+    works: whether each of some disjoint groups works; they may be tried at the same time. A group
+    that contains a failing group fails, and is not tried. For each fault at most 4 log2(n) + 10
+    groups are tried, at most two in a row for each halving.
     """
     search = _Search(tuple(nodes), works)
     try:
@@ -59,7 +60,7 @@ class _Search:
         self.narrowest = nodes  # the smallest group that is known to hold a fault
 
     def run(self) -> None:
-        """Find one fault, leave it out, and go on until the rest works."""
+        """Find one fault at a time and leave its nodes out, until the rest works."""
         rest = self._nodes
         while rest and not self._ask(rest)[0]:
             fault = self._smallest_fault(rest)
@@ -70,7 +71,7 @@ class _Search:
             rest = tuple(node for node in rest if node not in gone)
 
     def _ask(self, *groups: Group) -> list[bool]:
-        """Whether these disjoint groups work; only those are tried that do not follow from others."""
+        """Whether each of these disjoint groups works. Tries those whose answer is not known."""
         unknown = [group for group in groups if self._known(group) is None]
         if unknown:
             answers = self._works(unknown)
@@ -86,7 +87,7 @@ class _Search:
         return True if any(wanted <= good for good in self._good) else None
 
     def _smallest_fault(self, group: Group) -> Group:
-        """One node or two that fail; () where the trouble went away while we looked."""
+        """One node or two that fail; () where the failure does not repeat."""
         self.narrowest = group
         if len(group) == 1:
             return group
@@ -102,7 +103,7 @@ class _Search:
         """Two nodes, one of each side, that fail together although each side works."""
         self.narrowest = (*left, *right)
         if len(left) == len(right) == 1:
-            # Narrowing has concluded it, but a trouble that comes and goes is no fault of two nodes.
+            # Inferred, not tried so far: an intermittent failure is not the fault of these two nodes.
             return () if self._ask(self.narrowest)[0] else self.narrowest
         (a, b), (c, d) = _halves(left), _halves(right)
         # Two combinations at once, then the other two.
@@ -115,7 +116,7 @@ class _Search:
         return ()
 
     def _judge(self, one: str, other: str) -> list[str]:
-        """Note who of two that fail together is at fault; those to leave out from now on."""
+        """Decide which of two nodes that fail together is at fault; the nodes to leave out."""
         pair = {one: other, other: one}
         against = dict.fromkeys(pair, 0)
         tried: dict[str, set[str]] = {one: {other}, other: {one}}
@@ -138,7 +139,7 @@ class _Search:
     def _thirds(
         self, pair: dict[str, str], against: dict[str, int], tried: dict[str, set[str]]
     ) -> dict[str, str]:
-        """For each of the pair that is still in doubt, another node to try it with; distinct ones."""
+        """For each node of the pair that is still in doubt, a third node to try it with; all distinct."""
         thirds: dict[str, str] = {}
         for node, partner in pair.items():
             if self._is_cleared(node) or against[node] + self._is_cleared(partner) >= ENOUGH:
@@ -150,7 +151,7 @@ class _Search:
         return thirds
 
     def _is_cleared(self, node: str) -> bool:
-        """Whether it is known to work with somebody else."""
+        """Whether the node is known to work with another node."""
         return any(node in good and len(good) > 1 for good in self._good)
 
 

@@ -1,32 +1,34 @@
-"""Check and compare all nodes of an allocation: which are healthy, and why the others are not."""
+"""Check all nodes of an allocation, and compare them: versions, hardware, clocks, connections."""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from forge.cluster.nodes import NodePool, Trouble
 from forge.cluster.placement import Place
+from forge.core import checks
+from forge.core.checks import Check
 from forge.core.machine import Machine
-from forge.preflight.node_checks import Check, Wanted, check_node, reach_sec
+from forge.preflight.node_checks import Wanted, check_node, reach_sec
 
-# A packet of a new connection that was lost is sent again after 1 s, and again 2 s later.
+# TCP sends a lost SYN again after 1 s, and again 2 s later.
 CONNECT_SEC = 4.0
 
-# Troubles of a node's own, also where every node of the allocation has them. What else fails on all
-# nodes is a mistake in the settings, such as data that was never made.
+# Checks that are about the node even where they fail on every node of the allocation. Any other check
+# that fails on all nodes is a mistake in the settings, such as data that was never made.
 OWN = ("local disk", "memory", "gpus")
-# One of two nodes is at fault and nobody can tell which: neither is held to be bad.
+# One of two nodes is at fault, and nothing tells which: neither is excluded.
 UNCLEAR = "one of two"
 EXCLUDE_ONE = "exclude one of the two (slurm.exclude), or set preflight.spare_nodes: 1"
 
 
 @dataclass
 class Node:
-    """One node: its checks, and facts that are compared with those of others."""
+    """One node: its checks, and the facts that are compared between nodes."""
 
     name: str
     checks: list[Check]
@@ -34,7 +36,7 @@ class Node:
 
     @property
     def failed(self) -> list[Check]:
-        return [check for check in self.checks if check.status == "fail"]
+        return checks.failed(self.checks)
 
     @property
     def is_fit(self) -> bool:
@@ -42,12 +44,12 @@ class Node:
 
     @property
     def reason(self) -> str:
-        """Why it is not fit, in one line."""
-        return "; ".join(f"{check.name}: {check.message}" for check in self.failed)
+        """Why the node is unfit, in one line."""
+        return checks.summary(self.failed)
 
     @property
     def line(self) -> str:
-        """One line for the node, as people of clusters know it."""
+        """One line for the node: `NODE n7 OK PY 3.11.7 torch 2.13.0 proj=ok …`."""
         versions = self.facts.get("versions", {})
         parts = [f"NODE {self.name} {'OK' if self.is_fit else 'FAIL'}"]
         parts += [f"PY {versions['python']}"] if versions else []
@@ -64,21 +66,22 @@ class Node:
 def inspect(
     place: Place, wanted: Mapping[str, Wanted], machine: Machine, *, sec: float, python: str
 ) -> list[Node]:
-    """Every node of the place with its checks, in the place's order, within about `sec` seconds.
+    """All nodes with their checks, in the order of `place.hosts`, within about `sec` seconds.
 
-    python: what runs our code on other nodes.
+    python: the interpreter that runs Forge on the other nodes.
     """
     head = place.hosts[0]
     if place.is_here:
-        return [_answered(head, check_node(**wanted[head].to_json()))]
+        return [_answered(head, check_node(**asdict(wanted[head])))]
     with NodePool(place, python=python, start_sec=sec / 2) as pool:
-        each = {host: wish.to_json() for host, wish in wanted.items()}
+        each = {host: asdict(wish) for host, wish in wanted.items()}
         answers = pool.ask("check_node", each=each, timeout_sec=sec / 4)
         nodes = {host: _answered(host, answer) for host, answer in answers.items()}
-        ways = _ways(pool, [node for node in nodes.values() if node.facts], machine, head, sec / 4)
+        answered = [node for node in nodes.values() if node.facts]
+        links = _connect_all(pool, answered, machine, head, sec / 4)
     compare(list(nodes.values()), machine)
-    judge_ways(nodes, ways)
-    judge_clocks(nodes, ways, machine.preflight.max_clock_skew_sec)
+    check_links(nodes, links)
+    check_clocks(nodes, links, machine.preflight.max_clock_skew_sec)
     return list(nodes.values())
 
 
@@ -86,24 +89,26 @@ def _answered(host: str, answer: Any) -> Node:
     if isinstance(answer, Trouble):
         trouble = Check("answers", "fail", answer.message, answer.fix, answer.cause)
         return Node(host, [trouble])
-    checks = [Check(**check) for check in answer.pop("checks")]
-    return Node(host, checks, answer)
+    found = [Check(**check) for check in answer.pop("checks")]
+    return Node(host, found, answer)
 
 
-# --- the way from each to each --------------------------------------------------------------------
+# --- connections between all nodes ----------------------------------------------------------------
 
-Ways = dict[str, dict[str, dict[str, Any]]]  # from, to: trouble ("" for none), ahead_sec
+Links = dict[str, dict[str, dict[str, Any]]]  # from, to: trouble ("" for none), ahead_sec
 
 
-def _ways(pool: NodePool, nodes: Sequence[Node], machine: Machine, head: str, sec: float) -> Ways:
-    """What each node says of its way to each other one. Adds the trouble of those that cannot."""
+def _connect_all(
+    pool: NodePool, nodes: Sequence[Node], machine: Machine, head: str, sec: float
+) -> Links:
+    """Have every node connect to every other one. A node that cannot take part gets a failed check."""
     by_name = {node.name: node for node in nodes}
     settings = machine.model_dump(mode="json")
     listening = pool.ask("listen", hosts=by_name, timeout_sec=sec, machine=settings, head=head)
-    listeners = _of_those_that_can(listening, by_name)
+    listeners = _without_failed(listening, by_name)
     if len(listeners) < 2:
         return {}
-    ways = pool.ask(
+    links = pool.ask(
         "reach",
         hosts=listeners,
         timeout_sec=sec + reach_sec(len(listeners), CONNECT_SEC),
@@ -111,44 +116,47 @@ def _ways(pool: NodePool, nodes: Sequence[Node], machine: Machine, head: str, se
         head=head,
         patience_sec=CONNECT_SEC,
     )
-    return _of_those_that_can(ways, by_name)
+    return _without_failed(links, by_name)
 
 
-def _of_those_that_can(answers: dict[str, Any], nodes: dict[str, Node]) -> dict[str, Any]:
+def _without_failed(answers: dict[str, Any], nodes: dict[str, Node]) -> dict[str, Any]:
+    """The answers of nodes that have one; the others get a failed check."""
     for host, answer in answers.items():
         if isinstance(answer, Trouble):
-            fix = answer.fix or f"leave {host} out, or see its network"
+            fix = answer.fix or f"leave {host} out, or check its network"
             nodes[host].checks.append(Check("reach", "fail", answer.message, fix, answer.cause))
     return {host: a for host, a in answers.items() if not isinstance(a, Trouble)}
 
 
-def judge_ways(nodes: Mapping[str, Node], ways: Ways) -> None:
+def check_links(nodes: Mapping[str, Node], links: Links) -> None:
     """Add the check `reach`: the fewest nodes fail without which all others reach each other."""
-    troubles = {(a, b): to["trouble"] for a in ways for b, to in ways[a].items() if to["trouble"]}
+    troubles = {
+        (a, b): link["trouble"] for a in links for b, link in links[a].items() if link["trouble"]
+    }
     bad = fewest_to_leave_out(list(troubles), list(nodes))
-    others = len({*ways, *(b for to in ways.values() for b in to)}) - 1
-    for name in ways:
+    others = len({*links, *(b for to in links.values() for b in to)}) - 1
+    for name in links:
         lost = {b: why for (a, b), why in troubles.items() if a == name}
         lost |= {
-            a: f"it says: {why}" for (a, b), why in troubles.items() if b == name and a not in lost
+            a: f"{a} says: {why}" for (a, b), why in troubles.items() if b == name and a not in lost
         }
         nodes[name].checks.append(_reach(name, lost, others, bad))
 
 
 def _reach(name: str, lost: dict[str, str], others: int, bad: Sequence[str]) -> Check:
-    """lost: nodes that this one does not reach, or that do not reach it, and why."""
+    """lost: nodes that the node `name` does not reach, or that do not reach it, and why."""
     if not lost:
-        return Check("reach", "ok", f"reaches {others} other nodes, and they this one")
+        return Check("reach", "ok", f"connected with {others} other nodes, both ways")
     first = next(iter(lost))
     more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
     message = f"{name} and {first}{more} cannot talk: {lost[first]}"
     if name not in bad:
-        return Check("reach", "warn", message, f"nothing here: {first} is left out")
+        return Check("reach", "warn", message, f"nothing to do here: {first} is left out")
     if others == 1:
         cause = "one of the two is at fault; a third node would tell which"
         return Check(UNCLEAR, "fail", message, EXCLUDE_ONE, cause)
     cause = (
-        "no way to any other node: the wrong interface, a firewall, or a broken cable or port"
+        "no connection to any other node: the wrong interface, a firewall, or a broken cable or port"
         if len(lost) == others
         else f"it talks to {others - len(lost)} of {others} nodes: a rule against one address, or a"
         " broken link between the two"
@@ -157,10 +165,10 @@ def _reach(name: str, lost: dict[str, str], others: int, bad: Sequence[str]) -> 
 
 
 def fewest_to_leave_out(pairs: Iterable[tuple[str, str]], order: Sequence[str]) -> tuple[str, ...]:
-    """The fewest nodes without which no pair is left: a minimum vertex cover.
+    """The fewest nodes without which no failing pair is left: a minimum vertex cover.
 
-    pairs: (from, to) that fail. Of equal ones those go that themselves fail more, then later ones, so
-    that the head stays.
+    pairs: (from, to) that fail. Of equally good covers the one with nodes that fail more often as
+    `from`, then with later ones, so that the head node stays.
     """
     pairs = list(pairs)
     edges = {frozenset(pair) for pair in pairs}
@@ -176,16 +184,16 @@ def fewest_to_leave_out(pairs: Iterable[tuple[str, str]], order: Sequence[str]) 
 def _cover(
     edges: set[frozenset[str]], most: int, rank: dict[str, tuple[int, int]]
 ) -> set[str] | None:
-    """At most `most` nodes that touch every edge; None where that cannot be.
+    """At most `most` nodes that touch every edge; None where there is no such cover.
 
-    Either the busiest node is one of them, or all its neighbours are.
+    Either the node of highest degree is in the cover, or all its neighbors are.
     """
     if not edges:
         return set()
     degree = Counter(name for edge in edges for name in edge)
     busiest = max(degree, key=lambda name: (degree[name], rank[name]))
-    neighbours = {name for edge in edges if busiest in edge for name in edge} - {busiest}
-    for taken in ({busiest}, neighbours):
+    neighbors = {name for edge in edges if busiest in edge for name in edge} - {busiest}
+    for taken in ({busiest}, neighbors):
         if len(taken) <= most:
             rest = {edge for edge in edges if not edge & taken}
             found = _cover(rest, most - len(taken), rank)
@@ -194,10 +202,10 @@ def _cover(
     return None
 
 
-def judge_clocks(nodes: Mapping[str, Node], ways: Ways, most_sec: float) -> None:
-    """Add the check `clock`: how far each clock is from the median of what the others see."""
-    for name in ways:
-        seen = [to[name]["ahead_sec"] for to in ways.values() if name in to]
+def check_clocks(nodes: Mapping[str, Node], links: Links, most_sec: float) -> None:
+    """Add the check `clock`: the median over the other nodes of how far this clock is ahead of theirs."""
+    for name in links:
+        seen = [to[name]["ahead_sec"] for to in links.values() if name in to]
         seen = [sec for sec in seen if sec is not None]
         if not seen:
             continue
@@ -215,7 +223,7 @@ def judge_clocks(nodes: Mapping[str, Node], ways: Ways, most_sec: float) -> None
 
 
 def compare(nodes: Sequence[Node], machine: Machine) -> None:
-    """Add what shows only beside other nodes: other versions, InfiniBand or GPUs that are missing."""
+    """Add the checks that need other nodes to compare with: versions, InfiniBand, number of GPUs."""
     answered = [node for node in nodes if node.facts]
     if len(answered) < 2:
         return
@@ -225,7 +233,7 @@ def compare(nodes: Sequence[Node], machine: Machine) -> None:
 
 
 def _same_versions(node: Node, nodes: Sequence[Node]) -> Check:
-    """Whether Python, packages and our code are those of most nodes (of the first where it is a tie)."""
+    """Whether Python, packages and Forge's code are those of most nodes (in a tie, of the first)."""
     mine: dict[str, str] = node.facts["versions"]
     other = []
     for name, number in mine.items():
@@ -244,42 +252,37 @@ def _same_versions(node: Node, nodes: Sequence[Node]) -> Check:
     )
 
 
-def _same_hardware(node: Node, nodes: Sequence[Node], machine: Machine) -> list[Check]:
-    checks = []
+def _same_hardware(node: Node, nodes: Sequence[Node], machine: Machine) -> Iterator[Check]:
     with_ib = sum(each.facts["infiniband"] for each in nodes)
     if with_ib and not node.facts["infiniband"]:
-        checks.append(
-            Check(
-                "infiniband",
-                "warn" if machine.fabric.backend == "gloo" else "fail",
-                f"no InfiniBand interface with an address is up; {with_ib} other nodes have one",
-                f"leave {node.name} out, or see ibstat there",
-                cause="its port is down; NCCL would wait for ever for a way that both ends have",
-            )
+        yield Check(
+            "infiniband",
+            "warn" if machine.fabric.backend == "gloo" else "fail",
+            f"no InfiniBand interface with an address is up; {with_ib} other nodes have one",
+            f"leave {node.name} out, or see ibstat there",
+            cause="its port is down; NCCL would wait forever for a network that both ends have",
         )
     most = max(each.facts["gpus"] for each in nodes)
     if node.facts["gpus"] < most and machine.fabric.backend != "gloo":
-        checks.append(
-            Check(
-                "gpus",
-                "fail",
-                f"{node.facts['gpus']} GPUs, other nodes have {most}",
-                f"leave {node.name} out, or see nvidia-smi there",
-                cause="a GPU has fallen off the bus, or the partition mixes kinds of nodes",
-            )
+        yield Check(
+            "gpus",
+            "fail",
+            f"{node.facts['gpus']} GPUs, other nodes have {most}",
+            f"leave {node.name} out, or see nvidia-smi there",
+            cause="a GPU has fallen off the bus, or the partition mixes kinds of nodes",
         )
-    return checks
 
 
-# --- who is to blame ------------------------------------------------------------------------------
+# --- nodes to exclude -----------------------------------------------------------------------------
 
 
 def bad_nodes(nodes: Sequence[Node]) -> dict[str, str]:
-    """Nodes to keep away from at the next submission, and why: what fails everywhere is not theirs."""
+    """Nodes to exclude from the next submission, and why. A check that fails on every node does not
+    count, except those in OWN."""
     everywhere = set.intersection(*({check.name for check in node.failed} for node in nodes))
     found = {}
     for node in nodes:
         own = [c for c in node.failed if c.name in OWN or c.name not in {*everywhere, UNCLEAR}]
         if own:
-            found[node.name] = "; ".join(f"{check.name}: {check.message}" for check in own)
+            found[node.name] = checks.summary(own)
     return found

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge.cluster.placement import Place, WorldLayout
+from forge.core import checks
 from forge.core.checks import Check
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
@@ -24,13 +25,13 @@ from forge.launch.rank_records import PreflightTask
 from forge.preflight.bisection import Broken, Group, NoTimeLeft, find_broken
 from forge.preflight.rank_checks import rank_checks
 
-# Ranks that have met get this long for one collective, half of it while searching for a fault, and
-# less where the deadline is short: of 16 nodes the search takes about 8 starts in a row.
+# Timeout of one collective once all ranks have joined; half of it while searching for a fault, and
+# less where the deadline is short: with 16 nodes the search takes about 8 trials in a row.
 TALK_SEC, TALK_SHARE = 10.0, 1 / 9
-# The first start reads torch from a cold disk. Where it takes more of the time that is left, the
-# rest must do to search for the fault.
+# Share of the time left that the first trial may take, which reads torch from a cold disk. The rest
+# is kept for the search.
 FIRST_SHARE = 0.6
-# A later start finds everything read.
+# Longest and shortest time of a later trial, for which the page cache holds torch.
 TRY_SEC, SHORTEST_TRY_SEC = 30.0, 8.0
 # Ranks of a preflight have nothing to save.
 GRACE_SEC = 5.0
@@ -38,9 +39,9 @@ GRACE_SEC = 5.0
 
 @dataclass(frozen=True)
 class Trial:
-    """One start of all ranks of some hosts. Can be sent to another process."""
+    """One launch of the ranks of some hosts. Can be pickled for another process."""
 
-    folder: Path  # for its files and logs, as of a run
+    folder: Path  # for files and logs, laid out as a run's directory
     machine: Machine
     ranks_per_node: int
     place: Place
@@ -50,7 +51,7 @@ class Trial:
     deadline_sec: float
 
     def run(self) -> list[Check]:
-        """Start the ranks; what they find together, or why they do not."""
+        """Launch the ranks; their checks, or a failed one that says why they did not complete."""
         started = time.time()
         record = run_ranks(
             PreflightTask(patience_sec=self.talk_sec, nccl_file=self.nccl_file),
@@ -64,7 +65,7 @@ class Trial:
         if record.status == "completed":
             return list(rank_checks(record, self.layout, self.machine))
         late = time.time() - started >= self.deadline_sec
-        limit = f"not through within {self.deadline_sec:.3g} s: " if late else ""
+        limit = f"not done within {self.deadline_sec:.3g} s: " if late else ""
         logs = RunPaths(self.folder).logs
         said = f" ({error})" if (error := last_error(logs, started)) else ""
         fix = f"read the ranks' logs in {logs}"
@@ -76,7 +77,7 @@ class Trial:
 
 
 def last_error(logs: Path, since: float) -> str:
-    """The last error in logs that were written since then, as Python or srun names it; "" for none."""
+    """The last line in logs changed since then that Python or srun printed for an error; "" if none."""
     fresh = [path for path in logs.glob("*.log") if path.stat().st_mtime >= since]
     lines = [line for path in fresh for line in path.read_text(errors="replace").splitlines()]
     errors = [
@@ -86,7 +87,7 @@ def last_error(logs: Path, since: float) -> str:
 
 
 class Prober:
-    """Starts the ranks of any nodes of a place, and searches for the fault where they fail."""
+    """Launches the ranks of any nodes of `place`, and searches for the fault where they fail."""
 
     def __init__(
         self,
@@ -98,37 +99,37 @@ class Prober:
         python: str,
         end: float,
     ) -> None:
-        """python: what runs the ranks. end: time.monotonic() by when all must be over."""
+        """python: the interpreter of the ranks. end: deadline of all trials, in time.monotonic()."""
         self._paths, self._ranks, self._place = paths, ranks_per_node, place
         self._python, self._end = python, end
         self._deadline_sec = machine.preflight.deadline_sec
-        self._machine = _impatient(machine)
-        self.trials = paths.allocation / "trials"  # what is tried while searching, with logs
+        self._machine = _with_short_timeouts(machine)
+        self.trials = paths.allocation / "trials"  # files and logs of the search
         self._tried: dict[frozenset[str], list[Check]] = {}
         shutil.rmtree(self.trials, ignore_errors=True)
 
     def together(self, hosts: Sequence[str]) -> list[Check]:
-        """What all ranks of these hosts find together."""
+        """Checks of all ranks of these hosts together."""
         sec = self._deadline_sec
         if len(hosts) > 1:
             share = 1 if self._tried else FIRST_SHARE
             sec = max(SHORTEST_TRY_SEC, share * (self._end - time.monotonic()))
         trial = self._trial(hosts, self._paths.root, sec)
-        with _nccl_tells(self._paths.logs):
+        with _nccl_log(self._paths.logs):
             return self._note(hosts, trial.run())
 
     def search(self, hosts: Sequence[str]) -> Broken:
-        """What is at fault among hosts that fail together."""
+        """Find the nodes or pairs at fault among hosts that fail together."""
         say(f"{len(hosts)} nodes fail together; looking for the node or the pair at fault …")
         context = multiprocessing.get_context("spawn")
         with (
-            _nccl_tells(self._paths.logs),
+            _nccl_log(self._paths.logs),
             ProcessPoolExecutor(2, context, stop_with_parent) as pool,
         ):
             return find_broken(hosts, lambda groups: self._work(groups, pool))
 
     def found(self, hosts: Sequence[str]) -> list[Check] | None:
-        """What exactly these hosts found together, if that was tried."""
+        """Checks of exactly these hosts, if they were tried together."""
         return self._tried.get(frozenset(hosts))
 
     @property
@@ -137,11 +138,11 @@ class Prober:
         return self._end - time.monotonic() >= SHORTEST_TRY_SEC
 
     def reason(self, *hosts: str) -> str:
-        """What went wrong in the smallest trial of these hosts."""
+        """Why the smallest trial that has all these hosts failed."""
         failures = [
-            (len(tried), _failure(checks))
-            for tried, checks in self._tried.items()
-            if _failure(checks) and tried >= set(hosts)
+            (len(tried), failure)
+            for tried, found in self._tried.items()
+            if tried >= set(hosts) and (failure := _failure(found))
         ]
         return min(failures)[1] if failures else ""
 
@@ -175,20 +176,20 @@ class Prober:
             sec,
         )
 
-    def _note(self, hosts: Sequence[str], checks: list[Check]) -> list[Check]:
-        self._tried[frozenset(hosts)] = checks
-        return checks
+    def _note(self, hosts: Sequence[str], found: list[Check]) -> list[Check]:
+        self._tried[frozenset(hosts)] = found
+        return found
 
 
-def _failure(checks: Sequence[Check]) -> str:
-    failed = [f"{c.name}: {' '.join(c.message.split())}" for c in checks if c.status == "fail"]
-    return "; ".join(failed)
+def _failure(found: Sequence[Check]) -> str:
+    """Why a trial failed, in one line; empty where it did not."""
+    return " ".join(checks.summary(checks.failed(found)).split())
 
 
-def _impatient(machine: Machine) -> Machine:
-    """The machine with timeouts of a preflight: ranks that do not meet must not wait for minutes."""
-    meeting_sec = max(TALK_SEC, machine.preflight.deadline_sec / 3)
-    fabric = {"timeout_sec": min(machine.fabric.timeout_sec, meeting_sec)}
+def _with_short_timeouts(machine: Machine) -> Machine:
+    """The machine with timeouts of a preflight: a rendezvous that fails must not take minutes."""
+    rendezvous_sec = max(TALK_SEC, machine.preflight.deadline_sec / 3)
+    fabric = {"timeout_sec": min(machine.fabric.timeout_sec, rendezvous_sec)}
     return machine.model_copy(
         update={
             "stop_grace_sec": min(machine.stop_grace_sec, GRACE_SEC),
@@ -198,13 +199,13 @@ def _impatient(machine: Machine) -> Machine:
 
 
 def _nccl_file(logs: Path) -> str:
-    """Where NCCL writes, one file a process: it puts the host for %h and the pid for %p."""
+    """NCCL_DEBUG_FILE, one file a process: NCCL puts the host for %h and the pid for %p."""
     return f"{logs.absolute()}/nccl.%h.%p.txt"
 
 
 @contextmanager
-def _nccl_tells(logs: Path) -> Iterator[None]:
-    """Let NCCL write which network it chose; ranks that start meanwhile inherit it."""
+def _nccl_log(logs: Path) -> Iterator[None]:
+    """Have NCCL log which network it chose: ranks that start meanwhile inherit these variables."""
     wanted = {
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_SUBSYS": "INIT,NET",

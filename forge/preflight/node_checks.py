@@ -39,34 +39,34 @@ PACKAGES = ("torch", "numpy", "tokenizers", "blake3")
 # Ranks, shared memory of libraries and compiled kernels need at least this much of /tmp.
 LOCAL_MIB = 16
 
-# More than any packet: a path that loses large packets (MTU mismatch) does not get it through.
+# Larger than any packet: does not arrive where large packets are lost (MTU mismatch).
 PAYLOAD = 2**16
-TALKERS = 32
+CONNECT_THREADS = 32
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a node is checked for."""
+    """What a node needs for training, and is checked for."""
 
-    results: str  # the run's folder
+    results: str  # the run's directory
     data: str  # the shards on the shared file system
     staged: str  # the shards on this node's own disk; "" where they are not staged
     digest: str  # of the staged shards
     machine: dict[str, Any]
     ranks_per_node: int
-    head: str  # the node where ranks meet; "" where this node is alone
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    head: str  # the node with the rendezvous endpoint; "" where this node is the only one
 
 
 def check_node(**wanted: Any) -> dict[str, Any]:
-    """The checks of this node, and facts that are compared with those of other nodes."""
-    wish = Wanted(**wanted)
-    machine = Machine.model_validate(wish.machine)
-    interface, _ = network.choose_interface(machine.fabric, wish.head or "127.0.0.1")
+    """The checks of this node, and facts that are compared with those of other nodes.
+
+    wanted: the fields of `Wanted`.
+    """
+    needs = Wanted(**wanted)
+    machine = Machine.model_validate(needs.machine)
+    interface, _ = network.choose_interface(machine.fabric, needs.head or "127.0.0.1")
     return {
-        "checks": [asdict(check) for check in node_checks(wish, machine)],
+        "checks": [asdict(check) for check in node_checks(needs, machine)],
         "versions": installed_versions(),
         "interface": interface,
         "infiniband": network.infiniband_interface() is not None,
@@ -75,7 +75,7 @@ def check_node(**wanted: Any) -> dict[str, Any]:
 
 
 def node_checks(wanted: Wanted, machine: Machine) -> Iterator[Check]:
-    """Everything that can be said of this node alone, in milliseconds."""
+    """All checks that need no other node. They take milliseconds."""
     limits, results = machine.preflight, Path(wanted.results)
     yield _name_resolves()
     yield _project_visible()
@@ -119,7 +119,7 @@ def _name_resolves() -> Check:
     try:
         address = socket.getaddrinfo(name, None)[0][4][0]
     except OSError as err:
-        # Ranks of one node meet on the loopback address, so this only warns.
+        # Only a warning: ranks of a single node rendezvous on the loopback address.
         fix = f"add {name} to /etc/hosts"
         return Check("name", "warn", f"{name} does not resolve: {err}", fix)
     return Check("name", "ok", f"{name} is {address}")
@@ -142,10 +142,7 @@ def _packages() -> Check:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of what decides the numbers, from the packages' metadata, and a digest of our code.
-
-    A package that is missing has the version "".
-    """
+    """Versions of Python and PACKAGES ("" where one is missing), and a digest of Forge's own code."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -167,7 +164,7 @@ def _data_visible(wanted: Wanted) -> Check:
         return Check("data", "fail", f"cannot read {folder}/{MANIFEST}", "run: forge tokenize")
     if wanted.staged:
         message = f"staged shards are gone from {staged}; ranks read {folder}"
-        return Check("data", "warn", message, "run: forge stage", "somebody cleaned up this disk")
+        return Check("data", "warn", message, "run: forge stage", "this disk was cleaned up")
     return Check("data", "ok", f"shards in {folder}")
 
 
@@ -191,14 +188,14 @@ def _results_writable(folder: Path) -> Check:
     except UnfitError as err:
         return Check("results", "fail", err.what, err.fix)
     if slurm.this_job_id() and folder.resolve().is_relative_to(Path.home().resolve()):
-        # Homes of clusters are small, slow and shared by all jobs of a user.
+        # Home directories of clusters are small, slow and shared by all jobs of a user.
         fix = "set `results` and `data` in config.yaml to scratch storage"
-        return Check("results", "warn", f"{folder} is in your home folder", fix)
+        return Check("results", "warn", f"{folder} is in your home directory", fix)
     return Check("results", "ok", f"{folder} is writable")
 
 
 def _local_disk() -> Check:
-    """Written, not only asked: a quota and a read-only disk do not show in the free space."""
+    """Writes a file: neither a quota nor a read-only disk shows in the number of free bytes."""
     folder = node_local_folder()
     try:
         with atomic_open(folder / f".forge-preflight-{os.getpid()}") as file:
@@ -207,7 +204,7 @@ def _local_disk() -> Check:
     except UnfitError as err:
         fix = f"remove old files in {folder} on this node, or set TMPDIR to another disk"
         return Check("local disk", "fail", f"{err.what}, {LOCAL_MIB} MiB needed", fix)
-    return Check("local disk", "ok", f"{folder} takes {LOCAL_MIB} MiB")
+    return Check("local disk", "ok", f"wrote {LOCAL_MIB} MiB to {folder}")
 
 
 def at_least(name: str, found: float, needed: float, unit: str, fix: str) -> Check:
@@ -255,7 +252,7 @@ def _locked_memory() -> Check:
     return Check(
         "locked memory",
         "warn",
-        f"{limit / 2**20:,.1f} MiB of memory may be locked",
+        f"at most {limit / 2**20:,.1f} MiB of memory can be locked",
         "ulimit -l unlimited; on a cluster the administrator sets it for slurmd",
         cause="InfiniBand needs locked memory, and NCCL fails or falls back to sockets without it",
     )
@@ -290,18 +287,18 @@ def _port_is_free(port: int) -> Check:
         )
 
 
-# --- the way to the others ------------------------------------------------------------------------
+# --- connections to the other nodes ---------------------------------------------------------------
 
 
 class _Echo(socketserver.BaseRequestHandler):
-    """Tells the time, then takes the payload and sends as much back."""
+    """Sends the time of this node's clock, then receives the payload and sends as many bytes back."""
 
     def handle(self) -> None:
-        with suppress(OSError):  # who asks says what went wrong
-            talk = _Talk(self.request, 30)
-            talk.send(f"{time.time():.6f}\n".encode())
-            talk.receive(PAYLOAD)
-            talk.send(bytes(PAYLOAD))
+        with suppress(OSError):  # the node that connected reports the error
+            peer = _Peer(self.request, 30)
+            peer.send(f"{time.time():.6f}\n".encode())
+            peer.receive(PAYLOAD)
+            peer.send(bytes(PAYLOAD))
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -309,13 +306,13 @@ class _Server(socketserver.ThreadingTCPServer):
     request_queue_size = 128
 
 
-_servers: list[_Server] = []  # until the process ends
+_servers: list[_Server] = []  # keeps them open until the process ends
 
 
 def listen(machine: dict[str, Any], head: str) -> dict[str, Any]:
-    """Let other nodes connect here until this process ends: address of the ranks' interface, port.
+    """Accept connections of other nodes until this process ends; the address and the port.
 
-    Raises UnfitError where no port can be listened on.
+    The address is that of the interface that ranks use. Raises UnfitError where it has none.
     """
     interface, reason = network.choose_interface(Machine.model_validate(machine).fabric, head)
     addresses = psutil.net_if_addrs().get(interface or "", [])
@@ -332,23 +329,24 @@ def listen(machine: dict[str, Any], head: str) -> dict[str, Any]:
 
 
 def reach_sec(num_nodes: int, patience_sec: float) -> float:
-    """How long `reach` takes at most: to connect and to talk, TALKERS nodes at a time."""
-    return 2 * patience_sec * -(-num_nodes // TALKERS)
+    """Upper bound of what `reach` takes: CONNECT_THREADS nodes at a time, connect and exchange."""
+    return 2 * patience_sec * -(-num_nodes // CONNECT_THREADS)
 
 
 def reach(
     listeners: dict[str, dict[str, Any]], head: str, patience_sec: float
 ) -> dict[str, dict[str, Any]]:
-    """For each other node: why it cannot be reached ("" where it can), and how far its clock is ahead.
+    """For each other node: `trouble`, why it cannot be reached ("" where it can), and `ahead_sec`, how
+    far its clock is ahead (None where unknown).
 
-    listeners: what `listen` has answered on each node. Takes at most `reach_sec`, but for names.
+    listeners: the answer of `listen` on each node. Takes at most `reach_sec`, name resolution apart.
     """
     others = {name: at for name, at in listeners.items() if name != hostname()}
 
     def one(name: str) -> dict[str, Any]:
         return _try(name, others[name], name == head, patience_sec)
 
-    with ThreadPoolExecutor(TALKERS) as pool:
+    with ThreadPoolExecutor(CONNECT_THREADS) as pool:
         return dict(zip(others, pool.map(one, others), strict=True))
 
 
@@ -358,52 +356,52 @@ def _try(name: str, at: dict[str, Any], is_head: bool, patience_sec: float) -> d
         by_name = socket.gethostbyname(name), at["port"]
     except OSError as err:
         return {"trouble": f"its name does not resolve: {err.strerror}", "ahead_sec": ahead}
-    # Ranks find the head by its name, and everybody by the address of the interface.
+    # Ranks connect to the head by name, and to each other by the address of the interface.
     targets = [(at["address"], at["port"]), *([by_name] if is_head else [])]
     for target in dict.fromkeys(targets):
         doing = f"connect to {target[0]}"
         try:
             with socket.create_connection(target, patience_sec) as connection:
-                talk = _Talk(connection, patience_sec)
-                doing = f"hear from {target[0]}"
-                ahead = talk.clock_ahead()
+                peer = _Peer(connection, patience_sec)
+                doing = f"receive from {target[0]}"
+                ahead = peer.clock_ahead()
                 doing = f"send {PAYLOAD // 1024} KiB to {target[0]} and back"
-                talk.send(bytes(PAYLOAD))
-                talk.receive(PAYLOAD)
+                peer.send(bytes(PAYLOAD))
+                peer.receive(PAYLOAD)
         except OSError as err:
             return {"trouble": f"cannot {doing}: {err.strerror or err}", "ahead_sec": ahead}
     return {"trouble": "", "ahead_sec": ahead}
 
 
-class _Talk:
-    """A connection on which all together must not take longer than the patience."""
+class _Peer:
+    """The other end of a connection; all sends and receives together may take patience_sec."""
 
     def __init__(self, connection: socket.socket, patience_sec: float) -> None:
         self._connection, self._end = connection, time.monotonic() + patience_sec
 
     def send(self, data: bytes) -> None:
-        self._hurry()
+        self._limit_wait()
         self._connection.sendall(data)
 
     def receive(self, wanted: int, stop: bytes = b"") -> bytes:
-        """That many bytes, or those up to `stop`. ConnectionError where the other hangs up."""
+        """That many bytes, or those up to `stop`. ConnectionError where the peer closes before."""
         data = b""
         while len(data) < wanted and not (stop and data.endswith(stop)):
-            self._hurry()
+            self._limit_wait()
             more = self._connection.recv(wanted - len(data))
             if not more:
-                raise ConnectionError("it hung up")
+                raise ConnectionError("connection closed")
             data += more
         return data
 
     def clock_ahead(self) -> float:
-        """Seconds that the other's clock is ahead of ours; the way there counts half of the wait."""
+        """Seconds that the peer's clock is ahead of ours, taken to be read at half of the round trip."""
         asked = time.time()
         told = float(self.receive(64, stop=b"\n"))
         return told - (asked + time.time()) / 2
 
-    def _hurry(self) -> None:
-        # 0 would mean not to wait at all.
+    def _limit_wait(self) -> None:
+        # A timeout of 0 would make the socket non-blocking.
         self._connection.settimeout(max(0.001, self._end - time.monotonic()))
 
 

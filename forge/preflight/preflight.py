@@ -12,7 +12,7 @@ from typing import Any
 from forge.cluster import exclude
 from forge.cluster.lock import lock
 from forge.cluster.placement import Place, WorldLayout, check_layout, find_place
-from forge.core import events
+from forge.core import checks, events
 from forge.core.checks import Check
 from forge.core.config import ResolvedConfig
 from forge.core.errors import UnfitError
@@ -29,9 +29,9 @@ from forge.preflight.isolate import Prober
 from forge.preflight.node_checks import Wanted
 from forge.staging.staged import StageRecord, staged_python
 
-# The nodes' own checks may take this share of the deadline; a node that is down takes all of it.
+# The nodes' own checks may take this share of the deadline. Where a node is down they take all of it.
 NODES_SHARE = 0.5
-# Up to so many fit nodes have a line each on the screen.
+# With more nodes than this without any trouble, one line stands for all of these.
 MOST_LINES = 16
 
 
@@ -62,7 +62,7 @@ class Findings:
 
     @property
     def failed_ranks(self) -> list[Check]:
-        return [check for check in self.ranks if check.status == "fail"]
+        return checks.failed(self.ranks)
 
     @property
     def failed(self) -> list[Check]:
@@ -82,18 +82,18 @@ class Findings:
 
 
 def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path:
-    """Check all nodes of this place and their ranks; the path of `.allocation/preflight.json`, which
-    names the nodes that train: the first layout.nodes fit ones.
+    """Check all nodes of the allocation and their ranks; the path of `.allocation/preflight.json`,
+    which lists the fit nodes. The first layout.nodes of them train.
 
-    Writes preflight.json and preflight.tsv either way. Raises UnfitError that names every unfit node
-    where too few are left. Ends within preflight.deadline_sec plus seconds.
+    Writes preflight.json and preflight.tsv, passed or not. Raises UnfitError that names every unfit
+    node where too few are left. Takes preflight.deadline_sec and a few seconds at most.
     """
     started, end = time.time(), time.monotonic() + machine.preflight.deadline_sec
     check_layout(machine, layout, config)
     place = find_place(machine, layout)
     paths = RunPaths.of(config)
     with lock(paths.root, "preflight"):
-        paths.preflight_pass.unlink(missing_ok=True)  # an earlier pass says nothing about today
+        paths.preflight_pass.unlink(missing_ok=True)  # of an earlier preflight
         wanted = _wanted(config, paths, machine, layout, place)
         sec = NODES_SHARE * machine.preflight.deadline_sec
         python = staged_python(paths)
@@ -120,7 +120,7 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
             if place.job and len(found.fit) < layout.nodes:
                 exclude.add(paths.bad_nodes, compare_nodes.bad_nodes(nodes))
             raise _unfit(config, paths, found)
-        # All that are fit: training takes the first ones, and the others when it loses one.
+        # All fit nodes: training takes the first ones, and another one when it loses a node.
         PreflightPass(host=hostname(), nodes=found.fit).write(paths.preflight_pass)
     return paths.preflight_pass
 
@@ -128,7 +128,7 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
 def _wanted(
     config: ResolvedConfig, paths: RunPaths, machine: Machine, layout: WorldLayout, place: Place
 ) -> dict[str, Wanted]:
-    """What each node is checked for."""
+    """What each node is checked for, by host."""
     record = StageRecord.read_if_there(paths.stage)
     return {
         host: Wanted(
@@ -148,30 +148,26 @@ def _wanted(
 
 
 def _check_ranks(found: Findings, prober: Prober) -> list[Check]:
-    """Checks of the ranks of all fit nodes. Nodes at fault for what fails get a check that says so.
+    """Checks of the ranks of all fit nodes. A node at fault where they fail gets a failed check.
 
-    Also where too few nodes are fit already: a second submission should not meet the next fault.
+    Also runs where too few nodes are fit already, so that one submission finds all faults.
     """
-    # Ranks on a node that is unfit would only fail in a less readable way.
+    # Ranks on an unfit node would only fail with a less readable error.
     everyone = found.fit
     if not everyone:
         return []
-    checks = prober.together(everyone)
-    if len(everyone) == 1 or not _failed(checks):
-        return checks
+    ranks = prober.together(everyone)
+    if len(everyone) == 1 or not checks.failed(ranks):
+        return ranks
     broken = prober.search(everyone)
     _blame(found.nodes, broken, prober)
     if len(found.fit) < found.layout.nodes:
-        return checks
+        return ranks
     if found.fit != everyone and (known := prober.found(found.fit)):
         return known
     if prober.has_time:
         return prober.together(found.fit)
-    return [*checks, _still_in_doubt(broken)]
-
-
-def _failed(checks: Sequence[Check]) -> list[Check]:
-    return [check for check in checks if check.status == "fail"]
+    return [*ranks, _still_in_doubt(broken)]
 
 
 def _blame(nodes: Sequence[Node], broken: Broken, prober: Prober) -> None:
@@ -179,7 +175,7 @@ def _blame(nodes: Sequence[Node], broken: Broken, prober: Prober) -> None:
     by_name = {node.name: node for node in nodes}
     for name in broken.nodes:
         cause = "it fails alone, or with every other node, while those work with each other"
-        fix = f"leave {name} out, or see its network and the ranks' logs in {prober.trials}"
+        fix = f"leave {name} out, or check its network and the ranks' logs in {prober.trials}"
         check = Check("collectives", "fail", prober.reason(name), fix, cause)
         by_name[name].checks.append(check)
     pairs = broken.pairs + broken.unclear
@@ -189,12 +185,13 @@ def _blame(nodes: Sequence[Node], broken: Broken, prober: Prober) -> None:
         message = f"{' and '.join(pair)} fail together: {prober.reason(*pair)}"
         for name in pair:
             if name not in gone:
-                check = Check("collectives", "warn", message, "nothing: the other is left out")
+                fix = "nothing to do here: the other node is left out"
+                check = Check("collectives", "warn", message, fix)
             elif pair in broken.unclear:
                 cause = "one of the two is at fault; a third node would tell which"
                 check = Check(UNCLEAR, "fail", message, EXCLUDE_ONE, cause)
             else:
-                cause = "each works with other nodes: the way between these two is broken"
+                cause = "each works with other nodes: the link between these two is broken"
                 check = Check("collectives", "fail", message, f"leave {name} out", cause)
             by_name[name].checks.append(check)
 
@@ -204,15 +201,15 @@ def _still_in_doubt(broken: Broken) -> Check:
         "search",
         "fail",
         f"time ran out after {broken.probes} trials; the fault is among {', '.join(broken.among)}",
-        "give preflight.deadline_sec more seconds, or exclude these nodes",
+        "raise preflight.deadline_sec, or exclude these nodes",
     )
 
 
-# --- an earlier pass that still holds -------------------------------------------------------------
+# --- a pass of an earlier start of the same job ---------------------------------------------------
 
 
 def _identity(found: Findings, machine: Machine, wanted: dict[str, Wanted]) -> dict[str, Any]:
-    """All that the ranks' checks depend on; equal after a restart where they need not run again."""
+    """Everything that the ranks' checks depend on. While it is unchanged they need not run again."""
     return {
         "job": found.place.job.id if found.place.job else None,
         "nodes": {node.name: node.facts.get("versions") for node in found.nodes},
@@ -224,10 +221,10 @@ def _identity(found: Findings, machine: Machine, wanted: dict[str, Wanted]) -> d
 
 
 def _reason_to_skip(found: Findings, paths: RunPaths) -> str:
-    """Why the ranks of this restart need no check; "" to check them.
+    """Why the ranks need no check after this restart; "" where they need one.
 
-    Only after a restart of the same job by Slurm, and not when a rank was lost since: that may have
-    been the fabric.
+    They need none where Slurm restarted the job that passed, unless a rank failed or was lost since:
+    the fabric may have been the reason.
     """
     job = found.place.job
     if job is None or not job.restarts:
@@ -245,28 +242,22 @@ def _reason_to_skip(found: Findings, paths: RunPaths) -> str:
     return f"the same nodes, shards and versions passed in start {earlier.restart} of job {job.id}"
 
 
-# --- telling it -----------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def _write(paths: RunPaths, found: Findings) -> None:
-    """The last result under its fixed names, and one that stays, per start."""
+    """Write preflight.json and preflight.tsv, and a copy in logs/ that no later start replaces."""
     result, job = found.result(), found.place.job
     start = f"{job.id}.{job.restarts}" if job else f"local.{time.strftime('%Y%m%dT%H%M%S')}"
     result.write(paths.preflight)
     result.write(paths.logs / f"preflight.{start}.json")
     keys = ("name", "status", "message", "fix", "cause")
-    rows = [
-        [where, *(getattr(check, key) for key in keys)]
-        for where, checks in (
-            *((node.name, node.checks) for node in found.nodes),
-            ("ranks", found.ranks),
-        )
-        for check in checks
-    ]
+    by_place = [*((node.name, node.checks) for node in found.nodes), ("ranks", found.ranks)]
     with atomic_open(paths.preflight_table, "w") as file:
         table = csv.writer(file, delimiter="\t", lineterminator="\n")
         table.writerow(["where", *keys])
-        table.writerows(rows)
+        for where, of_place in by_place:
+            table.writerows([where, *(getattr(check, key) for key in keys)] for check in of_place)
 
 
 def _tell(found: Findings) -> None:
@@ -289,8 +280,8 @@ def _tell(found: Findings) -> None:
         say(f"training gets {', '.join(found.chosen)}; unfit: {out}")
 
 
-def _tell_troubles(checks: Sequence[Check]) -> None:
-    for check in checks:
+def _tell_troubles(found: Sequence[Check]) -> None:
+    for check in found:
         if check.status != "ok":
             cause = f"   cause: {check.cause}" if check.cause else ""
             fix = f"   fix: {check.fix}" if check.fix else ""
@@ -298,8 +289,8 @@ def _tell_troubles(checks: Sequence[Check]) -> None:
 
 
 def _unfit(config: ResolvedConfig, paths: RunPaths, found: Findings) -> UnfitError:
-    """What is said in the end, with exit code 69."""
-    failed = "; ".join(f"{check.name}: {check.message}" for check in found.failed_ranks)
+    """The error of a preflight that failed: every unfit node and every failed check of the ranks."""
+    failed = checks.summary(found.failed_ranks)
     if len(found.nodes) == 1:
         reasons = "; ".join(filter(None, [found.nodes[0].reason, failed]))
         what = f"{found.nodes[0].name} is not fit to train {config.run}: {reasons}"

@@ -1,4 +1,4 @@
-"""Checks over all ranks' probe results: do the collectives work, and is a node slower than the others?"""
+"""Checks of the results of all ranks' probes: do the collectives work, is a node slower than others?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN_RANKS = 16
 
 
 def rank_checks(record: RankRecord, layout: WorldLayout, machine: Machine) -> Iterator[Check]:
-    """Checks on what completed ranks of some nodes found together; `record` is rank 0's."""
+    """Checks of the results of a completed probe of all ranks; `record` is rank 0's."""
     result = record.result
     ranks: list[dict[str, Any]] = result["ranks"]
     world = layout.world_size
@@ -26,7 +26,7 @@ def rank_checks(record: RankRecord, layout: WorldLayout, machine: Machine) -> It
         "mapping",
         "ok" if mapped else "fail",
         f"world of {world}: {where}{more}",
-        "" if mapped else "give the --nodes and --ranks-per-node that the launcher starts",
+        "" if mapped else "set --nodes and --ranks-per-node to what the launcher starts",
     )
     yield Check("rendezvous", "ok", f"{result['backend']} over {result['interface'] or 'any'}")
     differing = [rank["rank"] for rank in ranks if rank["versions"] != ranks[0]["versions"]]
@@ -50,9 +50,9 @@ def rank_checks(record: RankRecord, layout: WorldLayout, machine: Machine) -> It
 
 
 def _network(ranks: list[dict[str, Any]]) -> Check:
-    """Whether NCCL uses InfiniBand wherever there is one."""
+    """Whether NCCL uses InfiniBand on every node that has it."""
     chosen = sorted({rank["network"] for rank in ranks if rank["network"]})
-    message = f"NCCL uses {', '.join(chosen) or 'a network that it does not name'}"
+    message = f"NCCL uses {', '.join(chosen) or 'a network that its log does not name'}"
     by_socket = [
         rank["host"]
         for rank in ranks
@@ -64,13 +64,13 @@ def _network(ranks: list[dict[str, Any]]) -> Check:
         "network",
         "warn",
         f"{message}: sockets on {', '.join(dict.fromkeys(by_socket))}, which have InfiniBand",
-        "unset NCCL_IB_DISABLE, see ibstat on these nodes, and set fabric.debug: true to see why",
+        "unset NCCL_IB_DISABLE, run ibstat on these nodes, and set fabric.debug: true to see why",
         cause="NCCL found no InfiniBand device that it can use; training would be many times slower",
     )
 
 
 def _slow_nodes(ranks: list[dict[str, Any]], factor: float) -> Iterator[Check]:
-    """Each node's matrix product (median of its ranks) and bandwidth beside the median of nodes."""
+    """Compare each node's matrix product (median of its ranks) and bandwidth with the median of nodes."""
     hosts = {rank["rank"]: rank["host"] for rank in ranks}
     products: dict[str, list[float]] = {host: [] for host in hosts.values()}
     pairs: dict[str, list[float]] = {host: [] for host in hosts.values()}
@@ -79,7 +79,7 @@ def _slow_nodes(ranks: list[dict[str, Any]], factor: float) -> Iterator[Check]:
         pairs[rank["host"]] += [speed for _, speed in rank["pairs"]]
     product = {host: statistics.median(values) for host, values in products.items()}
     yield _compared("matrix product", product, factor, "TFLOP/s a rank", COMPUTES_SLOWLY)
-    # The higher middle one: of three nodes a slow one leaves each of the others one fast pair.
+    # median_high: with one slow node of three, each of the others has one slow pair and one fast one.
     pair = {host: statistics.median_high(values) for host, values in pairs.items() if values}
     yield _compared("pair bandwidth", pair, factor, "GB/s to others", TALKS_SLOWLY)
 
@@ -99,4 +99,4 @@ def _compared(
         return Check(name, "ok", f"median {middle:.3g} {unit}, no node below 1/{factor:g} of it")
     found = ", ".join(f"{host} {speed:.3g}" for host, speed in sorted(slow.items()))
     message = f"slow: {found}; median of {len(speeds)} nodes {middle:.3g} {unit}"
-    return Check(name, "warn", message, f"exclude {', '.join(sorted(slow))}, or go on", cause)
+    return Check(name, "warn", message, f"exclude {', '.join(sorted(slow))}, or continue", cause)

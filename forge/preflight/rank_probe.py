@@ -1,4 +1,4 @@
-"""The preflight probe of one rank: its place in the world, and correct and fast collectives."""
+"""The preflight probe of one rank: its host, device and versions, and whether collectives work fast."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ BANDWIDTH_ROUNDS = 3
 BANDWIDTH_MIB = 16
 
 PAIR_MIB = 4
-PAIR_ROUNDS = 15  # each node meets this many others at most: enough for a median
-MATMUL_SIZE = {"cpu": 768, "cuda": 8192}  # some 20 ms on a core, and on a large GPU
+PAIR_ROUNDS = 15  # number of other nodes that a node is paired with, at most: enough for a median
+MATMUL_SIZE = {"cpu": 768, "cuda": 8192}  # about 20 ms on a core, and on a large GPU
 MATMUL_TRIALS = 5
 
 
-class Watch:
-    """Ends this rank, with a record that says in what, where a step takes longer than the patience.
+class Watchdog:
+    """Ends this rank when a step takes longer than patience_sec, with a record that names the step.
 
-    A timeout of a process group does not: Gloo counts it anew for each piece that arrives.
+    A timeout of the process group would not do: Gloo restarts it with each piece that arrives.
     """
 
     def __init__(self, spec: LaunchSpec, rank: int, patience_sec: float) -> None:
@@ -48,9 +48,9 @@ class Watch:
         self._timer: threading.Timer | None = None
 
     def begin(self, doing: str) -> None:
-        """The step before has ended, this one begins."""
+        """End the step before, if any, and begin this one."""
         self.end()
-        self._timer = threading.Timer(self.patience_sec, self._give_up, [doing])
+        self._timer = threading.Timer(self.patience_sec, self._end_process, [doing])
         self._timer.daemon = True
         self._timer.start()
 
@@ -58,22 +58,22 @@ class Watch:
         if self._timer:
             self._timer.cancel()
 
-    def _give_up(self, doing: str) -> None:
+    def _end_process(self, doing: str) -> None:
         message = f"{doing} took longer than {self.patience_sec:.3g} s"
         record = RankRecord("failed", self._rank, Exit.UNFIT, cause="peer lost", message=message)
         record.write(self._spec)
-        os._exit(1)  # the main thread is held in a collective
+        os._exit(1)  # the main thread is blocked in a collective
 
 
 @dataclass(frozen=True)
-class Talk:
-    """Groups whose collectives fail within seconds, where the process group's own wait for minutes."""
+class Groups:
+    """Process groups with a timeout of seconds, where that of training has one of minutes."""
 
     data: dist.ProcessGroup  # over the backend that training uses
     control: dist.ProcessGroup  # Gloo
 
     @classmethod
-    def of(cls, world: World, patience_sec: float) -> Talk:
+    def of(cls, world: World, patience_sec: float) -> Groups:
         """All ranks call it."""
         patience = timedelta(seconds=patience_sec)
         data = dist.new_group(timeout=patience)
@@ -83,28 +83,29 @@ class Talk:
 
 
 def check(world: World, task: PreflightTask, spec: LaunchSpec) -> RankRecord:
-    """Facts of all ranks and figures of their talk, in rank 0's record. All ranks call it.
+    """Facts and speeds of all ranks, as the result in the record. All ranks call it.
 
     A collective that takes longer than task.patience_sec fails.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing to save, and C++ may hold the thread
-    watch = Watch(spec, world.rank.rank, task.patience_sec)
-    watch.begin("connecting to all other ranks")
-    talk = Talk.of(world, watch.patience_sec)
-    figures = _all_reduce(world, talk, watch)
-    pairs = _pairs(world, talk, watch)
-    watch.begin("telling rank 0 what was found")
+    # Nothing to save; and no Python handler runs while C++ code blocks the main thread.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    watchdog = Watchdog(spec, world.rank.rank, task.patience_sec)
+    watchdog.begin("connecting to all other ranks")
+    groups = Groups.of(world, watchdog.patience_sec)
+    speeds = _all_reduce(world, groups, watchdog)
+    pairs = _pairs(world, groups, watchdog)
+    watchdog.begin("gathering the results of all ranks")
     mine = {**_facts(world, task.nccl_file), "tflop_per_sec": _matmul(world.device), "pairs": pairs}
     facts: list[Any] = [None] * world.rank.world_size
-    dist.all_gather_object(facts, mine, group=talk.control)
+    dist.all_gather_object(facts, mine, group=groups.control)
     result = {
         "ranks": facts,
         "backend": world.backend,
         "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
-        **figures,
+        **speeds,
     }
     world.barrier()
-    watch.end()
+    watchdog.end()
     return RankRecord("completed", world.rank.rank, result=result)
 
 
@@ -121,7 +122,7 @@ def _facts(world: World, nccl_file: str) -> dict[str, Any]:
 
 
 def _network(nccl_file: str) -> str:
-    """The network that NCCL named in this process's NCCL_DEBUG_FILE, which goes; "" without NCCL."""
+    """Delete NCCL_DEBUG_FILE of this process; the network that it names, "" without NCCL."""
     path = Path(nccl_file.replace("%h", hostname()).replace("%p", str(os.getpid())))
     with suppress(FileNotFoundError):
         text = path.read_text(errors="replace")
@@ -131,35 +132,32 @@ def _network(nccl_file: str) -> str:
 
 
 def network_chosen(log: str) -> str:
-    """The network in NCCL_DEBUG=INFO output, such as `IB mlx5_0` or `Socket eth0`; "" where none."""
+    """The network in NCCL_DEBUG=INFO output, such as `IB mlx5_0` or `Socket eth0`; "" if none."""
     found = re.search(r"NET/(\w+) : Using (?:\[\d+\])?([^\s:]+)", log)
     return f"{found.group(1)} {found.group(2)}" if found else ""
 
 
-def _all_reduce(world: World, talk: Talk, watch: Watch) -> dict[str, Any]:
+def _all_reduce(world: World, groups: Groups, watchdog: Watchdog) -> dict[str, Any]:
     """Whether the sum is right; latency (median, microseconds) and bus bandwidth (GB/s).
 
     Bus bandwidth as in nccl-tests (doc/PERFORMANCE.md): bytes / seconds * 2 (n - 1) / n.
     """
     size = world.rank.world_size
-    watch.begin("an all-reduce of one number")
+    watchdog.begin("an all-reduce of one number")
+    all_reduce = functools.partial(dist.all_reduce, group=groups.data)
     small = torch.full((1,), float(world.rank.rank + 1), device=world.device)
-    dist.all_reduce(small, group=talk.data)
+    all_reduce(small)
     right = small.item() == size * (size + 1) / 2
-    latency = [_timed(lambda: _reduce(small, talk)) for _ in range(LATENCY_ROUNDS)]
-    watch.begin(f"{BANDWIDTH_ROUNDS} all-reduces of {BANDWIDTH_MIB} MiB")
+    latency = [_timed(lambda: all_reduce(small)) for _ in range(LATENCY_ROUNDS)]
+    watchdog.begin(f"{BANDWIDTH_ROUNDS} all-reduces of {BANDWIDTH_MIB} MiB")
     large = torch.ones(BANDWIDTH_MIB * 2**18, device=world.device)
-    seconds = min(_timed(lambda: _reduce(large, talk)) for _ in range(BANDWIDTH_ROUNDS))
+    seconds = min(_timed(lambda: all_reduce(large)) for _ in range(BANDWIDTH_ROUNDS))
     bus = large.numel() * 4 / seconds * 2 * (size - 1) / size / 1e9
     return {
         "all_reduce_right": right,
         "latency_us": round(statistics.median(latency) * 1e6, 1),
         "bus_gb_per_sec": round(bus, 3),
     }
-
-
-def _reduce(tensor: torch.Tensor, talk: Talk) -> None:
-    dist.all_reduce(tensor, group=talk.data)
 
 
 def _matmul(device: torch.device) -> float:
@@ -170,42 +168,45 @@ def _matmul(device: torch.device) -> float:
     return round(2 * size**3 / seconds / 1e12, 4)
 
 
-def _pairs(world: World, talk: Talk, watch: Watch) -> list[tuple[int, float]]:
-    """Bandwidth with the leaders of other nodes: (their rank, GB/s). [] on ranks that lead none.
+def _pairs(world: World, groups: Groups, watchdog: Watchdog) -> list[tuple[int, float]]:
+    """Bandwidth with local rank 0 of other nodes: (its rank, GB/s). [] on ranks that are not local
+    rank 0.
 
-    Leaders are local rank 0 of each node. They meet in rounds, each pair by itself, so that a slow
-    node shows as slow with everybody. All ranks call it.
+    The nodes are paired in rounds, so that a slow node is slow with every partner. All ranks call it.
     """
     per_node = world.rank.local_world_size
-    node, place = divmod(world.rank.rank, per_node)
+    node = world.rank.rank // per_node
     measured = []
     one, block = (torch.ones(n, device=world.device) for n in (1, PAIR_MIB * 2**18))
     for partners in tournament(world.rank.world_size // per_node):
-        watch.begin(f"sending {PAIR_MIB} MiB between pairs of nodes")
-        dist.barrier(group=talk.control)
-        if place == 0 and node in partners:
-            meeting = partners[node] * per_node, node < partners[node], talk
-            _there_and_back(one, *meeting)  # connect first
-            trip = functools.partial(_there_and_back, block, *meeting)
-            seconds = min(_timed(trip) for _ in range(BANDWIDTH_ROUNDS))
-            measured.append((meeting[0], round(2 * block.numel() * 4 / seconds / 1e9, 4)))
+        watchdog.begin(f"sending {PAIR_MIB} MiB between pairs of nodes")
+        dist.barrier(group=groups.control)
+        if world.rank.local_rank == 0 and node in partners:
+            other = partners[node] * per_node
+            exchange = functools.partial(_exchange, other, node < partners[node], groups)
+            exchange(one)  # connects
+            seconds = min(
+                _timed(functools.partial(exchange, block)) for _ in range(BANDWIDTH_ROUNDS)
+            )
+            measured.append((other, round(2 * block.numel() * 4 / seconds / 1e9, 4)))
     return measured
 
 
-def _there_and_back(tensor: torch.Tensor, other: int, is_first: bool, talk: Talk) -> None:
+def _exchange(other: int, is_first: bool, groups: Groups, tensor: torch.Tensor) -> None:
+    """Send the tensor to the rank `other` and receive it back, or the other way round."""
     if is_first:
-        dist.send(tensor, other, group=talk.data)
-    dist.recv(tensor, other, group=talk.data)
+        dist.send(tensor, other, group=groups.data)
+    dist.recv(tensor, other, group=groups.data)
     if not is_first:
-        dist.send(tensor, other, group=talk.data)
+        dist.send(tensor, other, group=groups.data)
 
 
 def tournament(players: int) -> Iterator[dict[int, int]]:
-    """Rounds in which each player meets one other, each time another one; at most PAIR_ROUNDS.
+    """At most PAIR_ROUNDS rounds (player -> partner) of a round-robin tournament.
 
-    The circle method: the first stays, the others move on by one place a round.
+    The circle method: the first player stays, the others rotate by one position a round.
     """
-    circle = list(range(players + players % 2))  # one more where one sits out each round
+    circle = list(range(players + players % 2))  # of an odd number one sits out each round
     for _ in range(min(len(circle) - 1, PAIR_ROUNDS)):
         half = len(circle) // 2
         pairs = zip(circle[:half], reversed(circle[half:]), strict=True)

@@ -66,6 +66,6 @@ def diverged(config: Config, what: str, *, step: int, lr: float, saved_step: int
         f"step {step}: {what}",
         cause=f"a learning rate too high (train.lr is {config.train.lr:.2g}, this step's rate was"
         f" {lr:.2g}), or broken data",
-        fix=f"{parent.way_on(config, saved_step)}; where single batches are to blame,"
+        fix=f"{parent.fix_for_divergence(config, saved_step)}; where single batches are to blame,"
         " train.on_nonfinite=skip goes on without them",
     )

@@ -183,7 +183,7 @@ def _examine_all(
 
     def look_at_files(row: Row) -> None:
         checkpoint = directory.Checkpoint.open(row.folder)
-        checkpoint.check_form()
+        checkpoint.check_sizes()
         its_config = config or _own_config(checkpoint, overrides)
         data = all_data.setdefault(str(its_config.ids), Data(its_config))
         its_goal = goal if goal and goal.step == checkpoint.step else None

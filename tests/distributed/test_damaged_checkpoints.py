@@ -163,7 +163,7 @@ def test_every_command_refuses_a_checkpoint_under_another_steps_name_and_trainin
 
     trained = run.forge("train")
     assert trained.code == 0, trained.text
-    assert f"checkpoint {wrong} is damaged" in trained.text and said in trained.text
+    assert f"checkpoint {wrong} is corrupt" in trained.text and said in trained.text
     assert f"resume from {wrong.with_name('step-00000006')}" in trained.text
     assert run.weights_digest() == solo.weights_digest()
 

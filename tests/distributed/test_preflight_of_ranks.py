@@ -52,7 +52,7 @@ def test_deadline_ends_ranks_that_do_not_meet(runs):
     started = time.monotonic()
     outcome = run.forge("preflight", *TWO_RANKS, "--machine.preflight.deadline_sec=0.5")
     assert outcome.code == 69
-    assert "not through within 0.5 s" in outcome.text
+    assert "not done within 0.5 s" in outcome.text
     assert time.monotonic() - started < 10
     assert living() == []
     assert read_json(run.paths.preflight)["status"] == "failed"

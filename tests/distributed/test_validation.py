@@ -206,7 +206,7 @@ def test_when_all_are_damaged_all_are_moved_and_the_run_starts_again(run):
 def test_latest_that_points_to_nothing_is_told_and_mended(run):
     shutil.rmtree(run.paths.checkpoints / LAST)
     outcome = cheaply(run, "--all")
-    assert outcome.code == 65 and f"points to {LAST}, which is not there" in outcome.text
+    assert outcome.code == 65 and f"points to {LAST}, which does not exist" in outcome.text
     assert cheaply(run, "--fix").code == 65
     assert run.paths.latest.resolve().name == BEFORE
     assert cheaply(run, "--all").code == 0

@@ -50,5 +50,5 @@ def test_parents_in_a_circle_are_refused_before_anything_is_made(project):
     project.write_runs("run\tparent\na\tb@4\nb\ta@4\n")
     code, output = project.snakemake("train")
     assert code != 0
-    assert "the parents of these runs go round in a circle: a from b from a" in output
+    assert "the parents of these runs form a circle: a from b from a" in output
     assert not (project.root / "results").exists()

@@ -1,4 +1,4 @@
-"""A checkpoint is valid or it is not there: half-written, damaged and foreign folders never resume."""
+"""Training never resumes from an incomplete or corrupt checkpoint, nor from another directory."""
 
 import re
 import shutil
@@ -56,7 +56,7 @@ def test_half_written_checkpoint_is_ignored_and_cleaned(paths):
     assert resume.latest(paths).step == 10
 
 
-def test_a_copy_that_a_person_put_beside_checkpoints_is_none_and_stays(paths):
+def test_a_copy_under_another_name_does_not_count_as_a_checkpoint_and_stays(paths):
     first = save(paths, 10)
     copy = first.folder.with_name("step-00000010.bak")
     shutil.copytree(first.folder, copy)
@@ -76,7 +76,7 @@ def test_checkpoint_under_another_steps_name_is_refused_with_both_steps(paths, n
 
 
 @pytest.mark.parametrize("name", ["best", "step-00000100.bak", "step-0000000100", "latest"])
-def test_a_copy_under_a_name_that_is_no_steps_opens(paths, name):
+def test_a_copy_under_a_name_without_a_step_opens(paths, name):
     saved = save(paths, 10)
     copy = shutil.copytree(saved.folder, paths.root / name)
     assert directory.Checkpoint.open(copy).step == 10
@@ -94,7 +94,7 @@ def test_steps_of_nine_digits_come_after_those_of_eight(paths):
     assert resume.latest(paths).step == 99_999_999
 
 
-def test_checkpoints_that_were_left_behind_by_going_back_do_not_count_as_kept(paths):
+def test_checkpoints_newer_than_latest_do_not_count_for_keep_last(paths):
     for step in (10, 20, 30):
         save(paths, step, keep_last=3)
     paths.latest.unlink()
@@ -103,12 +103,14 @@ def test_checkpoints_that_were_left_behind_by_going_back_do_not_count_as_kept(pa
     assert names(paths.checkpoints) == {"latest", *(f"step-{n:08}" for n in (10, 15, 20, 30))}
 
 
-def test_a_folder_that_was_removed_while_it_was_written_is_not_committed(paths):
+def test_a_directory_removed_during_the_save_is_not_committed(paths):
     save(paths, 10, keep_last=1)
     folder = directory.begin(paths, 20)
     manifest = manifest_of(20, files={"__0_0.distcp": stored(b"w")})
     shutil.rmtree(folder)
-    with pytest.raises(UnfitError, match=r"has lost __0_0\.distcp: nothing was committed"):
+    with pytest.raises(
+        UnfitError, match=r"__0_0\.distcp disappeared from .*: nothing was committed"
+    ):
         directory.commit(paths, folder, manifest, keep_last=1)
     assert resume.latest(paths).step == 10
 
@@ -122,7 +124,7 @@ def test_old_checkpoints_are_pruned_and_latest_is_kept(paths):
     ]
 
 
-def test_a_disk_that_cannot_be_read_puts_nothing_into_quarantine(paths, monkeypatch):
+def test_a_disk_error_moves_nothing_to_quarantine(paths, monkeypatch):
     saved = save(paths, 10)
 
     def broken(_):
@@ -156,7 +158,7 @@ def test_flipped_byte_missing_and_extra_files_are_found(paths):
     assert list(saved.bad_files()) == ["__0_0.distcp is missing", "extra is not in the manifest"]
 
 
-def test_multiples_of_keep_every_stay_for_ever(paths):
+def test_multiples_of_keep_every_are_never_pruned(paths):
     for step in range(10, 70, 10):
         save(paths, step, keep_last=1, keep_every=30)
     assert names(paths.checkpoints) == {"latest", "step-00000030", "step-00000060"}
@@ -169,7 +171,7 @@ def test_save_without_room_is_refused_before_anything_is_written(paths):
     assert resume.latest(paths).step == 10
 
 
-def test_changed_science_is_refused_by_key_and_value(paths):
+def test_changed_hyperparameters_are_refused_by_key_and_value(paths):
     saved = save(paths, 10)
     with pytest.raises(ConfigError) as caught:
         directory.check_compatible(config_of(**{"train.lr": 0.5, "model.layers": 9}), saved)
@@ -208,8 +210,8 @@ def test_decay_stays_as_at_the_first_start_when_the_goal_is_raised(paths):
         ({"warmup_steps": 0, "max_steps": 1}, None, None),
     ],
 )
-def test_warmup_that_never_ends_is_told_until_the_goal_is_reached(paths, keys, step, said):
-    """max_steps only stops, so it may be small; but nobody should wonder why the loss is high."""
+def test_warmup_beyond_max_steps_warns_until_the_goal_is_reached(paths, keys, step, said):
+    """max_steps may be smaller than warmup_steps, but the user should know why the loss stays high."""
     config = config_of(**{f"train.{key}": value for key, value in keys.items()})
     saved = save(paths, step, config=config) if step else None
     warnings = directory.schedule_warnings(config, saved)
@@ -217,7 +219,7 @@ def test_warmup_that_never_ends_is_told_until_the_goal_is_reached(paths, keys, s
     assert said is None or re.search(said, warnings[0])
 
 
-def test_schedule_that_is_left_open_never_ends_in_the_warmup():
+def test_default_decay_steps_are_not_below_warmup_steps():
     """It did, and validation then refused the finished checkpoint: warmup_steps beyond decay_steps."""
     short = config_of(**{"train.max_steps": 10, "train.warmup_steps": 20})
     assert directory.frozen_decay_steps(short, None) == 20
@@ -233,7 +235,7 @@ def test_goal_below_latest_is_refused_and_nothing_is_deleted(paths):
     assert saved.folder.is_dir()
 
 
-def test_full_disk_is_told_and_keeps_the_last_checkpoint(paths, monkeypatch):
+def test_full_disk_is_reported_and_keeps_the_last_checkpoint(paths, monkeypatch):
     save(paths, 10)
 
     def full(*_):

@@ -84,26 +84,26 @@ def test_key_of_a_later_version_is_kept_and_counts_in_the_digest(folder):
         ("probe", {"losses": "none"}),
     ],
 )
-def test_manifest_of_another_shape_with_the_right_digest_is_no_manifest(folder, key, value):
+def test_manifest_with_a_wrong_key_and_the_right_digest_is_refused(folder, key, value):
     write_as_another_program(folder, **{key: value})
-    with pytest.raises(DataError, match=rf"is no manifest of a checkpoint: {key}"):
+    with pytest.raises(DataError, match=rf"is not the manifest of a checkpoint: {key}"):
         Manifest.read(folder)
 
 
 @pytest.mark.parametrize("text", ["[]", "7", "null", f'{{"format": {HUGE}}}', "[" * 10**5])
-def test_file_that_is_no_object_is_no_manifest(folder, text):
+def test_file_without_a_json_object_is_refused(folder, text):
     (folder / MANIFEST).write_text(text)
     with pytest.raises(DataError, match=r"is not a checkpoint|is not JSON"):
         Manifest.read(folder)
 
 
 @pytest.mark.parametrize(("old", "new"), [('"step": 10', '"step": 11'), ("5.5", "NaN")])
-def test_manifest_that_was_changed_does_not_have_the_digest_that_it_names(folder, old, new):
+def test_changed_manifest_does_not_match_its_digest(folder, old, new):
     """NaN: numbers that JSON does not have."""
     text = (folder / MANIFEST).read_text()
     assert old in text
     (folder / MANIFEST).write_text(text.replace(old, new))
-    with pytest.raises(DataError, match="does not have the digest"):
+    with pytest.raises(DataError, match="does not match the digest"):
         Manifest.read(folder)
 
 
@@ -112,7 +112,7 @@ def test_manifest_of_another_format_is_refused_by_name_with_what_to_do(folder):
     (folder / MANIFEST).write_text(text.replace('"format": 2', '"format": 9'))
     with pytest.raises(OtherFormat, match="is a checkpoint of format 9, not 2") as caught:
         Manifest.read(folder)
-    assert "start again under a new run name" in str(caught.value)
+    assert "train under a new run name" in str(caught.value)
 
 
 def test_lineage_names_everything_that_made_the_model():

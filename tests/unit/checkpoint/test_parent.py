@@ -1,4 +1,4 @@
-"""A run that names the wrong parent is refused before anything starts, and never gets another one."""
+"""A wrong parent is refused before anything starts; Forge never takes another checkpoint instead."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_other_tokens_or_another_tokenizer_are_refused_by_name(base, config_of):
             parent.find(config_of(parent="base@50", ids=ids))
 
 
-def test_what_a_cure_for_divergence_changes_may_differ(base, config_of):
+def test_keys_that_are_changed_after_a_divergence_may_differ(base, config_of):
     changed = {
         **{
             "train__lr": 1e-4,
@@ -245,12 +245,12 @@ def test_lineage_names_run_step_and_digest_and_is_handed_on_by_the_runs_own_chec
     assert parent.recorded(child, save(child, 70, lineage=lineage), None) == then
 
 
-def test_a_run_that_diverged_is_shown_the_way_on(config_of):
-    assert "parent: child@60, or a step" in parent.way_on(config_of(), 60)
+def test_fix_for_a_run_that_diverged_names_a_checkpoint(config_of):
+    assert "parent: child@60, or a step" in parent.fix_for_divergence(config_of(), 60)
     child = config_of(parent="base@50")
-    assert "parent: child@60, or a step" in parent.way_on(child, 60)
-    assert "parent: base@50, or a step" in parent.way_on(child, 50)
-    assert "lower train.lr" in parent.way_on(config_of(), 0)
+    assert "parent: child@60, or a step" in parent.fix_for_divergence(child, 60)
+    assert "parent: base@50, or a step" in parent.fix_for_divergence(child, 50)
+    assert "lower train.lr" in parent.fix_for_divergence(config_of(), 0)
 
 
 def test_the_table_of_keys_says_that_parent_may_not_change():

@@ -48,7 +48,7 @@ def test_a_run_may_have_the_name_of_a_checkpoint(tmp_path):
     assert resume.named(paths.root).step == 10
 
 
-def test_place_without_a_checkpoint_is_refused(paths, tmp_path):
+def test_directory_without_a_checkpoint_is_refused(paths, tmp_path):
     saved = save(paths, 10)
     (saved.folder / MANIFEST).unlink()
     with pytest.raises(DataError, match=f"step-00000010/{MANIFEST} does not exist"):
@@ -67,8 +67,10 @@ SOME_CORRUPT = [some for number in range(4) for some in itertools.combinations(S
 
 @pytest.mark.parametrize("set_back_to", STEPS)
 @pytest.mark.parametrize("corrupt", SOME_CORRUPT, ids=str)
-def test_what_is_said_before_a_start_is_what_training_takes(paths, set_back_to, corrupt):
-    """It was another one where `latest` was set back to a corrupt checkpoint, or a file was cut."""
+def test_check_before_a_start_names_the_checkpoint_that_training_resumes_from(
+    paths, set_back_to, corrupt
+):
+    """They once differed where `latest` was set back to a corrupt checkpoint, or a file truncated."""
     saved = {step: save(paths, step, keep_last=9) for step in STEPS}
     paths.latest.unlink()
     paths.latest.symlink_to(saved[set_back_to].folder.name)
@@ -107,7 +109,7 @@ def test_latest_on_a_copy_under_another_name_is_resumed_from_and_left_there(path
     assert names(paths.checkpoints) == {"latest", "best", "step-00000020"}
 
 
-def test_dangling_latest_is_refused_with_the_command_that_mends_it(paths):
+def test_dangling_latest_is_refused_with_the_command_that_repairs_it(paths):
     save(paths, 10)
     last = save(paths, 20)
     last.folder.rename(paths.root / "moved")
@@ -117,19 +119,19 @@ def test_dangling_latest_is_refused_with_the_command_that_mends_it(paths):
     assert (paths.checkpoints / "step-00000010").is_dir()
 
 
-def test_training_mends_a_dangling_or_lost_latest_and_says_so(paths, capsys):
+def test_training_repairs_a_dangling_or_missing_latest_with_a_warning(paths, capsys):
     save(paths, 10)
     last = save(paths, 20)
     last.folder.rename(paths.root / "moved")
     assert resume.repaired_latest(paths).step == 10
-    assert "which is not there: using step-00000010" in capsys.readouterr().err
+    assert "which does not exist: using step-00000010" in capsys.readouterr().err
     paths.latest.unlink()
-    with pytest.raises(DataError, match="is gone"):
+    with pytest.raises(DataError, match="is missing"):
         resume.latest(paths)
     assert resume.repaired_latest(paths).step == resume.latest(paths).step == 10
 
 
-def test_latest_set_back_by_a_person_stays(paths):
+def test_latest_set_back_by_a_user_stays(paths):
     save(paths, 10)
     save(paths, 20)
     paths.latest.unlink()
@@ -138,7 +140,7 @@ def test_latest_set_back_by_a_person_stays(paths):
 
 
 @pytest.mark.parametrize(("point", "step"), [("commit.rename", 10), ("commit.latest", 20)])
-def test_commit_that_was_cut_off_is_finished_or_forgotten(paths, monkeypatch, point, step):
+def test_interrupted_commit_is_finished_or_undone(paths, monkeypatch, point, step):
     save(paths, 10)
     cut_off_at(monkeypatch, point)
     with pytest.raises(CutOff):
@@ -151,7 +153,7 @@ def test_commit_that_was_cut_off_is_finished_or_forgotten(paths, monkeypatch, po
     assert names(paths.checkpoints) == {"latest", *(f"step-{n:08}" for n in (10, step))}
 
 
-def test_commit_of_a_step_again_that_was_cut_off_keeps_the_old_one(paths, monkeypatch):
+def test_interrupted_commit_of_an_existing_step_keeps_the_old_checkpoint(paths, monkeypatch):
     save(paths, 20, content=b"old")
     cut_off_at(monkeypatch, "commit.rename")
     with pytest.raises(CutOff):
@@ -175,7 +177,7 @@ def cut_off_at(monkeypatch, wanted):
 @pytest.mark.parametrize(
     "damage", ["manifest", "manifest byte", "manifest key", "file", "missing file"]
 )
-def test_damaged_checkpoint_goes_to_quarantine_and_the_one_before_is_taken(paths, damage, capsys):
+def test_corrupt_checkpoint_goes_to_quarantine_and_the_previous_one_is_used(paths, damage, capsys):
     save(paths, 10)
     last = save(paths, 20)
     file = last.folder / "__0_0.distcp"
@@ -194,11 +196,13 @@ def test_damaged_checkpoint_goes_to_quarantine_and_the_one_before_is_taken(paths
     assert names(paths.quarantine) == {"step-00000020"}
     assert (paths.quarantine / "step-00000020" / "damage.json").is_file()
     said = capsys.readouterr().err
-    assert f"{last.folder} is damaged" in said and "using step-00000010" in said
+    assert f"{last.folder} is corrupt" in said and "using step-00000010" in said
     assert [e["checkpoint"] for e in json_lines.read(paths.events)] == ["step-00000020"]
 
 
-def test_last_damaged_checkpoint_means_fresh_weights_said_aloud_or_refused(paths, capsys):
+def test_without_a_valid_checkpoint_training_starts_afresh_with_a_warning_or_is_refused(
+    paths, capsys
+):
     saved = save(paths, 10)
     (saved.folder / "__0_0.distcp").unlink()
     assert resume.repaired_latest(paths) is None
@@ -221,19 +225,19 @@ def test_checkpoint_of_another_version_is_refused_and_stays_where_it_is(paths):
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_latest_that_links_to_itself_is_told_and_training_mends_it(paths, there, capsys):
+def test_latest_that_links_to_itself_is_reported_and_repaired_by_training(paths, there, capsys):
     if there:
         save(paths, 10)
         paths.latest.unlink()
     paths.checkpoints.mkdir(parents=True, exist_ok=True)
     paths.latest.symlink_to("latest")
-    with pytest.raises(DataError, match="latest points to latest, which is no directory"):
+    with pytest.raises(DataError, match="latest points to latest, which is not a directory"):
         resume.latest(paths)
     step = 10 if there else None
     assert getattr(resume.check_resumable(CONFIG, paths), "step", None) == step
     directory.prune(paths, 1)
     assert getattr(resume.repaired_latest(paths), "step", None) == step
-    assert "which is no directory" in capsys.readouterr().err
+    assert "which is not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["text", "directory", "copy"])
@@ -252,7 +256,7 @@ def test_latest_that_is_no_link_is_refused_before_anything_is_written_over_it(pa
         lambda: resume.repaired_latest(paths),
         lambda: resume.check_resumable(CONFIG, paths),
     ):
-        with pytest.raises(DataError, match="latest is no symbolic link") as caught:
+        with pytest.raises(DataError, match="latest is not a symbolic link") as caught:
             action()
         assert f"ln -s step-00000010 {paths.latest}" in str(caught.value)
     assert sorted(paths.checkpoints.rglob("*")) == before
@@ -266,7 +270,7 @@ def test_checkpoints_that_is_a_file_is_refused_at_once(paths):
         lambda: resume.repaired_latest(paths),
         lambda: resume.check_resumable(CONFIG, paths),
     ):
-        with pytest.raises(DataError, match="checkpoints is no directory"):
+        with pytest.raises(DataError, match="checkpoints is not a directory"):
             action()
 
 
@@ -281,7 +285,7 @@ def put_checkpoint(folder, **facts):
 
 
 class Seen:
-    """The ranks as one of them, not rank 0, meets them: rank 0 chose STEP and read `manifest`."""
+    """The world as seen by a rank other than 0: rank 0 chose STEP and read `manifest`."""
 
     rank = SimpleNamespace(is_main=False)
 

@@ -76,7 +76,7 @@ def test_files_of_another_writer_are_refused(tmp_path):
         read(tmp_path)
 
 
-def test_cut_file_is_bad_data_that_names_it(folder):
+def test_truncated_file_is_bad_data_that_names_it(folder):
     cut = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
     os.truncate(cut, 5)
     with pytest.raises(DataError, match=f"{cut.name} ends before"):
@@ -133,7 +133,7 @@ def test_getattr_reaches_nothing_but_those_members(name):
         ("pathlib", "Path.unlink"),
     ],
 )
-def test_allowed_module_is_no_way_to_what_it_imports(folder, module, name):
+def test_allowed_module_does_not_lead_to_its_imports(folder, module, name):
     # Protocol 4 resolves dotted names: pathlib + "os.system" is os.system.
     call = b"\x80\x04" + b"".join(
         b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name)
@@ -144,7 +144,7 @@ def test_allowed_module_is_no_way_to_what_it_imports(folder, module, name):
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04half", b"no pickle"])
-def test_damaged_index_is_bad_data(folder, content):
+def test_corrupt_index_is_bad_data(folder, content):
     (folder / ".metadata").write_bytes(content)
     with pytest.raises(DataError, match="cannot load checkpoint"):
         read(folder)
@@ -216,9 +216,9 @@ OTHER_INDEXES = {
 
 
 @pytest.mark.parametrize("kind", OTHER_INDEXES)
-def test_index_that_is_none_is_bad_data_that_names_it(folder, kind):
+def test_file_that_is_not_an_index_is_bad_data_that_names_it(folder, kind):
     index = storage.SafeReader(folder).read_metadata()
     (folder / ".metadata").write_bytes(OTHER_INDEXES[kind](index))
     for reading in (storage.SafeReader(folder).read_metadata, lambda: read(folder)):
-        with pytest.raises(DataError, match=r"\.metadata is no index|which no index needs"):
+        with pytest.raises(DataError, match=r"\.metadata is not the index|which no index needs"):
             reading()

@@ -1,4 +1,4 @@
-"""Against a fault that no node sees by itself: the search must name it, and with few trials."""
+"""The search must name a fault that no single node can detect, with few trials."""
 
 from math import ceil, log2
 
@@ -91,8 +91,8 @@ def test_bad_node_and_broken_pair_are_told_apart(where):
 
 
 @given(st.data())
-def test_what_is_left_over_always_works(data):
-    """Whatever is broken: all that is named taken away, one node of each pair, the rest works."""
+def test_remaining_nodes_always_work(data):
+    """Without the named nodes, and without one node of each named pair, the rest works."""
     size = data.draw(st.integers(2, 12))
     some = st.lists(st.integers(0, size - 1).map(lambda n: f"n{n:02}"), max_size=3)
     pairs = st.tuples(*[st.integers(0, size - 1).map(lambda n: f"n{n:02}")] * 2)
@@ -106,13 +106,13 @@ def test_what_is_left_over_always_works(data):
     assert set(found.nodes) >= cluster.dead
 
 
-def test_of_two_nodes_alone_nobody_can_tell_which():
+def test_of_two_nodes_alone_the_faulty_one_is_unclear():
     found = Cluster(2, deaf=["n01"]).search()
     assert (found.nodes, found.pairs, found.unclear) == ([], [], [("n00", "n01")])
 
 
 def test_four_nodes_take_four_rounds():
-    """Two halves, the two nodes of the bad half, each of them with a third, the rest together."""
+    """The two halves, the two nodes of the bad half, each of them with a third node, then the rest."""
     cluster = Cluster(4, deaf=["n02"])
     rounds = []
     found = find_broken(
@@ -123,13 +123,13 @@ def test_four_nodes_take_four_rounds():
 
 
 @pytest.mark.parametrize(("answers", "among"), [(0, 8), (2, 4), (4, 2)])
-def test_when_time_ends_the_nodes_still_in_doubt_are_named(answers, among):
+def test_when_time_runs_out_the_nodes_still_in_doubt_are_named(answers, among):
     found = Cluster(8, dead=["n05"], answers=answers).search()
     assert (found.nodes, len(found.among)) == ([], among)
     assert "n05" in found.among
 
 
-def test_trouble_that_went_away_blames_nobody():
+def test_failure_that_does_not_repeat_blames_no_node():
     found = find_broken(["n00", "n01", "n02", "n03"], lambda groups: [True] * len(groups))
     assert (found.nodes, found.pairs, found.unclear) == ([], [], [])
     assert found.among == ("n00", "n01", "n02", "n03")

@@ -1,4 +1,4 @@
-"""Which nodes go and which stay: the fewest, never one that is merely the other end."""
+"""Which nodes are left out: the fewest, and never one that is only the peer of a faulty node."""
 
 import pytest
 from hypothesis import given
@@ -9,10 +9,10 @@ from forge.core.machine import load_machine
 from forge.preflight.compare_nodes import (
     Node,
     bad_nodes,
+    check_clocks,
+    check_links,
     compare,
     fewest_to_leave_out,
-    judge_clocks,
-    judge_ways,
 )
 
 NAMES = [f"n{number}" for number in range(6)]
@@ -52,7 +52,7 @@ def test_line_of_a_node_without_an_answer():
     assert found.line == "NODE n7 FAIL answers=fail"
 
 
-# --- who talks to whom ----------------------------------------------------------------------------
+# --- connections ----------------------------------------------------------------------------------
 
 
 pairs = st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)), max_size=9).map(
@@ -74,13 +74,13 @@ def test_no_failing_pair_is_left_and_no_smaller_choice_would_do(failing):
     assert not gone or (not smaller and failing)
 
 
-def test_of_two_the_one_that_fails_itself_goes_and_else_the_later():
+def test_of_two_nodes_the_one_that_cannot_connect_is_left_out_and_else_the_later():
     assert fewest_to_leave_out([("n1", "n2")], NAMES) == ("n1",)
     assert fewest_to_leave_out([("n1", "n2"), ("n2", "n1")], NAMES) == ("n2",)
 
 
-def ways(names, *lost):
-    """What each node says of each other one; lost: (from, to) that fail."""
+def links(names, *lost):
+    """The answer of each node about each other one; lost: (from, to) that fail."""
     return {
         a: {
             b: {"trouble": "cannot connect" if (a, b) in lost else "", "ahead_sec": 0.0}
@@ -97,24 +97,24 @@ def both(a, b):
 
 def judged(names, *lost):
     nodes = {name: node(name) for name in names}
-    judge_ways(nodes, ways(names, *lost))
+    check_links(nodes, links(names, *lost))
     return nodes
 
 
 def test_nodes_that_all_reach_each_other_pass():
     nodes = judged(NAMES[:3])
     assert {last(n).status for n in nodes.values()} == {"ok"}
-    assert last(nodes["n0"]).message == "reaches 2 other nodes, and they this one"
+    assert last(nodes["n0"]).message == "connected with 2 other nodes, both ways"
 
 
-def test_node_that_nobody_reaches_is_at_fault_and_the_others_are_only_warned():
+def test_node_that_no_other_reaches_fails_and_the_others_only_warn():
     nodes = judged(NAMES[:3], *both("n0", "n1"), *both("n0", "n2"))
     assert {name: last(n).status for name, n in nodes.items()} == {
         "n0": "fail",
         "n1": "warn",
         "n2": "warn",
     }
-    assert "no way to any other node" in last(nodes["n0"]).cause
+    assert "no connection to any other node" in last(nodes["n0"]).cause
     assert list(bad_nodes(list(nodes.values()))) == ["n0"]
 
 
@@ -126,7 +126,7 @@ def test_one_node_of_a_broken_pair_is_left_out():
     assert list(bad_nodes(list(nodes.values()))) == ["n2"]
 
 
-def test_of_two_nodes_alone_neither_is_held_to_be_bad():
+def test_of_two_nodes_alone_neither_is_excluded():
     nodes = judged(["n0", "n1"], *both("n0", "n1"))
     assert [name for name, n in nodes.items() if not n.is_fit] == ["n1"]
     assert "a third node would tell which" in last(nodes["n1"]).cause
@@ -136,11 +136,11 @@ def test_of_two_nodes_alone_neither_is_held_to_be_bad():
 @pytest.mark.parametrize(("ahead", "word"), [(8.0, "ahead of"), (-8.0, "behind")])
 def test_clock_that_differs_from_the_others_only_warns(ahead, word):
     nodes = {name: node(name) for name in NAMES[:4]}
-    seen = ways(NAMES[:4])
+    seen = links(NAMES[:4])
     for name in seen:
         for other, found in seen[name].items():
             found["ahead_sec"] = ahead * ((other == "n3") - (name == "n3"))
-    judge_clocks(nodes, seen, 5)
+    check_clocks(nodes, seen, 5)
     assert [last(n).status for n in nodes.values()] == ["ok", "ok", "ok", "warn"]
     assert last(nodes["n3"]).message == f"8.000 s {word} the other nodes"
 
@@ -171,15 +171,15 @@ def test_hardware_that_only_one_node_misses_makes_it_unfit(fact, name):
     assert compared(*nodes, **{"fabric.backend": "gloo"}) == [[], [], []]
 
 
-# --- who is to blame ------------------------------------------------------------------------------
+# --- nodes to exclude -----------------------------------------------------------------------------
 
 
-def test_what_fails_on_every_node_is_nobodys_fault():
+def test_node_is_not_excluded_for_what_fails_on_every_node():
     assert bad_nodes([node("n0", FAIL), node("n1", FAIL)]) == {}
     assert bad_nodes([node("n0", FAIL), node("n1")]) == {"n0": "disk: 0.1 GiB free"}
     assert bad_nodes([node("n0", FAIL)]) == {}
 
 
-def test_full_disk_of_its_own_is_a_nodes_fault_also_where_all_have_it():
+def test_node_is_excluded_for_its_full_local_disk_even_where_all_nodes_have_one():
     full = Check("local disk", "fail", "No space left")
     assert list(bad_nodes([node("n0", full), node("n1", full)])) == ["n0", "n1"]

@@ -1,4 +1,4 @@
-"""What is wrong with a node must be said by the node itself, with what to do about it."""
+"""Each check of a node must name what is wrong with the node, and what to do about it."""
 
 import errno
 import os
@@ -19,19 +19,20 @@ from support.shards import make
 
 import forge
 from forge.cluster import network
+from forge.core.checks import Check
 from forge.core.errors import UnfitError
 from forge.core.machine import load_machine
 from forge.core.process import hostname
 from forge.data.shards import ShardSet
 from forge.preflight import node_checks
-from forge.preflight.node_checks import Check, Wanted
+from forge.preflight.node_checks import Wanted
 
 MODEST = {"preflight.min_free_disk_gib": 0, "preflight.min_free_memory_gib": 0}
 
 
 @pytest.fixture
 def wanted(tmp_path):
-    """A node that is alone, and sees results and shards."""
+    """A single node that can read the results and the shards."""
     for name in ("results", "data"):
         (tmp_path / name).mkdir()
     (tmp_path / "data/manifest.json").write_text("{}")
@@ -92,13 +93,13 @@ def test_missing_shards_are_named(wanted):
     assert check == Check("data", "fail", f"cannot read {manifest}", "run: forge tokenize")
 
 
-def test_results_in_the_home_folder_of_a_cluster_warn(wanted, monkeypatch):
+def test_results_in_the_home_directory_of_a_cluster_warn(wanted, monkeypatch):
     monkeypatch.setenv("HOME", wanted.results)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert checks(wanted)["results"].status == "ok"
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     check = checks(wanted)["results"]
-    assert check.status == "warn" and "in your home folder" in check.message
+    assert check.status == "warn" and "in your home directory" in check.message
     assert "scratch" in check.fix
 
 
@@ -120,7 +121,7 @@ def test_results_that_cannot_be_written_fail(wanted):
         ("preflight__min_open_files", "open files", "open files allowed", "ulimit -n 4096"),
     ],
 )
-def test_too_little_is_told_with_both_numbers(wanted, key, name, unit, fix):
+def test_too_little_fails_with_both_numbers(wanted, key, name, unit, fix):
     check = problems(checks(wanted, **{key: 10**9}))[name]
     assert check.status == "fail"
     assert re.fullmatch(rf"[\d,.]+ {unit}.*, 1e\+09 needed", check.message), check.message
@@ -211,7 +212,7 @@ def test_staged_shards_must_have_the_staged_digest(wanted, tmp_path):
     assert (gone.status, gone.fix) == ("fail", "run: forge stage")
 
 
-def test_staged_shards_that_are_gone_only_warn_where_the_shared_ones_are_seen(wanted, tmp_path):
+def test_staged_shards_that_are_gone_only_warn_where_the_shared_ones_are_readable(wanted, tmp_path):
     staged = replace(wanted, staged=str(tmp_path / "gone"), digest="f" * 64)
     check = checks(staged)["data"]
     assert (check.status, check.fix) == ("warn", "run: forge stage")
@@ -243,7 +244,7 @@ def test_locked_memory_is_asked_for_where_there_is_infiniband(wanted, monkeypatc
     monkeypatch.setattr(network, "infiniband_interface", lambda: "ib0")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 * 2**20, 8 * 2**20))
     check = checks(wanted)["locked memory"]
-    assert (check.status, check.message) == ("warn", "8.0 MiB of memory may be locked")
+    assert (check.status, check.message) == ("warn", "at most 8.0 MiB of memory can be locked")
 
 
 def test_versions_change_with_the_code(monkeypatch, tmp_path):
@@ -259,7 +260,7 @@ def test_versions_change_with_the_code(monkeypatch, tmp_path):
     assert {key for key in before if before[key] != after[key]} == {"forge code"}
 
 
-# --- the way to the others ------------------------------------------------------------------------
+# --- connections to other nodes ------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -272,7 +273,7 @@ def reach(listeners, head="", patience_sec=2):
     return node_checks.reach(listeners, head, patience_sec)
 
 
-def test_node_that_listens_is_reached_and_tells_the_time(listener):
+def test_node_that_listens_is_reached_and_sends_its_time(listener):
     assert listener["address"] == "127.0.0.1"
     found = reach({"localhost": listener, hostname(): listener}, head="localhost")
     assert list(found) == ["localhost"]
@@ -284,27 +285,27 @@ def test_clock_of_the_other_is_compared_with_ours():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(f"{time.time() - 7:.6f}\n".encode())
-        assert node_checks._Talk(ours, 2).clock_ahead() == pytest.approx(-7, abs=0.5)
+        assert node_checks._Peer(ours, 2).clock_ahead() == pytest.approx(-7, abs=0.5)
 
 
-def test_name_that_does_not_resolve_is_told(listener):
+def test_name_that_does_not_resolve_is_reported(listener):
     found = reach({"no-such-host.invalid": listener})
     assert found["no-such-host.invalid"]["trouble"].startswith("its name does not resolve")
 
 
-def test_port_where_nobody_listens_is_told():
+def test_closed_port_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     found = reach({"localhost": {"address": "127.0.0.1", "port": port}})
     assert found["localhost"]["trouble"] == "cannot connect to 127.0.0.1: Connection refused"
 
 
-def test_node_that_accepts_and_then_is_silent_is_told_within_the_patience():
-    """As where small packets arrive and large ones vanish."""
+def test_node_that_accepts_and_sends_nothing_is_reported_within_the_patience():
+    """As where small packets arrive and large ones are lost."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         at = {"address": "127.0.0.1", "port": silent.getsockname()[1]}
         found = reach({"localhost": at}, patience_sec=0.2)
-    assert found["localhost"]["trouble"] == "cannot hear from 127.0.0.1: timed out"
+    assert found["localhost"]["trouble"] == "cannot receive from 127.0.0.1: timed out"
 
 
 def test_interface_without_an_address_cannot_listen():

@@ -1,4 +1,4 @@
-"""The verb: what is said and written, who trains, who is left out, and what a restart may skip."""
+"""The subcommand: its output and files, which nodes train or are left out, what a restart may skip."""
 
 import csv
 import json
@@ -62,7 +62,7 @@ def result(**changes):
 
 
 def verb(config, monkeypatch, record=None, ranks=2, **limits):
-    """The verb with ranks that end with `record`; how many times they were started."""
+    """The subcommand with ranks that end with `record`; how many times they were launched."""
     starts = []
 
     def run_ranks(*_, **options):
@@ -83,7 +83,7 @@ def table(paths):
         return list(csv.DictReader(file, delimiter="\t"))
 
 
-def test_pass_is_written_for_people_machines_and_the_workflow(config, paths, monkeypatch):
+def test_pass_is_written_as_table_json_and_workflow_output(config, paths, monkeypatch):
     starts = verb(config, monkeypatch, **{"preflight.deadline_sec": 7})
     assert [start["deadline_sec"] for start in starts] == [7]
     summary = json.loads(paths.preflight.read_text())
@@ -134,7 +134,7 @@ def test_failure_takes_back_an_earlier_pass(config, paths, monkeypatch):
         (RankRecord("failed", 1, 69, message="no route to host"), "rendezvous: no route to host"),
     ],
 )
-def test_ranks_that_do_not_meet_fail_with_where_to_look(
+def test_ranks_that_cannot_rendezvous_fail_and_name_their_logs(
     config, paths, monkeypatch, record, message
 ):
     with pytest.raises(UnfitError, match=message) as caught:
@@ -157,7 +157,7 @@ HANG = [Check("rendezvous", "fail", "large all-reduce took longer than 10 s")]
 
 
 class Nodes:
-    """An allocation in place of a real one: who is down, and what its ranks do together."""
+    """A fake allocation: which nodes are down, and which ranks fail together."""
 
     def __init__(self, monkeypatch, config):
         self.config, self.down, self.broken = config, {}, None
@@ -185,7 +185,7 @@ class Nodes:
         gone = {*self.broken.nodes, *(two for _, two in self.broken.pairs)} if self.broken else ()
         return set(hosts) & set(gone)
 
-    # From here on it is the Prober.
+    # The methods of Prober.
     def together(self, hosts):
         self.probed.append(list(hosts))
         return HANG if self.bad(hosts) else GOOD
@@ -223,7 +223,7 @@ def test_all_fit_nodes_train_and_the_record_is_named_by_job_and_restart(nodes, p
     assert (paths.logs / "preflight.7.0.json").exists()
 
 
-def test_unfit_node_makes_way_for_a_spare_and_is_not_held_to_be_bad(nodes, paths, capsys):
+def test_unfit_node_is_replaced_by_a_spare_and_not_excluded(nodes, paths, capsys):
     nodes.down = {"n2": DOWN}
     assert nodes.run(3) == ["n1", "n3", "n4"]
     assert event(paths)["left_out"] == {"n2": "answers: its process ended"}
@@ -238,7 +238,7 @@ def test_more_spares_than_needed_are_checked_and_may_take_over_later(nodes, path
 
 
 def test_too_few_fit_nodes_name_all_that_are_not(nodes, paths, capsys):
-    """Also those that only the ranks of the other nodes show."""
+    """Also nodes at which only the ranks fail."""
     nodes.down, nodes.broken = {"n2": DOWN}, Broken(nodes=["n4"])
     with pytest.raises(UnfitError, match="2 of 4 nodes are fit, base needs 4") as caught:
         nodes.run()
@@ -257,7 +257,7 @@ def test_after_a_search_the_rest_is_tried_together_before_it_trains(nodes):
     assert nodes.probed == [list(NAMES), ["n1", "n2", "n4"]]
 
 
-def test_of_two_that_fail_together_without_a_third_neither_is_held_to_be_bad(nodes, paths):
+def test_of_two_that_fail_together_without_a_third_neither_is_excluded(nodes, paths):
     nodes.down = {"n3": DOWN, "n4": DOWN}
     nodes.broken = Broken(unclear=[("n1", "n2")])
     nodes.bad = lambda hosts: {"n1", "n2"} <= set(hosts)
@@ -266,7 +266,7 @@ def test_of_two_that_fail_together_without_a_third_neither_is_held_to_be_bad(nod
     assert exclude.read(paths.bad_nodes) == ["n3", "n4"]
 
 
-def test_when_time_ends_what_is_known_is_said(nodes, paths):
+def test_when_time_runs_out_the_nodes_in_doubt_are_named(nodes, paths):
     nodes.broken, nodes.has_time = Broken(among=("n3", "n4"), probes=5), False
     nodes.bad = lambda hosts: True
     with pytest.raises(UnfitError, match="after 5 trials; the fault is among n3, n4"):
@@ -274,7 +274,7 @@ def test_when_time_ends_what_is_known_is_said(nodes, paths):
     assert not paths.bad_nodes.exists()
 
 
-def test_trouble_that_went_away_is_tried_once_more(nodes):
+def test_failure_that_does_not_repeat_is_tried_once_more(nodes):
     nodes.broken = Broken(among=NAMES, probes=3)
     nodes.bad = lambda hosts: len(nodes.probed) == 1
     assert nodes.run() == list(NAMES)

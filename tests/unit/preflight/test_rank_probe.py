@@ -1,4 +1,4 @@
-"""What ranks found out together must lead to the right verdict, and name slow nodes with numbers."""
+"""Results of the ranks' probes must give the right checks, and name slow nodes with numbers."""
 
 import statistics
 
@@ -153,7 +153,7 @@ def test_sockets_where_there_is_infiniband_are_told():
     )
 
 
-def test_sockets_where_there_is_nothing_else_are_fine():
+def test_sockets_without_infiniband_pass():
     ranks = [rank(n, network="Socket eth0") for n in (0, 1)]
     assert checks(ranks, backend="nccl")["network"] == Check(
         "network", "ok", "NCCL uses Socket eth0"
