@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge.cluster.nodes import NodePool, Trouble
-from forge.cluster.placement import Place
+from forge.cluster.placement import Placement
 from forge.core.machine import Machine
 from forge.preflight.node_checks import Check, Wanted, check_node, reach_sec
 
@@ -62,16 +62,16 @@ class Node:
 
 
 def inspect(
-    place: Place, wanted: Mapping[str, Wanted], machine: Machine, *, sec: float, python: str
+    placement: Placement, wanted: Mapping[str, Wanted], machine: Machine, *, sec: float, python: str
 ) -> list[Node]:
-    """Every node of the place with its checks, in the place's order, within about `sec` seconds.
+    """Every node of the placement with its checks, in the placement's order, within about `sec` seconds.
 
     python: what runs our code on other nodes.
     """
-    head = place.hosts[0]
-    if place.is_here:
+    head = placement.hosts[0]
+    if placement.is_here:
         return [_answered(head, check_node(**wanted[head].to_json()))]
-    with NodePool(place, python=python, start_sec=sec / 2) as pool:
+    with NodePool(placement, python=python, start_sec=sec / 2) as pool:
         each = {host: wish.to_json() for host, wish in wanted.items()}
         answers = pool.ask("check_node", each=each, timeout_sec=sec / 4)
         nodes = {host: _answered(host, answer) for host, answer in answers.items()}

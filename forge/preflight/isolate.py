@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge.cluster.placement import Place, WorldLayout
+from forge.cluster.placement import Placement, WorldLayout
 from forge.core.checks import Check
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
@@ -43,7 +43,7 @@ class Trial:
     folder: Path  # for its files and logs, as of a run
     machine: Machine
     ranks_per_node: int
-    place: Place
+    placement: Placement
     python: str
     talk_sec: float
     nccl_file: str
@@ -57,7 +57,7 @@ class Trial:
             RunPaths(self.folder),
             self.machine,
             self.layout,
-            place=self.place,
+            placement=self.placement,
             python=self.python,
             deadline_sec=self.deadline_sec,
         )
@@ -72,7 +72,7 @@ class Trial:
 
     @property
     def layout(self) -> WorldLayout:
-        return WorldLayout(len(self.place.hosts), self.ranks_per_node)
+        return WorldLayout(len(self.placement.hosts), self.ranks_per_node)
 
 
 def last_error(logs: Path, since: float) -> str:
@@ -86,20 +86,20 @@ def last_error(logs: Path, since: float) -> str:
 
 
 class Prober:
-    """Starts the ranks of any nodes of a place, and searches for the fault where they fail."""
+    """Starts the ranks of any nodes of a placement, and searches for the fault where they fail."""
 
     def __init__(
         self,
         paths: RunPaths,
         machine: Machine,
         ranks_per_node: int,
-        place: Place,
+        placement: Placement,
         *,
         python: str,
         end: float,
     ) -> None:
         """python: what runs the ranks. end: time.monotonic() by when all must be over."""
-        self._paths, self._ranks, self._place = paths, ranks_per_node, place
+        self._paths, self._ranks, self._placement = paths, ranks_per_node, placement
         self._python, self._end = python, end
         self._deadline_sec = machine.preflight.deadline_sec
         self._machine = _impatient(machine)
@@ -168,7 +168,7 @@ class Prober:
             folder,
             self._machine,
             self._ranks,
-            self._place.only(hosts),
+            self._placement.only(hosts),
             self._python,
             talk_sec,
             _nccl_file(self._paths.logs),
