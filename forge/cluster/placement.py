@@ -90,7 +90,7 @@ def find_placement(machine: Machine, layout: WorldLayout) -> Placement:
         raise UnfitError(
             f"launcher {machine.launcher} with {layout.nodes} nodes needs a Slurm job, and this"
             f" shell is in none (SLURM_JOB_ID is {slurm.this_job_id() or 'not set'})",
-            cause="the verb was called outside of sbatch and salloc",
+            cause="the subcommand was called outside of sbatch and salloc",
             fix="use snakemake --profile profiles/slurm-cpu, or start it inside salloc",
         )
     if len(job.nodes) < layout.nodes:

@@ -343,7 +343,7 @@ def parse_override(argument: str) -> tuple[str, Any]:
     if not match:
         raise ConfigError(
             f"cannot read {argument!r}",
-            fix="overrides look like --train.max_steps=1000; `forge VERB --help` lists the options",
+            fix="overrides look like --train.max_steps=1000; `forge SUBCOMMAND --help` lists the options",
         )
     return match[1], read_cell(match[2])
 

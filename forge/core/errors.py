@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Exit codes of every `forge` verb, from BSD's sysexits.h where a fitting one exists."""
+    """Exit codes of every `forge` subcommand, from BSD's sysexits.h where one fits."""
 
     DONE = 0  # goal reached, committed, recorded
     DATA = 65  # EX_DATAERR: bad input data

@@ -113,7 +113,7 @@ def stop_with_parent() -> None:
 
 
 def in_workflow() -> bool:
-    """Whether Snakemake runs this verb. By hand, `nohup forge train` must survive its shell."""
+    """Whether Snakemake runs this subcommand. Run by hand, `nohup forge train` must survive its shell."""
     return os.environ.get("FORGE_IN_WORKFLOW") == "1"
 
 
