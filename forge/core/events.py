@@ -114,10 +114,10 @@ class Skipped(Event):
     reason: str
 
 
-class Grace(Event):
-    """A last save may not fit into the time that a stop has. needed: seconds."""
+class Budget(Event):
+    """The shutdown budget may be too small for the final save. needed: seconds."""
 
-    event: Literal["grace"] = "grace"
+    event: Literal["budget"] = "budget"
     needed: float
 
 
@@ -205,7 +205,7 @@ _ANY: TypeAdapter[Event] = TypeAdapter(
         | Eval
         | Save
         | Skipped
-        | Grace
+        | Budget
         | Quarantine
         | Completed
         | Stop
