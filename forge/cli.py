@@ -9,7 +9,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,67 +17,63 @@ from forge.core.config import Config, ResolvedConfig, is_boolean, load_config, p
 from forge.core.errors import ConfigError, Exit, ForgeError
 from forge.core.terminal import copy_to, say
 
-# Imports of the verbs stay inside their functions: `forge --help` answers without torch or pandas.
+# Subcommands import what they need inside their functions: `forge --help` must not wait for torch.
 
-EXIT_CODES = """exit codes: 0 done · 75 stopped early, a checkpoint is committed, rerun the command
+EXIT_CODES = """exit codes: 0 done · 75 stopped early with a committed checkpoint, rerun the command
 65 bad data · 69 node, network or disk unfit · 70 diverged, or a bug · 78 bad config or command line"""
 
-RUNS = "folders of runs, or their names (default: all runs of the project in this folder)"
+RUNS = "directories or names of runs (default: all runs of the project in the current directory)"
 
 OVERRIDES = (
-    "Every key of the config can be given by its dotted name, for example --train.max_steps=1000,"
-    " and every key of machine.yaml with --machine.KEY=VALUE."
+    "Any config key can be overridden by its dotted name, for example --train.max_steps=1000, and any"
+    " key of machine.yaml with --machine.KEY=VALUE."
 )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one verb; the exit code. arguments: those of the command line where None."""
+    """Run one subcommand and return its exit code. arguments: None for those of the command line."""
     if arguments is None:
         _in_utf8()
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and not options.takes_keys:
+    if rest and not options.takes_overrides:
         options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         options.overrides, options.machine_overrides = _overrides(rest)
-        with _disk_trouble():
+        from forge.core.files import disk_trouble
+
+        # The last resort: no disk or network file system error is reported as a bug.
+        with disk_trouble(Path("a file"), "read or write"):
             _prepare(options)
             options.action(options)
     except ForgeError as err:
-        say(f"forge {options.verb}: {err}")
+        say(f"forge {options.subcommand}: {err}")
         return int(err.code)
     except BrokenPipeError:
-        # The reader of our output (head, less) has left; not a failure of the verb.
+        # The reader of standard output (head, less) has exited; that is no failure.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception:
         say(
             traceback.format_exc()
-            + f"forge {options.verb}: this is a bug of Forge, please report it"
+            + f"forge {options.subcommand}: this is a bug of Forge, please report it"
         )
         return int(Exit.FAILED)
     except KeyboardInterrupt:
-        say(f"forge {options.verb}: interrupted; rerun the same command to resume")
+        say(f"forge {options.subcommand}: interrupted; rerun the same command to resume")
         return int(Exit.STOPPED)
     return int(Exit.DONE)
 
 
 def _in_utf8() -> None:
-    """All text that Forge reads and writes is UTF-8, also where the locale says otherwise: a corpus, a
-    tokenizer and a report do not change with LANG. Starts Python again, since only that sets it for
-    every file and every process to come. A terminal without some character shows its number.
+    """Read and write all text as UTF-8, whatever the locale: a corpus, a tokenizer and a report must not
+    depend on LANG. Restarts Python in UTF-8 mode, which covers every file and child process. Characters
+    that the terminal cannot show are printed as escapes.
     """
     if not sys.flags.utf8_mode and locale.getencoding().lower() not in ("utf-8", "utf8"):
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def _disk_trouble() -> AbstractContextManager[None]:
-    """A last net: what a disk or a network file system does is no bug, wherever it strikes."""
-    from forge.core.files import disk_trouble
-
-    return disk_trouble(Path("a file"), "read or write")
 
 
 def _prepare(options: argparse.Namespace) -> None:
@@ -88,15 +83,15 @@ def _prepare(options: argparse.Namespace) -> None:
         stop_with_parent()
     if options.log:
         Path(options.log).parent.mkdir(parents=True, exist_ok=True)
-        # Names of files and excerpts of text may be no UTF-8. Open until the process ends.
+        # File names and excerpts of text may not be valid UTF-8. Stays open until the process ends.
         copy_to(open(options.log, "a", buffering=1, encoding="utf-8", errors="backslashreplace"))  # noqa: SIM115
 
 
 def _overrides(rest: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Leftover arguments as config overrides and machine overrides."""
+    """The config overrides and the machine overrides in the arguments that argparse did not know."""
     joined: list[str] = []
     for argument in rest:
-        # "--train.seed 3" is as good as "--train.seed=3".
+        # "--train.seed 3" means the same as "--train.seed=3".
         if joined and not argument.startswith("--") and "=" not in joined[-1]:
             joined[-1] += f"={argument}"
         else:
@@ -113,7 +108,7 @@ def _overrides(rest: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _with_value(argument: str) -> str:
-    """`--train.compile` as `--train.compile=true`, where the key is one that is true or false."""
+    """`--train.compile` becomes `--train.compile=true`; ConfigError for a key that is not boolean."""
     from forge.core.machine import Machine
 
     key = argument.removeprefix("--")
@@ -125,13 +120,13 @@ def _with_value(argument: str) -> str:
     if not is_boolean(model, name):
         raise ConfigError(
             f"cannot read {argument!r}: it has no value",
-            fix=f"give one, as in {argument}=VALUE; only keys that are true or false may stand alone",
+            fix=f"write {argument}=VALUE; only boolean keys may be given without a value",
         )
     return f"{argument}=true"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Usage errors end with 78: 2, argparse's own, is none of the documented exit codes."""
+    """Usage errors exit with 78; argparse's own 2 is not one of the documented exit codes."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -147,93 +142,105 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"forge {forge.__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-    def verb(
-        name: str, action: Callable[[argparse.Namespace], None], text: str, *, keys: bool = True
-    ) -> Any:
-        """keys: whether keys of the config can be given as options; every other one is refused."""
-        epilog = OVERRIDES if keys else None
-        added = verbs.add_parser(name, help=text, description=text, epilog=epilog)
-        added.allow_abbrev = False
-        added.set_defaults(action=action, takes_keys=keys, parser=added, log=None)
-        return added
-
-    def of_config(name: str, action: Callable[[argparse.Namespace], None], text: str) -> Any:
-        added = verb(name, action, text)
-        added.add_argument("--log", metavar="FILE", help="write the lines for people there too")
-        added.add_argument("config", metavar="CONFIG", help="config.yaml, or a run's config.json")
-        return added
-
-    of_config("tokenizer", _tokenizer, "train, copy or fetch the tokenizer")
-    _workers(of_config("tokenize", _tokenize, "turn the corpus into shards of token ids"))
-    _machine(of_config("stage", _stage, "put the shards onto the nodes' own disks"))
-    _machine(of_config("preflight", _preflight, "check nodes and ranks before training"))
-    train = of_config("train", _train, "train to the goal, resuming from the last checkpoint")
-    train.add_argument(
-        "--require-checkpoint",
-        action="store_true",
-        help="end with 65 instead of starting at step 0 when no checkpoint is left",
-    )
-    _machine(train)
-    _validate_options(
-        of_config("validate", _validate, "check the last checkpoint of a run, or any")
-    )
-    of_config("report", _report, "write the run's report.html")
-    of_config("config", _config, "write a run's config.json with all defaults and ids")
-    show = verb("show", _show, "show status, samples and lineage of runs", keys=False)
-    show.add_argument("runs", nargs="*", metavar="RUN", help=RUNS)
-    _logs_options(
-        verb("logs", _logs, "show what ranks and launcher said, errors first", keys=False)
-    )
-    _status_options(verb("status", _status, "show where each run stands now", keys=False))
-    _export_options(verb("export", _export, "write a checkpoint as transformers loads it"))
+    _add_subcommands(parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND"))
     return parser
 
 
-def _workers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=int, help="processes, one per core at most (default)")
+def _add_subcommands(subcommands: Any) -> None:
+    def add(
+        name: str, action: Callable[[argparse.Namespace], None], text: str, *, keys: bool = True
+    ) -> Any:
+        """keys: whether config keys can be overridden with options."""
+        epilog = OVERRIDES if keys else None
+        added = subcommands.add_parser(name, help=text, description=text, epilog=epilog)
+        added.allow_abbrev = False
+        added.set_defaults(action=action, takes_overrides=keys, parser=added, log=None)
+        return added
 
+    def add_with_config(
+        name: str,
+        action: Callable[[argparse.Namespace], None],
+        text: str,
+        what: str = "config.yaml, or a run's config.json",
+    ) -> Any:
+        added = add(name, action, text)
+        added.add_argument("--log", metavar="FILE", help="also append all messages to FILE")
+        added.add_argument("config", metavar="CONFIG", help=what)
+        return added
 
-def _machine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--machine", help="machine.yaml of a profile (default: built-in values)")
-    parser.add_argument("--nodes", type=int, default=1, help="nodes (default: 1)")
-    parser.add_argument("--ranks-per-node", type=int, default=1, help="ranks (default: 1)")
-
-
-def _validate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--all", action="store_true", help="check all of the run, print a table")
-    parser.add_argument(
-        "--fix", action="store_true", help="as --all, and move damaged ones to quarantine"
+    add_with_config("tokenizer", _tokenizer, "train, copy or download the tokenizer")
+    tokenize = add_with_config(
+        "tokenize", _tokenize, "tokenize the corpus into shards of token ids"
+    )
+    tokenize.add_argument(
+        "--workers", type=int, metavar="N", help="processes (default and most: one per core)"
+    )
+    _machine(add_with_config("stage", _stage, "copy the shards to the nodes' local disks"))
+    _machine(add_with_config("preflight", _preflight, "check nodes and ranks before training"))
+    train = add_with_config(
+        "train", _train, "train up to train.max_steps, resuming from the last checkpoint"
+    )
+    train.add_argument(
+        "--require-checkpoint",
+        action="store_true",
+        help="exit with 65 when there is no checkpoint, instead of starting at step 0",
+    )
+    _machine(train)
+    validate = add_with_config(
+        "validate",
+        _validate,
+        "check the last checkpoint of a run, or a given checkpoint",
+        "config.yaml, a run's config.json, or the directory of a run or of a checkpoint",
+    )
+    _validate_options(validate)
+    add_with_config("report", _report, "write the run's report.html")
+    add_with_config("config", _config, "write the run's config.json, with every default filled in")
+    show = add("show", _show, "show status, samples and lineage of runs", keys=False)
+    show.add_argument("runs", nargs="*", metavar="RUN", help=RUNS)
+    _logs_options(
+        add("logs", _logs, "show the logs of ranks and launcher, errors first", keys=False)
+    )
+    _status_options(add("status", _status, "show the current state of each run", keys=False))
+    _export_options(
+        add("export", _export, "write a checkpoint in the format of Hugging Face transformers")
     )
 
 
+def _machine(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("--machine", metavar="FILE", help="machine.yaml of a profile (default: built-in values)")
+    option("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
+    option("--ranks-per-node", type=int, default=1, metavar="N", help="ranks per node (default: 1)")
+
+
+def _validate_options(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("--all", action="store_true", help="check every checkpoint of the run and print a table")
+    option("--fix", action="store_true", help="as --all, and move corrupt ones to quarantine/")
+
+
 def _logs_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or its name in results/")
-    parser.add_argument("--follow", action="store_true", help="go on with what is written")
-    parser.add_argument("--rank", type=int, metavar="N", help="the log of this rank")
-    parser.add_argument("--restart", metavar="N", help="restart N, a start's name, or all")
-    parser.add_argument("--lines", type=int, default=20, metavar="N", help="lines (default: 20)")
+    option = parser.add_argument
+    option("run", metavar="RUN", help="a run's directory, or its name in results/")
+    option("--follow", action="store_true", help="keep printing new lines as they are written")
+    option("--rank", type=int, metavar="N", help="show the log of rank N")
+    option("--restart", metavar="N", help="show restart N, the launch of this name, or all")
+    option("--lines", type=int, default=20, metavar="N", help="lines of a log (default: 20)")
 
 
 def _status_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="*", metavar="RUN", help=RUNS)
-    parser.add_argument("--watch", action="store_true", help="draw it again every few seconds")
-    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument("--watch", action="store_true", help="refresh every few seconds")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _export_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", metavar="RUN", help="a run's folder, its name in results/, or a checkpoint's folder"
-    )
-    parser.add_argument(
-        "--format", choices=("safetensors",), default="safetensors", help="layout (safetensors)"
-    )
-    parser.add_argument(
-        "--to", metavar="FOLDER", type=Path, help="default: export/step-… in the run's folder"
-    )
-    parser.add_argument(
-        "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (fp32, as stored)"
+    option = parser.add_argument
+    option("run", metavar="RUN", help="directory or name of a run, or directory of a checkpoint")
+    option("--format", choices=("safetensors",), default="safetensors", help="file format")
+    option("--to", metavar="DIR", type=Path, help="default: export/step-… in the run's directory")
+    option(
+        "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)"
     )
 
 
@@ -265,10 +272,10 @@ def _cores(options: argparse.Namespace) -> int:
     cores = available_cores()
     if options.workers is not None and options.workers < 1:
         raise ConfigError(
-            f"--workers is {options.workers}: there must be at least one",
+            f"--workers is {options.workers}, but must be 1 or more",
             fix=f"leave it out for one process per core ({cores} here)",
         )
-    return min(options.workers or cores, cores)  # more than cores only take each other's time
+    return min(options.workers or cores, cores)  # more would only compete for the cores
 
 
 def _tokenizer(options: argparse.Namespace) -> None:
@@ -319,12 +326,12 @@ def _train(options: argparse.Namespace) -> None:
 def _validate(options: argparse.Namespace) -> None:
     from forge.validation.validate import validate, validate_all, validate_folder
 
-    place = Path(options.config)
+    path = Path(options.config)
     if options.all or options.fix:
-        run = place if place.is_dir() else _resolved(options)
+        run = path if path.is_dir() else _resolved(options)
         validate_all(run, options.overrides, fix=options.fix)
-    elif place.is_dir():
-        validate_folder(place, options.overrides)
+    elif path.is_dir():
+        validate_folder(path, options.overrides)
     else:
         validate(_resolved(options))
 
@@ -353,7 +360,7 @@ def _show(options: argparse.Namespace) -> None:
     for run in runs:
         if not run.config.exists():
             raise ConfigError(
-                f"{run.root} is not a run's folder", fix="name folders such as results/base"
+                f"{run.root} is not a run's directory", fix="name directories such as results/base"
             )
     show(runs)
 
@@ -385,7 +392,3 @@ def _export(options: argparse.Namespace) -> None:
 
     (run,) = find_runs([options.run])
     export(run.root, options.to, options.dtype, options.overrides)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

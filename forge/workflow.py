@@ -45,8 +45,8 @@ BEFORE_FIT_MIN = 10  # time limit of stage, and of preflight
 def prepare_environment() -> None:
     """Let rules call the `forge` that belongs to this Snakemake, and know that they are rules.
 
-    Works where no environment is activated. A verb in a workflow stops when its Snakemake is killed.
-    Snakemake sets OMP_NUM_THREADS in every rule, so the user's own is kept under another name.
+    Works where no environment is activated. A subcommand stops when its Snakemake is killed. Snakemake
+    sets OMP_NUM_THREADS in every rule, so the user's own is kept under another name.
     """
     environ = os.environ
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
@@ -273,7 +273,7 @@ def science(config: Config) -> str:
 
 
 def overrides(config: Config, *names: str) -> list[str]:
-    """Sections of a config as arguments of a verb."""
+    """Sections of a config as arguments of a subcommand."""
     values = config.to_json()
     return [f"--{name}={json.dumps(values[name], sort_keys=True)}" for name in names]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import IO, Any, Self, cast
 
 from forge.cluster import slurm
-from forge.cluster.placement import Place
+from forge.cluster.placement import Placement
 from forge.core.errors import UnfitError
 from forge.core.process import stop_with_parent
 
@@ -37,17 +37,17 @@ Answer = Any  # what a question returns, or a Trouble
 
 
 class NodePool:
-    """One process on each host of a place that answers questions (`forge.node_agent`). A context manager.
+    """One agent process (`forge.node_agent`) on each host of a placement. A context manager.
 
-    Without srun where the place is this host alone, else by one srun for each host, so that a node
-    which is dead or frozen holds up nobody else. A node whose process has not said hello within
+    Started without srun where the placement is this host alone, else by one srun for each host, so that a
+    node which is dead or frozen delays no other. A node whose process has not said hello within
     `start_sec`, or has ended, answers every question with that Trouble at once.
     """
 
     def __init__(
-        self, place: Place, *, python: str = sys.executable, start_sec: float = 30
+        self, placement: Placement, *, python: str = sys.executable, start_sec: float = 30
     ) -> None:
-        self.place = place
+        self.placement = placement
         self._python, self._start_sec = python, start_sec
         self._name = f"pool-{os.getpid()}"  # of the Slurm steps
         self._members: dict[str, _Member] = {}
@@ -55,7 +55,7 @@ class NodePool:
 
     def __enter__(self) -> Self:
         try:
-            for host in self.place.hosts:
+            for host in self.placement.hosts:
                 self._members[host] = _Member(self._command(host))
             for host, reply in self.ask("hello", timeout_sec=self._start_sec).items():
                 if isinstance(reply, Trouble):
@@ -77,12 +77,14 @@ class NodePool:
         each: Mapping[str, Mapping[str, Any]] | None = None,
         **arguments: Any,
     ) -> dict[str, Answer]:
-        """Answers by host, in the place's order, within `timeout_sec`.
+        """Answers by host, in the placement's order, within `timeout_sec`.
 
         hosts: who is asked; all where None. each: arguments by host, beside those for all.
         """
         self._asked += 1
-        wanted = self.place.only(list(hosts)).hosts if hosts is not None else self.place.hosts
+        wanted = (
+            self.placement.only(list(hosts)).hosts if hosts is not None else self.placement.hosts
+        )
         for host in wanted:
             values = {**arguments, **(each or {}).get(host, {})}
             self._members[host].put(self._asked, question, values)
@@ -93,11 +95,11 @@ class NodePool:
 
     def _command(self, host: str) -> list[str]:
         entry = [self._python, "-m", "forge.node_agent"]
-        if self.place.is_here:
+        if self.placement.is_here:
             return entry
-        assert self.place.job
+        assert self.placement.job
         options = ("--overlap", "--gres=none", f"--job-name={self._name}")
-        return [*slurm.srun(self.place.job.id, [host], options=options), *entry]
+        return [*slurm.srun(self.placement.job.id, [host], options=options), *entry]
 
     def _end(self) -> None:
         """End all processes: by the end of their input, else by force."""
@@ -106,8 +108,10 @@ class NodePool:
         for member in members:
             member.close()
         stuck = [member for member in members if not member.has_ended(end - time.monotonic())]
-        if stuck and self.place.job and not self.place.is_here:
-            slurm.cancel_step(self.place.job.id, self._name)  # tasks outlive an srun that is killed
+        if stuck and self.placement.job and not self.placement.is_here:
+            slurm.cancel_step(
+                self.placement.job.id, self._name
+            )  # tasks outlive an srun that is killed
         for member in members:
             member.release()
 

@@ -31,14 +31,14 @@ class WorldLayout:
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """Where ranks may run: hosts in rank order, and the Slurm job that has them (None: no Slurm)."""
 
     hosts: tuple[str, ...]
     job: slurm.Job | None = None
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls) -> Placement:
         return cls((hostname(),))
 
     @property
@@ -46,9 +46,9 @@ class Place:
         """Whether it is this host alone, so that nothing needs srun."""
         return self.hosts == (hostname(),)
 
-    def only(self, hosts: Sequence[str]) -> Place:
+    def only(self, hosts: Sequence[str]) -> Placement:
         """The same job with these hosts, in the job's order."""
-        return Place(tuple(host for host in self.hosts if host in hosts), self.job)
+        return Placement(tuple(host for host in self.hosts if host in hosts), self.job)
 
 
 def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
@@ -77,20 +77,20 @@ def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
 # --- where ---------------------------------------------------------------------------------------
 
 
-def find_place(machine: Machine, layout: WorldLayout) -> Place:
+def find_placement(machine: Machine, layout: WorldLayout) -> Placement:
     """The nodes this command may use: those of its Slurm job, or this host where ranks need no srun.
 
     Raises UnfitError outside of a job where ranks need one, and for a job with too few nodes.
     """
     needs_slurm = machine.launcher == "srun" or layout.nodes > 1
     if not needs_slurm:
-        return Place.here()
+        return Placement.here()
     job = slurm.this_job()
     if job is None or not job.nodes:
         raise UnfitError(
             f"launcher {machine.launcher} with {layout.nodes} nodes needs a Slurm job, and this"
             f" shell is in none (SLURM_JOB_ID is {slurm.this_job_id() or 'not set'})",
-            cause="the verb was called outside of sbatch and salloc",
+            cause="the subcommand was called outside of sbatch and salloc",
             fix="use snakemake --profile profiles/slurm-cpu, or start it inside salloc",
         )
     if len(job.nodes) < layout.nodes:
@@ -101,7 +101,7 @@ def find_place(machine: Machine, layout: WorldLayout) -> Place:
             fix=f"ask for {layout.nodes} nodes, or give --nodes={len(job.nodes)}",
         )
     _refuse_uneven(job, layout.ranks_per_node)
-    return Place(job.nodes, job)
+    return Placement(job.nodes, job)
 
 
 def _refuse_uneven(job: slurm.Job, ranks_per_node: int) -> None:
@@ -128,18 +128,18 @@ def _refuse_uneven(job: slurm.Job, ranks_per_node: int) -> None:
 def launch_line(
     machine: Machine,
     layout: WorldLayout,
-    place: Place,
+    placement: Placement,
     spec: Path,
     *,
     master: tuple[str, int],
     python: str = sys.executable,
 ) -> list[str]:
-    """The command that starts all ranks at this place, each as `python -m forge.worker SPEC`.
+    """The command that starts all ranks at this placement, each as `python -m forge.worker SPEC`.
 
-    place: exactly layout.nodes hosts. master: host and free port, for torchrun's own rendezvous.
+    placement: exactly layout.nodes hosts. master: host and free port, for torchrun's own rendezvous.
     """
     entry = ["-m", "forge.worker", str(spec)]
-    job, ranks = place.job, layout.ranks_per_node
+    job, ranks = placement.job, layout.ranks_per_node
     if machine.launcher == "single":
         return [python, *entry]
     if machine.launcher == "srun":
@@ -147,18 +147,18 @@ def launch_line(
         # exec'd by slurmstepd, no shell between: Slurm signals only the task itself.
         line = slurm.srun(
             job.id,
-            place.hosts,
+            placement.hosts,
             tasks_per_node=ranks,
             cpus_per_task=job.cpus_per_task,
             options=_step_options(spec),
         )
         return [*line, python, *entry]
-    if layout.nodes == 1 and place.is_here:
+    if layout.nodes == 1 and placement.is_here:
         return [*_torchrun(machine, ranks, python), "--standalone", *entry]
     assert job
     line = slurm.srun(
         job.id,
-        place.hosts,
+        placement.hosts,
         cpus_per_task=job.cpus_per_task * ranks,
         options=_step_options(spec),
     )

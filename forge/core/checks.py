@@ -1,4 +1,4 @@
-"""One check of a node, of ranks or of a checkpoint: what it found, and what to do about it."""
+"""The result of one check of a node, of ranks or of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Check:
-    """What one check found, the likely cause, and what to do about it."""
+    """What a check found, the likely cause, and what to do about it."""
 
     name: str
     status: Status

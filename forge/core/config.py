@@ -1,7 +1,6 @@
 """Training config of a run: typed sections with units, defaults and limits. The only source of defaults.
 
-The JSON schema and the table in config/README.md are generated from here (`python -m
-tools.config_docs`).
+`python -m tools.config_docs` generates the JSON schema and the table in config/README.md from it.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from pydantic import (
 from forge.core.errors import ConfigError
 from forge.core.values import describe, read_cell, read_text, read_yaml, shown
 
-# Never a path, an option or a piece of shell; also the wildcard constraint of the workflow.
+# Safe as a path, an option and a word of a shell; also the wildcard constraint of the workflow.
 RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
-# A checkpoint of another run. Steps fit into 64 bits.
+# RUN@STEP. 18 digits fit into 64 bits.
 PARENT = rf"({RUN_NAME})@([1-9][0-9]{{0,17}})"
-# Names of folders say nothing about what is trained.
+# Keys that do not change what is trained; the config digest leaves them out.
 FOLDERS = ("run", "results", "data")
 
-# Keys that may change between two starts of one run; every other key of model and train is part of
-# what the checkpoint is, and a change is refused.
+# Marks keys that may change when a run resumes. A checkpoint is bound to all other keys of model and
+# train: a change of those is refused.
 FREE: dict[str, Any] = {"resume": "free"}
 
 MAX_NAME_BYTES = 255  # of one file or directory, on every file system of Linux (NAME_MAX)
-MAX_PATH_BYTES = 3072  # Linux takes 4096 (PATH_MAX); Forge adds names of its own
+MAX_PATH_BYTES = 3072  # Linux allows 4096 (PATH_MAX); Forge appends names of its own
 MAX_MIB = 2**30  # a PiB
 
 
@@ -58,10 +57,10 @@ FilePath = Annotated[str, AfterValidator(_usable_path)]
 
 
 class Section(BaseModel):
-    """Unknown keys are refused: a misspelt key that trains with a default costs days."""
+    """Base of all sections. Unknown keys are errors: a misspelled key would train with its default."""
 
-    # validate_default: a default 64 of a float key must be the same 64.0 that a file gives.
-    # allow_inf_nan: infinity satisfies every lower bound, then fails or diverges hours later.
+    # validate_default: the default 64 of a float key must become 64.0, as when a file sets it.
+    # allow_inf_nan: infinity would satisfy every lower bound, then fail or diverge hours later.
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
@@ -72,7 +71,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _boolean_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
             raise ValueError("Input should be a number")
@@ -90,20 +89,20 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 class Tokenizer(Section):
-    """Where the tokenizer comes from."""
+    """The source of the tokenizer."""
 
     source: Literal["train", "path", "hub"] = "train"
-    """`train` a byte-level BPE on the corpus, take a file (`path`), or a `hub` repository."""
+    """`train` a byte-level BPE on the corpus, copy a file (`path`), or download it from a `hub`."""
     vocab_size: int = Field(4096, ge=257, le=2**24)
     """Number of ids of a trained tokenizer, its end-of-text token included."""
     sample_mib: float = Field(64, gt=0, le=MAX_MIB)
-    """A trained tokenizer sees at most this much of the corpus (MiB), spread evenly over the files."""
+    """A trained tokenizer sees at most this many MiB of the corpus, spread evenly over the files."""
     path: FilePath | None = None
-    """The tokenizer.json for `source: path`."""
+    """Path of the tokenizer.json for `source: path`."""
     hub: str | None = None
-    """`owner/name@revision` for `source: hub`; fetched on a login node."""
+    """`owner/name@revision` for `source: hub`; downloaded on a login node."""
     eos_token: str | None = None
-    """Token that ends a document; null finds it in the tokenizer's own files."""
+    """Token that ends each document; null: as the tokenizer's own files name it."""
 
     @model_validator(mode="after")
     def _source_has_its_key(self) -> Self:
@@ -116,24 +115,24 @@ class Tokenizer(Section):
 
 
 class Tokenize(Section):
-    """What the corpus is and how it becomes shards of token ids."""
+    """The corpus, and how it becomes shards of token ids."""
 
     inputs: list[FilePath] = Field(default=["python:stdlib"], min_length=1)
-    """Files, folders, globs; `python:stdlib` is the text every Python brings along."""
+    """Files, directories and globs; `python:stdlib` is the source code of Python's standard library."""
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """`auto` goes by the file name (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, else text)."""
+    """`auto` decides by the file name (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, else text)."""
     text_field: str = "text"
-    """Field or column that holds the text in JSONL and parquet."""
+    """The field (JSONL) or column (parquet) that holds the text."""
     document_separator: str | None = None
     """Cuts text files into documents at this string; null makes each text file one document."""
     invalid_utf8: Literal["error", "replace"] = "error"
-    """Bytes that are not UTF-8: stop with file and offset, or put U+FFFD in their place."""
+    """Bytes that are not UTF-8: stop and name file and offset, or replace them by U+FFFD."""
     val_fraction: float = Field(0.05, gt=0, lt=1)
-    """Share of documents held out for evaluation, chosen by the digest of the document."""
+    """Fraction of the documents in the validation split, chosen by the digest of the document."""
     shard_tokens: int = Field(2**26, ge=1024)
-    """A shard ends at the first document that reaches this many tokens."""
+    """A shard ends with the document that brings it to this many tokens."""
     part_mib: float = Field(4, gt=0, le=MAX_MIB)
-    """Input files are grouped to parts of about this size (MiB); a part is one unit of parallel work."""
+    """Input files are grouped into parts of about this many MiB; parts are tokenized in parallel."""
 
 
 class Model(Section):
@@ -144,26 +143,24 @@ class Model(Section):
     layers: int = Field(4, ge=1)
     """Number of decoder blocks."""
     heads: int = Field(4, ge=1)
-    """Query heads; dim / heads is the head width and must be even."""
+    """Query heads; dim / heads is the width of a head and must be even."""
     kv_heads: int | None = Field(None, ge=1)
-    """Key and value heads (grouped-query attention); null means as many as heads."""
+    """Key and value heads (grouped-query attention); null means the same as heads."""
     ffn_dim: int | None = Field(None, ge=8)
-    """Inner width of SwiGLU; null means 8/3 dim, rounded up to a multiple of 64."""
+    """Hidden width of SwiGLU; null means 8/3 dim, rounded up to a multiple of 64."""
     rope_theta: float = Field(10000.0, gt=0)
     """Base of the rotary position frequencies."""
     norm_eps: float = Field(1e-5, gt=0)
     """Epsilon of RMSNorm."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout after attention and feed-forward, in training only."""
+    """Dropout probability after attention and feed-forward, in training only."""
     tie_embeddings: bool = True
-    """Use one matrix for input and output embeddings."""
+    """Share one matrix between input and output embeddings."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.dim % self.heads or (self.dim // self.heads) % 2:
-            raise ValueError(
-                f"dim / heads must be a whole even number, got {self.dim} / {self.heads}"
-            )
+            raise ValueError(f"dim / heads must be an even integer, got {self.dim} / {self.heads}")
         if self.heads % self.num_kv_heads:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         return self
@@ -178,31 +175,32 @@ class Model(Section):
 
 
 class Train(Section):
-    """Optimisation, evaluation and checkpoints."""
+    """Optimization, evaluation and checkpoints."""
 
     seed: int = Field(0, ge=0, lt=2**32)
-    """Decides initial weights, the order of the samples and dropout."""
+    """Seed of the initial weights, the order of the samples and dropout."""
     seq_len: int = Field(256, ge=8)
     """Tokens per sample."""
     batch_size: int = Field(16, ge=1)
-    """Samples per step over all ranks."""
+    """Global batch size: samples per step, over all ranks."""
     micro_batch_size: int | None = Field(None, ge=1, json_schema_extra=FREE)
-    """Samples per forward pass and rank; null means all of the rank's samples at once."""
+    """Samples per forward pass of a rank; less than its share of the batch accumulates gradients.
+    null: the whole share."""
     max_steps: int = Field(200, ge=1, json_schema_extra=FREE)
-    """Stop after this many steps; may be raised later. Does not shape the schedule."""
+    """Train up to this step; may be raised later, which leaves the learning rate schedule as it is."""
     decay_steps: int | None = Field(None, ge=1)
-    """The schedule reaches its minimum here; null means max_steps as at the run's first
-    start, warmup_steps at least."""
+    """Step at which the schedule reaches its minimum; null: the max_steps of the run's first start, but
+    at least warmup_steps."""
     warmup_steps: int = Field(20, ge=0)
-    """Steps of linear warm-up."""
+    """Steps of linear learning rate warm-up."""
     schedule: Literal["cosine", "wsd"] = "cosine"
-    """`cosine` decay, or warm-up, stable, linear decay (`wsd`)."""
+    """Learning rate after the warm-up: `cosine` decay, or constant, then linear decay (`wsd`)."""
     wsd_decay_fraction: float = Field(0.2, gt=0, le=1)
-    """Share of decay_steps that `wsd` spends decaying."""
+    """Fraction of decay_steps in which `wsd` decays."""
     lr: float = Field(3e-3, gt=0)
     """Peak learning rate."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    """Final learning rate as a share of the peak."""
+    """Final learning rate, as a fraction of the peak."""
     weight_decay: float = Field(0.1, ge=0)
     """AdamW weight decay, on matrices only."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -210,85 +208,85 @@ class Train(Section):
     beta2: float = Field(0.95, ge=0, lt=1)
     """AdamW beta2."""
     grad_clip: float = Field(1.0, gt=0)
-    """Largest gradient norm over all parameters."""
+    """Gradients are clipped to this norm over all parameters."""
     on_nonfinite: Literal["stop", "skip"] = Field("stop", json_schema_extra=FREE)
-    """A step whose loss or gradient norm is NaN or infinite on any rank: `stop` ends the run (exit 70),
-    `skip` leaves weights and optimizer state as they are and takes the next batch."""
+    """When the loss or the gradient norm of a step is NaN or infinite on any rank: `stop` ends the run
+    (exit 70); `skip` continues with the next batch, without an update of weights and optimizer state."""
     max_skipped_steps: int = Field(10, ge=1, json_schema_extra=FREE)
-    """`skip` ends the run (exit 70) after this many skipped steps in a row."""
+    """With `skip`, the run ends (exit 70) after this many skipped steps in a row."""
     precision: Literal["fp32", "bf16"] | None = None
-    """Arithmetic of forward and backward (master weights are fp32); null: fp32 on CPU, bf16 on GPU."""
+    """Precision of forward and backward (weights are stored in fp32); null: fp32 on CPU, bf16 on GPU."""
     parallel: Literal["ddp", "fsdp2"] = Field("ddp", json_schema_extra=FREE)
     """Replicate the model on every rank (`ddp`) or shard it (`fsdp2`)."""
     compile: bool = Field(False, json_schema_extra=FREE)
-    """torch.compile the model; falls back with a warning where no compiler is."""
+    """Use torch.compile; without a compiler, warn and train uncompiled."""
     log_every: int = Field(5, ge=1, json_schema_extra=FREE)
-    """Steps between two metrics lines."""
+    """Steps between two lines of metrics."""
     eval_every: int = Field(50, ge=1, json_schema_extra=FREE)
-    """Steps between two evaluations; also before the first step and after the last."""
+    """Steps between two evaluations; there is also one before the first step and after the last."""
     eval_samples: int = Field(64, ge=1, json_schema_extra=FREE)
-    """Held-out windows per evaluation, the same ones each time."""
+    """Samples of the validation split in an evaluation, the same ones each time."""
     checkpoint_every: int = Field(50, ge=1, json_schema_extra=FREE)
     """Steps between two checkpoints."""
     checkpoint_minutes: float | None = Field(None, gt=0, json_schema_extra=FREE)
-    """Minutes after which a checkpoint is due as well, however few steps there were."""
+    """Also write a checkpoint when this many minutes have passed since the last; null: by steps only."""
     keep_last: int = Field(2, ge=1, json_schema_extra=FREE)
-    """Newest committed checkpoints to keep."""
+    """Number of newest committed checkpoints to keep."""
     keep_every: int | None = Field(None, ge=1, json_schema_extra=FREE)
-    """Also keep, for ever, the checkpoints whose step is a multiple of this."""
+    """Also keep every checkpoint whose step is a multiple of this; null: none."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
         if self.decay_steps is not None and self.warmup_steps > self.decay_steps:
             raise ValueError(
-                f"warmup_steps {self.warmup_steps} is beyond decay_steps {self.decay_steps}"
+                f"warmup_steps {self.warmup_steps} is larger than decay_steps {self.decay_steps}"
             )
         return self
 
 
 class Validate(Section):
-    """How deep validation looks at the final checkpoint."""
+    """Which checks validation makes of the final checkpoint."""
 
     depth: Literal["digests", "load", "probe"] = "probe"
-    """`digests` of all files; `load` also every tensor; `probe` also recomputed losses."""
+    """`digests`: of all files; `load`: also load every tensor; `probe`: also recompute losses."""
 
 
 class Report(Section):
-    """What the report shows besides the curves."""
+    """Samples in the report."""
 
     prompts: list[Annotated[str, Field(min_length=1)]] = Field(
         default=["def ", "class ", "import "], max_length=16
     )
-    """The model continues each of these; the samples are in report and `forge show`."""
+    """The model completes each prompt; report and `forge show` have the samples."""
     sample_tokens: int = Field(40, ge=1, le=1024)
-    """Tokens per sample. Beyond train.seq_len the model sees the last seq_len tokens only."""
+    """Tokens to generate per prompt. The model sees the last train.seq_len tokens only."""
 
 
 class Ids(Section):
-    """Content ids of the run's shared artefacts; filled in when a run's config is resolved."""
+    """Content ids of tokenizer and tokens; filled in when a run's config is resolved."""
 
     tokenizer: str = Field(pattern=r"^[0-9a-f]{12}$")
-    """Folder in `data/tokenizers/`."""
+    """Name of the directory in `data/tokenizers/`."""
     tokens: str = Field(pattern=r"^[0-9a-f]{12}$")
-    """Folder in `data/tokens/`."""
+    """Name of the directory in `data/tokens/`."""
 
 
 class Config(Section):
-    """A run: what to train on what, and nothing about machines."""
+    """The training config of a run: data, model and hyperparameters. Nothing about machines."""
 
     run: str = Field("base", pattern=rf"^{RUN_NAME}$")
-    """Name of the run and of its folder in `results`."""
+    """Name of the run and of its directory in `results`."""
     results: FilePath = Field("results", min_length=1)
-    """Folder that holds one folder per run."""
+    """Directory with one directory per run."""
     data: FilePath = Field("data", min_length=1)
-    """Folder of tokenizers and tokens, shared between runs."""
+    """Directory of tokenizers and tokens, shared between runs."""
     parent: str | None = None
     """`RUN@STEP`: start from this checkpoint of another run in `results`; null starts at step 0."""
     tokenizer: Tokenizer = Tokenizer()
     tokenize: Tokenize = Tokenize()
     model: Model = Model()
     train: Train = Train()
-    # "validate" would hide a method of pydantic; the file says `validate`.
+    # The key in the file is `validate`; a field of that name would hide a method of pydantic.
     validation: Validate = Field(Validate(), alias="validate")
     report: Report = Report()
     ids: Ids | None = None
@@ -296,10 +294,10 @@ class Config(Section):
     @field_validator("results", "data")
     @classmethod
     def _plain_folder(cls, folder: str) -> str:
-        # Snakemake reads braces as wildcards.
+        # In Snakemake, braces in a path are wildcards.
         if re.search(r"[{}\n]", folder):
             raise ValueError(
-                f"{shown(folder)} has braces or line breaks, which file names here cannot"
+                f"{shown(folder)} has braces or line breaks, which Snakemake cannot have in a path"
             )
         return folder.rstrip("/") or "/"
 
@@ -323,14 +321,14 @@ class Config(Section):
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """The whole config with every default filled in, as plain JSON values."""
+        """All keys as plain JSON values, defaults filled in."""
         return self.model_dump(mode="json", by_alias=True)
 
 
 class ResolvedConfig(Config):
-    """A config with its ids: what every step of a run takes, and what its config.json holds.
+    """A config with its ids, as every step of a run takes it and config.json holds it.
 
-    Commands and the workflow make it of a Config, once, with `content_ids.resolve`.
+    The command line and the workflow make it of a Config once, with `content_ids.resolve`.
     """
 
     ids: Ids
@@ -345,7 +343,7 @@ def parse_override(argument: str) -> tuple[str, Any]:
     if not match:
         raise ConfigError(
             f"cannot read {shown(argument)}",
-            fix="overrides look like --train.max_steps=1000; `forge VERB --help` lists the options",
+            fix="overrides look like --train.max_steps=1000; `forge SUBCOMMAND --help` lists the options",
         )
     return match[1], read_cell(match[2])
 
@@ -355,15 +353,14 @@ def apply_overrides(values: dict[str, Any], overrides: dict[str, Any]) -> dict[s
     merged = json.loads(json.dumps(values))
     for dotted, value in overrides.items():
         *sections, key = dotted.split(".")
-        place = merged
+        parent = merged
         for section in sections:
-            below = place.get(section)
-            if below is None:
-                below = place[section] = {}
-            if not isinstance(below, dict):
+            if parent.get(section) is None:
+                parent[section] = {}
+            parent = parent[section]
+            if not isinstance(parent, dict):
                 raise ConfigError(f"cannot set {dotted}: {section} is not a section")
-            place = below
-        place[key] = value
+        parent[key] = value
     return merged
 
 
@@ -375,7 +372,7 @@ def read_values(path: str | Path) -> dict[str, Any]:
     except yaml.YAMLError as err:
         raise ConfigError(
             f"cannot read config file {path}: {describe(err)}",
-            fix="config/README.md says how values are written",
+            fix="config/README.md explains how values are written",
         ) from None
     if values is None:
         return {}
@@ -385,12 +382,12 @@ def read_values(path: str | Path) -> dict[str, Any]:
 
 
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
-    """The config in a file with overrides applied. Raises ConfigError that names every bad key."""
+    """The config in a file, with overrides applied. Raises ConfigError that names every bad key."""
     return checked(Config, apply_overrides(read_values(path), overrides or {}), str(path))
 
 
 def checked(model: type[AnySection], values: dict[str, Any], where: str) -> AnySection:
-    """`values` as a section of type `model`; ConfigError tells every bad key, value and choice."""
+    """`values` as a section of type `model`. Raises ConfigError that names every bad key and value."""
     try:
         return model.model_validate(values)
     except ValidationError as err:
@@ -411,8 +408,8 @@ def _problem(model: type[Section], detail: Any) -> str:
         valid = sorted(_fields(section))
         close = difflib.get_close_matches(loc[-1], valid, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
-        place = ".".join(names) or "the top level"
-        return f"unknown key {dotted}{hint}; valid keys of {place}: {', '.join(valid)}"
+        where = ".".join(names) or "the top level"
+        return f"unknown key {dotted}{hint}; valid keys of {where}: {', '.join(valid)}"
     message = detail["msg"].removeprefix("Value error, ")
     if not loc or isinstance(detail["input"], dict):
         return f"{dotted}: {message}" if dotted else message
@@ -422,7 +419,7 @@ def _problem(model: type[Section], detail: Any) -> str:
 
 
 def _fields(section: type[BaseModel]) -> dict[str, Any]:
-    """Key as written in files -> type of the field (a Section class where it is one)."""
+    """Type of each field by its key in files; a Section class for a section."""
     return {
         field.alias or name: field.annotation
         for name, field in getattr(section, "model_fields", {}).items()
@@ -430,12 +427,12 @@ def _fields(section: type[BaseModel]) -> dict[str, Any]:
 
 
 def is_boolean(section: type[Section], dotted: str) -> bool:
-    """Whether the key with this dotted name is true or false."""
+    """Whether the key with this dotted name takes true or false."""
     first, _, rest = dotted.partition(".")
     below = _fields(section).get(first)
     return is_boolean(below, rest) if rest and below else below is bool
 
 
 def is_free(section: type[Section], key: str) -> bool:
-    """Whether this key may change between two starts of one run."""
+    """Whether this key may change when a run resumes."""
     return section.model_fields[key].json_schema_extra == FREE

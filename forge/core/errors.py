@@ -6,18 +6,18 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Exit codes of every `forge` verb, from BSD's sysexits.h where a fitting one exists."""
+    """Exit codes of every `forge` subcommand, from BSD's sysexits.h where one fits."""
 
     DONE = 0  # goal reached, committed, recorded
     DATA = 65  # EX_DATAERR: bad input data
     UNFIT = 69  # EX_UNAVAILABLE: a node, the fabric, the network or a disk is unfit
     FAILED = 70  # EX_SOFTWARE: training diverged, or a bug
-    STOPPED = 75  # EX_TEMPFAIL: stopped early with a committed checkpoint; run it again
+    STOPPED = 75  # EX_TEMPFAIL: stopped early with a committed checkpoint; rerun the command
     CONFIG = 78  # EX_CONFIG: bad config or command line
 
 
 class ForgeError(Exception):
-    """A mistake or trouble that is not a bug of ours: shown without a traceback.
+    """An error that is not a bug of Forge, shown without a traceback.
 
     what: what is wrong, with the actual values. cause: the likely cause. fix: what to do.
     """
@@ -38,24 +38,24 @@ class ForgeError(Exception):
 
 
 class ConfigError(ForgeError):
-    """The config, the sample sheet or a command line cannot work."""
+    """The config, the sample sheet or the command line is invalid."""
 
     code = Exit.CONFIG
 
 
 class DataError(ForgeError):
-    """Input text, shards or a checkpoint are not what they must be."""
+    """Input text, shards, a checkpoint or a record is missing, invalid or corrupt."""
 
     code = Exit.DATA
 
 
 class UnfitError(ForgeError):
-    """A node, the network, a disk or memory does not serve."""
+    """A node, the network, a disk, memory or Slurm is unavailable or insufficient."""
 
     code = Exit.UNFIT
 
 
 class TrainingError(ForgeError):
-    """Training went wrong by its own numbers (diverged), not by the machine."""
+    """Training diverged, or makes no progress."""
 
     code = Exit.FAILED

@@ -1,6 +1,6 @@
 """The event log of a run (events.jsonl): one class for each kind of event, written and read here only.
 
-The log is append-only and outlives every restart. An event has the name of its class in lower case.
+The log is append-only and spans all restarts of the run. An event is named as its class, in lower case.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FORMAT = 1
 
 
 class Event(BaseModel):
-    """What all events have. time: seconds since the epoch, when the event is recorded."""
+    """Fields of every event. time: when it was recorded, in seconds since the epoch."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -28,7 +28,7 @@ class Event(BaseModel):
 
 
 class Timed(Event):
-    """An event that ends what has taken so many seconds."""
+    """An event at the end of an action that took `seconds`."""
 
     seconds: float
 
@@ -37,17 +37,17 @@ class Timed(Event):
 
 
 class Stage(Timed):
-    """`forge stage` has ended: what each node reads, and which nodes were sent shards."""
+    """`forge stage` has ended. sent: the nodes that got a copy of the shards."""
 
     event: Literal["stage"] = "stage"
     bytes: int
     digest: str
-    folders: dict[str, str]  # node -> directory
+    folders: dict[str, str]  # node -> directory that its ranks read
     sent: list[str]
 
 
 class Preflight(Timed):
-    """`forge preflight` has ended. nodes: those that train, none where it failed. failed: checks."""
+    """`forge preflight` has ended. failed: names of checks. nodes: those that train, if it passed."""
 
     event: Literal["preflight"] = "preflight"
     status: Literal["ok", "failed"]
@@ -60,8 +60,8 @@ class Preflight(Timed):
 
 
 class Launch(Event):
-    """The launcher starts the ranks. step: of the checkpoint that they resume from. job, restart: Slurm's
-    job and how often Slurm has restarted it; None outside of Slurm."""
+    """The launcher starts the ranks. step: of the checkpoint that they resume from. job, restart: the
+    Slurm job and its restart count; None outside of Slurm."""
 
     event: Literal["launch"] = "launch"
     launch: str
@@ -75,8 +75,8 @@ class Launch(Event):
 
 
 class Init(Timed):
-    """The ranks are ready to train. seconds: since their launch. numerics: what decides the last bits of
-    a loss besides weights and data."""
+    """The ranks are ready to train. seconds: since their launch. numerics: all settings besides weights
+    and data on which the last bits of a loss depend."""
 
     event: Literal["init"] = "init"
     launch: str
@@ -96,8 +96,8 @@ class Eval(Timed):
 
 
 class Save(Timed):
-    """A checkpoint was committed. seconds: from the start of the save to its commit. stall: for so many
-    seconds training stood still."""
+    """A checkpoint was committed. seconds: from the start of the save to its commit. stall: the seconds
+    for which training waited."""
 
     event: Literal["save"] = "save"
     step: int
@@ -106,7 +106,7 @@ class Save(Timed):
 
 
 class Skipped(Event):
-    """A step was made without its update, since its loss or gradients were not finite."""
+    """A step without an update, because its loss or gradients were not finite."""
 
     event: Literal["skipped"] = "skipped"
     step: int
@@ -114,10 +114,10 @@ class Skipped(Event):
     reason: str
 
 
-class Grace(Event):
-    """A last save may not fit into the time that a stop has. needed: seconds."""
+class Budget(Event):
+    """The shutdown budget may be too small for the final save. needed: seconds."""
 
-    event: Literal["grace"] = "grace"
+    event: Literal["budget"] = "budget"
     needed: float
 
 
@@ -129,11 +129,11 @@ class Quarantine(Event):
     reasons: list[str]
 
 
-# --- how a launch ends -----------------------------------------------------------------------------
+# --- the end of a launch ---------------------------------------------------------------------------
 
 
 class Completed(Event):
-    """The run is at its goal."""
+    """The run has reached train.max_steps."""
 
     event: Literal["completed"] = "completed"
     step: int
@@ -149,7 +149,7 @@ class Stop(Event):
 
 
 class Lost(Event):
-    """A rank ended without a record. silent: nodes that do not start a process any more."""
+    """A rank exited without a record. silent: unresponsive nodes, which start no process any more."""
 
     event: Literal["lost"] = "lost"
     message: str
@@ -158,7 +158,7 @@ class Lost(Event):
 
 
 class Failed(Event):
-    """Training failed with this exit code. diverged: by its numbers, so that a rerun fails as well."""
+    """Training failed with this exit code. diverged: a rerun with this config would fail again."""
 
     event: Literal["failed"] = "failed"
     code: int
@@ -169,7 +169,7 @@ class Failed(Event):
 
 
 class Preempted(Event):
-    """Slurm has preempted the job."""
+    """Slurm preempted the job."""
 
     event: Literal["preempted"] = "preempted"
     job: str
@@ -177,7 +177,7 @@ class Preempted(Event):
 
 
 class Requeue(Event):
-    """Forge asks Slurm to put the job back into the queue."""
+    """Forge requeues the job."""
 
     event: Literal["requeue"] = "requeue"
     job: str
@@ -205,7 +205,7 @@ _ANY: TypeAdapter[Event] = TypeAdapter(
         | Eval
         | Save
         | Skipped
-        | Grace
+        | Budget
         | Quarantine
         | Completed
         | Stop
@@ -220,21 +220,21 @@ _ANY: TypeAdapter[Event] = TypeAdapter(
 
 
 def record(log: Path, event: Event) -> None:
-    """Append an event to a run's log. Raises UnfitError where the disk does not let it."""
+    """Append an event to a run's log. Raises UnfitError when the disk cannot be written."""
     json_lines.append(log, event.model_dump(mode="json", exclude_none=True))
 
 
 def read(log: Path) -> list[Event]:
-    """All events of a run, oldest first; lines that a crash has cut, and others, are passed over.
+    """All events of a run, oldest first. Lines that were cut by a crash or edited are skipped.
 
-    Raises DataError where another version of Forge has written the log.
+    Raises DataError when another version of Forge wrote the log.
     """
     lines = [line for line in json_lines.read(log) if isinstance(line.get("event"), str)]
     return [event for line in lines if (event := _event(line, log)) is not None]
 
 
 def last(log: Sequence[Event], *kinds: type[Event]) -> Event | None:
-    """The newest event of these kinds; None without one."""
+    """The newest event of these kinds, or None."""
     return next((event for event in reversed(log) if isinstance(event, kinds)), None)
 
 
@@ -248,4 +248,4 @@ def _event(line: dict[str, Any], log: Path) -> Event | None:
     try:
         return _ANY.validate_python(line)
     except ValidationError:
-        return None  # edited: the rest of the log still counts
+        return None  # edited by hand; the other events are still valid

@@ -1,4 +1,4 @@
-"""Small files that others rely on: canonical JSON, digests, atomic writes, disk errors."""
+"""Atomic writes, canonical JSON, digests, and disk errors as messages."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import blake3
 
 from forge.core.errors import DataError, UnfitError
 
-# blake3 keeps up with the disk (7 GB/s a core against 1.9 of sha256).
+# blake3 is as fast as the disk: 7 GB/s on a core, sha256 1.9.
 DIGEST = "blake3"
-# Read, not memory-mapped: as fast, and a disk error is an OSError instead of the signal SIGBUS.
+# Files are read, not memory-mapped: as fast, and a disk error raises OSError instead of SIGBUS.
 READ_BYTES = 2**20
 
 
@@ -36,20 +36,20 @@ def digest_file(path: Path, *, threads: int = 1) -> str:
 
 
 def canonical(value: Any) -> bytes:
-    """The one JSON text of a value (sorted keys, no blanks, no NaN): equal values, equal bytes."""
+    """Canonical JSON (sorted keys, no blanks, no NaN): equal values have equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def short_id(value: Any) -> str:
-    """The first 12 hex digits of the digest of `value`: names an artefact folder."""
+    """The first 12 hex digits of the digest of `value`, as in the directory names of artifacts."""
     return digest_bytes(canonical(value))[:12]
 
 
 @contextmanager
 def disk_trouble(path: Path, action: str = "write") -> Iterator[None]:
-    """Turn a full, read-only, failing or forbidden disk, or a file in the way, into an UnfitError.
+    """Turn an OSError of a disk (full, read-only, failing, no permission, …) into an UnfitError.
 
-    action: `write`, `read` or `read or write`, whatever may be what failed.
+    action: `write`, `read` or `read or write`, for the message.
     """
     try:
         yield
@@ -57,25 +57,27 @@ def disk_trouble(path: Path, action: str = "write") -> Iterator[None]:
         import errno
 
         fixes = {
-            errno.ENOSPC: "free space there, or point `results`, `data` or the stage folder elsewhere",
-            errno.EDQUOT: "your quota is used up there: free space or ask for more",
-            errno.EROFS: "the file system is read-only: choose another folder",
+            errno.ENOSPC: "free space there, or set `results`, `data` or stage.folder to another disk",
+            errno.EDQUOT: "your quota there is used up: free space or ask for more",
+            errno.EROFS: "the file system is read-only: choose another directory",
             **dict.fromkeys(
                 (errno.EACCES, errno.EPERM),
-                f"you may not {action} there: check owner and mode, or choose another folder",
+                f"you may not {action} there: check owner and mode, or choose another directory",
             ),
             errno.EISDIR: "a directory is where a file is expected: move it away",
-            errno.ENAMETOOLONG: "one name in a path has at most 255 bytes: choose shorter ones",
+            errno.ENAMETOOLONG: "a file name has at most 255 bytes: choose a shorter one",
             errno.ELOOP: "symbolic links lead back to themselves: remove the link",
-            errno.ENOTDIR: "a file is in the way of a folder: choose another folder",
-            errno.EEXIST: "a file is in the way of a folder: choose another folder",
-            errno.EFBIG: "it is larger than this file system allows: choose another folder",
+            **dict.fromkeys(
+                (errno.ENOTDIR, errno.EEXIST),
+                "a file is where a directory is expected: choose another directory",
+            ),
+            errno.EFBIG: "this file system does not allow a file of this size: choose another directory",
             **dict.fromkeys(
                 (
                     *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ESHUTDOWN),
                     *(errno.ETIMEDOUT, errno.ENOTCONN, errno.ENOLCK),
                 ),
-                "the disk or the network file system reports an error: use another one",
+                "the disk or network file system reports an error: use another one",
             ),
         }
         if err.errno not in fixes:
@@ -87,10 +89,10 @@ def disk_trouble(path: Path, action: str = "write") -> Iterator[None]:
 
 @contextmanager
 def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
-    """A file that appears under its name only when it is whole and on disk.
+    """A file that appears under its name only when it is complete and on disk.
 
-    Written under a temporary name in the same folder, fsynced, renamed, the folder fsynced.
-    Raises UnfitError on a full or read-only disk; the old file is then untouched.
+    Written under a temporary name in the same directory, fsynced, renamed, the directory fsynced.
+    Raises UnfitError on a full or read-only disk; the old file is then unchanged.
     """
     with disk_trouble(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +103,7 @@ def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.chmod(0o666 & ~_umask())  # mkstemp's 0600 would hide it from the group
+            temporary.chmod(0o666 & ~_umask())  # mkstemp's mode 0600 would exclude the group
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -110,14 +112,14 @@ def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
 
 
 def _umask() -> int:
-    """Of this process. Read (man 5 proc), since os.umask can only be asked by changing it, which other
-    threads would see."""
+    """The umask of this process, from /proc (man 5 proc): os.umask returns it only by setting it, which
+    would affect other threads."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("\nUmask:")[2].split()[0], 8)
 
 
 def fsync_folder(path: Path) -> None:
-    """Make renames in `path` survive a power cut."""
+    """Make renames in the directory `path` survive a power failure."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -126,19 +128,19 @@ def fsync_folder(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as sorted, indented JSON, atomically. No NaN or infinity."""
+    """Write `value` as sorted, indented JSON, atomically. Raises ValueError for NaN and infinity."""
     text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
     with atomic_open(path, "w") as file:
         file.write(text)
 
 
 def read_object(path: Path, *keys: str) -> dict[str, Any]:
-    """As read_json, for a file that must hold an object with these keys. Raises DataError."""
+    """The object in a JSON file. DataError where it is missing, no object, or lacks one of the keys."""
     value = read_json(path)
     missing = [key for key in keys if key not in value] if isinstance(value, dict) else None
     if missing or not isinstance(value, dict):
         raise DataError(
-            f"{path} has no {', '.join(missing)}" if missing else f"{path} is no JSON object",
+            f"{path} has no {', '.join(missing)}" if missing else f"{path} is not a JSON object",
             cause="cut short by a full disk or edited by hand",
             fix="remove it and run the step that writes it again",
         )
@@ -162,8 +164,8 @@ def read_json(path: Path) -> Any:
 
 
 def read_object_or_empty(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} where it is missing, being replaced, or unreadable: a page for
-    people must not fail because of it."""
+    """The object in a JSON file; {} where it is missing, being replaced, or unreadable. For output that
+    must not fail because of one file."""
     try:
         value = read_json(path)
     except (DataError, OSError):

@@ -1,4 +1,4 @@
-"""JSON lines files: append-only, read while they are written, intact after a crash but for one line."""
+"""JSON Lines files: append-only, readable while they are written; a crash cuts at most one line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from forge.core.files import disk_trouble
 
 
 def append(path: Path, value: dict[str, Any]) -> None:
-    """Append one JSON line in a single write, so that lines of several writers never mix.
+    """Append one line in a single write, so that lines of several writers never mix.
 
-    A last line cut by a crash is closed first, so that it spoils itself only. Raises ValueError for NaN
-    and infinity, UnfitError where the disk does not let it.
+    A last line that a crash has cut is ended first. Raises ValueError for NaN and infinity, UnfitError
+    when the disk cannot be written.
     """
     line = json.dumps(value, allow_nan=False) + "\n"
     with disk_trouble(path):
@@ -28,7 +28,7 @@ def append(path: Path, value: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Every complete JSON object in the file, oldest first; [] where there is no file."""
+    """Every complete JSON object in the file, oldest first; [] without a file."""
     if not path.exists():
         return []
     lines = path.read_text(errors="replace").splitlines()
@@ -36,7 +36,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def parse(line: str) -> dict[str, Any] | None:
-    """The object in a line; None for a line that a crash has cut, or that holds none."""
+    """The object in a line; None where there is none, or a crash has cut it."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
 """Settings of the machine that a run uses: the typed `machine.yaml` of a profile.
 
-No setting here changes the result of training, so the config digest does not cover them.
+No setting here changes the result of training; the config digest leaves them out.
 """
 
 from __future__ import annotations
@@ -12,93 +12,94 @@ from pydantic import Field
 
 from forge.core.config import FilePath, Section, apply_overrides, checked, read_values
 
-# What timers of other programs take (poll counts milliseconds in 32 bits): 11 days.
+# 11 days. poll(2) counts milliseconds in 32 bits.
 MAX_SEC = 10**6
 
 
 class Fabric(Section):
-    """How ranks talk to each other."""
+    """The network between the ranks."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Process group backend; `auto` is nccl where every rank has a GPU, else gloo."""
+    """Process group backend; `auto`: nccl where every rank has a GPU, else gloo."""
     interface: str | None = None
-    """Network interface of the ranks; null finds it on each node for itself."""
+    """Network interface of the ranks; null: each node chooses its own."""
     interfaces: dict[str, str] = Field(default={})
-    """Interface by node name, for nodes where it has another name; wins over all else."""
+    """Network interface by node name, for nodes where it has another name; overrides `interface`."""
     infiniband: Literal["auto", "never"] = "auto"
-    """`auto` uses InfiniBand where an interface of it is up; `never` also not then."""
+    """`auto`: use InfiniBand where one of its interfaces is up; `never`: do not use it."""
     gid_index: int | None = Field(None, ge=0)
-    """NCCL_IB_GID_INDEX for clusters that need one."""
+    """NCCL_IB_GID_INDEX, for clusters that need one."""
     timeout_sec: float = Field(300, gt=0, le=MAX_SEC)
-    """A collective that takes longer than this ends the rank with an error."""
+    """Timeout of a collective in seconds; after it the rank ends with an error."""
     debug: bool = False
-    """Verbose NCCL and torch.distributed logs."""
+    """Verbose logs of NCCL and torch.distributed."""
 
 
 class Stage(Section):
-    """Where token shards are put for fast reading."""
+    """Copies of the token shards on the nodes' local disks."""
 
     mode: Literal["auto", "always", "never"] = "auto"
-    """`auto` reads in place on the staging folder's own file system, and on a shared one that a
-    measurement on the node finds fast enough (1000 random reads/s, 500 MiB/s); else it stages."""
+    """`auto`: copy the shards, unless they are on the file system of the staging directory, or on a
+    shared one that is fast enough as measured on the node (1000 random reads/s, 500 MiB/s)."""
     folder: FilePath | None = None
-    """Node-local folder; null: $SLURM_TMPDIR, else $TMPDIR, else /tmp."""
+    """Staging directory on each node; null: $SLURM_TMPDIR, else $TMPDIR, else /tmp."""
     keep: bool = False
-    """Leave the shards on the nodes when the job ends, for the next run on the same nodes."""
+    """Keep the copies when the job ends, for the next run on the same nodes."""
     project: bool = False
-    """Also put the code and its Python environment on the nodes, for nodes that do not see them."""
+    """Also copy Forge and its Python environment, for nodes that do not see them."""
 
 
 class Preflight(Section):
-    """What a node must offer before training starts."""
+    """Checks of nodes and ranks before training."""
 
     deadline_sec: float = Field(90, gt=0, le=MAX_SEC)
-    """The rank checks must be through by then; what is missing is named."""
+    """Deadline of the rank checks in seconds; ranks that have not answered by then are named."""
     min_free_disk_gib: float = Field(1, ge=0)
-    """Free space in the results folder."""
+    """Required free space in the results directory."""
     min_free_memory_gib: float = Field(1, ge=0)
-    """Available memory per rank."""
+    """Required available memory per rank."""
     min_open_files: int = Field(256, ge=0)
-    """Soft limit of open files (`ulimit -n`)."""
+    """Required soft limit of open files (`ulimit -n`)."""
     max_clock_skew_sec: float = Field(5, gt=0, le=MAX_SEC)
-    """Clocks of nodes may differ by this much; more only warns."""
+    """Warn when the clocks of two nodes differ by more than this."""
     slow_factor: float = Field(2, gt=1)
-    """A node slower than the median of the nodes by this factor is named; it only warns."""
+    """Warn about a node that is slower than the median of the nodes by this factor."""
     spare_nodes: int = Field(0, ge=0)
-    """The allocation asks for this many nodes more; unfit ones are left out of training."""
+    """Nodes to request beyond those that train; they replace unhealthy nodes."""
 
 
 class Slurm(Section):
-    """What Slurm is asked for, and what follows when it takes the nodes away."""
+    """Options of the Slurm job, and its requeues."""
 
     warn_sec: int = Field(120, ge=0, le=65535)
-    """Ranks get SIGUSR1 this long before the time limit, to commit and leave. Slurm may be 30 s late."""
+    """Slurm sends SIGUSR1 this many seconds before the time limit (up to 30 s later than that); the ranks
+    then commit a checkpoint and exit."""
     max_restarts: int = Field(50, ge=0)
-    """A job that was restarted this often is not sent back to the queue again."""
+    """A job that Slurm has restarted this often is not requeued again."""
     when_running: Literal["stop", "wait"] = "stop"
-    """A job of this run is in the queue already: say so and stop, or wait for it and go on."""
+    """When a job of this run is already in the queue: `stop` with an error, or `wait` for its end."""
     exclude: list[str] = Field(default=[])
-    """Nodes never to use, beside those in the run's bad_nodes.txt."""
+    """Nodes to exclude, in addition to those in the run's bad_nodes.txt."""
     options: str = ""
-    """More options for sbatch, as on its command line, such as `--mail-type=FAIL`."""
+    """Further options for sbatch, as on its command line, such as `--mail-type=FAIL`."""
 
 
 class Machine(Section):
     """All of machine.yaml."""
 
     launcher: Literal["single", "torchrun", "srun"] = "single"
-    """`single` runs one rank here; `torchrun` starts each node's ranks, under Slurm by one srun task
-    a node; `srun` starts every rank itself."""
+    """`single`: one rank on this host; `torchrun`: one torchrun per node, which srun starts under Slurm;
+    `srun`: one srun task per rank."""
     stop_grace_sec: float = Field(60, gt=0, le=MAX_SEC)
-    """Ranks get this long to commit after a stop signal before they are killed."""
+    """Seconds that ranks have after a stop signal to commit a checkpoint, before they are killed."""
     async_save: bool = True
-    """Checkpoints are written while training goes on, from a copy of the state in host memory. With
-    false, or too little memory, training waits for each save."""
+    """Write checkpoints while training continues, from a copy of the state in host memory. With false, or
+    too little memory, training waits for each save."""
     max_minutes: float | None = Field(None, gt=0, le=10**7)
-    """Training stops with a checkpoint before this many minutes have passed, for machines that are
-    reclaimed without warning; null: no limit but Slurm's, which is asked for."""
+    """Stop with a checkpoint before this many minutes have passed, for machines that are reclaimed
+    without warning; null: only Slurm's time limit counts."""
     max_restarts_without_progress: int = Field(5, ge=1)
-    """The run ends after this many starts in a row without a new checkpoint, with the reason of each."""
+    """The run ends after so many launches in a row without a new checkpoint, and names their causes."""
     fabric: Fabric = Fabric()
     stage: Stage = Stage()
     preflight: Preflight = Preflight()
@@ -106,7 +107,7 @@ class Machine(Section):
 
 
 def load_machine(path: str | Path | None, overrides: dict[str, Any] | None = None) -> Machine:
-    """The machine in a file (defaults for None) with dotted overrides. Raises ConfigError."""
+    """The machine in a file (defaults for None), with overrides applied. Raises ConfigError."""
     values = read_values(path) if path else {}
     machine: Machine = checked(
         Machine, apply_overrides(values, overrides or {}), str(path or "the machine")

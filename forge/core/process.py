@@ -1,4 +1,4 @@
-"""This host and its processes: names, identity across reboots and reused pids, ending with a parent."""
+"""This host and its processes: host name, identity of a process, termination with its parent."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def hostname() -> str:
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on now."""
+    """A TCP port that is free on this host now."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def node_local_folder() -> Path:
-    """Where this node has fast storage of its own: the job's folder, else the user's, else /tmp."""
+    """The directory for node-local data: the job's, else the user's, else /tmp."""
     return Path(os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process that cannot be mistaken for another one with the same pid.
+    """The identity of a process, which differs from that of any other process with the same pid.
 
-    Known by the kernel's own counts: wall clocks jump, and what is derived from them jumps along
-    (the boot time in /proc/stat does).
+    Made of the kernel's boot id and ticks: the wall clock may jump, and with it the boot time in
+    /proc/stat.
     """
 
     host: str
@@ -49,7 +49,7 @@ class Process:
 
     @classmethod
     def of(cls, pid: int) -> Process:
-        """A process on this host that nobody has reaped yet. Raises ProcessLookupError."""
+        """The process with this pid on this host. Raises ProcessLookupError without one."""
         found = _state_and_start(pid)
         if found is None:
             raise ProcessLookupError(f"no process {pid} on {hostname()}")
@@ -57,7 +57,7 @@ class Process:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Process:
-        """Raises KeyError where `value` is no such record; other keys are ignored."""
+        """Raises KeyError when a field is missing; other keys are ignored."""
         return cls(**{field.name: value[field.name] for field in fields(cls)})
 
     def to_json(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Process:
         return self.host == hostname()
 
     def is_alive(self) -> bool:
-        """Whether it runs on this host; a zombie or a reused pid does not count."""
+        """Whether the process still runs on this host; not a zombie, or another one with its pid."""
         if self.boot_id != _boot_id():
             return False
         found = _state_and_start(self.pid)
@@ -83,18 +83,18 @@ def _boot_id() -> str:
 
 
 def _state_and_start(pid: int) -> tuple[str, int] | None:
-    """Fields 3 and 22 of /proc/PID/stat (man 5 proc); None where no such process is seen."""
+    """State and start ticks, fields 3 and 22 of /proc/PID/stat (man 5 proc); None without a process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # Field 2, the name in brackets, may hold blanks and brackets.
+    # Field 2, the name in brackets, may contain blanks and brackets.
     fields = stat.rpartition(b")")[2].split()
     return fields[0].decode(), int(fields[19])
 
 
 def _is_hidden(pid: int) -> bool:
-    """Whether another user's process has this pid where /proc shows only one's own (hidepid)."""
+    """Whether another user has a process with this pid, which /proc does not show (hidepid)."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -113,11 +113,11 @@ def stop_with_parent() -> None:
 
 
 def in_workflow() -> bool:
-    """Whether Snakemake runs this verb. By hand, `nohup forge train` must survive its shell."""
+    """Whether Snakemake runs this subcommand. Run by hand, `nohup forge train` must survive its shell."""
     return os.environ.get("FORGE_IN_WORKFLOW") == "1"
 
 
 def user_threads() -> str | None:
-    """OMP_NUM_THREADS as the user exported it; Snakemake sets its own for every rule."""
+    """OMP_NUM_THREADS as the user exported it; Snakemake overwrites the variable for every rule."""
     name = "FORGE_USER_OMP_NUM_THREADS" if in_workflow() else "OMP_NUM_THREADS"
     return os.environ.get(name) or None

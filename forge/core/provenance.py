@@ -16,18 +16,18 @@ PACKAGES = ("torch", "tokenizers", "numpy", "snakemake", "pydantic", "blake3")
 
 
 def config_digest(config: ResolvedConfig) -> str:
-    """Digest of the science of a run: its config without the names of folders."""
-    science = {k: v for k, v in config.to_json().items() if k not in FOLDERS}
-    return digest_bytes(canonical(science))
+    """Digest of a run's config, without its name and directories, which do not change what is trained."""
+    values = {key: value for key, value in config.to_json().items() if key not in FOLDERS}
+    return digest_bytes(canonical(values))
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of what decides the numbers."""
+    """Versions of Python and of the packages that affect the results."""
     return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
 def code() -> dict[str, Any]:
-    """Version and, from a git checkout, commit and whether files differ from it."""
+    """Version of Forge; in a git checkout also the commit, and whether tracked files differ from it."""
     folder = Path(forge.__file__).parent
     commit = _git(folder, "rev-parse", "HEAD")
     dirty = bool(_git(folder, "status", "--porcelain", "--untracked-files=no")) if commit else None
@@ -44,12 +44,12 @@ def _git(folder: Path, *arguments: str) -> str | None:
             timeout=10,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return None  # no git here, or its file system hangs: the version still says something
+        return None  # no git, or its file system hangs; the version is recorded in any case
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def cpu_name() -> str:
-    """The processor's model as the kernel names it."""
+    """The model of the processor, as the kernel names it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

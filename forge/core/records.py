@@ -1,6 +1,6 @@
-"""The JSON files by which the steps of a run tell each other how they ended, one class for each file.
+"""Records: the JSON files that hold the results of the steps of a run, one class for each file.
 
-Each file has the number of its format. One of another version of Forge is refused.
+Each file has the number of its format; a file of another version of Forge is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from forge.core.files import read_object, write_json
 
 
 class Record(BaseModel):
-    """A file that is written whole and never changed."""
+    """A JSON file that is written atomically and never changed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -24,7 +24,7 @@ class Record(BaseModel):
     FIX: ClassVar[str] = "remove it and run the step that writes it again"
 
     def write(self, path: Path) -> None:
-        """Replace the file, atomically. Raises UnfitError where the disk does not let it."""
+        """Replace the file, atomically. Raises UnfitError when the disk cannot be written."""
         write_json(path, {"format": self.FORMAT, **self.model_dump(mode="json")})
 
     @classmethod
@@ -44,12 +44,12 @@ class Record(BaseModel):
 
     @classmethod
     def read_if_there(cls, path: Path) -> Self | None:
-        """None where there is no such file; else as `read`."""
+        """As `read`; None without a file."""
         return cls.read(path) if path.exists() else None
 
 
 def content(path: Path, expected: int, fix: str) -> dict[str, Any]:
-    """The object in a file, without its format. Raises DataError where that is not the expected one."""
+    """The object in a file, without its format number. DataError where that is not the expected one."""
     values = read_object(path, "format")
     if (found := values.pop("format")) != expected:
         raise DataError(
@@ -72,26 +72,26 @@ class NodeResult(BaseModel):
 
 
 class RanksResult(BaseModel):
-    """The checks of the ranks of all fit nodes."""
+    """The checks of the ranks on all healthy nodes."""
 
     world_size: int
     checks: list[Check]
 
 
 class PreflightResult(Record):
-    """preflight.json: all that the last `forge preflight` found."""
+    """preflight.json: the results of the last `forge preflight`."""
 
     status: Literal["ok", "failed"]
     nodes: list[NodeResult]
     ranks: RanksResult
     chosen: list[str]
-    """The nodes that train; none where too few are fit."""
+    """The nodes that train; [] where too few are healthy."""
     left_out: dict[str, str]
-    """Node -> why it is unfit."""
+    """Node -> why it is unhealthy."""
     restart: int
-    """How often Slurm had restarted the job."""
+    """Slurm's restart count of the job."""
     identity: dict[str, Any]
-    """All that the checks of ranks depend on."""
+    """Everything that the result of the rank checks depends on."""
 
 
 class PreflightPass(Record):
@@ -99,7 +99,7 @@ class PreflightPass(Record):
 
     host: str
     nodes: list[str]
-    """All that are fit, spare ones too."""
+    """All healthy nodes, spare ones included."""
 
 
 # --- training and validation -----------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Trained(Record):
 
 
 class Sample(BaseModel):
-    """A prompt and how the model continues it."""
+    """A prompt and its completion by the model."""
 
     prompt: str
     text: str
@@ -134,12 +134,12 @@ class Validated(Record):
     """blake3 of checkpoint.json."""
     status: Literal["valid", "invalid"] = "valid"
     loss: float | None = None
-    """Nats per token on held-out text; None where it was not measured (validation.depth)."""
+    """Validation loss in nats per token; None where it was not measured (validate.depth)."""
     weights_digest: str | None = None
 
 
 class Validation(Validated):
-    """validation.json: all that `forge validate` found, valid or not."""
+    """validation.json: the results of `forge validate`, of valid and invalid checkpoints."""
 
     depth: str
     reasons: list[str] = []
@@ -148,5 +148,5 @@ class Validation(Validated):
 
     @property
     def short(self) -> Validated:
-        """What later steps of the workflow depend on."""
+        """The part that later steps of the workflow depend on."""
         return Validated.model_validate(self.model_dump(include=set(Validated.model_fields)))

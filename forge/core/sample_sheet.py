@@ -19,7 +19,7 @@ COLUMN = r"[A-Za-z_][\w.]*"  # as the dotted names on the command line
 class Row:
     """One run of the sheet."""
 
-    line: int  # in the file, from 1; comments and blank lines count
+    line: int  # number in the file, from 1
     run: str
     overrides: dict[str, Any]  # config key by dotted name -> value, without empty cells
 
@@ -27,12 +27,12 @@ class Row:
 def read_rows(path: str | Path) -> list[Row]:
     """The rows of the sheet, in order.
 
-    Raises ConfigError that names line, column and value: a row that is read against the wrong columns
-    trains the wrong run, so nothing is guessed.
+    Raises ConfigError that names line, column and value. Nothing is guessed: a cell in the wrong column
+    would train another model.
     """
     lines = _lines(path)
     if not lines:
-        raise ConfigError(f"sample sheet {path} is empty", fix="copy config/runs.tsv of Forge")
+        raise ConfigError(f"sample sheet {path} is empty", fix="copy config/runs.tsv from Forge")
     header, *rows = lines
     columns = _columns(path, *header)
     seen: dict[str, int] = {}
@@ -53,7 +53,7 @@ def read_rows(path: str | Path) -> list[Row]:
 
 
 def _lines(path: str | Path) -> list[tuple[int, list[str]]]:
-    """(line number, cells) of each line but comments and blank ones. Quotes are part of a cell."""
+    """Line number and cells of each line that is no comment and not blank. Quotes are part of a cell."""
     text = read_text(path, "sample sheet")
     return [
         (number, line.split("\t"))
@@ -115,7 +115,7 @@ def _row(where: str, line: int, columns: list[str], cells: list[str]) -> Row:
 
 
 def run_configs(base: dict[str, Any], path: str | Path) -> dict[str, Config]:
-    """The config of every run on the sheet: `base` with the row's cells. Raises ConfigError."""
+    """The config of every run in the sheet: `base` with the overrides of its row. Raises ConfigError."""
     configs = {}
     for row in read_rows(path):
         where = f"{path}, line {row.line} (run {row.run})"
@@ -128,23 +128,23 @@ def run_configs(base: dict[str, Any], path: str | Path) -> dict[str, Config]:
 
 
 def _with_columns(err: ConfigError, overrides: dict[str, Any], where: str) -> ConfigError:
-    """The same error; where cells of this row are to blame, it names their columns and values."""
+    """The error, with the columns and values of the cells in this row that cause it."""
     detail = err.what.removeprefix(f"{where}: ")
     blamed = [
         f"column {key}: value {shown(value)}"
         for key, value in overrides.items()
-        # A rule over several keys of a section names the section only.
+        # A rule about several keys of a section names only the section.
         if key in detail or detail.startswith(f"{key.partition('.')[0]}: ")
     ]
     return ConfigError(f"{', '.join([where, *blamed])}: {detail}", fix=err.fix)
 
 
 def shared_folders(runs: Mapping[str, Config]) -> tuple[str, str]:
-    """The folders `results` and `data`, which all runs of a sheet must share."""
+    """The directories `results` and `data`, which all runs of a sheet must share. Raises ConfigError."""
     folders = {(config.results, config.data) for config in runs.values()}
     if len(folders) > 1:
         raise ConfigError(
-            f"the runs have different folders: {sorted(folders)}",
+            f"the runs have different directories: {sorted(folders)}",
             fix="set results and data in config.yaml, not in the sample sheet",
         )
     return folders.pop()

@@ -1,4 +1,4 @@
-"""Read the end of a file that may be long and may still grow."""
+"""Read the end of a long file, and follow a growing one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def last_lines(path: Path, num_bytes: int) -> tuple[list[str], bool]:
     except FileNotFoundError:
         return [], False
     if cut:
-        text = text.partition(b"\n")[2]  # the first line is cut, it may begin inside a character
-    # A process that was killed leaves its last words without an end of line.
+        text = text.partition(b"\n")[2]  # the first line is cut, possibly inside a character
+    # The last line of a killed process may lack its newline.
     return text.decode(errors="replace").removesuffix("\n").split("\n") if text else [], cut
 
 
 class Follower:
-    """What is appended to a file from now on, in whole lines."""
+    """Reads the complete lines that are appended to a file."""
 
     BLOCK = 2**20
 
@@ -35,9 +35,9 @@ class Follower:
         self._read = 0 if from_start else path.stat().st_size
 
     def new_lines(self) -> list[str]:
-        """Lines that ended since the last call; at most a block of them, the rest comes next."""
+        """Lines completed since the last call, at most BLOCK bytes of them; the others come next."""
         with open(self.path, "rb") as file:
             file.seek(self._read)
-            whole, newline, _ = file.read(self.BLOCK).rpartition(b"\n")
-        self._read += len(whole + newline)
-        return whole.decode(errors="replace").split("\n") if newline else []
+            complete, newline, _ = file.read(self.BLOCK).rpartition(b"\n")
+        self._read += len(complete + newline)
+        return complete.decode(errors="replace").split("\n") if newline else []

@@ -1,4 +1,4 @@
-"""Output for people: lines, tables, progress, durations; colors and bars only on a terminal."""
+"""Output for people: messages, tables, progress, durations; colors and bars only on a terminal."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
     import rich.table
 
 PLAIN_EVERY_SEC = 5.0
-# Seconds of a unit and its name; the same of the unit that the rest is said in.
+# Seconds and name of each unit, then of the smaller unit that shows the remainder.
 _UNITS = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
 class Progress(Protocol):
     def __call__(self, done: float, note: str = "") -> None:
-        """Say how much is done (in the units of the total), with a short note."""
+        """Show how much is done, in units of the total, with a short note."""
 
 
 _copies: list[IO[str]] = []
 
 
 def copy_to(file: IO[str]) -> None:
-    """From now on write every line also to `file` (a log)."""
+    """Write all messages from now on to `file` (a log) as well."""
     _copies.append(file)
 
 
 def say(message: str) -> None:
-    """One line for a person, on standard error so that standard output stays data.
+    """Print a message to standard error; standard output is for data.
 
-    A line that cannot be written (disk of a log full, reader gone) never ends the work it tells of.
+    A message that cannot be written (log on a full disk, closed pipe) is dropped without an error.
     """
     for file in (sys.stderr, *_copies):
         with contextlib.suppress(OSError):
@@ -43,7 +43,7 @@ def say(message: str) -> None:
 
 
 def is_terminal(stream: IO[str]) -> bool:
-    """Whether what is written there is seen by a person, and may move the cursor and have colors."""
+    """Whether the stream is a terminal that can move the cursor and show colors."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
@@ -51,23 +51,23 @@ def is_terminal(stream: IO[str]) -> bool:
 
 
 def print_plain(text: str) -> None:
-    """Text to standard output. A character that its encoding lacks is shown by its number: a log in an
-    old locale must not turn the words of a model or of a rank into a traceback."""
+    """Print text to standard output. Characters that its encoding lacks are escaped, so that a sample or
+    a log never ends in a UnicodeEncodeError."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 @dataclass
 class Table:
-    """Columns of text, colored on a terminal and padded with blanks elsewhere."""
+    """A table, colored on a terminal and padded with blanks elsewhere."""
 
     heads: Sequence[str]
     numbers: Sequence[str] = ()
-    """Heads of the columns that are aligned right."""
+    """Heads of the right-aligned columns."""
     wrapped: Sequence[str] = ()
-    """Heads of the columns that a narrow terminal breaks into lines."""
+    """Heads of the columns that wrap on a narrow terminal."""
     rows: list[tuple[Sequence[str], Mapping[str, str]]] = field(default_factory=list)
-    """The cells of each, and for some of them, by head, a style of rich."""
+    """The cells of each row, and styles of rich for some of them, by head."""
 
     def add(self, cells: Sequence[str], styles: Mapping[str, str]) -> None:
         self.rows.append((cells, styles))
@@ -82,7 +82,7 @@ class Table:
             print_plain("\n".join(self._lines()))
 
     def drawn(self) -> rich.table.Table:
-        """For rich, which honors NO_COLOR by itself. Text objects: messages are no markup."""
+        """As a table of rich, which honors NO_COLOR. Cells are Text: a message is no markup."""
         from rich.table import Table as Drawn
         from rich.text import Text
 
@@ -116,10 +116,8 @@ class Table:
 
 @contextmanager
 def progress(label: str, total: float, unit: str) -> Iterator[Progress]:
-    """A reporter for work of `total` units: a bar on a terminal, else a line every 5 s.
-
-    rich honors NO_COLOR by itself.
-    """
+    """Show the progress of `total` units: a bar on a terminal (rich honors NO_COLOR), else a line every
+    5 s."""
     if is_terminal(sys.stderr):
         with _bar(label, total, unit) as update:
             yield update
@@ -163,13 +161,13 @@ def _plain(label: str, total: float, unit: str) -> Progress:
     return update
 
 
-# --- words for numbers -----------------------------------------------------------------------------
+# --- durations -------------------------------------------------------------------------------------
 
 
 def duration(seconds: float, *, precise: bool = False) -> str:
-    """`48 s`, `4 min`, `2 h 10 min`, `3 d 4 h`: the two largest units, for what still changes.
+    """`48 s`, `4 min`, `2 h 10 min`, `3 d 4 h`: for a duration that still grows.
 
-    precise, for what was measured: also `0.42 s` and `3 min 20 s`, and `2 h` without a rest of zero.
+    precise: for one that was measured, `0.42 s`, `3 min 20 s`, and `2 h` instead of `2 h 0 min`.
     """
     if precise and seconds < 9.95:
         return f"{seconds:.2g} s" if seconds < 0.995 else f"{seconds:.1f} s"

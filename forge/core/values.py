@@ -1,9 +1,8 @@
 """How values are parsed: one rule for config.yaml, machine.yaml, runs.tsv and the command line.
 
-YAML without its surprises. Only null, true, false, decimal numbers, and quoted or bracketed values
-have a meaning of their own; everything else is text (`010`, `1:30`, `yes`, `2024-01-01`). The type
-of the key then decides: a numeric key reads the text `010` as ten. config/README.md explains this
-to users.
+YAML with fewer implicit types: only null, true, false, decimal numbers, and quoted or bracketed
+values are special; everything else is text (`010`, `1:30`, `yes`, `2024-01-01`). The type of the key
+then decides: a numeric key reads the text `010` as ten. config/README.md explains this to users.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from yaml import events as ev
 
 from forge.core.errors import ConfigError
 
-# A config of 10,000 input files has 1 MB. More is another file, such as a checkpoint or /dev/zero.
+# A config with 10,000 input files has 1 MB. A larger file is none, such as a checkpoint or /dev/zero.
 MAX_BYTES = 4 * 2**20
-MAX_DEPTH = 20  # a config has three levels; without a limit the interpreter's stack is one
+MAX_DEPTH = 20  # a config has three levels; without a limit the stack could overflow
 MAX_OPEN = 200  # as MAX_DEPTH, with room for brackets inside quotes
 MAX_SHOWN = 80  # characters of a bad value in a message
 MAX_DIGITS = 4000  # Python refuses to convert more than 4300
@@ -35,7 +34,7 @@ _NUMBER = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]
 
 
 def read_text(path: str | Path, kind: str) -> str:
-    """The text of a small file that a person wrote. kind: what errors call it. Raises ConfigError."""
+    """The text of a config file or sample sheet. kind: its name in errors. Raises ConfigError."""
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -43,7 +42,7 @@ def read_text(path: str | Path, kind: str) -> str:
         text = content.decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(
-            f"{kind} {path} does not exist", fix="check the name, and the folder you are in"
+            f"{kind} {path} does not exist", fix="check the name and the current directory"
         ) from None
     except UnicodeDecodeError as err:
         raise ConfigError(
@@ -63,7 +62,7 @@ def _reason(err: Exception) -> str:
 
 
 def read_scalar(text: str) -> Any:
-    """A word without quotes: null, true, false, a decimal number, else the text itself."""
+    """The value of an unquoted word: null, true, false, a decimal number, else the text itself."""
     if text in _WORDS:
         return _WORDS[text]
     if _INTEGER.fullmatch(text):
@@ -72,8 +71,8 @@ def read_scalar(text: str) -> Any:
 
 
 def read_cell(text: str) -> Any:
-    """A cell of the sample sheet, or the value of an option: brackets and quotes as in YAML, all else
-    is one word. What is not YAML, and `#`, is text."""
+    """The value of a cell of the sample sheet, or of an option. Text that begins with a bracket or a
+    quote is read as YAML, if it is valid; all other text is one word, `#` included."""
     if text[:1] in ("[", "{", '"', "'"):
         try:
             return read_yaml(text, whole=True)
@@ -83,14 +82,14 @@ def read_cell(text: str) -> Any:
 
 
 def read_yaml(text: str, *, whole: bool = False) -> Any:
-    """The value of one YAML document; None where there is none.
+    """The value of one YAML document; None for an empty one.
 
-    Built from the parser's events, so that nothing is made that the text does not spell out: no aliases
-    (300 bytes can stand for gigabytes), no tags, dates or sets, no duplicate keys.
+    Built from the parser's events, so that the value is no larger than its text: no aliases (300 bytes
+    can expand to gigabytes), no tags, dates or sets, no duplicate keys.
     whole: nothing may follow the value, not even a comment. Raises yaml.YAMLError.
     """
     _refuse_deep(text)
-    # libyaml is ten times as fast, but refuses JSON's way of writing characters above U+FFFF.
+    # libyaml is ten times as fast, but refuses the surrogate pairs of JSON.
     fast = None if r"\ud" in text.lower() else getattr(yaml, "CBaseLoader", None)
     events = list(yaml.parse(text, Loader=fast or yaml.BaseLoader))
     if len(events) == 2:  # start and end of the stream
@@ -106,7 +105,7 @@ def read_yaml(text: str, *, whole: bool = False) -> Any:
 
 
 def _refuse_deep(text: str) -> None:
-    """The parser looks ahead over open brackets: its time grows with their number squared."""
+    """The time of the parser grows with the square of the number of open brackets."""
     depth = 0
     for bracket in re.findall(r"[][{}]", text):
         depth += 1 if bracket in "[{" else -1
@@ -115,7 +114,7 @@ def _refuse_deep(text: str) -> None:
 
 
 def _value(event: Any, rest: Iterator[Any], depth: int) -> Any:
-    """The value that begins with `event`; takes the events of what it holds from `rest`."""
+    """The value that begins with `event`; takes the events inside it from `rest`."""
     if isinstance(event, ev.AliasEvent):
         raise _error(f"the alias *{event.anchor} is not supported: write the value out", event)
     if event.tag is not None:
@@ -143,7 +142,7 @@ def _mapping(rest: Iterator[Any], depth: int) -> dict[str, Any]:
 
 
 def _until(rest: Iterator[Any], end: type) -> Iterator[Any]:
-    """The events up to the next `end`; whoever iterates takes what belongs to each from `rest`."""
+    """The events up to the next `end`; the caller takes the events inside each of them from `rest`."""
     for event in rest:
         if isinstance(event, end):
             return
@@ -151,11 +150,11 @@ def _until(rest: Iterator[Any], end: type) -> Iterator[Any]:
 
 
 def _joined(event: Any) -> str:
-    """The text in quotes. JSON writes a character above U+FFFF as two halves; a half is no text."""
+    """The text of a scalar. JSON writes a character above U+FFFF as a pair of surrogates."""
     try:
         return str(event.value).encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError:
-        raise _error("half a character (\\ud…)", event) from None
+        raise _error("half a surrogate pair (\\ud…)", event) from None
 
 
 def _error(problem: str, event: Any) -> yaml.YAMLError:
@@ -169,9 +168,9 @@ def describe(err: yaml.YAMLError) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in a message, cut where it is long."""
+    """A value as a message shows it, cut where it is long."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no integers of more than 4300 digits
-        return "a number of thousands of digits"
+        return "a number with thousands of digits"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

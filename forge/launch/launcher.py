@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from forge.cluster import slurm
-from forge.cluster.placement import Place, WorldLayout, launch_line
+from forge.cluster.placement import Placement, WorldLayout, launch_line
 from forge.core import events
 from forge.core.errors import Exit, ForgeError, UnfitError
 from forge.core.files import read_object_or_empty, write_json
@@ -52,20 +52,20 @@ def run_ranks(
     machine: Machine,
     layout: WorldLayout,
     *,
-    place: Place | None = None,
+    placement: Placement | None = None,
     python: str = sys.executable,
     deadline_sec: float | None = None,
 ) -> RankRecord:
     """Start the ranks, wait for them (at most `deadline_sec`), and give back how they ended.
 
-    place: exactly layout.nodes hosts; this host when None. python: what runs the ranks.
+    placement: exactly layout.nodes hosts; this host when None. python: what runs the ranks.
     The verdict comes from what the ranks recorded, never from the launcher's exit status:
     torchrun turns every code into 1. A rank without a record is `lost`.
     """
     wait_for_orphans(paths)
-    place = place or Place.here()
-    job = place.job
-    master = _meeting_point(place, python) if job else None
+    placement = placement or Placement.here()
+    job = placement.job
+    master = _meeting_point(placement, python) if job else None
     spec = LaunchSpec(
         task=task,
         run=str(paths.root),
@@ -82,12 +82,12 @@ def run_ranks(
     )
     spec.write(spec.path)
     command = launch_line(
-        machine, layout, place, spec.path, master=master or ("", 0), python=python
+        machine, layout, placement, spec.path, master=master or ("", 0), python=python
     )
     reserve(spec)
     log = paths.logs / f"{spec.log_prefix}.{machine.launcher}.log"
     if isinstance(task, TrainTask):
-        _record_launch(paths, spec, place, step=task.step)
+        _record_launch(paths, spec, placement, step=task.step)
     try:
         stopped = _run(command, spec, log, machine.stop_grace_sec, deadline_sec)
         record = verdict(_records(spec), spec)
@@ -102,13 +102,13 @@ def run_ranks(
         shutil.rmtree(spec.directory, ignore_errors=True)
 
 
-def _record_launch(paths: RunPaths, spec: LaunchSpec, place: Place, *, step: int) -> None:
+def _record_launch(paths: RunPaths, spec: LaunchSpec, placement: Placement, *, step: int) -> None:
     event = events.Launch(
         launch=spec.launch,
         world_size=spec.layout.world_size,
         launcher=spec.machine.launcher,
         host=hostname(),
-        nodes=list(place.hosts),
+        nodes=list(placement.hosts),
         step=step,
         job=spec.job,
         restart=spec.restart if spec.job else None,
@@ -116,14 +116,14 @@ def _record_launch(paths: RunPaths, spec: LaunchSpec, place: Place, *, step: int
     events.record(paths.events, event)
 
 
-def _meeting_point(place: Place, python: str) -> tuple[str, int]:
+def _meeting_point(placement: Placement, python: str) -> tuple[str, int]:
     """The first node and a port that is free there now. Raises UnfitError."""
-    head = place.hosts[0]
+    head = placement.hosts[0]
     if head == hostname():
         return head, free_port()
-    assert place.job
+    assert placement.job
     probe = "from forge.core.process import free_port; print(free_port())"
-    return head, int(slurm.output_on(place.job.id, head, [python, "-c", probe]))
+    return head, int(slurm.output_on(placement.job.id, head, [python, "-c", probe]))
 
 
 def _run(

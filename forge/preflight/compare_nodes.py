@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from forge.cluster.nodes import NodePool, Trouble
-from forge.cluster.placement import Place
+from forge.cluster.placement import Placement
 from forge.core import checks
 from forge.core.checks import Check
 from forge.core.machine import Machine
@@ -64,16 +64,16 @@ class Node:
 
 
 def inspect(
-    place: Place, wanted: Mapping[str, Wanted], machine: Machine, *, sec: float, python: str
+    placement: Placement, wanted: Mapping[str, Wanted], machine: Machine, *, sec: float, python: str
 ) -> list[Node]:
-    """All nodes with their checks, in the order of `place.hosts`, within about `sec` seconds.
+    """All nodes with their checks, in the order of `placement.hosts`, within about `sec` seconds.
 
     python: the interpreter that runs Forge on the other nodes.
     """
-    head = place.hosts[0]
-    if place.is_here:
+    head = placement.hosts[0]
+    if placement.is_here:
         return [_answered(head, check_node(**asdict(wanted[head])))]
-    with NodePool(place, python=python, start_sec=sec / 2) as pool:
+    with NodePool(placement, python=python, start_sec=sec / 2) as pool:
         each = {host: asdict(wish) for host, wish in wanted.items()}
         answers = pool.ask("check_node", each=each, timeout_sec=sec / 4)
         nodes = {host: _answered(host, answer) for host, answer in answers.items()}

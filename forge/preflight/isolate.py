@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge.cluster.placement import Place, WorldLayout
+from forge.cluster.placement import Placement, WorldLayout
 from forge.core import checks
 from forge.core.checks import Check
 from forge.core.machine import Machine
@@ -44,7 +44,7 @@ class Trial:
     folder: Path  # for files and logs, laid out as a run's directory
     machine: Machine
     ranks_per_node: int
-    place: Place
+    placement: Placement
     python: str
     talk_sec: float
     nccl_file: str
@@ -58,7 +58,7 @@ class Trial:
             RunPaths(self.folder),
             self.machine,
             self.layout,
-            place=self.place,
+            placement=self.placement,
             python=self.python,
             deadline_sec=self.deadline_sec,
         )
@@ -73,7 +73,7 @@ class Trial:
 
     @property
     def layout(self) -> WorldLayout:
-        return WorldLayout(len(self.place.hosts), self.ranks_per_node)
+        return WorldLayout(len(self.placement.hosts), self.ranks_per_node)
 
 
 def last_error(logs: Path, since: float) -> str:
@@ -87,20 +87,20 @@ def last_error(logs: Path, since: float) -> str:
 
 
 class Prober:
-    """Launches the ranks of any nodes of `place`, and searches for the fault where they fail."""
+    """Launches the ranks of any nodes of a placement, and searches for the fault where they fail."""
 
     def __init__(
         self,
         paths: RunPaths,
         machine: Machine,
         ranks_per_node: int,
-        place: Place,
+        placement: Placement,
         *,
         python: str,
         end: float,
     ) -> None:
         """python: the interpreter of the ranks. end: deadline of all trials, in time.monotonic()."""
-        self._paths, self._ranks, self._place = paths, ranks_per_node, place
+        self._paths, self._ranks, self._placement = paths, ranks_per_node, placement
         self._python, self._end = python, end
         self._deadline_sec = machine.preflight.deadline_sec
         self._machine = _with_short_timeouts(machine)
@@ -169,7 +169,7 @@ class Prober:
             folder,
             self._machine,
             self._ranks,
-            self._place.only(hosts),
+            self._placement.only(hosts),
             self._python,
             talk_sec,
             _nccl_file(self._paths.logs),

@@ -11,7 +11,7 @@ from typing import Any
 
 from forge.cluster import exclude
 from forge.cluster.lock import lock
-from forge.cluster.placement import Place, WorldLayout, check_layout, find_place
+from forge.cluster.placement import Placement, WorldLayout, check_layout, find_placement
 from forge.core import checks, events
 from forge.core.checks import Check
 from forge.core.config import ResolvedConfig
@@ -39,7 +39,7 @@ MOST_LINES = 16
 class Findings:
     """What preflight found on one allocation."""
 
-    place: Place
+    placement: Placement
     layout: WorldLayout
     nodes: list[Node]
     ranks: list[Check] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Findings:
             ranks=RanksResult(world_size=self.layout.world_size, checks=self.ranks),
             chosen=self.chosen,
             left_out=self.left_out,
-            restart=self.place.job.restarts if self.place.job else 0,
+            restart=self.placement.job.restarts if self.placement.job else 0,
             identity=self.identity,
         )
 
@@ -90,21 +90,21 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
     """
     started, end = time.time(), time.monotonic() + machine.preflight.deadline_sec
     check_layout(machine, layout, config)
-    place = find_place(machine, layout)
+    placement = find_placement(machine, layout)
     paths = RunPaths.of(config)
     with lock(paths.root, "preflight"):
         paths.preflight_pass.unlink(missing_ok=True)  # of an earlier preflight
-        wanted = _wanted(config, paths, machine, layout, place)
+        wanted = _wanted(config, paths, machine, layout, placement)
         sec = NODES_SHARE * machine.preflight.deadline_sec
         python = staged_python(paths)
-        nodes = compare_nodes.inspect(place, wanted, machine, sec=sec, python=python)
-        found = Findings(place, layout, nodes)
+        nodes = compare_nodes.inspect(placement, wanted, machine, sec=sec, python=python)
+        found = Findings(placement, layout, nodes)
         found.identity = _identity(found, machine, wanted)
         if reason := _reason_to_skip(found, paths):
             found.ranks = [Check("ranks", "ok", f"skipped: {reason}")]
         else:
             ranks = layout.ranks_per_node
-            prober = Prober(paths, machine, ranks, place, python=python, end=end)
+            prober = Prober(paths, machine, ranks, placement, python=python, end=end)
             found.ranks = _check_ranks(found, prober)
         _write(paths, found)
         _tell(found)
@@ -117,7 +117,7 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
         )
         events.record(paths.events, event)
         if not found.chosen:
-            if place.job and len(found.fit) < layout.nodes:
+            if placement.job and len(found.fit) < layout.nodes:
                 exclude.add(paths.bad_nodes, compare_nodes.bad_nodes(nodes))
             raise _unfit(config, paths, found)
         # All fit nodes: training takes the first ones, and another one when it loses a node.
@@ -126,7 +126,11 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
 
 
 def _wanted(
-    config: ResolvedConfig, paths: RunPaths, machine: Machine, layout: WorldLayout, place: Place
+    config: ResolvedConfig,
+    paths: RunPaths,
+    machine: Machine,
+    layout: WorldLayout,
+    placement: Placement,
 ) -> dict[str, Wanted]:
     """What each node is checked for, by host."""
     record = StageRecord.read_if_there(paths.stage)
@@ -138,9 +142,9 @@ def _wanted(
             digest=record.digest if record else "",
             machine=machine.model_dump(mode="json"),
             ranks_per_node=layout.ranks_per_node,
-            head="" if place.is_here else place.hosts[0],
+            head="" if placement.is_here else placement.hosts[0],
         )
-        for host in place.hosts
+        for host in placement.hosts
     }
 
 
@@ -211,7 +215,7 @@ def _still_in_doubt(broken: Broken) -> Check:
 def _identity(found: Findings, machine: Machine, wanted: dict[str, Wanted]) -> dict[str, Any]:
     """Everything that the ranks' checks depend on. While it is unchanged they need not run again."""
     return {
-        "job": found.place.job.id if found.place.job else None,
+        "job": found.placement.job.id if found.placement.job else None,
         "nodes": {node.name: node.facts.get("versions") for node in found.nodes},
         "ranks_per_node": found.layout.ranks_per_node,
         "launcher": machine.launcher,
@@ -226,7 +230,7 @@ def _reason_to_skip(found: Findings, paths: RunPaths) -> str:
     They need none where Slurm restarted the job that passed, unless a rank failed or was lost since:
     the fabric may have been the reason.
     """
-    job = found.place.job
+    job = found.placement.job
     if job is None or not job.restarts:
         return ""
     earlier = PreflightResult.read_if_there(paths.preflight)
@@ -247,7 +251,7 @@ def _reason_to_skip(found: Findings, paths: RunPaths) -> str:
 
 def _write(paths: RunPaths, found: Findings) -> None:
     """Write preflight.json and preflight.tsv, and a copy in logs/ that no later start replaces."""
-    result, job = found.result(), found.place.job
+    result, job = found.result(), found.placement.job
     start = f"{job.id}.{job.restarts}" if job else f"local.{time.strftime('%Y%m%dT%H%M%S')}"
     result.write(paths.preflight)
     result.write(paths.logs / f"preflight.{start}.json")

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from forge.cluster import slurm
-from forge.cluster.placement import Place
+from forge.cluster.placement import Placement
 from forge.core import events
 from forge.core.errors import ForgeError
 from forge.core.machine import Machine
@@ -27,13 +27,13 @@ NODE_ANSWER_SEC = 20.0
 ASKED_AT_ONCE = 32
 
 
-def silent_nodes(place: Place) -> list[str]:
-    """Nodes of this place that do not start a process any more. A node that is only slow is asked
+def silent_nodes(placement: Placement) -> list[str]:
+    """Nodes of this placement that do not start a process any more. A node that is only slow is asked
     twice: whoever is called silent is left out of this run from now on."""
-    if place.job is None or place.is_here:
+    if placement.job is None or placement.is_here:
         return []
-    job_id = place.job.id
-    return _without_answer(job_id, _without_answer(job_id, place.hosts))
+    job_id = placement.job.id
+    return _without_answer(job_id, _without_answer(job_id, placement.hosts))
 
 
 def _without_answer(job_id: str, hosts: Sequence[str]) -> list[str]:
@@ -60,12 +60,12 @@ def back_to_the_queue_if_preempted(machine: Machine) -> Iterator[None]:
         raise
 
 
-def was_cancelled(place: Place) -> bool:
+def was_cancelled(placement: Placement) -> bool:
     """Whether Slurm is ending the job: what is lost then was taken, and needs no other start."""
-    if place.job is None:
+    if placement.job is None:
         return False
     try:
-        now = slurm.show_job(place.job.id)
+        now = slurm.show_job(placement.job.id)
     except slurm.SlurmSilent:
         return False  # a controller that is away cancels nothing
     return now is None or now.state != "RUNNING"
@@ -127,6 +127,6 @@ def _wait_for_the_end() -> None:
         time.sleep(0.1)
 
 
-def pick_hosts(place: Place, nodes: int) -> Place | None:
-    """The first `nodes` hosts of the place; None if there are too few."""
-    return place.only(place.hosts[:nodes]) if len(place.hosts) >= nodes else None
+def pick_hosts(placement: Placement, nodes: int) -> Placement | None:
+    """The first `nodes` hosts of the placement; None if there are too few."""
+    return placement.only(placement.hosts[:nodes]) if len(placement.hosts) >= nodes else None

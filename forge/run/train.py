@@ -9,7 +9,7 @@ from pathlib import Path
 from forge.checkpoint import directory, parent, resume
 from forge.cluster import exclude, slurm
 from forge.cluster.lock import lock
-from forge.cluster.placement import Place, WorldLayout, check_layout, find_place
+from forge.cluster.placement import Placement, WorldLayout, check_layout, find_placement
 from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, Exit, ForgeError, TrainingError, UnfitError
@@ -52,8 +52,8 @@ def train(
     own_deadline = time.time() + 60 * machine.max_minutes if machine.max_minutes else math.inf
     paths = RunPaths.of(config)
     check_layout(machine, layout, config)
-    place = find_place(machine, layout)
-    job = place.job or slurm.this_job()  # ranks that need no srun may be in a job as well
+    placement = find_placement(machine, layout)
+    job = placement.job or slurm.this_job()  # ranks that need no srun may be in a job as well
     deadline = min(own_deadline, job.end_time if job and job.end_time else math.inf)
     with lock(paths.root, "train"):
         wait_for_orphans(paths)
@@ -70,7 +70,7 @@ def train(
             digest = _recorded_digest(paths, checkpoint.step)
             if digest:
                 say(f"{paths.root} is at its goal, step {checkpoint.step}: nothing to train")
-                remove_staged(paths, place)
+                remove_staged(paths, placement)
                 return _write_fit(config, paths, checkpoint.step, digest)
         staged, shared = _shards(config, paths)
         task = TrainTask(
@@ -83,9 +83,9 @@ def train(
             own_deadline=own_deadline if own_deadline < math.inf else None,
         )
         try:
-            record = _train_until_it_ends(config, paths, machine, layout, place, task=task)
+            record = _train_until_it_ends(config, paths, machine, layout, placement, task=task)
         finally:
-            remove_staged(paths, place)
+            remove_staged(paths, placement)
         if record.status in ("stopped", "lost") and job:
             _requeue(record, paths, job, machine, first_step=parent.first_step(config))
         return _conclude(config, paths, record)
@@ -143,17 +143,17 @@ def _train_until_it_ends(
     paths: RunPaths,
     machine: Machine,
     layout: WorldLayout,
-    place: Place,
+    placement: Placement,
     *,
     task: TrainTask,
 ) -> RankRecord:
     """Launch ranks; after the loss of one, launch again, twice at most, without silent nodes."""
     refuse_stop_file(paths)
-    fit_nodes = place.only(_nodes_that_passed(paths) or place.hosts)
+    fit_nodes = placement.only(_nodes_that_passed(paths) or placement.hosts)
     hosts = requeue.pick_hosts(fit_nodes, layout.nodes)
     if hosts is None:
         raise UnfitError(
-            f"preflight passed {', '.join(fit_nodes.hosts) or 'none'} of {', '.join(place.hosts)},"
+            f"preflight passed {', '.join(fit_nodes.hosts) or 'none'} of {', '.join(placement.hosts)},"
             f" training needs {layout.nodes}",
             fix="run forge preflight in this allocation first",
         )
@@ -169,7 +169,7 @@ def _train_until_it_ends(
             paths,
             machine,
             layout,
-            place=hosts,
+            placement=hosts,
             python=staged_python(paths),
         )
         if record.status != "lost":
@@ -178,9 +178,9 @@ def _train_until_it_ends(
         exclude.add(paths.bad_nodes, dict.fromkeys(silent, "does not start a process"))
         lost = events.Lost(message=record.message, attempt=attempt, silent=silent)
         events.record(paths.events, lost)
-        fit_nodes = place.only([host for host in fit_nodes.hosts if host not in silent])
+        fit_nodes = placement.only([host for host in fit_nodes.hosts if host not in silent])
         hosts = requeue.pick_hosts(fit_nodes, layout.nodes)
-        if hosts is None or requeue.was_cancelled(place):
+        if hosts is None or requeue.was_cancelled(placement):
             break
         if attempt < MAX_RESTARTS_AFTER_LOSS:
             say(f"lost a rank ({record.message}); starting again from the last checkpoint")

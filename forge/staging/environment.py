@@ -20,7 +20,7 @@ from pathlib import Path
 import forge
 from forge.cluster import slurm
 from forge.cluster.nodes import Trouble, named
-from forge.cluster.placement import Place
+from forge.cluster.placement import Placement
 from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.files import short_id
@@ -79,15 +79,15 @@ chmod 755 python && mv "$1" "$2" && "$2/python" -c 'import forge.node_agent'
 """
 
 
-def stage_project(config: Config, machine: Machine, place: Place) -> str:
-    """Put the project and its Python on every node of the place; what runs it there.
+def stage_project(config: Config, machine: Machine, placement: Placement) -> str:
+    """Put the project and its Python on every node of the placement; what runs it there.
 
     The path is the same on all nodes. Raises UnfitError that names nodes in trouble.
     """
     packs, settings = Path(config.data) / "packs", machine.stage
-    python = _put("python", list(_python()), packs, settings, place, ready=PYTHON_READY)
+    python = _put("python", list(_python()), packs, settings, placement, ready=PYTHON_READY)
     code = _put(
-        "project", list(_code()), packs, settings, place, ready=PROJECT_READY, python=python
+        "project", list(_code()), packs, settings, placement, ready=PROJECT_READY, python=python
     )
     return f"{code}/python"
 
@@ -97,16 +97,16 @@ def _put(
     members: list[Member],
     packs: Path,
     settings: Stage,
-    place: Place,
+    placement: Placement,
     *,
     ready: str,
     python: str = "",
 ) -> str:
     """Put these files on the nodes that lack them; their folder there."""
-    assert place.job
+    assert placement.job
     digest = short_id([[m.name, m.num_bytes, _version(m.path)] for m in members])
-    name = f"{what}-{digest}" if settings.keep else f"job-{place.job.id}/{what}-{digest}"
-    found = _look(place, settings.folder or "", name)
+    name = f"{what}-{digest}" if settings.keep else f"job-{placement.job.id}/{what}-{digest}"
+    found = _look(placement, settings.folder or "", name)
     root = _common_root({host: lines[0] for host, lines in found.items()})
     lacking = [host for host, lines in found.items() if lines[2] == "lacks"]
     if lacking:
@@ -114,10 +114,10 @@ def _put(
         _require_space({host: int(found[host][1]) * 1024 for host in lacking}, root, 2 * content)
         started = time.monotonic()
         pack = make_pack(packs / digest, members, tree=True)
-        temporary = _send(place.only(lacking), pack, root)
+        temporary = _send(placement.only(lacking), pack, root)
         arguments = [temporary, f"{root}/{name}", python]
         _on_each(
-            place.only(lacking), UNPACK + ready, arguments, UNPACK_SEC, f"unpacking the {what}"
+            placement.only(lacking), UNPACK + ready, arguments, UNPACK_SEC, f"unpacking the {what}"
         )
         say(
             f"stage: {what} ({content / 2**20:.1f} MiB) on {', '.join(lacking)}"
@@ -192,18 +192,18 @@ def _version(path: Path) -> list[int]:
 # --- onto the nodes --------------------------------------------------------------------------------
 
 
-def _look(place: Place, base: str, name: str) -> dict[str, list[str]]:
+def _look(placement: Placement, base: str, name: str) -> dict[str, list[str]]:
     """By node: its private root, free KiB there, and whether the project is there already."""
-    answers = _on_each(place, LOOK, [base, name], ASK_SEC, "looking for room for the project")
+    answers = _on_each(placement, LOOK, [base, name], ASK_SEC, "looking for room for the project")
     return {host: text.splitlines() for host, text in answers.items()}
 
 
 def _on_each(
-    place: Place, script: str, arguments: list[str], timeout_sec: float, doing: str
+    placement: Placement, script: str, arguments: list[str], timeout_sec: float, doing: str
 ) -> dict[str, str]:
     """What a shell script prints on each node, all at once. UnfitError names nodes in trouble."""
-    assert place.job
-    job = place.job.id
+    assert placement.job
+    job = placement.job.id
     command = ["sh", "-c", script, "sh", *arguments]
 
     def ask(host: str) -> str | Trouble:
@@ -212,8 +212,8 @@ def _on_each(
         except UnfitError as err:
             return Trouble(err.what, err.cause, err.fix)
 
-    with ThreadPoolExecutor(len(place.hosts)) as pool:
-        answers = dict(zip(place.hosts, pool.map(ask, place.hosts), strict=True))
+    with ThreadPoolExecutor(len(placement.hosts)) as pool:
+        answers = dict(zip(placement.hosts, pool.map(ask, placement.hosts), strict=True))
     troubles = {host: reply for host, reply in answers.items() if isinstance(reply, Trouble)}
     if troubles:
         raise named(troubles, doing)
@@ -245,14 +245,14 @@ def _require_space(free: Mapping[str, int], root: str, needed: int) -> None:
         raise named(full, "staging the project")
 
 
-def _send(place: Place, pack: Pack, root: str) -> str:
+def _send(placement: Placement, pack: Pack, root: str) -> str:
     """Send the parts; the folder that holds them on each node, in `parts`."""
-    assert place.job
-    temporary = f"{root}/job-{place.job.id}/writing-project"
-    _on_each(place, BEGIN, [temporary], ASK_SEC, "staging the project")
-    slow = is_slower([link_mbit(place.hosts[-1])], COMPRESS_PROGRAMS_BELOW)
+    assert placement.job
+    temporary = f"{root}/job-{placement.job.id}/writing-project"
+    _on_each(placement, BEGIN, [temporary], ASK_SEC, "staging the project")
+    slow = is_slower([link_mbit(placement.hosts[-1])], COMPRESS_PROGRAMS_BELOW)
     try:
-        with Broadcast(place.job.id, place.hosts, compress=slow) as broadcast:
+        with Broadcast(placement.job.id, placement.hosts, compress=slow) as broadcast:
             files = [pack.folder / part for part in pack.parts]
             for _ in broadcast.send(files, f"{temporary}/parts"):
                 pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from forge.cluster.placement import WorldLayout, find_place
+from forge.cluster.placement import WorldLayout, find_placement
 from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.machine import Machine
@@ -24,8 +24,8 @@ def stage(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path
     started = time.time()
     paths = RunPaths.of(config)
     source = ShardSet.open(tokens_folder(config.data, config.ids.tokens))
-    place = find_place(machine, layout)
-    record = stage_nodes(source, config, machine, place, min_nodes=layout.nodes)
+    placement = find_placement(machine, layout)
+    record = stage_nodes(source, config, machine, placement, min_nodes=layout.nodes)
     seconds = round(time.time() - started, 3)
     said = record.model_dump(include={"bytes", "digest", "folders", "sent"})
     events.record(paths.events, events.Stage(seconds=seconds, **said))

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from forge.cluster import slurm
 from forge.cluster.nodes import NodePool, Trouble
-from forge.cluster.placement import Place
+from forge.cluster.placement import Placement
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
 from forge.core.records import Record
@@ -54,14 +54,14 @@ def staged_python(paths: RunPaths) -> str:
     return record.python or sys.executable if record else sys.executable
 
 
-def remove_staged(paths: RunPaths, place: Place) -> None:
+def remove_staged(paths: RunPaths, placement: Placement) -> None:
     """Remove what `stage` put on the nodes of this job for this run, unless it is to be kept.
 
     What another run of the same job still reads stays. Trouble is told, never raised: what is left
     goes with the next `stage` on that node.
     """
     record = StageRecord.read_if_there(paths.stage)
-    job = place.job.id if place.job else slurm.this_job_id()
+    job = placement.job.id if placement.job else slurm.this_job_id()
     if record is None or record.job is None or record.job != job or not record.roots:
         return
     whose = {"job": record.job, "run": paths.root.name}
@@ -69,7 +69,7 @@ def remove_staged(paths: RunPaths, place: Place) -> None:
     if set(wanted) == {hostname()}:
         on_node.unmark(**wanted[hostname()])
         return
-    nodes = Place(tuple(wanted), place.job)
+    nodes = Placement(tuple(wanted), placement.job)
     with NodePool(nodes, python=staged_python(paths), start_sec=10) as pool:
         answers = pool.ask("unmark", timeout_sec=REMOVE_SEC, each=wanted)
     for host, reply in answers.items():

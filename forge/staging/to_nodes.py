@@ -11,7 +11,7 @@ from typing import Any
 
 from forge.cluster import slurm
 from forge.cluster.nodes import Answer, NodePool, Trouble, named
-from forge.cluster.placement import Place
+from forge.cluster.placement import Placement
 from forge.core.config import Config
 from forge.core.errors import UnfitError
 from forge.core.machine import Machine, Stage
@@ -30,17 +30,17 @@ MIN_DISK_BYTES_PER_SEC = 50 * 2**20  # a node's own disk that is slower counts a
 
 
 def stage_nodes(
-    source: ShardSet, config: Config, machine: Machine, place: Place, *, min_nodes: int
+    source: ShardSet, config: Config, machine: Machine, placement: Placement, *, min_nodes: int
 ) -> StageRecord:
-    """Put the set on every node of the place that needs it.
+    """Put the set on every node of the placement that needs it.
 
     At least min_nodes must serve; nodes in trouble beyond that raise UnfitError that names them.
     """
-    if place.is_here:
-        here = ThisHost(place)
+    if placement.is_here:
+        here = ThisHost(placement)
         return _stage(_Staging(here, source, config, machine.stage, min_nodes=min_nodes))
-    python = stage_project(config, machine, place) if machine.stage.project else None
-    with NodePool(place, python=python or sys.executable) as pool:
+    python = stage_project(config, machine, placement) if machine.stage.project else None
+    with NodePool(placement, python=python or sys.executable) as pool:
         record = _stage(_Staging(pool, source, config, machine.stage, min_nodes=min_nodes))
     return record.model_copy(update={"python": python})
 
@@ -48,8 +48,8 @@ def stage_nodes(
 class ThisHost:
     """This host alone, asked in this process: a NodePool without srun. An error is raised as it is."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
 
     def ask(
         self,
@@ -62,7 +62,7 @@ class ThisHost:
     ) -> dict[str, Answer]:
         """As `NodePool.ask`, but nothing ends it after timeout_sec."""
         answer = on_node.QUESTIONS[question]
-        wanted = self.place.hosts if hosts is None else hosts
+        wanted = self.placement.hosts if hosts is None else hosts
         return {host: answer(**{**arguments, **(each or {}).get(host, {})}) for host in wanted}
 
 
@@ -93,11 +93,11 @@ class _Staging:
         *,
         min_nodes: int,
     ) -> None:
-        job = pool.place.job
+        job = pool.placement.job
         self._pool, self._source, self._config = pool, source, config
         self._job = job.id if job else slurm.this_job_id()  # None outside of Slurm
         self.settings, self._min_nodes = settings, min_nodes
-        self._hosts = list(pool.place.hosts)
+        self._hosts = list(pool.placement.hosts)
         self._found: dict[str, dict[str, Any]] = {}  # by node, what `look` said
         self._folders: dict[str, str] = {}  # by node, what its ranks read
         self._sent: list[str] = []
@@ -291,7 +291,7 @@ class _Staging:
 
     @property
     def _is_here(self) -> bool:
-        return self._pool.place.is_here
+        return self._pool.placement.is_here
 
     @property
     def _read_all_sec(self) -> float:

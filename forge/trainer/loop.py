@@ -32,7 +32,7 @@ from forge.data.shards import MANIFEST, ShardSet
 from forge.launch.process_group import World, is_peer_loss
 from forge.launch.rank_output import RankProgress
 from forge.launch.rank_records import LaunchSpec, RankRecord, TrainTask
-from forge.launch.shutdown_budget import Grace
+from forge.launch.shutdown_budget import ShutdownBudget
 from forge.launch.stop_signal import CAUSES, StopFlag
 from forge.trainer import metrics, optim
 from forge.trainer.llama import Decoder
@@ -102,7 +102,7 @@ class Trainer:
             world_size=world.rank.world_size,
             peak_flops=metrics.peak_flops(device_name(world.device)),
         )
-        self.grace = Grace.of(spec, self.num_parameters)
+        self.budget = ShutdownBudget.of(spec, self.num_parameters)
 
     # --- start ---------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class Trainer:
         seconds = time.perf_counter() - started
         self.throughput.add_step(seconds)
         if self.step > self.first_step + 1:  # the first one warms up
-            self.grace.measure_step(seconds)
+            self.budget.measure_step(seconds)
         return result
 
     def _record_skipped(self, trouble: str) -> None:
@@ -214,7 +214,7 @@ class Trainer:
         if self.world.rank.is_main:
             minutes = self.settings.checkpoint_minutes
             overdue = minutes is not None and time.monotonic() - self.saved_at > 60 * minutes
-            mine = mine or ("deadline" if self.grace.is_due() else "")
+            mine = mine or ("deadline" if self.budget.is_due() else "")
         found = [float(CAUSES.index(mine)), float(overdue), float(self.saver.is_done())]
         table = self.world.gather(found, f"agreement after step {self.step}")
         return Agreement(
@@ -272,7 +272,7 @@ class Trainer:
         if self.world.rank.is_main:
             metrics.write(self.paths.metrics, "eval", self.launch, self.step, loss=loss)
             seconds = round(time.perf_counter() - started, 3)
-            self.grace.measure_evaluation(seconds)
+            self.budget.measure_evaluation(seconds)
             self._record(events.Eval(step=self.step, seconds=seconds, loss=loss))
             say(f"step {self.step}: held-out loss {loss:.4f}")
 
@@ -331,9 +331,9 @@ class Trainer:
         seconds, stall = round(done.seconds, 3), round(done.stall, 3)
         self._record(events.Save(step=done.step, seconds=seconds, stall=stall, bytes=done.size))
         say(f"step {done.step}: committed {done.checkpoint.folder}")
-        self.grace.measure_save(done.seconds, done.stall)
-        if warning := self.grace.warning():
-            self._record(events.Grace(needed=round(self.grace.needed, 1)))
+        self.budget.measure_save(done.seconds, done.stall)
+        if warning := self.budget.warning():
+            self._record(events.Budget(needed=round(self.budget.needed, 1)))
             say(f"warning: {warning}")
 
     def _manifest(self, reference: ReferenceLosses) -> Manifest:

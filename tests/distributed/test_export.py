@@ -361,7 +361,7 @@ def content_of(folder: Path) -> dict[Path, bytes]:
 def test_target_below_a_file_is_unfit(tied, tmp_path):
     (tmp_path / "file").write_text("in the way")
     outcome = export(tied, tmp_path / "file" / "out")
-    assert outcome.code == 69 and "a file is in the way" in outcome.text
+    assert outcome.code == 69 and "a file is where a directory is expected" in outcome.text
 
 
 def test_disk_that_takes_no_more_is_unfit_and_nothing_is_left_of_the_export(tied, tmp_path):

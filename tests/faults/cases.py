@@ -9,7 +9,7 @@ from typing import Any
 from injection import Fault
 
 from forge.core.errors import Exit
-from forge.core.failpoints import POINTS
+from forge.core.failpoints import FAILPOINTS
 
 EVERYTHING = os.environ.get("FORGE_FAULTS") == "all"  # `make faults`
 KILLED = -9
@@ -19,8 +19,8 @@ ON_EVERY_RANK = {
     *("data.read", "save.staged", "save.write", "save.sync", "save.written"),
     *("load.verify", "load.read", "load.done"),
 }
-LOADING = {point for point in POINTS if point.startswith("load.")}
-PRUNING = {point for point in POINTS if point.startswith("prune.")}
+LOADING = {point for point in FAILPOINTS if point.startswith("load.")}
+PRUNING = {point for point in FAILPOINTS if point.startswith("prune.")}
 # What follows the point is a write.
 WRITING = {
     *("save.begin", "save.write", "save.sync"),
@@ -117,7 +117,7 @@ def _makes_sense(point: str, kind: str) -> bool:
 CASES = [
     Case(point, kind, ranks)
     for ranks in (1, 2)
-    for point in POINTS
+    for point in FAILPOINTS
     for kind in (*FAULTS, "empty")
     if _makes_sense(point, kind)
 ]

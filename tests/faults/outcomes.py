@@ -15,7 +15,7 @@ from typing import Any
 from cases import CASES, FAULTS, KILLED, Case
 
 from forge.core.errors import Exit
-from forge.core.failpoints import POINTS
+from forge.core.failpoints import FAILPOINTS
 
 RESULTS = "FORGE_FAULTS_RESULTS"  # the file that takes the lines
 PAGE = Path(__file__).parents[2] / "docs/faults.md"
@@ -54,7 +54,7 @@ def table(ranks: int, outcomes: dict[str, dict[str, Any]]) -> Iterator[str]:
     cases = {(case.point, case.kind): case for case in CASES if case.ranks == ranks}
     yield f"| {ranks} rank{'s' if ranks > 1 else ''} | {' | '.join(HEADS[k] for k in COLUMNS)} |"
     yield "|---" * (1 + len(COLUMNS)) + "|"
-    for point in POINTS:
+    for point in FAILPOINTS:
         cells = []
         for kind in COLUMNS:
             case = cases.get((point, kind))

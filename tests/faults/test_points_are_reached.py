@@ -7,7 +7,7 @@ import json
 from forked import Plan
 from injection import Fault
 
-from forge.core.failpoints import POINTS
+from forge.core.failpoints import FAILPOINTS
 
 
 def test_a_run_with_a_resume_comes_by_every_point(runs):
@@ -18,4 +18,4 @@ def test_a_run_with_a_resume_comes_by_every_point(runs):
     again = run.train(plan=Plan(points=True))
     assert again.code == 0, again.text
     reached = {json.loads(line) for line in (run.folder / "points.jsonl").read_text().splitlines()}
-    assert reached == set(POINTS)
+    assert reached == set(FAILPOINTS)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from injection import Fault
 
 from forge.core.errors import Exit
-from forge.core.failpoints import POINTS
+from forge.core.failpoints import FAILPOINTS
 
 SEED = int(os.environ.get("FORGE_FAULTS_SEED") or random.SystemRandom().randrange(2**32))
 PARTS, EXAMPLES = (4, 4) if EVERYTHING else (1, 1)
@@ -22,7 +22,7 @@ INTERRUPTIONS = {"kill": Exit.DONE, "power": -9, "term": Exit.STOPPED}
 
 @st.composite
 def interruptions(draw: st.DrawFn, ranks: int) -> Fault:
-    point = draw(st.sampled_from(sorted(POINTS)))
+    point = draw(st.sampled_from(sorted(FAILPOINTS)))
     # A fresh run trains 20 steps and saves 5 times; most of what is drawn strikes.
     at = draw(st.integers(1, 14 if point == "data.read" else 3))
     rank = draw(st.integers(0, ranks - 1)) if point in ON_EVERY_RANK else 0

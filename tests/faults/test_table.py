@@ -7,7 +7,7 @@ import re
 from cases import CASES
 from outcomes import BEGIN, COLUMNS, END, HEADS, NONE, PAGE
 
-from forge.core.failpoints import POINTS
+from forge.core.failpoints import FAILPOINTS
 
 
 def measured() -> dict[tuple[str, str, int], str]:
@@ -19,7 +19,7 @@ def measured() -> dict[tuple[str, str, int], str]:
             [cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines()
         ]
         assert head[1:] == [HEADS[kind] for kind in COLUMNS]
-        assert [row[0].strip("`") for row in rows] == list(POINTS)
+        assert [row[0].strip("`") for row in rows] == list(FAILPOINTS)
         for point, *cells in rows:
             for kind, cell in zip(COLUMNS, cells, strict=True):
                 if cell != NONE:

@@ -175,9 +175,9 @@ def test_node_whose_slurmd_hangs_is_named_and_holds_up_nobody(allocate):
     one, two = here.hosts
     code = (
         "import json; from forge.cluster import slurm; from forge.cluster.nodes import NodePool\n"
-        "from forge.cluster.placement import Place\n"
+        "from forge.cluster.placement import Placement\n"
         "job = slurm.this_job()\n"
-        "with NodePool(Place(job.nodes, job), start_sec=5) as pool:\n"
+        "with NodePool(Placement(job.nodes, job), start_sec=5) as pool:\n"
         "    answers = pool.ask('hello', timeout_sec=20)\n"
         "print(json.dumps({h: str(a) for h, a in answers.items()}))\n"
     )

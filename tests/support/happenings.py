@@ -73,7 +73,7 @@ ALL: list[Event] = [
     events.Eval(seconds=1.0, step=0, loss=3.5),
     save(),
     events.Skipped(step=1, in_a_row=1, reason="loss nan"),
-    events.Grace(needed=41.5),
+    events.Budget(needed=41.5),
     events.Quarantine(checkpoint="step-00000050", reasons=["a file is missing"]),
     completed(),
     stop(),

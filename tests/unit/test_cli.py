@@ -112,13 +112,13 @@ def test_bug_gives_70_with_its_traceback(config, monkeypatch, capsys):
     assert "this is a bug of Forge, please report it" in said
 
 
-def test_interrupted_verb_says_how_to_go_on(config, monkeypatch, capsys):
+def test_interrupted_subcommand_says_how_to_resume(config, monkeypatch, capsys):
     failing(monkeypatch, KeyboardInterrupt())
     assert main(["report", config]) == 75
     assert "rerun the same command" in capsys.readouterr().err
 
 
-def test_verb_that_is_through_gives_0(config, monkeypatch):
+def test_subcommand_that_succeeds_gives_0(config, monkeypatch):
     monkeypatch.setattr(cli, "_report", lambda _options: None)
     assert main(["report", config]) == 0
 
@@ -127,7 +127,7 @@ def test_verb_that_is_through_gives_0(config, monkeypatch):
     ("arguments", "message"),
     [
         (["trian", "x"], "invalid choice: 'trian'.*tokenizer.*tokenize.*train"),
-        ([], "required: VERB"),
+        ([], "required: SUBCOMMAND"),
         (["train"], "required: CONFIG"),
         (["train", "x", "--nodes=two"], "invalid int value: 'two'"),
         (["status", "--bogus=1"], "unrecognized arguments: --bogus=1"),
@@ -135,7 +135,7 @@ def test_verb_that_is_through_gives_0(config, monkeypatch):
         (["show", "--rnak=1"], "unrecognized arguments: --rnak=1"),
     ],
 )
-def test_command_line_that_no_verb_fits_is_refused_with_the_choices(capsys, arguments, message):
+def test_bad_command_line_is_refused_with_the_choices(capsys, arguments, message):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 78
@@ -151,7 +151,7 @@ def test_config_that_does_not_exist_is_a_bad_config(tmp_path, capsys):
 
 def test_folder_that_is_no_run_is_refused_by_show(tmp_path, capsys):
     assert main(["show", str(tmp_path)]) == 78
-    assert f"{tmp_path} is not a run's folder" in capsys.readouterr().err
+    assert f"{tmp_path} is not a run's directory" in capsys.readouterr().err
 
 
 # --- overrides ------------------------------------------------------------------------------------
@@ -293,9 +293,9 @@ def test_locale_changes_no_file(tmp_path, variables):
     """In an old locale é was read as two characters, or ended in a traceback."""
     text = "tokenizer: {eos_token: é😀}\ntokenize: {inputs: [config.yaml]}\nresults: ü\n"
     (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
-    for verb, code in (("config", 0), ("stage", 65)):
+    for subcommand, code in (("config", 0), ("stage", 65)):
         done = subprocess.run(
-            [sys.executable, "-m", "forge", verb, "config.yaml", "--log=log", "--data=é"],
+            [sys.executable, "-m", "forge", subcommand, "config.yaml", "--log=log", "--data=é"],
             cwd=tmp_path,
             capture_output=True,
             env={**os.environ, **variables},

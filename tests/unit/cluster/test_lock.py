@@ -393,7 +393,7 @@ def test_read_only_folder_is_refused_by_name(small_disk):
         pass
     assert caught.value.code == Exit.UNFIT
     assert str(small_disk) in caught.value.what and "Read-only file system" in caught.value.what
-    assert "choose another folder" in caught.value.fix
+    assert "choose another directory" in caught.value.fix
 
 
 @pytest.mark.parametrize("dead", [False, True], ids=["free", "dead lock in the way"])

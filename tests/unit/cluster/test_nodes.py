@@ -15,7 +15,7 @@ import pytest
 
 from forge.cluster import nodes, slurm
 from forge.cluster.nodes import NodePool, Trouble
-from forge.cluster.placement import Place
+from forge.cluster.placement import Placement
 from forge.core.errors import UnfitError
 from forge.core.process import hostname
 
@@ -32,7 +32,7 @@ def pool_of(monkeypatch):
 
     def make(start_sec=10, **commands):
         monkeypatch.setattr(NodePool, "_command", lambda self, host: commands[host])
-        return NodePool(Place(tuple(commands)), start_sec=start_sec)
+        return NodePool(Placement(tuple(commands)), start_sec=start_sec)
 
     return make
 
@@ -42,7 +42,7 @@ def pids(asked):
 
 
 def test_this_host_answers_without_srun():
-    with NodePool(Place.here()) as here:
+    with NodePool(Placement.here()) as here:
         answers = here.ask("hello", timeout_sec=5)
     assert answers[hostname()]["host"] == hostname()
     assert answers[hostname()]["pid"] != os.getpid()
@@ -129,7 +129,7 @@ def test_steps_of_nodes_that_do_not_end_are_cancelled(pool_of, monkeypatch):
     monkeypatch.setattr(slurm, "cancel_step", lambda job, name: cancelled.append((job, name)))
     asked = pool_of(start_sec=0.5, a=NODE, b=FROZEN)
     job = slurm.parse_job("JobId=7 JobState=RUNNING")
-    asked.place = Place(asked.place.hosts, job)
+    asked.placement = Placement(asked.placement.hosts, job)
     with asked:
         pass
     assert cancelled == [("7", f"pool-{os.getpid()}")]
@@ -139,8 +139,8 @@ def test_nodes_end_with_a_verb_that_was_killed():
     code = textwrap.dedent("""
         import time
         from forge.cluster.nodes import NodePool
-        from forge.cluster.placement import Place
-        with NodePool(Place.here()) as here:
+        from forge.cluster.placement import Placement
+        with NodePool(Placement.here()) as here:
             print(*[a["pid"] for a in here.ask("hello", timeout_sec=5).values()], flush=True)
             time.sleep(60)
     """)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge.cluster import placement, slurm
-from forge.cluster.placement import Place, WorldLayout, allocation_resources, sbatch_options
+from forge.cluster.placement import Placement, WorldLayout, allocation_resources, sbatch_options
 from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import load_machine
@@ -17,7 +17,7 @@ from forge.core.process import hostname
 SPEC = "results/base/.launch/20260101T000000-7/spec.json"
 ENTRY = ["-m", "forge.worker", SPEC]
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2", "n3"), 6, "gpu", "x", True, None)
-PLACE = Place(("n1", "n2"), JOB)
+PLACEMENT = Placement(("n1", "n2"), JOB)
 SRUN = ["srun", "--jobid=42", "--nodes=2"]
 TORCHRUN = [
     *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"),
@@ -25,20 +25,20 @@ TORCHRUN = [
 ]
 
 
-def line_of(keys, ranks, place):
+def line_of(keys, ranks, where):
     return placement.launch_line(
-        load_machine(None, keys), ranks, place, Path(SPEC), master=("n1", 29500)
+        load_machine(None, keys), ranks, where, Path(SPEC), master=("n1", 29500)
     )
 
 
 def test_line_of_one_process_is_as_recorded():
-    assert line_of({}, WorldLayout(), Place.here()) == [sys.executable, *ENTRY]
+    assert line_of({}, WorldLayout(), Placement.here()) == [sys.executable, *ENTRY]
 
 
 @pytest.mark.parametrize(("grace", "shutdown"), [(60, 50), (8, 5)])
 def test_line_of_torchrun_on_this_host_is_as_recorded(grace, shutdown):
     keys = {"launcher": "torchrun", "stop_grace_sec": grace}
-    assert line_of(keys, WorldLayout(1, 4), Place.here()) == [
+    assert line_of(keys, WorldLayout(1, 4), Placement.here()) == [
         *TORCHRUN,
         f"--shutdown-timeout={shutdown}",
         "--standalone",
@@ -47,7 +47,7 @@ def test_line_of_torchrun_on_this_host_is_as_recorded(grace, shutdown):
 
 
 def test_line_of_srun_starts_every_rank_itself():
-    assert line_of({"launcher": "srun"}, WorldLayout(2, 4), PLACE) == [
+    assert line_of({"launcher": "srun"}, WorldLayout(2, 4), PLACEMENT) == [
         *SRUN,
         "--ntasks=8",
         "--ntasks-per-node=4",
@@ -64,7 +64,7 @@ def test_line_of_srun_starts_every_rank_itself():
 
 
 def test_line_of_torchrun_on_two_nodes_is_one_task_a_node():
-    assert line_of({"launcher": "torchrun"}, WorldLayout(2, 4), PLACE) == [
+    assert line_of({"launcher": "torchrun"}, WorldLayout(2, 4), PLACEMENT) == [
         *SRUN,
         "--ntasks=2",
         "--ntasks-per-node=1",
@@ -164,20 +164,20 @@ def test_no_nodes_to_leave_out_means_no_exclude():
 
 def test_ranks_of_one_node_need_no_slurm():
     machine = load_machine(None, {"launcher": "torchrun"})
-    assert placement.find_place(machine, WorldLayout(1, 4)) == Place((hostname(),), None)
+    assert placement.find_placement(machine, WorldLayout(1, 4)) == Placement((hostname(),), None)
 
 
 def test_srun_outside_of_a_job_is_refused_with_what_to_do(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(UnfitError, match="this shell is in none") as caught:
-        placement.find_place(load_machine(None, {"launcher": "srun"}), WorldLayout(2, 2))
+        placement.find_placement(load_machine(None, {"launcher": "srun"}), WorldLayout(2, 2))
     assert "salloc" in caught.value.fix
 
 
 def test_a_job_with_too_few_nodes_is_refused(monkeypatch):
     monkeypatch.setattr(slurm, "this_job", lambda: JOB)
     with pytest.raises(UnfitError, match="training needs 4"):
-        placement.find_place(load_machine(None, {"launcher": "srun"}), WorldLayout(4, 2))
+        placement.find_placement(load_machine(None, {"launcher": "srun"}), WorldLayout(4, 2))
 
 
 def test_allocation_with_too_few_cores_on_one_node_is_told_as_slurm_gave_it(monkeypatch):
@@ -185,9 +185,12 @@ def test_allocation_with_too_few_cores_on_one_node_is_told_as_slurm_gave_it(monk
     monkeypatch.setattr(slurm, "this_job", lambda: job)
     machine = load_machine(None, {"launcher": "srun"})
     with pytest.raises(UnfitError, match=r"cores: n1 3 \(3 tasks\), n2 1 \(1 tasks\)") as caught:
-        placement.find_place(machine, WorldLayout(2, 2))
+        placement.find_placement(machine, WorldLayout(2, 2))
     assert "--ntasks-per-node=2" in caught.value.fix
-    assert placement.find_place(machine, WorldLayout(2, 1)).hosts == ("n1", "n2")  # one rank fits
+    assert placement.find_placement(machine, WorldLayout(2, 1)).hosts == (
+        "n1",
+        "n2",
+    )  # one rank fits
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_unknown_section_is_refused():
         ("train.precision", "fp8", "'fp32' or 'bf16'"),
         ("tokenize.val_fraction", 1, "less than 1"),
         ("tokenize.inputs", [], "at least 1 item"),
-        ("model.dim", 100, "whole even number, got 100 / 8"),
+        ("model.dim", 100, "an even integer, got 100 / 8"),
         ("model.kv_heads", 3, "heads 8 is not a multiple of kv_heads 3"),
         ("tokenizer.source", "hub", "hub must be given"),
         ("tokenizer.hub", "no-revision", "owner/name@revision"),
@@ -60,7 +60,7 @@ def test_run_name_is_never_a_path_an_option_or_shell(name):
 
 
 def test_warmup_beyond_decay_is_refused():
-    with pytest.raises(ConfigError, match="warmup_steps 50 is beyond decay_steps 10"):
+    with pytest.raises(ConfigError, match="warmup_steps 50 is larger than decay_steps 10"):
         config_of(**{"train.warmup_steps": 50, "train.decay_steps": 10})
 
 

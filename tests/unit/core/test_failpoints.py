@@ -11,7 +11,7 @@ from pathlib import Path
 
 import forge
 from forge.core import failpoints
-from forge.core.failpoints import POINTS
+from forge.core.failpoints import FAILPOINTS
 
 FOLDER = Path(forge.__file__).parent
 
@@ -26,7 +26,7 @@ def reached() -> Iterator[str]:
 
 
 def test_package_reaches_the_points_of_the_table_and_each_at_one_place():
-    assert sorted(reached()) == sorted(POINTS)
+    assert sorted(reached()) == sorted(FAILPOINTS)
 
 
 def test_reach_tells_the_hook_and_does_nothing_without_one(tmp_path, monkeypatch):
@@ -41,4 +41,4 @@ def test_reach_tells_the_hook_and_does_nothing_without_one(tmp_path, monkeypatch
 
 def test_page_on_faults_has_the_points_as_they_are():
     page = (FOLDER.parent / "docs/faults.md").read_text()
-    assert [p for p, where in POINTS.items() if f"| `{p}` | {where} |" not in page] == []
+    assert [p for p, where in FAILPOINTS.items() if f"| `{p}` | {where} |" not in page] == []

@@ -129,8 +129,8 @@ def test_device_that_is_full_is_unfit():
         ("EACCES", "owner and mode"),
         ("EPERM", "owner and mode"),
         ("EIO", "reports an error"),
-        ("ENOTDIR", "a file is in the way"),
-        ("EEXIST", "a file is in the way"),
+        ("ENOTDIR", "a file is where a directory is expected"),
+        ("EEXIST", "a file is where a directory is expected"),
     ],
 )
 def test_trouble_of_a_disk_tells_path_and_fix(number, fix):

@@ -72,7 +72,7 @@ def test_missing_sheet_is_named(tmp_path):
 
 def test_runs_with_different_result_folders_are_refused(sheet):
     runs = run_configs({}, sheet("run\tresults\na\tx\nb\ty\n"))
-    with pytest.raises(ConfigError, match="different folders"):
+    with pytest.raises(ConfigError, match="different directories"):
         shared_folders(runs)
 
 

@@ -136,7 +136,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("a: " + "[" * 30 + "]" * 30, "more than 20 levels"),
         ("a: " + "[" * 100_000, "more than 200 open brackets"),
         ("\n".join(" " * n + "a:" for n in range(1000)), "more than 20 levels"),
-        ('a: "\\ud83d"\n', "half a character"),
+        ('a: "\\ud83d"\n', "half a surrogate pair"),
         ("a: [1\n", "line"),
         ("a:\t- b\n\tc", "line"),
         ("- a\n- b\n", "must hold keys and values"),

@@ -172,7 +172,7 @@ def test_less_than_one_worker_is_refused(
 ) -> None:
     code, said = ends(capsys, "tokenize", f"--workers={workers}")
     assert code == Exit.CONFIG
-    assert f"--workers is {workers}: there must be at least one" in said
+    assert f"--workers is {workers}, but must be 1 or more" in said
 
 
 def test_many_workers_are_as_many_as_cores(

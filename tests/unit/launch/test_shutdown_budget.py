@@ -10,11 +10,11 @@ from forge.core.machine import load_machine
 from forge.core.process import Process
 from forge.launch import shutdown_budget
 from forge.launch.rank_records import LaunchSpec, TrainTask
-from forge.launch.shutdown_budget import Grace
+from forge.launch.shutdown_budget import ShutdownBudget
 
 
 def measured(step=1.0, save=20.0, stall=0.5, **facts):
-    found = Grace({"stop_grace_sec": 60.0, "slurm.warn_sec": 30.0}, **facts)
+    found = ShutdownBudget({"stop_grace_sec": 60.0, "slurm.warn_sec": 30.0}, **facts)
     found.measure_step(step)
     found.measure_save(save, stall)
     return found
@@ -41,7 +41,7 @@ def test_what_fits_is_not_warned_of():
 
 
 def test_nothing_is_said_before_a_save_was_measured():
-    assert Grace({"stop_grace_sec": 1.0}).warning() == ""
+    assert ShutdownBudget({"stop_grace_sec": 1.0}).warning() == ""
 
 
 def test_warning_names_need_window_and_the_settings_that_help():
@@ -62,7 +62,7 @@ def test_the_same_need_is_told_once_and_a_greater_one_again():
 
 
 def test_a_save_that_was_never_measured_is_guessed_from_the_size_of_the_model():
-    small, large = (Grace({}, num_weights=number) for number in (10**6, 10**9))
+    small, large = (ShutdownBudget({}, num_weights=number) for number in (10**6, 10**9))
     assert small.needed < 15
     assert 120 < large.needed < 200
 
@@ -82,7 +82,7 @@ def test_stop_is_due_when_what_is_left_is_just_enough():
 
 def test_deadline_that_was_put_off_is_asked_for_before_training_stops():
     answers = [time.time() + 1000]
-    found = measured(deadline=time.time() + 20, ask_again=answers.pop)
+    found = measured(deadline=time.time() + 20, read_deadline=answers.pop)
     assert not found.is_due()
     assert answers == []
     assert not found.is_due()  # and not asked again before it is near
@@ -99,6 +99,6 @@ def test_a_limit_of_ones_own_holds_though_the_job_may_go_on(monkeypatch):
         **{"task": task, "run": "", "launch": "", "machine": load_machine(None), "job": "42"},
         **{"nodes": 1, "ranks_per_node": 1, "launcher": Process.current()},
     )
-    assert Grace.of(spec, 10).is_due()
+    assert ShutdownBudget.of(spec, 10).is_due()
     spec = spec.model_copy(update={"task": task.model_copy(update={"own_deadline": None})})
-    assert not Grace.of(spec, 10).is_due()
+    assert not ShutdownBudget.of(spec, 10).is_due()

@@ -7,7 +7,7 @@ import pytest
 from support import happenings
 
 from forge.cluster import exclude
-from forge.cluster.placement import Place, WorldLayout
+from forge.cluster.placement import Placement, WorldLayout
 from forge.cluster.slurm import Job
 from forge.core import events, json_lines
 from forge.core.checks import Check
@@ -163,22 +163,22 @@ class Nodes:
         self.config, self.down, self.broken = config, {}, None
         self.probed, self.restart, self.versions = [], 0, {"python": "3.11", "torch": "2.13"}
         self.has_time = True
-        monkeypatch.setattr(preflight, "find_place", lambda *_: self.place)
+        monkeypatch.setattr(preflight, "find_placement", lambda *_: self.placement)
         monkeypatch.setattr(compare_nodes, "inspect", self.inspect)
         monkeypatch.setattr(preflight, "Prober", lambda *_, **__: self)
 
     @property
-    def place(self):
+    def placement(self):
         job = Job("7", "RUNNING", self.restart, NAMES, 1, "main", "forge", True, None)
-        return Place(NAMES, job)
+        return Placement(NAMES, job)
 
-    def inspect(self, place, wanted, machine, *, sec, python):
+    def inspect(self, placement, wanted, machine, *, sec, python):
         assert set(wanted) == set(NAMES) and {w.head for w in wanted.values()} == {"n1"}
         return [
             Node(name, [self.down[name]], {})
             if name in self.down
             else Node(name, [Check("project", "ok", "")], {"versions": self.versions})
-            for name in place.hosts
+            for name in placement.hosts
         ]
 
     def bad(self, hosts):
@@ -284,7 +284,7 @@ def test_failure_that_does_not_repeat_is_tried_once_more(nodes):
 def test_many_fit_nodes_share_one_line(capsys, num_nodes, num_lines):
     some = [Node(f"n{n:02}", [Check("data", "ok", "")], {}) for n in range(num_nodes)]
     odd = Node("n99", [Check("clock", "warn", "8 s ahead")], {})
-    found = preflight.Findings(Place(NAMES), WorldLayout(1), [odd, *some])
+    found = preflight.Findings(Placement(NAMES), WorldLayout(1), [odd, *some])
     preflight._tell(found)
     said = capsys.readouterr().err.splitlines()
     lines = [line for line in said if line.startswith("NODE n")]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from forge.cluster import slurm
-from forge.cluster.placement import Place
+from forge.cluster.placement import Placement
 from forge.core import json_lines
 from forge.core.errors import UnfitError
 from forge.core.machine import load_machine
@@ -83,7 +83,7 @@ def test_a_controller_that_is_away_ends_the_run_as_it_would_end_without_slurm(
 
     monkeypatch.setattr(slurm, "show_job", away)
     assert "Slurm does not answer" in ask(tmp_path, "SIGTERM")
-    assert not requeue.was_cancelled(Place(("n1",), JOB))
+    assert not requeue.was_cancelled(Placement(("n1",), JOB))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_controller_that_is_away_ends_the_run_as_it_would_end_without_slurm(
 )
 def test_no_node_is_blamed_for_a_controller_that_is_away(monkeypatch, trouble, silent):
     monkeypatch.setattr(slurm, "run", lambda *_, **__: ("", trouble))
-    assert requeue.silent_nodes(Place(("n1", "n2"), JOB)) == silent
+    assert requeue.silent_nodes(Placement(("n1", "n2"), JOB)) == silent
 
 
 def test_restarts_are_capped(tmp_path, slurm_says):
@@ -116,9 +116,9 @@ def test_preemption_is_in_the_event_log_whoever_sends_the_job_back(tmp_path, slu
 
 
 def test_hosts_are_picked_in_the_jobs_order():
-    place = Place(("n1", "n2", "n3"), JOB)
-    assert requeue.pick_hosts(place, 2).hosts == ("n1", "n2")
-    assert requeue.pick_hosts(place, 4) is None
+    placement = Placement(("n1", "n2", "n3"), JOB)
+    assert requeue.pick_hosts(placement, 2).hosts == ("n1", "n2")
+    assert requeue.pick_hosts(placement, 4) is None
 
 
 @pytest.mark.parametrize(("preempted", "sent"), [(True, ["42"]), (False, [])])

@@ -13,7 +13,7 @@ import pytest
 from support.shards import make
 
 from forge.cluster import slurm
-from forge.cluster.placement import Place, WorldLayout
+from forge.cluster.placement import Placement, WorldLayout
 from forge.core import json_lines
 from forge.core.config import Ids, load_config
 from forge.core.errors import DataError, UnfitError
@@ -208,9 +208,9 @@ def test_copy_of_a_slurm_job_goes_with_the_last_run_that_reads_it(
     first, second = staged(config, machine), staged(other, machine)
     assert folder_of(first) == root / "job-7" / first["digest"][:32] == folder_of(second)
     assert second["sent"] == []
-    remove_staged(RunPaths.of(config), Place.here())
+    remove_staged(RunPaths.of(config), Placement.here())
     assert folder_of(second).is_dir()
-    remove_staged(RunPaths.of(other), Place.here())
+    remove_staged(RunPaths.of(other), Placement.here())
     assert not (root / "job-7").exists()
 
 
@@ -218,7 +218,7 @@ def test_kept_copy_stays_and_serves_the_next_job(config, machine, root, monkeypa
     kept = load_machine(None, {"stage": {**machine.stage.model_dump(), "keep": True}})
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     first = staged(config, kept)
-    remove_staged(RunPaths.of(config), Place.here())
+    remove_staged(RunPaths.of(config), Placement.here())
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     assert staged(config, kept)["sent"] == []
     assert folder_of(first) == root / first["digest"][:32]
@@ -249,7 +249,7 @@ def test_copy_of_another_job_is_not_removed(config, machine, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     facts = staged(config, machine)
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    remove_staged(RunPaths.of(config), Place.here())
+    remove_staged(RunPaths.of(config), Placement.here())
     assert folder_of(facts).is_dir()
 
 

@@ -9,7 +9,7 @@ import pytest
 from support.shards import make
 
 from forge.cluster.nodes import NodePool
-from forge.cluster.placement import Place
+from forge.cluster.placement import Placement
 from forge.cluster.slurm import Job
 from forge.core.config import Config
 from forge.core.errors import UnfitError
@@ -49,7 +49,7 @@ def staged(tmp_path, monkeypatch):
     def run(**keys):
         folder = {"folder": str(tmp_path / "node"), "mode": "always"}
         machine = load_machine(None, {f"stage.{key}": v for key, v in {**folder, **keys}.items()})
-        return stage_nodes(source, config, machine, Place(("n1",), JOB), min_nodes=1)
+        return stage_nodes(source, config, machine, Placement(("n1",), JOB), min_nodes=1)
 
     return run
 
