@@ -72,7 +72,7 @@ class NodeResult(BaseModel):
 
 
 class RanksResult(BaseModel):
-    """The checks of the ranks of all fit nodes."""
+    """The checks of the ranks of all healthy nodes."""
 
     world_size: int
     checks: list[Check]
@@ -85,7 +85,7 @@ class PreflightResult(Record):
     nodes: list[NodeResult]
     ranks: RanksResult
     chosen: list[str]
-    """The nodes that train; none where too few are fit."""
+    """The nodes that train; none where too few are healthy."""
     left_out: dict[str, str]
     """Node -> why it is unfit."""
     restart: int
@@ -99,7 +99,7 @@ class PreflightPass(Record):
 
     host: str
     nodes: list[str]
-    """All that are fit, spare ones too."""
+    """All that are healthy, spare ones too."""
 
 
 # --- training and validation -----------------------------------------------------------------------

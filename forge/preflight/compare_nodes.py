@@ -37,19 +37,19 @@ class Node:
         return [check for check in self.checks if check.status == "fail"]
 
     @property
-    def is_fit(self) -> bool:
+    def is_healthy(self) -> bool:
         return not self.failed
 
     @property
     def reason(self) -> str:
-        """Why it is not fit, in one line."""
+        """Why it is not healthy, in one line."""
         return "; ".join(f"{check.name}: {check.message}" for check in self.failed)
 
     @property
     def line(self) -> str:
         """One line for the node, as people of clusters know it."""
         versions = self.facts.get("versions", {})
-        parts = [f"NODE {self.name} {'OK' if self.is_fit else 'FAIL'}"]
+        parts = [f"NODE {self.name} {'OK' if self.is_healthy else 'FAIL'}"]
         parts += [f"PY {versions['python']}"] if versions else []
         parts += [f"torch {versions['torch']}"] if versions.get("torch") else []
         shown = {

@@ -31,7 +31,7 @@ from forge.staging.staged import StageRecord, staged_python
 
 # The nodes' own checks may take this share of the deadline; a node that is down takes all of it.
 NODES_SHARE = 0.5
-# Up to so many fit nodes have a line each on the screen.
+# Up to so many healthy nodes have a line each on the screen.
 MOST_LINES = 16
 
 
@@ -46,19 +46,19 @@ class Findings:
     identity: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def fit(self) -> list[str]:
-        return [node.name for node in self.nodes if node.is_fit]
+    def healthy(self) -> list[str]:
+        return [node.name for node in self.nodes if node.is_healthy]
 
     @property
     def chosen(self) -> list[str]:
-        """The nodes that train; [] where too few are fit."""
-        enough = len(self.fit) >= self.layout.nodes and not self.failed_ranks
-        return self.fit[: self.layout.nodes] if enough else []
+        """The nodes that train; [] where too few are healthy."""
+        enough = len(self.healthy) >= self.layout.nodes and not self.failed_ranks
+        return self.healthy[: self.layout.nodes] if enough else []
 
     @property
     def left_out(self) -> dict[str, str]:
         """Unfit nodes and why."""
-        return {node.name: node.reason for node in self.nodes if not node.is_fit}
+        return {node.name: node.reason for node in self.nodes if not node.is_healthy}
 
     @property
     def failed_ranks(self) -> list[Check]:
@@ -83,7 +83,7 @@ class Findings:
 
 def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path:
     """Check all nodes of this place and their ranks; the path of `.allocation/preflight.json`, which
-    names the nodes that train: the first layout.nodes fit ones.
+    names the nodes that train: the first layout.nodes healthy ones.
 
     Writes preflight.json and preflight.tsv either way. Raises UnfitError that names every unfit node
     where too few are left. Ends within preflight.deadline_sec plus seconds.
@@ -117,11 +117,11 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
         )
         events.record(paths.events, event)
         if not found.chosen:
-            if place.job and len(found.fit) < layout.nodes:
+            if place.job and len(found.healthy) < layout.nodes:
                 exclude.add(paths.bad_nodes, compare_nodes.bad_nodes(nodes))
             raise _unfit(config, paths, found)
-        # All that are fit: training takes the first ones, and the others when it loses one.
-        PreflightPass(host=hostname(), nodes=found.fit).write(paths.preflight_pass)
+        # All that are healthy: training takes the first ones, and the others when it loses one.
+        PreflightPass(host=hostname(), nodes=found.healthy).write(paths.preflight_pass)
     return paths.preflight_pass
 
 
@@ -148,12 +148,12 @@ def _wanted(
 
 
 def _check_ranks(found: Findings, prober: Prober) -> list[Check]:
-    """Checks of the ranks of all fit nodes. Nodes at fault for what fails get a check that says so.
+    """Checks of the ranks of all healthy nodes. Nodes at fault for what fails get a check that says so.
 
-    Also where too few nodes are fit already: a second submission should not meet the next fault.
+    Also where too few nodes are healthy already: a second submission should not meet the next fault.
     """
     # Ranks on a node that is unfit would only fail in a less readable way.
-    everyone = found.fit
+    everyone = found.healthy
     if not everyone:
         return []
     checks = prober.together(everyone)
@@ -161,12 +161,12 @@ def _check_ranks(found: Findings, prober: Prober) -> list[Check]:
         return checks
     broken = prober.search(everyone)
     _blame(found.nodes, broken, prober)
-    if len(found.fit) < found.layout.nodes:
+    if len(found.healthy) < found.layout.nodes:
         return checks
-    if found.fit != everyone and (known := prober.found(found.fit)):
+    if found.healthy != everyone and (known := prober.found(found.healthy)):
         return known
     if prober.has_time:
-        return prober.together(found.fit)
+        return prober.together(found.healthy)
     return [*checks, _still_in_doubt(broken)]
 
 
@@ -302,9 +302,9 @@ def _unfit(config: ResolvedConfig, paths: RunPaths, found: Findings) -> UnfitErr
     failed = "; ".join(f"{check.name}: {check.message}" for check in found.failed_ranks)
     if len(found.nodes) == 1:
         reasons = "; ".join(filter(None, [found.nodes[0].reason, failed]))
-        what = f"{found.nodes[0].name} is not fit to train {config.run}: {reasons}"
+        what = f"{found.nodes[0].name} is not healthy, so it cannot train {config.run}: {reasons}"
     else:
-        what = f"{len(found.fit)} of {len(found.nodes)} nodes are fit, {config.run} needs"
+        what = f"{len(found.healthy)} of {len(found.nodes)} nodes are healthy, {config.run} needs"
         what += f" {found.layout.nodes}:\n" + "\n".join(
             f"    {name}: {reason}" for name, reason in sorted(found.left_out.items())
         )

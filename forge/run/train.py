@@ -149,11 +149,11 @@ def _train_until_it_ends(
 ) -> RankRecord:
     """Launch ranks; after the loss of one, launch again, twice at most, without silent nodes."""
     refuse_stop_file(paths)
-    fit_nodes = place.only(_nodes_that_passed(paths) or place.hosts)
-    hosts = requeue.pick_hosts(fit_nodes, layout.nodes)
+    healthy = place.only(_nodes_that_passed(paths) or place.hosts)
+    hosts = requeue.pick_hosts(healthy, layout.nodes)
     if hosts is None:
         raise UnfitError(
-            f"preflight passed {', '.join(fit_nodes.hosts) or 'none'} of {', '.join(place.hosts)},"
+            f"preflight passed {', '.join(healthy.hosts) or 'none'} of {', '.join(place.hosts)},"
             f" training needs {layout.nodes}",
             fix="run forge preflight in this allocation first",
         )
@@ -178,8 +178,8 @@ def _train_until_it_ends(
         exclude.add(paths.bad_nodes, dict.fromkeys(silent, "does not start a process"))
         lost = events.Lost(message=record.message, attempt=attempt, silent=silent)
         events.record(paths.events, lost)
-        fit_nodes = place.only([host for host in fit_nodes.hosts if host not in silent])
-        hosts = requeue.pick_hosts(fit_nodes, layout.nodes)
+        healthy = place.only([host for host in healthy.hosts if host not in silent])
+        hosts = requeue.pick_hosts(healthy, layout.nodes)
         if hosts is None or requeue.was_cancelled(place):
             break
         if attempt < MAX_RESTARTS_AFTER_LOSS:
@@ -197,7 +197,7 @@ def _end_if_stuck(config: ResolvedConfig, paths: RunPaths, machine: Machine, ste
 
 
 def _nodes_that_passed(paths: RunPaths) -> list[str]:
-    """The fit nodes of this allocation, spare ones too; none where preflight was not asked."""
+    """The healthy nodes of this allocation, spare ones too; none where preflight was not asked."""
     found = PreflightPass.read_if_there(paths.preflight_pass)
     return found.nodes if found else []
 
