@@ -43,7 +43,7 @@ def train(
     *,
     require_checkpoint: bool = False,
 ) -> Path:
-    """Train a run to its goal; the path of fit.json. Resumes from the newest sound checkpoint.
+    """Train a run to its goal; the path of trained.json. Resumes from the newest sound checkpoint.
 
     Under Slurm the ranks run on the nodes that preflight chose, and a stop that the cluster caused
     sends the job back to the queue. Raises StoppedEarly (75) after an agreed stop; DataError when
@@ -71,7 +71,7 @@ def train(
             if digest:
                 say(f"{paths.root} is at its goal, step {checkpoint.step}: nothing to train")
                 remove_staged(paths, place)
-                return _write_fit(config, paths, checkpoint.step, digest)
+                return _write_trained(config, paths, checkpoint.step, digest)
         staged, shared = _shards(config, paths)
         task = TrainTask(
             step=0,
@@ -224,10 +224,10 @@ def _requeue(
 
 
 def _conclude(config: ResolvedConfig, paths: RunPaths, record: RankRecord) -> Path:
-    """fit.json for a completed run, else the error that the record stands for."""
+    """trained.json for a completed run, else the error that the record stands for."""
     if record.status == "completed":
         assert record.step is not None
-        return _write_fit(config, paths, record.step, str(record.weights_digest))
+        return _write_trained(config, paths, record.step, str(record.weights_digest))
     if record.status == "stopped":
         first_step = parent.first_step(config)
         step = _committed_step(paths, first_step)
@@ -282,7 +282,7 @@ def _recorded_digest(paths: RunPaths, step: int) -> str | None:
     return None
 
 
-def _write_fit(config: ResolvedConfig, paths: RunPaths, step: int, digest: str) -> Path:
+def _write_trained(config: ResolvedConfig, paths: RunPaths, step: int, digest: str) -> Path:
     checkpoint = resume.required(paths)
     assert checkpoint.step == step
     made_from = checkpoint.manifest.lineage.parent
@@ -294,5 +294,5 @@ def _write_fit(config: ResolvedConfig, paths: RunPaths, step: int, digest: str) 
         weights_digest=digest,
         config_digest=config_digest(config),
         parent=made_from.to_json() if made_from else None,
-    ).write(paths.fit)
-    return paths.fit
+    ).write(paths.trained)
+    return paths.trained
