@@ -65,7 +65,7 @@ def measure(cluster: Any, config: Path, number: int) -> dict[str, float]:
         cluster,
         values=values,
         names=cluster.nodes,
-        fit={"nodes": 2, "tasks_per_node": 1},
+        train_run={"nodes": 2, "tasks_per_node": 1},
     )
     started = time.time()
     code = project.end(project.start(), timeout=300)

@@ -39,7 +39,7 @@ ALLOCATION = jobs.ALLOCATION
 # Names the file with the runs as they were submitted, for the Snakemake inside a job.
 SUBMITTED = "FORGE_SUBMITTED"
 QUEUE_POLL_SEC = 10.0
-BEFORE_FIT_MIN = 10  # time limit of stage, and of preflight
+BEFORE_TRAINING_MIN = 10  # time limit of stage, and of preflight
 
 
 def prepare_environment() -> None:
@@ -102,7 +102,7 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
         paths = RunPaths.of(config)
         checkpoint = resume.check_resumable(config, paths)
         # A finished run needs no parent any more, even where its checkpoints were removed.
-        if checkpoint is None and not paths.fit.exists():
+        if checkpoint is None and not paths.trained.exists():
             parent.find(config)
         for line in directory.schedule_warnings(config, checkpoint) if main else ():
             say(f"{name}: {line}")
@@ -146,7 +146,7 @@ def check_submission(dag: Any, folders: Iterable[str], say: Callable[[str], None
 
 
 class Allocation:
-    """Resources of the rules that share an allocation, from what the profile sets for `fit`.
+    """Resources of the rules that share an allocation, from what the profile sets for `train_run`.
 
     Raises ConfigError for what could not work on any cluster.
     """
@@ -155,27 +155,27 @@ class Allocation:
         self, resources: Mapping[str, Any], runs: dict[str, ResolvedConfig], workflow_folder: str
     ) -> None:
         """workflow_folder: of the Snakefile, beside which the profiles lie."""
-        self.fit, self._runs = {name: _plain(value) for name, value in resources.items()}, runs
+        self.given, self._runs = {name: _plain(value) for name, value in resources.items()}, runs
         local = os.path.relpath(Path(workflow_folder).parent / LOCAL_MACHINE)
-        machine = self.fit.get("machine", local)
+        machine = self.given.get("machine", local)
         self.machine: Machine = load_machine(machine)
-        self._made = {"machine": machine, **allocation_resources(self.fit, self.machine)}
+        self._made = {"machine": machine, **allocation_resources(self.given, self.machine)}
 
     @property
     def whole(self) -> dict[str, Any]:
         """For stage and preflight: all nodes, spare ones too. In a group, times add up."""
-        return {**self._made, "train_nodes": self.train_nodes, "runtime": BEFORE_FIT_MIN}
+        return {**self._made, "train_nodes": self.train_nodes, "runtime": BEFORE_TRAINING_MIN}
 
     @property
     def own(self) -> dict[str, Any]:
-        """For fit: what the profile does not set itself."""
-        return {n: v for n, v in self._made.items() if n not in self.fit} | {
+        """For training: what the profile does not set itself."""
+        return {n: v for n, v in self._made.items() if n not in self.given} | {
             "train_nodes": self.train_nodes
         }
 
     @property
     def train_nodes(self) -> int:
-        return int(self.fit.get("nodes", 1))
+        return int(self.given.get("nodes", 1))
 
     def slurm_extra(self, run: str) -> str:
         """More options for sbatch, with the nodes that this run found unfit left out."""
@@ -183,9 +183,9 @@ class Allocation:
         return sbatch_options(self.machine, self._made["tasks_per_node"], bad)
 
     def check_profile(self, defaults: Mapping[str, Any] | None, custom: Collection[str]) -> None:
-        """ConfigError for lines of a shipped profile that were not edited, and for names in fit that
-        no resource has. custom: resources that the user gave a limit for (--resources)."""
-        for place, values in (("default-resources", defaults or {}), ("fit", self.fit)):
+        """ConfigError for lines of a shipped profile that were not edited, and for names in train_run
+        that no resource has. custom: resources that the user gave a limit for (--resources)."""
+        for place, values in (("default-resources", defaults or {}), (jobs.TRAIN_RULE, self.given)):
             for name, value in values.items():
                 if str(_plain(value)).startswith("EDIT_"):
                     raise ConfigError(
@@ -193,14 +193,14 @@ class Allocation:
                         fix="edit this line in config.yaml of the profile: your account, and"
                         " partitions as `sinfo` lists them",
                     )
-        refuse_unknown(self.fit, custom)
+        refuse_unknown(self.given, custom)
 
     def check_runs(self, due: Iterable[Any], failed: Mapping[str, str]) -> None:
         """ConfigError for a run whose batch these ranks cannot share, TrainingError for a known failure
         whose training was asked for by file name. due: jobs that will run."""
         due = list(due)
         for job in due:
-            if job.rule.name == "fit" and job.wildcards.run in failed:
+            if job.rule.name == jobs.TRAIN_RULE and job.wildcards.run in failed:
                 raise TrainingError(f"run {job.wildcards.run}: {failed[job.wildcards.run]}")
         layout = WorldLayout(self.train_nodes, self._made["tasks_per_node"])
         allocated = [job for job in due if job.rule.name in jobs.ALLOCATION_RULES]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge.cluster import slurm
+from forge.cluster.jobs import TRAIN_RULE
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Request:
 
     rules: tuple[str, ...]  # several: the allocation of a run
     minutes: int
-    other_minutes: int = 0  # of an allocation, without `fit`
+    other_minutes: int = 0  # of an allocation, without `train_run`
     account: str = ""
     partition: str = ""  # "": Slurm's default; may name several, a,b
     nodes: int = 1
@@ -37,7 +38,7 @@ class Request:
         nodes = _int(asked("nodes")) or 1
         tasks = _int(asked("tasks_per_node")) or -(-_int(asked("tasks")) // nodes) or 1
         cpus = _int(asked("cpus_per_task")) or _int(job.threads) or 1
-        others = [m.resources.get("runtime") for m in members if m.rule.name != "fit"]
+        others = [m.resources.get("runtime") for m in members if m.rule.name != TRAIN_RULE]
         return cls(
             rules=tuple(sorted(member.rule.name for member in members)),
             minutes=_int(asked("runtime")),
@@ -60,13 +61,13 @@ class Request:
 
     @property
     def is_allocation(self) -> bool:
-        return len(self.rules) > 1 or self.rules == ("fit",)
+        return len(self.rules) > 1 or self.rules == (TRAIN_RULE,)
 
     @property
     def place(self) -> str:
         """Where a profile sets its resources."""
         if self.is_allocation:
-            return "set-resources of fit"
+            return "set-resources of train_run"
         return f"default-resources, or set-resources of {self.rules[0]}"
 
     @property

@@ -12,7 +12,8 @@ from pathlib import Path
 from forge.cluster import slurm
 
 ALLOCATION = "allocation"  # what the groups of rules in a run's job are called
-ALLOCATION_RULES = ("stage_run", "preflight_run", "fit")
+TRAIN_RULE = "train_run"
+ALLOCATION_RULES = ("stage_run", "preflight_run", TRAIN_RULE)
 FORMAT = "%i|%T|%r|%N|%V|%S|%k|%Z"  # man squeue
 
 
@@ -41,7 +42,7 @@ class QueuedJob:
 
 def run_of(comment: str) -> str | None:
     """The run that an allocation was submitted for, from the comment that the executor gives a job:
-    the group and its rules, such as rule_allocation-base_fit_stage_run."""
+    the group and its rules, such as rule_allocation-base_stage_run_train_run."""
     rules = "|".join(ALLOCATION_RULES)
     match = re.fullmatch(rf"rule_{ALLOCATION}-(.+?)(?:_(?:{rules}))+", comment)
     return match.group(1) if match else None

@@ -190,18 +190,18 @@ def _torchrun(machine: Machine, ranks: int, python: str) -> list[str]:
 # --- how: what Slurm is asked for ----------------------------------------------------------------
 
 
-def allocation_resources(fit: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
-    """Resources of an allocation's rules, from what the profile sets for `fit`.
+def allocation_resources(given: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
+    """Resources of an allocation's rules, from what the profile sets for `train_run`.
 
     `mpi=""` keeps the executor from wrapping rules in an srun of its own: a second one inside would
     wait for ever or run one rank. Raises ConfigError for what could not work.
     """
-    _refuse_own(fit)
-    ranks, nodes = _number(fit, "tasks_per_node"), _number(fit, "nodes")
-    gpus = gpus_per_node(fit)
+    _refuse_own(given)
+    ranks, nodes = _number(given, "tasks_per_node"), _number(given, "nodes")
+    gpus = gpus_per_node(given)
     if gpus is not None and gpus != ranks:
         raise ConfigError(
-            f"profile: fit asks for {gpus} GPUs a node and {ranks} ranks a node (tasks_per_node)",
+            f"profile: train_run asks for {gpus} GPUs a node and {ranks} ranks a node (tasks_per_node)",
             cause="each rank drives one GPU",
             fix=f'set tasks_per_node: {gpus}, or gres: "gpu:{ranks}"',
         )
@@ -211,14 +211,14 @@ def allocation_resources(fit: Mapping[str, Any], machine: Machine) -> dict[str, 
             fix="set `launcher: srun` or `launcher: torchrun` in machine.yaml",
         )
     asked = nodes + machine.preflight.spare_nodes
-    resources = {**fit, "mpi": "", "nodes": asked, "tasks_per_node": ranks}
+    resources = {**given, "mpi": "", "nodes": asked, "tasks_per_node": ranks}
     if gpus is None:
         resources["tasks"] = asked * ranks  # with GPUs it would become --ntasks-per-gpu
     return resources
 
 
-def _refuse_own(fit: Mapping[str, Any]) -> None:
-    """What a profile must not set for `fit`, because it is made from nodes and tasks_per_node."""
+def _refuse_own(given: Mapping[str, Any]) -> None:
+    """What a profile must not set for `train_run`, because it is made from nodes and tasks_per_node."""
     fixes = {
         "tasks": "give nodes and tasks_per_node; Forge makes the number of tasks from them",
         "mpi": "leave it out; `launcher` in machine.yaml says how ranks start",
@@ -226,8 +226,10 @@ def _refuse_own(fit: Mapping[str, Any]) -> None:
         "gpu": 'give GPUs per node, as gres: "gpu:4"',
     }
     for key, fix in fixes.items():
-        if key in fit:
-            raise ConfigError(f"profile: set-resources of fit has {key}={fit[key]!r}", fix=fix)
+        if key in given:
+            raise ConfigError(
+                f"profile: set-resources of train_run has {key}={given[key]!r}", fix=fix
+            )
 
 
 # Resources that Snakemake or its Slurm executor reads (submit_string.py and __init__.py of 2.8.0), and
@@ -240,39 +242,41 @@ _KNOWN_RESOURCES = (
 )
 
 
-def refuse_unknown(fit: Mapping[str, Any], custom: Collection[str]) -> None:
+def refuse_unknown(given: Mapping[str, Any], custom: Collection[str]) -> None:
     """ConfigError for a name that nobody reads: Snakemake would take it without a word.
 
     custom: names that the user gave a limit for with --resources.
     """
-    for name, value in fit.items():
+    for name, value in given.items():
         if name in _KNOWN_RESOURCES or name in custom:
             continue
         close = difflib.get_close_matches(name, _KNOWN_RESOURCES, n=1)
         raise ConfigError(
-            f"profile: set-resources of fit has {name}={value!r}, and no such resource is known"
+            f"profile: set-resources of train_run has {name}={value!r}, and no such resource is known"
             f"{f' (did you mean {close[0]}?)' if close else ''}",
             fix="correct the name, or give the resource a limit of your own with `resources` in"
             " config.yaml of the profile",
         )
 
 
-def _number(fit: Mapping[str, Any], key: str) -> int:
-    value = fit.get(key, 1)
+def _number(given: Mapping[str, Any], key: str) -> int:
+    value = given.get(key, 1)
     if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"profile: fit has {key}={value!r}", fix="give a whole number from 1")
+        raise ConfigError(
+            f"profile: train_run has {key}={value!r}", fix="give a whole number from 1"
+        )
     return value
 
 
-def gpus_per_node(fit: Mapping[str, Any]) -> int | None:
+def gpus_per_node(given: Mapping[str, Any]) -> int | None:
     """GPUs a node in `gres` (`gpu:4`, `gpu:h100:4`); None without GPUs. Raises ConfigError."""
-    gres = str(fit.get("gres", ""))
+    gres = str(given.get("gres", ""))
     if not gres:
         return None
     found = re.fullmatch(r"gpu(?::[A-Za-z][\w.]*)?(?::(\d+))?", gres)
     if not found:
         raise ConfigError(
-            f"profile: fit has gres {gres!r}", fix='write it as "gpu:4" or "gpu:h100:4"'
+            f"profile: train_run has gres {gres!r}", fix='write it as "gpu:4" or "gpu:h100:4"'
         )
     return int(found.group(1) or 1)
 

@@ -212,7 +212,7 @@ def output_on(job_id: str, host: str, command: Sequence[str], timeout_sec: float
         raise UnfitError(
             f"node {host} cannot run {command[0]}: {trouble}",
             cause="the node is down, or does not see this Python",
-            fix="run the target preflight, which names unfit nodes",
+            fix="run the target preflight, which names unhealthy nodes",
         )
     return output
 

@@ -23,7 +23,7 @@ def tokens_folder(data: str | Path, tokens_id: str) -> Path:
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Everything in `results/{run}/`. Only config, fit, validated and report are Snakemake outputs."""
+    """Everything in `results/{run}/`. Snakemake outputs: config, trained, validated, report."""
 
     root: Path
 
@@ -78,8 +78,8 @@ class RunPaths:
         return self.root / "events.jsonl"
 
     @property
-    def fit(self) -> Path:
-        return self.root / "fit.json"
+    def trained(self) -> Path:
+        return self.root / "trained.json"
 
     @property
     def validation(self) -> Path:

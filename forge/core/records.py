@@ -106,7 +106,7 @@ class PreflightPass(Record):
 
 
 class Trained(Record):
-    """fit.json: the run is at its goal."""
+    """trained.json: the run is at its goal."""
 
     run: str
     goal_step: int

@@ -39,19 +39,19 @@ class Node:
         return checks.failed(self.checks)
 
     @property
-    def is_fit(self) -> bool:
+    def is_healthy(self) -> bool:
         return not self.failed
 
     @property
     def reason(self) -> str:
-        """Why the node is unfit, in one line."""
+        """Why the node is unhealthy, in one line."""
         return checks.summary(self.failed)
 
     @property
     def line(self) -> str:
         """One line for the node: `NODE n7 OK PY 3.11.7 torch 2.13.0 proj=ok …`."""
         versions = self.facts.get("versions", {})
-        parts = [f"NODE {self.name} {'OK' if self.is_fit else 'FAIL'}"]
+        parts = [f"NODE {self.name} {'OK' if self.is_healthy else 'FAIL'}"]
         parts += [f"PY {versions['python']}"] if versions else []
         parts += [f"torch {versions['torch']}"] if versions.get("torch") else []
         shown = {

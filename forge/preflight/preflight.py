@@ -46,19 +46,19 @@ class Findings:
     identity: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def fit(self) -> list[str]:
-        return [node.name for node in self.nodes if node.is_fit]
+    def healthy(self) -> list[str]:
+        return [node.name for node in self.nodes if node.is_healthy]
 
     @property
     def chosen(self) -> list[str]:
-        """The nodes that train; [] where too few are fit."""
-        enough = len(self.fit) >= self.layout.nodes and not self.failed_ranks
-        return self.fit[: self.layout.nodes] if enough else []
+        """The nodes that train; [] where too few are healthy."""
+        enough = len(self.healthy) >= self.layout.nodes and not self.failed_ranks
+        return self.healthy[: self.layout.nodes] if enough else []
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Unfit nodes and why."""
-        return {node.name: node.reason for node in self.nodes if not node.is_fit}
+        """Unhealthy nodes and why."""
+        return {node.name: node.reason for node in self.nodes if not node.is_healthy}
 
     @property
     def failed_ranks(self) -> list[Check]:
@@ -83,9 +83,9 @@ class Findings:
 
 def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path:
     """Check all nodes of the allocation and their ranks; the path of `.allocation/preflight.json`,
-    which lists the fit nodes. The first layout.nodes of them train.
+    which lists the healthy nodes. The first layout.nodes of them train.
 
-    Writes preflight.json and preflight.tsv, passed or not. Raises UnfitError that names every unfit
+    Writes preflight.json and preflight.tsv, passed or not. Raises UnfitError that names every unhealthy
     node where too few are left. Takes preflight.deadline_sec and a few seconds at most.
     """
     started, end = time.time(), time.monotonic() + machine.preflight.deadline_sec
@@ -117,11 +117,11 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
         )
         events.record(paths.events, event)
         if not found.chosen:
-            if placement.job and len(found.fit) < layout.nodes:
+            if placement.job and len(found.healthy) < layout.nodes:
                 exclude.add(paths.bad_nodes, compare_nodes.bad_nodes(nodes))
             raise _unfit(config, paths, found)
-        # All fit nodes: training takes the first ones, and another one when it loses a node.
-        PreflightPass(host=hostname(), nodes=found.fit).write(paths.preflight_pass)
+        # All healthy nodes: training takes the first ones, and another one when it loses a node.
+        PreflightPass(host=hostname(), nodes=found.healthy).write(paths.preflight_pass)
     return paths.preflight_pass
 
 
@@ -152,12 +152,12 @@ def _wanted(
 
 
 def _check_ranks(found: Findings, prober: Prober) -> list[Check]:
-    """Checks of the ranks of all fit nodes. A node at fault where they fail gets a failed check.
+    """Checks of the ranks of all healthy nodes. A node at fault where they fail gets a failed check.
 
-    Also runs where too few nodes are fit already, so that one submission finds all faults.
+    Also runs where too few nodes are healthy already, so that one submission finds all faults.
     """
-    # Ranks on an unfit node would only fail with a less readable error.
-    everyone = found.fit
+    # Ranks on an unhealthy node would only fail with a less readable error.
+    everyone = found.healthy
     if not everyone:
         return []
     ranks = prober.together(everyone)
@@ -165,12 +165,12 @@ def _check_ranks(found: Findings, prober: Prober) -> list[Check]:
         return ranks
     broken = prober.search(everyone)
     _blame(found.nodes, broken, prober)
-    if len(found.fit) < found.layout.nodes:
+    if len(found.healthy) < found.layout.nodes:
         return ranks
-    if found.fit != everyone and (known := prober.found(found.fit)):
+    if found.healthy != everyone and (known := prober.found(found.healthy)):
         return known
     if prober.has_time:
-        return prober.together(found.fit)
+        return prober.together(found.healthy)
     return [*ranks, _still_in_doubt(broken)]
 
 
@@ -281,7 +281,7 @@ def _tell(found: Findings) -> None:
     _tell_troubles(found.ranks)
     if found.chosen and len(found.nodes) > found.layout.nodes:
         out = ", ".join(found.left_out) or "none"
-        say(f"training gets {', '.join(found.chosen)}; unfit: {out}")
+        say(f"training gets {', '.join(found.chosen)}; unhealthy: {out}")
 
 
 def _tell_troubles(found: Sequence[Check]) -> None:
@@ -293,13 +293,13 @@ def _tell_troubles(found: Sequence[Check]) -> None:
 
 
 def _unfit(config: ResolvedConfig, paths: RunPaths, found: Findings) -> UnfitError:
-    """The error of a preflight that failed: every unfit node and every failed check of the ranks."""
+    """The error of a preflight that failed: every unhealthy node and every failed check of the ranks."""
     failed = checks.summary(found.failed_ranks)
     if len(found.nodes) == 1:
         reasons = "; ".join(filter(None, [found.nodes[0].reason, failed]))
-        what = f"{found.nodes[0].name} is not fit to train {config.run}: {reasons}"
+        what = f"{found.nodes[0].name} is not healthy, so it cannot train {config.run}: {reasons}"
     else:
-        what = f"{len(found.fit)} of {len(found.nodes)} nodes are fit, {config.run} needs"
+        what = f"{len(found.healthy)} of {len(found.nodes)} nodes are healthy, {config.run} needs"
         what += f" {found.layout.nodes}:\n" + "\n".join(
             f"    {name}: {reason}" for name, reason in sorted(found.left_out.items())
         )

@@ -58,7 +58,7 @@ class Found:
 
     lines: tuple[str, ...]
     time: float
-    who: str  # such as "rank 3", "srun", "fit.log"
+    who: str  # such as "rank 3", "srun", "train.log"
     node: str = ""
     is_echo: bool = False
 

@@ -82,7 +82,7 @@ def summarise(paths: RunPaths) -> Summary:
             fix=f"runs there: {', '.join(there)}" if there else "train one first: make train",
         )
     troubles: list[str] = []
-    trained = _readable(lambda: Trained.read_if_there(paths.fit), troubles)
+    trained = _readable(lambda: Trained.read_if_there(paths.trained), troubles)
     validation = _readable(lambda: Validation.read_if_there(paths.validation), troubles)
     preflight = _readable(lambda: PreflightResult.read_if_there(paths.preflight), troubles)
     checkpoint = _readable(lambda: resume.latest(paths), troubles)

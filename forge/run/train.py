@@ -43,7 +43,7 @@ def train(
     *,
     require_checkpoint: bool = False,
 ) -> Path:
-    """Train a run to its goal; the path of fit.json. Resumes from the newest sound checkpoint.
+    """Train a run to its goal; the path of trained.json. Resumes from the newest sound checkpoint.
 
     Under Slurm the ranks run on the nodes that preflight chose, and a stop that the cluster caused
     sends the job back to the queue. Raises StoppedEarly (75) after an agreed stop; DataError when
@@ -71,7 +71,7 @@ def train(
             if digest:
                 say(f"{paths.root} is at its goal, step {checkpoint.step}: nothing to train")
                 remove_staged(paths, placement)
-                return _write_fit(config, paths, checkpoint.step, digest)
+                return _write_trained(config, paths, checkpoint.step, digest)
         staged, shared = _shards(config, paths)
         task = TrainTask(
             step=0,
@@ -149,11 +149,11 @@ def _train_until_it_ends(
 ) -> RankRecord:
     """Launch ranks; after the loss of one, launch again, twice at most, without silent nodes."""
     refuse_stop_file(paths)
-    fit_nodes = placement.only(_nodes_that_passed(paths) or placement.hosts)
-    hosts = requeue.pick_hosts(fit_nodes, layout.nodes)
+    healthy = placement.only(_nodes_that_passed(paths) or placement.hosts)
+    hosts = requeue.pick_hosts(healthy, layout.nodes)
     if hosts is None:
         raise UnfitError(
-            f"preflight passed {', '.join(fit_nodes.hosts) or 'none'} of {', '.join(placement.hosts)},"
+            f"preflight passed {', '.join(healthy.hosts) or 'none'} of {', '.join(placement.hosts)},"
             f" training needs {layout.nodes}",
             fix="run forge preflight in this allocation first",
         )
@@ -178,8 +178,8 @@ def _train_until_it_ends(
         exclude.add(paths.bad_nodes, dict.fromkeys(silent, "does not start a process"))
         lost = events.Lost(message=record.message, attempt=attempt, silent=silent)
         events.record(paths.events, lost)
-        fit_nodes = placement.only([host for host in fit_nodes.hosts if host not in silent])
-        hosts = requeue.pick_hosts(fit_nodes, layout.nodes)
+        healthy = placement.only([host for host in healthy.hosts if host not in silent])
+        hosts = requeue.pick_hosts(healthy, layout.nodes)
         if hosts is None or requeue.was_cancelled(placement):
             break
         if attempt < MAX_RESTARTS_AFTER_LOSS:
@@ -197,7 +197,7 @@ def _end_if_stuck(config: ResolvedConfig, paths: RunPaths, machine: Machine, ste
 
 
 def _nodes_that_passed(paths: RunPaths) -> list[str]:
-    """The fit nodes of this allocation, spare ones too; none where preflight was not asked."""
+    """The healthy nodes of this allocation, spare ones too; none where preflight was not asked."""
     found = PreflightPass.read_if_there(paths.preflight_pass)
     return found.nodes if found else []
 
@@ -224,10 +224,10 @@ def _requeue(
 
 
 def _conclude(config: ResolvedConfig, paths: RunPaths, record: RankRecord) -> Path:
-    """fit.json for a completed run, else the error that the record stands for."""
+    """trained.json for a completed run, else the error that the record stands for."""
     if record.status == "completed":
         assert record.step is not None
-        return _write_fit(config, paths, record.step, str(record.weights_digest))
+        return _write_trained(config, paths, record.step, str(record.weights_digest))
     if record.status == "stopped":
         first_step = parent.first_step(config)
         step = _committed_step(paths, first_step)
@@ -282,7 +282,7 @@ def _recorded_digest(paths: RunPaths, step: int) -> str | None:
     return None
 
 
-def _write_fit(config: ResolvedConfig, paths: RunPaths, step: int, digest: str) -> Path:
+def _write_trained(config: ResolvedConfig, paths: RunPaths, step: int, digest: str) -> Path:
     checkpoint = resume.required(paths)
     assert checkpoint.step == step
     made_from = checkpoint.manifest.lineage.parent
@@ -294,5 +294,5 @@ def _write_fit(config: ResolvedConfig, paths: RunPaths, step: int, digest: str) 
         weights_digest=digest,
         config_digest=config_digest(config),
         parent=made_from.to_json() if made_from else None,
-    ).write(paths.fit)
-    return paths.fit
+    ).write(paths.trained)
+    return paths.trained

@@ -24,7 +24,7 @@ def use_fast_fp32() -> bool:
 
 
 def has_fast_fp32() -> bool:
-    """Whether `use_fast_fp32` has found oneDNN's products fit for fp32 in this process."""
+    """Whether `use_fast_fp32` has found oneDNN's products accurate enough for fp32 in this process."""
     return torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # type: ignore[attr-defined]
 
 

@@ -287,12 +287,12 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
 def _check_goal(checkpoint: directory.Checkpoint, weights_digest: str) -> None:
     """A finished run knows the weights it ended with: a mix of two steps has none of its digests."""
     paths = _run_of(checkpoint)
-    if paths is None or not paths.fit.exists():
+    if paths is None or not paths.trained.exists():
         return
-    goal = Trained.read(paths.fit)
+    goal = Trained.read(paths.trained)
     if goal.step == checkpoint.step and goal.weights_digest != weights_digest:
         raise DataError(
-            f"the weights in {checkpoint.folder} have digest {weights_digest[:12]}, {paths.fit} has"
+            f"the weights in {checkpoint.folder} have digest {weights_digest[:12]}, {paths.trained} has"
             f" {goal.weights_digest[:12]}",
             cause="files of another checkpoint were copied into this one",
             fix=f"look at it: forge validate {checkpoint.folder}",

@@ -79,8 +79,8 @@ class Examination:
         goal: Trained | None = None,
         paths: RunPaths | None = None,
     ) -> None:
-        """goal: the run's fit.json, whose step and weights must be these. paths: the run whose records
-        tell the next losses; None for a lone checkpoint."""
+        """goal: the run's trained.json, whose step and weights must be these. paths: the run whose
+        records tell the next losses; None for a lone checkpoint."""
         self.checkpoint, self.config, self.data = checkpoint, config, data
         self.goal, self.paths = goal, paths
         self.manifest = checkpoint.manifest
@@ -151,7 +151,7 @@ class Examination:
     def _goal(self) -> Check:
         step = self.checkpoint.step
         if self.goal and self.goal.step != step:
-            return _fail("goal", f"fit.json says step {self.goal.step}, latest is step {step}")
+            return _fail("goal", f"trained.json says step {self.goal.step}, latest is step {step}")
         return Check("goal", "ok", f"step {step}")
 
     def _digests(self) -> Check:
@@ -251,7 +251,7 @@ class Examination:
         if self.goal and self.goal.weights_digest != self.weights_digest:
             return _fail(
                 "weights",
-                f"digest {self.weights_digest[:12]}, fit.json has {self.goal.weights_digest[:12]}",
+                f"digest {self.weights_digest[:12]}, trained.json has {self.goal.weights_digest[:12]}",
             )
         return Check("weights", "ok", f"digest {self.weights_digest[:12]}")
 

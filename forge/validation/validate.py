@@ -39,7 +39,7 @@ def validate(config: ResolvedConfig) -> Path:
         result = _examine(
             Examination(
                 *(checkpoint, config, Data(config)),
-                goal=Trained.read_if_there(paths.fit),
+                goal=Trained.read_if_there(paths.trained),
                 paths=paths,
             )
         )
@@ -178,7 +178,7 @@ def _examine_all(
     rows: Sequence[Row], paths: RunPaths, config: ResolvedConfig | None, overrides: dict[str, Any]
 ) -> None:
     """Fill in the rows. What is damaged on the disk is known before the first model is built."""
-    goal = Trained.read_if_there(paths.fit)
+    goal = Trained.read_if_there(paths.trained)
     all_data: dict[str, Data] = {}
 
     def look_at_files(row: Row) -> None:
@@ -282,12 +282,12 @@ def _repair(paths: RunPaths, damaged: Sequence[Row]) -> str:
     left = resume.repaired_latest(paths)
     with disk_trouble(paths.root):
         # Without these files the workflow knows that there is something to do.
-        for path, kind in ((paths.fit, Trained), (paths.validated, Validated)):
+        for path, kind in ((paths.trained, Trained), (paths.validated, Validated)):
             # None: a record that cannot be read says nothing of what is left.
             if path.exists() and _checkpoint_of(path, kind) in (None, *moved):
                 path.unlink()
     done = f"{len(moved)} moved to {paths.quarantine}, `latest` is {left and left.folder.name}; "
-    if paths.fit.exists():
+    if paths.trained.exists():
         return f"{done}nothing else is left to do: the run is at its goal"
     start = f"resumes from step {left.step}" if left else "starts at step 0"
     return f"{done}rerun the command that trained the run: it {start}"

@@ -90,14 +90,14 @@ def mix_in_another_step(run):
     for path in older.glob("*.distcp"):
         shutil.copy(path, newest)
     make_digests_right(newest)
-    return "weights", "fit.json has"
+    return "weights", "trained.json has"
 
 
 def point_latest_to_an_older_step(run):
     older = directory.committed(run.paths.checkpoints)[-2]
     run.paths.latest.unlink()
     run.paths.latest.symlink_to(older.name)
-    return "goal", "fit.json says step"
+    return "goal", "trained.json says step"
 
 
 # DCP warns that it overwrites, and that it runs in one process.
@@ -119,7 +119,7 @@ def test_damaged_checkpoint_is_invalid_with_its_reason(undisturbed, tmp_path, da
 
 
 def test_weights_of_another_step_are_found_without_the_goal(undisturbed, tmp_path):
-    """A lone checkpoint has no fit.json beside it: the recorded losses tell."""
+    """A lone checkpoint has no trained.json beside it: the recorded losses tell."""
     run = undisturbed.copy(tmp_path / "mixed")
     mix_in_another_step(run)
     outcome = forge("validate", str(resume.latest(run.paths).folder))

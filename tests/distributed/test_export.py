@@ -259,7 +259,7 @@ def lose_all_checkpoints(run: Run) -> None:
 
 
 def mix_in_another_step(run: Run) -> None:
-    """With the right digests: only fit.json knows better."""
+    """With the right digests: only trained.json knows better."""
     older, newest = directory.committed(run.paths.checkpoints)
     for path in older.glob("*.distcp"):
         shutil.copy(path, newest)
@@ -283,7 +283,7 @@ def name_another_tokenizer(run: Run) -> None:
     [
         (flip_a_byte, "has another digest"),
         (lose_all_checkpoints, "has no checkpoint"),
-        (mix_in_another_step, "fit.json has"),
+        (mix_in_another_step, "trained.json has"),
         (claim_another_shape, "are not those of its config"),
         (name_another_tokenizer, "the checkpoint was trained with ffffffffffff"),
     ],

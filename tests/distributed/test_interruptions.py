@@ -230,7 +230,7 @@ def test_starts_that_get_nowhere_end_with_70_and_their_reasons_and_then_may_go_o
 
 def test_damaged_newest_checkpoint_costs_one_interval_and_no_bit_of_the_end(undisturbed, tmp_path):
     run = undisturbed.copy(tmp_path / "damaged")
-    run.paths.fit.unlink()
+    run.paths.trained.unlink()
     file = next(resume.latest(run.paths).folder.glob("*.distcp"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

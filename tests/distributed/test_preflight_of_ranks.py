@@ -12,8 +12,8 @@ from forge.core.process import hostname
 from forge.core.records import PreflightPass
 
 
-def test_two_fit_ranks_pass_and_json_and_table_say_the_same(runs):
-    run = runs("fit")
+def test_two_healthy_ranks_pass_and_json_and_table_say_the_same(runs):
+    run = runs("healthy")
     outcome = run.forge("preflight", *TWO_RANKS)
     assert outcome.code == 0, outcome.text
     assert "NODE " in outcome.text

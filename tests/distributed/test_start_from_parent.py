@@ -102,7 +102,7 @@ def test_run_that_diverged_goes_on_under_a_new_name_with_a_lower_rate(runs):
     then = directory.Checkpoint.open(hot.paths.checkpoints / "step-00000020").manifest.digest
     lineage = {"run": "hot", "step": 20, "digest": then}
     assert resume.latest(cool.paths).manifest.lineage.parent.to_json() == lineage
-    assert read_json(cool.paths.fit)["parent"] == lineage
+    assert read_json(cool.paths.trained)["parent"] == lineage
     assert cool.forge("report").code == 0
     assert f"hot@20 (digest {then})" in cool.paths.report.read_text()
 

@@ -174,7 +174,7 @@ def test_damaged_last_checkpoint_is_moved_and_the_run_trains_on_to_the_same_weig
     assert names(run.paths.quarantine) == [LAST] and names(run.paths.checkpoints) == [BEFORE]
     assert "digests: " in read_json(run.paths.quarantine / LAST / "damage.json")["reasons"][0]
     assert run.paths.latest.resolve().name == BEFORE
-    assert not run.paths.fit.exists() and not run.paths.validated.exists()
+    assert not run.paths.trained.exists() and not run.paths.validated.exists()
     assert "rerun the command that trained the run: it resumes from step 195" in outcome.text
     trained = run.forge("train", *TWO_RANKS)
     assert trained.code == 0, trained.text
@@ -187,7 +187,7 @@ def test_damaged_older_checkpoint_is_moved_and_the_end_of_the_run_stands(run, ca
     assert outcome.code == 65 and "the run is at its goal" in outcome.text
     assert names(run.paths.quarantine) == [BEFORE]
     assert run.paths.latest.resolve().name == LAST
-    assert run.paths.fit.exists() and run.paths.validated.exists()
+    assert run.paths.trained.exists() and run.paths.validated.exists()
     capsys.readouterr()
     outcome = cheaply(run, "--all")
     assert outcome.code == 0, outcome.text
@@ -200,7 +200,7 @@ def test_when_all_are_damaged_all_are_moved_and_the_run_starts_again(run):
     outcome = cheaply(run, "--fix")
     assert outcome.code == 65 and "it starts at step 0" in outcome.text
     assert names(run.paths.quarantine) == [BEFORE, LAST]
-    assert not run.paths.latest.is_symlink() and not run.paths.fit.exists()
+    assert not run.paths.latest.is_symlink() and not run.paths.trained.exists()
 
 
 def test_latest_that_points_to_nothing_is_told_and_mended(run):
@@ -217,7 +217,7 @@ def test_config_that_was_edited_moves_no_checkpoint(run):
     assert outcome.code == 65
     assert "model.dropout is 0.2" in outcome.text and "the files are whole" in outcome.text
     assert names(run.paths.checkpoints) == [BEFORE, LAST]
-    assert run.paths.fit.exists()
+    assert run.paths.trained.exists()
 
 
 def test_no_repair_while_training_holds_the_run(run):
@@ -241,7 +241,7 @@ def test_error_of_the_disk_moves_nothing(run, hook, point):
     assert outcome.code == 69, outcome.text
     assert f"{BEFORE}: unknown: " in outcome.text and "nothing was moved" in outcome.text
     assert names(run.paths.checkpoints) == [BEFORE, LAST]
-    assert run.paths.fit.exists() and run.paths.latest.resolve().name == LAST
+    assert run.paths.trained.exists() and run.paths.latest.resolve().name == LAST
 
 
 # --- beyond memory --------------------------------------------------------------------------------

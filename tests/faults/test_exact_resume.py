@@ -88,7 +88,7 @@ def test_validation_compares_the_next_losses_of_three_replicas_to_the_last_bit(
 def with_a_corrupt_last_checkpoint(whole: FaultyRun, folder: Path) -> FaultyRun:
     """A copy of the run that resumes from the checkpoint before the last one."""
     run = whole.copy(folder)
-    run.paths.fit.unlink()
+    run.paths.trained.unlink()
     last = resume.latest(run.paths)
     assert last is not None
     next(last.folder.glob("*.distcp")).write_bytes(b"")

@@ -72,7 +72,7 @@ def poisoned(
 
     def make(name: str, choose: Callable[[list[int]], bool]) -> tuple[FaultyRun, list[int]]:
         run = begun.copy(tmp_path / name)
-        run.paths.fit.unlink()
+        run.paths.trained.unlink()
         token, steps = next(
             (token, steps)
             for token, steps in enumerate(steps_of_tokens(run))

@@ -160,7 +160,7 @@ def new_project(
             cluster,
             values=values,
             names=nodes(on),
-            fit={"nodes": 2, "tasks_per_node": 1} | given.pop("fit", {}),
+            train_run={"nodes": 2, "tasks_per_node": 1} | given.pop("train_run", {}),
             **given,
         )
 

@@ -99,7 +99,7 @@ class Progress:
         return lines[-1]["step"] if lines else 0
 
     def weights_digest(self) -> str:
-        return str(read_json(self.paths.fit)["weights_digest"])
+        return str(read_json(self.paths.trained)["weights_digest"])
 
     def wait_for_step(self, step: int, timeout: float = 150) -> None:
         wait_until(lambda: self.step() >= step, timeout, f"step {step}", self.said, every=0.05)

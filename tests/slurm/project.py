@@ -38,10 +38,10 @@ class Project:
         profile: str = "slurm-cpu",
         values: dict[str, Any],
         names: list[str],
-        fit: dict[str, Any],
+        train_run: dict[str, Any],
         machine: dict[str, Any] | None = None,
     ) -> Project:
-        """values: config.yaml. names: the nodes it may use. fit, machine: what differs from the
+        """values: config.yaml. names: the nodes it may use. train_run, machine: what differs from the
         profile as shipped, beside partition, memory and cores."""
         for part in ("workflow", "profiles"):
             shutil.copytree(REPOSITORY / part, folder / part)
@@ -50,7 +50,7 @@ class Project:
         (folder / "config/runs.tsv").write_text("run\nbase\n")
         project = cls(folder, cluster, profile)
         others = sorted(set(cluster.nodes) - set(names))
-        project.edit_profile(fit, {"slurm": {"exclude": others}} if others else {})
+        project.edit_profile(train_run, {"slurm": {"exclude": others}} if others else {})
         project.keep_cpu_jobs_from(others)
         project.edit_machine(
             {"fabric": {"timeout_sec": FABRIC_TIMEOUT_SEC}, "stop_grace_sec": 30, **(machine or {})}
@@ -61,15 +61,15 @@ class Project:
     def profile_folder(self) -> Path:
         return self.folder / "profiles" / self.profile
 
-    def edit_profile(self, fit: dict[str, Any], machine: dict[str, Any]) -> None:
+    def edit_profile(self, train_run: dict[str, Any], machine: dict[str, Any]) -> None:
         path = self.profile_folder / "config.yaml"
         values = yaml.safe_load(path.read_text())
-        for place in (values.get("default-resources"), values["set-resources"]["fit"]):
+        for place in (values.get("default-resources"), values["set-resources"]["train_run"]):
             if place is not None and "slurm_partition" in place:
                 place |= {key: value for key, value in SMALL.items() if key in place}
         values.get("default-resources", {}).update(slurm_account="root")
         values["set-threads"] = dict.fromkeys(values.get("set-threads", {}), 2)
-        values["set-resources"]["fit"] |= fit
+        values["set-resources"]["train_run"] |= train_run
         path.write_text(yaml.safe_dump(values))
         self.edit_machine(machine)
 

@@ -94,7 +94,7 @@ def test_job_in_the_queue_keeps_the_config_it_was_submitted_with(
     (project.folder / "config/runs.tsv").write_text("run\nsomething-else\n")
     cluster.run("scancel", sleeper)
     wait_until(
-        project.run().paths.fit.exists,
+        project.run().paths.trained.exists,
         120,
         "the end of training",
         project.said,

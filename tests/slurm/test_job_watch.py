@@ -74,7 +74,7 @@ def test_run_that_fails_keeps_no_other_run_of_the_sheet_from_being_validated(
     sheet = "run\ttrain.lr\nbad\t1e30\nbase\t0.001\n"
     (project.folder / "config/runs.tsv").write_text(sheet)
     assert project.end(project.start()) != 0
-    assert project.run("bad").events("failed") and not project.run("bad").paths.fit.exists()
+    assert project.run("bad").events("failed") and not project.run("bad").paths.trained.exists()
     assert read_json(project.run().paths.validated)["status"] == "valid", project.said()
     assert project.run().paths.report.exists()
 

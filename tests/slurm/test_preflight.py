@@ -78,7 +78,7 @@ def preflight(cluster: Cluster, science: Path, shared_folder: Path) -> Preflight
     return run
 
 
-def test_four_fit_nodes_pass_each_with_its_line(
+def test_four_healthy_nodes_pass_each_with_its_line(
     nodes: Callable[[int], list[str]], preflight: Preflight, cluster: Cluster
 ) -> None:
     names = nodes(4)
@@ -117,13 +117,13 @@ def test_spare_node_takes_the_place_of_one_that_is_cut_off(
 def test_without_a_spare_all_unfit_nodes_are_named_and_noted_as_bad(
     nodes: Callable[[int], list[str]], preflight: Preflight, cluster: Cluster
 ) -> None:
-    """One does not see the project, one has a full /tmp, two are fit."""
+    """One does not see the project, one has a full /tmp, two are healthy."""
     names = nodes(4)
     cluster.hide(names[1], REPOSITORY)
     cluster.fill_tmp(names[2], leave_mib=1)
     found = preflight(names, train=4)
     assert found.code == 69
-    assert "2 of 4 nodes are fit, base needs 4" in found.text
+    assert "2 of 4 nodes are healthy, base needs 4" in found.text
     assert "does not see this Python" in found.failed(names[1])["answers"]["cause"]
     full = found.failed(names[2])["local disk"]
     assert "No space left on device" in full["message"]

@@ -53,7 +53,7 @@ def test_spare_node_takes_over_without_the_queue(
     whole_cluster.power_cut(hosts[1])
     again = run.wait_for_event("launch", 2, timeout=120)
     assert hosts[1] not in again["nodes"] and len(again["nodes"]) == 2
-    wait_until(run.paths.fit.exists, 120, "the end of training", run.said, every=0.1)
+    wait_until(run.paths.trained.exists, 120, "the end of training", run.said, every=0.1)
     assert run.events("requeue") == []
     undisturbed.equals(run)
     assert measure("power cut, spare node", run, event, step)["steps_lost"] <= INTERVAL + 50

@@ -43,7 +43,7 @@ def test_job_preempted_before_it_trains_is_waited_for(
     new_project: NewProject, cluster: Cluster, undisturbed: Undisturbed
 ) -> None:
     # No GraceTime: Slurm's signal finds no step yet, and a fast machine would be done before Slurm kills.
-    project = new_project(fit={"slurm_partition": "lownow"})
+    project = new_project(train_run={"slurm_partition": "lownow"})
     command = project.start()
     run = project.run()
     hosts = ",".join(sorted(set(cluster.nodes) - set(project.excluded())))
@@ -76,7 +76,7 @@ def test_kempner_profile_runs_with_only_partition_gpus_and_backend_changed(
 ) -> None:
     project = new_project(
         profile="kempner",
-        fit={"gres": "gpu:1"},
+        train_run={"gres": "gpu:1"},
         machine={
             "fabric": {"backend": "gloo", "timeout_sec": 60},
             "preflight": {"min_free_disk_gib": 1, "min_free_memory_gib": 1},
@@ -87,19 +87,19 @@ def test_kempner_profile_runs_with_only_partition_gpus_and_backend_changed(
 
 
 @pytest.mark.parametrize(
-    ("profile", "fit", "machine"),
+    ("profile", "train_run", "machine"),
     [
         ("slurm-cpu", {}, {"launcher": "torchrun"}),
         ("ethernet", {"gres": "gpu:1"}, {"fabric": {"backend": "gloo", "timeout_sec": 60}}),
     ],
 )
 def test_one_rank_on_one_node_is_no_special_case(
-    new_project: NewProject, profile: str, fit: dict[str, Any], machine: dict[str, Any]
+    new_project: NewProject, profile: str, train_run: dict[str, Any], machine: dict[str, Any]
 ) -> None:
     project = new_project(
         on=1,
         profile=profile,
-        fit={"nodes": 1, "tasks_per_node": 1, **fit},
+        train_run={"nodes": 1, "tasks_per_node": 1, **train_run},
         machine=machine,
         values={"train": {**SCIENCE["train"], "max_steps": 20}},
     )
@@ -133,11 +133,15 @@ def test_interactive_profile_trains_inside_an_allocation(
         ("default-resources", {"slurm_account": "nobody"}, "slurm_account nobody"),
         # The partition of the rules without an allocation: told before the training, not after it.
         ("default-resources", {"slurm_partition": "nope"}, "start rule validate_run: sbatch"),
-        ("fit", {"nodes": 50}, "50 nodes, it gives 6 (TotalNodes)"),
-        ("fit", {"runtime": 220}, "set runtime: 40 or less"),
-        ("fit", {"mem_mb": 6000}, "6000 MB a node, 2 of its nodes have 5000"),
-        ("fit", {"task_per_node": 2}, "did you mean tasks_per_node?"),
-        ("fit", {"tasks_per_node": 3}, "run base: train.batch_size 4 cannot be shared by a world"),
+        ("train_run", {"nodes": 50}, "50 nodes, it gives 6 (TotalNodes)"),
+        ("train_run", {"runtime": 220}, "set runtime: 40 or less"),
+        ("train_run", {"mem_mb": 6000}, "6000 MB a node, 2 of its nodes have 5000"),
+        ("train_run", {"task_per_node": 2}, "did you mean tasks_per_node?"),
+        (
+            "train_run",
+            {"tasks_per_node": 3},
+            "run base: train.batch_size 4 cannot be shared by a world",
+        ),
     ],
 )
 def test_profile_that_cannot_work_is_refused_before_anything_is_submitted(
@@ -146,7 +150,9 @@ def test_profile_that_cannot_work_is_refused_before_anything_is_submitted(
     project = new_project(on=6)
     path = project.profile_folder / "config.yaml"
     values = yaml.safe_load(path.read_text())
-    (values["set-resources"]["fit"] if section == "fit" else values[section]).update(wrong)
+    (values["set-resources"]["train_run"] if section == "train_run" else values[section]).update(
+        wrong
+    )
     path.write_text(yaml.safe_dump(values))
     assert project.end(project.start(), timeout=60) != 0
     assert told in project.output(), project.output()

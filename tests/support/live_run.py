@@ -124,7 +124,7 @@ class Run:
         return losses[-1][0] if losses else 0
 
     def weights_digest(self) -> str:
-        return str(read_json(self.paths.fit)["weights_digest"])
+        return str(read_json(self.paths.trained)["weights_digest"])
 
 
 def forge(*arguments: str) -> Outcome:

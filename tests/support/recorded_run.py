@@ -90,7 +90,7 @@ class RecordedRun:
             **{"run": self.root.name, "goal_step": step, "step": step, "config_digest": "c" * 64},
             checkpoint=f"checkpoints/{checkpoint_name(step)}",
             weights_digest=completed.weights_digest,
-        ).write(self.paths.fit)
+        ).write(self.paths.trained)
 
     def freeze_config(self) -> None:
         write_json(self.paths.config, Config(run=self.root.name).to_json())

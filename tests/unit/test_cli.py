@@ -64,10 +64,10 @@ def test_network_file_system_that_fails_is_unfit_and_named(monkeypatch, config, 
 def test_file_that_cannot_be_used_is_named_with_what_is_wrong(
     monkeypatch, config, capsys, number, fix
 ):
-    failing(monkeypatch, OSError(number, os.strerror(number), "results/base/fit.json"))
+    failing(monkeypatch, OSError(number, os.strerror(number), "results/base/trained.json"))
     assert main(["report", config]) == Exit.UNFIT
     said = capsys.readouterr().err
-    assert "cannot read or write results/base/fit.json" in said
+    assert "cannot read or write results/base/trained.json" in said
     assert fix in said
     assert "Traceback" not in said
 

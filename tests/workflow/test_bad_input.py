@@ -105,4 +105,4 @@ def test_home_that_does_not_exist_stops_nothing(project, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     code, output = project.snakemake("train", "-n")
     assert code == 0, output[-3000:]
-    assert "fit" in output
+    assert "train_run" in output

@@ -16,17 +16,17 @@ def test_failing_preflight_leaves_its_findings(project):
     assert "memory: " in output and "100,000" not in output.split("memory:")[0]
     assert project.read("preflight.json")["status"] == "failed"
     assert "memory\tfail" in project.path("preflight.tsv").read_text()
-    assert not project.path("fit.json").exists()
+    assert not project.path("trained.json").exists()
 
 
-def test_failing_fit_leaves_checkpoints_metrics_events_and_logs(project):
+def test_failing_training_leaves_checkpoints_metrics_events_and_logs(project):
     project.one_rank()
     project.write_config(train={"lr": 1e30, "warmup_steps": 0, "checkpoint_every": 1})
     code, output = project.snakemake("train")
     assert code != 0
     assert "not finite" in output
     assert "Traceback" not in output
-    assert not project.path("fit.json").exists()
+    assert not project.path("trained.json").exists()
     for name in ("metrics.jsonl", "events.jsonl", "preflight.json", "config.json"):
         assert project.path(name).exists()
     assert list(project.path("logs").glob("local.*.0.log"))
@@ -51,14 +51,14 @@ def test_known_failure_is_not_started_again_and_the_other_runs_of_the_sheet_go_o
     assert project.path("report.html", "good").exists()
     assert project.path("events.jsonl", "bad").read_text() == before
     # No job of its allocation was started, where `forge train` would have refused.
-    assert "results/bad/fit.json" not in output and "results/good/fit.json" in output
+    assert "results/bad/trained.json" not in output and "results/good/trained.json" in output
 
 
 def test_failing_validation_leaves_its_verdict_and_the_checkpoint(project):
     project.one_rank()
-    code, output = project.snakemake("results/base/fit.json")
+    code, output = project.snakemake("results/base/trained.json")
     assert code == 0, output
-    assert project.path("fit.json").exists(), output
+    assert project.path("trained.json").exists(), output
     shard = next(project.path("checkpoints/latest").resolve().glob("__0_*.distcp"))
     damaged = bytearray(shard.read_bytes())
     damaged[len(damaged) // 2] ^= 1

@@ -13,7 +13,8 @@ def finish(project, undisturbed):
     code, output = project.snakemake("train")
     assert code == 0, output
     assert (
-        project.read("fit.json")["weights_digest"] == undisturbed.read("fit.json")["weights_digest"]
+        project.read("trained.json")["weights_digest"]
+        == undisturbed.read("trained.json")["weights_digest"]
     )
     assert project.read("validation.json")["status"] == "valid"
     return output
@@ -31,7 +32,7 @@ def test_kill_9_of_everything_then_the_same_command_ends_identical(long_project,
     wait(long_project.path("checkpoints/latest").exists, 60)
     kill_tree(process.pid)
     process.communicate()
-    assert not long_project.path("fit.json").exists()
+    assert not long_project.path("trained.json").exists()
     output = finish(long_project, undisturbed)
     assert "resume from" in output
 

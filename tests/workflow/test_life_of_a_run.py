@@ -11,7 +11,7 @@ def test_one_command_gives_a_validated_checkpoint_and_a_report(shared_project):
     shared_project.one_rank()
     code, output = shared_project.snakemake("train")
     assert code == 0, output
-    assert shared_project.read("fit.json")["step"] == 12
+    assert shared_project.read("trained.json")["step"] == 12
     assert shared_project.read("validation.json")["status"] == "valid"
     assert shared_project.read("validated.json")["status"] == "valid"
     report = shared_project.path("report.html").read_text()
@@ -28,11 +28,11 @@ def test_allocation_files_are_gone_and_what_people_read_is_kept(shared_project):
 
 
 def test_the_same_command_on_a_finished_run_does_nothing(shared_project):
-    before = shared_project.path("fit.json").stat().st_mtime_ns
+    before = shared_project.path("trained.json").stat().st_mtime_ns
     code, output = shared_project.snakemake("train")
     assert code == 0
     assert "Nothing to be done" in output
-    assert shared_project.path("fit.json").stat().st_mtime_ns == before
+    assert shared_project.path("trained.json").stat().st_mtime_ns == before
 
 
 def test_another_profile_trains_nothing_again(shared_project):
@@ -48,14 +48,16 @@ def test_another_profile_trains_nothing_again(shared_project):
 
 
 def test_a_new_row_trains_only_the_new_run_on_the_shared_tokens(shared_project):
-    first = shared_project.path("fit.json").stat().st_mtime_ns
+    first = shared_project.path("trained.json").stat().st_mtime_ns
     shared_project.write_runs("run\ttrain.seed\nbase\t0\nsecond\t1\n")
     code, output = shared_project.snakemake("train")
     assert code == 0, output
-    assert shared_project.path("fit.json").stat().st_mtime_ns == first
-    assert shared_project.read("fit.json", "second")["step"] == 12
+    assert shared_project.path("trained.json").stat().st_mtime_ns == first
+    assert shared_project.read("trained.json", "second")["step"] == 12
     assert "rule tokenize" not in output
-    weights = [shared_project.read("fit.json", run)["weights_digest"] for run in ("base", "second")]
+    weights = [
+        shared_project.read("trained.json", run)["weights_digest"] for run in ("base", "second")
+    ]
     assert weights[0] != weights[1]
 
 
@@ -64,7 +66,7 @@ def test_new_prompts_validate_again_and_train_nothing(shared_project):
     code, output = shared_project.snakemake("-n", "train")
     assert code == 0
     assert "rule validate_run" in output
-    assert "rule fit" not in output
+    assert "rule train_run" not in output
     shared_project.write_config()
 
 
@@ -74,7 +76,7 @@ def test_goal_below_latest_is_refused_before_anything_is_removed(shared_project)
     assert code != 0
     assert "train.max_steps is 5" in output
     assert "at step 12" in output
-    assert shared_project.read("fit.json")["step"] == 12
+    assert shared_project.read("trained.json")["step"] == 12
     assert shared_project.forge("train", "config/config.yaml").returncode == 78
 
 
@@ -95,7 +97,7 @@ def test_dangling_latest_does_not_stand_in_the_way(shared_project):
     shared_project.write_config(train={"max_steps": 20})
     code, output = shared_project.snakemake("-n", "train")
     assert code == 0, output
-    assert "rule fit" in output
+    assert "rule train_run" in output
     target.with_name("moved").rename(target)
     shared_project.write_config()
 
@@ -104,9 +106,9 @@ def test_raised_goal_stages_checks_and_trains_on_in_one_go(shared_project):
     shared_project.write_config(train={"max_steps": 20})
     code, output = shared_project.snakemake("train")
     assert code == 0, output
-    order = [output.index(f"rule {name}:") for name in ("stage_run", "preflight_run", "fit")]
+    order = [output.index(f"rule {name}:") for name in ("stage_run", "preflight_run", "train_run")]
     assert order == sorted(order)
-    assert shared_project.read("fit.json")["step"] == 20
+    assert shared_project.read("trained.json")["step"] == 20
     assert "beyond decay_steps 12" in output
     assert shared_project.read("validation.json")["step"] == 20
 
@@ -122,7 +124,7 @@ def test_resume_names_run_step_and_goal_and_removes_a_stop_file(shared_project):
     assert code == 0, output
     assert "resume base: step 20 of 24" in output
     assert not stop.exists()
-    assert shared_project.read("fit.json")["step"] == 24
+    assert shared_project.read("trained.json")["step"] == 24
 
 
 def test_snakemakes_own_report_has_the_runs_pages(shared_project):

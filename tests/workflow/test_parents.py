@@ -21,7 +21,7 @@ def test_a_row_with_a_parent_waits_for_its_checkpoint_and_then_trains_only_the_n
     project.write_runs("run\tparent\ttrain.lr\nbase\t\t\n")
     code, output = project.snakemake("train")
     assert code == 0, output
-    before = project.path("fit.json").stat().st_mtime_ns
+    before = project.path("trained.json").stat().st_mtime_ns
 
     project.write_runs("run\tparent\ttrain.lr\nbase\t\t\ncooler\tbase@5\t1e-3\n")
     code, output = project.snakemake("train")
@@ -31,8 +31,8 @@ def test_a_row_with_a_parent_waits_for_its_checkpoint_and_then_trains_only_the_n
     project.write_runs("run\tparent\ttrain.lr\nbase\t\t\ncooler\tbase@4\t1e-3\n")
     code, output = project.snakemake("train")
     assert code == 0, output
-    assert project.path("fit.json").stat().st_mtime_ns == before
-    made_from = project.read("fit.json", "cooler")["parent"]
+    assert project.path("trained.json").stat().st_mtime_ns == before
+    made_from = project.read("trained.json", "cooler")["parent"]
     assert (made_from["run"], made_from["step"]) == ("base", 4)
     lines = project.path("metrics.jsonl", "cooler").read_text().splitlines()
     steps = [line["step"] for line in map(json.loads, lines) if line["kind"] == "train"]

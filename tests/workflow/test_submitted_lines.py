@@ -72,7 +72,7 @@ def own(words):
 
 
 COMMON = ["--parsable", "--export=ALL", "--comment"]
-COMMENT = "rule_allocation-base_fit_preflight_run_stage_run"
+COMMENT = "rule_allocation-base_preflight_run_stage_run_train_run"
 ALWAYS = ["--ntasks-per-node=4", "--open-mode=append", "--signal=SIGUSR1@120"]
 
 

@@ -14,7 +14,7 @@ try:
     # No `configfile:`, so that a value means the same here as in every `forge` verb.
     RUNS = helpers.read_runs(workflow.config_settings, main=workflow.is_main_process)
     ALLOCATION = helpers.Allocation(
-        workflow.resource_settings.overwrite_resources.get("fit", {}),
+        workflow.resource_settings.overwrite_resources.get("train_run", {}),
         RUNS,
         workflow.basedir,
     )

@@ -6,7 +6,7 @@ localrules:
 rule validate_run:
     input:
         config=f"{RESULTS}/{{run}}/config.json",
-        fit=f"{RESULTS}/{{run}}/fit.json",
+        trained=f"{RESULTS}/{{run}}/trained.json",
     output:
         report(
             f"{RESULTS}/{{run}}/validated.json",
@@ -26,7 +26,7 @@ rule validate_run:
 rule report_run:
     input:
         config=f"{RESULTS}/{{run}}/config.json",
-        fit=f"{RESULTS}/{{run}}/fit.json",
+        trained=f"{RESULTS}/{{run}}/trained.json",
         validated=f"{RESULTS}/{{run}}/validated.json",
     output:
         report(

@@ -1,4 +1,4 @@
-# One allocation per run: what stage puts on a node is there for fit, and preflight tests the very
+# One allocation per run: what stage puts on a node is there for training, and preflight tests the very
 # nodes that train. Never outputs, because Snakemake deletes those: checkpoints, metrics, events, logs.
 localrules:
     config_run,
@@ -77,7 +77,7 @@ rule preflight_run:
         " --nodes={resources.train_nodes} --ranks-per-node={resources.tasks_per_node}"
 
 
-rule fit:
+rule train_run:
     input:
         config=f"{RESULTS}/{{run}}/config.json",
         tokens=tokens_manifest,
@@ -85,9 +85,9 @@ rule fit:
         stage=f"{RESULTS}/{{run}}/.allocation/stage.json",
         preflight=f"{RESULTS}/{{run}}/.allocation/preflight.json",
     output:
-        f"{RESULTS}/{{run}}/fit.json",
+        f"{RESULTS}/{{run}}/trained.json",
     log:
-        f"{RESULTS}/{{run}}/logs/fit.log",
+        f"{RESULTS}/{{run}}/logs/train.log",
     group:
         allocation_of
     conda:

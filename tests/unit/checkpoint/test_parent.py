@@ -219,7 +219,7 @@ def test_a_run_with_a_checkpoint_of_its_own_needs_its_parent_no_more(sheet):
     save(child, 60)
     shutil.rmtree(RunPaths.of(child).root.parent / "base")
     assert sheet(rows)["child"].parent == "base@50"
-    RunPaths.of(child).fit.write_text(json.dumps({}))
+    RunPaths.of(child).trained.write_text(json.dumps({}))
     shutil.rmtree(RunPaths.of(child).checkpoints)
     assert sheet(rows), "it is trained: nothing of the parent is asked for"
 

@@ -109,7 +109,7 @@ def test_spare_nodes_are_asked_for_on_top():
 
 
 @pytest.mark.parametrize(
-    ("fit", "told"),
+    ("given", "told"),
     [
         ({**CPUS, "tasks": 6}, "tasks=6"),
         ({**CPUS, "mpi": "srun"}, "mpi='srun'"),
@@ -123,9 +123,9 @@ def test_spare_nodes_are_asked_for_on_top():
         ({**GPUS, "gres": "gpu"}, "1 GPUs a node and 4 ranks"),
     ],
 )
-def test_resources_that_cannot_work_are_refused(fit, told):
+def test_resources_that_cannot_work_are_refused(given, told):
     with pytest.raises(ConfigError, match=told):
-        allocation_resources(fit, load_machine(None, {"launcher": "srun"}))
+        allocation_resources(given, load_machine(None, {"launcher": "srun"}))
 
 
 def test_many_ranks_with_launcher_process_are_refused_before_submission():

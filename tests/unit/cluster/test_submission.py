@@ -21,7 +21,7 @@ MAIN = Partition("main", True, "UP", 60, 0, 3, frozenset(), frozenset(), NODES)
 LONG = replace(MAIN, name="long", is_default=False, max_minutes=600)
 KNOWN = {"main": MAIN, "long": LONG}
 ALLOCATION = Request(
-    rules=("fit", "preflight_run", "stage_run"),
+    rules=("preflight_run", "stage_run", "train_run"),
     minutes=60,
     other_minutes=20,
     partition="main",
@@ -65,7 +65,7 @@ def test_what_fits_is_submitted_without_a_word(answers):
         (
             {"minutes": 240, "other_minutes": 20},
             "240 minutes (20 of them for stage and preflight), its limit (MaxTime) is 60",
-            "set runtime: 40 or less (set-resources of fit)",
+            "set runtime: 40 or less (set-resources of train_run)",
         ),
         ({"other_minutes": 60, "minutes": 61}, "MaxTime", "with a longer MaxTime"),
         ({"nodes": 4}, "4 nodes, it gives 3 (MaxNodes)", "set nodes: 3 or less"),
@@ -245,11 +245,14 @@ def group(jobs, **resources):
 
 
 def test_request_of_an_allocation_is_what_the_executor_submits():
-    fit = {"runtime": 40, "nodes": 2, "tasks_per_node": 2, "tasks": 4, "mem_mb": 1800}
-    fit |= {"cpus_per_task": 1, "slurm_partition": "main", "slurm_extra": "--exclude=n1,n2"}
-    jobs = [job("fit", fit), *(job(n, {"runtime": 10}) for n in ("stage_run", "preflight_run"))]
+    resources = {"runtime": 40, "nodes": 2, "tasks_per_node": 2, "tasks": 4, "mem_mb": 1800}
+    resources |= {"cpus_per_task": 1, "slurm_partition": "main", "slurm_extra": "--exclude=n1,n2"}
+    jobs = [
+        job("train_run", resources),
+        *(job(n, {"runtime": 10}) for n in ("stage_run", "preflight_run")),
+    ]
     [request] = requests_of([group(jobs, runtime=60)])
-    assert request.rules == ("fit", "preflight_run", "stage_run")
+    assert request.rules == ("preflight_run", "stage_run", "train_run")
     assert (request.minutes, request.other_minutes, request.cpus) == (60, 20, 2)
     assert request.excluded == {"n1", "n2"}
     assert request.options == [

@@ -196,8 +196,8 @@ def test_missing_and_cut_json_are_bad_data_that_names_the_file(tmp_path):
     "text", ["[]", "7", "null", "{}", '{"step": 1}', '{"step": ', "9" * 5000, "[" * 9999]
 )
 def test_record_that_is_no_object_or_half_a_file_is_bad_data(tmp_path, text):
-    """Half a fit.json ended `forge export` and `forge validate` with a traceback."""
-    path = tmp_path / "fit.json"
+    """Half a trained.json ended `forge export` and `forge validate` with a traceback."""
+    path = tmp_path / "trained.json"
     path.write_text(text)
     with pytest.raises(DataError) as caught:
         files.read_object(path, "step", "weights_digest")

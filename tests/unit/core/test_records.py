@@ -51,7 +51,7 @@ def test_record_is_read_as_it_was_written(tmp_path, record):
 
 @pytest.mark.parametrize("other", [0, 2, "1", None])
 def test_record_of_another_version_is_refused_by_its_format(tmp_path, other):
-    path = tmp_path / "fit.json"
+    path = tmp_path / "trained.json"
     RECORDS[0].write(path)
     write_json(path, {**read_json(path), "format": other, "new": "key"})
     with pytest.raises(DataError, match="this version of Forge reads 1") as caught:
@@ -67,10 +67,10 @@ def test_record_of_another_version_is_refused_by_its_format(tmp_path, other):
     ],
 )
 def test_edited_record_is_refused_by_its_key(tmp_path, change, told):
-    path = tmp_path / "fit.json"
+    path = tmp_path / "trained.json"
     RECORDS[0].write(path)
     write_json(path, read_json(path) | change)
-    with pytest.raises(DataError, match=f"fit.json cannot be read: {told}"):
+    with pytest.raises(DataError, match=f"trained.json cannot be read: {told}"):
         Trained.read_if_there(path)
 
 

@@ -31,12 +31,12 @@ def last(node):
 # --- lines ----------------------------------------------------------------------------------------
 
 
-def test_line_of_a_fit_node():
+def test_line_of_a_healthy_node():
     found = node("n7", *(Check(n, "ok", "") for n in ("project", "packages", "data", "disk")))
     assert found.line == "NODE n7 OK PY 3.11.7 torch 2.13.0 proj=ok pkgs=ok data=ok disk=ok"
 
 
-def test_line_of_an_unfit_node_says_which_part_failed():
+def test_line_of_an_unhealthy_node_says_which_part_failed():
     checks = [
         Check("project", "ok", ""),
         Check("packages", "fail", "package torch is missing", "run: make setup"),
@@ -120,7 +120,7 @@ def test_node_that_no_other_reaches_fails_and_the_others_only_warn():
 
 def test_one_node_of_a_broken_pair_is_left_out():
     nodes = judged(NAMES[:4], *both("n1", "n2"))
-    assert [name for name, n in nodes.items() if not n.is_fit] == ["n2"]
+    assert [name for name, n in nodes.items() if not n.is_healthy] == ["n2"]
     assert "n2 and n1 cannot talk: cannot connect" in last(nodes["n2"]).message
     assert "it talks to 2 of 3 nodes" in last(nodes["n2"]).cause
     assert list(bad_nodes(list(nodes.values()))) == ["n2"]
@@ -128,7 +128,7 @@ def test_one_node_of_a_broken_pair_is_left_out():
 
 def test_of_two_nodes_alone_neither_is_excluded():
     nodes = judged(["n0", "n1"], *both("n0", "n1"))
-    assert [name for name, n in nodes.items() if not n.is_fit] == ["n1"]
+    assert [name for name, n in nodes.items() if not n.is_healthy] == ["n1"]
     assert "a third node would tell which" in last(nodes["n1"]).cause
     assert bad_nodes(list(nodes.values())) == {}
 

@@ -50,7 +50,7 @@ def problems(found):
     return {check.name: check for check in found.values() if check.status != "ok"}
 
 
-def test_fit_node_passes_every_check(wanted):
+def test_healthy_node_passes_every_check(wanted):
     found = checks(wanted, preflight__min_open_files=0)
     assert [check.name for check in found.values() if check.status == "fail"] == []
     assert [name for name in found if name != "locked memory"] == [

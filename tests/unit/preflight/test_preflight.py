@@ -216,7 +216,7 @@ def event(paths):
     return [e for e in json_lines.read(paths.events) if e["event"] == "preflight"][-1]
 
 
-def test_all_fit_nodes_train_and_the_record_is_named_by_job_and_restart(nodes, paths):
+def test_all_healthy_nodes_train_and_the_record_is_named_by_job_and_restart(nodes, paths):
     assert nodes.run() == list(NAMES)
     assert nodes.probed == [list(NAMES)]
     assert (event(paths)["nodes"], event(paths)["left_out"]) == (list(NAMES), {})
@@ -237,10 +237,10 @@ def test_more_spares_than_needed_are_checked_and_may_take_over_later(nodes, path
     assert nodes.probed == [list(NAMES)]
 
 
-def test_too_few_fit_nodes_name_all_that_are_not(nodes, paths, capsys):
-    """Also nodes at which only the ranks fail."""
+def test_too_few_healthy_nodes_name_all_that_are_not(nodes, paths, capsys):
+    """Also those that only the ranks of the other nodes show."""
     nodes.down, nodes.broken = {"n2": DOWN}, Broken(nodes=["n4"])
-    with pytest.raises(UnfitError, match="2 of 4 nodes are fit, base needs 4") as caught:
+    with pytest.raises(UnfitError, match="2 of 4 nodes are healthy, base needs 4") as caught:
         nodes.run()
     assert nodes.probed == [["n1", "n3", "n4"]]
     assert "n2: answers: its process ended" in str(caught.value)
@@ -281,7 +281,7 @@ def test_failure_that_does_not_repeat_is_tried_once_more(nodes):
 
 
 @pytest.mark.parametrize(("num_nodes", "num_lines"), [(16, 16), (17, 1)])
-def test_many_fit_nodes_share_one_line(capsys, num_nodes, num_lines):
+def test_many_healthy_nodes_share_one_line(capsys, num_nodes, num_lines):
     some = [Node(f"n{n:02}", [Check("data", "ok", "")], {}) for n in range(num_nodes)]
     odd = Node("n99", [Check("clock", "warn", "8 s ahead")], {})
     found = preflight.Findings(Placement(NAMES), WorldLayout(1), [odd, *some])

@@ -101,7 +101,7 @@ def test_what_a_rank_told_its_launcher_alone_is_found_in_the_event_log(run, caps
     events.record(run.events, happenings.failed(message, rank=1))
     write(run, "12.0.node01.0.log", "banner\n")
     write(run, "12.0.node01.1.log", "banner\n")
-    write(run, "fit.log", f"forge train: rank 1: {message}\n", NOON + 1)
+    write(run, "train.log", f"forge train: rank 1: {message}\n", NOON + 1)
     text = shown(capsys, run)
     assert "1 error\n" in text and "rank 1 on node01" in text
     assert "lower train.lr" in text

@@ -281,8 +281,8 @@ LINE = "17|RUNNING|None|node[01-02]|2026-11-21T04:36:00|2026-11-21T04:37:00|{}|/
 @pytest.mark.parametrize(
     ("comment", "name"),
     [
-        ("rule_allocation-base_fit_preflight_run_stage_run", "base"),
-        ("rule_allocation-base_2_fit", "base_2"),
+        ("rule_allocation-base_preflight_run_stage_run_train_run", "base"),
+        ("rule_allocation-base_2_train_run", "base_2"),
         ("rule_allocation-base", None),
         ("rule_tokenize_wildcards_0123", None),
         ("(null)", None),
@@ -315,7 +315,7 @@ def squeue(tmp_path, monkeypatch):
 
 def test_slurm_is_asked_once_for_all_runs_and_their_owners(run, squeue, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    comment = "rule_allocation-base_fit_stage_run"
+    comment = "rule_allocation-base_stage_run_train_run"
     line = LINE.format(comment).replace("/home/ada/forge", str(tmp_path))
     squeue(f"echo \"$@\" >> {tmp_path}/asked; echo '{line}'")
     rows, note = look([run.paths, run.paths])
