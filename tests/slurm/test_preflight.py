@@ -110,7 +110,7 @@ def test_spare_node_takes_the_place_of_one_that_is_cut_off(
     assert read_json(found.paths.preflight_pass)["nodes"] == chosen
     assert found.event["nodes"] == chosen
     assert list(found.event["left_out"]) == [names[1]]
-    assert f"training gets {', '.join(chosen)}; unfit: {names[1]}" in found.text
+    assert f"training gets {', '.join(chosen)}; unhealthy: {names[1]}" in found.text
     assert not found.paths.bad_nodes.exists()
 
 

@@ -227,7 +227,7 @@ def test_unfit_node_is_replaced_by_a_spare_and_not_excluded(nodes, paths, capsys
     nodes.down = {"n2": DOWN}
     assert nodes.run(3) == ["n1", "n3", "n4"]
     assert event(paths)["left_out"] == {"n2": "answers: its process ended"}
-    assert "training gets n1, n3, n4; unfit: n2" in capsys.readouterr().err
+    assert "training gets n1, n3, n4; unhealthy: n2" in capsys.readouterr().err
     assert not paths.bad_nodes.exists()
 
 
