@@ -93,6 +93,12 @@ class PreflightResult(Record):
     identity: dict[str, Any]
     """All that the checks of ranks depend on."""
 
+    @property
+    def all_checks(self) -> list[tuple[str, Check]]:
+        """(node, or `ranks`; check) of each check."""
+        of_nodes = [(node.node, check) for node in self.nodes for check in node.checks]
+        return of_nodes + [("ranks", check) for check in self.ranks.checks]
+
 
 class PreflightPass(Record):
     """.allocation/preflight.json: preflight passed in this allocation."""
