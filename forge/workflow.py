@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, chdir, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from forge.core.paths import CONFIG, RunPaths
 from forge.core.sample_sheet import run_configs, shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import resolve
+from forge.reporting.workflow_end import print_end
 from forge.run import train
 
 SHEET = "config/runs.tsv"
@@ -132,6 +133,21 @@ def keep_for_jobs(runs: dict[str, ResolvedConfig]) -> None:
     if not path.exists():
         write_json(path, values)
     os.environ[SUBMITTED] = str(path)
+
+
+def end_with_table(workflow: Any, runs: dict[str, ResolvedConfig]) -> None:
+    """Make a table of these runs the last lines of this Snakemake, however it ends: Snakemake's own
+    handlers are not called where nothing is left to do, and print more after them. Not in a dry run.
+    """
+    project = Path.cwd()  # Snakemake goes back to where it was called before it ends (--directory)
+
+    def end() -> None:
+        # Without an executor it was asked for something else, such as --dag or --unlock.
+        if workflow.executor_plugin and not (workflow.dryrun or workflow.touch):
+            with suppress(OSError), chdir(project):  # the reader of our output may have left
+                print_end([RunPaths.of(settings) for settings in runs.values()])
+
+    atexit.register(end)
 
 
 def check_submission(dag: Any, folders: Iterable[str], say: Callable[[str], None]) -> None:
@@ -291,9 +307,3 @@ def remove_stop_files(runs: dict[str, ResolvedConfig], say: Callable[[str], None
         if stop.exists():
             stop.unlink()
             say(f"removed {stop}")
-
-
-def finished_folders(runs: dict[str, ResolvedConfig]) -> list[str]:
-    """Folders of the runs that have a report."""
-    paths = [RunPaths.of(config) for config in runs.values()]
-    return [str(path.root) for path in paths if path.report.exists()]

@@ -11,7 +11,7 @@ from support.run_states import GOAL, KINDS, QUEUE, dead, elsewhere, hold, new_ru
 from forge.cluster import jobs, slurm
 from forge.core import events
 from forge.core.files import write_json
-from forge.reporting import run_state, show, status, summary
+from forge.reporting import run_state, show, status, summary, workflow_end
 from forge.reporting.report import render
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import judge
@@ -63,6 +63,7 @@ def test_a_run_has_the_same_state_and_reason_whoever_is_asked(kind, capsys):
         lambda: print(render(run.paths).replace("&#39;", "'")),
         lambda: show.show([run.paths]),
         lambda: status.status([run.paths]),
+        lambda: workflow_end.print_end([run.paths]),
     ):
         shown()
         text = capsys.readouterr().out
