@@ -27,7 +27,8 @@ from forge.core.config import Config, ResolvedConfig, checked, read_values
 from forge.core.errors import ConfigError, TrainingError, UnfitError
 from forge.core.files import canonical, digest_bytes, read_json, write_json
 from forge.core.machine import Machine, load_machine
-from forge.core.paths import CONFIG, RunPaths
+from forge.core.paths import CONFIG, WORKFLOW, WORKFLOW_RUNS, RunPaths
+from forge.core.records import WorkflowRuns
 from forge.core.sample_sheet import run_configs, shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import resolve
@@ -129,10 +130,16 @@ def known_failures(runs: dict[str, ResolvedConfig]) -> dict[str, str]:
 def keep_for_jobs(runs: dict[str, ResolvedConfig]) -> None:
     """Write the runs down as they are now, and tell this Snakemake's jobs where."""
     values = {"submitted": {name: settings.to_json() for name, settings in runs.items()}}
-    path = Path(".snakemake/forge") / f"submitted-{digest_bytes(canonical(values))[:16]}.json"
+    path = WORKFLOW / f"submitted-{digest_bytes(canonical(values))[:16]}.json"
     if not path.exists():
         write_json(path, values)
     os.environ[SUBMITTED] = str(path)
+
+
+def write_down(runs: dict[str, ResolvedConfig]) -> None:
+    """Let `forge status`, `logs`, `show` and `export` find these runs, whatever set `results`."""
+    folders = {name: str(RunPaths.of(settings).root) for name, settings in runs.items()}
+    WorkflowRuns(folders=folders).write(WORKFLOW_RUNS)
 
 
 def end_with_table(workflow: Any, runs: dict[str, ResolvedConfig]) -> None:

@@ -60,6 +60,16 @@ def content(path: Path, expected: int, fix: str) -> dict[str, Any]:
     return values
 
 
+# --- the workflow ----------------------------------------------------------------------------------
+
+
+class WorkflowRuns(Record):
+    """.snakemake/forge/runs.json: the runs of the last workflow command, whatever set its config."""
+
+    folders: dict[str, str]
+    """Run name -> its directory, relative to the project's."""
+
+
 # --- preflight -------------------------------------------------------------------------------------
 
 

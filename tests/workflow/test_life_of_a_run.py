@@ -4,6 +4,9 @@ import shutil
 
 import pytest
 
+from forge.core.paths import WORKFLOW_RUNS
+from forge.core.records import WorkflowRuns
+
 pytestmark = pytest.mark.xdist_group("life")
 
 
@@ -21,6 +24,8 @@ def test_one_command_gives_a_validated_checkpoint_and_a_report(shared_project):
     *_, head, row = output.splitlines()
     assert head.split() == ["run", "state", "reason", "log", "next"]
     assert row.split()[:4] == ["base", "validated", "held-out", "loss"] and "report.html" in row
+    found = WorkflowRuns.read(shared_project.root / WORKFLOW_RUNS)
+    assert found.folders == {"base": "results/base"}
 
 
 def test_allocation_files_are_gone_and_what_people_read_is_kept(shared_project):

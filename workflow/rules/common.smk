@@ -93,6 +93,7 @@ onstart:
             helpers.keep_for_jobs(RUNS)
             job_watch.install(workflow.scheduler._executor)
         ALLOCATION.take_over(logger.info, submits=submits)
+        helpers.write_down(RUNS)
     except ForgeError as err:
         raise WorkflowError(str(err)) from None
     # `resume` says go on, also to a run that a STOP file has stopped. Not in a dry run.

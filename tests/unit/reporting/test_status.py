@@ -142,7 +142,7 @@ def test_runs_can_be_named(project, capsys):
         "base",
     ]
     assert main(["status", "gamma"]) == 78
-    assert "there is no run gamma\n  fix:   runs in results: alpha, beta" in capsys.readouterr().err
+    assert "there is no run gamma\n  fix:   there are: alpha, beta" in capsys.readouterr().err
 
 
 def test_scripts_get_json(project, run, capsys):
