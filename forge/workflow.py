@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, chdir, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,12 @@ from forge.core.config import Config, ResolvedConfig, checked, read_values
 from forge.core.errors import ConfigError, TrainingError, UnfitError
 from forge.core.files import canonical, digest_bytes, read_json, write_json
 from forge.core.machine import Machine, load_machine
-from forge.core.paths import CONFIG, RunPaths
+from forge.core.paths import CONFIG, WORKFLOW, WORKFLOW_RUNS, RunPaths
+from forge.core.records import WorkflowRuns
 from forge.core.sample_sheet import run_configs, shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import resolve
+from forge.reporting.workflow_end import print_end
 from forge.run import train
 
 SHEET = "config/runs.tsv"
@@ -128,10 +130,31 @@ def known_failures(runs: dict[str, ResolvedConfig]) -> dict[str, str]:
 def keep_for_jobs(runs: dict[str, ResolvedConfig]) -> None:
     """Write the runs down as they are now, and tell this Snakemake's jobs where."""
     values = {"submitted": {name: settings.to_json() for name, settings in runs.items()}}
-    path = Path(".snakemake/forge") / f"submitted-{digest_bytes(canonical(values))[:16]}.json"
+    path = WORKFLOW / f"submitted-{digest_bytes(canonical(values))[:16]}.json"
     if not path.exists():
         write_json(path, values)
     os.environ[SUBMITTED] = str(path)
+
+
+def write_down(runs: dict[str, ResolvedConfig]) -> None:
+    """Let `forge status`, `logs`, `show` and `export` find these runs, whatever set `results`."""
+    folders = {name: str(RunPaths.of(settings).root) for name, settings in runs.items()}
+    WorkflowRuns(folders=folders).write(WORKFLOW_RUNS)
+
+
+def end_with_table(workflow: Any, runs: dict[str, ResolvedConfig]) -> None:
+    """Make a table of these runs the last lines of this Snakemake, however it ends: Snakemake's own
+    handlers are not called where nothing is left to do, and print more after them. Not in a dry run.
+    """
+    project = Path.cwd()  # Snakemake goes back to where it was called before it ends (--directory)
+
+    def end() -> None:
+        # Without an executor it was asked for something else, such as --dag or --unlock.
+        if workflow.executor_plugin and not (workflow.dryrun or workflow.touch):
+            with suppress(OSError), chdir(project):  # the reader of our output may have left
+                print_end([RunPaths.of(settings) for settings in runs.values()])
+
+    atexit.register(end)
 
 
 def check_submission(dag: Any, folders: Iterable[str], say: Callable[[str], None]) -> None:
@@ -291,9 +314,3 @@ def remove_stop_files(runs: dict[str, ResolvedConfig], say: Callable[[str], None
         if stop.exists():
             stop.unlink()
             say(f"removed {stop}")
-
-
-def finished_folders(runs: dict[str, ResolvedConfig]) -> list[str]:
-    """Folders of the runs that have a report."""
-    paths = [RunPaths.of(config) for config in runs.values()]
-    return [str(path.root) for path in paths if path.report.exists()]

@@ -9,6 +9,8 @@ from pathlib import Path
 from forge.core.config import Config
 
 CONFIG = "config/config.yaml"  # of a project
+WORKFLOW = Path(".snakemake/forge")  # what Forge writes down of the last workflow command
+WORKFLOW_RUNS = WORKFLOW / "runs.json"
 
 
 def tokenizer_folder(data: str | Path, tokenizer_id: str) -> Path:

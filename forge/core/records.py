@@ -60,6 +60,16 @@ def content(path: Path, expected: int, fix: str) -> dict[str, Any]:
     return values
 
 
+# --- the workflow ----------------------------------------------------------------------------------
+
+
+class WorkflowRuns(Record):
+    """.snakemake/forge/runs.json: the runs of the last workflow command, whatever set its config."""
+
+    folders: dict[str, str]
+    """Run name -> its directory, relative to the project's."""
+
+
 # --- preflight -------------------------------------------------------------------------------------
 
 
@@ -92,6 +102,12 @@ class PreflightResult(Record):
     """Slurm's restart count of the job."""
     identity: dict[str, Any]
     """Everything that the result of the rank checks depends on."""
+
+    @property
+    def all_checks(self) -> list[tuple[str, Check]]:
+        """(node, or `ranks`; check) of each check."""
+        of_nodes = [(node.node, check) for node in self.nodes for check in node.checks]
+        return of_nodes + [("ranks", check) for check in self.ranks.checks]
 
 
 class PreflightPass(Record):

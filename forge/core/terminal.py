@@ -57,6 +57,15 @@ def print_plain(text: str) -> None:
     print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
+def one_line(text: str) -> str:
+    """Text as one printable line: breaks shown as ⏎, other control characters escaped.
+
+    Unescaped, sampled bytes could drive the reader's terminal.
+    """
+    shown = (c if c.isprintable() else "⏎" if c == "\n" else repr(c)[1:-1] for c in text)
+    return "".join(shown)
+
+
 @dataclass
 class Table:
     """A table, colored on a terminal and padded with blanks elsewhere."""

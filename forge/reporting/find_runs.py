@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from forge.core.config import Config, checked, read_values
-from forge.core.errors import ConfigError
-from forge.core.paths import CONFIG, RunPaths
+from forge.core.errors import ConfigError, DataError
+from forge.core.paths import CONFIG, WORKFLOW_RUNS, RunPaths
+from forge.core.records import WorkflowRuns
 from forge.core.terminal import say
 
 
@@ -16,19 +17,34 @@ def find_runs(names: list[str]) -> list[RunPaths]:
     Raises ConfigError with the names that there are.
     """
     results = results_folder()
-    there = sorted(path.parent for path in results.glob("*/config.json"))
+    there = _folders(results)
     runs = []
     for name in names:
-        folder = next((f for f in (Path(name), results / name) if f.is_dir()), None)
+        named = (folder for folder in there if folder.name == name)
+        folder = next((f for f in (Path(name), *named, results / name) if f.is_dir()), None)
         if folder is None:
             raise ConfigError(
                 f"there is no run {name}",
-                fix=f"runs in {results}: {', '.join(path.name for path in there)}"
+                fix=f"there are: {', '.join(path.name for path in there)}"
                 if there
                 else "go to the project's folder, or give the path of a run's folder",
             )
         runs.append(RunPaths(folder))
     return runs or [RunPaths(folder) for folder in there]
+
+
+def _folders(results: Path) -> list[Path]:
+    """Directories of the runs in `results`, and before them those of the last workflow command, whose
+    `results` may have come from its --configfile or --config."""
+    try:
+        last = WorkflowRuns.read_if_there(WORKFLOW_RUNS)
+    except DataError as err:
+        say(f"note: {err.what}")
+        last = None
+    recorded = [Path(folder) for folder in last.folders.values()] if last else []
+    found = [folder for folder in recorded if RunPaths(folder).config.exists()]
+    found += sorted(path.parent for path in results.glob("*/config.json"))
+    return list({folder.resolve(): folder for folder in found}.values())
 
 
 def results_folder() -> Path:

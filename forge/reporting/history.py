@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from forge.core import events, json_lines
 from forge.core.events import Event
 from forge.core.paths import RunPaths
+from forge.reporting.run_state import ending
 
 if TYPE_CHECKING:  # `forge show` asks for launches only and must start in a blink
     import pandas as pd
@@ -129,16 +130,9 @@ class Launch:
 
     @property
     def outcome(self) -> str:
-        """How it ended, in words."""
-        match self.ending:
-            case events.Completed():
-                return "completed"
-            case events.Stop(cause=cause):
-                return f"stopped: {cause}"
-            case events.Lost(message=message):
-                return f"lost a rank: {message}"
-            case events.Failed(rank=rank, message=message):
-                return f"failed on rank {rank}: {message}"
+        """How it ended, in the words of `run_state.ending`."""
+        if self.ending:
+            return ": ".join(filter(None, ending(self.ending)))
         return "no end recorded: it still runs or was killed" if self.is_last else "cut off"
 
 

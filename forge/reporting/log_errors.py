@@ -6,7 +6,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 
+from forge.core.tail import last_lines
+from forge.core.terminal import one_line
+
+SEARCHED_BYTES = 2**20  # of the end of a log
 MAX_BLOCK = 400  # lines of one traceback: recursion errors are longer, and end the same way
 
 # What launchers and torch put before a line: `[rank3]: `, and srun --label's `3: `.
@@ -49,6 +54,11 @@ _ECHO = re.compile(
 )
 _ISO = re.compile(r"\b(\d{4}-\d\d-\d\d)[T _](\d\d:\d\d:\d\d(?:[.,]\d+)?)")
 _GLOG = re.compile(r"^\[?[EFWI](\d\d)(\d\d) (\d\d:\d\d:\d\d(?:\.\d+)?)")
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+# How a verb's log ends when the verb has failed; what is asked for is no error.
+_LAST_WORD = re.compile(
+    r"^forge \w+: (?!.*(?: stopped at step |asks this run to stop|interrupted;))"
+)
 _GLOG_HEAD = re.compile(_GLOG.pattern + r"[^\]]*\] ")
 
 
@@ -63,9 +73,13 @@ class Found:
     is_echo: bool = False
 
     @property
+    def is_traceback(self) -> bool:
+        return self.lines[0] == _TRACEBACK
+
+    @property
     def headline(self) -> str:
         """The line that tells what it is: of a traceback the exception."""
-        if self.lines[0] != _TRACEBACK:
+        if not self.is_traceback:
             return self.lines[0]
         return next(
             (line for line in reversed(self.lines) if line and not line.startswith(" ")),
@@ -75,7 +89,7 @@ class Found:
     @property
     def kind(self) -> str:
         """The headline without what differs between ranks: numbers, addresses, who says it."""
-        text = re.sub(r"^forge \w+: ", "", self.headline)
+        text = without_verb(self.headline)
         text = re.sub(r"^rank \d+: ", "", text)
         return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", text)
 
@@ -100,6 +114,32 @@ def find(lines: Sequence[str], who: str, *, written: float, node: str = "") -> I
         found = Found(block, _stamp(block, written) or written, who, node)
         yield Found(block, found.time, who, node, bool(_ECHO.search(found.headline)))
         at = end
+
+
+def last_error(log: Path) -> Found | None:
+    """The error that a verb's log ends with. Its log goes on from start to start, so what is followed by
+    something else has been overcome."""
+    words = clean(last_lines(log, SEARCHED_BYTES)[0])
+    at = max((i for i, line in enumerate(words) if line.startswith("forge ")), default=-1)
+    if at < 0 or not _LAST_WORD.match(words[at]):
+        return None
+    if any(line and not line.startswith(" ") for line in words[at + 1 :]):
+        return None
+    written = log.stat().st_mtime
+    if "is a bug of Forge" in words[at]:
+        return next(reversed(list(find(words, log.name, written=written))), None)
+    return Found(tuple(words[at:]), written, log.name)
+
+
+def without_verb(headline: str) -> str:
+    """A headline without the `forge train: ` before it."""
+    return re.sub(r"^forge \w+: ", "", headline)
+
+
+def clean(lines: Sequence[str]) -> list[str]:
+    """Lines without what would drive the reader's terminal, of each only what was left to be seen."""
+    seen = (_ANSI.sub("", line.rstrip("\r").rpartition("\r")[2]).expandtabs(4) for line in lines)
+    return [line.rstrip() if line.isprintable() else one_line(line).rstrip() for line in seen]
 
 
 def _tells_error(line: str) -> bool:

@@ -20,12 +20,19 @@ from forge.core.errors import ConfigError
 from forge.core.paths import RunPaths
 from forge.core.tail import Follower, last_lines
 from forge.core.terminal import is_terminal, print_plain
-from forge.reporting.log_errors import Found, Group, find, group, said
-from forge.reporting.run_state import one_line
+from forge.reporting.log_errors import (
+    SEARCHED_BYTES,
+    Found,
+    Group,
+    clean,
+    find,
+    group,
+    last_error,
+    said,
+)
 
 # Errors are searched in the end of each log: a rank mostly dies of the last that it says. Of a
 # thousand ranks' logs so much less of each that the answer comes within seconds.
-SEARCHED_BYTES = 2**20
 SEARCHED_ALL_BYTES, SEARCHED_LEAST_BYTES = 2**25, 2**16
 MAX_GROUPS = 8
 MAX_BLOCK = 14  # lines shown of one error
@@ -36,11 +43,6 @@ ALL = "all"
 
 _NAME = re.compile(
     r"(?P<start>\d+\.\d+|local\.[^.]+)\.(?:(?P<node>[^.]+)\.(?P<rank>\d+)|(?P<launcher>[^.]+))\.log"
-)
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-# How a verb's log ends when the verb has failed; what is asked for is no error.
-_LAST_WORD = re.compile(
-    r"^forge \w+: (?!.*(?: stopped at step |asks this run to stop|interrupted;))"
 )
 
 
@@ -190,7 +192,7 @@ def errors_of(paths: RunPaths, start: Start, verbs: Sequence[Log]) -> list[Group
     # What ranks record and verbs end with repeats their logs, or is the only place that tells it.
     for more in (
         _recorded(paths, start),
-        [found for log in verbs if log.written >= start.began for found in _last_word(log)],
+        [found for log in verbs if log.written >= start.began for found in _last_error(log)],
     ):
         known = {found.kind for found in errors}
         errors += [found for found in more if found.kind not in known]
@@ -204,7 +206,7 @@ def _recorded(paths: RunPaths, start: Start) -> list[Found]:
     for event in _events(paths, start):
         if isinstance(event, events.Lost | events.Failed):
             who = f"rank {event.rank}" if isinstance(event, events.Failed) else "launcher"
-            lines = tuple(_clean(event.message.splitlines()))
+            lines = tuple(clean(event.message.splitlines()))
             errors.append(Found(lines, event.time, who, node_of.get(who, "")))
     return errors
 
@@ -216,22 +218,12 @@ def _searched_bytes(start: Start) -> int:
 
 def _errors_in(log: Log, num_bytes: int) -> Iterator[Found]:
     lines, _ = last_lines(log.path, num_bytes)
-    yield from find(_clean(lines), log.who, written=log.written, node=log.node)
+    yield from find(clean(lines), log.who, written=log.written, node=log.node)
 
 
-def _last_word(log: Log) -> list[Found]:
-    """The error that a verb's log ends with. Its log goes on from start to start, so what is
-    followed by something else has been overcome."""
-    lines, _ = last_lines(log.path, SEARCHED_BYTES)
-    words = _clean(lines)
-    at = max((i for i, line in enumerate(words) if line.startswith("forge ")), default=-1)
-    if at < 0 or not _LAST_WORD.match(words[at]):
-        return []
-    if any(line and not line.startswith(" ") for line in words[at + 1 :]):
-        return []
-    if "is a bug of Forge" in words[at]:
-        return list(find(words, log.who, written=log.written))[-1:]
-    return [Found(tuple(words[at:]), log.written, log.who)]
+def _last_error(log: Log) -> list[Found]:
+    found = last_error(log.path)
+    return [found] if found else []
 
 
 def _events(paths: RunPaths, start: Start) -> list[events.Event]:
@@ -243,12 +235,6 @@ def _events(paths: RunPaths, start: Start) -> list[events.Event]:
         if inside:
             mine.append(event)
     return mine
-
-
-def _clean(lines: Sequence[str]) -> list[str]:
-    """Lines without what would drive the reader's terminal, of each only what was left to be seen."""
-    seen = (_ANSI.sub("", line.rstrip("\r").rpartition("\r")[2]).expandtabs(4) for line in lines)
-    return [line.rstrip() if line.isprintable() else one_line(line).rstrip() for line in seen]
 
 
 # --- on the screen ---------------------------------------------------------------------------------
@@ -307,7 +293,7 @@ class _View:
         """Before the first rank: what the verbs said."""
         names = ", ".join(log.who for log in self.verbs)
         self.screen.line(f"{self.paths.root}: no rank has started yet; {names}", "bold")
-        self.show_errors(group(found for log in self.verbs for found in _last_word(log)))
+        self.show_errors(group(found for log in self.verbs for found in _last_error(log)))
         self.show_tail(self.verbs[-1])
 
     def show_errors(self, groups: Sequence[Group]) -> None:
@@ -336,7 +322,7 @@ class _View:
         when = f"last written {clock(log.written)}" if words else "has written nothing"
         self.screen.line()
         self.screen.line(f"{who}, {when}: {told}", "bold")
-        for line in _clean(words[-self.lines :]):
+        for line in clean(words[-self.lines :]):
             self.screen.line(f"  {line}", "red" if _is_error(line) else "")
 
     def show_more(self, start: Start) -> None:
@@ -398,7 +384,7 @@ class _Following:
         try:
             while True:
                 for log, follower in self._followed.values():
-                    for line in _clean(follower.new_lines()):
+                    for line in clean(follower.new_lines()):
                         screen.line(f"{log.who} | {line}", "red" if _is_error(line) else "")
                 time.sleep(FOLLOW_EVERY_SEC)
                 if (start := self._look(from_start=True)) != self._start:

@@ -17,7 +17,7 @@ from forge.core.paths import RunPaths
 from forge.core.terminal import duration
 from forge.reporting.charts import loss_chart, throughput_chart, time_blocks, time_ticks
 from forge.reporting.history import PHASES, History, Launch, read_history
-from forge.reporting.run_state import Summary, preflight_checks, summarise, validation_checks
+from forge.reporting.summary import Summary, preflight_checks, summarize, validation_checks
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -25,8 +25,9 @@ TEMPLATES = Path(__file__).parent / "templates"
 def write_report(paths: RunPaths) -> Path:
     """Write `report.html` of a run from whatever files are there, and give its path.
 
-    Works for a failed or unfinished run too: the page then says what is missing. Equal files give
-    equal bytes. Raises ConfigError where there is no such run, UnfitError on a full disk.
+    Works for a failed or unfinished run too: the page then says what is missing. Equal files of a run
+    that nothing works on give equal bytes. Raises ConfigError where there is no such run,
+    UnfitError on a full disk.
     """
     page = render(paths)
     with atomic_open(paths.report, "w") as file:
@@ -52,7 +53,7 @@ def render(paths: RunPaths) -> str:
 
 
 def _context(paths: RunPaths) -> dict[str, Any]:
-    summary, history = summarise(paths), read_history(paths)
+    summary, history = summarize(paths), read_history(paths)
     return {
         "summary": summary,
         "facts": _facts(history),

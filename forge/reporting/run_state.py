@@ -1,206 +1,394 @@
-"""Summary of a run from its files: status, checkpoint, lineage and samples."""
+"""The one judge of a run: its state, the reason, its log and the next command.
+
+`forge status`, `forge show`, the report and the last lines of the workflow all ask here, so that a run
+has the same state and the same reason in each of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal, TypeVar
+from statistics import median
+from typing import Literal, NamedTuple
 
-from forge.checkpoint import resume
-from forge.checkpoint.manifest import Artifact, Manifest, ParentCheckpoint, Part
-from forge.core.checks import Check
-from forge.core.errors import ConfigError, DataError
+from forge.cluster import jobs, slurm
+from forge.cluster.jobs import QueuedJob
+from forge.cluster.pending import lasting_advice
+from forge.core import events
+from forge.core.errors import DataError
+from forge.core.events import Event
 from forge.core.paths import RunPaths
-from forge.core.records import PreflightResult, Sample, Trained, Validation
-from forge.reporting.history import Launch, read_launches
+from forge.core.process import Process
+from forge.core.records import PreflightResult, Validated, Validation
+from forge.core.terminal import duration, one_line
+from forge.reporting.log_errors import Found, last_error, without_verb
+from forge.reporting.run_files import RunFiles
 
-Tone = Literal["good", "bad", "open"]
-Standing = tuple[str, Tone, list[str]]
-T = TypeVar("T")
+State = Literal[
+    "not started",
+    "waiting",
+    "running",
+    "stopped",
+    "cut off",
+    "failed",
+    "done",
+    "validated",
+    "invalid",
+    "unknown",
+]
+Tone = Literal["good", "bad", "busy", "open"]
+Queue = Sequence[QueuedJob] | None  # Slurm's; None where it cannot be asked
+
+_TONES: dict[State, Tone] = {
+    "validated": "good",
+    "failed": "bad",
+    "invalid": "bad",
+    "cut off": "bad",
+    "waiting": "busy",
+    "running": "busy",
+}  # the rest: open
+
+# On a terminal.
+COLORS: dict[Tone, str] = {"good": "green", "bad": "red", "busy": "cyan", "open": "yellow"}
+
+ASK_SEC = 3.0  # how long squeue may take: an answer a little later is better than a wrong one
+
+# No new step for this long, and for so many times the usual, is worth a look.
+STALL_SEC = 60.0
+STALL_TIMES = 10
+# Imports, rendezvous, digests of shards and compiling take minutes on a cold file system, no more.
+SLOW_START_SEC = 300.0
+
+TRAINING = "training"
+RESUME = "rerun the command to resume"
 
 
 @dataclass(frozen=True)
-class Summary:
-    """What people ask first about a run. tone: whether the status is good news."""
+class RunState:
+    """How it stands with a run."""
 
     run: str
-    status: str
-    tone: Tone
-    reasons: list[str]  # why the status is bad: cause, fix, what validation found
-    checkpoint: Path | None
-    manifest: Manifest | None  # of the checkpoint
-    trained: Trained | None
-    validation: Validation | None
-    preflight: PreflightResult | None
+    state: State
+    reason: str
+    """One line: what it does or waits for, or what ended it."""
+    details: tuple[str, ...]
+    """More of the reason, a line each: cause and fix of an error, failed checks."""
+    next: str
+    """What a person has to do: a command, or a sentence; "" where that is nothing."""
+    log: Path | None
+    """What to read: the report of a validated run, else the newest log of a subcommand that works for
+    this run; None where all ran without --log."""
+    step: int | None
+    goal: int | None
+    job: str
+    """Of Slurm: the one that is in the queue, with its nodes, else the last; else the host."""
 
     @property
-    def step(self) -> int | None:
-        """The step of the committed checkpoint."""
-        return self.manifest.step if self.manifest else None
+    def tone(self) -> Tone:
+        """Whether the state is good news, bad news, work under way, or open."""
+        return _TONES.get(self.state, "open")
 
     @property
-    def samples(self) -> list[str]:
-        """Prompt and continuation, each as one printable line."""
-        return [_sample(sample) for sample in self.validation.samples] if self.validation else []
-
-    @property
-    def lineage(self) -> list[tuple[str, str]]:
-        """(what, value) of everything that made the checkpoint; empty without one."""
-        if self.manifest is None:
-            return []
-        lineage = self.manifest.lineage
-        dirty = " with uncommitted changes" if lineage.code.dirty else ""
-        rows = [
-            ("forge", lineage.code.version),
-            ("code commit", f"{lineage.code.commit}{dirty}" if lineage.code.commit else ""),
-            ("config digest", lineage.config_digest),
-            ("tokenizer", _id_and_digest(lineage.tokenizer)),
-            ("tokens", _id_and_digest(lineage.tokens)),
-            ("parent", _parent(lineage.parent)),
-            ("weights digest", self._weights_digest()),
-            ("world size", str(self.manifest.world_size)),
-            ("skipped steps", str(self.manifest.skipped.steps or "")),
-            ("numerics", _flat(lineage.numerics)),
-            ("versions", _flat(lineage.versions)),
-            ("hardware", _flat(lineage.hardware)),
-        ]
-        return [(name, value) for name, value in rows if value]
-
-    def _weights_digest(self) -> str:
-        """From the completion record or the validation, whichever is of the checkpoint's step."""
-        same_step = (r for r in (self.trained, self.validation) if r and r.step == self.step)
-        return next((r.weights_digest for r in same_step if r.weights_digest), "")
+    def headline(self) -> str:
+        """State, step and reason in one line."""
+        at = "" if self.step is None else f" at step {self.step}"
+        of = f" of {self.goal}" if at and self.goal else ""
+        return f"{self.state}{at}{of}" + (f": {self.reason}" if self.reason else "")
 
 
-def summarise(paths: RunPaths) -> Summary:
-    """The run's standing. Raises ConfigError where there is no such run."""
-    if not paths.root.is_dir():
-        there = sorted(p.parent.name for p in paths.root.parent.glob("*/config.json"))
-        raise ConfigError(
-            f"no run in {paths.root}",
-            fix=f"runs there: {', '.join(there)}" if there else "train one first: make train",
-        )
-    troubles: list[str] = []
-    trained = _readable(lambda: Trained.read_if_there(paths.trained), troubles)
-    validation = _readable(lambda: Validation.read_if_there(paths.validation), troubles)
-    preflight = _readable(lambda: PreflightResult.read_if_there(paths.preflight), troubles)
-    checkpoint = _readable(lambda: resume.latest(paths), troubles)
-    launches = _readable(lambda: read_launches(paths), troubles) or []
-    folder, manifest = (checkpoint.folder, checkpoint.manifest) if checkpoint else (None, None)
-    status, tone, reasons = _standing(launches, preflight, _verdict(validation, manifest))
-    tone, reasons = ("bad" if troubles else tone), [*reasons, *troubles]
-    standing = status, tone, reasons
-    return Summary(paths.root.name, *standing, folder, manifest, trained, validation, preflight)
+class _Found(NamedTuple):
+    """What was found out about a run."""
+
+    state: State
+    reason: str
+    next: str = ""
+    details: Sequence[str] = ()
 
 
-def _readable(read: Callable[[], T | None], troubles: list[str]) -> T | None:
-    """What a file holds; None, and the reason among the troubles, where it cannot be read: a page for
-    people must not fail because of it."""
+def ask_slurm(runs: Sequence[RunPaths]) -> tuple[Queue, str]:
+    """Slurm's queue for `judge`, and a note where it does not answer."""
+    if not slurm.is_here():
+        return None, ""
+    # A run of a colleague in a shared folder is asked for as well.
+    users = {os.getuid(), *(paths.root.stat().st_uid for paths in runs if paths.root.is_dir())}
     try:
-        return read()
+        return jobs.read_queue(users, patience_sec=0, timeout_sec=ASK_SEC), ""
+    except slurm.SlurmSilent as err:
+        what = err.what.split("\n")[0]
+        return None, f"note: {clipped(what)}; this is from the runs' files alone"
+
+
+def judge(files: RunFiles, queue: Queue) -> RunState:
+    """The state of a run. Raises nothing for what it finds: a record that cannot be read is the state
+    `unknown`."""
+    job = jobs.of_run(queue or (), files.paths.root.name, files.job_ids, Path.cwd())
+    try:
+        found = _judged(files, job, queue)
     except DataError as err:
-        troubles.append(err.what)
-        return None
+        found = _Found("unknown", err.what, err.fix)
+    report = files.paths.report
+    is_reported = found.state == "validated" and report.exists()
+    return RunState(
+        run=files.paths.root.name,
+        state=found.state,
+        reason=one_line(found.reason),
+        details=tuple(map(one_line, found.details)),
+        next=found.next,
+        log=report if is_reported else _newest_log(files),
+        step=files.step,
+        goal=files.goal,
+        job=_where(files, job, found.state),
+    )
 
 
-# --- status -------------------------------------------------------------------------------------
+def _where(files: RunFiles, job: QueuedJob | None, state: State) -> str:
+    if job:
+        return f"{job.id} on {job.nodes}" if job.nodes else job.id
+    if files.job_ids or state != "running":
+        return "".join(files.job_ids)
+    return str(files.lock.get("host", ""))
 
 
-def _standing(
-    launches: list[Launch], preflight: PreflightResult | None, verdict: Standing | None
-) -> Standing:
-    """The newest thing known; an earlier verdict on the checkpoint still counts beside it."""
-    if launches and launches[-1].has_completed:
-        return verdict or (f"trained to step {launches[-1].last_step}, not validated", "open", [])
-    if preflight and preflight.status == "failed":
-        status, tone, reasons = _preflight_failed(preflight)
-    elif launches:
-        status, tone, reasons = _launched(launches[-1])
+def _judged(files: RunFiles, job: QueuedJob | None, queue: Queue) -> _Found:
+    if files.log_trouble:
+        raise files.log_trouble
+    if job and job.is_waiting:
+        return _waiting(files, job)
+    match _holder(files, job, queue):
+        case "lives":
+            return _working(files)
+        # A job that only completes has no process left that would work on the run.
+        case _ if job and job.state != "COMPLETING":
+            return _between(files, job)
+        case "unknown":
+            since = duration(files.now - files.last_sign_of_life)
+            who = f"its process on {files.lock['host']} cannot be asked from here"
+            return _Found("unknown", f"{who}; last sign of life {since} ago")
+        case "gone":
+            return _Found("cut off", "its process is gone", "rerun the command")
+    return _ended(files)
+
+
+def _holder(files: RunFiles, job: QueuedJob | None, queue: Queue) -> str:
+    """How the process that holds the lock is: lives, gone, unknown; none where nobody holds it."""
+    try:
+        process = Process.from_json(files.lock)
+    except (KeyError, TypeError):
+        return "none"
+    if process.is_here:
+        return "lives" if process.is_alive() else "gone"
+    if process.slurm_job and queue is not None:
+        return "lives" if job and job.id == process.slurm_job else "gone"
+    return "unknown"
+
+
+# --- work under way --------------------------------------------------------------------------------
+
+
+def _waiting(files: RunFiles, job: QueuedJob) -> _Found:
+    text = f"{job.state} ({job.reason})"
+    if job.submitted:
+        text += f" for {duration(files.now - job.submitted)}"
+    if job.start and job.start > files.now:
+        text += f", expected to start in {duration(job.start - files.now)}"
+    advice = lasting_advice(job.id, job.reason)
+    return _Found("waiting", text + "; it does not pass by itself" * bool(advice), advice)
+
+
+def _between(files: RunFiles, job: QueuedJob) -> _Found:
+    """The job runs and no verb holds the run: before the first of them, or between two."""
+    since = job.start or files.now
+    if not files.paths.stage.exists():
+        what = "starting, or staging"
+    elif not files.paths.preflight_pass.exists():
+        what, since = "staged", files.paths.stage.stat().st_mtime
     else:
-        status, tone, reasons = "training has not started", "open", []
-    if verdict:
-        status = f"{status}; its checkpoint is {verdict[0]}"
-        tone = "bad" if verdict[1] == "bad" else tone
-        reasons = [*reasons, *verdict[2]]
-    return status, tone, reasons
+        what, since = "preflight passed", files.paths.preflight_pass.stat().st_mtime
+    return _running(files, what, since)
 
 
-def _verdict(validation: Validation | None, manifest: Manifest | None) -> Standing | None:
-    """What validation said; only for its own step, because training may have gone on since."""
-    if validation is None or (manifest and validation.step != manifest.step):
-        return None
-    tone: Tone = "good" if validation.status == "valid" else "bad"
-    return f"{validation.status} at step {validation.step}", tone, validation.reasons
+def _running(files: RunFiles, what: str, since: float, patience: float = SLOW_START_SEC) -> _Found:
+    """What has gone on since then, and where to look when that is longer than it should be."""
+    seconds = files.now - since
+    look = f"forge logs {files.paths.root}" if seconds > patience else ""
+    return _Found("running", f"{what} for {duration(seconds)}", look)
 
 
-def _launched(launch: Launch) -> Standing:
-    outcome, *more = launch.outcome.splitlines()
-    reasons = [" ".join(line.split()) for line in more]
-    return f"step {launch.last_step}: {outcome}", "bad" if launch.has_failed else "open", reasons
+def _working(files: RunFiles) -> _Found:
+    """What the verb that holds the lock is doing, and for how long."""
+    verb, since = files.lock.get("verb"), files.lock_since
+    if verb != "train":
+        return _running(files, str(verb), since)
+    # A second of grace: the lock's time is the file system's clock.
+    event = files.last(events.Launch, events.Init, events.Lost, events.Completed, since=since - 1)
+    began = event.time if event else since
+    match event:
+        case events.Completed():
+            return _running(files, "at its goal, finishing", began, float("inf"))
+        case events.Init():
+            return _training(files, began)
+        case events.Launch():
+            what = "starting ranks"
+        case events.Lost():
+            what = "a rank was lost, starting again"
+        case _:
+            what = "starting"
+    return _running(files, what, began)
 
 
-def _preflight_failed(preflight: PreflightResult) -> Standing:
-    failed = [check for check in preflight_checks(preflight) if check["status"] == "fail"]
-    reasons = [f"{c['where']}, {c['name']}: {c['message']}. Fix: {c['fix']}" for c in failed]
-    return "preflight failed, training did not start", "bad", reasons
+def _training(files: RunFiles, began: float) -> _Found:
+    """Training, or that no step has come for longer than steps, evaluation and saves usually take."""
+    steps = files.steps_of_launch
+    other = files.last(events.Eval, events.Save, since=began)
+    last = max(began, other.time if other else 0, steps[-1]["time"] if steps else 0)
+    gaps = [after["time"] - before["time"] for before, after in pairwise(steps)]
+    patience = max(STALL_SEC, STALL_TIMES * median(gaps)) if gaps else SLOW_START_SEC
+    if files.now - last > patience:
+        return _running(files, "no step", last, patience)
+    if not steps:
+        return _running(files, "first steps", began, float("inf"))
+    return _Found("running", TRAINING)
 
 
-# --- checks ---------------------------------------------------------------------------------------
+# --- the end of a run ------------------------------------------------------------------------------
+
+# What a run can have been ended by; a preflight that passed ends nothing.
+_ENDS = (events.Launch, events.Stop, events.Requeue, events.Lost, events.Failed, events.Completed)
+_OF_TRAINING = ("train.log",)
+# The log of a verb -> the event that tells of its failure.
+_RECORDED_BY = {"preflight.log": events.Preflight, "validate.log": events.Validate}
 
 
-def preflight_checks(preflight: PreflightResult | None) -> list[dict[str, str]]:
-    """Checks of all nodes and of the ranks, worst first: where, name, status, message, fix."""
-    if preflight is None:
-        return []
-    nodes = [_row(check, node.node) for node in preflight.nodes for check in node.checks]
-    return _worst_first(nodes + [_row(check, "ranks") for check in preflight.ranks.checks])
+def ending(event: Event) -> tuple[str, str]:
+    """In which state an event leaves a launch, and why; ("", "") for one that ends none.
 
-
-def validation_checks(validation: Validation | None) -> list[dict[str, str]]:
-    """Validation's checks, worst first: name, status, message, fix."""
-    return _worst_first([_row(check, "") for check in validation.checks] if validation else [])
-
-
-def _row(check: Check, where: str) -> dict[str, str]:
-    return {"where": where, **asdict(check)}
-
-
-def _worst_first(checks: list[dict[str, str]]) -> list[dict[str, str]]:
-    return sorted(checks, key=lambda check: {"ok": 2, "warn": 1}.get(check["status"], 0))
-
-
-# --- words --------------------------------------------------------------------------------------
-
-
-def _id_and_digest(artifact: Artifact) -> str:
-    return f"{artifact.id} (digest {artifact.digest})"
-
-
-def _parent(parent: ParentCheckpoint | None) -> str:
-    return f"{parent.run}@{parent.step} (digest {parent.digest})" if parent else ""
-
-
-def _flat(part: Part) -> str:
-    """`{"torch": "2.13"}` as "torch 2.13"; lists joined, empty values left out."""
-    shown = [
-        f"{key} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-        for key, value in part.to_json().items()
-        if value not in (None, "", [])
-    ]
-    return " · ".join(shown)
-
-
-def _sample(sample: Sample) -> str:
-    """Prompt and continuation; a text that begins with its prompt has both already."""
-    has_prompt = sample.text.startswith(sample.prompt)
-    return one_line(sample.text if has_prompt else sample.prompt + sample.text)
-
-
-def one_line(text: str) -> str:
-    """Model text as one printable line: breaks shown as ⏎, other control characters escaped.
-
-    Unescaped, sampled bytes could drive the reader's terminal.
+    The reason of an error has more lines: its cause and fix.
     """
-    shown = (c if c.isprintable() else "⏎" if c == "\n" else repr(c)[1:-1] for c in text)
-    return "".join(shown)
+    match event:
+        case events.Completed():
+            return "completed", ""
+        case events.Stop(cause=cause) | events.Requeue(cause=cause):
+            return "stopped", cause
+        case events.Lost(message=message):
+            return "cut off", f"lost a rank: {message}"
+        case events.Failed(rank=rank, message=message):
+            return "failed", f"rank {rank}: {message}"
+    return "", ""
+
+
+def _ended(files: RunFiles) -> _Found:
+    """The state of a run that nothing works on, by the last thing that happened to it."""
+    found = _by_event(files)
+    log = _newest_log(files)
+    error = _unrecorded_error(files, log, found) if log else None
+    if log is None or error is None:
+        return found
+    verb = log.stem.partition("-")[0]
+    more = () if error.is_traceback else error.lines[1:]
+    look = f"forge logs {files.paths.root}" if log.parent == files.paths.logs else f"less {log}"
+    return _failed([f"{verb}: {without_verb(error.headline)}", *more], look)
+
+
+def _by_event(files: RunFiles) -> _Found:
+    last, checked = files.last(*_ENDS, events.Preflight), ""
+    if isinstance(last, events.Preflight) and last.status == "ok":
+        last, checked = files.last(*_ENDS), "preflight passed, "
+    match last:
+        case None:
+            return _Found(
+                "not started",
+                f"{checked}nothing has trained yet",
+                _first(files, "run the target train"),
+            )
+        case events.Completed():
+            return _completed(files)
+        case events.Failed(diverged=diverged):
+            look = f"forge logs {files.paths.root}"
+            # Refused at once, as it is, with the same message (train.refuse_known_failure).
+            other = "change the config under a new run name: " * diverged
+            return _failed(ending(last)[1].splitlines(), other + look)
+        case events.Preflight():
+            return _preflight_failed(files, last)
+        case events.Stop() | events.Requeue():
+            return _Found("stopped", ending(last)[1], _first(files, RESUME))
+    reason = ending(last)[1].split("\n")[0]
+    return _Found("cut off", reason or "no end was recorded", _first(files, RESUME))
+
+
+def _first(files: RunFiles, following: str) -> str:
+    """What to do, after the STOP file is removed where there is one."""
+    stop = files.paths.stop
+    return f"rm {stop}, then {following}" if stop.exists() else following
+
+
+def _completed(files: RunFiles) -> _Found:
+    step, goal = files.step, files.goal
+    if goal is not None and step is not None and step < goal:
+        return _Found("stopped", f"step {step} was its goal, now it is {goal}", "rerun the command")
+    validation = Validation.read_if_there(files.paths.validation)
+    if validation and validation.step == step and validation.status == "invalid":
+        reason, *more = validation.reasons
+        examine = f"forge validate {files.paths.root} --all"
+        return _Found("invalid", reason, examine, more)
+    validated = Validated.read_if_there(files.paths.validated)
+    if validated and validated.step == step:
+        loss = validated.loss
+        return _Found("validated", "" if loss is None else f"held-out loss {loss:.3f}")
+    return _Found("done", "not validated yet", f"forge validate {files.paths.config}")
+
+
+def _failed(lines: Sequence[str], look: str) -> _Found:
+    """lines: of the error. look: the command that shows more of it."""
+    reason, *more = lines
+    return _Found("failed", reason, look, [" ".join(line.split()) for line in more])
+
+
+def _preflight_failed(files: RunFiles, event: events.Preflight) -> _Found:
+    names = ", ".join(dict.fromkeys(event.failed))
+    try:
+        result = PreflightResult.read_if_there(files.paths.preflight)
+    except DataError as err:
+        details = [err.what]
+    else:
+        checks = result.all_checks if result else []
+        failed = [(where, check) for where, check in checks if check.status == "fail"]
+        details = [f"{where}, {c.name}: {c.message}. Fix: {c.fix}" for where, c in failed]
+    table = f"cat {files.paths.preflight_table}"
+    return _Found("failed", f"preflight: {names}" if names else "preflight", table, details)
+
+
+def _unrecorded_error(files: RunFiles, log: Path, found: _Found) -> Found | None:
+    """The error that the newest log ends with, where it is newer than all that was recorded and says
+    something else: of staging, or of training before its first launch, no event tells."""
+    recorded = files.log[-1].time if files.log else 0.0
+    # A second of grace: clocks of a host and of a file system differ.
+    error = last_error(log) if log.stat().st_mtime > recorded - 1 else None
+    if error is None or (log.name in _OF_TRAINING and found.reason in error.headline):
+        return None
+    is_recorded = files.log and isinstance(files.log[-1], _RECORDED_BY.get(log.name, ()))
+    return None if is_recorded else error
+
+
+def _newest_log(files: RunFiles) -> Path | None:
+    return max(_logs(files), key=lambda log: log.stat().st_mtime, default=None)
+
+
+def _logs(files: RunFiles) -> list[Path]:
+    """Logs of the subcommands that worked for this run, on its tokenizer and tokens too. Those of ranks
+    have a dot in their names."""
+    own = [log for log in files.paths.logs.glob("*.log") if "." not in log.stem]
+    data, ids = files.config.get("data"), files.config.get("ids")
+    shared = [
+        Path(data) / f"logs/{verb}-{ids.get(artifact)}.log"
+        for verb, artifact in (("tokenizer", "tokenizer"), ("tokenize", "tokens"))
+        if data and ids
+    ]
+    return [log for log in own + shared if log.is_file() and log.stat().st_size]
+
+
+def clipped(text: str, width: int = 90) -> str:
+    """The text, with an ellipsis for what is beyond the width."""
+    return text if len(text) <= width else text[: width - 1] + "…"

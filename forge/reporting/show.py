@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from forge.core import json_lines
 from forge.core.paths import RunPaths
 from forge.core.terminal import is_terminal, print_plain
-from forge.reporting.run_state import Summary, summarise
+from forge.reporting.run_state import COLORS
+from forge.reporting.summary import Summary, summarize
 
 SAMPLES = 3
 SAMPLE_WIDTH = 100
@@ -19,7 +20,7 @@ def show(runs: Sequence[RunPaths]) -> None:
 
     Raises ConfigError where a run does not exist; all runs are looked up before the first line.
     """
-    summaries = [(paths, summarise(paths)) for paths in runs]
+    summaries = [(paths, summarize(paths)) for paths in runs]
     for paths, summary in summaries:
         rows = _rows(paths, summary)
         if is_terminal(sys.stdout):
@@ -36,7 +37,8 @@ def _rows(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
     report = (
         str(paths.report) if paths.report.exists() else f"none yet: forge report {paths.config}"
     )
-    rows = [("reason" if i == 0 else "", reason) for i, reason in enumerate(summary.reasons)]
+    rows = [("reason" if i == 0 else "", note) for i, note in enumerate(summary.notes)]
+    rows += [("next", summary.state.next)] if summary.state.next else []
     rows += [("checkpoint", checkpoint), ("report", report), ("held-out loss", _losses(paths))]
     for number, sample in enumerate(summary.samples[:SAMPLES]):
         clipped = sample if len(sample) <= SAMPLE_WIDTH else sample[: SAMPLE_WIDTH - 1] + "…"
@@ -61,7 +63,7 @@ def _losses(paths: RunPaths) -> str:
 
 
 def _print_plain(summary: Summary, rows: list[tuple[str, str]]) -> None:
-    lines = [f"{summary.run}: {summary.status}"]
+    lines = [f"{summary.state.run}: {summary.state.headline}"]
     lines += [f"  {label:<15} {value}".rstrip() for label, value in rows]
     print_plain("\n".join(lines))
 
@@ -78,6 +80,6 @@ def _print_panel(summary: Summary, rows: list[tuple[str, str]]) -> None:
     grid.add_column(overflow="fold")
     for label, value in rows:
         grid.add_row(label, Text(value))
-    colour = {"good": "green", "bad": "red", "open": "yellow"}[summary.tone]
-    title = Text(f"{summary.run}: {summary.status}", style=f"bold {colour}")
-    Console().print(Panel(grid, title=title, title_align="left", border_style=colour))
+    color = COLORS[summary.state.tone]
+    title = Text(f"{summary.state.run}: {summary.state.headline}", style=f"bold {color}")
+    Console().print(Panel(grid, title=title, title_align="left", border_style=color))

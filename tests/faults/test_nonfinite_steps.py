@@ -22,7 +22,7 @@ from forge.core.config import load_config
 from forge.core.errors import Exit
 from forge.data.loader import Loader, Windows
 from forge.data.shards import ShardSet
-from forge.reporting.run_state import summarise
+from forge.reporting.summary import summarize
 
 FIRST, GOAL = 2, 16
 LARGE = 3e38
@@ -121,7 +121,7 @@ def test_run_that_diverged_skips_its_bad_steps_under_its_own_name_and_reaches_th
     assert f"the update of step {steps[0]} is skipped" in ended.text
     assert skipped(whole) == steps
     assert resume.latest(whole.paths).manifest.skipped.steps == len(steps)
-    assert ("skipped steps", str(len(steps))) in summarise(whole.paths).lineage
+    assert ("skipped steps", str(len(steps))) in summarize(whole.paths).lineage
 
     # Stopped where a step has just been skipped, and resumed there: the same run, bit by bit.
     for goal in (steps[0], steps[1], GOAL):

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from support import happenings
-from support.manifests import manifest_of
+from support.manifests import IDS, manifest_of
 
 from forge.core import events, json_lines
 from forge.core.checks import Check
-from forge.core.config import Config
+from forge.core.config import ResolvedConfig
 from forge.core.events import Event
 from forge.core.files import write_json
 from forge.core.paths import RunPaths, checkpoint_name
@@ -93,13 +93,14 @@ class RecordedRun:
         ).write(self.paths.trained)
 
     def freeze_config(self) -> None:
-        write_json(self.paths.config, Config(run=self.root.name).to_json())
+        write_json(self.paths.config, ResolvedConfig(run=self.root.name, ids=IDS).to_json())
 
     def preflight(
         self, *, status: Literal["ok", "failed"] = "ok", trouble: Sequence[Check] = ()
     ) -> None:
         fine = Check("python", "ok", "Python 3.11.9")
-        self.event(happenings.preflight(status=status))
+        failed = [check.name for check in trouble if check.status == "fail"]
+        self.event(happenings.preflight(status=status, failed=failed))
         checks = [fine, *trouble]
         PreflightResult(
             status=status,

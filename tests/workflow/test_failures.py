@@ -14,6 +14,8 @@ def test_failing_preflight_leaves_its_findings(project):
     code, output = project.snakemake("train")
     assert code != 0
     assert "memory: " in output and "100,000" not in output.split("memory:")[0]
+    last = output.splitlines()[-1]
+    assert last.startswith("base  failed  preflight: memory  results/base/logs/preflight.log")
     assert project.read("preflight.json")["status"] == "failed"
     assert "memory\tfail" in project.path("preflight.tsv").read_text()
     assert not project.path("trained.json").exists()
@@ -26,6 +28,7 @@ def test_failing_training_leaves_checkpoints_metrics_events_and_logs(project):
     assert code != 0
     assert "not finite" in output
     assert "Traceback" not in output
+    assert output.splitlines()[-1].startswith("base  failed at step ")
     assert not project.path("trained.json").exists()
     for name in ("metrics.jsonl", "events.jsonl", "preflight.json", "config.json"):
         assert project.path(name).exists()
@@ -68,6 +71,7 @@ def test_failing_validation_leaves_its_verdict_and_the_checkpoint(project):
     verdict = project.read("validation.json")
     assert verdict["status"] == "invalid"
     assert "another digest" in verdict["reasons"][0]
+    assert output.splitlines()[-1].startswith("base  invalid at step 12  digests: ")
     assert not project.path("validated.json").exists()
     assert shard.exists()
 

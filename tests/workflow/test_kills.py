@@ -55,6 +55,8 @@ def test_ctrl_c_commits_and_the_same_command_goes_on(long_project, undisturbed):
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0
     assert "Ctrl-C" in output and "rerun the same command" in output
+    last = output.splitlines()[-1]
+    assert last.startswith("base  stopped at step ") and "rerun the command to resume" in last
     assert not long_project.processes()
     finish(long_project, undisturbed)
 

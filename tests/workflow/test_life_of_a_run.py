@@ -4,6 +4,9 @@ import shutil
 
 import pytest
 
+from forge.core.paths import WORKFLOW_RUNS
+from forge.core.records import WorkflowRuns
+
 pytestmark = pytest.mark.xdist_group("life")
 
 
@@ -17,8 +20,12 @@ def test_one_command_gives_a_validated_checkpoint_and_a_report(shared_project):
     report = shared_project.path("report.html").read_text()
     assert "<svg" in report and "http://" not in report.replace("http://www.w3.org", "")
     assert shared_project.path("checkpoints/latest").resolve().name == "step-00000012"
-    for shown in ("NODE ", "held-out loss", "report.html", "checkpoints/latest", "def "):
-        assert shown in output
+    assert "NODE " in output
+    *_, head, row = output.splitlines()
+    assert head.split() == ["run", "state", "reason", "log", "next"]
+    assert row.split()[:4] == ["base", "validated", "held-out", "loss"] and "report.html" in row
+    found = WorkflowRuns.read(shared_project.root / WORKFLOW_RUNS)
+    assert found.folders == {"base": "results/base"}
 
 
 def test_allocation_files_are_gone_and_what_people_read_is_kept(shared_project):
@@ -32,6 +39,8 @@ def test_the_same_command_on_a_finished_run_does_nothing(shared_project):
     code, output = shared_project.snakemake("train")
     assert code == 0
     assert "Nothing to be done" in output
+    assert output.splitlines()[-1].startswith("base  validated")
+    assert "validated" not in shared_project.snakemake("-n", "train")[1].splitlines()[-1]
     assert shared_project.path("trained.json").stat().st_mtime_ns == before
 
 

@@ -21,6 +21,9 @@ try:
 except ForgeError as err:
     raise WorkflowError(str(err)) from None
 
+if workflow.is_main_process:
+    helpers.end_with_table(workflow, RUNS)
+
 RESULTS, DATA = shared_folders(RUNS)
 # One config for each shared artefact: those that share an id are equal in what matters to it.
 TOKENIZERS = {settings.ids.tokenizer: settings for settings in RUNS.values()}
@@ -90,12 +93,8 @@ onstart:
             helpers.keep_for_jobs(RUNS)
             job_watch.install(workflow.scheduler._executor)
         ALLOCATION.take_over(logger.info, submits=submits)
+        helpers.write_down(RUNS)
     except ForgeError as err:
         raise WorkflowError(str(err)) from None
     # `resume` says go on, also to a run that a STOP file has stopped. Not in a dry run.
     helpers.remove_stop_files({name: RUNS[name] for name in RESUMED}, logger.info)
-
-
-onsuccess:
-    if folders := helpers.finished_folders(RUNS):
-        shell("forge show {folders:q}")

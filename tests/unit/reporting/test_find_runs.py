@@ -5,6 +5,8 @@ from support.recorded_run import RecordedRun
 
 from forge import cli
 from forge.core.errors import ConfigError
+from forge.core.paths import WORKFLOW_RUNS
+from forge.core.records import WorkflowRuns
 from forge.reporting.find_runs import find_runs
 
 
@@ -35,7 +37,7 @@ def test_runs_are_found_where_the_config_has_them(project, capsys):
     assert "alpha" in capsys.readouterr().out
     with pytest.raises(ConfigError) as caught:
         find_runs(["gamma"])
-    assert caught.value.fix == f"runs in {project}/scratch: alpha, beta"
+    assert caught.value.fix == "there are: alpha, beta"
 
 
 @pytest.mark.parametrize("text", ["results: [", "results: ''\n", "- a list\n"])
@@ -50,3 +52,46 @@ def test_config_that_is_being_edited_hides_no_run(project, capsys, text):
 def test_without_a_config_runs_are_in_results(project):
     RecordedRun(project / "project/results/base").freeze_config()
     assert names() == names("base") == ["base"]
+
+
+# --- runs of the last workflow command --------------------------------------------------------------
+
+
+def write_down(*folders):
+    WorkflowRuns(folders={folder.name: str(folder) for folder in folders}).write(WORKFLOW_RUNS)
+
+
+def test_runs_of_the_last_command_are_found_whatever_config_it_had(project, capsys):
+    RecordedRun(project / "project/results/base").freeze_config()
+    write_down(project / "scratch/beta", project / "scratch/alpha", project / "scratch/planned")
+    assert names() == ["alpha", "beta", "base"]  # `planned` has no config yet
+    assert names("alpha", "base") == ["alpha", "base"]
+    for command in (["status"], ["show"]):
+        assert cli.main(command) == 0
+        assert "alpha" in capsys.readouterr().out
+    assert cli.main(["logs", "alpha"]) == 78
+    assert "scratch/alpha/logs holds no logs yet" in capsys.readouterr().err
+    assert cli.main(["export", "alpha"]) == 65
+    assert "scratch/alpha has no checkpoint" in capsys.readouterr().err
+
+
+def test_of_two_runs_with_one_name_that_of_the_last_command_is_meant(project):
+    RecordedRun(project / "project/results/alpha").freeze_config()
+    write_down(project / "scratch/alpha")
+    (found,) = find_runs(["alpha"])
+    assert found.root == project / "scratch/alpha"
+    assert len(find_runs([])) == 2
+
+
+def test_a_run_that_is_in_the_record_and_in_the_config_is_one(project):
+    configure(project, f"results: {project}/scratch\n")
+    write_down(project / "scratch/alpha")
+    assert names() == ["alpha", "beta"]
+
+
+def test_a_record_of_another_version_is_told_and_hides_no_run(project, capsys):
+    RecordedRun(project / "project/results/base").freeze_config()
+    write_down(project / "scratch/alpha")
+    WORKFLOW_RUNS.write_text('{"format": 9, "folders": {}}')
+    assert names() == ["base"]
+    assert "note: .snakemake/forge/runs.json has format 9" in capsys.readouterr().err

@@ -60,7 +60,7 @@ def test_restarts_tell_step_time_and_cause(tmp_path: Path) -> None:
     restarts = read_history(run.paths).restarts
     assert [(r.step, r.cause) for r in restarts] == [
         (20, "stopped: time limit"),
-        (20, "lost a rank: rank 1 is gone"),
+        (20, "cut off: lost a rank: rank 1 is gone"),
     ]
     assert restarts[0].time < restarts[1].time
 
@@ -119,7 +119,7 @@ def test_steps_after_the_last_save_of_a_failed_launch_are_lost(tmp_path: Path) -
     assert history.seconds["lost"] == pytest.approx(10 * STEP_SEC)
     assert history.seconds["train"] == pytest.approx(20 * STEP_SEC)
     assert history.train["step"].max() == 30, "the curve still shows how it went wrong"
-    assert history.launches[-1].outcome == "failed on rank 1: loss is inf"
+    assert history.launches[-1].outcome == "failed: rank 1: loss is inf"
 
 
 def test_launch_that_never_got_ready_undoes_nothing(tmp_path: Path) -> None:

@@ -271,7 +271,7 @@ def test_a_run_is_found_by_its_name_and_its_folder(tmp_path, monkeypatch, capsys
         assert cli.main(["logs", name]) == 0
         assert "here" in capsys.readouterr().out
     assert cli.main(["logs", "bsae"]) == 78
-    assert "there is no run bsae\n  fix:   runs in results: base" in capsys.readouterr().err
+    assert "there is no run bsae\n  fix:   there are: base" in capsys.readouterr().err
 
 
 # --- the last lines -------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from forge.core.errors import ConfigError
 from forge.reporting.charts import time_blocks, time_ticks
 from forge.reporting.history import Phase, read_history
 from forge.reporting.report import render, write_report
-from forge.reporting.run_state import summarise
 from forge.reporting.show import show
+from forge.reporting.summary import summarize
 
 
 class Page(HTMLParser):
@@ -81,7 +81,7 @@ def test_ids_in_the_page_are_unique_and_each_reference_has_its_target(
 
 def test_headline_tells_status_loss_speed_and_goodput(finished: RecordedRun) -> None:
     text = " ".join(Page(render(finished.paths)).text.split())
-    assert "✓ valid at step 200" in text
+    assert "✓ validated at step 200 of 200: held-out loss 3.827" in text
     assert "8.50 → 3.83" in text
     assert "200 of 200" in text
     assert "2 min 58 s" in text
@@ -111,13 +111,13 @@ def test_digest_of_the_weights_is_the_completed_or_the_validated_ones(tmp_path: 
     run = RecordedRun(tmp_path / "base")
     run.launch(0)
     run.save(50)
-    assert "weights digest" not in dict(summarise(run.paths).lineage)
+    assert "weights digest" not in dict(summarize(run.paths).lineage)
     run.validate(50)
-    assert dict(summarise(run.paths).lineage)["weights digest"] == f"{50:064x}"
+    assert dict(summarize(run.paths).lineage)["weights digest"] == f"{50:064x}"
     run.save(100)  # of which nothing is known yet
-    assert "weights digest" not in dict(summarise(run.paths).lineage)
+    assert "weights digest" not in dict(summarize(run.paths).lineage)
     run.complete(100)
-    assert dict(summarise(run.paths).lineage)["weights digest"] == f"{100:064x}"
+    assert dict(summarize(run.paths).lineage)["weights digest"] == f"{100:064x}"
 
 
 def test_pictures_are_told_to_those_who_do_not_see_them(finished: RecordedRun) -> None:
@@ -160,7 +160,7 @@ def test_failed_preflight_has_a_report_with_the_fix_first(tmp_path: Path) -> Non
     ]
     run.preflight(status="failed", trouble=trouble)
     text = " ".join(Page(render(run.paths)).text.split())
-    assert "✗ preflight failed, training did not start" in text
+    assert "✗ failed: preflight: disk" in text
     assert "node02, disk: 0.1 GiB free. Fix: free space" in text
     assert text.index("fail node02 disk") < text.index("warn node02 memory")
     assert "2 of 4 checks passed" in text
@@ -172,7 +172,7 @@ def test_run_with_one_point_says_what_is_missing(tmp_path: Path) -> None:
     run.steps(1, 5)
     run.event(happenings.failed("loss is inf\n  fix:   lower train.lr"))
     text = Page(render(run.paths)).text
-    assert "✗ step 5: failed on rank 1: loss is inf" in text
+    assert "✗ failed at step 5: rank 1: loss is inf" in text
     assert "fix: lower train.lr" in text
     missing = ("config.json", "preflight:", "held-out loss:", "checkpoint: none", "validation:")
     assert all(item in text for item in missing)
@@ -182,7 +182,7 @@ def test_run_with_one_point_says_what_is_missing(tmp_path: Path) -> None:
 def test_folder_with_nothing_in_it_has_a_report(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "new")
     text = Page(render(run.paths)).text
-    assert "training has not started" in text
+    assert "○ not started: nothing has trained yet" in text
     assert "No config.json in this run." in text
 
 
@@ -207,18 +207,18 @@ def test_verdict_on_an_older_checkpoint_does_not_speak_for_the_newer(
     finished.steps(201, 250)
     finished.save(250)
     finished.complete(250)
-    assert summarise(finished.paths).status == "trained to step 250, not validated"
+    assert summarize(finished.paths).state.headline.endswith(
+        "at step 250 of 200: not validated yet"
+    )
 
 
 def test_failure_after_a_valid_checkpoint_is_the_headline(finished: RecordedRun) -> None:
     finished.launch(200)
     finished.steps(201, 210)
     finished.event(happenings.failed("loss is inf", rank=0))
-    summary = summarise(finished.paths)
-    assert summary.tone == "bad"
-    assert summary.status == (
-        "step 210: failed on rank 0: loss is inf; its checkpoint is valid at step 200"
-    )
+    summary = summarize(finished.paths)
+    assert (summary.state.tone, summary.state.reason) == ("bad", "rank 0: loss is inf")
+    assert "its checkpoint is valid at step 200" in summary.notes
 
 
 # --- time bar and words -------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_show_prints_status_paths_samples_and_lineage(
     write_report(finished.paths)
     show([finished.paths])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "base: valid at step 200"
+    assert lines[0] == "base: validated at step 200 of 200: held-out loss 3.827"
     text = "\n".join(" ".join(line.split()) for line in lines)
     assert f"checkpoint {finished.paths.latest} -> step-00000200" in text
     assert f"report {finished.paths.report}" in text
@@ -295,7 +295,7 @@ def test_terminal_gets_a_panel_and_no_color_is_honoured(
     show([finished.paths])
     out = capsys.readouterr().out
     assert "╭─" in out
-    assert "base: valid at step 200" in out
+    assert "base: validated at step 200 of 200: held-out loss 3.827" in out
     assert not colour.search(out)
 
 
@@ -312,7 +312,7 @@ def test_show_needs_neither_torch_nor_pandas_nor_a_modern_locale(finished: Recor
         text=True,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
     )
-    assert "valid at step 200" in done.stdout
+    assert "validated at step 200" in done.stdout
 
 
 def test_run_that_is_not_there_is_refused_with_those_that_are(finished: RecordedRun) -> None:
@@ -329,4 +329,4 @@ def test_records_that_cannot_be_read_are_told_and_the_rest_is_shown(finished: Re
     text = Page(render(finished.paths)).text
     assert "validation.json has format 9, this version of Forge reads 1" in text
     assert "preflight.json is not JSON" in text
-    assert "trained to step 200, not validated" in text
+    assert "○ unknown at step 200" in text

@@ -1,0 +1,109 @@
+"""What a run's files say: its events, its last steps, its goal, and who holds its lock."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from forge.core import events, json_lines
+from forge.core.errors import DataError
+from forge.core.events import Event
+from forge.core.files import read_object_or_empty
+from forge.core.paths import RunPaths
+from forge.core.tail import last_lines
+
+METRICS_BYTES = 2**16  # some 300 lines of metrics.jsonl, for the newest step and the rate
+
+
+@dataclass
+class RunFiles:
+    """What a run's files say. Each is read when it is first asked for, and once."""
+
+    paths: RunPaths
+    now: float = field(default_factory=time.time)
+
+    @cached_property
+    def _log(self) -> tuple[list[Event], DataError | None]:
+        try:
+            return events.read(self.paths.events), None
+        except DataError as err:
+            return [], err
+
+    @property
+    def log(self) -> list[Event]:
+        """All events; none where the log is of another version of Forge."""
+        return self._log[0]
+
+    @property
+    def log_trouble(self) -> DataError | None:
+        """Why the event log cannot be read."""
+        return self._log[1]
+
+    @cached_property
+    def launches(self) -> list[events.Launch]:
+        return [event for event in self.log if isinstance(event, events.Launch)]
+
+    @cached_property
+    def steps(self) -> list[dict[str, Any]]:
+        """The last training steps that were logged, oldest first."""
+        lines = map(json_lines.parse, last_lines(self.paths.metrics, METRICS_BYTES)[0])
+        return [line for line in lines if line and line.get("kind") == "train"]
+
+    @cached_property
+    def steps_of_launch(self) -> list[dict[str, Any]]:
+        """Of the newest launch alone."""
+        name = self.launches[-1].launch if self.launches else None
+        return [step for step in self.steps if step.get("launch") == name]
+
+    def last(self, *kinds: type[Event], since: float = 0.0) -> Any:
+        """The newest event of these kinds; None without one."""
+        return events.last([event for event in self.log if event.time >= since], *kinds)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json; {} where it was not written yet."""
+        return read_object_or_empty(self.paths.config)
+
+    @cached_property
+    def goal(self) -> int | None:
+        return self.config.get("train", {}).get("max_steps")
+
+    @cached_property
+    def step(self) -> int | None:
+        """The newest step that was logged, committed or resumed from."""
+        saved = self.last(events.Save, events.Stop, events.Completed)
+        known = [(event.time, event.step) for event in (self.last(events.Init), saved) if event]
+        known += [(line["time"], line["step"]) for line in self.steps[-1:]]
+        return max(known)[1] if known else None
+
+    @cached_property
+    def rate(self) -> float | None:
+        """Steps per second of this launch, with its evaluations and saves."""
+        first, last = (self.steps_of_launch or [{}])[0], (self.steps_of_launch or [{}])[-1]
+        seconds = last.get("time", 0) - first.get("time", 0)
+        return (last["step"] - first["step"]) / seconds if seconds > 0 else None
+
+    @cached_property
+    def lock(self) -> dict[str, Any]:
+        """Who writes the run's directory; {} if nobody does."""
+        return read_object_or_empty(self.paths.root / ".lock")
+
+    @cached_property
+    def lock_since(self) -> float:
+        try:
+            return (self.paths.root / ".lock").stat().st_mtime
+        except FileNotFoundError:
+            return self.now
+
+    @property
+    def job_ids(self) -> set[str]:
+        """Jobs that the files name: of the lock, else of the newest launch."""
+        named = self.lock.get("slurm_job") or (self.launches and self.launches[-1].job)
+        return {str(named)} if named else set()
+
+    @property
+    def last_sign_of_life(self) -> float:
+        times = [event.time for event in self.log[-1:]] + [line["time"] for line in self.steps[-1:]]
+        return max(times, default=self.lock_since)

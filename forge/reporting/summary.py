@@ -1,0 +1,163 @@
+"""Summary of a run for people: its state, checkpoint, lineage, samples and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from forge.checkpoint import resume
+from forge.checkpoint.manifest import Artifact, Manifest, ParentCheckpoint, Part
+from forge.core.checks import Check
+from forge.core.errors import ConfigError, DataError
+from forge.core.paths import RunPaths
+from forge.core.records import PreflightResult, Sample, Trained, Validation
+from forge.core.terminal import one_line
+from forge.reporting.run_files import RunFiles
+from forge.reporting.run_state import RunState, ask_slurm, judge
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What people ask first about a run."""
+
+    state: RunState
+    notes: list[
+        str
+    ]  # more of the reason, what is known of the checkpoint, records that cannot be read
+    checkpoint: Path | None
+    manifest: Manifest | None  # of the checkpoint
+    trained: Trained | None
+    validation: Validation | None
+    preflight: PreflightResult | None
+
+    @property
+    def step(self) -> int | None:
+        """The step of the committed checkpoint."""
+        return self.manifest.step if self.manifest else None
+
+    @property
+    def samples(self) -> list[str]:
+        """Prompt and continuation, each as one printable line."""
+        return [_sample(sample) for sample in self.validation.samples] if self.validation else []
+
+    @property
+    def lineage(self) -> list[tuple[str, str]]:
+        """(what, value) of everything that made the checkpoint; empty without one."""
+        if self.manifest is None:
+            return []
+        lineage = self.manifest.lineage
+        dirty = " with uncommitted changes" if lineage.code.dirty else ""
+        rows = [
+            ("forge", lineage.code.version),
+            ("code commit", f"{lineage.code.commit}{dirty}" if lineage.code.commit else ""),
+            ("config digest", lineage.config_digest),
+            ("tokenizer", _id_and_digest(lineage.tokenizer)),
+            ("tokens", _id_and_digest(lineage.tokens)),
+            ("parent", _parent(lineage.parent)),
+            ("weights digest", self._weights_digest()),
+            ("world size", str(self.manifest.world_size)),
+            ("skipped steps", str(self.manifest.skipped.steps or "")),
+            ("numerics", _flat(lineage.numerics)),
+            ("versions", _flat(lineage.versions)),
+            ("hardware", _flat(lineage.hardware)),
+        ]
+        return [(name, value) for name, value in rows if value]
+
+    def _weights_digest(self) -> str:
+        """From the completion record or the validation, whichever is of the checkpoint's step."""
+        same_step = (r for r in (self.trained, self.validation) if r and r.step == self.step)
+        return next((r.weights_digest for r in same_step if r.weights_digest), "")
+
+
+def summarize(paths: RunPaths) -> Summary:
+    """The summary of a run; Slurm is asked for its job. Raises ConfigError where there is no such run."""
+    if not paths.root.is_dir():
+        there = sorted(p.parent.name for p in paths.root.parent.glob("*/config.json"))
+        raise ConfigError(
+            f"no run in {paths.root}",
+            fix=f"runs there: {', '.join(there)}" if there else "train one first: make train",
+        )
+    troubles: list[str] = []
+    trained = _readable(lambda: Trained.read_if_there(paths.trained), troubles)
+    validation = _readable(lambda: Validation.read_if_there(paths.validation), troubles)
+    preflight = _readable(lambda: PreflightResult.read_if_there(paths.preflight), troubles)
+    checkpoint = _readable(lambda: resume.latest(paths), troubles)
+    folder, manifest = (checkpoint.folder, checkpoint.manifest) if checkpoint else (None, None)
+    queue, _ = ask_slurm([paths])
+    state = judge(RunFiles(paths), queue)
+    notes = [*state.details, *_verdict(state, validation, manifest)]
+    notes += [trouble for trouble in troubles if trouble not in (state.reason, *notes)]
+    return Summary(state, notes, folder, manifest, trained, validation, preflight)
+
+
+def _verdict(
+    state: RunState, validation: Validation | None, manifest: Manifest | None
+) -> list[str]:
+    """What validation said of the checkpoint, where the state is about something later."""
+    is_of_it = validation and manifest and validation.step == manifest.step
+    if not validation or not is_of_it or state.state in ("validated", "invalid"):
+        return []
+    return [f"its checkpoint is {validation.status} at step {validation.step}", *validation.reasons]
+
+
+def _readable(read: Callable[[], T | None], troubles: list[str]) -> T | None:
+    """What a file holds; None, and the reason among the troubles, where it cannot be read: a page for
+    people must not fail because of it."""
+    try:
+        return read()
+    except DataError as err:
+        troubles.append(err.what)
+        return None
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def preflight_checks(preflight: PreflightResult | None) -> list[dict[str, str]]:
+    """Checks of all nodes and of the ranks, worst first: where, name, status, message, fix."""
+    checks = preflight.all_checks if preflight else []
+    return _worst_first([_row(check, where) for where, check in checks])
+
+
+def validation_checks(validation: Validation | None) -> list[dict[str, str]]:
+    """Validation's checks, worst first: name, status, message, fix."""
+    return _worst_first([_row(check, "") for check in validation.checks] if validation else [])
+
+
+def _row(check: Check, where: str) -> dict[str, str]:
+    return {"where": where, **asdict(check)}
+
+
+def _worst_first(checks: list[dict[str, str]]) -> list[dict[str, str]]:
+    return sorted(checks, key=lambda check: {"ok": 2, "warn": 1}.get(check["status"], 0))
+
+
+# --- words --------------------------------------------------------------------------------------
+
+
+def _id_and_digest(artifact: Artifact) -> str:
+    return f"{artifact.id} (digest {artifact.digest})"
+
+
+def _parent(parent: ParentCheckpoint | None) -> str:
+    return f"{parent.run}@{parent.step} (digest {parent.digest})" if parent else ""
+
+
+def _flat(part: Part) -> str:
+    """`{"torch": "2.13"}` as "torch 2.13"; lists joined, empty values left out."""
+    shown = [
+        f"{key} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        for key, value in part.to_json().items()
+        if value not in (None, "", [])
+    ]
+    return " · ".join(shown)
+
+
+def _sample(sample: Sample) -> str:
+    """Prompt and continuation; a text that begins with its prompt has both already."""
+    has_prompt = sample.text.startswith(sample.prompt)
+    return one_line(sample.text if has_prompt else sample.prompt + sample.text)

@@ -1,0 +1,350 @@
+"""Whether people wait, look or start again depends on the judge: it must not guess, and it must say the
+same wherever it is asked."""
+
+import json
+import time
+
+import pytest
+from support import happenings
+from support.run_states import GOAL, KINDS, QUEUE, dead, elsewhere, hold, new_run, queued, train
+
+from forge.cluster import jobs, slurm
+from forge.core import events
+from forge.core.files import write_json
+from forge.reporting import run_state, show, status, summary, workflow_end
+from forge.reporting.report import render
+from forge.reporting.run_files import RunFiles
+from forge.reporting.run_state import judge
+
+
+@pytest.fixture(autouse=True)
+def no_slurm(monkeypatch):
+    monkeypatch.setattr(slurm, "is_here", lambda: False)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return new_run(tmp_path / "base")
+
+
+def judged(run, queue):
+    return judge(RunFiles(run.paths), queue)
+
+
+def now(found):
+    """What a run does, and what a person has to do."""
+    return ": ".join(filter(None, (found.reason, found.next)))
+
+
+# --- one judge ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=KINDS)
+def kind(request, tmp_path, monkeypatch):
+    """A run of each kind, with its state and its reason, while Slurm's queue has one job."""
+    made = new_run(tmp_path / request.param)
+    make, state, reason = KINDS[request.param]
+    make(made)
+    monkeypatch.setattr(slurm, "is_here", lambda: True)
+    monkeypatch.setattr(jobs, "read_queue", lambda *_, **__: QUEUE)
+    return made, state, reason
+
+
+def test_a_run_has_the_same_state_and_reason_whoever_is_asked(kind, capsys):
+    run, state, reason = kind
+    found = judged(run, QUEUE)
+    assert found.state == state and reason in found.reason
+    assert summary.summarize(run.paths).state == found
+    assert status.look([run.paths])[0][0].state == found
+    assert status.status([run.paths], as_json=True) is None
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["run"], row["state"], row["reason"]) == (run.root.name, state, found.reason)
+    for shown in (
+        lambda: print(render(run.paths).replace("&#39;", "'")),
+        lambda: show.show([run.paths]),
+        lambda: status.status([run.paths]),
+        lambda: workflow_end.print_end([run.paths]),
+    ):
+        shown()
+        text = capsys.readouterr().out
+        assert state in text and run_state.clipped(found.reason).rstrip("…") in text
+
+
+def test_a_run_that_needs_a_person_has_a_next_command_and_no_other_has(kind):
+    found = judged(kind[0], QUEUE)
+    assert bool(found.next) == (found.state not in ("validated", "waiting", "running"))
+
+
+# --- errors that no event tells --------------------------------------------------------------------
+
+
+def log(run, name, text, at=None):
+    run.paths.logs.mkdir(exist_ok=True)
+    (run.paths.logs / name).write_text(text)
+    if at:
+        run_state.os.utime(run.paths.logs / name, (at, at))
+
+
+def test_an_error_that_only_a_log_tells_is_the_reason_with_its_fix(run):
+    train(run)
+    run.event(happenings.stop("SIGUSR1", 40))
+    log(run, "stage.log", "forge stage: no space on node02\n  cause: full\n  fix:   free some\n")
+    found = judged(run, None)
+    assert (found.state, found.reason) == ("failed", "stage: no space on node02")
+    assert found.details == ("cause: full", "fix: free some")
+    assert found.log == run.paths.logs / "stage.log"
+
+
+def test_an_error_of_a_log_that_was_overcome_is_none(run):
+    train(run)
+    log(run, "stage.log", "forge stage: no space on node02\n", at=time.time() - 3600)
+    run.event(happenings.stop("SIGUSR1", 40))
+    assert judged(run, None).state == "stopped"
+
+
+def test_a_bug_is_told_by_its_exception(run):
+    trace = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nKeyError: 7\n'
+    log(run, "report.log", f"{trace}forge report: this is a bug of Forge, please report it\n")
+    assert judged(run, None).reason == "report: KeyError: 7"
+
+
+def test_the_log_of_training_repeats_its_event_and_is_no_second_reason(run):
+    train(run)
+    run.event(happenings.failed("step 41: loss nan"))
+    log(run, "train.log", "forge train: rank 1: step 41: loss nan\n")
+    assert judged(run, None).reason == "rank 1: step 41: loss nan"
+    log(run, "train.log", "forge train: preflight passed none of n1, training needs 1\n")
+    assert judged(run, None).reason == "fit: preflight passed none of n1, training needs 1"
+
+
+def test_tokens_that_cannot_be_made_fail_each_run_that_wants_them(run, tmp_path):
+    ids = {"tokenizer": "a1b2c3d4e5f6", "tokens": "0f1e2d3c4b5a"}
+    write_json(run.paths.config, {"data": str(tmp_path / "data"), "ids": ids, "train": {}})
+    made = tmp_path / "data/logs/tokenize-0f1e2d3c4b5a.log"
+    made.parent.mkdir(parents=True)
+    made.write_text("forge tokenize: a.txt is not UTF-8\n")
+    found = judged(run, None)
+    assert (found.state, found.reason) == ("failed", "tokenize: a.txt is not UTF-8")
+    assert (found.log, found.next) == (made, f"less {made}")
+
+
+def test_a_job_that_only_completes_hides_no_end(run):
+    train(run, GOAL, job="17")
+    run.complete(GOAL)
+    assert judged(run, [queued("COMPLETING")]).state == "done"
+
+
+def test_a_launch_ends_in_the_words_of_the_judge(run):
+    assert run_state.ending(happenings.failed("loss nan")) == ("failed", "rank 1: loss nan")
+    assert not any(run_state.ending(events.Save(seconds=1, stall=1, bytes=1, step=1)))
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+def test_no_step_for_long_is_where_it_hangs(run):
+    hold(run)
+    train(run, ago=245)
+    found = judged(run, None)
+    assert now(found) == f"no step for 4 min: forge logs {run.root}"
+    assert found.state == "running"
+
+
+def test_a_run_whose_steps_are_slow_does_not_hang(run):
+    hold(run)
+    run.time = time.time() - 400
+    run.launch(0)
+    for step in range(1, 4):
+        run.time += 60
+        run.metric("train", step, loss=5.0, tokens_per_sec=9.0)
+    assert now(judged(run, None)) == "training"
+
+
+def test_a_long_evaluation_counts_as_progress(run):
+    hold(run)
+    train(run, ago=100)
+    run.evaluate(40, seconds=95)
+    assert now(judged(run, None)) == "training"
+
+
+def test_ranks_that_do_not_come_up_are_seen(run):
+    hold(run)
+    run.time = time.time() - 20
+    run.event(happenings.launch())
+    assert now(judged(run, None)) == "starting ranks for 20 s"
+    run.paths.events.unlink()
+    run.time = time.time() - 700
+    run.event(happenings.launch())
+    assert now(judged(run, None)) == f"starting ranks for 11 min: forge logs {run.root}"
+
+
+def test_an_earlier_launch_says_nothing_of_this_start(run):
+    train(run, ago=500)
+    hold(run, ago=30)
+    assert now(judged(run, None)) == "starting for 30 s"
+
+
+@pytest.mark.parametrize("verb", ["preflight", "validate"])
+def test_a_verb_that_works_on_the_run_is_named(run, verb):
+    train(run, GOAL)
+    hold(run, verb=verb)
+    found = judged(run, None)
+    assert found.state == "running" and now(found).startswith(f"{verb} for")
+
+
+def test_a_run_whose_process_died_is_cut_off(run):
+    train(run)
+    hold(run, dead())
+    found = judged(run, None)
+    assert found.state == "cut off"
+    assert now(found) == "its process is gone: rerun the command"
+
+
+def test_a_process_that_cannot_be_asked_is_not_called_dead(run):
+    train(run, ago=30)
+    hold(run, elsewhere())
+    found = judged(run, None)
+    assert found.state == "unknown"
+    assert "node07 cannot be asked" in now(found) and "30 s ago" in now(found)
+
+
+def test_a_run_that_never_began_has_not_started(run):
+    found = judged(run, None)
+    assert (found.state, found.step) == ("not started", None)
+
+
+def test_a_stop_says_its_cause_and_how_to_go_on(run):
+    train(run)
+    run.event(happenings.stop("SIGTERM", 40))
+    assert now(judged(run, None)) == "SIGTERM: rerun the command to resume"
+    run.paths.stop.touch()
+    found = judged(run, None)
+    assert found.state == "stopped" and f"rm {run.paths.stop}" in now(found)
+
+
+def test_a_failure_says_why_and_where_to_read(run):
+    train(run)
+    run.event(happenings.failed("step 41: loss nan\n  fix:   lower train.lr"))
+    found = judged(run, None)
+    assert (found.state, now(found)) == (
+        "failed",
+        f"rank 1: step 41: loss nan: forge logs {run.root}",
+    )
+
+
+def test_a_run_that_diverged_is_not_to_be_run_again_as_it_is(run):
+    train(run)
+    run.event(happenings.failed("loss nan", diverged=True))
+    assert judged(run, None).next.startswith("change the config under a new run name")
+
+
+def test_a_failed_preflight_names_its_checks(run):
+    run.event(happenings.preflight(status="failed", failed=["disk", "clock"]))
+    found = judged(run, None)
+    assert found.state == "failed" and "disk, clock" in now(found)
+
+
+def test_a_passed_preflight_hides_no_earlier_end(run):
+    train(run)
+    run.event(happenings.stop("Ctrl-C", 40))
+    run.preflight()
+    assert judged(run, None).state == "stopped"
+
+
+def test_a_finished_run_is_done_then_validated_or_invalid(run):
+    train(run, GOAL)
+    run.complete(GOAL)
+    found = judged(run, None)
+    assert found.state == "done" and "forge validate" in now(found)
+    run.validate(GOAL)
+    found = judged(run, None)
+    assert found.state == "validated" and now(found).startswith("held-out loss ")
+    run.validate(GOAL, "a bit has flipped")
+    found = judged(run, None)
+    assert (found.state, found.reason) == ("invalid", "a bit has flipped")
+    assert found.next == f"forge validate {run.root} --all"
+
+
+def test_a_raised_goal_is_not_done(run):
+    train(run)
+    run.complete(40)
+    found = judged(run, None)
+    assert found.state == "stopped" and "now it is 100" in now(found)
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+
+def test_a_waiting_job_says_for_what_and_how_long(run):
+    at = time.time()
+    job = queued("PENDING", reason="Priority", submitted=at - 600, start=at + 7205)
+    found = judged(run, [job])
+    assert (found.state, found.job) == ("waiting", "17")
+    assert now(found) == "PENDING (Priority) for 10 min, expected to start in 2 h 0 min"
+
+
+def test_a_job_that_never_starts_by_itself_says_what_to_do(run):
+    found = judged(run, [queued("PENDING", reason="PartitionTimeLimit")])
+    assert "PENDING (PartitionTimeLimit)" in now(found) and "lower runtime" in now(found)
+
+
+def test_a_job_of_this_run_runs_on_nodes(run):
+    train(run)
+    hold(run, elsewhere("17"))
+    found = judged(run, [queued()])
+    assert (found.state, found.job, now(found)) == ("running", "17 on node[01-02]", "training")
+
+
+def test_a_job_is_known_by_what_the_run_wrote_where_no_comment_tells(run, tmp_path):
+    train(run, job="17")
+    hold(run, elsewhere("17"))
+    assert judged(run, [queued(run=None, folder=tmp_path)]).state == "running"
+
+
+def test_a_job_of_another_project_is_not_this_runs(run, tmp_path):
+    assert judged(run, [queued(folder=tmp_path)]).state == "not started"
+
+
+def test_a_holder_whose_job_has_left_the_queue_is_gone(run):
+    train(run)
+    hold(run, elsewhere("17"))
+    assert judged(run, [queued(id="18", run="other")]).state == "cut off"
+    assert judged(run, None).state == "unknown"  # Slurm was not asked
+
+
+def test_a_requeued_job_waits_though_its_dead_start_left_its_lock(run):
+    train(run, job="17")
+    hold(run, elsewhere("17"))
+    found = judged(run, [queued("PENDING", reason="BeginTime")])
+    assert (found.state, now(found)) == ("waiting", "PENDING (BeginTime)")
+
+
+def test_a_job_between_two_verbs_says_what_is_behind_it(run):
+    job = queued(start=time.time() - 700)
+    found = judged(run, [job])
+    assert now(found) == f"starting, or staging for 11 min: forge logs {run.root}"
+    write_json(run.paths.stage, {})
+    assert now(judged(run, [job])) == "staged for 0 s"
+    write_json(run.paths.preflight_pass, {})
+    assert now(judged(run, [job])) == "preflight passed for 0 s"
+
+
+LINE = "17|RUNNING|None|node[01-02]|2026-11-21T04:36:00|2026-11-21T04:37:00|{}|/home/ada/forge"
+
+
+@pytest.mark.parametrize(
+    ("comment", "name"),
+    [
+        ("rule_allocation-base_fit_preflight_run_stage_run", "base"),
+        ("rule_allocation-base_2_train_run", "base_2"),
+        ("rule_allocation-base", None),
+        ("rule_tokenize_wildcards_0123", None),
+        ("(null)", None),
+    ],
+)
+def test_a_line_of_squeue_is_read(comment, name):
+    job = jobs.parse_line(LINE.format(comment))
+    assert (job.id, job.state, job.nodes) == ("17", "RUNNING", "node[01-02]")
+    assert job.start - job.submitted == 60
+    assert str(job.folder) == "/home/ada/forge"
+    assert job.run == name
