@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
 import time
@@ -23,21 +22,21 @@ from forge.cluster.placement import (
     refuse_unknown,
     sbatch_options,
 )
-from forge.core.config import Config, ResolvedConfig, checked, read_values
+from forge.core.config import ResolvedConfig, checked, read_values
 from forge.core.errors import ConfigError, TrainingError, UnfitError
 from forge.core.files import canonical, digest_bytes, read_json, write_json
 from forge.core.machine import Machine, load_machine
-from forge.core.paths import CONFIG, RunPaths
+from forge.core.paths import CONFIG, SHEET, RunPaths, tokenizer_folder, tokens_folder
 from forge.core.sample_sheet import run_configs, shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import resolve
 from forge.run import train
 
-SHEET = "config/runs.tsv"
 LOCAL_MACHINE = "profiles/local/machine.yaml"  # without a profile; beside the workflow
 ALLOCATION = jobs.ALLOCATION
 # Names the file with the runs as they were submitted, for the Snakemake inside a job.
 SUBMITTED = "FORGE_SUBMITTED"
+KEPT = Path(".snakemake/forge")  # files that this project's jobs read
 QUEUE_POLL_SEC = 10.0
 BEFORE_TRAINING_MIN = 10  # time limit of stage, and of preflight
 
@@ -115,11 +114,9 @@ def known_failures(runs: dict[str, ResolvedConfig]) -> dict[str, str]:
     Told here, such a run costs no allocation, and the other runs of the sheet are trained.
     """
     found = {}
-    for name, settings in runs.items():
-        # What rules of the allocation read: config_run leaves the sections of later rules out.
-        written = checked(ResolvedConfig, json.loads(science(settings)), name)
+    for name, config in runs.items():
         try:
-            train.refuse_known_failure(written, RunPaths.of(settings))
+            train.refuse_known_failure(config.of_training, RunPaths.of(config))
         except TrainingError as err:
             found[name] = str(err)
     return found
@@ -128,7 +125,7 @@ def known_failures(runs: dict[str, ResolvedConfig]) -> dict[str, str]:
 def keep_for_jobs(runs: dict[str, ResolvedConfig]) -> None:
     """Write the runs down as they are now, and tell this Snakemake's jobs where."""
     values = {"submitted": {name: settings.to_json() for name, settings in runs.items()}}
-    path = Path(".snakemake/forge") / f"submitted-{digest_bytes(canonical(values))[:16]}.json"
+    path = KEPT / f"submitted-{digest_bytes(canonical(values))[:16]}.json"
     if not path.exists():
         write_json(path, values)
     os.environ[SUBMITTED] = str(path)
@@ -265,17 +262,31 @@ def _jobs_of(runs: dict[str, ResolvedConfig]) -> list[tuple[str, jobs.QueuedJob]
 # --- what rules are given --------------------------------------------------------------------------
 
 
-def science(config: Config) -> str:
-    """The config without the sections of what comes after training, as one line of JSON."""
-    values = config.to_json()
-    kept = {name: values[name] for name in values if name not in ("validate", "report")}
-    return json.dumps(kept, sort_keys=True)
+def training_config(config: ResolvedConfig) -> str:
+    """The file with what a run's training depends on. Its name has the digest of its content, so that as
+    a param of config_run it changes with the content."""
+    digest = digest_bytes(canonical(config.of_training.to_json()))
+    return str(KEPT / f"{config.run}-{digest[:16]}.json")
 
 
-def overrides(config: Config, *names: str) -> list[str]:
-    """Sections of a config as arguments of a verb."""
-    values = config.to_json()
-    return [f"--{name}={json.dumps(values[name], sort_keys=True)}" for name in names]
+def write_configs(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:
+    """Write the config files that rules name in their param `config`. due: jobs that will run.
+
+    Only theirs, so that the config of a shared artefact is the one that it was made by. Raises UnfitError
+    where the disk does not let it.
+    """
+    wanted = {job.params.get("config") for job in due}
+    for config in runs.values():
+        values = config.of_training.to_json()
+        of_data = {key: values[key] for key in ("data", "tokenizer", "tokenize", "ids")}
+        files = {
+            training_config(config): values,
+            str(tokenizer_folder(config.data, config.ids.tokenizer) / "config.json"): of_data,
+            str(tokens_folder(config.data, config.ids.tokens) / "config.json"): of_data,
+        }
+        for path in wanted & files.keys():
+            write_json(Path(path), files[path])
+        wanted -= files.keys()
 
 
 def resumable_steps(runs: dict[str, ResolvedConfig]) -> dict[str, int]:

@@ -14,16 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from forge.core.config import FOLDERS, Config, Section, is_free
+from forge.core.config import FOLDERS, READ_AFTERWARDS, Config, Section, is_free
 from forge.core.errors import ConfigError
 from forge.core.files import atomic_open
 from forge.core.machine import Machine
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = Path("workflow/schemas/config.schema.json")
-
-# A checkpoint knows nothing of these sections: they are read when training is over.
-READ_AFTERWARDS = ("validate", "report")
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from forge.core.config import Config
 
-CONFIG = "config/config.yaml"  # of a project
+CONFIG, SHEET = "config/config.yaml", "config/runs.tsv"  # of a project
 
 
 def tokenizer_folder(data: str | Path, tokenizer_id: str) -> Path:
-    """Where the tokenizer with this id lies: tokenizer.json, manifest.json."""
+    """Where the tokenizer with this id lies: its files, manifest.json, and the workflow's config.json."""
     return Path(data) / "tokenizers" / tokenizer_id
 
 
 def tokens_folder(data: str | Path, tokens_id: str) -> Path:
-    """Where the token shards with this id lie: *.bin, manifest.json."""
+    """Where the token shards with this id lie: *.bin, manifest.json, the workflow's config.json."""
     return Path(data) / "tokens" / tokens_id
 
 
