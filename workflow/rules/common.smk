@@ -2,7 +2,8 @@
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 
-from forge.cluster import job_watch
+from forge.cluster import job_watch, jobs
+from forge.cluster.allocation import Allocation
 from forge.core.config import RUN_NAME, as_overrides
 from forge.core.errors import ForgeError
 from forge.core.paths import tokenizer_folder, tokens_folder
@@ -11,10 +12,10 @@ from forge.core.sample_sheet import shared_folders
 helpers.prepare_environment()
 
 try:
-    # No `configfile:`, so that a value means the same here as in every `forge` verb.
+    # No `configfile:`, so that a value means the same here as in every `forge` command.
     RUNS = helpers.read_runs(workflow.config_settings, main=workflow.is_main_process)
-    ALLOCATION = helpers.Allocation(
-        workflow.resource_settings.overwrite_resources.get("train_run", {}),
+    ALLOCATION = Allocation(
+        workflow.resource_settings.overwrite_resources.get(jobs.TRAIN_RULE, {}),
         RUNS,
         workflow.basedir,
     )
@@ -37,7 +38,7 @@ wildcard_constraints:
 
 def allocation_of(wildcards):
     """Each run is a job of its own: a group of two runs would fuse their allocations."""
-    return f"{helpers.ALLOCATION}-{wildcards.run}"
+    return f"{jobs.ALLOCATION}-{wildcards.run}"
 
 
 def allocation_extra(wildcards):
@@ -86,11 +87,13 @@ onstart:
             helpers.check_submission(workflow.dag, [RESULTS, DATA], logger.warning)
             helpers.keep_for_jobs(RUNS)
             job_watch.install(workflow.scheduler._executor)
-        ALLOCATION.take_over(logger.info, submits=submits)
+        helpers.take_over(
+            RUNS, ALLOCATION.machine.slurm, logger.info, submits=submits
+        )
         helpers.write_configs(RUNS, workflow.dag.needrun_jobs())
     except ForgeError as err:
         raise WorkflowError(str(err)) from None
-    # `resume` says go on, also to a run that a STOP file has stopped. Not in a dry run.
+    # Who asks to resume a run that a STOP file has stopped wants it to train. Not in a dry run.
     helpers.remove_stop_files({name: RUNS[name] for name in RESUMED}, logger.info)
 
 
