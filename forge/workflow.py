@@ -1,33 +1,33 @@
-"""What the Snakefile uses of Forge: runs, resources of allocations, and the environment of rules."""
+"""What the Snakefile uses of Forge: the runs, the files that rules and jobs read, one Snakemake a run."""
 
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, chdir, suppress
 from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import directory, parent, resume
-from forge.cluster import exclude, jobs, submission
+from forge.cluster import jobs, submission
 from forge.cluster.job_requests import requests_of
 from forge.cluster.lock import WORKFLOW_LOCK, lock
-from forge.cluster.placement import (
-    WorldLayout,
-    allocation_resources,
-    check_layout,
-    refuse_unknown,
-    sbatch_options,
-)
-from forge.core.config import Config, ResolvedConfig, checked, read_values
-from forge.core.errors import ConfigError, TrainingError, UnfitError
+from forge.core.config import ResolvedConfig, checked, read_values
+from forge.core.errors import TrainingError, UnfitError
 from forge.core.files import canonical, digest_bytes, read_json, write_json
-from forge.core.machine import Machine, load_machine
-from forge.core.paths import CONFIG, WORKFLOW, WORKFLOW_RUNS, RunPaths
+from forge.core.machine import Slurm
+from forge.core.paths import (
+    CONFIG,
+    SHEET,
+    WORKFLOW,
+    WORKFLOW_RUNS,
+    RunPaths,
+    tokenizer_folder,
+    tokens_folder,
+)
 from forge.core.records import WorkflowRuns
 from forge.core.sample_sheet import run_configs, shared_folders
 from forge.core.terminal import say
@@ -35,13 +35,9 @@ from forge.data.content_ids import resolve
 from forge.reporting.workflow_end import print_end
 from forge.run import train
 
-SHEET = "config/runs.tsv"
-LOCAL_MACHINE = "profiles/local/machine.yaml"  # without a profile; beside the workflow
-ALLOCATION = jobs.ALLOCATION
 # Names the file with the runs as they were submitted, for the Snakemake inside a job.
 SUBMITTED = "FORGE_SUBMITTED"
 QUEUE_POLL_SEC = 10.0
-BEFORE_TRAINING_MIN = 10  # time limit of stage, and of preflight
 
 
 def prepare_environment() -> None:
@@ -82,7 +78,7 @@ def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
 def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
     """Run name -> resolved config, for every row of the sheet (key `runs`, else config/runs.tsv).
 
-    settings: as for `read_config`. main: False for the Snakemake inside a job, which goes on with the
+    settings: as for `read_config`. main: False for the Snakemake inside a job, which keeps the
     runs as they were submitted: the config may have been edited while the job was in the queue.
 
     Raises ForgeError for a bad config or sheet, for a run that cannot resume from its checkpoint, and for
@@ -117,11 +113,9 @@ def known_failures(runs: dict[str, ResolvedConfig]) -> dict[str, str]:
     Told here, such a run costs no allocation, and the other runs of the sheet are trained.
     """
     found = {}
-    for name, settings in runs.items():
-        # What rules of the allocation read: config_run leaves the sections of later rules out.
-        written = checked(ResolvedConfig, json.loads(science(settings)), name)
+    for name, config in runs.items():
         try:
-            train.refuse_known_failure(written, RunPaths.of(settings))
+            train.refuse_known_failure(config.of_training, RunPaths.of(config))
         except TrainingError as err:
             found[name] = str(err)
     return found
@@ -165,140 +159,68 @@ def check_submission(dag: Any, folders: Iterable[str], say: Callable[[str], None
     submission.check(requests_of({dag.get_job_group(job) or job for job in due}), say)
 
 
-# --- the allocation --------------------------------------------------------------------------------
+# --- one Snakemake for a run -----------------------------------------------------------------------
 
 
-class Allocation:
-    """Resources of the rules that share an allocation, from what the profile sets for `train_run`.
+def take_over(
+    runs: dict[str, ResolvedConfig], slurm: Slurm, say: Callable[[str], None], *, submits: bool
+) -> None:
+    """Look after these runs until this Snakemake ends, as the only one.
 
-    Raises ConfigError for what could not work on any cluster.
+    A second command must not start a second trainer: a living Snakemake that does the same, or a job
+    that still trains one of the runs (a killed Snakemake leaves its jobs behind), is named and refused,
+    or waited for (slurm.when_running). Raises UnfitError. submits: whether the rules become Slurm jobs.
     """
-
-    def __init__(
-        self, resources: Mapping[str, Any], runs: dict[str, ResolvedConfig], workflow_folder: str
-    ) -> None:
-        """workflow_folder: of the Snakefile, beside which the profiles lie."""
-        self.given, self._runs = {name: _plain(value) for name, value in resources.items()}, runs
-        local = os.path.relpath(Path(workflow_folder).parent / LOCAL_MACHINE)
-        machine = self.given.get("machine", local)
-        self.machine: Machine = load_machine(machine)
-        self._made = {"machine": machine, **allocation_resources(self.given, self.machine)}
-
-    @property
-    def whole(self) -> dict[str, Any]:
-        """For stage and preflight: all nodes, spare ones too. In a group, times add up."""
-        return {**self._made, "train_nodes": self.train_nodes, "runtime": BEFORE_TRAINING_MIN}
-
-    @property
-    def own(self) -> dict[str, Any]:
-        """For training: what the profile does not set itself."""
-        return {n: v for n, v in self._made.items() if n not in self.given} | {
-            "train_nodes": self.train_nodes
-        }
-
-    @property
-    def train_nodes(self) -> int:
-        return int(self.given.get("nodes", 1))
-
-    def slurm_extra(self, run: str) -> str:
-        """More options for sbatch, with the nodes that this run found unfit left out."""
-        bad = exclude.read(RunPaths.of(self._runs[run]).bad_nodes)
-        return sbatch_options(self.machine, self._made["tasks_per_node"], bad)
-
-    def check_profile(self, defaults: Mapping[str, Any] | None, custom: Collection[str]) -> None:
-        """ConfigError for lines of a shipped profile that were not edited, and for names in train_run
-        that no resource has. custom: resources that the user gave a limit for (--resources)."""
-        for place, values in (("default-resources", defaults or {}), (jobs.TRAIN_RULE, self.given)):
-            for name, value in values.items():
-                if str(_plain(value)).startswith("EDIT_"):
-                    raise ConfigError(
-                        f"the profile still says {name}: {_plain(value)} ({place})",
-                        fix="edit this line in config.yaml of the profile: your account, and"
-                        " partitions as `sinfo` lists them",
-                    )
-        refuse_unknown(self.given, custom)
-
-    def check_runs(self, due: Iterable[Any], failed: Mapping[str, str]) -> None:
-        """ConfigError for a run whose batch these ranks cannot share, TrainingError for a known failure
-        whose training was asked for by file name. due: jobs that will run."""
-        due = list(due)
-        for job in due:
-            if job.rule.name == jobs.TRAIN_RULE and job.wildcards.run in failed:
-                raise TrainingError(f"run {job.wildcards.run}: {failed[job.wildcards.run]}")
-        layout = WorldLayout(self.train_nodes, self._made["tasks_per_node"])
-        allocated = [job for job in due if job.rule.name in jobs.ALLOCATION_RULES]
-        for name in dict.fromkeys(job.wildcards.run for job in allocated):
-            try:
-                check_layout(self.machine, layout, self._runs[name])
-            except ConfigError as err:
-                raise ConfigError(f"run {name}: {err.what}", cause=err.cause, fix=err.fix) from None
-
-    def take_over(self, say: Callable[[str], None], *, submits: bool) -> None:
-        """Look after these runs until this Snakemake ends, as the only one.
-
-        A second command must not start a second trainer: a living Snakemake that does the same, or a
-        job that still trains one of the runs (a killed Snakemake leaves its jobs behind), is named and
-        refused, or waited for (slurm.when_running). Raises UnfitError.
-        """
-        waited = False
-        while True:
-            try:
-                with ExitStack() as held:
-                    for settings in self._runs.values():
-                        root = RunPaths.of(settings).root
-                        held.enter_context(lock(root, "snakemake", name=WORKFLOW_LOCK))
-                    if submits:
-                        _refuse_queued(self._runs)
-                    if not waited:
-                        atexit.register(held.pop_all().close)
-                        return
-                # What has to run is not what it was: begin anew.
-                os.execv(sys.executable, [sys.executable, "-m", "snakemake", *sys.argv[1:]])
-            except UnfitError as err:
-                if self.machine.slurm.when_running == "stop":
-                    raise
-                say(f"waiting: {err.what}")
-                waited = True
-                time.sleep(QUEUE_POLL_SEC)
-
-
-def _plain(value: Any) -> Any:
-    """A resource of the profile as a number or text: on Snakemake's command line all are texts."""
-    raw = getattr(value, "raw", value)
-    return int(raw) if isinstance(raw, str) and raw.isdigit() else raw
-
-
-def _refuse_queued(runs: dict[str, ResolvedConfig]) -> None:
-    if found := _jobs_of(runs):
-        raise UnfitError(
-            "; ".join(f"job {job.id} ({job.state}) trains {run}" for run, job in found),
-            cause="an earlier Snakemake was killed, or the same command was given twice",
-            fix=f"wait for it, or end it: scancel {' '.join(job.id for _, job in found)}\n"
-            "         (slurm.when_running: wait in machine.yaml waits and goes on)",
-        )
-
-
-def _jobs_of(runs: dict[str, ResolvedConfig]) -> list[tuple[str, jobs.QueuedJob]]:
-    """Jobs in the queue that this project submitted for one of these runs."""
-    queue = jobs.read_queue([os.getuid()])
-    found = ((name, jobs.of_run(queue, name, set(), Path.cwd())) for name in runs)
-    return [(name, job) for name, job in found if job]
+    waited = False
+    while True:
+        try:
+            with ExitStack() as held:
+                for config in runs.values():
+                    root = RunPaths.of(config).root
+                    held.enter_context(lock(root, "snakemake", name=WORKFLOW_LOCK))
+                if submits:
+                    jobs.refuse_queued(runs)
+                if not waited:
+                    atexit.register(held.pop_all().close)
+                    return
+            # What has to run is not what it was: begin anew.
+            os.execv(sys.executable, [sys.executable, "-m", "snakemake", *sys.argv[1:]])
+        except UnfitError as err:
+            if slurm.when_running == "stop":
+                raise
+            say(f"waiting: {err.what}")
+            waited = True
+            time.sleep(QUEUE_POLL_SEC)
 
 
 # --- what rules are given --------------------------------------------------------------------------
 
 
-def science(config: Config) -> str:
-    """The config without the sections of what comes after training, as one line of JSON."""
-    values = config.to_json()
-    kept = {name: values[name] for name in values if name not in ("validate", "report")}
-    return json.dumps(kept, sort_keys=True)
+def training_config(config: ResolvedConfig) -> str:
+    """The file with what a run's training depends on. Its name has the digest of its content, so that as
+    a param of config_run it changes with the content."""
+    digest = digest_bytes(canonical(config.of_training.to_json()))
+    return str(WORKFLOW / f"{config.run}-{digest[:16]}.json")
 
 
-def overrides(config: Config, *names: str) -> list[str]:
-    """Sections of a config as arguments of a subcommand."""
-    values = config.to_json()
-    return [f"--{name}={json.dumps(values[name], sort_keys=True)}" for name in names]
+def write_configs(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:
+    """Write the config files that rules name in their param `config`. due: jobs that will run.
+
+    Only theirs, so that the config of a shared artefact is the one that it was made by. Raises UnfitError
+    where the disk does not let it.
+    """
+    wanted = {job.params.get("config") for job in due}
+    for config in runs.values():
+        values = config.of_training.to_json()
+        of_data = {key: values[key] for key in ("data", "tokenizer", "tokenize", "ids")}
+        files = {
+            training_config(config): values,
+            str(tokenizer_folder(config.data, config.ids.tokenizer) / "config.json"): of_data,
+            str(tokens_folder(config.data, config.ids.tokens) / "config.json"): of_data,
+        }
+        for path in wanted & files.keys():
+            write_json(Path(path), files[path])
+        wanted -= files.keys()
 
 
 def resumable_steps(runs: dict[str, ResolvedConfig]) -> dict[str, int]:
@@ -308,7 +230,7 @@ def resumable_steps(runs: dict[str, ResolvedConfig]) -> dict[str, int]:
 
 
 def remove_stop_files(runs: dict[str, ResolvedConfig], say: Callable[[str], None]) -> None:
-    """Let runs go on that a STOP file has stopped."""
+    """Let runs that a STOP file has stopped train again."""
     for config in runs.values():
         stop = RunPaths.of(config).stop
         if stop.exists():

@@ -1,4 +1,4 @@
-"""The files that are generated from the typed config: JSON schema and the tables of keys.
+"""The files that are generated from the typed settings: JSON schemas for editors, and tables of keys.
 
 `python -m tools.config_docs` writes them, `--check` exits 1 where they have drifted.
 """
@@ -14,16 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from forge.core.config import FOLDERS, Config, Section, is_free
+from forge.core.config import FOLDERS, READ_AFTERWARDS, Config, Section, is_free
 from forge.core.errors import ConfigError
 from forge.core.files import atomic_open
 from forge.core.machine import Machine
+from forge.core.paths import SHEET
 
 ROOT = Path(__file__).resolve().parents[1]
-SCHEMA = Path("workflow/schemas/config.schema.json")
-
-# A checkpoint knows nothing of these sections: they are read when training is over.
-READ_AFTERWARDS = ("validate", "report")
+# The YAML files name them in their first line, by which editors complete, explain and check keys.
+SCHEMAS: dict[Path, type[Section]] = {
+    Path("workflow/schemas/config.schema.json"): Config,
+    Path("workflow/schemas/machine.schema.json"): Machine,
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Table:
     with_resume: bool  # a column "may change on resume"
 
 
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
 TABLES = (
     Table(Path("config/README.md"), Config, with_resume=True),
     Table(Path("profiles/README.md"), Machine, with_resume=False),
@@ -44,7 +47,7 @@ MARKED = re.compile(r"(<!-- keys -->\n).*?(<!-- end of keys -->)", re.DOTALL)
 
 def generated(root: Path = ROOT) -> dict[Path, str]:
     """Path below `root` -> the text it should have. Raises ConfigError without a file's markers."""
-    texts = {SCHEMA: schema_text()}
+    texts = {path: schema_text(model) for path, model in SCHEMAS.items()}
     for table in TABLES:
         path = root / table.file
         text = path.read_text() if path.exists() else ""
@@ -71,13 +74,17 @@ def drifted(root: Path = ROOT) -> list[Path]:
     ]
 
 
-def schema_text() -> str:
-    """JSON schema of config.yaml. The `$schema` key is what snakemake.utils.validate goes by."""
-    schema = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **Config.model_json_schema(by_alias=True),
-    }
-    return json.dumps(schema, indent=2) + "\n"
+def schema_text(model: type[Section]) -> str:
+    """JSON schema of config.yaml or machine.yaml."""
+    schema = model.model_json_schema(by_alias=True)
+    if model is Config:
+        # Read by the workflow alone: a run has no sheet.
+        schema["properties"]["runs"] = {
+            "type": "string",
+            "default": SHEET,
+            "description": "The sample sheet, one row a run.",
+        }
+    return json.dumps({"$schema": DRAFT, **schema}, indent=2) + "\n"
 
 
 # --- tables -------------------------------------------------------------------------------------
@@ -158,7 +165,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     texts = generated(root)
     for path in drift:
         if check:
-            print(f"{path} has drifted from forge/core/config.py: run python -m tools.config_docs")
+            print(f"{path} has drifted from forge/core: run python -m tools.config_docs")
         else:
             with atomic_open(root / path, "w") as file:
                 file.write(texts[path])

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from forge.cluster import slurm
+from forge.core.errors import UnfitError
 
 ALLOCATION = "allocation"  # what the groups of rules in a run's job are called
 TRAIN_RULE = "train_run"
@@ -98,3 +99,16 @@ def of_run(queue: Iterable[QueuedJob], name: str, ids: set[str], project: Path) 
     ]
     wanted = [job for job in mine if job.is_living] + [job for job in mine if job.is_waiting]
     return wanted[0] if wanted else None
+
+
+def refuse_queued(runs: Iterable[str]) -> None:
+    """UnfitError for jobs in the queue that the project in this folder submitted for these runs."""
+    queue = read_queue([os.getuid()])
+    found = [(run, job) for run in runs if (job := of_run(queue, run, set(), Path.cwd()))]
+    if found:
+        raise UnfitError(
+            "; ".join(f"job {job.id} ({job.state}) trains {run}" for run, job in found),
+            cause="an earlier Snakemake was killed, or the same command was given twice",
+            fix=f"wait for it, or end it: scancel {' '.join(job.id for _, job in found)}\n"
+            "         (slurm.when_running: wait in machine.yaml waits and goes on)",
+        )

@@ -1,15 +1,11 @@
-"""Placement of a run: the resources to request, the nodes to use, the command that launches ranks."""
+"""Placement of a run: how many ranks, on which nodes, and the command that launches them."""
 
 from __future__ import annotations
 
-import difflib
-import re
-import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from forge.cluster import slurm
 from forge.core.config import Config
@@ -185,116 +181,3 @@ def _torchrun(machine: Machine, ranks: int, python: str) -> list[str]:
         "--signals-to-handle=SIGTERM,SIGUSR1,SIGINT",
         f"--shutdown-timeout={max(5, round(machine.stop_grace_sec - 10))}",
     ]
-
-
-# --- how: what Slurm is asked for ----------------------------------------------------------------
-
-
-def allocation_resources(given: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
-    """Resources of an allocation's rules, from what the profile sets for `train_run`.
-
-    `mpi=""` keeps the executor from wrapping rules in an srun of its own: a second one inside would
-    wait for ever or run one rank. Raises ConfigError for what could not work.
-    """
-    _refuse_own(given)
-    ranks, nodes = _number(given, "tasks_per_node"), _number(given, "nodes")
-    gpus = gpus_per_node(given)
-    if gpus is not None and gpus != ranks:
-        raise ConfigError(
-            f"profile: train_run asks for {gpus} GPUs a node and {ranks} ranks a node (tasks_per_node)",
-            cause="each rank drives one GPU",
-            fix=f'set tasks_per_node: {gpus}, or gres: "gpu:{ranks}"',
-        )
-    if machine.launcher == "single" and nodes * ranks > 1:
-        raise ConfigError(
-            f"profile: {nodes} nodes with {ranks} ranks each, and launcher single, which runs one",
-            fix="set `launcher: srun` or `launcher: torchrun` in machine.yaml",
-        )
-    asked = nodes + machine.preflight.spare_nodes
-    resources = {**given, "mpi": "", "nodes": asked, "tasks_per_node": ranks}
-    if gpus is None:
-        resources["tasks"] = asked * ranks  # with GPUs it would become --ntasks-per-gpu
-    return resources
-
-
-def _refuse_own(given: Mapping[str, Any]) -> None:
-    """What a profile must not set for `train_run`, because it is made from nodes and tasks_per_node."""
-    fixes = {
-        "tasks": "give nodes and tasks_per_node; Forge makes the number of tasks from them",
-        "mpi": "leave it out; `launcher` in machine.yaml says how ranks start",
-        "slurm_extra": "write these options as slurm.options in machine.yaml, where Forge adds its own",
-        "gpu": 'give GPUs per node, as gres: "gpu:4"',
-    }
-    for key, fix in fixes.items():
-        if key in given:
-            raise ConfigError(
-                f"profile: set-resources of train_run has {key}={given[key]!r}", fix=fix
-            )
-
-
-# Resources that Snakemake or its Slurm executor reads (submit_string.py and __init__.py of 2.8.0), and
-# our own `machine`.
-_KNOWN_RESOURCES = (
-    *("machine", "nodes", "tasks_per_node", "tasks_per_gpu", "gres", "gpu_model"),
-    *("cpus_per_task", "cpus_per_gpu", "mem", "mem_mb", "mem_mib", "mem_mb_per_cpu"),
-    *("disk", "disk_mb", "disk_mib", "runtime", "tmpdir", "constraint", "qos"),
-    *("slurm_account", "slurm_partition", "slurm_cluster", "cluster", "clusters"),
-)
-
-
-def refuse_unknown(given: Mapping[str, Any], custom: Collection[str]) -> None:
-    """ConfigError for a name that nobody reads: Snakemake would take it without a word.
-
-    custom: names that the user gave a limit for with --resources.
-    """
-    for name, value in given.items():
-        if name in _KNOWN_RESOURCES or name in custom:
-            continue
-        close = difflib.get_close_matches(name, _KNOWN_RESOURCES, n=1)
-        raise ConfigError(
-            f"profile: set-resources of train_run has {name}={value!r}, and no such resource is known"
-            f"{f' (did you mean {close[0]}?)' if close else ''}",
-            fix="correct the name, or give the resource a limit of your own with `resources` in"
-            " config.yaml of the profile",
-        )
-
-
-def _number(given: Mapping[str, Any], key: str) -> int:
-    value = given.get(key, 1)
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(
-            f"profile: train_run has {key}={value!r}", fix="give a whole number from 1"
-        )
-    return value
-
-
-def gpus_per_node(given: Mapping[str, Any]) -> int | None:
-    """GPUs a node in `gres` (`gpu:4`, `gpu:h100:4`); None without GPUs. Raises ConfigError."""
-    gres = str(given.get("gres", ""))
-    if not gres:
-        return None
-    found = re.fullmatch(r"gpu(?::[A-Za-z][\w.]*)?(?::(\d+))?", gres)
-    if not found:
-        raise ConfigError(
-            f"profile: train_run has gres {gres!r}", fix='write it as "gpu:4" or "gpu:h100:4"'
-        )
-    return int(found.group(1) or 1)
-
-
-def sbatch_options(machine: Machine, ranks_per_node: int, bad_nodes: Sequence[str]) -> str:
-    """What the executor's own options do not cover, as slurm_extra.
-
-    `--signal` without `B:` reaches the ranks; with it, it would end the batch shell's Snakemake.
-    """
-    options = [f"--ntasks-per-node={ranks_per_node}", "--open-mode=append"]
-    if machine.slurm.warn_sec:
-        options.append(f"--signal=SIGUSR1@{machine.slurm.warn_sec}")
-    if machine.preflight.spare_nodes:
-        options.append("--no-kill")  # a spare takes over for a node that dies
-    given = shlex.split(machine.slurm.options)
-    own = [o.partition("=")[2] for o in given if o.startswith("--exclude=")]
-    given = [o for o in given if not o.startswith("--exclude=")]
-    excluded = [n for o in own for n in slurm.expand(o)] + machine.slurm.exclude + list(bad_nodes)
-    if excluded:
-        options.append(f"--exclude={','.join(dict.fromkeys(excluded))}")
-    return shlex.join(options + given)

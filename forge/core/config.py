@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from forge.core.errors import ConfigError
-from forge.core.values import describe, read_cell, read_text, read_yaml, shown
+from forge.core.values import as_cell, describe, read_cell, read_text, read_yaml, shown
 
 # Safe as a path, an option and a word of a shell; also the wildcard constraint of the workflow.
 RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
@@ -32,6 +32,8 @@ RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 PARENT = rf"({RUN_NAME})@([1-9][0-9]{{0,17}})"
 # Keys that do not change what is trained; the config digest leaves them out.
 FOLDERS = ("run", "results", "data")
+# Sections that are read when training is over; a checkpoint knows nothing of them.
+READ_AFTERWARDS = ("validate", "report")
 
 # Marks keys that may change when a run resumes. A checkpoint is bound to all other keys of model and
 # train: a change of those is refused.
@@ -333,6 +335,13 @@ class ResolvedConfig(Config):
 
     ids: Ids
 
+    @property
+    def of_training(self) -> ResolvedConfig:
+        """The same with the defaults of the sections that are read when training is over: equal for two
+        configs that train the same."""
+        values = self.to_json()
+        return ResolvedConfig(**{key: values[key] for key in values if key not in READ_AFTERWARDS})
+
 
 # --- reading ------------------------------------------------------------------------------------
 
@@ -346,6 +355,16 @@ def parse_override(argument: str) -> tuple[str, Any]:
             fix="overrides look like --train.max_steps=1000; `forge SUBCOMMAND --help` lists the options",
         )
     return match[1], read_cell(match[2])
+
+
+def as_overrides(config: Config, *sections: str) -> list[str]:
+    """Sections of a config as the arguments that set them, such as `--validate.depth=load`."""
+    values = config.to_json()
+    return [
+        f"--{section}.{key}={as_cell(value)}"
+        for section in sections
+        for key, value in values[section].items()
+    ]
 
 
 def apply_overrides(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

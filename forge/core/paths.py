@@ -8,18 +8,20 @@ from pathlib import Path
 
 from forge.core.config import Config
 
-CONFIG = "config/config.yaml"  # of a project
-WORKFLOW = Path(".snakemake/forge")  # what Forge writes down of the last workflow command
-WORKFLOW_RUNS = WORKFLOW / "runs.json"
+CONFIG, SHEET = "config/config.yaml", "config/runs.tsv"  # of a project
+WORKFLOW = Path(
+    ".snakemake/forge"
+)  # what Forge writes down of workflow commands, also for their jobs
+WORKFLOW_RUNS = WORKFLOW / "runs.json"  # of the last one
 
 
 def tokenizer_folder(data: str | Path, tokenizer_id: str) -> Path:
-    """Where the tokenizer with this id lies: tokenizer.json, manifest.json."""
+    """Where the tokenizer with this id lies: its files, manifest.json, and the workflow's config.json."""
     return Path(data) / "tokenizers" / tokenizer_id
 
 
 def tokens_folder(data: str | Path, tokens_id: str) -> Path:
-    """Where the token shards with this id lie: *.bin, manifest.json."""
+    """Where the token shards with this id lie: *.bin, manifest.json, the workflow's config.json."""
     return Path(data) / "tokens" / tokens_id
 
 

@@ -7,6 +7,7 @@ then decides: a numeric key reads the text `010` as ten. config/README.md explai
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +80,13 @@ def read_cell(text: str) -> Any:
         except yaml.YAMLError:
             return text
     return read_scalar(text)
+
+
+def as_cell(value: Any) -> str:
+    """The text that `read_cell` reads as this JSON value; plain words stay without quotes."""
+    if isinstance(value, str) and value.isprintable() and read_cell(value) == value:
+        return value
+    return json.dumps(value)
 
 
 def read_yaml(text: str, *, whole: bool = False) -> Any:

@@ -70,6 +70,23 @@ def test_a_new_row_trains_only_the_new_run_on_the_shared_tokens(shared_project):
     assert weights[0] != weights[1]
 
 
+def test_tokens_lie_beside_the_config_that_makes_them(shared_project):
+    [path] = shared_project.root.glob("data/tokens/*/config.json")
+    done = shared_project.forge("tokenize", str(path.relative_to(shared_project.root)))
+    assert done.returncode == 0, done.stderr
+    assert f"tokens {path.parent.name}: nothing to do" in done.stdout + done.stderr
+
+
+def test_a_row_with_other_tokens_shares_the_tokenizer(shared_project):
+    """A tokenizer that is made again has a new date, and every finished run would train again."""
+    shared_project.write_runs("run\ttokenize.val_fraction\nbase\t\nother\t0.2\n")
+    code, output = shared_project.snakemake("-n", "train")
+    assert code == 0, output
+    assert "rule tokenize:" in output and "results/other/trained.json" in output
+    assert "rule tokenizer:" not in output and "results/base/trained.json" not in output
+    shared_project.write_runs("run\ttrain.seed\nbase\t0\nsecond\t1\n")
+
+
 def test_new_prompts_validate_again_and_train_nothing(shared_project):
     shared_project.write_config(report={"prompts": ["while "]})
     code, output = shared_project.snakemake("-n", "train")

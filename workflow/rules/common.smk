@@ -1,9 +1,10 @@
-# For the files beside this one: the config of each run, and how shared artefacts are named.
+# For the other rule files: the config of each run, and which shared artefacts it needs.
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 
-from forge.cluster import job_watch
-from forge.core.config import RUN_NAME
+from forge.cluster import job_watch, jobs
+from forge.cluster.allocation import Allocation
+from forge.core.config import RUN_NAME, as_overrides
 from forge.core.errors import ForgeError
 from forge.core.paths import tokenizer_folder, tokens_folder
 from forge.core.sample_sheet import shared_folders
@@ -11,10 +12,10 @@ from forge.core.sample_sheet import shared_folders
 helpers.prepare_environment()
 
 try:
-    # No `configfile:`, so that a value means the same here as in every `forge` verb.
+    # No `configfile:`, so that a value means the same here as in every `forge` command.
     RUNS = helpers.read_runs(workflow.config_settings, main=workflow.is_main_process)
-    ALLOCATION = helpers.Allocation(
-        workflow.resource_settings.overwrite_resources.get("train_run", {}),
+    ALLOCATION = Allocation(
+        workflow.resource_settings.overwrite_resources.get(jobs.TRAIN_RULE, {}),
         RUNS,
         workflow.basedir,
     )
@@ -25,8 +26,7 @@ if workflow.is_main_process:
     helpers.end_with_table(workflow, RUNS)
 
 RESULTS, DATA = shared_folders(RUNS)
-# One config for each shared artefact: those that share an id are equal in what matters to it.
-TOKENIZERS = {settings.ids.tokenizer: settings for settings in RUNS.values()}
+# Content id of tokens -> config of a run that trains on them: whichever, since the id fixes its tokenizer.
 TOKENS = {settings.ids.tokens: settings for settings in RUNS.values()}
 # Runs whose config has failed before, with the message: no allocation is spent on them.
 FAILED = helpers.known_failures(RUNS) if workflow.is_main_process else {}
@@ -41,21 +41,19 @@ wildcard_constraints:
 
 def allocation_of(wildcards):
     """Each run is a job of its own: a group of two runs would fuse their allocations."""
-    return f"{helpers.ALLOCATION}-{wildcards.run}"
+    return f"{jobs.ALLOCATION}-{wildcards.run}"
 
 
 def allocation_extra(wildcards):
     return ALLOCATION.slurm_extra(wildcards.run)
 
 
-def tokenizer_manifest(wildcards):
-    known = RUNS if "run" in wildcards.keys() else TOKENS
-    settings = known[wildcards[0]]
+def tokenizer_manifest(settings):
     return tokenizer_folder(DATA, settings.ids.tokenizer) / "manifest.json"
 
 
-def tokens_manifest(wildcards):
-    return tokens_folder(DATA, RUNS[wildcards.run].ids.tokens) / "manifest.json"
+def tokens_manifest(settings):
+    return tokens_folder(DATA, settings.ids.tokens) / "manifest.json"
 
 
 def files_of(runs, *names):
@@ -92,9 +90,12 @@ onstart:
             helpers.check_submission(workflow.dag, [RESULTS, DATA], logger.warning)
             helpers.keep_for_jobs(RUNS)
             job_watch.install(workflow.scheduler._executor)
-        ALLOCATION.take_over(logger.info, submits=submits)
+        helpers.take_over(
+            RUNS, ALLOCATION.machine.slurm, logger.info, submits=submits
+        )
+        helpers.write_configs(RUNS, workflow.dag.needrun_jobs())
         helpers.write_down(RUNS)
     except ForgeError as err:
         raise WorkflowError(str(err)) from None
-    # `resume` says go on, also to a run that a STOP file has stopped. Not in a dry run.
+    # Who asks to resume a run that a STOP file has stopped wants it to train. Not in a dry run.
     helpers.remove_stop_files({name: RUNS[name] for name in RESUMED}, logger.info)

@@ -1,4 +1,6 @@
 # Tokenizers and tokens: shared by every run with the same settings and inputs, named by content id.
+# The config of an artefact is a param, written when the workflow starts, and no input: equal ids mean
+# equal artefacts, so no other key of a run, and no other spelling of its inputs, makes one again.
 localrules:
     tokenizer,
 
@@ -11,17 +13,14 @@ rule tokenizer:
     conda:
         "../envs/forge.yaml"
     params:
-        settings=lambda w: helpers.overrides(
-            TOKENIZERS[w.tokenizer], "tokenizer", "tokenize", "ids"
-        ),
-        data=lambda w: DATA,
+        config=f"{DATA}/tokenizers/{{tokenizer}}/config.json",
     shell:
-        "exec forge tokenizer /dev/null --log={log} --data={params.data:q} {params.settings:q}"
+        "exec forge tokenizer {params.config:q} --log={log:q}"
 
 
 rule tokenize:
     input:
-        tokenizer_manifest,
+        tokenizer=lambda w: tokenizer_manifest(TOKENS[w.tokens]),
     output:
         f"{DATA}/tokens/{{tokens}}/manifest.json",
     log:
@@ -29,10 +28,6 @@ rule tokenize:
     conda:
         "../envs/forge.yaml"
     params:
-        settings=lambda w: helpers.overrides(
-            TOKENS[w.tokens], "tokenizer", "tokenize", "ids"
-        ),
-        data=lambda w: DATA,
+        config=f"{DATA}/tokens/{{tokens}}/config.json",
     shell:
-        "exec forge tokenize /dev/null --workers={threads} --log={log}"
-        " --data={params.data:q} {params.settings:q}"
+        "exec forge tokenize {params.config:q} --workers={threads} --log={log:q}"

@@ -18,9 +18,9 @@ rule validate_run:
     conda:
         "../envs/forge.yaml"
     params:
-        settings=lambda w: helpers.overrides(RUNS[w.run], "validate", "report"),
+        overrides=lambda w: as_overrides(RUNS[w.run], "validate", "report"),
     shell:
-        "exec forge validate {input.config:q} --log={log} {params.settings:q}"
+        "exec forge validate {input.config:q} --log={log:q} {params.overrides:q}"
 
 
 rule report_run:
@@ -39,4 +39,4 @@ rule report_run:
     conda:
         "../envs/forge.yaml"
     shell:
-        "exec forge report {input.config:q} --log={log}"
+        "exec forge report {input.config:q} --log={log:q}"

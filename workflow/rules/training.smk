@@ -29,18 +29,19 @@ rule config_run:
     conda:
         "../envs/forge.yaml"
     params:
-        # What the model is made from, and no more: whatever changes here trains on. The sections of
-        # later rules are those rules' params. (With ancient() on this file a changed param of a rule
-        # downstream is lost: Snakemake does not look at it when a rule upstream has to run.)
-        config=lambda w: helpers.science(RUNS[w.run]),
+        # Written when the workflow starts, and named by the digest of what training depends on: when
+        # that changes, the run trains on. The sections of later rules are those rules' params. (With
+        # ancient() on this rule's output a changed param of a rule downstream is lost: Snakemake does
+        # not look at it when a rule upstream has to run.)
+        config=lambda w: helpers.training_config(RUNS[w.run]),
     shell:
-        "exec forge config /dev/stdin --log={log} <<< {params.config:q}"
+        "exec forge config {params.config:q} --log={log:q}"
 
 
 rule stage_run:
     input:
         config=f"{RESULTS}/{{run}}/config.json",
-        tokens=tokens_manifest,
+        tokens=lambda w: tokens_manifest(RUNS[w.run]),
     output:
         temp(f"{RESULTS}/{{run}}/.allocation/stage.json"),
     log:
@@ -53,7 +54,7 @@ rule stage_run:
         **ALLOCATION.whole,
         slurm_extra=allocation_extra,
     shell:
-        "exec forge stage {input.config:q} --machine={resources.machine} --log={log}"
+        "exec forge stage {input.config:q} --machine={resources.machine} --log={log:q}"
         " --nodes={resources.train_nodes} --ranks-per-node={resources.tasks_per_node}"
 
 
@@ -73,15 +74,15 @@ rule preflight_run:
         **ALLOCATION.whole,
         slurm_extra=allocation_extra,
     shell:
-        "exec forge preflight {input.config:q} --machine={resources.machine} --log={log}"
+        "exec forge preflight {input.config:q} --machine={resources.machine} --log={log:q}"
         " --nodes={resources.train_nodes} --ranks-per-node={resources.tasks_per_node}"
 
 
 rule train_run:
     input:
         config=f"{RESULTS}/{{run}}/config.json",
-        tokens=tokens_manifest,
-        tokenizer=tokenizer_manifest,
+        tokens=lambda w: tokens_manifest(RUNS[w.run]),
+        tokenizer=lambda w: tokenizer_manifest(RUNS[w.run]),
         stage=f"{RESULTS}/{{run}}/.allocation/stage.json",
         preflight=f"{RESULTS}/{{run}}/.allocation/preflight.json",
     output:
@@ -96,5 +97,5 @@ rule train_run:
         **ALLOCATION.own,
         slurm_extra=allocation_extra,
     shell:
-        "exec forge train {input.config:q} --machine={resources.machine} --log={log}"
+        "exec forge train {input.config:q} --machine={resources.machine} --log={log:q}"
         " --nodes={resources.train_nodes} --ranks-per-node={resources.tasks_per_node}"

@@ -1,6 +1,5 @@
-"""WorldLayout becomes resources and launch lines in one place, and what cannot work is refused there."""
+"""WorldLayout becomes launch lines in one place, and what cannot work is refused there."""
 
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forge.cluster import placement, slurm
-from forge.cluster.placement import Placement, WorldLayout, allocation_resources, sbatch_options
+from forge.cluster.placement import Placement, WorldLayout
 from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import load_machine
@@ -86,79 +85,6 @@ def test_line_of_torchrun_on_two_nodes_is_one_task_a_node():
     ]
 
 
-# --- what Slurm is asked for ---------------------------------------------------------------------
-
-GPUS = {"nodes": 2, "tasks_per_node": 4, "gres": "gpu:4", "slurm_partition": "gpu"}
-CPUS = {"nodes": 2, "tasks_per_node": 3}
-
-
-def test_gpu_ranks_are_counted_by_node_and_never_as_tasks_per_gpu():
-    made = allocation_resources(GPUS, load_machine(None, {"launcher": "srun"}))
-    assert made == {**GPUS, "mpi": ""}
-
-
-def test_cpu_ranks_are_counted_as_tasks():
-    made = allocation_resources(CPUS, load_machine(None, {"launcher": "srun"}))
-    assert made == {**CPUS, "mpi": "", "tasks": 6}
-
-
-def test_spare_nodes_are_asked_for_on_top():
-    machine = load_machine(None, {"launcher": "srun", "preflight.spare_nodes": 1})
-    assert allocation_resources(CPUS, machine)["nodes"] == 3
-    assert allocation_resources(CPUS, machine)["tasks"] == 9
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({**CPUS, "tasks": 6}, "tasks=6"),
-        ({**CPUS, "mpi": "srun"}, "mpi='srun'"),
-        ({**CPUS, "slurm_extra": "--exclude=n1"}, "slurm_extra='--exclude=n1'"),
-        ({**CPUS, "gpu": 8}, "gpu=8"),
-        ({**GPUS, "tasks_per_node": 2}, "4 GPUs a node and 2 ranks"),
-        ({**GPUS, "gres": "gpu:h100:8"}, "8 GPUs a node and 4 ranks"),
-        ({**GPUS, "gres": "4 gpus"}, "gres '4 gpus'"),
-        ({**CPUS, "nodes": "two"}, "nodes='two'"),
-        ({**CPUS, "nodes": 0}, "nodes=0"),
-        ({**GPUS, "gres": "gpu"}, "1 GPUs a node and 4 ranks"),
-    ],
-)
-def test_resources_that_cannot_work_are_refused(given, told):
-    with pytest.raises(ConfigError, match=told):
-        allocation_resources(given, load_machine(None, {"launcher": "srun"}))
-
-
-def test_many_ranks_with_launcher_process_are_refused_before_submission():
-    with pytest.raises(ConfigError, match="launcher single"):
-        allocation_resources(CPUS, load_machine(None))
-
-
-@pytest.mark.parametrize(
-    ("gres", "count"), [("gpu:4", 4), ("gpu:a100:2", 2), ("gpu", 1), ("gpu:h100", 1), ("", None)]
-)
-def test_gpus_of_a_gres(gres, count):
-    assert placement.gpus_per_node({"gres": gres}) == count
-
-
-def test_options_of_sbatch_warn_the_ranks_and_merge_excluded_nodes():
-    keys = {"slurm.options": "--exclude=n[7-8] --mail-type=END", "slurm.exclude": ["n1"]}
-    options = sbatch_options(load_machine(None, keys), 4, ["n3", "n1"])
-    assert options == (
-        "--ntasks-per-node=4 --open-mode=append --signal=SIGUSR1@120"
-        " --exclude=n7,n8,n1,n3 --mail-type=END"
-    )
-
-
-def test_a_job_with_spare_nodes_outlives_a_node():
-    machine = load_machine(None, {"preflight.spare_nodes": 1})
-    assert "--no-kill" in sbatch_options(machine, 1, []).split()
-
-
-def test_no_nodes_to_leave_out_means_no_exclude():
-    options = sbatch_options(load_machine(None, {"slurm.warn_sec": 0}), 1, [])
-    assert options == "--ntasks-per-node=1 --open-mode=append"
-
-
 # --- where ---------------------------------------------------------------------------------------
 
 
@@ -191,38 +117,6 @@ def test_allocation_with_too_few_cores_on_one_node_is_told_as_slurm_gave_it(monk
         "n1",
         "n2",
     )  # one rank fits
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("task_per_node", r"task_per_node=2.*did you mean tasks_per_node\?"),
-        ("mem_gb", r"mem_gb=2.*did you mean mem_mb\?"),
-        ("beverage", r"no such resource is known\n"),
-    ],
-)
-def test_unknown_resource_is_refused_with_a_close_match(name, told):
-    with pytest.raises(ConfigError, match=told):
-        placement.refuse_unknown({**GPUS, name: 2}, [])
-
-
-def test_resource_with_a_limit_of_the_users_own_is_known():
-    placement.refuse_unknown({**CPUS, "licenses": 1}, ["licenses"])
-
-
-def test_every_resource_that_the_executor_reads_is_known():
-    """Of the plugins as installed: what a newer one reads must not be refused."""
-    import snakemake_executor_plugin_slurm
-    import snakemake_executor_plugin_slurm_jobstep
-
-    plugins = (snakemake_executor_plugin_slurm, snakemake_executor_plugin_slurm_jobstep)
-    files = [file for plugin in plugins for file in Path(plugin.__file__).parent.glob("*.py")]
-    text = "".join(file.read_text() for file in files)
-    read = set(re.findall(r"""resources\.get\(\s*["'](\w+)["']""", text))
-    assert len(read) > 10
-    ours = {"tasks", "mpi", "slurm_extra", "gpu"}  # refused with a reason of their own
-    made = {"threads"}  # by Snakemake
-    assert read - ours - made <= set(placement._KNOWN_RESOURCES)
 
 
 def test_batch_must_share_out_among_all_nodes():

@@ -5,7 +5,15 @@ from typing import get_args
 
 import pytest
 
-from forge.core.config import Config, Section, apply_overrides, load_config, parse_override
+from forge.core.config import (
+    Config,
+    ResolvedConfig,
+    Section,
+    apply_overrides,
+    as_overrides,
+    load_config,
+    parse_override,
+)
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine, load_machine
 from forge.core.values import read_cell
@@ -74,6 +82,22 @@ def test_overrides_win_over_the_file_and_leave_its_other_keys(tmp_path):
 def test_a_whole_section_can_be_overridden_with_json():
     key, value = parse_override('--model={"dim": 64, "heads": 2}')
     assert config_of(**{key: value}).model.dim == 64
+
+
+def test_sections_as_overrides_give_the_same_sections():
+    config = config_of(**{"validate.depth": "load", "report.prompts": ["5", "a b", "{", "'"]})
+    overrides = as_overrides(config, "validate", "report")
+    assert overrides[0] == "--validate.depth=load"
+    assert config_of(**dict(map(parse_override, overrides))) == config
+
+
+def test_two_configs_that_train_the_same_are_equal_of_training():
+    ids = {"ids": {"tokenizer": "0" * 12, "tokens": "1" * 12}}
+    one, later, longer = (
+        ResolvedConfig.model_validate(config_of(**overrides).to_json() | ids)
+        for overrides in ({}, {"validate.depth": "load"}, {"train.max_steps": 7})
+    )
+    assert one.of_training == later.of_training != longer.of_training
 
 
 def test_numbers_in_scientific_notation_are_numbers():

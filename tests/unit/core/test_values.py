@@ -20,7 +20,7 @@ from forge.core.config import (
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine, load_machine
 from forge.core.sample_sheet import run_configs
-from forge.core.values import read_cell, read_yaml
+from forge.core.values import as_cell, read_cell, read_yaml
 
 WORDS = {
     **{
@@ -221,6 +221,16 @@ VALUES = st.recursive(
 @given(VALUES)
 def test_json_of_any_value_is_read_as_that_value(value):
     assert read_yaml(json.dumps(value)) == value
+
+
+@given(VALUES | TEXTS | st.sampled_from([*WORDS, "a\nb", "\0", "[x", "#"]))
+def test_cell_of_any_value_is_read_as_that_value(value):
+    assert read_cell(as_cell(value)) == value
+
+
+@pytest.mark.parametrize("text", ["probe", "def x():", "[x", "#", "ü"])
+def test_cell_of_a_plain_text_has_no_quotes(text):
+    assert as_cell(text) == text
 
 
 KEYS = [

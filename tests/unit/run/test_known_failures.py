@@ -1,13 +1,11 @@
 """Which runs the workflow starts no more: those that `forge train` would refuse at once."""
 
-import json
-
 import pytest
 from support import happenings
 
 from forge import workflow
 from forge.core import events
-from forge.core.config import Config, ResolvedConfig, checked
+from forge.core.config import Config, checked
 from forge.core.paths import RunPaths
 from forge.data.content_ids import resolve
 from forge.launch.rank_records import RankRecord
@@ -27,8 +25,7 @@ def run(tmp_path):
 
 def fails(run, why):
     """As the launcher writes it, with the config that config_run has written."""
-    written = checked(ResolvedConfig, json.loads(workflow.science(run)), "the test")
-    train._record_failure(written, RunPaths.of(run), why)
+    train._record_failure(run.of_training, RunPaths.of(run), why)
 
 
 def test_run_that_diverged_is_known_by_its_message(run):

@@ -1,0 +1,205 @@
+"""What the allocation of a run asks Slurm for: resources of its rules, options of sbatch."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from forge.cluster import exclude, jobs, slurm
+from forge.cluster.placement import WorldLayout, check_layout
+from forge.core.config import Config
+from forge.core.errors import ConfigError, TrainingError
+from forge.core.machine import Machine, load_machine
+from forge.core.paths import RunPaths
+
+LOCAL_MACHINE = "profiles/local/machine.yaml"  # without a profile; beside the workflow
+BEFORE_TRAINING_MIN = 10  # time limit of stage, and of preflight
+
+
+class Allocation:
+    """Resources of the rules that share an allocation, from what the profile sets for `train_run`.
+
+    Raises ConfigError for what could not work on any cluster.
+    """
+
+    def __init__(
+        self, resources: Mapping[str, Any], runs: Mapping[str, Config], workflow_folder: str
+    ) -> None:
+        """resources: as Snakemake has them. workflow_folder: of the Snakefile, beside which the profiles
+        lie."""
+        self.given = {name: _plain(value) for name, value in resources.items()}
+        self._runs = runs
+        local = os.path.relpath(Path(workflow_folder).parent / LOCAL_MACHINE)
+        machine = self.given.get("machine", local)
+        self.machine: Machine = load_machine(machine)
+        self._made = {"machine": machine, **allocation_resources(self.given, self.machine)}
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """For stage and preflight: all nodes, spare ones too. In a group, times add up."""
+        return {**self._made, "train_nodes": self.train_nodes, "runtime": BEFORE_TRAINING_MIN}
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """For training: what the profile does not set itself."""
+        return {n: v for n, v in self._made.items() if n not in self.given} | {
+            "train_nodes": self.train_nodes
+        }
+
+    @property
+    def train_nodes(self) -> int:
+        return int(self.given.get("nodes", 1))
+
+    def slurm_extra(self, run: str) -> str:
+        """More options for sbatch, without the nodes that this run found unhealthy."""
+        bad = exclude.read(RunPaths.of(self._runs[run]).bad_nodes)
+        return sbatch_options(self.machine, self._made["tasks_per_node"], bad)
+
+    def check_profile(self, defaults: Mapping[str, Any] | None, custom: Collection[str]) -> None:
+        """ConfigError for lines of a shipped profile that were not edited, and for names in train_run
+        that no resource has. custom: resources that the user gave a limit for (--resources)."""
+        for place, values in (("default-resources", defaults or {}), (jobs.TRAIN_RULE, self.given)):
+            for name, value in values.items():
+                if str(_plain(value)).startswith("EDIT_"):
+                    raise ConfigError(
+                        f"the profile still says {name}: {_plain(value)} ({place})",
+                        fix="edit this line in config.yaml of the profile: your account, and"
+                        " partitions as `sinfo` lists them",
+                    )
+        refuse_unknown(self.given, custom)
+
+    def check_runs(self, due: Iterable[Any], failed: Mapping[str, str]) -> None:
+        """ConfigError for a run whose batch these ranks cannot share, TrainingError for a known failure
+        whose training was asked for by file name. due: jobs that will run."""
+        due = list(due)
+        for job in due:
+            if job.rule.name == jobs.TRAIN_RULE and job.wildcards.run in failed:
+                raise TrainingError(f"run {job.wildcards.run}: {failed[job.wildcards.run]}")
+        layout = WorldLayout(self.train_nodes, self._made["tasks_per_node"])
+        allocated = [job for job in due if job.rule.name in jobs.ALLOCATION_RULES]
+        for name in dict.fromkeys(job.wildcards.run for job in allocated):
+            try:
+                check_layout(self.machine, layout, self._runs[name])
+            except ConfigError as err:
+                raise ConfigError(f"run {name}: {err.what}", cause=err.cause, fix=err.fix) from None
+
+
+def _plain(value: Any) -> Any:
+    """A resource of the profile as a number or text: on Snakemake's command line all are texts."""
+    raw = getattr(value, "raw", value)
+    return int(raw) if isinstance(raw, str) and raw.isdigit() else raw
+
+
+def allocation_resources(given: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
+    """Resources of an allocation's rules, from what the profile sets for `train_run`.
+
+    `mpi=""` keeps the executor from wrapping rules in an srun of its own: a second one inside would
+    wait for ever or run one rank. Raises ConfigError for what could not work.
+    """
+    _refuse_own(given)
+    ranks, nodes = _number(given, "tasks_per_node"), _number(given, "nodes")
+    gpus = gpus_per_node(given)
+    if gpus is not None and gpus != ranks:
+        raise ConfigError(
+            f"profile: train_run asks for {gpus} GPUs a node and {ranks} ranks a node (tasks_per_node)",
+            cause="each rank drives one GPU",
+            fix=f'set tasks_per_node: {gpus}, or gres: "gpu:{ranks}"',
+        )
+    if machine.launcher == "single" and nodes * ranks > 1:
+        raise ConfigError(
+            f"profile: {nodes} nodes with {ranks} ranks each, and launcher single, which runs one",
+            fix="set `launcher: srun` or `launcher: torchrun` in machine.yaml",
+        )
+    asked = nodes + machine.preflight.spare_nodes
+    resources = {**given, "mpi": "", "nodes": asked, "tasks_per_node": ranks}
+    if gpus is None:
+        resources["tasks"] = asked * ranks  # with GPUs it would become --ntasks-per-gpu
+    return resources
+
+
+def _refuse_own(given: Mapping[str, Any]) -> None:
+    """What a profile must not set for `train_run`, because it is made from nodes and tasks_per_node."""
+    fixes = {
+        "tasks": "give nodes and tasks_per_node; Forge makes the number of tasks from them",
+        "mpi": "leave it out; `launcher` in machine.yaml says how ranks start",
+        "slurm_extra": "write these options as slurm.options in machine.yaml, where Forge adds its own",
+        "gpu": 'give GPUs per node, as gres: "gpu:4"',
+    }
+    for key, fix in fixes.items():
+        if key in given:
+            raise ConfigError(
+                f"profile: set-resources of train_run has {key}={given[key]!r}", fix=fix
+            )
+
+
+# Resources that Snakemake or its Slurm executor reads (submit_string.py and __init__.py of 2.8.0), and
+# our own `machine`.
+_KNOWN_RESOURCES = (
+    *("machine", "nodes", "tasks_per_node", "tasks_per_gpu", "gres", "gpu_model"),
+    *("cpus_per_task", "cpus_per_gpu", "mem", "mem_mb", "mem_mib", "mem_mb_per_cpu"),
+    *("disk", "disk_mb", "disk_mib", "runtime", "tmpdir", "constraint", "qos"),
+    *("slurm_account", "slurm_partition", "slurm_cluster", "cluster", "clusters"),
+)
+
+
+def refuse_unknown(given: Mapping[str, Any], custom: Collection[str]) -> None:
+    """ConfigError for a name that nobody reads: Snakemake would take it without a word.
+
+    custom: names that the user gave a limit for with --resources.
+    """
+    for name, value in given.items():
+        if name in _KNOWN_RESOURCES or name in custom:
+            continue
+        close = difflib.get_close_matches(name, _KNOWN_RESOURCES, n=1)
+        raise ConfigError(
+            f"profile: set-resources of train_run has {name}={value!r}, and no such resource is known"
+            f"{f' (did you mean {close[0]}?)' if close else ''}",
+            fix="correct the name, or give the resource a limit of your own with `resources` in"
+            " config.yaml of the profile",
+        )
+
+
+def _number(given: Mapping[str, Any], key: str) -> int:
+    value = given.get(key, 1)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"profile: train_run has {key}={value!r}", fix="give a whole number from 1"
+        )
+    return value
+
+
+def gpus_per_node(given: Mapping[str, Any]) -> int | None:
+    """GPUs a node in `gres` (`gpu:4`, `gpu:h100:4`); None without GPUs. Raises ConfigError."""
+    gres = str(given.get("gres", ""))
+    if not gres:
+        return None
+    found = re.fullmatch(r"gpu(?::[A-Za-z][\w.]*)?(?::(\d+))?", gres)
+    if not found:
+        raise ConfigError(
+            f"profile: train_run has gres {gres!r}", fix='write it as "gpu:4" or "gpu:h100:4"'
+        )
+    return int(found.group(1) or 1)
+
+
+def sbatch_options(machine: Machine, ranks_per_node: int, bad_nodes: Sequence[str]) -> str:
+    """What the executor's own options do not cover, as slurm_extra.
+
+    `--signal` without `B:` reaches the ranks; with it, it would end the batch shell's Snakemake.
+    """
+    options = [f"--ntasks-per-node={ranks_per_node}", "--open-mode=append"]
+    if machine.slurm.warn_sec:
+        options.append(f"--signal=SIGUSR1@{machine.slurm.warn_sec}")
+    if machine.preflight.spare_nodes:
+        options.append("--no-kill")  # a spare takes over for a node that dies
+    given = shlex.split(machine.slurm.options)
+    own = [o.partition("=")[2] for o in given if o.startswith("--exclude=")]
+    given = [o for o in given if not o.startswith("--exclude=")]
+    excluded = [n for o in own for n in slurm.expand(o)] + machine.slurm.exclude + list(bad_nodes)
+    if excluded:
+        options.append(f"--exclude={','.join(dict.fromkeys(excluded))}")
+    return shlex.join(options + given)

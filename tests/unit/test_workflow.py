@@ -1,0 +1,58 @@
+"""What rules are given: configs in files, each named so that a rule runs again for a reason only."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from forge import workflow
+from forge.core.config import Config, ResolvedConfig, checked, load_config
+from forge.core.paths import tokenizer_folder, tokens_folder
+from forge.data.content_ids import resolve
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("some text")
+    values = {"tokenize": {"inputs": ["text.txt"]}, "report": {"sample_tokens": 3}}
+    return resolve(checked(Config, values, "the test"))
+
+
+def changed(config, section, **values):
+    new = getattr(config, section).model_copy(update=values)
+    return config.model_copy(update={section: new})
+
+
+def test_name_of_a_runs_config_changes_with_what_training_depends_on_and_nothing_else(run):
+    name = workflow.training_config(run)
+    assert workflow.training_config(changed(run, "validation", depth="load")) == name
+    assert workflow.training_config(changed(run, "report", sample_tokens=4)) == name
+    assert workflow.training_config(changed(run, "train", max_steps=7)) != name
+    assert workflow.training_config(changed(run, "tokenize", val_fraction=0.5)) != name
+
+
+def jobs(*paths):
+    return [SimpleNamespace(params={"config": str(path)} if path else {}) for path in paths]
+
+
+def test_only_configs_of_jobs_that_will_run_are_written(run):
+    path = workflow.training_config(run)
+    other = changed(run, "train", seed=7)
+    workflow.write_configs({"base": run, "other": other}, jobs(path, None))
+    assert [str(p) for p in Path.cwd().rglob("*.json")] == [str(Path(path).absolute())]
+    assert ResolvedConfig.model_validate(load_config(path).to_json()) == run.of_training
+
+
+def test_config_of_a_shared_artefact_has_its_inputs_and_ids_and_no_run(run):
+    folders = [tokenizer_folder("data", run.ids.tokenizer), tokens_folder("data", run.ids.tokens)]
+    paths = [folder / "config.json" for folder in folders]
+    workflow.write_configs({"base": run}, jobs(*paths))
+    for path in paths:
+        again = load_config(path)
+        assert (again.tokenizer, again.tokenize, again.ids) == (
+            run.tokenizer,
+            run.tokenize,
+            run.ids,
+        )
+        assert '"train": {' not in path.read_text()
