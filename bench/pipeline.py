@@ -23,6 +23,7 @@ from tools.slurm_cluster.settings import Settings
 from tools.slurm_cluster.temporary import temporary_cluster
 
 ROUNDS = 3
+STEPS = 800  # of training: 40 s on two cores
 # What a person would write: one job, the same verbs one after the other, two ranks on two nodes.
 SCRIPT = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --mem=1800 --time=10 --output=/dev/null
@@ -47,7 +48,7 @@ def main() -> None:
         print(f"skipped: {reason}")
         return
     with temporary_cluster(base_folder(), f"bench-{os.getpid()}", Settings(nodes=4)) as cluster:
-        config = write_science(cluster.folder / "science")
+        config = write_science(cluster.folder / "science", max_steps=STEPS)
         rounds = 1 if options.quick else ROUNDS
         rows = [measure(cluster, config, number) for number in range(rounds)]
     print(pd.DataFrame(rows).round(1).to_string(index=False))

@@ -116,9 +116,11 @@ def science(cluster_of_this_process: Cluster) -> Path:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(science: Path) -> Undisturbed:
-    """The tiny training without any trouble."""
-    return Undisturbed.run(science, science.parent / "results")
+def undisturbed(science: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The tiny training without any trouble, one for all processes of this pytest run."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    return Undisturbed(science, shared / "undisturbed")
 
 
 @pytest.fixture
@@ -126,15 +128,12 @@ def new_run(
     cluster: Cluster,
     nodes: Callable[[int], list[str]],
     science: Path,
-    undisturbed: Undisturbed,
     shared_folder: Path,
 ) -> Callable[..., JobRun]:
-    """new_run("srun"): the tiny training as a job on two nodes of its own, two ranks on each, to be
-    submitted."""
-    del undisturbed  # computed before the case begins, not while its clock runs
+    """new_run("srun"): the tiny training as a job on two nodes, one rank on each, to be submitted."""
 
     def make(
-        launcher: str = "srun", *, on: int = 2, ranks_per_node: int = 2, **keys: object
+        launcher: str = "srun", *, on: int = 2, ranks_per_node: int = 1, **keys: object
     ) -> JobRun:
         folder = shared_folder / "results" / "base"
         return JobRun(folder, cluster, nodes(on), science, launcher, ranks_per_node, dict(keys))
@@ -147,11 +146,9 @@ def new_project(
     cluster: Cluster,
     nodes: Callable[[int], list[str]],
     science: Path,
-    undisturbed: Undisturbed,
     shared_folder: Path,
 ) -> Callable[..., Project]:
     """The project with the tiny science, whose tokens are there already."""
-    del undisturbed  # computed before the case begins
 
     def make(*, on: int = 2, **given: Any) -> Project:
         values = yaml.safe_load(science.read_text()) | given.pop("values", {})

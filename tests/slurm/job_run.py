@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,20 +21,23 @@ from forge.core.files import read_json
 from forge.core.paths import RunPaths
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
+from tools.slurm_cluster.temporary import locked
 
-# On four ranks and two cores about 40 s: every event of a case comes well before the end.
-GOAL = 800
+GOAL, INTERVAL = 80, 20  # steps; steps between checkpoints
+# Ranks wait before this step until the test has done what it is about: see pause/sitecustomize.py.
+PAUSE = 50
+# Of a run that is struck there: back to the checkpoint at 20 where that at 40 is not committed yet.
+MOST_LOST = PAUSE - 1 - INTERVAL
+PAUSE_FOLDER = Path(__file__).parent / "pause"
 SCIENCE: dict[str, Any] = {
     "tokenizer": {"vocab_size": 300, "sample_mib": 1},
     "model": {"dim": 32, "layers": 2, "heads": 2, "ffn_dim": 64, "dropout": 0.1},
     "train": {
         **{"seq_len": 16, "batch_size": 4, "max_steps": GOAL, "warmup_steps": 3},
-        **{"log_every": 1, "eval_every": 400, "eval_samples": 8, "checkpoint_every": 200},
+        **{"log_every": 1, "eval_every": 40, "eval_samples": 8, "checkpoint_every": INTERVAL},
     },
     "report": {"prompts": ["the "], "sample_tokens": 4},
 }
-# One and two ranks on each of two nodes.
-WORLD_SIZES = (2, 4)
 # A peer that is gone is noticed by the others after this. Ranks also have this long to meet: on a busy
 # machine the imports of four ranks end seconds apart.
 FABRIC_TIMEOUT_SEC = 20
@@ -52,8 +54,14 @@ def machine(launcher: str, **keys: Any) -> dict[str, Any]:
     }
 
 
-def write_science(folder: Path) -> Path:
-    """A corpus and its shards in the folder; the config file."""
+def paused_before(step: int) -> dict[str, str]:
+    """Environment of commands whose ranks wait before a step for Progress.end_pause()."""
+    path = [str(PAUSE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"FORGE_TEST_PAUSE": str(step), "PYTHONPATH": os.pathsep.join(path)}
+
+
+def write_science(folder: Path, **train: Any) -> Path:
+    """A corpus and its shards in the folder; the config file, with these keys of `train` changed."""
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)
     for number in range(24):
@@ -61,6 +69,7 @@ def write_science(folder: Path) -> Path:
         (corpus / f"{number:02}.txt").write_text(", ".join(words))
     tokens = {"inputs": [str(corpus)], "val_fraction": 0.3}
     values = {**SCIENCE, "data": str(folder / "data"), "tokenize": tokens}
+    values["train"] = {**SCIENCE["train"], **train}
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(values))
     for verb in ("tokenizer", "tokenize"):
@@ -92,17 +101,43 @@ class Progress:
         return [line for line in json_lines.read(self.paths.metrics) if line["kind"] == "train"]
 
     def losses(self) -> dict[int, float]:
-        return {line["step"]: line["loss"] for line in self.train_lines()}
-
-    def step(self) -> int:
-        lines = self.train_lines()
-        return lines[-1]["step"] if lines else 0
+        """The loss of each step. A step that was trained again must have had the same one."""
+        found: dict[int, float] = {}
+        for line in self.train_lines():
+            step, loss = line["step"], line["loss"]
+            first = found.setdefault(step, loss)
+            assert first == loss, f"step {step} had loss {first}, trained again {loss}"
+        return found
 
     def weights_digest(self) -> str:
         return str(read_json(self.paths.trained)["weights_digest"])
 
-    def wait_for_step(self, step: int, timeout: float = 150) -> None:
-        wait_until(lambda: self.step() >= step, timeout, f"step {step}", self.said, every=0.05)
+    def wait_for_pause(self, timeout: float = 150) -> None:
+        """Wait until all ranks of the first launch wait before step PAUSE."""
+        wait_until(
+            lambda: self._all_ranks_say("waiting"),
+            timeout,
+            f"all ranks before step {PAUSE}",
+            self.said,
+            every=0.05,
+        )
+
+    def end_pause(self) -> None:
+        """Let the ranks train on; later launches do not wait."""
+        (self.folder / ".pause/over").touch()
+
+    def end_pause_when_told_to_stop(self, timeout: float = 90) -> None:
+        """Let the ranks train on once each of them has its signal to stop."""
+        wait_until(
+            lambda: self._all_ranks_say("stopping"), timeout, "all ranks told to stop", self.said
+        )
+        self.end_pause()
+
+    def _all_ranks_say(self, word: str) -> bool:
+        """Whether each rank of the first launch has left this file of pause/sitecustomize.py."""
+        launches = self.events("launch")
+        left = list((self.folder / ".pause").glob(f"{word}-*"))
+        return bool(launches) and len(left) == launches[0]["world_size"]
 
     def wait_for_event(self, name: str, count: int = 1, timeout: float = 90) -> dict[str, Any]:
         wait_until(
@@ -129,28 +164,6 @@ class Progress:
                     found.append(process)
         return found
 
-    def hold(
-        self,
-        until: Callable[[list[psutil.Process]], object],
-        timeout: float,
-        cause: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Stop the ranks (SIGSTOP), then do `cause`, until `until(ranks)`: a step waits for no scheduler.
-
-        In this order, since ranks that are stopped after the signal of `cause` has come to them would
-        stay so until Slurm kills them.
-        """
-        held = self.ranks()
-        for process in held:
-            process.send_signal(signal.SIGSTOP)
-        try:
-            cause()
-            wait_until(lambda: until(held), timeout, "what the ranks were held for", self.said)
-        finally:
-            for process in held:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGCONT)
-
     def said(self) -> str:
         """The last words of the run's logs, for a test that waits in vain."""
         logs = sorted(self.paths.logs.glob("*.log")) + sorted(self.folder.parent.glob("*.out"))
@@ -159,13 +172,13 @@ class Progress:
 
 @dataclass
 class JobRun(Progress):
-    """`forge train` under sbatch, on two nodes."""
+    """`forge train` under sbatch, on two nodes. Its ranks wait before step PAUSE."""
 
     cluster: Cluster
     names: Sequence[str]
     config: Path
     launcher: str = "srun"
-    ranks_per_node: int = 2
+    ranks_per_node: int = 1
     keys: dict[str, Any] = field(default_factory=dict)
     jobs: list[str] = field(default_factory=list)
 
@@ -191,6 +204,7 @@ class JobRun(Progress):
             *([f"--exclude={','.join(others)}"] if others else []),
             *options,
             f"--wrap={command}",
+            env=paused_before(PAUSE),
         )
         self.jobs.append(job)
         return job
@@ -201,61 +215,53 @@ class JobRun(Progress):
         return self.cluster.wait_for_state(job, ends, timeout)
 
 
-def signaled(ranks: list[psutil.Process]) -> bool:
-    """Whether each of these stopped ranks has a signal to stop, or has ended."""
-    return all(pending(rank, signal.SIGUSR1, signal.SIGTERM) for rank in ranks)
-
-
-def pending(process: psutil.Process, *numbers: signal.Signals) -> bool:
-    """Whether the kernel holds one of these signals for a stopped process (man 5 proc, ShdPnd)."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        masks = (line.split()[1] for line in status.splitlines() if "Pnd:" in line)
-        wanted = sum(1 << (number - 1) for number in numbers)
-        return any(int(mask, 16) & wanted for mask in masks)
-    return True  # it has ended meanwhile
-
-
 @dataclass(frozen=True)
 class Undisturbed:
-    """The same science without any trouble, by world size: what every case must end with."""
+    """The same science without any trouble: what every case must end with. Trained on this machine
+    outside of Slurm, once for each world size that a case asks for. Several processes may have an
+    object for the same results: the others wait for the one that trains."""
 
-    runs: dict[int, Progress]
-
-    @classmethod
-    def run(cls, config: Path, folder: Path) -> Undisturbed:
-        file = folder / "machine.yaml"
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(yaml.safe_dump(machine("torchrun")))
-        for ranks in WORLD_SIZES:
-            where = (f"--run=of-{ranks}", f"--results={folder}", f"--machine={file}")
-            forge("train", config, *where, f"--ranks-per-node={ranks}")
-        return cls({ranks: Progress(folder / f"of-{ranks}") for ranks in WORLD_SIZES})
+    config: Path
+    results: Path
 
     def equals(self, run: Progress) -> None:
         """Weights and every loss on the way are the same to the last bit."""
         [world_size] = {event["world_size"] for event in run.events("launch")}
-        alike = self.runs[world_size]
+        alike = self._run(world_size)
         assert run.weights_digest() == alike.weights_digest()
         assert run.losses() == alike.losses()
         assert resume.latest(run.paths).step == GOAL  # type: ignore[union-attr]
 
+    def _run(self, world_size: int) -> Progress:
+        run = Progress(self.results / f"of-{world_size}")
+        self.results.mkdir(parents=True, exist_ok=True)
+        with locked(self.results / f"{run.folder.name}.lock"):
+            if not run.paths.fit.exists():
+                file = self.results / f"{run.folder.name}.yaml"
+                file.write_text(yaml.safe_dump(machine("torchrun")))
+                where = (f"--run={run.folder.name}", f"--results={self.results}")
+                ranks = f"--ranks-per-node={world_size}"
+                forge("train", self.config, *where, f"--machine={file}", ranks)
+        return run
 
-def measure(case: str, run: JobRun, event_time: float, step_before: int) -> dict[str, Any]:
-    """Steps lost and seconds from the event to the next step, with Slurm's own delay apart.
+
+def measure(case: str, run: JobRun, event_time: float) -> dict[str, Any]:
+    """Steps that were trained again, and seconds from the event to the next step, with Slurm's own
+    delay apart.
 
     Appended to the file that FORGE_MATRIX names.
     """
     again = [e for e in run.events("init") if e["time"] > event_time]
-    lines = [line for line in run.train_lines() if line["time"] > event_time]
     row: dict[str, Any] = {"case": case, "launcher": run.launcher, "restarts": 0}
     if run.jobs:
         row["restarts"] = int(run.cluster.job(run.jobs[-1])["Restarts"])
     if again:
-        first = next(line for line in lines if line["launch"] == again[0]["launch"])
-        launched = next(e for e in run.events("launch") if e["launch"] == again[0]["launch"])
+        launch = again[0]["launch"]
+        before = [line["step"] for line in run.train_lines() if line["time"] < again[0]["time"]]
+        first = next(line for line in run.train_lines() if line["launch"] == launch)
+        launched = next(e for e in run.events("launch") if e["launch"] == launch)
         row |= {
-            "steps_lost": max(0, step_before - again[0]["step"]),
+            "steps_lost": max(before) - again[0]["step"],
             "seconds": round(first["time"] - event_time, 1),
             "until_launch": round(launched["time"] - event_time, 1),
         }

@@ -94,14 +94,16 @@ class Project:
         machine = yaml.safe_load((self.profile_folder / "machine.yaml").read_text())
         return list(machine.get("slurm", {}).get("exclude", []))
 
-    def start(self, target: str = "train", *arguments: str, machine: str = "ctl") -> Inside:
+    def start(
+        self, target: str = "train", *arguments: str, env: dict[str, str] | None = None
+    ) -> Inside:
         """`snakemake --profile … target` on the login node, its output in a file."""
         command = self.cluster.popen(
             *("bash", "-c", 'exec snakemake "$@" > "$0" 2>&1'),
             self.folder / f"snakemake{len(self.commands)}.out",
             *("--profile", f"profiles/{self.profile}", target, *arguments),
             cwd=self.folder,
-            machine=machine,
+            env=env,
         )
         self.commands.append(command)
         return command

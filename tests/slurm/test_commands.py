@@ -10,7 +10,7 @@ import yaml
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
-from .job_run import GOAL, Undisturbed
+from .job_run import GOAL, PAUSE, Undisturbed, paused_before
 from .project import Project
 
 Nodes = Callable[[int], list[str]]
@@ -26,15 +26,16 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_job_and_the_next_command_goes_on(
     new_project: NewProject, cluster: Cluster, undisturbed: Undisturbed
 ) -> None:
     project = new_project()
-    command = project.start()
+    command = project.start(env=paused_before(PAUSE))
     run = project.run()
-    run.wait_for_step(50, timeout=120)
+    run.wait_for_pause()
     command.press_ctrl_c()
+    run.end_pause_when_told_to_stop()
     assert project.end(command) != 0
     all_jobs_gone(cluster, project, 60)
     assert run.events("requeue") == []
     [stop] = run.events("stop")
-    assert stop["step"] >= 50
+    assert stop["step"] >= PAUSE
     assert project.end(project.start()) == 0, project.said()
     undisturbed.equals(run)
 
@@ -43,8 +44,8 @@ def test_second_command_after_a_killed_one_names_the_job_that_still_trains(
     new_project: NewProject, undisturbed: Undisturbed
 ) -> None:
     project = new_project()
-    command = project.start()
-    project.run().wait_for_step(50, timeout=120)
+    command = project.start(env=paused_before(PAUSE))
+    project.run().wait_for_pause()
     command.kill_group()
     again = project.start()
     assert project.end(again, timeout=60) != 0
@@ -53,7 +54,10 @@ def test_second_command_after_a_killed_one_names_the_job_that_still_trains(
     assert f"scancel {job}" in project.output()
     # With the other setting it waits for the job, and does what is left.
     project.edit_machine({"slurm": {"when_running": "wait"}})
-    assert project.end(project.start()) == 0, project.said()
+    third = project.start()
+    wait_until(lambda: "waiting: " in project.output(), 60, "waiting for the job", project.said)
+    project.run().end_pause()
+    assert project.end(third) == 0, project.said()
     assert len(project.run().events("launch")) == 1
     undisturbed.equals(project.run())
     assert project.run().paths.report.exists()

@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 
+import pytest
+
 from forge.cluster import job_watch
 from forge.core.files import read_json
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
-from .job_run import SCIENCE, Undisturbed
+from .job_run import PAUSE, Undisturbed, paused_before
 from .project import Project
 
 NewProject = Callable[..., Project]
@@ -70,7 +72,7 @@ def test_job_on_nodes_that_do_not_see_the_project_is_told_as_such(
 def test_run_that_fails_keeps_no_other_run_of_the_sheet_from_being_validated(
     new_project: NewProject,
 ) -> None:
-    project = new_project(values={"train": {**SCIENCE["train"], "max_steps": 100}})
+    project = new_project()
     sheet = "run\ttrain.lr\nbad\t1e30\nbase\t0.001\n"
     (project.folder / "config/runs.tsv").write_text(sheet)
     assert project.end(project.start()) != 0
@@ -79,19 +81,21 @@ def test_run_that_fails_keeps_no_other_run_of_the_sheet_from_being_validated(
     assert project.run().paths.report.exists()
 
 
+@pytest.mark.timeout(500, func_only=True)  # a minute of it is the case itself
 def test_both_daemons_away_for_half_a_minute_are_waited_for_in_the_queue_and_in_training(
     new_project: NewProject, whole_cluster: Cluster, undisturbed: Undisturbed
 ) -> None:
     project = new_project(machine=HELD)
-    command = project.start()
+    command = project.start(env=paused_before(PAUSE))
     job = project.wait_for_job()
     with both_daemons_away(whole_cluster):
         time.sleep(30)  # the case itself: that long they are away
     wait_for_words(project, "Slurm answers again", SOON_SEC)
     whole_cluster.run("scontrol", "release", job)
-    project.run().wait_for_step(50, timeout=120)
+    project.run().wait_for_pause()
     with both_daemons_away(whole_cluster):
         time.sleep(30)
+    project.run().end_pause()
     assert project.end(command) == 0, project.said()
     assert project.submitted()[0] == job and len(project.submitted()) == 2
     undisturbed.equals(project.run())
@@ -101,11 +105,12 @@ def test_job_that_slurm_has_forgotten_is_judged_by_its_completion_record(
     new_project: NewProject, whole_cluster: Cluster
 ) -> None:
     whole_cluster.configure(MinJobAge=2)
-    project = new_project(values={"train": {**SCIENCE["train"], "max_steps": 100}})
-    command = project.start()
+    project = new_project()
+    command = project.start(env=paused_before(PAUSE))
     job = project.wait_for_job()
-    project.run().wait_for_step(50, timeout=120)
+    project.run().wait_for_pause()
     command.send_signal(signal.SIGSTOP)  # it does not see the end
+    project.run().end_pause()
     whole_cluster.wait_for_state(job, "COMPLETED")
     with both_daemons_away(whole_cluster):
         command.send_signal(signal.SIGCONT)

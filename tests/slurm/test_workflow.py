@@ -13,7 +13,7 @@ import yaml
 from forge.core.files import read_json
 from tools.slurm_cluster.cluster import Cluster
 
-from .job_run import SCIENCE, Undisturbed
+from .job_run import PAUSE, SCIENCE, Undisturbed, paused_before
 from .project import Project
 
 Nodes = Callable[[int], list[str]]
@@ -62,9 +62,10 @@ def test_accounting_that_is_down_for_half_a_minute_is_not_noticed(
     new_project: NewProject, whole_cluster: Cluster, undisturbed: Undisturbed
 ) -> None:
     project = new_project()
-    command = project.start()
-    project.run().wait_for_step(50, timeout=120)
+    command = project.start(env=paused_before(PAUSE))
+    project.run().wait_for_pause()
     whole_cluster.stop_daemon("slurmdbd")
+    project.run().end_pause()  # the job ends meanwhile, the next one is submitted
     time.sleep(30)  # the case itself: that long it is away
     whole_cluster.start_daemon("slurmdbd")
     assert project.end(command, timeout=240) == 0, project.said()
