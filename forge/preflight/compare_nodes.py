@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge.cluster.nodes import NodePool, Trouble
+from forge.cluster.nodes import NodeFailure, NodePool
 from forge.cluster.placement import Placement
 from forge.core.machine import Machine
 from forge.preflight.node_checks import Check, Wanted, check_node, reach_sec
@@ -83,7 +83,7 @@ def inspect(
 
 
 def _answered(host: str, answer: Any) -> Node:
-    if isinstance(answer, Trouble):
+    if isinstance(answer, NodeFailure):
         trouble = Check("answers", "fail", answer.message, answer.fix, answer.cause)
         return Node(host, [trouble])
     checks = [Check(**check) for check in answer.pop("checks")]
@@ -116,10 +116,10 @@ def _ways(pool: NodePool, nodes: Sequence[Node], machine: Machine, head: str, se
 
 def _of_those_that_can(answers: dict[str, Any], nodes: dict[str, Node]) -> dict[str, Any]:
     for host, answer in answers.items():
-        if isinstance(answer, Trouble):
+        if isinstance(answer, NodeFailure):
             fix = answer.fix or f"leave {host} out, or see its network"
             nodes[host].checks.append(Check("reach", "fail", answer.message, fix, answer.cause))
-    return {host: a for host, a in answers.items() if not isinstance(a, Trouble)}
+    return {host: a for host, a in answers.items() if not isinstance(a, NodeFailure)}
 
 
 def judge_ways(nodes: Mapping[str, Node], ways: Ways) -> None:
