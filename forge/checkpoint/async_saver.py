@@ -54,7 +54,7 @@ class Saver:
     ) -> None:
         """async_save: copy the state and let training go on. before_commit: called on rank 0 when all is
         written; what it raises ends the save."""
-        self.world, self.aside, self.paths = world, world.beside(), paths
+        self.world, self.aside, self.paths = world, world.with_own_group(), paths
         self.async_save, self.before_commit = async_save, before_commit
         self.under_way: Save | None = None
         gpu = world.device.type == "cuda"

@@ -293,7 +293,7 @@ def load_state(
     Raises DataError when names, shapes or files do not fit.
     """
     state = training_state(model, optimizer)
-    group = world.beside().control
+    group = world.with_own_group().control
     what = "load of the checkpoint"
 
     def read() -> None:
