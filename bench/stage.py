@@ -26,7 +26,7 @@ from forge.core.files import digest_file, write_json
 from forge.core.paths import RunPaths, tokens_folder
 from forge.data.content_ids import resolve
 from forge.data.shards import Manifest, ShardEntry, ShardSet, Total
-from forge.staging.archive import Member, Pack, make_pack
+from forge.staging.archive import Archive, Member, make_archive
 from forge.staging.sbcast import Broadcast
 
 NODES = 4
@@ -84,7 +84,7 @@ def measure(cluster: Any, mib: int) -> None:
             cluster.run(*verb, env=in_job, timeout=300)
             rows[what] = time.perf_counter() - started
             facts = json.loads((config.parent / ".allocation" / "stage.json").read_text())
-            rows |= {f"  {n} of {what}": s for n, s in facts["parts_sec"].items() if s}
+            rows |= {f"  {n} of {what}": s for n, s in facts["phase_sec"].items() if s}
         rows["limit: the link, once"] = 0.0 if link == "full" else mib * 2**20 * 8 / SLOW_MBIT / 1e6
         tables.append(pd.Series(rows, name=link))
         for node in cluster.nodes:
@@ -131,14 +131,14 @@ def compare(run: Path) -> dict[str, float]:
     """Seconds of each way to bring the shards to all nodes of this job."""
     source = ShardSet.open(next((run.parents[1] / "data" / "tokens").iterdir()))
     shards = [Member(s.path, s.path.name, s.num_bytes) for s in source.train]
-    packs = run / "packs"
-    one = packs / "one" / "all.tar"
+    archives = run / "archives"
+    one = archives / "one" / "all.tar"
     one.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(one, "w") as tar:
         for shard in shards:
             tar.add(shard.path, shard.name)
-    parts = make_pack(packs / "parts", shards)
-    small = make_pack(packs / "zstd", shards, compress=True)
+    chunks = make_archive(archives / "chunks", shards)
+    small = make_archive(archives / "zstd", shards, compress=True)
     job = slurm.this_job()
     assert job
     rows = {}
@@ -156,8 +156,8 @@ def compare(run: Path) -> dict[str, float]:
             for _ in broadcast.send(files, "/tmp"):
                 pass
 
-        def pack(of: Pack) -> list[Path]:
-            return [of.folder / name for name in of.parts]
+        def archive(of: Archive) -> list[Path]:
+            return [of.folder / name for name in of.chunks]
 
         ways: dict[str, Callable[[], None]] = {
             "one file, as sbcast does it": by_itself,
@@ -165,8 +165,8 @@ def compare(run: Path) -> dict[str, float]:
             "one file, fan-out 2": lambda: by_itself("--fanout=2"),
             "the shards, one by one": one_by_one,
             "the shards, 8 at once": lambda: all_at_once([shard.path for shard in shards]),
-            f"{len(parts.parts)} parts, 8 at once (Forge)": lambda: all_at_once(pack(parts)),
-            "the same, zstd (Forge, slow links)": lambda: all_at_once(pack(small)),
+            f"{len(chunks.chunks)} chunks, 8 at once (Forge)": lambda: all_at_once(archive(chunks)),
+            "the same, zstd (Forge, slow links)": lambda: all_at_once(archive(small)),
         }
         for what, way in ways.items():
             with timed(rows, what):

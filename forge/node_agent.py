@@ -1,11 +1,11 @@
-"""The process that runs functions on a node: `python -m forge.node_agent`, JSON lines in and out.
+"""The agent that runs functions on a node: `python -m forge.node_agent`, JSON Lines in and out.
 
 A request is `{"id": 3, "do": "hello", "with": {}}`, its response `{"id": 3, "value": …}` or
 `{"id": 3, "error": …, "cause": …, "fix": …}`. `forge.cluster.nodes` sends the requests. No torch
-here: the agent must start at once.
+here: the agent must start fast.
 
-To add a request, write a function with keyword arguments that returns what JSON can hold, name it
-in the QUESTIONS of its module, and that module's table in QUESTIONS here.
+To add a request, write a function with keyword arguments that returns a JSON value, and add it to the
+REQUESTS of its module.
 """
 
 from __future__ import annotations
@@ -22,39 +22,37 @@ from forge.core.process import hostname
 from forge.preflight import node_checks
 from forge.staging import on_node
 
-Question = Callable[..., Any]
-
 
 def hello() -> dict[str, Any]:
-    """Who answers: host name, pid, Python."""
+    """Host name, pid and Python version of the agent."""
     return {"host": hostname(), "pid": os.getpid(), "python": platform.python_version()}
 
 
-QUESTIONS: dict[str, Question] = {
+REQUESTS: dict[str, Callable[..., Any]] = {
     "hello": hello,
-    **node_checks.QUESTIONS,
-    **on_node.QUESTIONS,
+    **node_checks.REQUESTS,
+    **on_node.REQUESTS,
 }
 
 
-def answer(line: str) -> dict[str, Any]:
-    """The answer to one line. An error that is a bug of ours ends the process, with its traceback."""
-    question = json.loads(line)
-    reply: dict[str, Any] = {"id": question["id"]}
+def respond(line: str) -> dict[str, Any]:
+    """The response to the request in a line. A bug of Forge ends the process, with a traceback."""
+    request = json.loads(line)
+    response: dict[str, Any] = {"id": request["id"]}
     try:
-        return reply | {"value": QUESTIONS[question["do"]](**question["with"])}
+        return response | {"value": REQUESTS[request["do"]](**request["with"])}
     except ForgeError as err:
-        return reply | {"error": err.what, "cause": err.cause, "fix": err.fix}
+        return response | {"error": err.what, "cause": err.cause, "fix": err.fix}
     except OSError as err:
-        return reply | {"error": f"{type(err).__name__}: {err}", "cause": "", "fix": ""}
+        return response | {"error": f"{type(err).__name__}: {err}", "cause": "", "fix": ""}
 
 
 def main() -> None:
-    """Answer until the input ends. Then whoever asked is gone, and this process goes too."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+    """Respond to requests until the input ends: then the program that sent them has ended."""
+    responses = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries is no response
     for line in sys.stdin:
-        print(json.dumps(answer(line), allow_nan=False), file=answers, flush=True)
+        print(json.dumps(respond(line), allow_nan=False), file=responses, flush=True)
 
 
 if __name__ == "__main__":

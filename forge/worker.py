@@ -1,4 +1,4 @@
-"""The process of one rank: `python -m forge.worker SPEC`. Sets up, runs its task, leaves a record."""
+"""The process of one rank: `python -m forge.worker SPEC`. Runs the task of the spec, writes a record."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from forge.core.paths import RunPaths
 from forge.core.process import hostname, stop_with_parent
 from forge.launch import rank_output
 from forge.launch.launcher import register
-from forge.launch.rank import Rank, meeting_point, rank_for_record, this_rank
+from forge.launch.rank import Rank, rank_for_record, set_rendezvous, this_rank
 from forge.launch.rank_records import LaunchSpec, PreflightTask, RankRecord, ReplayTask, TrainTask
 from forge.launch.stop_signal import StopFlag
 
 
 def main(spec_path: str) -> int:
-    """Run the task of a spec on this rank. Exit status 0 when its record says that it ended well."""
+    """Run the task of a spec on this rank. Exit status 0 when its record is `completed` or `stopped`."""
     stop_with_parent()
     spec = LaunchSpec.read(Path(spec_path))
     paths = RunPaths(Path(spec.run))
     stop = StopFlag(paths.stop if isinstance(spec.task, TrainTask) else None).install()
     launcher = spec.launcher
     if launcher.is_here and not launcher.is_alive():
-        return 1  # it died before the kernel was asked to tell us
+        return 1  # the launcher died before stop_with_parent took effect
     try:
         rank = this_rank(spec.layout.world_size, spec.ranks_per_node)
         register(spec, f"rank-{rank.rank}", os.getpid())
@@ -42,14 +42,14 @@ def main(spec_path: str) -> int:
         record = _failure(err, rank_for_record(spec.layout.world_size))
     record.write(spec)
     if record.status not in ("completed", "stopped"):
-        # At once: a thread may wait for other ranks in the middle of a save.
+        # os._exit, since a background thread may be waiting for other ranks in a save.
         sys.stdout.flush()
         os._exit(1)
     return 0
 
 
 def _redirect(paths: RunPaths, spec: LaunchSpec, rank: Rank) -> None:
-    """Give each rank a log of its own for all it prints; rank 0 also speaks to the launcher."""
+    """Redirect the output of this rank to its log; rank 0 also sends its messages to the launcher."""
     log = paths.logs / f"{spec.log_prefix}.{hostname()}.{rank.rank}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a") as file:
@@ -60,8 +60,8 @@ def _redirect(paths: RunPaths, spec: LaunchSpec, rank: Rank) -> None:
 
 
 def _prepare(spec: LaunchSpec, rank: Rank) -> None:
-    """Set this rank's environment. Before torch is imported: its thread pool reads it then."""
-    master = meeting_point(spec.master)
+    """Set the environment of this rank, before torch is imported, whose thread pool reads it."""
+    master = set_rendezvous(spec.master)
     settings = network.rank_settings(spec.machine, spec.layout, master, cpus=spec.cpus_per_rank)
     settings = network.apply(settings, user_threads=spec.threads)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "(torch chooses)")
@@ -70,7 +70,7 @@ def _prepare(spec: LaunchSpec, rank: Rank) -> None:
         f" interface={interface} threads={os.environ['OMP_NUM_THREADS']} launch={spec.launch}"
     )
     lines = [banner, *(f"{s.name}={s.value}   {s.reason}" for s in settings)]
-    with contextlib.suppress(OSError):  # a full disk is told by what needs it more than a log
+    with contextlib.suppress(OSError):  # a full disk must not end a rank because of its log
         print(*lines, sep="\n", flush=True)
     for setting in settings:
         if not setting.won:
@@ -78,7 +78,7 @@ def _prepare(spec: LaunchSpec, rank: Rank) -> None:
 
 
 def _attempt(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> RankRecord:
-    """The task's record, also when it fails."""
+    """The record of the task, also of one that fails."""
     try:
         from forge.launch.process_group import is_peer_loss
     except (ImportError, OSError) as err:  # OSError: a library that torch loads

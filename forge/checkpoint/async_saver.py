@@ -54,7 +54,7 @@ class Saver:
     ) -> None:
         """async_save: copy the state, so that training continues while the copy is written.
         before_commit: called on rank 0 once all files are written; an exception fails the save."""
-        self.world, self.writer_world, self.paths = world, world.beside(), paths
+        self.world, self.writer_world, self.paths = world, world.with_own_group(), paths
         self.async_save, self.before_commit = async_save, before_commit
         self.in_progress: Save | None = None
         gpu = world.device.type == "cuda"

@@ -295,7 +295,7 @@ def load_state(
     Raises as `read_tensors` does.
     """
     state = training_state(model, optimizer)
-    group = world.beside().control
+    group = world.with_own_group().control
     what = "load of the checkpoint"
 
     def read() -> None:

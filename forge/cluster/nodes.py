@@ -1,4 +1,4 @@
-"""Run functions on all nodes at once; a node that does not answer is reported and blocks nobody."""
+"""Run functions on all nodes at once. A node that does not respond is reported and delays no other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, Self, cast
 
@@ -19,29 +19,29 @@ from forge.cluster.placement import Placement
 from forge.core.errors import UnfitError
 from forge.core.process import stop_with_parent
 
-END_SEC = 5.0  # a node's process that has not ended by then after its input was closed is killed
-LAST_LINES = 3  # of what a process wrote before it ended
+END_SEC = 5.0  # an agent that still runs this long after its input was closed is killed
+LAST_LINES = 3  # of the output of an agent that has ended
 BLOCK = 2**16
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """Why a node gave no answer, with cause and fix where the node knows them."""
+class NodeFailure:
+    """Why a request failed on a node, with cause and fix where they are known."""
 
     message: str
     cause: str = ""
     fix: str = ""
 
 
-Answer = Any  # what a question returns, or a Trouble
+Response = Any  # the JSON value that a request returns, or a NodeFailure
 
 
 class NodePool:
     """One agent process (`forge.node_agent`) on each host of a placement. A context manager.
 
-    Started without srun where the placement is this host alone, else by one srun for each host, so that a
-    node which is dead or frozen delays no other. A node whose process has not said hello within
-    `start_sec`, or has ended, answers every question with that Trouble at once.
+    Each agent is started by an srun of its own, so that a dead or frozen node delays no other; without
+    srun where the placement is this host alone. The response of an agent that has not started within
+    `start_sec`, or has ended, is that NodeFailure, at once.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class NodePool:
         try:
             for host in self.placement.hosts:
                 self._members[host] = _Member(self._command(host))
-            for host, reply in self.ask("hello", timeout_sec=self._start_sec).items():
-                if isinstance(reply, Trouble):
-                    self._members[host].give_up(reply)
+            for host, response in self.ask("hello", timeout_sec=self._start_sec).items():
+                if isinstance(response, NodeFailure):
+                    self._members[host].give_up(response)
         except BaseException:
             self._end()
             raise
@@ -70,27 +70,25 @@ class NodePool:
 
     def ask(
         self,
-        question: str,
+        request: str,
         *,
         timeout_sec: float,
-        hosts: Iterable[str] | None = None,
+        hosts: Collection[str] | None = None,
         each: Mapping[str, Mapping[str, Any]] | None = None,
         **arguments: Any,
-    ) -> dict[str, Answer]:
-        """Answers by host, in the placement's order, within `timeout_sec`.
+    ) -> dict[str, Response]:
+        """Responses by host, in the placement's order, within `timeout_sec`.
 
-        hosts: who is asked; all where None. each: arguments by host, beside those for all.
+        request: a name in forge.node_agent.REQUESTS. hosts: None for all. each: more arguments, by host.
         """
         self._asked += 1
-        wanted = (
-            self.placement.only(list(hosts)).hosts if hosts is not None else self.placement.hosts
-        )
+        wanted = [host for host in self.placement.hosts if hosts is None or host in hosts]
         for host in wanted:
             values = {**arguments, **(each or {}).get(host, {})}
-            self._members[host].put(self._asked, question, values)
+            self._members[host].put(self._asked, request, values)
         members = [self._members[host] for host in wanted]
         _exchange(members, self._asked, time.monotonic() + timeout_sec)
-        late = Trouble(f"no answer to {question!r} within {timeout_sec:g} s")
+        late = NodeFailure(f"no answer to {request!r} within {timeout_sec:g} s")
         return {host: self._members[host].take(self._asked, late) for host in wanted}
 
     def _command(self, host: str) -> list[str]:
@@ -102,68 +100,59 @@ class NodePool:
         return [*slurm.srun(self.placement.job.id, [host], options=options), *entry]
 
     def _end(self) -> None:
-        """End all processes: by the end of their input, else by force."""
+        """End all agents: by closing their input, else by SIGKILL."""
         end = time.monotonic() + END_SEC
         members = self._members.values()
         for member in members:
             member.close()
         stuck = [member for member in members if not member.has_ended(end - time.monotonic())]
         if stuck and self.placement.job and not self.placement.is_here:
-            slurm.cancel_step(
-                self.placement.job.id, self._name
-            )  # tasks outlive an srun that is killed
+            # A task survives when its srun is killed.
+            slurm.cancel_step(self.placement.job.id, self._name)
         for member in members:
             member.release()
 
 
-def values(answers: Mapping[str, Answer], doing: str) -> dict[str, Any]:
-    """The answers of all nodes; UnfitError that names every node in trouble."""
-    troubles = {host: a for host, a in answers.items() if isinstance(a, Trouble)}
-    if troubles:
-        raise named(troubles, doing)
-    return dict(answers)
-
-
-def named(troubles: Mapping[str, Trouble], doing: str) -> UnfitError:
-    """An error for what these nodes could not do, with the causes and fixes that they know."""
+def failed_on(failures: Mapping[str, NodeFailure], action: str) -> UnfitError:
+    """The error for an action that failed on these nodes, with their causes and fixes."""
     return UnfitError(
-        f"{doing} failed on "
-        + "; ".join(f"node {host}: {trouble.message}" for host, trouble in troubles.items()),
-        cause="; ".join(dict.fromkeys(t.cause for t in troubles.values() if t.cause)),
-        fix="; ".join(dict.fromkeys(t.fix for t in troubles.values() if t.fix))
+        f"{action} failed on "
+        + "; ".join(f"node {host}: {failure.message}" for host, failure in failures.items()),
+        cause="; ".join(dict.fromkeys(f.cause for f in failures.values() if f.cause)),
+        fix="; ".join(dict.fromkeys(f.fix for f in failures.values() if f.fix))
         or "leave these nodes out (slurm.exclude in machine.yaml), or repair them",
     )
 
 
 class _Member:
-    """The process for one host: what is still to be sent, and what came back."""
+    """The agent of one host: requests to be sent, and its responses."""
 
     def __init__(self, command: list[str]) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed with the member
         self._outbox, self._inbox = b"", b""
-        self._answers: dict[int, Answer] = {}
-        self._gone: Trouble | None = None
+        self._responses: dict[int, Response] = {}
+        self._gone: NodeFailure | None = None
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env=slurm.environment(),
-            start_new_session=True,  # Ctrl-C is for us: we end them in order
+            start_new_session=True,  # Ctrl-C reaches this process only, which then ends the agents
             preexec_fn=stop_with_parent,  # noqa: PLW1509  no threads run here
         )
-        self.questions = cast("IO[bytes]", self._process.stdin)
-        self.replies = cast("IO[bytes]", self._process.stdout)
-        for pipe in (self.questions, self.replies):
-            os.set_blocking(pipe.fileno(), False)  # a frozen node must not freeze us
+        self.requests = cast("IO[bytes]", self._process.stdin)
+        self.responses = cast("IO[bytes]", self._process.stdout)
+        for pipe in (self.requests, self.responses):
+            os.set_blocking(pipe.fileno(), False)  # a frozen node must not block this process
 
-    def put(self, number: int, question: str, values: Mapping[str, Any]) -> None:
+    def put(self, number: int, request: str, values: Mapping[str, Any]) -> None:
         if self._gone is None:
-            line = json.dumps({"id": number, "do": question, "with": dict(values)}, allow_nan=False)
+            line = json.dumps({"id": number, "do": request, "with": dict(values)}, allow_nan=False)
             self._outbox += line.encode() + b"\n"
 
     def is_waiting_for(self, number: int) -> bool:
-        return self._gone is None and number not in self._answers
+        return self._gone is None and number not in self._responses
 
     @property
     def has_more_to_send(self) -> bool:
@@ -171,50 +160,50 @@ class _Member:
 
     def send(self) -> None:
         try:
-            self._outbox = self._outbox[os.write(self.questions.fileno(), self._outbox) :]
+            self._outbox = self._outbox[os.write(self.requests.fileno(), self._outbox) :]
         except BrokenPipeError:
-            self._outbox = b""  # the end of its output says why
+            self._outbox = b""  # `receive` finds the end of the output, and the reason
 
     def receive(self) -> None:
-        data = os.read(self.replies.fileno(), BLOCK)
+        data = os.read(self.responses.fileno(), BLOCK)
         if not data:
-            self._gone = self._last_words()
+            self._gone = self._why_ended()
             return
         *lines, self._inbox = (self._inbox + data).split(b"\n")
         for line in lines:
             if not line.startswith(b'{"id"'):
-                continue  # a site's task prolog may print here, too
+                continue  # output of a site's task prolog
             reply = json.loads(line)
-            self._answers[reply["id"]] = (
-                Trouble(reply["error"], reply["cause"], reply["fix"])
+            self._responses[reply["id"]] = (
+                NodeFailure(reply["error"], reply["cause"], reply["fix"])
                 if "error" in reply
                 else reply["value"]
             )
 
-    def take(self, number: int, late: Trouble) -> Answer:
-        """The answer, and forget it with those that came too late for earlier questions."""
-        found = self._answers.get(number, self._gone or late)
-        self._answers.clear()
+    def take(self, number: int, late: NodeFailure) -> Response:
+        """The response to this request; late responses to earlier ones are dropped."""
+        found = self._responses.get(number, self._gone or late)
+        self._responses.clear()
         return found
 
-    def give_up(self, trouble: Trouble) -> None:
-        self._gone = self._gone or trouble
+    def give_up(self, failure: NodeFailure) -> None:
+        self._gone = self._gone or failure
 
-    def _last_words(self) -> Trouble:
-        """Why it ended: the last lines that it, or its srun, has written."""
+    def _why_ended(self) -> NodeFailure:
+        """The last lines that the agent or its srun wrote to standard error."""
         self.has_ended(END_SEC)
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return Trouble(
+        return NodeFailure(
             f"its process ended: {' | '.join(lines[-LAST_LINES:]) or 'no output'}",
             cause="the node is down, or does not see this Python and the project",
-            fix="see that the node is up and sees the project folder (or set stage.project: true)",
+            fix="check that the node is up and sees the project directory (or set stage.project: true)",
         )
 
     def close(self) -> None:
         self._outbox = b""
         with contextlib.suppress(BrokenPipeError):
-            self.questions.close()
+            self.requests.close()
 
     def has_ended(self, timeout_sec: float) -> bool:
         try:
@@ -224,21 +213,21 @@ class _Member:
         return True
 
     def release(self) -> None:
-        """Kill it if it is still there, and close what we hold of it."""
+        """Kill the process if it still runs, and close its files."""
         self._process.kill()
         self._process.wait()
-        self.replies.close()
+        self.responses.close()
         self._errors.close()
 
 
 def _exchange(members: list[_Member], number: int, end: float) -> None:
-    """Send what waits to be sent and collect answers until all have come or time is up."""
+    """Send and receive until every member has responded, or until `end` (monotonic clock)."""
     with selectors.DefaultSelector() as selector:
         while waiting := [member for member in members if member.is_waiting_for(number)]:
             for member in waiting:
-                selector.register(member.replies, selectors.EVENT_READ, member.receive)
+                selector.register(member.responses, selectors.EVENT_READ, member.receive)
                 if member.has_more_to_send:
-                    selector.register(member.questions, selectors.EVENT_WRITE, member.send)
+                    selector.register(member.requests, selectors.EVENT_WRITE, member.send)
             ready = selector.select(max(0, end - time.monotonic()))
             for key, _ in ready:
                 key.data()

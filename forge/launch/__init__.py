@@ -1,1 +1,1 @@
-"""How ranks start, find each other, stop and report."""
+"""Start, rendezvous, stop and records of the ranks."""

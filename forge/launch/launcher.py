@@ -1,4 +1,4 @@
-"""Launch the ranks of one task, forward signals, and judge the result from the ranks' records."""
+"""Launch the ranks of one task, forward stop signals, and derive the outcome from the rank records."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from forge.launch.rank_records import (
 )
 from forge.launch.stop_signal import SIGNAL_CAUSES
 
-# The next command gives orphans of a killed one this long to commit and leave.
+# Ranks of a killed command get this long to commit and exit before the next one starts.
 ORPHAN_WAIT_SEC = 30.0
 MAX_RESTARTS_AFTER_LOSS = 2
-# srun waits for a node that is gone until Slurm has noticed, which may take minutes. Once a rank has
-# said that it failed, the others get this long to say so too.
+# srun waits for a lost node until Slurm notices, which may take minutes. After the record of a failed
+# rank, the other ranks get this long to write theirs.
 AFTER_FAILURE_SEC = 10.0
 
 POLL_SEC = 0.05
@@ -56,16 +56,16 @@ def run_ranks(
     python: str = sys.executable,
     deadline_sec: float | None = None,
 ) -> RankRecord:
-    """Start the ranks, wait for them (at most `deadline_sec`), and give back how they ended.
+    """Start the ranks, wait for them (at most `deadline_sec`), and return one record for all of them.
 
-    placement: exactly layout.nodes hosts; this host when None. python: what runs the ranks.
-    The verdict comes from what the ranks recorded, never from the launcher's exit status:
-    torchrun turns every code into 1. A rank without a record is `lost`.
+    placement: exactly layout.nodes hosts; None for this host. python: the interpreter of the ranks.
+    The outcome comes from the rank records, never from the exit status of the launch command: torchrun
+    turns every code into 1. A rank without a record is `lost`.
     """
     wait_for_orphans(paths)
     placement = placement or Placement.here()
     job = placement.job
-    master = _meeting_point(placement, python) if job else None
+    master = _rendezvous_endpoint(placement, python) if job else None
     spec = LaunchSpec(
         task=task,
         run=str(paths.root),
@@ -90,11 +90,11 @@ def run_ranks(
         _record_launch(paths, spec, placement, step=task.step)
     try:
         stopped = _run(command, spec, log, machine.stop_grace_sec, deadline_sec)
-        record = verdict(_records(spec), spec)
+        record = verdict([RankRecord.read(spec, rank) for rank in range(layout.world_size)])
         if stopped and record.status in ("lost", "stopped"):
-            # Lost: it came before they had their handlers, so they were asked to stop. Stopped: they
-            # know what was passed on, which may be another signal than the one that came here. Which
-            # ranks were lost stays in the result.
+            # Lost: the signal came before the ranks had their handlers. Stopped: the ranks know only the
+            # signal that was forwarded, which may differ from the one received here. The record keeps
+            # the numbers of lost ranks.
             cause = SIGNAL_CAUSES[signal.Signals(stopped[0])]
             return replace(record, status="stopped", code=Exit.STOPPED, cause=cause)
         return record
@@ -116,7 +116,7 @@ def _record_launch(paths: RunPaths, spec: LaunchSpec, placement: Placement, *, s
     events.record(paths.events, event)
 
 
-def _meeting_point(placement: Placement, python: str) -> tuple[str, int]:
+def _rendezvous_endpoint(placement: Placement, python: str) -> tuple[str, int]:
     """The first node and a port that is free there now. Raises UnfitError."""
     head = placement.hosts[0]
     if head == hostname():
@@ -129,22 +129,21 @@ def _meeting_point(placement: Placement, python: str) -> tuple[str, int]:
 def _run(
     command: list[str], spec: LaunchSpec, log: Path, grace_sec: float, deadline_sec: float | None
 ) -> list[int]:
-    """Run the launch command to its end; the stop signals that came meanwhile.
+    """Run the launch command to its end; the stop signals that were received meanwhile.
 
-    The console is ours alone: torchrun's own words and what libraries print go to logs, what rank 0
-    says to people is shown here.
+    The terminal shows the messages of rank 0 only; the output of torchrun and of libraries goes to logs.
     """
     killed_at = time.monotonic() + deadline_sec if deadline_sec else None
-    with _stop_signals() as stopped:  # before there is a child that one could miss
+    with _stop_signals() as stopped:  # before the child exists, so that it misses none
         log.parent.mkdir(parents=True, exist_ok=True)
         child = _start(command, log, slurm.environment() if spec.job else None)
         try:
             register(spec, "launcher", child.pid)
             _watch(child, spec, stopped, grace_sec, killed_at)
-        except BaseException:  # the lock is about to be given back: nobody may write on
+        except BaseException:  # the lock is released next: no rank may write after that
             _kill_all(spec, child)
             raise
-    # Ranks whose launcher was killed leave on their own; wait so that nobody writes behind us.
+    # Ranks whose launch command was killed exit by themselves; none may write after this returns.
     _wait_until_gone(spec.directory, grace_sec)
     _kill_all(spec, child)
     return stopped
@@ -157,17 +156,17 @@ def _watch(
     grace_sec: float,
     killed_at: float | None,
 ) -> None:
-    """Until the launch command has ended: show what rank 0 says, pass the stop on, end what hangs."""
-    passed_on = False
+    """Until the launch command ends: show messages of rank 0, forward a stop, kill what hangs."""
+    forwarded = False
     with Console(spec.directory) as console:
         while child.poll() is None:
-            if stopped and not passed_on:
-                passed_on = True
-                # srun passes SIGUSR1 on to its tasks; of SIGTERM it dies and kills them.
+            if stopped and not forwarded:
+                forwarded = True
+                # srun forwards SIGUSR1 to its tasks; SIGTERM ends it and kills them.
                 child.send_signal(signal.SIGUSR1 if spec.job else stopped[0])
                 say("stopping: the ranks finish their step and commit a checkpoint …")
                 killed_at = killed_at or time.monotonic() + grace_sec
-            if killed_at is None and _any_failed(spec):
+            if killed_at is None and any(record.status == "failed" for record in written(spec)):
                 killed_at = time.monotonic() + AFTER_FAILURE_SEC
             if killed_at and time.monotonic() > killed_at:
                 _kill_all(spec, child)
@@ -185,15 +184,15 @@ def _start(
             stdout=output,
             stderr=output,
             env=environment,
-            start_new_session=True,  # Ctrl-C of the terminal reaches ranks once, through us
+            start_new_session=True,  # Ctrl-C reaches the ranks once, through this process
             preexec_fn=stop_with_parent,  # noqa: PLW1509  no threads run yet
         )
 
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Collect stop signals instead of dying of them. Only the first one is passed on to the ranks:
-    a second one would break off torchrun's wait for the ranks' last save."""
+    """Collect stop signals instead of exiting. Only the first one is forwarded to the ranks: a second
+    one would end torchrun's wait for the final save."""
     received: list[int] = []
     before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in STOP_SIGNALS}
     try:
@@ -203,15 +202,11 @@ def _stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _any_failed(spec: LaunchSpec) -> bool:
-    return any(record.status == "failed" for record in written(spec))
-
-
-# --- which processes belong to a launch ------------------------------------------------------------
+# --- the processes of a launch ---------------------------------------------------------------------
 
 
 def register(spec: LaunchSpec, name: str, pid: int) -> None:
-    """Leave this process's identity, so that a later command can wait for it."""
+    """Write the identity of a process of this launch, so that a later command can wait for it."""
     write_json(spec.directory / f"{name}.pid", Process.of(pid).to_json())
 
 
@@ -221,7 +216,7 @@ def _living(folder: Path) -> list[Process]:
 
 
 def _process(path: Path) -> Process | None:
-    """Who has registered here; None where the file names no process."""
+    """The process registered in a file; None where the file is corrupt."""
     with suppress(KeyError):
         return Process.from_json(read_object_or_empty(path))
     return None
@@ -236,7 +231,7 @@ def _wait_until_gone(folder: Path, timeout_sec: float) -> list[Process]:
 
 def _kill_all(spec: LaunchSpec, child: subprocess.Popen[bytes]) -> None:
     if spec.job and child.poll() is None:
-        slurm.cancel_step(spec.job, spec.launch)  # its tasks outlive an srun that is killed
+        slurm.cancel_step(spec.job, spec.launch)  # a task survives when its srun is killed
     for process in _living(spec.directory):
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
@@ -244,33 +239,29 @@ def _kill_all(spec: LaunchSpec, child: subprocess.Popen[bytes]) -> None:
 
 
 def wait_for_orphans(paths: RunPaths) -> None:
-    """Let ranks of a killed command commit and leave; UnfitError names those that stay.
+    """Wait until the ranks of a killed command have exited; UnfitError names those that do not.
 
-    Under the run's lock, before anything of the run is looked at or mended.
+    Called with the run's lock held, before anything of the run is read or repaired.
     """
     for folder in sorted(paths.launches.glob("*/")):
         if living := _living(folder):
-            say(f"waiting for {len(living)} processes of an earlier start to commit and leave …")
+            say(f"waiting for {len(living)} processes of an earlier launch to commit and exit …")
             living = _wait_until_gone(folder, ORPHAN_WAIT_SEC)
         if living:
             pids = " ".join(str(process.pid) for process in living)
             raise UnfitError(
-                f"processes of an earlier start still write {paths.root}: pid {pids}",
+                f"processes of an earlier launch still write to {paths.root}: pid {pids}",
                 cause="they are stuck in a collective or in a slow file system",
-                fix=f"wait, or end them: kill -9 {pids}",
+                fix=f"wait, or kill them: kill -9 {pids}",
             )
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# --- how it ended ----------------------------------------------------------------------------------
+# --- the outcome -----------------------------------------------------------------------------------
 
 
-def _records(spec: LaunchSpec) -> list[RankRecord]:
-    return [RankRecord.read(spec, rank) for rank in range(spec.layout.world_size)]
-
-
-def verdict(records: list[RankRecord], spec: LaunchSpec) -> RankRecord:
-    """One record for all ranks: a failure with a known code first, then a lost rank, then rank 0."""
+def verdict(records: list[RankRecord]) -> RankRecord:
+    """One record for all ranks: that of a failure with a known code, else `lost`, else rank 0's."""
     failed = [r for r in records if r.status == "failed" and r.cause != "peer lost"]
     if failed:
         return failed[0]
@@ -296,7 +287,7 @@ def verdict(records: list[RankRecord], spec: LaunchSpec) -> RankRecord:
 
 
 class RankFailure(ForgeError):
-    """What a rank said when it failed, with its exit code."""
+    """The failure of a rank, with its exit code."""
 
     def __init__(self, record: RankRecord, logs: Path) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""Device, process groups and agreement among the ranks of one launch (torch.distributed)."""
+"""Device, process groups and collectives of the ranks of one launch (torch.distributed)."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from forge.launch.rank import Rank
 
 T = TypeVar("T")
 
-# Ranks read and write at the speed of their own disks. That one is gone is noticed by others, and
-# sooner: see World.wait_for.
+# Timeout for ranks that wait for the file access of others. A lost rank is detected sooner, see
+# World.wait_for.
 SLOWEST_DISK_SEC = 3600.0
 POLL_SEC = 0.005
-# Once an action has failed on one rank, the threads of the others are told of it within this time.
+# When an action fails on one rank, the background threads of the others fail within this time.
 FAILURE_SEC = 5.0
 
 
 class PeerFailed(RuntimeError):
-    """Another rank failed, its own record says why; or it is gone, or does not answer."""
+    """Another rank failed (its record says why), is lost, or does not respond."""
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether an error on this rank only tells that another rank is gone, or does not answer."""
+    """Whether the error only means that another rank is lost or does not respond."""
     if isinstance(error, PeerFailed | dist.DistError):
         return True
     # Gloo raises plain RuntimeErrors that name their source file.
@@ -41,9 +41,9 @@ def is_peer_loss(error: BaseException) -> bool:
 
 @contextmanager
 def named(what: str) -> Iterator[None]:
-    """Around a collective: when it fails for a peer's sake, PeerFailed says which one it was.
+    """Name a collective: when it fails because of another rank, raise PeerFailed with `what`.
 
-    Which peer it was the launcher tells: the one that left no record.
+    The launcher finds out which rank: the one without a record.
     """
     try:
         yield
@@ -54,13 +54,13 @@ def named(what: str) -> Iterator[None]:
 
 
 def _reason(err: RuntimeError) -> str:
-    """What Gloo says, without its source file and its advice."""
+    """The error of Gloo, without its source file and its advice."""
     said = " ".join(str(err).split())
     return (said.partition("] ")[2] or said).partition(". This is typically")[0]
 
 
 class Background(Generic[T]):
-    """An action in a thread of its own, begun at once."""
+    """Runs an action in a thread, which starts at once."""
 
     def __init__(self, action: Callable[[], T], name: str) -> None:
         self._action = action
@@ -72,7 +72,7 @@ class Background(Generic[T]):
     def _run(self) -> None:
         try:
             self._value = self._action()
-        except BaseException as err:  # torch's CheckpointException is no Exception
+        except BaseException as err:  # torch's CheckpointException is not an Exception
             self.error = err
 
     @property
@@ -81,7 +81,7 @@ class Background(Generic[T]):
 
     @property
     def value(self) -> T:
-        """What the action gave back. Raises what it raised. Only once it is done."""
+        """The result of the action, or its exception, raised. Only when it is done."""
         assert self.is_done
         if self.error is not None:
             raise self.error
@@ -93,26 +93,25 @@ class Background(Generic[T]):
 
 @dataclass(frozen=True)
 class World:
-    """All ranks, joined. `control` is a Gloo group for flags and objects, off the GPU's queue."""
+    """All ranks after the rendezvous. `control` is a Gloo group for flags and objects, on CPU."""
 
     rank: Rank
     device: torch.device
     backend: str
     control: dist.ProcessGroup
 
-    def beside(self) -> World:
-        """The same ranks with a control group of their own, for a thread beside the main one.
+    def with_own_group(self) -> World:
+        """The same ranks with another control group, for a background thread. All ranks call it.
 
-        Its collectives wait for SLOWEST_DISK_SEC: ranks may be that far apart with their files.
-        All ranks call it.
+        Its timeout is SLOWEST_DISK_SEC, since the disks of ranks may differ in speed.
         """
         timeout = timedelta(seconds=SLOWEST_DISK_SEC)
         return replace(self, control=dist.new_group(backend="gloo", timeout=timeout))
 
     def gather(self, values: list[float], what: str = "agreement") -> list[list[float]]:
-        """Every rank's few numbers, by rank, the same on all ranks. All ranks call it.
+        """A few numbers of every rank, by rank. All ranks call it.
 
-        what: the name of this collective in the message when a rank does not take part.
+        what: name of this collective in the error when a rank does not take part.
         """
         mine = torch.tensor(values, dtype=torch.float64)
         everyone = torch.empty(self.rank.world_size * len(values), dtype=torch.float64)
@@ -122,17 +121,17 @@ class World:
         return table
 
     def gather_objects(self, value: T, what: str) -> list[T]:
-        """Every rank's value, by rank, the same on all ranks. All ranks call it."""
+        """The value of every rank, by rank. All ranks call it."""
         values: list[Any] = [None] * self.rank.world_size
         with named(what):
             dist.all_gather_object(values, value, group=self.control)
         return values
 
     def together(self, action: Callable[[], T], what: str = "agreement") -> T:
-        """Do `action` on every rank; if it fails on one, no rank goes on. All ranks call it.
+        """Run `action` on every rank; when it fails on one, raise on all. All ranks call it.
 
-        Raises what `action` raised, and PeerFailed on the ranks where it went well: without this
-        they would wait in the next collective for a rank that has left.
+        Raises the exception of `action`, or PeerFailed where it succeeded: those ranks would else wait
+        in the next collective for a rank that has exited.
         """
         error: Exception | None = None
         try:
@@ -148,22 +147,22 @@ class World:
         return outcome
 
     def on_main(self, action: Callable[[], object], what: str = "agreement") -> None:
-        """Do `action` on rank 0 while the others wait. All ranks call it; raises as together does."""
+        """Run `action` on rank 0 while the others wait. All ranks call it; raises as `together`."""
         self.together(action if self.rank.is_main else lambda: None, what)
 
     def wait_for(self, work: Background[T], what: str) -> T:
-        """Wait until every rank's work has ended, or that of one has failed; raises as together does.
+        """Wait until the work of every rank is done or that of one has failed; raises as `together`.
 
-        All ranks call it. One that stopped or is gone is noticed within the fabric's timeout, however
-        long the work of another takes: the main threads go on answering.
+        All ranks call it. A stopped or lost rank is detected within fabric.timeout_sec, however long the
+        work of another takes, because the main threads keep exchanging their state.
         """
         while True:
-            done = work.is_done  # asked once: it may end with an error between two questions
+            done = work.is_done  # read once: the work may fail between two reads
             failed = done and work.error is not None
             table = self.gather([float(done), float(failed)], what)
             if any(row[1] for row in table):
-                # The table decides, so that all ranks leave here; and the rank with the reason may
-                # be an instant behind those that its thread has told.
+                # All ranks have this table, so all raise here. The work of a rank may fail a moment
+                # later than that of the others.
                 work.join(FAILURE_SEC)
                 where = [rank for rank, row in enumerate(table) if row[1]]
                 raise work.error or PeerFailed(f"{what}: it failed on rank {where[0]}")
@@ -172,13 +171,13 @@ class World:
             work.join(POLL_SEC)
 
     def patiently(self, action: Callable[[], T], what: str) -> T:
-        """`together` for what takes as long as a rank's disk is slow. All ranks call it; an action
-        with collectives of its own needs `beside`."""
+        """`together` for an action that may take long, such as file access. All ranks call it; an action
+        with collectives needs a world `with_own_group`."""
         if self.device.type != "cuda":
             return self.wait_for(Background(action, what), what)
 
         def on_device() -> T:
-            torch.cuda.set_device(self.device)  # a thread begins with the first one
+            torch.cuda.set_device(self.device)  # a new thread has device 0
             return action()
 
         return self.wait_for(Background(on_device, what), what)
@@ -191,9 +190,9 @@ class World:
 
 @contextmanager
 def joined(rank: Rank, fabric: Fabric) -> Iterator[World]:
-    """Rendezvous of all ranks within fabric.timeout_sec, left in good order. All ranks call it.
+    """Rendezvous of all ranks within fabric.timeout_sec; leaves the group at the end. All call it.
 
-    Raises UnfitError when ranks do not meet, ConfigError when the backend cannot work here.
+    Raises UnfitError when the rendezvous fails, ConfigError when the backend cannot work here.
     """
     gpus = torch.cuda.device_count()
     enough = gpus >= rank.local_world_size
@@ -211,7 +210,7 @@ def joined(rank: Rank, fabric: Fabric) -> Iterator[World]:
     try:
         _init(backend, rank, timeout, device)
         control = dist.group.WORLD
-        if backend != "gloo":  # where a group is not told its timeout, it has one of 30 minutes
+        if backend != "gloo":  # the default timeout of a new group is 30 minutes
             control = dist.new_group(backend="gloo", timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError) as err:
         master = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -223,13 +222,13 @@ def joined(rank: Rank, fabric: Fabric) -> Iterator[World]:
         ) from err
     assert control is not None
     yield World(rank, device, backend, control)
-    # Not after an error: a thread may be in a collective still, and the process ends anyway.
+    # Not after an error: a thread may still be in a collective, and the process exits anyway.
     dist.destroy_process_group()
 
 
 def _init(backend: str, rank: Rank, timeout: timedelta, device: torch.device) -> None:
     if rank.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        # A lone rank needs no port, so it cannot find one taken.
+        # A single rank needs no port, so none can be taken.
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return

@@ -1,4 +1,4 @@
-"""Rank, world size and rendezvous of this process, from the environment that any launcher sets."""
+"""Rank, world size and rendezvous endpoint of this process, from the environment of any launcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 @dataclass(frozen=True)
 class Rank:
-    """One process of the world."""
+    """The numbers of one rank."""
 
     rank: int
     local_rank: int
@@ -25,11 +25,11 @@ class Rank:
 
 
 def this_rank(expected_world_size: int, ranks_per_node: int) -> Rank:
-    """This process's rank: RANK, LOCAL_RANK, WORLD_SIZE, else Slurm's names, else the only rank.
+    """The rank of this process: RANK, LOCAL_RANK, WORLD_SIZE, else Slurm's variables, else a single rank.
 
-    An empty value counts as none. Also sets the three, so that torch and loggers see one shape. Raises
-    ConfigError when the world is not the layout's: a wrong launch line silently runs one rank. And when
-    the three cannot be true: left over in a shell, they reach every rank alike.
+    An empty value counts as none. Sets the three variables for torch and loggers. Raises ConfigError
+    when the world size differs from the layout's (a wrong launch line would train one rank), and when
+    the values cannot be right (left over in a shell, they are the same for every rank).
     """
     environ = os.environ
     inherited = {name: environ[name] for name in RANK_NAMES if environ.get(name)}
@@ -52,7 +52,7 @@ def this_rank(expected_world_size: int, ranks_per_node: int) -> Rank:
 
 
 def _numbers(inherited: dict[str, str]) -> tuple[int, int, int]:
-    """RANK, LOCAL_RANK, WORLD_SIZE. inherited: those that the environment had. Raises ConfigError."""
+    """RANK, LOCAL_RANK, WORLD_SIZE. inherited: the values before this_rank set them. ConfigError."""
     environ = os.environ
     try:
         rank, local_rank, world_size = (int(environ[name]) for name in RANK_NAMES)
@@ -61,7 +61,7 @@ def _numbers(inherited: dict[str, str]) -> tuple[int, int, int]:
     if not (0 <= rank < world_size and 0 <= local_rank < world_size):
         raise _left_over(inherited, f"so this would be rank {rank} of {world_size}")
     task = environ.get("SLURM_PROCID") or str(rank)
-    # Slurm says who this is only where one of its tasks is one rank. torchrun numbers its ranks itself.
+    # Slurm's task number is the rank only with one task per rank. torchrun numbers its ranks itself.
     is_task = "TORCHELASTIC_RUN_ID" not in environ and environ.get("SLURM_NTASKS") == str(
         world_size
     )
@@ -80,14 +80,14 @@ def _left_over(inherited: dict[str, str], problem: str) -> ConfigError:
 
 
 def rank_for_record(world_size: int) -> int:
-    """The number under which this process leaves its record, also where RANK makes no sense."""
+    """The rank under which this process writes its record, also when RANK is invalid."""
     number = os.environ.get("RANK", "")
     return min(int(number), world_size - 1) if number.isdecimal() else 0
 
 
-def meeting_point(proposed: tuple[str, int] | None) -> str:
-    """The host where ranks meet. MASTER_ADDR and MASTER_PORT stay where the user or torchrun has set
-    them; else they become the launcher's proposal."""
+def set_rendezvous(proposed: tuple[str, int] | None) -> str:
+    """The host of the rendezvous. Sets MASTER_ADDR and MASTER_PORT to the launcher's proposal, unless
+    the user or torchrun has set them."""
     if proposed:
         for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), proposed, strict=True):
             os.environ[name] = os.environ.get(name) or str(value)

@@ -1,4 +1,4 @@
-"""Show the lines and the progress of rank 0 at the launcher, through two small files."""
+"""Messages and progress of rank 0 on the launcher's terminal, passed on in two small files."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import json
 import time
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from forge.core import terminal
+from forge.core.tail import Follower
 from forge.core.terminal import Progress, say
 
-LINES, BAR = "console", "progress.json"
+MESSAGES, BAR = "console", "progress.json"
 BAR_EVERY_SEC = 0.2
 
 
 def speak_to_launcher(folder: Path) -> None:
-    """From now on what this rank says reaches the launcher too. Rank 0."""
-    terminal.copy_to(open(folder / LINES, "a", buffering=1))  # noqa: SIM115  until the process ends
+    """Also send all messages of this rank to the launcher. Called by rank 0."""
+    terminal.copy_to(open(folder / MESSAGES, "a", buffering=1))  # noqa: SIM115  until the process ends
 
 
 class RankProgress:
-    """A Progress whose bar is drawn by the launcher."""
+    """A Progress that the launcher displays."""
 
     def __init__(self, folder: Path, label: str, total: float, unit: str) -> None:
         self._file, self._last = folder / BAR, 0.0
@@ -34,46 +34,36 @@ class RankProgress:
             return
         self._last = time.monotonic()
         draft = self._file.with_suffix(".new")
-        with contextlib.suppress(OSError):  # a bar that cannot move on a full disk ends nothing
+        with contextlib.suppress(OSError):  # on a full disk the bar stands still
             draft.write_text(json.dumps({**self._facts, "done": done, "note": note}))
             draft.replace(self._file)
 
 
 class Console:
-    """The launcher's end: `show` prints what is new."""
+    """The launcher's side: `show` prints what rank 0 has written since the last call."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._shown, self._bar_facts = folder, 0, ""
+        self._messages = Follower(folder / MESSAGES, from_start=True)
+        self._bar_file, self._bar_facts = folder / BAR, ""
         self._stack = ExitStack()
         self._bar: Progress | None = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.show()
         self._stack.close()
 
     def show(self) -> None:
-        lines = self._folder / LINES
-        if lines.exists():
-            # Bytes, not text: what is there may end in the middle of a character.
-            with open(lines, "rb") as file:
-                file.seek(self._shown)
-                whole, newline, _ = file.read().rpartition(b"\n")
-            self._shown += len(whole + newline)
-            for line in whole.decode(errors="replace").splitlines():
-                say(line)
+        if self._messages.path.exists():
+            while lines := self._messages.new_lines():
+                for line in lines:
+                    say(line.rstrip())
         self._show_bar()
 
     def _show_bar(self) -> None:
-        bar = self._folder / BAR
-        if not bar.exists() or (text := bar.read_text()) == self._bar_facts:
+        if not self._bar_file.exists() or (text := self._bar_file.read_text()) == self._bar_facts:
             return
         self._bar_facts, facts = text, json.loads(text)
         if self._bar is None:

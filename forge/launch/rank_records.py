@@ -1,4 +1,4 @@
-"""What launcher and ranks tell each other: the launch spec of a launch, and one record of each rank."""
+"""Files between launcher and ranks: the launch spec, and the record of each rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAME_VERSION = "install the same version on all nodes (forge preflight compares 
 RESERVED_BYTES = 8192
 
 
-# --- what the ranks shall do -----------------------------------------------------------------------
+# --- the tasks of the ranks ------------------------------------------------------------------------
 
 
 class _Task(BaseModel):
@@ -33,25 +33,25 @@ class TrainTask(_Task):
     """Train the run. Times are seconds since the epoch."""
 
     name: Literal["train"] = "train"
-    step: int  # of the checkpoint that is there, as the launcher sees it
+    step: int  # of the checkpoint to resume from, as the launcher sees it
     started: float  # when the launcher began
     staged: dict[str, str]  # host -> directory of the shards on its own disk
     shared: str  # directory of the shards for the other hosts
     require_checkpoint: bool = False
-    deadline: float | None = None  # the earlier one of max_minutes and the job's time limit
-    own_deadline: float | None = None  # of max_minutes alone
+    deadline: float | None = None  # from max_minutes or the job's time limit, whichever is earlier
+    own_deadline: float | None = None  # from max_minutes alone
 
 
 class PreflightTask(_Task):
-    """Check that the ranks find each other, and their collectives."""
+    """Check the rendezvous and the collectives of the ranks."""
 
     name: Literal["preflight"] = "preflight"
     patience_sec: float  # for each step of the check
-    nccl_file: str  # where NCCL writes what it does
+    nccl_file: str  # NCCL_DEBUG_FILE
 
 
 class ReplayTask(_Task):
-    """Load a checkpoint and train on from it."""
+    """Load a checkpoint and repeat the training steps after it."""
 
     name: Literal["replay"] = "replay"
     checkpoint: str
@@ -62,7 +62,7 @@ Task = Annotated[TrainTask | PreflightTask | ReplayTask, Field(discriminator="na
 
 
 class LaunchSpec(Record):
-    """spec.json: what a rank must know, handed over as a file."""
+    """spec.json: everything that a rank must know."""
 
     FIX: ClassVar[str] = SAME_VERSION
 
@@ -72,11 +72,11 @@ class LaunchSpec(Record):
     machine: Machine
     nodes: int
     ranks_per_node: int
-    launcher: Process  # what started the ranks
-    master: tuple[str, int] | None = None  # rendezvous endpoint; None: the launcher or torch says
-    job: str | None = None  # Slurm's id
-    restart: int = 0  # how often Slurm has restarted that job
-    cpus_per_rank: int | None = None  # None: the cores this process may use are the ranks' together
+    launcher: Process  # the process that starts the ranks
+    master: tuple[str, int] | None = None  # rendezvous endpoint; None: torchrun sets it
+    job: str | None = None  # id of the Slurm job
+    restart: int = 0  # Slurm's restart count of the job
+    cpus_per_rank: int | None = None  # None: the ranks share the cores of this process
     threads: str | None = None  # OMP_NUM_THREADS as the user exported it
 
     @property
@@ -85,7 +85,7 @@ class LaunchSpec(Record):
 
     @property
     def train_task(self) -> TrainTask:
-        """The task of a launch that trains."""
+        """The task, of a launch that trains."""
         assert isinstance(self.task, TrainTask)
         return self.task
 
@@ -95,7 +95,7 @@ class LaunchSpec(Record):
 
     @property
     def log_prefix(self) -> str:
-        """What the logs of this launch begin with: `{job}.{restart}`, or local and the launch."""
+        """Prefix of the log names of this launch: `{job}.{restart}`, or `local.{launch}`."""
         return f"{self.job}.{self.restart}" if self.job else f"local.{self.launch}"
 
     @property
@@ -103,12 +103,12 @@ class LaunchSpec(Record):
         return self.directory / "spec.json"
 
 
-# --- how they ended --------------------------------------------------------------------------------
+# --- rank records ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """How one rank ended, or all of them: what exit codes are made from."""
+    """How one rank ended, or all of them. Exit codes are derived from it."""
 
     status: Literal["completed", "stopped", "failed", "lost"]
     rank: int = 0
@@ -118,10 +118,12 @@ class RankRecord:
     message: str = ""
     weights_digest: str | None = None  # of a completed training, from rank 0
     lost: tuple[int, ...] = ()  # ranks that exited without a record
-    result: dict[str, Any] = field(default_factory=dict)  # what preflight or replay measured
+    result: dict[str, Any] = field(
+        default_factory=dict
+    )  # measured by preflight or the replay check
 
     def write(self, spec: LaunchSpec) -> None:
-        """Leave the record, also on a full disk: into the space that `reserve` has kept."""
+        """Write the record; on a full disk, into the space that `reserve` has allocated."""
         path = _path(spec, self.rank)
         values = {"format": FORMAT, **asdict(self)}
         try:
@@ -133,7 +135,7 @@ class RankRecord:
 
     @classmethod
     def read(cls, spec: LaunchSpec, rank: int) -> RankRecord:
-        """What this rank left; `lost` if it left nothing."""
+        """The record of this rank; `lost` without one."""
         path = _path(spec, rank)
         for file in (path, _reserve(path)):
             if file.exists() and file.read_text().strip():
@@ -142,7 +144,7 @@ class RankRecord:
 
     @classmethod
     def read_file(cls, path: Path) -> RankRecord:
-        """Raises DataError where another version of Forge has written it."""
+        """Raises DataError for a record of another version of Forge."""
         return _RECORD.validate_python(content(path, FORMAT, SAME_VERSION))
 
 
@@ -150,12 +152,12 @@ _RECORD = TypeAdapter(RankRecord)
 
 
 def written(spec: LaunchSpec) -> list[RankRecord]:
-    """The records that are there while ranks still run; not those in the reserved space."""
+    """The records so far, while ranks still run; without those in the reserved space."""
     return [RankRecord.read_file(path) for path in spec.directory.glob("rank-*.json")]
 
 
 def reserve(spec: LaunchSpec) -> None:
-    """Keep a few blocks of the disk for the record of each rank."""
+    """Allocate disk space for the record of each rank."""
     for rank in range(spec.layout.world_size):
         path = _reserve(_path(spec, rank))
         with disk_trouble(path):

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-# In order of rising weight: when ranks saw different causes, the heaviest is everybody's.
+# In order of rising priority: when ranks have different causes, all take the one with the highest.
 CAUSES = ("", "deadline", "STOP file", "SIGUSR1", "SIGTERM", "Ctrl-C")
 PERSONS_CAUSES = ("STOP file", "Ctrl-C")
 
@@ -19,9 +19,9 @@ SIGNAL_CAUSES = {
 
 
 class StopFlag:
-    """Set by the first stop signal; later ones change nothing and never kill a save.
+    """Set by the first stop signal; later signals are ignored, so that none interrupts a save.
 
-    The handlers stay until the process ends.
+    The handlers stay installed until the process exits.
     """
 
     def __init__(self, stop_file: Path | None = None) -> None:
@@ -29,7 +29,7 @@ class StopFlag:
         self._stop_file = stop_file
 
     def install(self) -> StopFlag:
-        """Handle the stop signals from now on. Main thread only."""
+        """Install the signal handlers. Main thread only."""
         for number in SIGNAL_CAUSES:
             signal.signal(number, self._on_signal)
         return self
@@ -38,8 +38,8 @@ class StopFlag:
         self._cause = self._cause or SIGNAL_CAUSES[signal.Signals(number)]
 
     def cause(self) -> str:
-        """Why to stop, one of CAUSES; "" to go on."""
-        with suppress(OSError):  # a network file system with a hiccup is asked again a step later
+        """Why to stop, one of CAUSES; "" to continue."""
+        with suppress(OSError):  # a network file system that fails once is read again a step later
             if not self._cause and self._stop_file and self._stop_file.exists():
                 self._cause = "STOP file"
         return self._cause

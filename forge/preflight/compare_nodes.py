@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from forge.cluster.nodes import NodePool, Trouble
+from forge.cluster.nodes import NodeFailure, NodePool
 from forge.cluster.placement import Placement
 from forge.core import checks
 from forge.core.checks import Check
@@ -86,7 +86,7 @@ def inspect(
 
 
 def _answered(host: str, answer: Any) -> Node:
-    if isinstance(answer, Trouble):
+    if isinstance(answer, NodeFailure):
         trouble = Check("answers", "fail", answer.message, answer.fix, answer.cause)
         return Node(host, [trouble])
     found = [Check(**check) for check in answer.pop("checks")]
@@ -122,10 +122,10 @@ def _connect_all(
 def _without_failed(answers: dict[str, Any], nodes: dict[str, Node]) -> dict[str, Any]:
     """The answers of nodes that have one; the others get a failed check."""
     for host, answer in answers.items():
-        if isinstance(answer, Trouble):
+        if isinstance(answer, NodeFailure):
             fix = answer.fix or f"leave {host} out, or check its network"
             nodes[host].checks.append(Check("reach", "fail", answer.message, fix, answer.cause))
-    return {host: a for host, a in answers.items() if not isinstance(a, Trouble)}
+    return {host: a for host, a in answers.items() if not isinstance(a, NodeFailure)}
 
 
 def check_links(nodes: Mapping[str, Node], links: Links) -> None:

@@ -405,7 +405,7 @@ class _Peer:
         self._connection.settimeout(max(0.001, self._end - time.monotonic()))
 
 
-QUESTIONS: dict[str, Callable[..., Any]] = {
+REQUESTS: dict[str, Callable[..., Any]] = {
     "check_node": check_node,
     "listen": listen,
     "reach": reach,

@@ -1,1 +1,1 @@
-"""The life of a run: launches, requeues, restarts after a lost node, crash loops."""
+"""The life of a run: launches, requeues, restarts after a lost node, crash-loop detection."""

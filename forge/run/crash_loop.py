@@ -1,4 +1,4 @@
-"""Crash-loop detection: end a run that restarts again and again without reaching a new step."""
+"""Crash-loop detection: end a run that is launched again and again without a new checkpoint."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from forge.core import events
 from forge.core.errors import TrainingError
 from forge.launch.stop_signal import PERSONS_CAUSES
 
-# After these a person acts, so that what comes next is no repetition.
+# After these the user has acted: earlier launches do not count.
 _ENDS = (events.Failed, events.Completed)
-_SILENT = "it exited without a record: killed, or its node was lost"
+_NO_RECORD = "it exited without a record: killed, or its node was lost"
 
 
 def refuse_if_stuck(log: Path, step: int, limit: int) -> None:
-    """TrainingError (70) when the last `limit` starts all began at `step`, the newest checkpoint's.
+    """TrainingError (70) when the last `limit` launches all began at `step`, the newest checkpoint's.
 
-    Starts that a person ended (Ctrl-C, STOP file) or that were preempted do not count, and nothing
-    that lies before an end that a person has seen.
+    Launches that the user stopped (Ctrl-C, STOP file) or Slurm preempted do not count, nor do those
+    before a failure or completion of the run.
     """
-    starts = fruitless_starts(events.read(log), step)
-    if len(starts) < limit:
+    launches = launches_without_progress(events.read(log), step)
+    if len(launches) < limit:
         return
-    reasons = "\n".join(f"    {number}. {reason}" for number, reason in enumerate(starts, 1))
+    reasons = "\n".join(f"    {number}. {reason}" for number, reason in enumerate(launches, 1))
     raise TrainingError(
-        f"{len(starts)} starts in a row did not get beyond step {step}"
+        f"{len(launches)} launches in a row did not get beyond step {step}"
         f" (max_restarts_without_progress is {limit}):\n{reasons}",
-        cause="each start meets the same trouble before its first checkpoint",
-        fix="mend the trouble, or checkpoint more often (train.checkpoint_every,"
-        " train.checkpoint_minutes); the same command then goes on",
+        cause="each launch fails in the same way before its first checkpoint",
+        fix="fix the cause, or checkpoint more often (train.checkpoint_every,"
+        " train.checkpoint_minutes); then rerun the same command",
     )
 
 
-def fruitless_starts(log: Sequence[events.Event], step: int) -> list[str]:
-    """How each of the last starts ended that began at `step`, oldest first."""
-    starts: list[str] = []
-    reason, counts = _SILENT, True
+def launches_without_progress(log: Sequence[events.Event], step: int) -> list[str]:
+    """Name and end of each of the last launches that began at `step`, oldest first."""
+    launches: list[str] = []
+    reason, counts = _NO_RECORD, True
     for event in reversed(log):
         if isinstance(event, _ENDS):
             break
@@ -50,6 +50,6 @@ def fruitless_starts(log: Sequence[events.Event], step: int) -> list[str]:
             if event.step != step:
                 break
             if counts:
-                starts.insert(0, f"{event.launch}: {reason}")
-            reason, counts = _SILENT, True
-    return starts
+                launches.insert(0, f"{event.launch}: {reason}")
+            reason, counts = _NO_RECORD, True
+    return launches

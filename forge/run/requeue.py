@@ -1,4 +1,4 @@
-"""What to do when training stops or a node is lost: requeue, restart or end, by the recorded cause."""
+"""Requeue of the Slurm job after a stop, and the nodes for a restart after the loss of one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forge.core.paths import RunPaths
 from forge.core.terminal import say
 from forge.launch.rank_records import RankRecord
 
-# Stops after which a Slurm job goes back to the queue. Ctrl-C and a STOP file are a person's wish.
+# Causes after which the job is requeued. Ctrl-C and a STOP file are the user's decision to stop.
 REQUEUED_CAUSES = ("deadline", "SIGUSR1", "SIGTERM", "peer lost")
 
 # Slurm ends a requeued job within its KillWait (30 s by default) plus a scheduling round.
@@ -44,10 +44,10 @@ def _without_answer(job_id: str, hosts: Sequence[str]) -> list[str]:
 
 @contextmanager
 def back_to_the_queue_if_preempted(machine: Machine) -> Iterator[None]:
-    """For what comes before training: an error while the job is preempted is the preemption's.
+    """Around the steps before training: requeue the job after an error while it is being preempted.
 
-    Slurm requeues a preempted job only while its batch script runs or has ended well: a rule that
-    fails because its steps were signalled would end the job for good.
+    Slurm itself requeues a preempted job only while its batch script runs or after it succeeded; a
+    rule that fails because its steps were signaled would end the job for good.
     """
     try:
         yield
@@ -55,34 +55,34 @@ def back_to_the_queue_if_preempted(machine: Machine) -> Iterator[None]:
         job = slurm.this_job()
         may = job and job.is_preempted and job.batch and job.restarts < machine.slurm.max_restarts
         if job and may and not slurm.requeue(job.id):
-            say(f"job {job.id} is preempted: it goes back to the queue and begins again")
+            say(f"job {job.id} is preempted: it is requeued and will start again")
             _wait_for_the_end()
         raise
 
 
 def was_cancelled(placement: Placement) -> bool:
-    """Whether Slurm is ending the job: what is lost then was taken, and needs no other start."""
+    """Whether Slurm is ending the job: lost ranks were then killed by Slurm, and are not restarted."""
     if placement.job is None:
         return False
     try:
         now = slurm.show_job(placement.job.id)
     except slurm.SlurmSilent:
-        return False  # a controller that is away cancels nothing
+        return False  # a controller that does not respond has not cancelled the job
     return now is None or now.state != "RUNNING"
 
 
 def requeue(
     record: RankRecord, paths: RunPaths, job: slurm.Job, machine: Machine, *, step: int
 ) -> tuple[bool, str]:
-    """Send the job back to the queue where its end asks for it: whether it will be back, and why this
-    has not sent it.
+    """Requeue the job, if the cause of its stop allows that. Returns whether the job will start again,
+    and why this call has not requeued it ("" if it has).
 
-    The job is asked for just before the call: it may have been cancelled meanwhile. step: of the last
-    checkpoint. Returns when Slurm has told this process to end. Whether the run gets anywhere is the
-    progress gate's question, at the next start.
+    The state of the job is read just before, since it may have been cancelled. step: of the last
+    checkpoint. Returns after Slurm has signaled this process to end. Crash-loop detection is left to
+    the next start.
     """
     if record.cause not in REQUEUED_CAUSES:
-        return False, f"{record.cause} ends it"
+        return False, f"{record.cause} ends the run"
     try:
         now = slurm.show_job(job.id)
     except slurm.SlurmSilent as err:
@@ -97,20 +97,20 @@ def requeue(
     events.record(paths.events, events.Requeue(job=job.id, cause=record.cause, step=step))
     if refusal := slurm.requeue(job.id):
         return False, f"Slurm refused to requeue it: {refusal}"
-    say(f"job {job.id} goes back to the queue and will resume from step {step}")
+    say(f"job {job.id} is requeued and will resume from step {step}")
     _wait_for_the_end()
     return True, ""
 
 
 def _guard(paths: RunPaths, now: slurm.Job, machine: Machine, *, sent_back: bool) -> str:
-    """Why the job, as it is now, must not go back to the queue; "" if it may."""
+    """Why the job in this state must not be requeued; "" if it may."""
     reasons = {
-        f"Slurm has sent job {now.id} back itself": sent_back,
-        # scancel makes it COMPLETING: requeuing would bring a cancelled job back.
+        f"Slurm has already requeued job {now.id}": sent_back,
+        # A cancelled job is COMPLETING, and a requeue would start it again.
         f"job {now.id} is {now.state}: it was cancelled": now.state != "RUNNING",
         f"job {now.id} is an interactive allocation": not now.batch,
         f"{paths.stop} asks it to stop": paths.stop.exists(),
-        f"it was restarted {now.restarts} times (slurm.max_restarts)": (
+        f"job {now.id} was restarted {now.restarts} times (slurm.max_restarts)": (
             now.restarts >= machine.slurm.max_restarts
         ),
     }
@@ -118,7 +118,7 @@ def _guard(paths: RunPaths, now: slurm.Job, machine: Machine, *, sent_back: bool
 
 
 def _wait_for_the_end() -> None:
-    """Be there until Slurm ends us: leaving earlier would end the rule as failed."""
+    """Wait until Slurm ends this process: if it exited earlier, the rule would fail."""
     ended: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda n, _: ended.append(n))

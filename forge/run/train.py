@@ -1,4 +1,4 @@
-"""`forge train`: from a run's config to its completion record, around the ranks that train."""
+"""`forge train`: prepare a run, launch its ranks, restart or requeue them, and write its record."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from forge.staging.staged import remove_staged, staged_folders, staged_python
 
 
 class StoppedEarly(ForgeError):
-    """Training stopped before its goal, with a committed checkpoint."""
+    """Training stopped before train.max_steps, with a committed checkpoint."""
 
     code = Exit.STOPPED
 
@@ -43,17 +43,17 @@ def train(
     *,
     require_checkpoint: bool = False,
 ) -> Path:
-    """Train a run to its goal; the path of trained.json. Resumes from the newest sound checkpoint.
+    """Train a run up to train.max_steps, from its newest valid checkpoint; the path of trained.json.
 
-    Under Slurm the ranks run on the nodes that preflight chose, and a stop that the cluster caused
-    sends the job back to the queue. Raises StoppedEarly (75) after an agreed stop; DataError when
-    require_checkpoint is set and none is left; the errors of config, data and machine.
+    Under Slurm the ranks run on the nodes that preflight chose, and a stop by the cluster requeues the
+    job. Raises StoppedEarly (75) after a stop; DataError when require_checkpoint is set and there is no
+    checkpoint; the errors of config, data and machine.
     """
     own_deadline = time.time() + 60 * machine.max_minutes if machine.max_minutes else math.inf
     paths = RunPaths.of(config)
     check_layout(machine, layout, config)
     placement = find_placement(machine, layout)
-    job = placement.job or slurm.this_job()  # ranks that need no srun may be in a job as well
+    job = placement.job or slurm.this_job()  # ranks that need no srun may run inside a job, too
     deadline = min(own_deadline, job.end_time if job and job.end_time else math.inf)
     with lock(paths.root, "train"):
         wait_for_orphans(paths)
@@ -64,12 +64,13 @@ def train(
         else:
             directory.check_compatible(config, checkpoint)
         refuse_known_failure(config, paths)
-        _write_config(config, paths)
+        if not paths.config.exists() or read_json(paths.config) != config.to_json():
+            write_json(paths.config, config.to_json())
         directory.clean(paths)
         if checkpoint is not None and checkpoint.step == config.train.max_steps:
             digest = _recorded_digest(paths, checkpoint.step)
             if digest:
-                say(f"{paths.root} is at its goal, step {checkpoint.step}: nothing to train")
+                say(f"{paths.root} is complete at step {checkpoint.step}: nothing to train")
                 remove_staged(paths, placement)
                 return _write_trained(config, paths, checkpoint.step, digest)
         staged, shared = _shards(config, paths)
@@ -92,7 +93,7 @@ def train(
 
 
 def refuse_stop_file(paths: RunPaths) -> None:
-    """A STOP file ends `train` until the user takes it away (`resume` does)."""
+    """Raises StoppedEarly while there is a STOP file. The target `resume` removes it."""
     if paths.stop.exists():
         raise StoppedEarly(
             f"{paths.stop} asks this run to stop",
@@ -101,9 +102,9 @@ def refuse_stop_file(paths: RunPaths) -> None:
 
 
 def refuse_known_failure(config: ResolvedConfig, paths: RunPaths) -> None:
-    """A run that diverged ends at once with the same message until its config changes: TrainingError.
+    """TrainingError with the recorded message when this config has diverged before.
 
-    config: as the run's config.json has it. Other failures may have passed, and are tried again.
+    config: as in the run's config.json. Other failures may have been repaired, and are tried again.
     """
     ends = (events.Failed, events.Stop, events.Completed)
     last = events.last(events.read(paths.events), *ends)
@@ -119,20 +120,15 @@ def refuse_known_failure(config: ResolvedConfig, paths: RunPaths) -> None:
         )
 
 
-def _write_config(config: ResolvedConfig, paths: RunPaths) -> None:
-    if not paths.config.exists() or read_json(paths.config) != config.to_json():
-        write_json(paths.config, config.to_json())
-
-
 def _shards(config: ResolvedConfig, paths: RunPaths) -> tuple[dict[str, str], str]:
-    """Where ranks read: what `stage` put on their node, by host, else the shared directory. DataError
-    if there are none."""
+    """Directories from which ranks read: the staged ones by host, and the shared one for other hosts.
+    DataError without shards."""
     staged = staged_folders(paths)
     folder = tokens_folder(config.data, config.ids.tokens)
     if not staged and not (folder / "manifest.json").exists():
         raise DataError(
-            f"{folder} holds no finished shards",
-            cause="the corpus was not tokenized for this config",
+            f"{folder} has no complete shards",
+            cause="the corpus has not been tokenized for this config",
             fix=f"run: forge tokenizer {paths.config} && forge tokenize {paths.config}",
         )
     return staged, str(folder)
@@ -147,9 +143,10 @@ def _train_until_it_ends(
     *,
     task: TrainTask,
 ) -> RankRecord:
-    """Launch ranks; after the loss of one, launch again, twice at most, without silent nodes."""
+    """Launch the ranks; after the loss of one, launch again without unresponsive nodes, twice at most."""
     refuse_stop_file(paths)
-    healthy = placement.only(_nodes_that_passed(paths) or placement.hosts)
+    passed = PreflightPass.read_if_there(paths.preflight_pass)
+    healthy = placement.only(passed.nodes if passed and passed.nodes else placement.hosts)
     hosts = requeue.pick_hosts(healthy, layout.nodes)
     if hosts is None:
         raise UnfitError(
@@ -183,23 +180,17 @@ def _train_until_it_ends(
         if hosts is None or requeue.was_cancelled(placement):
             break
         if attempt < MAX_RESTARTS_AFTER_LOSS:
-            say(f"lost a rank ({record.message}); starting again from the last checkpoint")
+            say(f"lost a rank ({record.message}); restarting from the last checkpoint")
     return record
 
 
 def _end_if_stuck(config: ResolvedConfig, paths: RunPaths, machine: Machine, step: int) -> None:
-    """The progress gate: TrainingError instead of one more start that gets nowhere."""
+    """Crash-loop detection: records and raises the TrainingError, instead of another launch."""
     try:
         crash_loop.refuse_if_stuck(paths.events, step, machine.max_restarts_without_progress)
     except TrainingError as err:
         _record_failure(config, paths, RankRecord("failed", code=err.code, message=str(err)))
         raise
-
-
-def _nodes_that_passed(paths: RunPaths) -> list[str]:
-    """The healthy nodes of this allocation, spare ones too; none where preflight was not asked."""
-    found = PreflightPass.read_if_there(paths.preflight_pass)
-    return found.nodes if found else []
 
 
 def _requeue(
@@ -210,21 +201,21 @@ def _requeue(
     *,
     first_step: int = 0,
 ) -> None:
-    """Back to the queue if Slurm and the cause allow it, which ends this process; else say why not.
+    """Requeue the job, which ends this process, or print why it is not requeued.
 
-    Raises StoppedEarly when the job will be back after ranks were lost: that is no end that a person
-    has to see, so the progress gate goes on counting.
+    Raises StoppedEarly when a requeued job lost ranks: no failure is recorded, so that crash-loop
+    detection counts this launch.
     """
     step = _committed_step(paths, first_step)
     goes_back, reason = requeue.requeue(record, paths, job, machine, step=step)
     if reason:
-        say(f"not sent back to the queue: {reason}")
+        say(f"not requeued: {reason}")
     if goes_back and record.status == "lost":
         raise StoppedEarly(f"{record.message}; job {job.id} resumes from step {step}")
 
 
 def _conclude(config: ResolvedConfig, paths: RunPaths, record: RankRecord) -> Path:
-    """trained.json for a completed run, else the error that the record stands for."""
+    """Write trained.json for a completed run, else raise the error that the record stands for."""
     if record.status == "completed":
         assert record.step is not None
         return _write_trained(config, paths, record.step, str(record.weights_digest))
@@ -240,8 +231,8 @@ def _conclude(config: ResolvedConfig, paths: RunPaths, record: RankRecord) -> Pa
     _record_failure(config, paths, record)
     if record.status == "lost":
         raise UnfitError(
-            f"ranks were lost, and starting them again did not help: {record.message}",
-            cause="killed by the system (out of memory?), or a node or the network fails",
+            f"ranks were lost, and restarts did not help: {record.message}",
+            cause="the system killed them (out of memory?), or a node or the network fails",
             fix=f"read the ranks' logs in {paths.logs}, then rerun the same command",
         )
     raise RankFailure(record, paths.logs)
@@ -251,8 +242,8 @@ def _what_is_kept(record: RankRecord, step: int, first_step: int = 0) -> str:
     if record.lost:
         ranks = ", ".join(map(str, record.lost))
         return (
-            f"rank {ranks} ended without a last checkpoint (before its first step, or killed after"
-            f" stop_grace_sec): what was trained beyond step {step} is lost"
+            f"rank {ranks} ended without a final checkpoint (before its first step, or killed after"
+            f" stop_grace_sec): the steps after {step} are lost"
         )
     return "a checkpoint is committed" if step > first_step else "nothing had been trained yet"
 
@@ -269,13 +260,13 @@ def _record_failure(config: ResolvedConfig, paths: RunPaths, record: RankRecord)
 
 
 def _committed_step(paths: RunPaths, first_step: int) -> int:
-    """The step that the next start begins at; first_step: of a run without a checkpoint."""
+    """The step at which the next launch begins. first_step: that of a run without a checkpoint."""
     committed = resume.latest(paths)
     return committed.step if committed else first_step
 
 
 def _recorded_digest(paths: RunPaths, step: int) -> str | None:
-    """The weights digest that the event log has for a completed run at this step."""
+    """The weights digest of the completed run at this step, from the event log."""
     for event in reversed(events.read(paths.events)):
         if isinstance(event, events.Completed) and event.step == step:
             return event.weights_digest

@@ -1,10 +1,10 @@
-"""Archives for `sbcast`: many files in a few tar files of equal size, made once.
+"""Archives for `sbcast`: many files in a few tar files (chunks) of about equal size, written once.
 
-- `{data}/packs/{name}/000.tar`, `001.tar`, …: each complete, so that a node unpacks one while the
-  next ones are sent (`.tar.zst` where compressed)
-- with `tree`: `000.tar` has all directories and no file, to be unpacked before the others, and
-  SHA256SUMS the digests of the tar files
-- `pack.json`: the size of every tar file, and of all files in them
+- `{data}/archives/{name}/000.tar`, `001.tar`, … (`.tar.zst` if compressed): every chunk is a complete
+  tar file, so that a node unpacks one while the next ones are sent
+- of a tree: `000.tar` has all directories and no file, to be unpacked before the other chunks, and
+  SHA256SUMS the digests of the chunks
+- `archive.json`: the size of every chunk, and of all files in them
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from forge.core.files import disk_trouble, read_json, write_json
 from forge.core.process import hostname
 from forge.core.terminal import progress
 
-# Sent side by side, parts use every link of the tree at once: half the time of one file (see bench).
-PARALLEL_PARTS = 8
-MIN_PART_BYTES = 8 * 2**20  # an sbcast costs about 15 ms by itself
-MAX_PART_BYTES = 256 * 2**20  # more than that waits too long for the first unpacking
+# Chunks sent in parallel use every link of the broadcast tree: half the time of one file (see bench).
+PARALLEL_CHUNKS = 8
+MIN_CHUNK_BYTES = 8 * 2**20  # an sbcast costs about 15 ms by itself
+MAX_CHUNK_BYTES = 256 * 2**20  # a larger one would delay the first unpacking
 ABANDONED_SEC = 24 * 3600
 COPY_BYTES = 2**22
 SUMS = "SHA256SUMS"
@@ -38,7 +38,7 @@ DIRECTORIES = "000.tar"
 
 @dataclass(frozen=True)
 class Member:
-    """A file or link to pack, and its name in the pack."""
+    """A file or link to archive, and its name in the archive."""
 
     path: Path
     name: str
@@ -46,42 +46,42 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Pack:
-    """A finished pack."""
+class Archive:
+    """A complete archive."""
 
     folder: Path
-    parts: dict[str, int]  # name -> bytes
+    chunks: dict[str, int]  # name -> bytes
     content_bytes: int  # of the files in it
 
     @property
     def num_bytes(self) -> int:
-        return sum(self.parts.values())
+        return sum(self.chunks.values())
 
     @classmethod
-    def open(cls, folder: Path) -> Pack | None:
-        """The pack in a folder; None where there is none, or parts of it are cut or missing."""
+    def open(cls, folder: Path) -> Archive | None:
+        """The archive in a directory; None without one, or where a chunk is truncated or missing."""
         try:
-            facts = read_json(folder / "pack.json")
-            parts, content_bytes = dict(facts["parts"]), int(facts["content_bytes"])
+            facts = read_json(folder / "archive.json")
+            chunks, content_bytes = dict(facts["chunks"]), int(facts["content_bytes"])
         except (DataError, KeyError, TypeError, ValueError):
             return None
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-        whole = all(sizes.get(name) == size for name, size in parts.items())
-        return cls(folder, parts, content_bytes) if whole else None
+        complete = all(sizes.get(name) == size for name, size in chunks.items())
+        return cls(folder, chunks, content_bytes) if complete else None
 
 
-def make_pack(
+def make_archive(
     folder: Path, members: Sequence[Member], *, compress: bool = False, tree: bool = False
-) -> Pack:
-    """Pack the files into `folder`, or give the pack that is there.
+) -> Archive:
+    """Write the archive `folder` of these files, unless it exists.
 
-    compress: zstd, level 1. tree: names have directories, and nodes without our Python unpack several
-    parts at once with tar; adds the part with the directories, and SHA256SUMS of the parts.
-    Runs that pack the same at once each write their own; the first one to finish wins. Raises
-    UnfitError for a full disk.
+    compress: zstd, level 1. tree: names have directories, and nodes without Python unpack several
+    chunks at once with tar; adds the chunk with the directories, and SHA256SUMS.
+    Of runs that write the same archive at once, the first to finish wins. Raises UnfitError for a full
+    disk.
     """
-    if pack := Pack.open(folder):
-        return pack
+    if archive := Archive.open(folder):
+        return archive
     temporary = folder.with_name(f".writing.{os.getpid()}.{hostname()}.{folder.name}")
     with disk_trouble(temporary):
         _remove_abandoned(folder.parent)
@@ -89,25 +89,25 @@ def make_pack(
         try:
             if tree:
                 _write_directories(temporary / DIRECTORIES, members)
-            _write_parts(temporary, members, compress, first=int(tree))
+            _write_chunks(temporary, members, compress, first=int(tree))
             if tree:
                 _write_sums(temporary)
             sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
             content = sum(member.num_bytes for member in members)
-            write_json(temporary / "pack.json", {"parts": sizes, "content_bytes": content})
-            if not Pack.open(folder):
+            write_json(temporary / "archive.json", {"chunks": sizes, "content_bytes": content})
+            if not Archive.open(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 with contextlib.suppress(FileExistsError):
                     temporary.rename(folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    pack = Pack.open(folder)
-    assert pack, f"{folder} vanished"
-    return pack
+    archive = Archive.open(folder)
+    assert archive, f"{folder} vanished"
+    return archive
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove what killed commands of this host, or of any host a day ago, have left."""
+    """Remove what killed commands have left: those of this host, and of any host a day ago."""
     for folder in parent.glob(".writing.*"):
         pid, host = folder.name.split(".")[2:4]
         dead_here = host == hostname() and not psutil.pid_exists(int(pid))
@@ -116,8 +116,8 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _write_directories(path: Path, members: Sequence[Member]) -> None:
-    """Every directory above a member. Where two GNU tars make the same one at the same moment, one of
-    them ends with "Cannot open: No such file or directory" (1.34, src/extract.c: maybe_recoverable
+    """Write every directory above a member. Where two GNU tars make the same one at the same moment, one
+    of them fails with "Cannot open: No such file or directory" (1.34, src/extract.c: maybe_recoverable
     gives up where it has not made the directory itself)."""
     above = {parent for member in members for parent in PurePosixPath(member.name).parents}
     with _tar(path, compress=False) as tar:
@@ -127,11 +127,11 @@ def _write_directories(path: Path, members: Sequence[Member]) -> None:
             tar.addfile(entry)
 
 
-def _write_parts(folder: Path, members: Sequence[Member], compress: bool, *, first: int) -> None:
+def _write_chunks(folder: Path, members: Sequence[Member], compress: bool, *, first: int) -> None:
     total = sum(member.num_bytes for member in members)
-    size = min(max(total // (2 * PARALLEL_PARTS), MIN_PART_BYTES), MAX_PART_BYTES)
+    size = min(max(total // (2 * PARALLEL_CHUNKS), MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
     done = 0
-    with progress("pack", total / 2**20, "MiB") as report:
+    with progress("archive", total / 2**20, "MiB") as report:
         for number, group in enumerate(_groups(members, size), start=first):
             path = folder / (f"{number:03d}.tar" + ".zst" * compress)
             with _tar(path, compress) as tar:
@@ -142,7 +142,7 @@ def _write_parts(folder: Path, members: Sequence[Member], compress: bool, *, fir
 
 
 def _groups(members: Sequence[Member], size: int) -> Iterator[list[Member]]:
-    """Runs of members that are at least `size` bytes together, in their order."""
+    """Consecutive members, in groups of at least `size` bytes (the last may be smaller)."""
     group: list[Member] = []
     held = 0
     for member in members:
@@ -161,7 +161,7 @@ def _tar(path: Path, compress: bool) -> Iterator[tarfile.TarFile]:
         if compress:
             import pyarrow
 
-            # Level 1, Arrow's own: higher ones gain 3 % on token ids and take three times as long.
+            # Level 1, Arrow's default: higher ones save 3 % of token ids and take three times as long.
             stream = stack.enter_context(pyarrow.output_stream(str(path), compression="zstd"))
             tar = stack.enter_context(tarfile.open(fileobj=stream, mode="w|"))
         else:

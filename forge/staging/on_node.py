@@ -2,11 +2,11 @@
 
 Everything is in a private directory, `forge-{uid}`:
 
-- `{digest}`: shards that were kept (`stage.keep`), or that no Slurm job will remove
-- `job-{id}/{digest}`: shards that are removed with their job; `job-{id}/used-by-{run}` names each
-  reader
-- `job-{id}/writing-…`, and `.writing-{digest}` beside where a set goes: a copy that is not complete
-  yet, sent by another host or made by this one
+- `{digest}`: shards to keep (`stage.keep`), or staged outside of Slurm
+- `job-{id}/{digest}`: shards that are removed at the end of the job; `job-{id}/used-by-{run}` marks
+  each run that reads them
+- `job-{id}/writing-…` and `.writing-{digest}`: incomplete copies, sent by another host or made by
+  this one
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from forge.core.process import node_local_folder
 from forge.core.terminal import progress
 from forge.data.shards import MANIFEST, Shard, ShardSet
 
-SPARE_BYTES = 256 * 2**20  # left free for others on the node
+SPARE_BYTES = 256 * 2**20  # left free for other users of the node
 STAMP = ".stamp.json"
-PARTS = "parts"  # of a pack, in the folder that they are unpacked into
+CHUNKS = "chunks"  # directory of the chunks of an archive, inside the one they are unpacked into
 VERIFY_THREADS = 4
 COPY_THREADS = 4
 COPY_BLOCK = 2**22
 FICLONE = 0x40049409  # <linux/fs.h>
 
-# A shared file system is read in place if it gives a node this much. A rank reads one window of
-# some KiB for each sample, in random order: 1000 a second serve four fast GPUs five times over.
-# All bytes are read once at the start, to check their digests: 200 s for 100 GiB at this rate.
+# A node reads in place from a shared file system that is at least this fast. A rank reads some KiB for
+# each sample, in random order: 1000 reads a second are five times what four fast GPUs need. Every
+# start verifies the digests of all shards: 200 s for 100 GiB at this rate.
 MIN_READS_PER_SEC = 1000
 MIN_MIB_PER_SEC = 500
 SAMPLE_READS, SAMPLE_READ_BYTES = 64, 2**14
 SAMPLE_BYTES = 64 * 2**20
 
 
-# --- folders -------------------------------------------------------------------------------------
+# --- directories----------------------------------------------------------------------------------
 
 
 def private_root(base: Path) -> Path:
-    """The user's own folder below a shared /tmp, mode 0700. UnfitError if somebody else made it."""
+    """The user's private directory (mode 0700) in `base`. UnfitError where another user made it."""
     root = base / f"forge-{os.getuid()}"
     with disk_trouble(root):
         base.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             root.mkdir(mode=0o700)
-        found = os.lstat(root)  # not stat: a planted link must not be followed
+        found = os.lstat(root)  # not stat, which would follow a planted link
     wrong = (
         "is not a folder (a planted link?)"
         if not stat.S_ISDIR(found.st_mode)
@@ -74,45 +74,45 @@ def private_root(base: Path) -> Path:
         raise UnfitError(
             f"{root} {wrong}",
             cause="another user of this node made it, or it was changed by hand",
-            fix="set stage.folder in machine.yaml to a folder of your own, or remove it",
+            fix="set stage.folder in machine.yaml to a directory of your own, or remove this one",
         )
     return root
 
 
 def set_folder(root: Path, digest: str, job: str | None) -> Path:
-    """Where a set lies; job: the Slurm job that it goes away with, None for one that stays."""
+    """The directory of the shards. job: the Slurm job with which they are removed; None to keep them."""
     return (root / f"job-{job}" if job else root) / digest[:32]
 
 
-# --- is it there? --------------------------------------------------------------------------------
+# --- are the shards complete? --------------------------------------------------------------------
 
 
-def is_whole(folder: Path, digest: str) -> bool:
-    """Whether this set is there, byte for byte. Raises DataError that says how it is damaged.
+def is_complete(folder: Path, digest: str) -> bool:
+    """Whether the directory has these shards with valid digests. Raises DataError where it is corrupt.
 
-    Files that nobody has touched since their digests were checked, in the same boot, are not read
-    again: the kernel sets ctime at every change. Ranks check every byte once more when they start.
+    Files that have not changed since their digests were verified in the same boot are not read again:
+    the kernel sets ctime at every change. Ranks verify their shards once more when they start.
     """
     if not folder.exists():
         return False
-    there = ShardSet.open(folder)
-    if there.digest != digest:
+    shards = ShardSet.open(folder)
+    if shards.digest != digest:
         return False
-    if not _is_stamped(there):
-        verify(there)
-        stamp(there)
+    if not _is_stamped(shards):
+        verify(shards)
+        stamp(shards)
     return True
 
 
 def verify(shards: ShardSet) -> None:
-    """All digests, on a few cores. Raises DataError."""
+    """Verify all digests, on VERIFY_THREADS cores. Raises DataError."""
     with ThreadPoolExecutor(VERIFY_THREADS) as pool:
         shares = [(index, VERIFY_THREADS) for index in range(VERIFY_THREADS)]
         list(pool.map(shards.verify, shares))
 
 
 def stamp(shards: ShardSet) -> None:
-    """Note that all digests are right now."""
+    """Record that all digests are valid, with the state of the files."""
     write_json(shards.folder / STAMP, _state(shards))
 
 
@@ -126,25 +126,25 @@ def _state(shards: ShardSet) -> dict[str, Any]:
     found = {path.name: path.stat() for path in files}
     return {
         "digest": shards.digest,
-        # After a power cut a file may be as long as before, with zeros in it.
+        # After a power failure a file may have its size, but zeros as content.
         "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "files": {n: [s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns] for n, s in found.items()},
     }
 
 
-# --- is the shared file system good enough? -------------------------------------------------------
+# --- is the shared file system fast enough? -------------------------------------------------------
 
 
 def shared_verdict(shared: Path, digest: str, root: Path, mode: str) -> tuple[bool, str]:
-    """Whether to read the set where it is shared, and what decided it."""
+    """Whether to read the shards in place from the shared file system, and why."""
     if mode == "always":
         return False, "stage.mode is always"
     try:
         shards = ShardSet.open(shared)
     except (DataError, OSError) as err:
-        return False, f"does not show the shards ({err})"
+        return False, f"cannot read the shards there ({err})"
     if shards.digest != digest:
-        return False, f"{shared} has another digest here"
+        return False, f"{shared} has shards with another digest on this node"
     if mode == "never":
         return True, "stage.mode is never"
     if shared.stat().st_dev == root.stat().st_dev:
@@ -153,27 +153,28 @@ def shared_verdict(shared: Path, digest: str, root: Path, mode: str) -> tuple[bo
     enough = reads >= MIN_READS_PER_SEC and rate >= MIN_MIB_PER_SEC
     return enough, (
         f"the shared file system gives {reads:.0f} random reads/s and {rate:.0f} MiB/s,"
-        f" {MIN_READS_PER_SEC} and {MIN_MIB_PER_SEC} are enough"
+        f" required are {MIN_READS_PER_SEC} and {MIN_MIB_PER_SEC}"
     )
 
 
 def _measure(shards: ShardSet) -> tuple[float, float]:
-    """Random reads a second, and MiB a second in sequence, past this node's page cache."""
-    everything = shards.train + shards.val
+    """Random reads per second, and MiB per second of a sequential read, without the page cache."""
+    files = shards.train + shards.val
     rng = random.Random(0)
-    offsets = [_random_place(everything, rng) for _ in range(SAMPLE_READS)]
-    reads = SAMPLE_READS / _seconds([(s.path, at, SAMPLE_READ_BYTES) for s, at in offsets])
-    largest = max(everything, key=lambda shard: shard.num_bytes)
+    sample = [_random_read(rng.choice(files), rng) for _ in range(SAMPLE_READS)]
+    reads = SAMPLE_READS / _seconds(sample)
+    largest = max(files, key=lambda shard: shard.num_bytes)
     length = min(largest.num_bytes, SAMPLE_BYTES)
     return reads, length / 2**20 / _seconds([(largest.path, 0, length)])
 
 
-def _random_place(shards: list[Shard], rng: random.Random) -> tuple[Shard, int]:
-    shard = rng.choice(shards)
-    return shard, rng.randrange(max(1, shard.num_bytes - SAMPLE_READ_BYTES))
+def _random_read(shard: Shard, rng: random.Random) -> tuple[Path, int, int]:
+    offset = rng.randrange(max(1, shard.num_bytes - SAMPLE_READ_BYTES))
+    return shard.path, offset, SAMPLE_READ_BYTES
 
 
 def _seconds(reads: list[tuple[Path, int, int]]) -> float:
+    """Duration of these reads: path, offset, length."""
     seconds = 0.0
     for path, offset, length in reads:
         fd = os.open(path, os.O_RDONLY)
@@ -187,30 +188,30 @@ def _seconds(reads: list[tuple[Path, int, int]]) -> float:
     return max(seconds, 1e-6)
 
 
-# --- questions -----------------------------------------------------------------------------------
+# --- requests ------------------------------------------------------------------------------------
 
 
 def look(
     *, base: str | None, digest: str, job: str | None, sender: str | None, shared: str, mode: str
 ) -> dict[str, Any]:
-    """All that decides whether this node gets the set: its folder, what is in it, space, speed.
+    """What `forge stage` must know of this node: directory of the shards, their state, space, speed.
 
-    base: stage.folder. job: the job that the set goes away with, or None. sender: the host that would
-    send it; None where nothing is sent. mode: stage.mode.
+    base: stage.folder. job: with which the shards are removed; None to keep them. sender: the host that
+    would send them; None where nothing is sent. mode: stage.mode.
     """
     root = private_root(Path(base or node_local_folder()))
     folder = set_folder(root, digest, job)
-    damage = ""
+    problem = ""
     try:
-        whole = is_whole(folder, digest)
+        complete = is_complete(folder, digest)
     except DataError as err:
-        whole, damage = False, err.what
+        complete, problem = False, err.what
     in_place, why = shared_verdict(Path(shared), digest, root, mode)
     return {
         "root": str(root),
         "folder": str(folder),
-        "whole": whole,
-        "damage": damage,
+        "complete": complete,
+        "problem": problem,
         "in_place": in_place,
         "why": why,
         "free": shutil.disk_usage(root).free,
@@ -220,21 +221,21 @@ def look(
 
 
 def link_mbit(host: str) -> int:
-    """Speed of this node's interface towards a host; 0 where the kernel does not know it."""
+    """Speed of this node's interface to a host; 0 where the kernel does not know it."""
     stats = psutil.net_if_stats().get(interface_towards(host) or "")
     return stats.speed if stats else 0
 
 
 def copy(*, shared: str, folder: str, digest: str) -> bool:
-    """Copy the set from the shared folder to its own; False where another run of this host, which was
-    waited for, has put it there. Raises DataError for damaged shards."""
-    place = Path(folder)
-    with _alone(place.parent):
-        if _came_meanwhile(place, digest):
+    """Copy the shards from the shared directory to `folder`; False where another run of this host has
+    done so meanwhile. Raises DataError for corrupt shards."""
+    target = Path(folder)
+    with _alone(target.parent):
+        if _came_meanwhile(target, digest):
             return False
-        for leftover in place.parent.glob(".writing-*"):
+        for leftover in target.parent.glob(".writing-*"):
             shutil.rmtree(leftover)
-        temporary = place.with_name(f".writing-{place.name}")
+        temporary = target.with_name(f".writing-{target.name}")
         begin(temporary=str(temporary))
         with disk_trouble(temporary):
             _copy_files(ShardSet.open(Path(shared)), temporary)
@@ -244,10 +245,10 @@ def copy(*, shared: str, folder: str, digest: str) -> bool:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other run of this host copies into the folder: runs of a sweep do so at once.
+    """Wait until no other run of this host copies into the directory: runs of a sweep start at once.
 
-    flock and not a lock: the kernel gives it back with a killed process, and the folder is this
-    node's own.
+    With flock, which the kernel releases when a process is killed. It suffices for a directory on this
+    node's own disk.
     """
     with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -269,7 +270,7 @@ def _copy_files(source: ShardSet, target: Path) -> None:
 
 
 def _copy_file(source: Path, target: Path) -> None:
-    """A reflink where the file system can (no bytes move), else a copy."""
+    """Make a reflink where the file system supports it, else a copy."""
     with open(source, "rb") as read, open(target, "xb") as write:
         try:
             fcntl.ioctl(write.fileno(), FICLONE, read.fileno())
@@ -278,17 +279,17 @@ def _copy_file(source: Path, target: Path) -> None:
 
 
 def begin(*, temporary: str) -> None:
-    """An empty folder for what is coming."""
+    """Make an empty directory for incoming files."""
     folder = Path(temporary)
     with disk_trouble(folder):
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         folder.mkdir(mode=0o700)
-        (folder / PARTS).mkdir()
+        (folder / CHUNKS).mkdir()
 
 
-def unpack(*, temporary: str, part: str) -> None:
-    """Unpack one part of a pack, and remove it: it takes space that others need."""
-    path = Path(temporary) / PARTS / part
+def unpack(*, temporary: str, chunk: str) -> None:
+    """Unpack one chunk of an archive, and remove it to free its space."""
+    path = Path(temporary) / CHUNKS / chunk
     with disk_trouble(path):
         if path.suffix == ".zst":
             import pyarrow
@@ -305,33 +306,33 @@ def unpack(*, temporary: str, part: str) -> None:
 
 
 def finish(*, temporary: str, folder: str, digest: str) -> None:
-    """Check every digest, then let the set appear under its name. Raises DataError."""
-    arrived, place = Path(temporary), Path(folder)
+    """Verify every digest, then rename the directory to its final name. Raises DataError."""
+    arrived, target = Path(temporary), Path(folder)
     try:
-        (arrived / PARTS).rmdir()
+        (arrived / CHUNKS).rmdir()
         shards = ShardSet.open(arrived)
         if shards.digest != digest:
             raise DataError(f"{arrived} has digest {shards.digest[:12]}…, not {digest[:12]}…")
         verify(shards)
         with disk_trouble(arrived):
             stamp(shards)
-            if not _came_meanwhile(place, digest):
-                shutil.rmtree(place, ignore_errors=True)  # damaged
-                arrived.rename(place)
+            if not _came_meanwhile(target, digest):
+                shutil.rmtree(target, ignore_errors=True)  # corrupt
+                arrived.rename(target)
     finally:
         shutil.rmtree(arrived, ignore_errors=True)
 
 
-def _came_meanwhile(place: Path, digest: str) -> bool:
-    """Whether another run of this job has put the set there while ours was on its way."""
+def _came_meanwhile(target: Path, digest: str) -> bool:
+    """Whether another run has staged these shards since this one began."""
     try:
-        return is_whole(place, digest)
+        return is_complete(target, digest)
     except DataError:
         return False
 
 
 def mark(*, root: str, job: str, run: str) -> None:
-    """Note that this run reads what the job has here."""
+    """Record that this run reads the job's shards on this node."""
     folder = Path(root) / f"job-{job}"
     with disk_trouble(folder):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -339,7 +340,7 @@ def mark(*, root: str, job: str, run: str) -> None:
 
 
 def unmark(*, root: str, job: str, run: str) -> None:
-    """This run is done with what the job has here; the last one removes it."""
+    """Undo `mark`; the last run removes the job's shards."""
     folder = Path(root) / f"job-{job}"
     (folder / f"used-by-{run}").unlink(missing_ok=True)
     if not list(folder.glob("used-by-*")):
@@ -347,13 +348,13 @@ def unmark(*, root: str, job: str, run: str) -> None:
 
 
 def forget(*, root: str, names: list[str]) -> int:
-    """Remove folders that ended jobs and a broken-off broadcast have left; bytes then free."""
+    """Remove directories of ended jobs and failed broadcasts; the free bytes after that."""
     for name in names:
         shutil.rmtree(Path(root) / name, ignore_errors=True)
     return shutil.disk_usage(root).free
 
 
-QUESTIONS: dict[str, Callable[..., Any]] = {
+REQUESTS: dict[str, Callable[..., Any]] = {
     "look": look,
     "copy": copy,
     "begin": begin,

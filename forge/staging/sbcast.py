@@ -2,11 +2,11 @@
 
 The settings, as measured on four nodes (bench stage):
 
-- eight transfers at once: on links of 1 Gbit/s half the time of one, since sbcast waits for every
-  block to reach every node before it sends the next one
+- eight transfers at once: half the time of one on links of 1 Gbit/s, since sbcast waits for a block
+  to reach every node before it sends the next one
 - a fan-out of two, with blocks of 1 MiB: this host sends two copies, whatever the number of nodes,
-  and the nodes forward them; more copies only share this host's own link
-- sbcast's lz4 compression is for programs on slow links; token ids do not get smaller with it
+  and the nodes forward them; more copies would share the link of this host
+- sbcast's lz4 compression for programs on slow links; it does not make token ids smaller
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from pathlib import Path
 from typing import IO, Self, cast
 
 from forge.cluster import slurm
-from forge.cluster.nodes import END_SEC, Trouble, named
+from forge.cluster.nodes import END_SEC, NodeFailure, failed_on
 from forge.core.process import stop_with_parent
-from forge.staging.archive import PARALLEL_PARTS
+from forge.staging.archive import PARALLEL_CHUNKS
 
 FAN_OUT = 2
 BLOCK = "1m"
 START_SEC = 30.0
-# A part that comes at less than this, with seven others beside it, is on a link that is broken.
+# A transfer slower than this, with seven others in parallel, counts as failed.
 MIN_BYTES_PER_SEC = 4 * 2**20
 
-# zstd on token shards, and lz4 on programs, gain below these speeds of the slowest node's link, in
-# Mbit/s, and cost above. A speed that the kernel does not know (0) counts as fast.
+# zstd for token shards and lz4 for programs save time below these speeds of the slowest node's link,
+# in Mbit/s, and cost time above. A speed that the kernel does not know (0) counts as fast.
 COMPRESS_SHARDS_BELOW = 8000
 COMPRESS_PROGRAMS_BELOW = 4000
 
@@ -43,17 +43,17 @@ def is_slower(links_mbit: Iterable[int], limit: int) -> bool:
 
 
 class Broken(Exception):
-    """sbcast did not reach these nodes."""
+    """sbcast failed on these nodes."""
 
-    def __init__(self, troubles: dict[str, Trouble]) -> None:
-        super().__init__(str(troubles))
-        self.troubles = troubles
+    def __init__(self, failures: dict[str, NodeFailure]) -> None:
+        super().__init__(str(failures))
+        self.failures = failures
 
 
 class Broadcast:
-    """A Slurm step that spans just the nodes which get the files. A context manager.
+    """A Slurm step on the nodes that get the files. A context manager.
 
-    Without one, sbcast would send to every node of the job. hosts: nodes that answer.
+    Without a step, sbcast would send to every node of the job. hosts: nodes that respond.
     """
 
     def __init__(self, job_id: str, hosts: Sequence[str], *, compress: bool = False) -> None:
@@ -65,7 +65,7 @@ class Broadcast:
         line = slurm.srun(self._job_id, self._hosts, options=options)
         self._step = subprocess.Popen(
             [*line, "sh", "-c", "echo $SLURM_STEP_ID; exec cat"],
-            stdin=subprocess.PIPE,  # its end is the end of the step, also when we are killed
+            stdin=subprocess.PIPE,  # closing it ends the step, also when this process is killed
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=slurm.environment(),
@@ -83,18 +83,18 @@ class Broadcast:
         self._end()
 
     def send(self, files: Sequence[Path], folder: str) -> Iterator[str]:
-        """Names of the files, each when it is in `folder` on all nodes. Raises Broken."""
-        with ThreadPoolExecutor(PARALLEL_PARTS) as pool:
-            coming = {pool.submit(self._send, file, folder): file.name for file in files}
+        """Yield the name of each file once it is in `folder` on all nodes. Raises Broken."""
+        with ThreadPoolExecutor(PARALLEL_CHUNKS) as pool:
+            transfers = {pool.submit(self._send, file, folder): file.name for file in files}
             try:
-                for future in as_completed(coming):
+                for future in as_completed(transfers):
                     future.result()
-                    yield coming[future]
+                    yield transfers[future]
             finally:
                 pool.shutdown(cancel_futures=True)
 
     def _send(self, file: Path, folder: str) -> None:
-        limit = START_SEC + file.stat().st_size * PARALLEL_PARTS / MIN_BYTES_PER_SEC
+        limit = START_SEC + file.stat().st_size * PARALLEL_CHUNKS / MIN_BYTES_PER_SEC
         command = [
             *("sbcast", "--force", f"--fanout={FAN_OUT}", f"--size={BLOCK}"),
             *["--compress=lz4"] * self._compress,
@@ -111,7 +111,9 @@ class Broadcast:
             selector.register(output, selectors.EVENT_READ)
             line = output.readline().decode().strip() if selector.select(START_SEC) else ""
         if not line.isdigit():
-            raise named(dict.fromkeys(self._hosts, Trouble(line or "no step")), "starting sbcast")
+            raise failed_on(
+                dict.fromkeys(self._hosts, NodeFailure(line or "no step")), "starting sbcast"
+            )
         return line
 
     def _end(self) -> None:
@@ -126,13 +128,13 @@ class Broadcast:
             self._step.wait()
 
 
-def blame(stderr: str, hosts: Sequence[str]) -> dict[str, Trouble]:
-    """Which nodes sbcast complains of: those that it names, else all of them.
+def blame(stderr: str, hosts: Sequence[str]) -> dict[str, NodeFailure]:
+    """The nodes on which sbcast failed: those that its output names, else all of them.
 
-    It says `sbcast: error: REQUEST_FILE_BCAST(node03): Unspecified error` of a full disk.
+    For a full disk it prints `sbcast: error: REQUEST_FILE_BCAST(node03): Unspecified error`.
     """
     found = re.findall(r"REQUEST_FILE_BCAST\(([^)]+)\): (.+)", stderr)
     blamed = {host: why for names, why in found for host in slurm.expand(names) if host in hosts}
     if blamed:
-        return {host: Trouble(f"sbcast: {why}") for host, why in blamed.items()}
-    return dict.fromkeys(hosts, Trouble(stderr.strip()))
+        return {host: NodeFailure(f"sbcast: {why}") for host, why in blamed.items()}
+    return dict.fromkeys(hosts, NodeFailure(stderr.strip()))

@@ -1,4 +1,4 @@
-"""`forge stage`: copy token shards to the nodes' local disks, by content, verified, private."""
+"""`forge stage`: copy token shards to the nodes' local disks, and verify them there."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from forge.staging.to_nodes import stage_nodes
 def stage(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path:
     """Make the run's shards readable from fast storage on every node; the path of stage.json.
 
-    A set that lies there with the right digests is kept. stage.json says which folder the ranks of
-    each node read. Raises UnfitError for a folder that is full or that another user could tamper
-    with, and for nodes that cannot be reached; DataError for damaged shards.
+    A node that has valid shards keeps them. stage.json has the directory that the ranks of each node
+    read. Raises UnfitError for a full disk, a directory that another user could tamper with, and nodes
+    that do not respond; DataError for corrupt shards.
     """
     started = time.time()
     paths = RunPaths.of(config)

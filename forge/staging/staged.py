@@ -1,4 +1,4 @@
-"""The stage record (stage.json): where the ranks of each node read the shards, and what is removed."""
+"""The stage record (stage.json): where the ranks of each node read the shards, and their removal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from forge.cluster import slurm
-from forge.cluster.nodes import NodePool, Trouble
+from forge.cluster.nodes import NodeFailure, NodePool
 from forge.cluster.placement import Placement
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
@@ -29,36 +29,36 @@ class StageRecord(Record):
     bytes: int
     """Of the shards."""
     folders: dict[str, str]
-    """By node, what its ranks read: a copy on its disk, or the shared folder."""
+    """The directory that the ranks of each node read: a copy on its disk, or the shared one."""
     sent: list[str]
-    """Nodes that got a copy now; the others had one, or read in place."""
+    """Nodes that got a copy now. The others already had one, or read in place."""
     job: str | None
     """The Slurm job that the copies are removed with."""
     roots: dict[str, str]
-    """By node, the private folder that holds the job's copies; empty where nothing is to be removed."""
+    """The private directory of the job's copies, by node; {} where nothing is to be removed."""
     python: str | None = None
-    """What runs Forge on the nodes, where `stage.project` has put it there."""
-    parts_sec: dict[str, float] = Field(default_factory=dict)
-    """Seconds of packing, sending and checking."""
+    """The Python on the nodes that runs Forge there, with `stage.project`."""
+    phase_sec: dict[str, float] = Field(default_factory=dict)
+    """Seconds of archiving, sending and verifying."""
 
 
 def staged_folders(paths: RunPaths) -> dict[str, str]:
-    """Where `stage` put the shards, by node; empty where it was not asked."""
+    """The directory of the shards by node; {} where the run was not staged."""
     record = StageRecord.read_if_there(paths.stage)
     return record.folders if record else {}
 
 
 def staged_python(paths: RunPaths) -> str:
-    """What runs the ranks: the Python that `stage.project` put on the nodes, else this one."""
+    """The Python for the ranks: the one that `stage.project` copied to the nodes, else this one."""
     record = StageRecord.read_if_there(paths.stage)
     return record.python or sys.executable if record else sys.executable
 
 
 def remove_staged(paths: RunPaths, placement: Placement) -> None:
-    """Remove what `stage` put on the nodes of this job for this run, unless it is to be kept.
+    """Remove the shards that `stage` copied to the nodes of this job for this run, unless they are kept
+    (`stage.keep`) or another run of the job reads them.
 
-    What another run of the same job still reads stays. Trouble is told, never raised: what is left
-    goes with the next `stage` on that node.
+    A failure is printed, not raised: the next `stage` on that node removes what is left.
     """
     record = StageRecord.read_if_there(paths.stage)
     job = placement.job.id if placement.job else slurm.this_job_id()
@@ -73,5 +73,5 @@ def remove_staged(paths: RunPaths, placement: Placement) -> None:
     with NodePool(nodes, python=staged_python(paths), start_sec=10) as pool:
         answers = pool.ask("unmark", timeout_sec=REMOVE_SEC, each=wanted)
     for host, reply in answers.items():
-        if isinstance(reply, Trouble):
+        if isinstance(reply, NodeFailure):
             say(f"stage: could not remove the shards from {host}: {reply.message}")

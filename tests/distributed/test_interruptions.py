@@ -126,7 +126,7 @@ def test_ranks_of_a_killed_launcher_commit_and_the_same_command_goes_on_there(ba
 def test_loss_of_one_rank_is_recorded_and_made_good(battered):
     assert battered.finished.code == 0, battered.finished.text
     assert [event["attempt"] for event in battered.run.events("lost")] == [0]
-    assert "starting again from the last checkpoint" in battered.finished.text
+    assert "restarting from the last checkpoint" in battered.finished.text
 
 
 def test_run_hit_by_everything_ends_as_the_undisturbed_one(battered, undisturbed):
@@ -220,7 +220,7 @@ def test_starts_that_get_nowhere_end_with_70_and_their_reasons_and_then_may_go_o
         started.end()
     stuck = run.forge("train", limit)
     assert stuck.code == 70
-    assert "2 starts in a row did not get beyond step 0" in stuck.text
+    assert "2 launches in a row did not get beyond step 0" in stuck.text
     assert stuck.text.count("exited without a record") == 2
     again = run.start("train", limit)
     wait_for_step(run, 3)

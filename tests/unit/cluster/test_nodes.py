@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from forge.cluster import nodes, slurm
-from forge.cluster.nodes import NodePool, Trouble
+from forge.cluster.nodes import NodeFailure, NodePool
 from forge.cluster.placement import Placement
 from forge.core.errors import UnfitError
 from forge.core.process import hostname
@@ -54,7 +54,7 @@ def test_frozen_node_is_named_in_time_and_holds_up_nobody(pool_of):
         answers = both.ask("hello", timeout_sec=30)
         assert time.monotonic() - started < 5
     assert answers["a"]["host"] == hostname()
-    assert answers["b"] == Trouble("no answer to 'hello' within 4 s")
+    assert answers["b"] == NodeFailure("no answer to 'hello' within 4 s")
 
 
 def test_dead_node_is_named_with_its_last_words(pool_of):
@@ -70,11 +70,11 @@ def test_node_that_freezes_later_misses_only_its_own_deadline(pool_of):
         os.kill(frozen, signal.SIGSTOP)
         answers = both.ask("hello", timeout_sec=0.5)
         assert answers["a"]["host"] == hostname()
-        assert isinstance(answers["b"], Trouble)
+        assert isinstance(answers["b"], NodeFailure)
         os.kill(frozen, signal.SIGCONT)
         # The late answer is not taken for the one to this question.
         late = both.ask("begin", timeout_sec=5, temporary="/proc/no")["b"]
-        assert isinstance(late, Trouble)
+        assert isinstance(late, NodeFailure)
         assert both.ask("hello", timeout_sec=5)["b"]["pid"] == frozen
 
 
@@ -87,7 +87,7 @@ def test_error_of_a_node_comes_with_cause_and_fix(pool_of, tmp_path):
     assert "another user" in answers["a"].cause
     assert "stage.folder" in answers["a"].fix
     with pytest.raises(UnfitError, match=r"looking failed on node a: .*planted link"):
-        raise nodes.named(answers, "looking")
+        raise nodes.failed_on(answers, "looking")
 
 
 def test_each_host_gets_its_own_arguments(pool_of, tmp_path):

@@ -129,8 +129,8 @@ def test_records_of_shards_of_another_shape_are_made_again(
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_index_of_a_pack_of_another_shape_is_no_pack(tmp_path: Path, shape: str) -> None:
-    break_file(tmp_path / "pack.json", SHAPES[shape])
-    assert archive.Pack.open(tmp_path) is None
+    break_file(tmp_path / "archive.json", SHAPES[shape])
+    assert archive.Archive.open(tmp_path) is None
 
 
 def test_a_shard_name_beyond_255_bytes_is_refused(place: Path) -> None:

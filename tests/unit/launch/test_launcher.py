@@ -50,13 +50,13 @@ def lost(rank):
         ([PEER, RankRecord("completed", 1)], "lost", 0, Exit.UNFIT),
     ],
 )
-def test_verdict_over_all_ranks(tmp_path, records, status, rank, code):
-    found = launcher.verdict(records, spec_of(tmp_path))
+def test_verdict_over_all_ranks(records, status, rank, code):
+    found = launcher.verdict(records)
     assert (found.status, found.rank, found.code) == (status, rank, code)
 
 
-def test_lost_ranks_are_named_with_what_the_others_saw(tmp_path):
-    found = launcher.verdict([PEER, lost(1), lost(3)], spec_of(tmp_path))
+def test_lost_ranks_are_named_with_what_the_others_saw():
+    found = launcher.verdict([PEER, lost(1), lost(3)])
     assert found.message == (
         "rank 1, 3 of 3 exited without a record; rank 0 saw: connection closed by peer"
     )

@@ -6,7 +6,7 @@ import pytest
 
 from forge.core import terminal
 from forge.launch import rank_output
-from forge.launch.rank_output import BAR, LINES, Console, RankProgress
+from forge.launch.rank_output import BAR, MESSAGES, Console, RankProgress
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def heard(monkeypatch):
 
 
 def test_each_line_is_shown_once_and_only_when_whole(tmp_path, heard):
-    with Console(tmp_path) as launcher, open(tmp_path / LINES, "ab", buffering=0) as rank:
+    with Console(tmp_path) as launcher, open(tmp_path / MESSAGES, "ab", buffering=0) as rank:
         launcher.show()
         assert heard == []
         rank.write(b"one\ntw")
@@ -34,7 +34,7 @@ def test_each_line_is_shown_once_and_only_when_whole(tmp_path, heard):
 @pytest.mark.parametrize("cut", range(1, len("µ → 語…".encode()) + 1))
 def test_line_cut_within_a_character_is_not_lost(tmp_path, heard, cut):
     text = "µ → 語…\n".encode()
-    with Console(tmp_path) as launcher, open(tmp_path / LINES, "ab", buffering=0) as rank:
+    with Console(tmp_path) as launcher, open(tmp_path / MESSAGES, "ab", buffering=0) as rank:
         rank.write(b"before\n" + text[:cut])
         launcher.show()
         rank.write(text[cut:] + "größer\n".encode())
@@ -42,7 +42,7 @@ def test_line_cut_within_a_character_is_not_lost(tmp_path, heard, cut):
 
 
 def test_bytes_that_are_no_text_do_not_end_the_launch(tmp_path, heard):
-    (tmp_path / LINES).write_bytes(b"a\xff\r\nb\n")
+    (tmp_path / MESSAGES).write_bytes(b"a\xff\r\nb\n")
     with Console(tmp_path) as launcher:
         launcher.show()
     assert heard == ["a\ufffd", "b"]

@@ -28,7 +28,7 @@ def test_starts_at_the_same_step_end_with_the_reason_of_each(events):
     with pytest.raises(TrainingError) as caught:
         crash_loop.refuse_if_stuck(events, 40, LIMIT)
     told = str(caught.value)
-    assert "3 starts in a row did not get beyond step 40" in told
+    assert "3 launches in a row did not get beyond step 40" in told
     assert [reason in told for reason in ("rank 1 is gone", "SIGUSR1", "without a record")] == [
         True
     ] * 3

@@ -31,7 +31,7 @@ def slurm_says(monkeypatch):
 
 
 def ask(tmp_path, cause, *, job=JOB, step=5, **keys):
-    """Why it was not sent back; "" when it was."""
+    """Why the job was not requeued; "" when it was."""
     record = RankRecord("stopped", cause=cause)
     machine = load_machine(None, keys)
     _, reason = requeue.requeue(record, RunPaths(tmp_path), job, machine, step=step)
@@ -57,8 +57,8 @@ def test_what_a_person_asked_for_stays_ended(tmp_path, slurm_says, cause):
     [
         (replace(JOB, state="COMPLETING"), "was cancelled"),
         (None, "gone"),
-        (replace(JOB, state="PENDING"), "Slurm has sent job 42 back itself"),
-        (replace(JOB, restarts=1), "Slurm has sent job 42 back itself"),
+        (replace(JOB, state="PENDING"), "Slurm has already requeued job 42"),
+        (replace(JOB, restarts=1), "Slurm has already requeued job 42"),
         (replace(JOB, batch=False), "interactive"),
     ],
 )
@@ -110,7 +110,7 @@ def test_preemption_is_in_the_event_log_whoever_sends_the_job_back(tmp_path, slu
     slurm_says(replace(JOB, is_preempted=True))
     assert ask(tmp_path, "SIGUSR1") == ""
     slurm_says(replace(JOB, state="PENDING"))
-    assert "itself" in ask(tmp_path, "SIGTERM")
+    assert "already requeued" in ask(tmp_path, "SIGTERM")
     events = [event["event"] for event in json_lines.read(RunPaths(tmp_path).events)]
     assert events == ["preempted", "requeue", "preempted"]
 

@@ -19,7 +19,7 @@ def paths(tmp_path):
     return RunPaths(tmp_path)
 
 
-def test_lost_ranks_of_a_job_that_will_be_back_are_no_end_for_the_progress_gate(paths, monkeypatch):
+def test_lost_ranks_of_a_requeued_job_do_not_reset_crash_loop_detection(paths, monkeypatch):
     monkeypatch.setattr(requeue, "requeue", lambda *_, **__: (True, ""))
     with pytest.raises(
         train.StoppedEarly, match="exited without a record; job 42 resumes from step 0"
@@ -31,20 +31,20 @@ def test_lost_ranks_of_a_job_that_will_be_back_are_no_end_for_the_progress_gate(
 def test_why_a_job_stays_ended_is_said(paths, monkeypatch, capsys):
     monkeypatch.setattr(requeue, "requeue", lambda *_, **__: (False, "it was cancelled"))
     train._requeue(LOST, paths, JOB, load_machine(None))
-    assert "not sent back to the queue: it was cancelled" in capsys.readouterr().err
+    assert "not requeued: it was cancelled" in capsys.readouterr().err
 
 
-def test_starts_that_lose_ranks_again_and_again_end_at_the_gate_through_all_requeues(paths):
+def test_launches_that_lose_ranks_are_counted_across_requeues(paths):
     for number in range(3):
         events.record(paths.events, happenings.launch(0, launch=f"l{number}"))
         events.record(paths.events, happenings.lost(LOST.message))
         events.record(paths.events, happenings.requeue(LOST.cause, 0))
-    assert len(train.crash_loop.fruitless_starts(events.read(paths.events), 0)) == 3
+    assert len(train.crash_loop.launches_without_progress(events.read(paths.events), 0)) == 3
 
 
 def test_ranks_that_were_killed_before_their_last_save_are_told():
     killed = RankRecord("stopped", cause="SIGTERM", lost=(1,))
-    assert "rank 1 ended without a last checkpoint" in train._what_is_kept(killed, 400)
-    assert "beyond step 400 is lost" in train._what_is_kept(killed, 400)
+    assert "rank 1 ended without a final checkpoint" in train._what_is_kept(killed, 400)
+    assert "the steps after 400 are lost" in train._what_is_kept(killed, 400)
     assert train._what_is_kept(RankRecord("stopped"), 400) == "a checkpoint is committed"
     assert train._what_is_kept(RankRecord("stopped"), 400, 400) == "nothing had been trained yet"

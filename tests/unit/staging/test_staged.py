@@ -11,7 +11,7 @@ from forge.staging.staged import StageRecord, staged_folders, staged_python
 
 RECORD = StageRecord(
     **{"digest": "d" * 64, "bytes": 7200, "folders": {"n1": "/tmp/x"}, "sent": ["n1"]},
-    **{"job": "7", "roots": {"n1": "/tmp"}, "python": "/tmp/python", "parts_sec": {"send": 1.5}},
+    **{"job": "7", "roots": {"n1": "/tmp"}, "python": "/tmp/python", "phase_sec": {"send": 1.5}},
 )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.shards import make
 
-from forge.cluster.nodes import Trouble
+from forge.cluster.nodes import NodeFailure
 from forge.core.errors import DataError
 from forge.staging import on_node
 from forge.staging.sbcast import COMPRESS_SHARDS_BELOW, blame, is_slower
@@ -28,37 +28,37 @@ def verified(monkeypatch):
 
 
 def test_untouched_set_is_not_read_again(shards, verified):
-    assert on_node.is_whole(shards.folder, shards.digest)
-    assert on_node.is_whole(shards.folder, shards.digest)
+    assert on_node.is_complete(shards.folder, shards.digest)
+    assert on_node.is_complete(shards.folder, shards.digest)
     assert verified == [shards.folder]
 
 
 def test_touched_set_is_read_again(shards, verified):
-    assert on_node.is_whole(shards.folder, shards.digest)
+    assert on_node.is_complete(shards.folder, shards.digest)
     path = shards.train[0].path
     before = path.stat()
     data = path.read_bytes()
     path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as cp -p and rsync do
     with pytest.raises(DataError, match="train-00000-000"):
-        on_node.is_whole(shards.folder, shards.digest)
+        on_node.is_complete(shards.folder, shards.digest)
 
 
 def test_set_is_read_again_after_a_boot(shards, verified, monkeypatch):
-    assert on_node.is_whole(shards.folder, shards.digest)
+    assert on_node.is_complete(shards.folder, shards.digest)
     real = Path.read_text
 
     def read_text(path, *args, **options):
         return "other" if path.name == "boot_id" else real(path, *args, **options)
 
     monkeypatch.setattr(Path, "read_text", read_text)
-    assert on_node.is_whole(shards.folder, shards.digest)
+    assert on_node.is_complete(shards.folder, shards.digest)
     assert len(verified) == 2
 
 
 def test_set_with_another_digest_is_not_ours(shards, verified):
-    assert not on_node.is_whole(shards.folder, "0" * 64)
-    assert not on_node.is_whole(shards.folder.with_name("nothing"), shards.digest)
+    assert not on_node.is_complete(shards.folder, "0" * 64)
+    assert not on_node.is_complete(shards.folder.with_name("nothing"), shards.digest)
     assert verified == []
 
 
@@ -73,7 +73,7 @@ def test_shared_file_system_is_read_in_place_if_it_is_fast(
     elsewhere = Path("/proc")  # another file system
     found, why = on_node.shared_verdict(shards.folder, shards.digest, elsewhere, "auto")
     assert found == enough
-    assert f"{reads} random reads/s and {rate} MiB/s, 1000 and 500 are enough" in why
+    assert f"{reads} random reads/s and {rate} MiB/s, required are 1000 and 500" in why
 
 
 def test_speed_is_measured_on_the_files_themselves(shards):
@@ -97,7 +97,7 @@ def test_set_that_came_meanwhile_is_kept(shards, tmp_path):
     inode = (place / "manifest.json").stat().st_ino
     temporary = tmp_path / "root" / "writing"
     shutil.copytree(shards.folder, temporary)
-    (temporary / "parts").mkdir()
+    (temporary / "chunks").mkdir()
     on_node.finish(temporary=str(temporary), folder=str(place), digest=shards.digest)
     assert (place / "manifest.json").stat().st_ino == inode
     assert not temporary.exists()
@@ -106,7 +106,7 @@ def test_set_that_came_meanwhile_is_kept(shards, tmp_path):
 def test_set_that_arrived_damaged_is_refused_and_removed(shards, tmp_path):
     temporary = tmp_path / "root" / "writing"
     shutil.copytree(shards.folder, temporary)
-    (temporary / "parts").mkdir()
+    (temporary / "chunks").mkdir()
     (temporary / "val-00000-000.bin").write_bytes(b"\1" * 1200)
     place = tmp_path / "root" / "set"
     with pytest.raises(DataError, match="val-00000-000"):
@@ -127,9 +127,9 @@ def test_nodes_are_read_from_what_sbcast_prints():
     )
     hosts = ["node02", "node03", "node04", "node05"]
     assert blame(said, hosts) == {
-        "node03": Trouble("sbcast: Unspecified error"),
-        "node04": Trouble("sbcast: No such file or directory"),
-        "node05": Trouble("sbcast: No such file or directory"),
+        "node03": NodeFailure("sbcast: Unspecified error"),
+        "node04": NodeFailure("sbcast: No such file or directory"),
+        "node05": NodeFailure("sbcast: No such file or directory"),
     }
     lost = "sbcast: error: Slurm job 17.99 lookup error: Invalid job id specified"
-    assert blame(lost, hosts) == dict.fromkeys(hosts, Trouble(lost))
+    assert blame(lost, hosts) == dict.fromkeys(hosts, NodeFailure(lost))

@@ -64,7 +64,7 @@ def test_node_gets_the_shards_into_the_folder_of_its_job(staged, root, tmp_path)
     folder = root / "job-7" / record.digest[:32]
     assert (record.folders, record.sent) == ({"n1": str(folder)}, ["n1"])
     assert (record.job, record.roots) == ("7", {"n1": str(root)})
-    assert set(record.parts_sec) == {"pack", "send", "check"}
+    assert set(record.phase_sec) == {"archive", "send", "verify"}
     for file in (tmp_path / "shards").iterdir():
         assert (folder / file.name).read_bytes() == file.read_bytes()
     assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, "used-by-base"]
@@ -72,7 +72,7 @@ def test_node_gets_the_shards_into_the_folder_of_its_job(staged, root, tmp_path)
 
 def test_node_that_has_the_shards_gets_nothing(staged):
     first = staged()
-    assert staged() == first.model_copy(update={"sent": [], "parts_sec": {}})
+    assert staged() == first.model_copy(update={"sent": [], "phase_sec": {}})
 
 
 def test_kept_shards_lie_outside_of_the_jobs_folder_and_are_not_to_be_removed(staged, root):
@@ -89,7 +89,7 @@ def test_shared_folder_is_read_in_place_where_staging_is_off(staged, tmp_path):
 def test_node_in_trouble_is_named_and_nothing_is_left_on_it(staged, root, monkeypatch):
     monkeypatch.setattr(to_nodes, "SPARE_BYTES", 2**60)
     with pytest.raises(
-        UnfitError, match=r"staging failed on node n1: .* the shards and their pack"
+        UnfitError, match=r"staging failed on node n1: .* the shards and their archive"
     ):
         staged()
     assert list(root.iterdir()) == []
