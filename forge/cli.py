@@ -20,7 +20,8 @@ from forge.core.terminal import copy_to, say
 # Subcommands import what they need inside their functions: `forge --help` must not wait for torch.
 
 EXIT_CODES = """exit codes: 0 done · 75 stopped early with a committed checkpoint, rerun the command
-65 bad data · 69 node, network or disk unfit · 70 diverged, or a bug · 78 bad config or command line"""
+65 bad data · 69 unhealthy node, network or disk · 70 diverged, or a bug
+78 bad config or command line"""
 
 RUNS = "directories or names of runs (default: all runs of the project in the current directory)"
 

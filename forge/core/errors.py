@@ -10,7 +10,7 @@ class Exit(IntEnum):
 
     DONE = 0  # goal reached, committed, recorded
     DATA = 65  # EX_DATAERR: bad input data
-    UNFIT = 69  # EX_UNAVAILABLE: a node, the fabric, the network or a disk is unfit
+    UNFIT = 69  # EX_UNAVAILABLE: a node, the fabric, the network or a disk is unhealthy
     FAILED = 70  # EX_SOFTWARE: training diverged, or a bug
     STOPPED = 75  # EX_TEMPFAIL: stopped early with a committed checkpoint; rerun the command
     CONFIG = 78  # EX_CONFIG: bad config or command line

@@ -1,4 +1,4 @@
-"""Against a start that hangs: what is unfit is named before any step is paid for."""
+"""Against a start that hangs: what is unhealthy is named before any step is paid for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_two_healthy_ranks_pass_and_json_and_table_say_the_same(runs):
 
 
 def test_interface_that_is_not_there_is_named_and_no_rank_started(runs):
-    run = runs("unfit")
+    run = runs("unhealthy")
     outcome = run.forge("preflight", *TWO_RANKS, "--machine.fabric.interface=none0")
     assert outcome.code == 69
     assert "none0 (fabric.interface) is not there" in outcome.text

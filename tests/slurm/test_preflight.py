@@ -1,4 +1,4 @@
-"""Unfit nodes of a real allocation: each is named with cause and fix before the deadline, and where
+"""Unhealthy nodes of a real allocation: each is named with cause and fix before the deadline, and where
 a spare node is there, training gets the others."""
 
 from __future__ import annotations
