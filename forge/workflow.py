@@ -82,8 +82,8 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
     runs as they were submitted: the config may have been edited while the job was in the queue.
 
     Raises ForgeError for a bad config or sheet, for a run that cannot resume from its checkpoint, and for
-    a new one that cannot start from its parent's:
-    refused here, since Snakemake removes a rule's outputs before it starts the rule.
+    a new one that cannot start from its parent's. Refused here, since Snakemake removes a rule's outputs
+    before it starts the rule.
     """
     if not main and SUBMITTED in os.environ:
         path = Path(os.environ[SUBMITTED])
@@ -123,7 +123,7 @@ def known_failures(runs: dict[str, ResolvedConfig]) -> dict[str, str]:
 
 def keep_for_jobs(runs: dict[str, ResolvedConfig]) -> None:
     """Write the runs down as they are now, and tell this Snakemake's jobs where."""
-    values = {"submitted": {name: settings.to_json() for name, settings in runs.items()}}
+    values = {"submitted": {name: config.to_json() for name, config in runs.items()}}
     path = WORKFLOW / f"submitted-{digest_bytes(canonical(values))[:16]}.json"
     if not path.exists():
         write_json(path, values)
@@ -183,7 +183,7 @@ def take_over(
                 if not waited:
                     atexit.register(held.pop_all().close)
                     return
-            # What has to run is not what it was: begin anew.
+            # Other jobs may be due now: plan again.
             os.execv(sys.executable, [sys.executable, "-m", "snakemake", *sys.argv[1:]])
         except UnfitError as err:
             if slurm.when_running == "stop":
@@ -209,17 +209,18 @@ def write_configs(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:
     Only theirs, so that the config of a shared artefact is the one that it was made by. Raises UnfitError
     where the disk does not let it.
     """
-    wanted = {job.params.get("config") for job in due}
+    # As paths: a rule says ./data/… where the config does.
+    wanted = {Path(path) for job in due if (path := job.params.get("config"))}
     for config in runs.values():
         values = config.of_training.to_json()
         of_data = {key: values[key] for key in ("data", "tokenizer", "tokenize", "ids")}
         files = {
-            training_config(config): values,
-            str(tokenizer_folder(config.data, config.ids.tokenizer) / "config.json"): of_data,
-            str(tokens_folder(config.data, config.ids.tokens) / "config.json"): of_data,
+            Path(training_config(config)): values,
+            tokenizer_folder(config.data, config.ids.tokenizer) / "config.json": of_data,
+            tokens_folder(config.data, config.ids.tokens) / "config.json": of_data,
         }
         for path in wanted & files.keys():
-            write_json(Path(path), files[path])
+            write_json(path, files[path])
         wanted -= files.keys()
 
 

@@ -44,6 +44,14 @@ def test_only_configs_of_jobs_that_will_run_are_written(run):
     assert ResolvedConfig.model_validate(load_config(path).to_json()) == run.of_training
 
 
+def test_data_folder_may_be_spelled_as_in_a_shell(run):
+    """As a rule spells it, by the config's `data`."""
+    run = run.model_copy(update={"data": "./data"})
+    path = f"./data/tokens/{run.ids.tokens}/config.json"
+    workflow.write_configs({"base": run}, jobs(path))
+    assert load_config(path).ids == run.ids
+
+
 def test_config_of_a_shared_artefact_has_its_inputs_and_ids_and_no_run(run):
     folders = [tokenizer_folder("data", run.ids.tokenizer), tokens_folder("data", run.ids.tokens)]
     paths = [folder / "config.json" for folder in folders]
