@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from forge.cluster.lock import LOCK, holder
 from forge.core import events, json_lines
-from forge.core.errors import DataError
+from forge.core.errors import DataError, OtherFormat
 from forge.core.events import Event
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
+from forge.core.records import Lock
 from forge.core.tail import last_lines
 
 METRICS_BYTES = 2**16  # some 300 lines of metrics.jsonl, for the newest step and the rate
@@ -37,9 +39,9 @@ class RunFiles:
         return self._log[0]
 
     @property
-    def log_trouble(self) -> DataError | None:
-        """Why the event log cannot be read."""
-        return self._log[1]
+    def trouble(self) -> DataError | None:
+        """Why the event log or the lock cannot be read."""
+        return self._log[1] or self._lock[1]
 
     @cached_property
     def launches(self) -> list[events.Launch]:
@@ -86,22 +88,30 @@ class RunFiles:
         return (last["step"] - first["step"]) / seconds if seconds > 0 else None
 
     @cached_property
-    def lock(self) -> dict[str, Any]:
-        """Who writes the run's directory; {} if nobody does."""
-        return read_object_or_empty(self.paths.root / ".lock")
+    def _lock(self) -> tuple[Lock | None, DataError | None]:
+        try:
+            return holder(self.paths.root), None
+        except OtherFormat as err:
+            return None, err
+
+    @property
+    def lock(self) -> Lock | None:
+        """Who writes the run's directory; None also where the lock is of another version of Forge."""
+        return self._lock[0]
 
     @cached_property
     def lock_since(self) -> float:
         try:
-            return (self.paths.root / ".lock").stat().st_mtime
+            return (self.paths.root / LOCK).stat().st_mtime
         except FileNotFoundError:
             return self.now
 
     @property
     def job_ids(self) -> set[str]:
         """Jobs that the files name: of the lock, else of the newest launch."""
-        named = self.lock.get("slurm_job") or (self.launches and self.launches[-1].job)
-        return {str(named)} if named else set()
+        named = self.lock and self.lock.slurm_job
+        named = named or (self.launches[-1].job if self.launches else None)
+        return {named} if named else set()
 
     @property
     def last_sign_of_life(self) -> float:
