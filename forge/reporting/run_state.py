@@ -241,8 +241,8 @@ def _training(files: RunFiles, began: float) -> _Found:
     """Training, or that no step has come for longer than steps, evaluation and saves usually take."""
     steps = files.steps_of_launch
     other = files.last(events.Eval, events.Save, since=began)
-    last = max(began, other.time if other else 0, steps[-1]["time"] if steps else 0)
-    gaps = [after["time"] - before["time"] for before, after in pairwise(steps)]
+    last = max(began, other.time if other else 0, steps[-1].time if steps else 0)
+    gaps = [after.time - before.time for before, after in pairwise(steps)]
     patience = max(STALL_SEC, STALL_TIMES * median(gaps)) if gaps else SLOW_START_SEC
     if files.now - last > patience:
         return _running(files, "no step", last, patience)
