@@ -23,11 +23,13 @@ from forge.checkpoint.manifest import MANIFEST, Manifest, Part, RecordedConfig, 
 from forge.core import events, failpoints
 from forge.core.config import Model, ResolvedConfig, Section, Train, is_free
 from forge.core.errors import ConfigError, DataError, UnfitError
-from forge.core.files import digest_file, disk_trouble, fsync_folder, write_json
+from forge.core.files import digest_file, disk_trouble, fsync_folder
 from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
+from forge.core.records import Damage
 from forge.core.terminal import say
 
 TEMPORARY = ".writing-"
+DAMAGE = "damage.json"  # in a checkpoint in quarantine
 # Free space for manifest, index and event log, besides the tensors.
 SPARE_BYTES = 4 * 2**20
 
@@ -371,7 +373,7 @@ def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
         fsync_folder(paths.checkpoints)
     events.record(paths.events, events.Quarantine(checkpoint=folder.name, reasons=list(reasons)))
     with suppress(UnfitError):
-        write_json(new / "damage.json", {"reasons": list(reasons)})
+        Damage(reasons=list(reasons)).write(new / DAMAGE)
     say(f"warning: checkpoint {folder} is corrupt: {'; '.join(reasons)}")
     following = "no other checkpoint is left"
     if not was_latest:

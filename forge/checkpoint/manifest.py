@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from forge.core.config import ResolvedConfig
-from forge.core.errors import DataError
+from forge.core.errors import DataError, OtherFormat
 from forge.core.files import canonical, digest_bytes, read_json, write_json
 from forge.core.process import hostname
 from forge.core.provenance import code, config_digest, cpu_name, versions
@@ -31,10 +31,6 @@ MANIFEST = "checkpoint.json"
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 # A plain name in the checkpoint's directory: 255 bytes is the limit of Linux (man 7 path_resolution).
 FileName = Annotated[str, Field(pattern=r"^[^/\x00]{1,255}$")]
-
-
-class OtherFormat(DataError):
-    """A checkpoint of another version of Forge: nothing is wrong with it."""
 
 
 class Part(BaseModel):

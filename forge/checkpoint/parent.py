@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge.checkpoint import directory
-from forge.checkpoint.manifest import OtherFormat, ParentCheckpoint, RecordedConfig
+from forge.checkpoint.manifest import ParentCheckpoint, RecordedConfig
 from forge.core.config import Config, Model, ResolvedConfig
-from forge.core.errors import ConfigError, DataError
+from forge.core.errors import ConfigError, DataError, OtherFormat
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths, checkpoint_name, checkpoint_step
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.checkpoint import directory, parent
-from forge.checkpoint.manifest import MANIFEST, OtherFormat
+from forge.checkpoint.manifest import MANIFEST
 from forge.core.config import ResolvedConfig
-from forge.core.errors import DataError, UnfitError
+from forge.core.errors import DataError, OtherFormat, UnfitError
 from forge.core.files import disk_trouble
 from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_step
 from forge.core.process import hostname

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from forge.cluster import slurm
-from forge.core.errors import UnfitError
-from forge.core.files import atomic_open, disk_trouble, short_id
+from forge.core.errors import DataError, ForgeError, OtherFormat, UnfitError
+from forge.core.files import disk_trouble, short_id
 from forge.core.process import Process, hostname
+from forge.core.records import Lock
 from forge.core.terminal import say
 
 LOCK = ".lock"
@@ -26,11 +27,13 @@ def lock(folder: Path, verb: str, *, name: str = LOCK) -> Iterator[None]:
     """Hold the right to write `folder`; UnfitError names a living holder, a dead one is replaced.
 
     Made with link(2) and rename(2), which are atomic on NFS too, unlike flock. A holder on another
-    host is judged by its Slurm job: whether that runs, and in which restart.
+    host is judged by its Slurm job: whether that runs, and in which restart. Raises OtherFormat for the
+    lock of another version of Forge.
     """
     path = folder / name
     job = slurm.this_job()
-    mine = {**Process.current().to_json(), "verb": verb, "restart": job.restarts if job else 0}
+    restart = job.restarts if job else 0
+    mine = Lock(**Process.current().to_json(), verb=verb, restart=restart)
     _acquire(path, mine)
     try:
         yield
@@ -38,16 +41,23 @@ def lock(folder: Path, verb: str, *, name: str = LOCK) -> Iterator[None]:
         _give_back(path, mine)
 
 
-def check_held(folder: Path, holder: Process) -> None:
-    """UnfitError when `holder` does not hold the folder any more: whoever has taken
+def holder(folder: Path) -> Lock | None:
+    """Who may write a directory; None where nobody may. Raises OtherFormat, and UnfitError where the disk
+    does not let it be read."""
+    found = _read(folder / LOCK)
+    return found if isinstance(found, Lock) else None
+
+
+def check_held(folder: Path, writer: Process) -> None:
+    """UnfitError when `writer` does not hold the folder any more: whoever has taken
     over writes there now, or has ended, and must not find its files changed.
 
     A successor on this very host is no danger: it sees our processes, and waits for them.
     """
-    held = _read(folder / LOCK)
-    if holder.is_here and (not held or held["host"] == holder.host):
+    held = holder(folder)
+    if writer.is_here and (not held or held.host == writer.host):
         return
-    if not held or Process.from_json(held) != holder:
+    if not held or held.process != writer:
         now = f"held by {_who(held)} now" if held else "no longer held by the command that began"
         raise UnfitError(
             f"{folder} is {now}: nothing was committed",
@@ -55,24 +65,23 @@ def check_held(folder: Path, holder: Process) -> None:
         )
 
 
-def _acquire(path: Path, mine: dict[str, object]) -> None:
+def _acquire(path: Path, mine: Lock) -> None:
     draft = path.with_name(f".lock.{uuid.uuid4().hex}")
     with disk_trouble(path):
-        with atomic_open(draft, "w") as file:
-            json.dump(mine, file)
+        mine.write(draft)
         try:
             _take(path, draft)
         finally:
             draft.unlink(missing_ok=True)
 
 
-def _give_back(path: Path, mine: dict[str, object]) -> None:
+def _give_back(path: Path, mine: Lock) -> None:
     """Its failure is no error: the end of this process gives the lock back as well."""
     try:
         if _read(path) == mine:
             path.unlink(missing_ok=True)
-    except OSError as err:
-        say(f"{path} stays behind: {err.strerror}")
+    except (OSError, ForgeError) as err:
+        say(f"{path} stays behind: {err.strerror if isinstance(err, OSError) else err.what}")
 
 
 def _take(path: Path, draft: Path) -> None:
@@ -93,7 +102,8 @@ def _take(path: Path, draft: Path) -> None:
         if held is None:
             continue  # given back meanwhile
         _refuse_living(path, held)
-        right = path.with_name(f"{path.name}.{short_id(held)}")
+        values = held.model_dump() if isinstance(held, Lock) else held
+        right = path.with_name(f"{path.name}.{short_id(values)}")
         try:
             _take(right, draft)
         except UnfitError:
@@ -102,7 +112,7 @@ def _take(path: Path, draft: Path) -> None:
             continue  # replaced meanwhile: judge the new holder
         if _read(path) == held:
             right.rename(path)
-            before = f"{_who(held)} that is gone" if held else "corrupt lock"
+            before = f"{_who(held)} that is gone" if isinstance(held, Lock) else f"{held} lock"
             say(f"{path.parent}: took over from a {before}")
             return
         right.unlink()
@@ -114,54 +124,52 @@ def _is_same_file(one: Path, other: Path) -> bool:
     return False
 
 
-def _read(name: Path) -> dict[str, object] | None:
+def _read(path: Path) -> Lock | Literal["corrupt"] | None:
+    """The lock; None where there is none, `corrupt` where nobody can hold it. Raises OtherFormat."""
     try:
-        value = json.loads(name.read_text())
-        Process.from_json(value)
-        return dict(value)
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError):
-        return {}  # not ours, or damaged: nobody can hold it
+        return Lock.read(path)
+    except OtherFormat:
+        raise
+    except DataError:
+        return "corrupt" if os.path.lexists(path) else None
 
 
-def _refuse_living(name: Path, held: dict[str, object]) -> None:
-    if not held:
+def _refuse_living(path: Path, held: Lock | Literal["corrupt"]) -> None:
+    if not isinstance(held, Lock):
         return
-    holder = Process.from_json(held)
-    if holder.is_here and not holder.is_alive():
+    process = held.process
+    if process.is_here and not process.is_alive():
         return
-    if holder.is_here:
+    if process.is_here:
         raise UnfitError(
-            f"{name.parent} is being written by {_who(held)}",
+            f"{path.parent} is being written by {_who(held)}",
             cause="the same command was given twice",
-            fix=f"wait for it, or stop it with: kill {holder.pid}",
+            fix=f"wait for it, or stop it with: kill {held.pid}",
         )
-    if holder.slurm_job and slurm.is_here():
+    if held.slurm_job and slurm.is_here():
         with contextlib.suppress(slurm.SlurmSilent):
-            _refuse_living_job(name, held, holder.slurm_job)
+            _refuse_living_job(path, held, held.slurm_job)
             return
     raise UnfitError(
-        f"{name.parent} is being written by {_who(held)}, which {hostname()} cannot ask",
+        f"{path.parent} is being written by {_who(held)}, which {hostname()} cannot ask",
         cause="it was started on another host and is running there, or died there",
-        fix=f"if nothing of it runs on {holder.host} any more: rm {name}",
+        fix=f"if nothing of it runs on {held.host} any more: rm {path}",
     )
 
 
-def _refuse_living_job(name: Path, held: dict[str, object], job_id: str) -> None:
+def _refuse_living_job(path: Path, held: Lock, job_id: str) -> None:
     job = slurm.show_job(job_id)
-    if job is None or job.restarts > int(str(held.get("restart", 0))):
+    if job is None or job.restarts > held.restart:
         return  # ended, or restarted since: that start of it is dead
     if job.is_living or (job.is_waiting and job.id != slurm.this_job_id()):
         raise UnfitError(
-            f"{name.parent} is being written by {_who(held)}: job {job.id} is {job.state}",
+            f"{path.parent} is being written by {_who(held)}: job {job.id} is {job.state}",
             cause="the same run was started twice",
             fix=f"wait for job {job.id}, or end it with: scancel {job.id}",
         )
 
 
-def _who(held: dict[str, object]) -> str:
-    job = f", Slurm job {held['slurm_job']}" if held.get("slurm_job") else ""
-    verb = held.get("verb")
-    command = verb if verb == "snakemake" else f"forge {verb}"
-    return f"`{command}` (pid {held.get('pid')} on {held.get('host')}{job})"
+def _who(held: Lock) -> str:
+    job = f", Slurm job {held.slurm_job}" if held.slurm_job else ""
+    command = held.verb if held.verb == "snakemake" else f"forge {held.verb}"
+    return f"`{command}` (pid {held.pid} on {held.host}{job})"

@@ -49,6 +49,10 @@ class DataError(ForgeError):
     code = Exit.DATA
 
 
+class OtherFormat(DataError):
+    """A file of another version of Forge: nothing is wrong with it."""
+
+
 class UnfitError(ForgeError):
     """A node, the network, a disk, memory or Slurm is unavailable or insufficient."""
 

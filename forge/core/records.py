@@ -11,8 +11,9 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from forge.core.checks import Check
-from forge.core.errors import DataError
+from forge.core.errors import DataError, OtherFormat
 from forge.core.files import read_object, write_json
+from forge.core.process import Process
 
 
 class Record(BaseModel):
@@ -29,7 +30,8 @@ class Record(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises DataError where the file is missing, corrupt, edited, or of another version."""
+        """Raises DataError where the file is missing, corrupt or edited, OtherFormat where it is of
+        another version of Forge."""
         values = content(path, cls.FORMAT, cls.FIX)
         try:
             return cls.model_validate(values)
@@ -49,15 +51,44 @@ class Record(BaseModel):
 
 
 def content(path: Path, expected: int, fix: str) -> dict[str, Any]:
-    """The object in a file, without its format number. DataError where that is not the expected one."""
+    """The object in a file, without its format. Raises DataError where it has none, OtherFormat where it
+    is not the expected one."""
     values = read_object(path, "format")
     if (found := values.pop("format")) != expected:
-        raise DataError(
+        raise OtherFormat(
             f"{path} has format {found!r}, this version of Forge reads {expected}",
             cause="written by another version of Forge",
             fix=fix,
         )
     return values
+
+
+# --- directories -----------------------------------------------------------------------------------
+
+
+class Lock(Record):
+    """.lock: the process that may write a directory, known as `Process` knows it."""
+
+    FIX = "see that no command of that version works there any more, then remove the file"
+
+    host: str
+    pid: int
+    boot_id: str
+    start_ticks: int
+    slurm_job: str | None
+    verb: str
+    restart: int
+    """How often Slurm had restarted the job."""
+
+    @property
+    def process(self) -> Process:
+        return Process(self.host, self.pid, self.boot_id, self.start_ticks, self.slurm_job)
+
+
+class Damage(Record):
+    """damage.json: why the checkpoint in this directory was moved to quarantine."""
+
+    reasons: list[str]
 
 
 # --- the workflow ----------------------------------------------------------------------------------

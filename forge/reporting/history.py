@@ -7,17 +7,19 @@ may appear twice: in work that was lost, and in the work that repeated it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from forge.core import events, json_lines
+from forge.core import events
 from forge.core.events import Event
 from forge.core.paths import RunPaths
 from forge.reporting.run_state import ending
+from forge.trainer import metrics
+from forge.trainer.metrics import Line
 
 if TYPE_CHECKING:  # `forge show` asks for launches only and must start in a blink
     import pandas as pd
@@ -40,8 +42,6 @@ EVAL_COLUMNS = ["loss"]
 _ENDINGS = (events.Stop, events.Lost, events.Failed, events.Completed)
 _IN_LAUNCH = (events.Launch, events.Init, events.Eval, events.Save, *_ENDINGS)
 _AROUND = (events.Stage, events.Preflight, events.Validate)
-
-Metrics = dict[str, Any]  # a line of metrics.jsonl
 
 
 class Phase(NamedTuple):
@@ -67,7 +67,7 @@ class Launch:
     id: str
     start: float
     log: list[Event] = field(default_factory=list)  # in order of time
-    metrics: list[Metrics] = field(default_factory=list)  # in order of time
+    metrics: list[Line] = field(default_factory=list)  # in order of time
     is_last: bool = False
 
     def first(self, *kinds: type[Event]) -> Any:
@@ -83,9 +83,7 @@ class Launch:
     def end(self) -> float:
         if self.ending:
             return self.ending.time
-        times = [event.time for event in self.log[-1:]] + [
-            line["time"] for line in self.metrics[-1:]
-        ]
+        times = [event.time for event in self.log[-1:]] + [line.time for line in self.metrics[-1:]]
         return max(times)
 
     @cached_property
@@ -93,7 +91,7 @@ class Launch:
         """When its ranks were ready to train; None if they never were."""
         if init := self.first(events.Init):
             return init.time
-        return next((line["time"] for line in self.metrics), None)
+        return next((line.time for line in self.metrics), None)
 
     @cached_property
     def resumed_step(self) -> int | None:
@@ -101,13 +99,13 @@ class Launch:
         if init := self.first(events.Init):
             return init.step
         # Without the event: its first line tells that everything from there on was done again.
-        first = next((line["step"] for line in self.metrics if line["kind"] == "train"), None)
+        first = next((line.step for line in self.metrics if line.kind == "train"), None)
         return None if first is None else max(first - 1, 0)
 
     @cached_property
     def passed(self) -> list[tuple[int, float]]:
         """(step, when training went on beyond it) of all that was recorded of a step."""
-        told = [(line["step"], line["time"]) for line in self.metrics]
+        told = [(line.step, line.time) for line in self.metrics]
         return told + [
             # A save is told when it is committed, steps later.
             (event.step, _span(event).end if isinstance(event, events.Save) else event.time)
@@ -170,17 +168,17 @@ class History:
 
 def read_launches(paths: RunPaths) -> list[Launch]:
     """Every launch of the run, oldest first, each with its own events and metrics."""
-    return _launches(events.read(paths.events), _metrics(paths))
+    return _launches(events.read(paths.events), metrics.read(paths.metrics))
 
 
 def read_history(paths: RunPaths) -> History:
     """The run's history; empty frames and lists where a file is missing."""
-    log, metrics = events.read(paths.events), _metrics(paths)
-    launches = _launches(log, metrics)
+    log, lines = events.read(paths.events), metrics.read(paths.metrics)
+    launches = _launches(log, lines)
     kept = _kept_steps(launches)
     return History(
-        train=_frame(metrics, "train", TRAIN_COLUMNS, kept),
-        evals=_frame(metrics, "eval", EVAL_COLUMNS, kept),
+        train=_frame(lines, "train", TRAIN_COLUMNS, kept),
+        evals=_frame(lines, "eval", EVAL_COLUMNS, kept),
         launches=launches,
         restarts=_restarts(launches),
         phases=_phases(log, launches, kept),
@@ -190,30 +188,19 @@ def read_history(paths: RunPaths) -> History:
 # --- launches -----------------------------------------------------------------------------------
 
 
-def _metrics(paths: RunPaths) -> list[Metrics]:
-    """The lines of metrics.jsonl; those that were edited are passed over."""
-    return [line for line in json_lines.read(paths.metrics) if _is_metrics(line)]
-
-
-def _is_metrics(line: Metrics) -> bool:
-    has_time = isinstance(line.get("time"), int | float)
-    names = isinstance(line.get("kind"), str) and isinstance(line.get("launch"), str)
-    return has_time and names and isinstance(line.get("step"), int)
-
-
-def _launches(log: list[Event], metrics: list[Metrics]) -> list[Launch]:
+def _launches(log: list[Event], lines: Sequence[Line]) -> list[Launch]:
     """An event that names no launch belongs to the one before it."""
     launches: dict[str, Launch] = {}
     name: str | None = None
     own = [(event.time, event) for event in log if isinstance(event, _IN_LAUNCH)]
-    rows = [(line["time"], line) for line in metrics]
+    rows = [(line.time, line) for line in lines]
     # Stable: equal times keep the order of the files.
     for when, one in sorted([*own, *rows], key=lambda pair: pair[0]):
-        name = one["launch"] if isinstance(one, dict) else getattr(one, "launch", name)
+        name = getattr(one, "launch", name)
         if name is None:
             continue
         launch = launches.setdefault(name, Launch(name, when))
-        if isinstance(one, dict):
+        if isinstance(one, Line):
             launch.metrics.append(one)
         else:
             launch.log.append(one)
@@ -241,17 +228,18 @@ def _restarts(launches: list[Launch]) -> list[Restart]:
 
 
 def _frame(
-    metrics: list[Metrics], kind: str, columns: list[str], kept: dict[str, float]
+    lines: Sequence[Line], kind: str, columns: list[str], kept: dict[str, float]
 ) -> pd.DataFrame:
     """The lines of one kind on the surviving line of history, one per step."""
     import pandas as pd
 
+    names = ["step", *columns, "time", "launch"]
     rows = [
-        line
-        for line in metrics
-        if line["kind"] == kind and line["step"] <= kept.get(line["launch"], inf)
+        [getattr(line, name) for name in names]
+        for line in lines
+        if line.kind == kind and line.step <= kept.get(line.launch, inf)
     ]
-    frame = pd.DataFrame(rows, columns=["step", *columns, "time", "launch"])
+    frame = pd.DataFrame(rows, columns=names)
     types = {"step": "int64", "time": "float64"} | dict.fromkeys(columns, "float64")
     frame = frame.astype(types).drop_duplicates("step", keep="last")  # the later line wins
     return frame.sort_values("step", ignore_index=True)

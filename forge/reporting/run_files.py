@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from forge.core import events, json_lines
-from forge.core.errors import DataError
+from forge.cluster.lock import LOCK, holder
+from forge.core import events
+from forge.core.errors import DataError, OtherFormat
 from forge.core.events import Event
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
-from forge.core.tail import last_lines
+from forge.core.records import Lock
+from forge.trainer import metrics
+from forge.trainer.metrics import TrainLine
 
 METRICS_BYTES = 2**16  # some 300 lines of metrics.jsonl, for the newest step and the rate
 
@@ -37,25 +40,25 @@ class RunFiles:
         return self._log[0]
 
     @property
-    def log_trouble(self) -> DataError | None:
-        """Why the event log cannot be read."""
-        return self._log[1]
+    def trouble(self) -> DataError | None:
+        """Why the event log or the lock cannot be read."""
+        return self._log[1] or self._lock[1]
 
     @cached_property
     def launches(self) -> list[events.Launch]:
         return [event for event in self.log if isinstance(event, events.Launch)]
 
     @cached_property
-    def steps(self) -> list[dict[str, Any]]:
+    def steps(self) -> list[TrainLine]:
         """The last training steps that were logged, oldest first."""
-        lines = map(json_lines.parse, last_lines(self.paths.metrics, METRICS_BYTES)[0])
-        return [line for line in lines if line and line.get("kind") == "train"]
+        lines = metrics.read_last(self.paths.metrics, METRICS_BYTES)
+        return [line for line in lines if isinstance(line, TrainLine)]
 
     @cached_property
-    def steps_of_launch(self) -> list[dict[str, Any]]:
+    def steps_of_launch(self) -> list[TrainLine]:
         """Of the newest launch alone."""
         name = self.launches[-1].launch if self.launches else None
-        return [step for step in self.steps if step.get("launch") == name]
+        return [step for step in self.steps if step.launch == name]
 
     def last(self, *kinds: type[Event], since: float = 0.0) -> Any:
         """The newest event of these kinds; None without one."""
@@ -75,35 +78,45 @@ class RunFiles:
         """The newest step that was logged, committed or resumed from."""
         saved = self.last(events.Save, events.Stop, events.Completed)
         known = [(event.time, event.step) for event in (self.last(events.Init), saved) if event]
-        known += [(line["time"], line["step"]) for line in self.steps[-1:]]
+        known += [(line.time, line.step) for line in self.steps[-1:]]
         return max(known)[1] if known else None
 
     @cached_property
     def rate(self) -> float | None:
         """Steps per second of this launch, with its evaluations and saves."""
-        first, last = (self.steps_of_launch or [{}])[0], (self.steps_of_launch or [{}])[-1]
-        seconds = last.get("time", 0) - first.get("time", 0)
-        return (last["step"] - first["step"]) / seconds if seconds > 0 else None
+        if not self.steps_of_launch:
+            return None
+        first, last = self.steps_of_launch[0], self.steps_of_launch[-1]
+        seconds = last.time - first.time
+        return (last.step - first.step) / seconds if seconds > 0 else None
 
     @cached_property
-    def lock(self) -> dict[str, Any]:
-        """Who writes the run's directory; {} if nobody does."""
-        return read_object_or_empty(self.paths.root / ".lock")
+    def _lock(self) -> tuple[Lock | None, DataError | None]:
+        try:
+            return holder(self.paths.root), None
+        except OtherFormat as err:
+            return None, err
+
+    @property
+    def lock(self) -> Lock | None:
+        """Who writes the run's directory; None also where the lock is of another version of Forge."""
+        return self._lock[0]
 
     @cached_property
     def lock_since(self) -> float:
         try:
-            return (self.paths.root / ".lock").stat().st_mtime
+            return (self.paths.root / LOCK).stat().st_mtime
         except FileNotFoundError:
             return self.now
 
     @property
     def job_ids(self) -> set[str]:
         """Jobs that the files name: of the lock, else of the newest launch."""
-        named = self.lock.get("slurm_job") or (self.launches and self.launches[-1].job)
-        return {str(named)} if named else set()
+        named = self.lock and self.lock.slurm_job
+        named = named or (self.launches[-1].job if self.launches else None)
+        return {named} if named else set()
 
     @property
     def last_sign_of_life(self) -> float:
-        times = [event.time for event in self.log[-1:]] + [line["time"] for line in self.steps[-1:]]
+        times = [event.time for event in self.log[-1:]] + [line.time for line in self.steps[-1:]]
         return max(times, default=self.lock_since)

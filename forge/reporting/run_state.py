@@ -21,7 +21,6 @@ from forge.core import events
 from forge.core.errors import DataError
 from forge.core.events import Event
 from forge.core.paths import RunPaths
-from forge.core.process import Process
 from forge.core.records import PreflightResult, Validated, Validation
 from forge.core.terminal import duration, one_line
 from forge.reporting.log_errors import Found, last_error, without_verb
@@ -149,12 +148,12 @@ def _where(files: RunFiles, job: QueuedJob | None, state: State) -> str:
         return f"{job.id} on {job.nodes}" if job.nodes else job.id
     if files.job_ids or state != "running":
         return "".join(files.job_ids)
-    return str(files.lock.get("host", ""))
+    return files.lock.host if files.lock else ""
 
 
 def _judged(files: RunFiles, job: QueuedJob | None, queue: Queue) -> _Found:
-    if files.log_trouble:
-        raise files.log_trouble
+    if files.trouble:
+        raise files.trouble
     if job and job.is_waiting:
         return _waiting(files, job)
     match _holder(files, job, queue):
@@ -165,7 +164,7 @@ def _judged(files: RunFiles, job: QueuedJob | None, queue: Queue) -> _Found:
             return _between(files, job)
         case "unknown":
             since = duration(files.now - files.last_sign_of_life)
-            who = f"its process on {files.lock['host']} cannot be asked from here"
+            who = f"its process on {files.lock and files.lock.host} cannot be asked from here"
             return _Found("unknown", f"{who}; last sign of life {since} ago")
         case "gone":
             return _Found("cut off", "its process is gone", "rerun the command")
@@ -174,10 +173,9 @@ def _judged(files: RunFiles, job: QueuedJob | None, queue: Queue) -> _Found:
 
 def _holder(files: RunFiles, job: QueuedJob | None, queue: Queue) -> str:
     """How the process that holds the lock is: lives, gone, unknown; none where nobody holds it."""
-    try:
-        process = Process.from_json(files.lock)
-    except (KeyError, TypeError):
+    if files.lock is None:
         return "none"
+    process = files.lock.process
     if process.is_here:
         return "lives" if process.is_alive() else "gone"
     if process.slurm_job and queue is not None:
@@ -219,9 +217,9 @@ def _running(files: RunFiles, what: str, since: float, patience: float = SLOW_ST
 
 def _working(files: RunFiles) -> _Found:
     """What the verb that holds the lock is doing, and for how long."""
-    verb, since = files.lock.get("verb"), files.lock_since
-    if verb != "train":
-        return _running(files, str(verb), since)
+    since = files.lock_since
+    if files.lock and files.lock.verb != "train":
+        return _running(files, files.lock.verb, since)
     # A second of grace: the lock's time is the file system's clock.
     event = files.last(events.Launch, events.Init, events.Lost, events.Completed, since=since - 1)
     began = event.time if event else since
@@ -243,8 +241,8 @@ def _training(files: RunFiles, began: float) -> _Found:
     """Training, or that no step has come for longer than steps, evaluation and saves usually take."""
     steps = files.steps_of_launch
     other = files.last(events.Eval, events.Save, since=began)
-    last = max(began, other.time if other else 0, steps[-1]["time"] if steps else 0)
-    gaps = [after["time"] - before["time"] for before, after in pairwise(steps)]
+    last = max(began, other.time if other else 0, steps[-1].time if steps else 0)
+    gaps = [after.time - before.time for before, after in pairwise(steps)]
     patience = max(STALL_SEC, STALL_TIMES * median(gaps)) if gaps else SLOW_START_SEC
     if files.now - last > patience:
         return _running(files, "no step", last, patience)

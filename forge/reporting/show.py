@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from forge.core import json_lines
 from forge.core.paths import RunPaths
 from forge.core.terminal import is_terminal, print_plain
 from forge.reporting.run_state import COLORS
 from forge.reporting.summary import Summary, summarize
+from forge.trainer import metrics
 
 SAMPLES = 3
 SAMPLE_WIDTH = 100
@@ -47,19 +47,13 @@ def _rows(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
 
 
 def _losses(paths: RunPaths) -> str:
-    evals = [
-        line
-        for line in json_lines.read(paths.metrics)
-        if line.get("kind") == "eval" and isinstance(line.get("loss"), float)
-    ]
+    lines = [line for line in metrics.read(paths.metrics) if isinstance(line, metrics.EvalLine)]
+    evals = [(line.step, line.loss) for line in lines if line.loss is not None]
     if not evals:
         return "not measured yet"
     # The newest line is on the surviving line of history whatever was done again.
-    first, last = min(evals, key=lambda line: line["step"]), evals[-1]
-    return (
-        f"{first['loss']:.3f} -> {last['loss']:.3f} nats per token "
-        f"(steps {first['step']} -> {last['step']})"
-    )
+    (first_step, first), (last_step, last) = min(evals), evals[-1]
+    return f"{first:.3f} -> {last:.3f} nats per token (steps {first_step} -> {last_step})"
 
 
 def _print_plain(summary: Summary, rows: list[tuple[str, str]]) -> None:

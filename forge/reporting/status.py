@@ -66,12 +66,12 @@ def look(runs: Sequence[RunPaths]) -> tuple[list[Row], str]:
 def row(paths: RunPaths, queue: Queue) -> Row:
     """The row of a run. queue: Slurm's, None where it cannot be asked."""
     files = RunFiles(paths)
-    state, last = judge(files, queue), files.steps[-1] if files.steps else {}
+    state, last = judge(files, queue), files.steps[-1] if files.steps else None
     is_training = state.reason == TRAINING and files.rate and files.goal and files.step is not None
     return Row(
         state=state,
-        loss=last.get("loss"),
-        tokens_per_sec=last.get("tokens_per_sec"),
+        loss=last.loss if last else None,
+        tokens_per_sec=last.tokens_per_sec if last else None,
         restarts=max(0, len(files.launches) - 1),
         eta_sec=(files.goal - files.step) / files.rate if is_training else None,  # type: ignore[operator]
     )

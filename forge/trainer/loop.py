@@ -252,8 +252,9 @@ class Trainer:
         tokens_per_sec, mfu = self.throughput.measure()
         if not self.world.rank.is_main:
             return
-        metrics.write(
-            *(self.paths.metrics, "train", self.launch, self.step),
+        line = metrics.TrainLine(
+            launch=self.launch,
+            step=self.step,
             loss=result.loss,
             grad_norm=result.grad_norm,
             lr=result.lr,
@@ -261,6 +262,7 @@ class Trainer:
             mfu=mfu,
             tokens=self.step * self.throughput.tokens_per_step,
         )
+        metrics.write(self.paths.metrics, line)
         progress(self.step, f"loss {result.loss:.3f}, {tokens_per_sec:,.0f} tokens/s")
 
     def evaluate(self) -> None:
@@ -270,7 +272,8 @@ class Trainer:
         if not math.isfinite(loss):
             raise self._diverged(f"held-out loss {loss} is not finite")
         if self.world.rank.is_main:
-            metrics.write(self.paths.metrics, "eval", self.launch, self.step, loss=loss)
+            line = metrics.EvalLine(launch=self.launch, step=self.step, loss=loss)
+            metrics.write(self.paths.metrics, line)
             seconds = round(time.perf_counter() - started, 3)
             self.budget.measure_evaluation(seconds)
             self._record(events.Eval(step=self.step, seconds=seconds, loss=loss))

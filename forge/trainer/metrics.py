@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from forge.core import json_lines
+from forge.core.tail import last_lines
 
 # Dense bf16 tensor-core peaks in FLOP/s, without sparsity. Source: NVIDIA's data sheets, which give most
 # of them with sparsity, twice as much (B200: HGX B200, 36 PFLOP/s of 8 GPUs; GB200: NVL72, 360 PFLOP/s of
@@ -82,11 +87,68 @@ class Throughput:
         return tokens_per_sec, mfu
 
 
-def write(path: Path, kind: str, launch: str, step: int, **numbers: Any) -> None:
+# --- the metrics file ------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)  # not frozen, which takes twice as long to make
+class Line:
+    """A line of metrics.jsonl. time: seconds since the epoch. launch: of which it is a part. loss: nats
+    per token, None where it was not finite."""
+
+    time: float = field(default_factory=lambda: round(time.time(), 3))
+    kind: str
+    launch: str
+    step: int
+    loss: float | None
+
+
+@dataclass(kw_only=True)
+class TrainLine(Line):
+    """A training step. loss: of the batch. tokens_per_sec: of all ranks since the line before. tokens:
+    of the run up to this step."""
+
+    kind: Literal["train"] = "train"
+    grad_norm: float | None
+    lr: float
+    tokens_per_sec: float | None
+    mfu: float | None
+    tokens: int
+
+
+@dataclass(kw_only=True)
+class EvalLine(Line):
+    """An evaluation. loss: on held-out text."""
+
+    kind: Literal["eval"] = "eval"
+
+
+_ANY: TypeAdapter[TrainLine | EvalLine] = TypeAdapter(
+    Annotated[TrainLine | EvalLine, Field(discriminator="kind")]
+)
+
+
+def write(path: Path, line: Line) -> None:
     """Append one line to metrics.jsonl. Rank 0. A number that is not finite becomes null."""
     clean = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in numbers.items()
+        for key, value in vars(line).items()
     }
-    line = {"time": round(time.time(), 3), "kind": kind, "launch": launch, "step": step, **clean}
-    json_lines.append(path, line)
+    json_lines.append(path, clean)
+
+
+def read(path: Path) -> list[TrainLine | EvalLine]:
+    """All lines, oldest first; those that a crash has cut or a person has edited are passed over."""
+    return _typed(path.read_text(errors="replace").splitlines()) if path.exists() else []
+
+
+def read_last(path: Path, num_bytes: int) -> list[TrainLine | EvalLine]:
+    """As `read`, of the lines in the last `num_bytes` of the file."""
+    return _typed(last_lines(path, num_bytes)[0])
+
+
+def _typed(lines: Iterable[str]) -> list[TrainLine | EvalLine]:
+    found = []
+    for line in lines:
+        with suppress(ValidationError):
+            found.append(_ANY.validate_json(line, strict=True))
+    return found

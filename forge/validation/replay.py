@@ -15,7 +15,7 @@ from forge.checkpoint import directory
 from forge.checkpoint.manifest import Lineage, Numerics
 from forge.cluster.network import available_cores, available_memory
 from forge.cluster.placement import WorldLayout
-from forge.core import events, json_lines
+from forge.core import events
 from forge.core.checks import Check
 from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import DataError, Exit, TrainingError, UnfitError
@@ -25,6 +25,7 @@ from forge.core.paths import RunPaths, tokens_folder
 from forge.core.provenance import cpu_name, versions
 from forge.launch.launcher import run_ranks
 from forge.launch.rank_records import RankRecord, ReplayTask
+from forge.trainer import metrics
 
 # How far a recomputed loss may be from the recorded one on another device, number of threads or in
 # another arithmetic. Equal conditions must give equal bits.
@@ -117,7 +118,7 @@ class Recorded:
 def recorded_losses(paths: RunPaths, checkpoint: directory.Checkpoint) -> Recorded | None:
     """The losses after a checkpoint that one launch of as many ranks logged: those up to the first
     that depends on its moments (two steps on), at most MOST_STEPS on. None if there are none."""
-    lines = [line for line in json_lines.read(paths.metrics) if line.get("kind") == "train"]
+    lines = [line for line in metrics.read(paths.metrics) if isinstance(line, metrics.TrainLine)]
     world_size = checkpoint.manifest.world_size
     launches = {
         event.launch
@@ -126,13 +127,13 @@ def recorded_losses(paths: RunPaths, checkpoint: directory.Checkpoint) -> Record
     }
     # Steps that were done again come again; what came before the last line up to here is older
     # than this checkpoint, or the same.
-    done = [number for number, line in enumerate(lines) if line["step"] <= checkpoint.step]
-    maker = lines[done[-1]]["launch"] if done else None
+    done = [number for number, line in enumerate(lines) if line.step <= checkpoint.step]
+    maker = lines[done[-1]].launch if done else None
     after: dict[str, dict[int, float]] = {}
     for line in lines[done[-1] + 1 if done else 0 :]:
-        near = line["step"] <= checkpoint.step + MOST_STEPS
-        if near and line["launch"] in launches and isinstance(line["loss"], float):
-            after.setdefault(line["launch"], {})[line["step"]] = line["loss"]
+        near = line.step <= checkpoint.step + MOST_STEPS
+        if near and line.launch in launches and line.loss is not None:
+            after.setdefault(line.launch, {})[line.step] = line.loss
     if not after:
         return None
     launch = maker if maker in after else list(after)[-1]

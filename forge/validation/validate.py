@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from forge.checkpoint import directory, resume
-from forge.checkpoint.manifest import OtherFormat
 from forge.cluster.lock import lock
 from forge.core import events
 from forge.core.config import ResolvedConfig, apply_overrides, checked
-from forge.core.errors import ConfigError, DataError, UnfitError
-from forge.core.files import disk_trouble, read_object_or_empty
+from forge.core.errors import ConfigError, DataError, OtherFormat, UnfitError
+from forge.core.files import disk_trouble
 from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
-from forge.core.records import Trained, Validated, Validation
+from forge.core.records import Damage, Trained, Validated, Validation
 from forge.core.terminal import Table, duration, progress, say
 from forge.launch.launcher import wait_for_orphans
 from forge.trainer.numerics import prepare
@@ -169,8 +168,11 @@ def _row(folder: Path) -> Row:
 def _quarantined(paths: RunPaths) -> Iterator[Row]:
     for folder in _folders(paths.quarantine):
         row = _row(folder)
-        damage = read_object_or_empty(folder / "damage.json")
-        row.close("in quarantine", damage.get("reasons") or [])
+        try:
+            damage = Damage.read_if_there(folder / directory.DAMAGE)
+            row.close("in quarantine", damage.reasons if damage else [])
+        except DataError as err:
+            row.close("in quarantine", [err.what])
         yield row
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from support import happenings
 from support.manifests import IDS, manifest_of
 
-from forge.core import events, json_lines
+from forge.core import events
 from forge.core.checks import Check
 from forge.core.config import ResolvedConfig
 from forge.core.events import Event
@@ -25,6 +25,7 @@ from forge.core.records import (
     Trained,
     Validation,
 )
+from forge.trainer import metrics
 
 START = 1_750_000_000.0
 STEP_SEC = 0.5
@@ -65,11 +66,13 @@ class RecordedRun:
             if step % every == 0:
                 self.metric("train", step, loss=loss_at(step), tokens_per_sec=20_000 + step)
 
-    def metric(self, kind: str, step: int, **values: Any) -> None:
-        line = {"time": self.time, "kind": kind, "launch": self.id, "step": step, **values}
+    def metric(self, kind: str, step: int, loss: float | None, **values: Any) -> None:
+        facts = {"time": self.time, "launch": self.id, "step": step, "loss": loss}
+        line: metrics.Line = metrics.EvalLine(**facts)
         if kind == "train":
-            line |= {"grad_norm": 1.0, "lr": 1e-3, "mfu": None, "tokens": step * 4096}
-        json_lines.append(self.paths.metrics, line)
+            usual = {"grad_norm": 1.0, "lr": 1e-3, "tokens_per_sec": None, "mfu": None}
+            line = metrics.TrainLine(**{**facts, **usual, "tokens": step * 4096, **values})
+        metrics.write(self.paths.metrics, line)
 
     def evaluate(self, step: int, *, seconds: float = 1.0) -> None:
         loss = loss_at(step) + 0.1

@@ -17,6 +17,7 @@ from forge.cluster.jobs import QueuedJob
 from forge.core.checks import Check
 from forge.core.files import write_json
 from forge.core.process import Process
+from forge.core.records import Lock
 
 GOAL = 100
 
@@ -39,9 +40,9 @@ def hold(
     run: RecordedRun, process: Process | None = None, verb: str = "train", ago: float = 1000
 ) -> None:
     """The lock of a process, of this one if None, taken so many seconds ago."""
-    holder = (process or Process.current()).to_json()
     lock = run.paths.root / ".lock"
-    write_json(lock, {**holder, "verb": verb, "restart": 0})
+    holder = (process or Process.current()).to_json()
+    Lock(**holder, verb=verb, restart=0).write(lock)
     os.utime(lock, (time.time() - ago,) * 2)
 
 

@@ -8,10 +8,10 @@ from pydantic import ValidationError
 from support.manifests import IDS, manifest_of, stored, write_as_another_program
 
 import forge
-from forge.checkpoint.manifest import MANIFEST, Lineage, Manifest, OtherFormat, ParentCheckpoint
+from forge.checkpoint.manifest import MANIFEST, Lineage, Manifest, ParentCheckpoint
 from forge.core import provenance
 from forge.core.config import ResolvedConfig
-from forge.core.errors import DataError
+from forge.core.errors import DataError, OtherFormat
 from forge.core.files import canonical, read_json
 
 # Written by a training of the commit before the manifest was typed; host and paths are made up.

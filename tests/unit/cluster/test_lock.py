@@ -20,17 +20,27 @@ import pytest
 import forge.cluster.lock
 from forge.cluster import slurm
 from forge.cluster.lock import check_held, lock
-from forge.core.errors import Exit, UnfitError
-from forge.core.files import short_id
+from forge.core.errors import Exit, OtherFormat, UnfitError
+from forge.core.files import read_json, short_id, write_json
 from forge.core.process import Process, hostname
+from forge.core.records import Lock
 
 FORK = multiprocessing.get_context("fork")
 
 
+def held_by(process=None, **other):
+    """The lock of a process, of this one if None."""
+    made_of = (process or Process.current()).to_json()
+    return Lock(**{**made_of, "verb": "train", "restart": 0, **other})
+
+
 def left_by_a_dead(**other):
     """A lock whose holder had the pid of this process, in an earlier life."""
-    me = Process.current().to_json()
-    return {**me, "start_ticks": me["start_ticks"] - 1, "verb": "train", "restart": 0, **other}
+    return held_by(**{"start_ticks": Process.current().start_ticks - 1, **other})
+
+
+def pid_in(folder):
+    return Lock.read(folder / ".lock").pid
 
 
 def test_second_writer_is_refused_with_pid_and_host(tmp_path):
@@ -66,15 +76,15 @@ def test_lock_of_a_killed_process_is_taken_over(tmp_path):
     child.kill()
     child.wait()
     with lock(tmp_path, "train"):
-        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+        assert pid_in(tmp_path) == os.getpid()
 
 
 @pytest.mark.parametrize("reboot", [False, True])
 def test_a_reused_pid_does_not_hold_a_lock(tmp_path, reboot):
     before = {"boot_id": "another", "start_ticks": Process.current().start_ticks} if reboot else {}
-    (tmp_path / ".lock").write_text(json.dumps(left_by_a_dead(**before)))
+    left_by_a_dead(**before).write(tmp_path / ".lock")
     with lock(tmp_path, "train"):
-        assert json.loads((tmp_path / ".lock").read_text())["verb"] == "train"
+        assert Lock.read(tmp_path / ".lock").verb == "train"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -83,8 +93,8 @@ def test_a_pid_that_the_kernel_gave_out_again_does_not_hold_a_lock(tmp_path):
     code = "import os; print(os.getpid(), flush=True); input()"
     line = [sys.executable, "-c", code]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
-        held = {**Process.of(first.pid).to_json(), "verb": "train", "restart": 0}
-    (tmp_path / ".lock").write_text(json.dumps(held))
+        held = held_by(Process.of(first.pid))
+    held.write(tmp_path / ".lock")
     for _ in range(100):  # another process of this machine may take the number first
         try:
             Path("/proc/sys/kernel/ns_last_pid").write_text(str(first.pid - 1))
@@ -93,7 +103,7 @@ def test_a_pid_that_the_kernel_gave_out_again_does_not_hold_a_lock(tmp_path):
         with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as second:
             if second.pid == first.pid:
                 with lock(tmp_path, "train"):
-                    assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+                    assert pid_in(tmp_path) == os.getpid()
                 return
     pytest.skip(f"others of this machine were quicker to take pid {first.pid}")
 
@@ -134,9 +144,9 @@ def test_a_rank_on_another_node_commits_only_under_the_lock_of_its_own_launcher(
     file = tmp_path / ".lock"
     with pytest.raises(UnfitError, match="no longer held by the command that began"):
         check_held(tmp_path, launcher)  # a successor has come and gone
-    file.write_text(json.dumps({**launcher.to_json(), "verb": "train", "restart": 0}))
+    held_by(launcher).write(file)
     check_held(tmp_path, launcher)
-    file.write_text(json.dumps({**launcher.to_json(), "pid": 1, "verb": "train", "restart": 0}))
+    held_by(launcher, pid=1).write(file)
     with pytest.raises(UnfitError, match=r"held by `forge train` \(pid 1 on node01\) now"):
         check_held(tmp_path, launcher)
 
@@ -150,12 +160,11 @@ def test_a_link_whose_answer_was_lost_on_the_network_is_ours(tmp_path, monkeypat
 
     monkeypatch.setattr(os, "link", link_twice)
     with lock(tmp_path, "train"):
-        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+        assert pid_in(tmp_path) == os.getpid()
 
 
 def held_by_job(folder, restart=0):
-    there = {**Process.current().to_json(), "host": "node07", "slurm_job": "42"}
-    (folder / ".lock").write_text(json.dumps({**there, "verb": "train", "restart": restart}))
+    held_by(host="node07", slurm_job="42", restart=restart).write(folder / ".lock")
 
 
 @pytest.fixture
@@ -175,7 +184,7 @@ def test_lock_of_a_slurm_job_that_ended_or_restarted_is_taken_over(
     held_by_job(tmp_path)
     slurm_says(state, restarts)
     with lock(tmp_path, "train"):
-        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+        assert pid_in(tmp_path) == os.getpid()
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "COMPLETING", "PENDING"])
@@ -188,8 +197,7 @@ def test_lock_of_a_slurm_job_that_goes_on_is_refused_by_its_number(tmp_path, slu
 
 
 def test_holder_on_another_host_is_refused_with_what_to_do(tmp_path):
-    held = {**Process.current().to_json(), "verb": "train", "host": "elsewhere", "slurm_job": "42"}
-    (tmp_path / ".lock").write_text(json.dumps(held))
+    held_by(host="elsewhere", slurm_job="42").write(tmp_path / ".lock")
     with pytest.raises(UnfitError) as caught, lock(tmp_path, "train"):
         pass
     assert "Slurm job 42" in str(caught.value)
@@ -198,15 +206,27 @@ def test_holder_on_another_host_is_refused_with_what_to_do(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{half", "[]", "null", '{"verb": "train"}', "\0" * 99],
+    ["", "{half", "[]", "null", '{"format": 1, "verb": "train"}', "\0" * 99],
     ids=["empty", "half", "list", "null", "without a holder", "zeros after a power cut"],
 )
 def test_damaged_lock_does_not_lock_a_run_for_ever(tmp_path, content, capfd):
     (tmp_path / ".lock").write_text(content)
     with lock(tmp_path, "train"):
-        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+        assert pid_in(tmp_path) == os.getpid()
     assert list(tmp_path.iterdir()) == []
     assert "took over from a corrupt lock" in capfd.readouterr().err
+
+
+def test_lock_of_another_version_is_refused_by_its_format_and_stays(tmp_path):
+    path = tmp_path / ".lock"
+    held_by().write(path)
+    write_json(path, {**read_json(path), "format": 9, "new": "key"})
+    before = path.read_bytes()
+    with pytest.raises(OtherFormat) as caught, lock(tmp_path, "train"):
+        pass
+    assert f"{path} has format 9, this version of Forge reads 1" in caught.value.what
+    assert "no command of that version works there" in caught.value.fix
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
 # --- many at once ---------------------------------------------------------------------------------
@@ -239,7 +259,7 @@ def test_of_several_that_start_in_the_same_moment_one_wins_and_is_named_to_the_o
         folder = tmp_path / f"round-{number:03}"
         folder.mkdir()
         if dead:
-            (folder / ".lock").write_text(json.dumps(left_by_a_dead()))
+            left_by_a_dead().write(folder / ".lock")
     gate = FORK.Barrier(RIVALS)
     rivals = [FORK.Process(target=_compete, args=(tmp_path, n, gate)) for n in range(RIVALS)]
     for rival in rivals:
@@ -305,8 +325,8 @@ def test_writers_that_are_killed_at_any_moment_are_replaced_by_one_at_a_time(tmp
 def test_one_that_died_while_it_took_over_is_replaced_too(tmp_path):
     dead = left_by_a_dead()
     heir = left_by_a_dead(verb="preflight")
-    (tmp_path / ".lock").write_text(json.dumps(dead))
-    (tmp_path / f".lock.{short_id(dead)}").write_text(json.dumps(heir))
+    dead.write(tmp_path / ".lock")
+    heir.write(tmp_path / f".lock.{short_id(dead.model_dump())}")
     with lock(tmp_path, "train"):
         assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     assert list(tmp_path.iterdir()) == []
@@ -316,13 +336,13 @@ def test_one_that_comes_late_leaves_the_new_lock_in_its_place_all_the_time(tmp_p
     """It has judged the old holder dead, and is put to sleep; meanwhile another one takes over. Were
     the new lock away for a moment, a third could make one."""
     path, dead = tmp_path / ".lock", left_by_a_dead()
-    new = {**Process.current().to_json(), "verb": "preflight", "restart": 0}
-    path.write_text(json.dumps(dead))
+    new = held_by(verb="preflight")
+    dead.write(path)
     judge, in_place = forge.cluster.lock._refuse_living, []
 
     def judge_and_sleep(name, held):
         judge(name, held)
-        path.write_text(json.dumps(new))
+        new.write(path)
         for change in ("link", "rename", "replace", "unlink"):
             monkeypatch.setattr(os, change, watched(getattr(os, change)))
 
@@ -331,7 +351,7 @@ def test_one_that_comes_late_leaves_the_new_lock_in_its_place_all_the_time(tmp_p
             try:
                 return change(*arguments, **keys)
             finally:
-                in_place.append(path.exists() and json.loads(path.read_text()) == new)
+                in_place.append(path.exists() and Lock.read(path) == new)
 
         return call
 
@@ -343,27 +363,25 @@ def test_one_that_comes_late_leaves_the_new_lock_in_its_place_all_the_time(tmp_p
 
 def test_one_that_is_taking_over_is_refused_by_name(tmp_path):
     dead = left_by_a_dead()
-    heir = {**Process.current().to_json(), "verb": "preflight", "restart": 0}
-    (tmp_path / ".lock").write_text(json.dumps(dead))
-    (tmp_path / f".lock.{short_id(dead)}").write_text(json.dumps(heir))
+    heir = held_by(verb="preflight")
+    dead.write(tmp_path / ".lock")
+    heir.write(tmp_path / f".lock.{short_id(dead.model_dump())}")
     with pytest.raises(UnfitError, match="by `forge preflight` "), lock(tmp_path, "train"):
         pass
-    assert json.loads((tmp_path / ".lock").read_text()) == dead
+    assert Lock.read(tmp_path / ".lock") == dead
 
 
 def test_refusal_names_the_new_holder_not_another_that_comes_late_as_well(tmp_path, monkeypatch):
     path, dead = tmp_path / ".lock", left_by_a_dead()
-    right = tmp_path / f".lock.{short_id(dead)}"
-    late, new = (
-        {**Process.current().to_json(), "verb": verb} for verb in ("preflight", "validate")
-    )
-    path.write_text(json.dumps(dead))
-    right.write_text(json.dumps(late))
+    right = tmp_path / f".lock.{short_id(dead.model_dump())}"
+    late, new = held_by(verb="preflight"), held_by(verb="validate")
+    dead.write(path)
+    late.write(right)
     judge = forge.cluster.lock._refuse_living
 
     def judge_when_replaced(name, held):
         if name == right:
-            path.write_text(json.dumps(new))
+            new.write(path)
         judge(name, held)
 
     monkeypatch.setattr(forge.cluster.lock, "_refuse_living", judge_when_replaced)
@@ -398,9 +416,8 @@ def test_read_only_folder_is_refused_by_name(small_disk):
 
 @pytest.mark.parametrize("dead", [False, True], ids=["free", "dead lock in the way"])
 def test_full_disk_while_acquiring_leaves_the_folder_as_it_was(small_disk, dead):
-    held = json.dumps(left_by_a_dead())
     if dead:
-        (small_disk / ".lock").write_text(held)
+        left_by_a_dead().write(small_disk / ".lock")
     with contextlib.suppress(OSError), open(small_disk / "data", "wb") as data:
         while True:
             data.write(b"x" * 4096)
@@ -430,10 +447,10 @@ def test_folder_that_vanishes_while_held_stays_away(tmp_path):
 
 
 def test_lock_that_somebody_else_has_got_meanwhile_is_not_given_back(tmp_path):
-    other = {**Process.current().to_json(), "host": "node07", "verb": "train", "restart": 0}
+    other = held_by(host="node07")
     with lock(tmp_path, "train"):
-        (tmp_path / ".lock").write_text(json.dumps(other))
-    assert json.loads((tmp_path / ".lock").read_text()) == other
+        other.write(tmp_path / ".lock")
+    assert Lock.read(tmp_path / ".lock") == other
 
 
 def test_a_node_that_was_cut_off_is_told_that_the_run_went_on_elsewhere(tmp_path):

@@ -5,7 +5,10 @@ import pytest
 from forge.core.checks import Check
 from forge.core.errors import DataError
 from forge.core.files import read_json, write_json
+from forge.core.process import Process
 from forge.core.records import (
+    Damage,
+    Lock,
     NodeResult,
     PreflightPass,
     PreflightResult,
@@ -14,6 +17,7 @@ from forge.core.records import (
     Trained,
     Validated,
     Validation,
+    WorkflowRuns,
 )
 
 CHECK = Check("disk", "fail", "2 GiB are free", fix="free some", cause="others fill it")
@@ -30,6 +34,9 @@ RECORDS = [
         checks=[CHECK],
         samples=[Sample(prompt="a", text="ab")],
     ),
+    Lock(**Process.current().to_json(), verb="train", restart=1),
+    Damage(reasons=["a file is missing"]),
+    WorkflowRuns(folders={"base": "results/base"}),
     PreflightPass(host="node01", nodes=["node01", "node02"]),
     PreflightResult(
         **{"status": "ok", "chosen": ["node01"], "left_out": {"node02": "disk"}, "restart": 1},

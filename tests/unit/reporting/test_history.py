@@ -91,7 +91,7 @@ def test_phases_account_for_every_second_once(tmp_path: Path) -> None:
 def test_cut_off_launch_ends_at_its_last_sign_of_life(tmp_path: Path) -> None:
     first, second = read_launches(interrupted_run(tmp_path).paths)
     assert (first.outcome, first.last_step) == ("cut off", 80)
-    assert first.end == first.metrics[-1]["time"] < second.start
+    assert first.end == first.metrics[-1].time < second.start
     assert (second.outcome, second.resumed_step, second.last_step) == ("completed", 50, 200)
 
 

@@ -10,7 +10,7 @@ from support.run_states import GOAL, KINDS, QUEUE, dead, elsewhere, hold, new_ru
 
 from forge.cluster import jobs, slurm
 from forge.core import events
-from forge.core.files import write_json
+from forge.core.files import read_json, write_json
 from forge.reporting import run_state, show, status, summary, workflow_end
 from forge.reporting.report import render
 from forge.reporting.run_files import RunFiles
@@ -73,6 +73,14 @@ def test_a_run_has_the_same_state_and_reason_whoever_is_asked(kind, capsys):
 def test_a_run_that_needs_a_person_has_a_next_command_and_no_other_has(kind):
     found = judged(kind[0], QUEUE)
     assert bool(found.next) == (found.state not in ("validated", "waiting", "running"))
+
+
+def test_a_lock_of_another_version_is_told_by_its_file(run):
+    hold(run)
+    lock = run.paths.root / ".lock"
+    write_json(lock, {**read_json(lock), "format": 9})
+    found = judged(run, None)
+    assert found.state == "unknown" and f"{lock} has format 9" in found.reason
 
 
 # --- errors that no event tells --------------------------------------------------------------------

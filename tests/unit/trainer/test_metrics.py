@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from forge.core import json_lines
 from forge.trainer import metrics
 
 
@@ -56,16 +57,45 @@ def test_peak_is_found_by_the_whole_name(name, peak):
     assert metrics.peak_flops(name) == peak
 
 
+def train_line(**values):
+    usual = {"launch": "launch-1", "step": 5, "loss": 3.5, "grad_norm": 1.0, "lr": 0.5}
+    speed = {"tokens_per_sec": 20_000.5, "mfu": None, "tokens": 20_480}
+    return metrics.TrainLine(**{**usual, **speed, **values})
+
+
 def test_numbers_that_are_not_finite_become_null(tmp_path):
     file = tmp_path / "metrics.jsonl"
-    metrics.write(file, "train", "launch-1", 5, loss=float("nan"), grad=float("inf"), lr=0.5)
+    metrics.write(file, train_line(loss=float("nan"), grad_norm=float("inf")))
     line = json.loads(file.read_text())
-    assert line.pop("time") > 0
-    assert line == {
-        "kind": "train",
-        "launch": "launch-1",
-        "step": 5,
-        "loss": None,
-        "grad": None,
-        "lr": 0.5,
-    }
+    assert line["time"] > 0
+    assert (line["loss"], line["grad_norm"], line["lr"]) == (None, None, 0.5)
+
+
+def test_lines_are_read_as_they_were_written(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    written = [train_line(), metrics.EvalLine(launch="launch-1", step=5, loss=3.5)]
+    for line in written:
+        metrics.write(file, line)
+    assert metrics.read(file) == metrics.read_last(file, 2**10) == written
+    assert metrics.read_last(file, 150) == written[1:]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"kind": "gpu"},
+        {"kind": 7},
+        {"step": "5"},
+        {"step": 5.5},
+        {"time": None},
+        {"loss": "low"},
+        {"launch": 3},
+        {"tokens": None},
+    ],
+)
+def test_a_line_that_was_edited_is_passed_over(tmp_path, edit):
+    file = tmp_path / "metrics.jsonl"
+    metrics.write(file, train_line(step=4))
+    json_lines.append(file, {**vars(train_line()), **edit})
+    file.write_text(file.read_text() + '{"kind": "train", "st')
+    assert [line.step for line in metrics.read(file)] == [4]

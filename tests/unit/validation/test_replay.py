@@ -36,12 +36,16 @@ def run(tmp_path):
     return RunPaths(tmp_path)
 
 
+def line(launch, step, loss):
+    facts = {"grad_norm": 1.0, "lr": 1e-3, "tokens_per_sec": 9.0, "mfu": None, "tokens": step}
+    return metrics.TrainLine(launch=launch, step=step, loss=loss, **facts)
+
+
 def log(run, launch, steps, world_size=2):
     """What a launch of so many ranks writes in these steps; the loss tells launch and step."""
     events.record(run.events, happenings.init(launch=launch, world_size=world_size))
     for step in steps:
-        loss = step + ord(launch) / 1000
-        metrics.write(run.metrics, "train", launch, step, loss=loss)
+        metrics.write(run.metrics, line(launch, step, step + ord(launch) / 1000))
 
 
 def loss(launch, *steps):
@@ -96,7 +100,7 @@ def test_losses_from_before_the_step_was_done_again_are_of_another_history(run):
 
 def test_a_loss_that_was_not_finite_is_nothing_to_compare_with(run):
     log(run, "a", range(1, 11))
-    metrics.write(run.metrics, "train", "a", 11, loss=float("nan"))
+    metrics.write(run.metrics, line("a", 11, float("nan")))
     assert recorded_losses(run, checkpoint()) is None
 
 
