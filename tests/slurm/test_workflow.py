@@ -18,12 +18,13 @@ from .project import Project
 
 Nodes = Callable[[int], list[str]]
 NewProject = Callable[..., Project]
+FULL_VALIDATION: dict[str, Any] = {"validate": {}}
 
 
 def test_raw_text_becomes_a_validated_checkpoint_on_several_nodes(
     new_project: NewProject, shared_folder: Path, undisturbed: Undisturbed
 ) -> None:
-    project = new_project(values={"data": str(shared_folder / "data")})
+    project = new_project(values={"data": str(shared_folder / "data"), **FULL_VALIDATION})
     (project.folder / "config/runs.tsv").write_text("run\ttrain.seed\nbase\t0\nother\t1\n")
     assert project.end(project.start()) == 0, project.said()
     for run in project.runs():
@@ -77,6 +78,7 @@ def test_kempner_profile_runs_with_only_partition_gpus_and_backend_changed(
 ) -> None:
     project = new_project(
         profile="kempner",
+        values=FULL_VALIDATION,
         fit={"gres": "gpu:1"},
         machine={
             "fabric": {"backend": "gloo", "timeout_sec": 60},
@@ -144,7 +146,7 @@ def test_interactive_profile_trains_inside_an_allocation(
 def test_profile_that_cannot_work_is_refused_before_anything_is_submitted(
     new_project: NewProject, section: str, wrong: dict[str, Any], told: str
 ) -> None:
-    project = new_project(on=6)
+    project = new_project(on=0)
     path = project.profile_folder / "config.yaml"
     values = yaml.safe_load(path.read_text())
     (values["set-resources"]["fit"] if section == "fit" else values[section]).update(wrong)
@@ -164,4 +166,4 @@ def test_drained_node_is_told_and_waited_for(new_project: NewProject, cluster: C
     assert f"waits in the queue: 1 of 2 nodes that fit are {name} drained" in project.output()
     assert cluster.job(job)["JobState"] == "PENDING"
     cluster.run(*update, "State=RESUME")
-    assert project.end(command) == 0, project.said()
+    assert project.end(command, timeout=240) == 0, project.said()
