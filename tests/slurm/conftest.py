@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test's time limit is for the test: fixtures start and repair the cluster in their own time."""
     for item in items:
         if HERE in item.path.parents and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(300, func_only=True))
+            item.add_marker(pytest.mark.timeout(func_only=True))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -112,7 +112,7 @@ class Progress:
     def weights_digest(self) -> str:
         return str(read_json(self.paths.fit)["weights_digest"])
 
-    def wait_for_pause(self, timeout: float = 150) -> None:
+    def wait_for_pause(self, timeout: float = 240) -> None:
         """Wait until all ranks of the first launch wait before step PAUSE."""
         wait_until(
             lambda: self._all_ranks_say("waiting"),
@@ -209,7 +209,7 @@ class JobRun(Progress):
         self.jobs.append(job)
         return job
 
-    def wait_for_end(self, job: str, timeout: float = 150) -> dict[str, str]:
+    def wait_for_end(self, job: str, timeout: float = 240) -> dict[str, str]:
         """What Slurm says of the job at its end."""
         ends = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL PREEMPTED"
         return self.cluster.wait_for_state(job, ends, timeout)

@@ -48,7 +48,7 @@ def test_second_command_after_a_killed_one_names_the_job_that_still_trains(
     project.run().wait_for_pause()
     command.kill_group()
     again = project.start()
-    assert project.end(again, timeout=60) != 0
+    assert project.end(again) != 0
     job = project.submitted()[-1]
     assert f"job {job} (RUNNING) trains base" in project.output()
     assert f"scancel {job}" in project.output()

@@ -54,7 +54,7 @@ def test_job_preempted_before_it_trains_is_waited_for(
         *("--partition=high", "--exclusive", "--nodes=2", f"--nodelist={hosts}"),
         *("--output=/dev/null", "--wrap=sleep 2"),
     )
-    assert project.end(command, timeout=240) == 0, project.said()
+    assert project.end(command) == 0, project.said()
     assert int(cluster.job(job)["Restarts"]) == 1, project.said()
     undisturbed.equals(run)
 
@@ -69,7 +69,7 @@ def test_accounting_that_is_down_for_half_a_minute_is_not_noticed(
     project.run().end_pause()  # the job ends meanwhile, the next one is submitted
     time.sleep(30)  # the case itself: that long it is away
     whole_cluster.start_daemon("slurmdbd")
-    assert project.end(command, timeout=240) == 0, project.said()
+    assert project.end(command) == 0, project.said()
     undisturbed.equals(project.run())
 
 
@@ -123,7 +123,7 @@ def test_interactive_profile_trains_inside_an_allocation(
         *("snakemake", "--profile", "profiles/interactive", "train"),
         cwd=project.folder,
     )
-    out, _ = command.communicate(timeout=200)
+    out, _ = command.communicate(timeout=400)
     assert command.returncode == 0, out + project.said()
     undisturbed.equals(project.run())
     assert project.run().paths.report.exists()
@@ -151,7 +151,7 @@ def test_profile_that_cannot_work_is_refused_before_anything_is_submitted(
     values = yaml.safe_load(path.read_text())
     (values["set-resources"]["fit"] if section == "fit" else values[section]).update(wrong)
     path.write_text(yaml.safe_dump(values))
-    assert project.end(project.start(), timeout=60) != 0
+    assert project.end(project.start()) != 0
     assert told in project.output(), project.output()
     assert project.submitted() == []
 
@@ -166,4 +166,4 @@ def test_drained_node_is_told_and_waited_for(new_project: NewProject, cluster: C
     assert f"waits in the queue: 1 of 2 nodes that fit are {name} drained" in project.output()
     assert cluster.job(job)["JobState"] == "PENDING"
     cluster.run(*update, "State=RESUME")
-    assert project.end(command, timeout=240) == 0, project.said()
+    assert project.end(command) == 0, project.said()
