@@ -54,10 +54,10 @@ def machine(launcher: str, **keys: Any) -> dict[str, Any]:
     }
 
 
-def paused_before(step: int) -> dict[str, str]:
-    """Environment of commands whose ranks wait before a step for Progress.end_pause()."""
+def paused() -> dict[str, str]:
+    """Environment of commands whose ranks wait before step PAUSE for Progress.end_pause()."""
     path = [str(PAUSE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"FORGE_TEST_PAUSE": str(step), "PYTHONPATH": os.pathsep.join(path)}
+    return {"FORGE_TEST_PAUSE": str(PAUSE), "PYTHONPATH": os.pathsep.join(path)}
 
 
 def write_science(folder: Path, **train: Any) -> Path:
@@ -204,7 +204,7 @@ class JobRun(Progress):
             *([f"--exclude={','.join(others)}"] if others else []),
             *options,
             f"--wrap={command}",
-            env=paused_before(PAUSE),
+            env=paused(),
         )
         self.jobs.append(job)
         return job

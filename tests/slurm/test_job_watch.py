@@ -13,7 +13,7 @@ from forge.core.files import read_json
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
-from .job_run import PAUSE, Undisturbed, paused_before
+from .job_run import Undisturbed, paused
 from .project import Project
 
 NewProject = Callable[..., Project]
@@ -83,7 +83,7 @@ def test_both_daemons_away_for_half_a_minute_are_waited_for_in_the_queue_and_in_
     new_project: NewProject, whole_cluster: Cluster, undisturbed: Undisturbed
 ) -> None:
     project = new_project(machine=HELD)
-    command = project.start(env=paused_before(PAUSE))
+    command = project.start(env=paused())
     job = project.wait_for_job()
     with both_daemons_away(whole_cluster):
         time.sleep(30)  # the case itself: that long they are away
@@ -103,7 +103,7 @@ def test_job_that_slurm_has_forgotten_is_judged_by_its_completion_record(
 ) -> None:
     whole_cluster.configure(MinJobAge=2)
     project = new_project()
-    command = project.start(env=paused_before(PAUSE))
+    command = project.start(env=paused())
     job = project.wait_for_job()
     project.run().wait_for_pause()
     command.send_signal(signal.SIGSTOP)  # it does not see the end

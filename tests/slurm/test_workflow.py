@@ -13,7 +13,7 @@ import yaml
 from forge.core.files import read_json
 from tools.slurm_cluster.cluster import Cluster
 
-from .job_run import PAUSE, SCIENCE, Undisturbed, paused_before
+from .job_run import SCIENCE, Undisturbed, paused
 from .project import Project
 
 Nodes = Callable[[int], list[str]]
@@ -63,7 +63,7 @@ def test_accounting_that_is_down_for_half_a_minute_is_not_noticed(
     new_project: NewProject, whole_cluster: Cluster, undisturbed: Undisturbed
 ) -> None:
     project = new_project()
-    command = project.start(env=paused_before(PAUSE))
+    command = project.start(env=paused())
     project.run().wait_for_pause()
     whole_cluster.stop_daemon("slurmdbd")
     project.run().end_pause()  # the job ends meanwhile, the next one is submitted
