@@ -13,8 +13,10 @@ BIN := .venv/bin
 train: .venv/ready
 	$(BIN)/snakemake --profile $(PROFILE) train
 
+# More processes than the two cores of CI: tests on Slurm wait more than they compute. Files in the
+# order of tests/conftest.py.
 test: .venv/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Every fault at every point, and random ones, whose seed is printed; renews the tables of docs/faults.md.
 faults: export FORGE_FAULTS := all

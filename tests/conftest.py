@@ -5,6 +5,14 @@ from pathlib import Path
 
 import pytest
 
+# The folders with the longest files first: at the end short files keep all processes busy.
+ORDER = ("slurm", "workflow", "distributed", "faults", "unit")
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: ORDER.index(item.path.relative_to(HERE).parts[0]))
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _stays_in_its_folder() -> Iterator[None]:

@@ -192,13 +192,18 @@ def test_stop_at_step_0_keeps_nothing_and_changes_nothing(runs, undisturbed):
 
 def test_deadline_stops_in_time_with_a_checkpoint(runs):
     run = runs("deadline", *ENDLESS)
-    stopped = run.forge("train", *TWO_RANKS, "--machine.max_minutes=0.5")
-    assert stopped.code == 75, stopped.text
-    [stop], [launch] = run.events("stop"), run.events("launch")
+    # A machine so busy that its ranks take half a minute to start has nothing to commit: once more.
+    for minutes in (0.5, 1, 2):
+        stopped = run.forge("train", *TWO_RANKS, f"--machine.max_minutes={minutes}")
+        assert stopped.code == 75, stopped.text
+        if run.step():
+            break
+    stop, launch = run.events("stop")[-1], run.events("launch")[-1]
     assert stop["cause"] == "deadline"
-    # A machine so busy that its ranks took half a minute to start has nothing to commit.
-    assert stop["step"] == run.step() == getattr(resume.latest(run.paths), "step", 0)
-    assert stop["step"] == 0 or stop["time"] < launch["time"] + 30
+    assert stop["step"] == run.step() == resume.latest(run.paths).step > 0
+    # There a step or a save may also take seconds longer than any before it.
+    late_sec = 0 if minutes == 0.5 else 5
+    assert stop["time"] < launch["time"] + 60 * minutes + late_sec
 
 
 def test_checkpoints_are_due_by_the_clock_as_well(runs):

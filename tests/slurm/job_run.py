@@ -54,10 +54,10 @@ def machine(launcher: str, **keys: Any) -> dict[str, Any]:
     }
 
 
-def paused_before(step: int) -> dict[str, str]:
-    """Environment of commands whose ranks wait before a step for Progress.end_pause()."""
+def paused() -> dict[str, str]:
+    """Environment of commands whose ranks wait before step PAUSE for Progress.end_pause()."""
     path = [str(PAUSE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"FORGE_TEST_PAUSE": str(step), "PYTHONPATH": os.pathsep.join(path)}
+    return {"FORGE_TEST_PAUSE": str(PAUSE), "PYTHONPATH": os.pathsep.join(path)}
 
 
 def write_science(folder: Path, **train: Any) -> Path:
@@ -112,7 +112,7 @@ class Progress:
     def weights_digest(self) -> str:
         return str(read_json(self.paths.trained)["weights_digest"])
 
-    def wait_for_pause(self, timeout: float = 150) -> None:
+    def wait_for_pause(self, timeout: float = 240) -> None:
         """Wait until all ranks of the first launch wait before step PAUSE."""
         wait_until(
             lambda: self._all_ranks_say("waiting"),
@@ -204,12 +204,12 @@ class JobRun(Progress):
             *([f"--exclude={','.join(others)}"] if others else []),
             *options,
             f"--wrap={command}",
-            env=paused_before(PAUSE),
+            env=paused(),
         )
         self.jobs.append(job)
         return job
 
-    def wait_for_end(self, job: str, timeout: float = 150) -> dict[str, str]:
+    def wait_for_end(self, job: str, timeout: float = 240) -> dict[str, str]:
         """What Slurm says of the job at its end."""
         ends = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL PREEMPTED"
         return self.cluster.wait_for_state(job, ends, timeout)

@@ -113,7 +113,7 @@ class Project:
         outputs = sorted(self.folder.glob("snakemake*.out"))
         return outputs[number].read_text() if outputs else ""
 
-    def end(self, command: Inside, timeout: float = 200) -> int:
+    def end(self, command: Inside, timeout: float = 400) -> int:
         """The exit status of a command."""
         wait_until(
             lambda: command.poll() is not None,

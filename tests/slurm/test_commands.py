@@ -10,7 +10,7 @@ import yaml
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
-from .job_run import GOAL, PAUSE, Undisturbed, paused_before
+from .job_run import GOAL, PAUSE, Undisturbed, paused
 from .project import Project
 
 Nodes = Callable[[int], list[str]]
@@ -26,7 +26,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_job_and_the_next_command_goes_on(
     new_project: NewProject, cluster: Cluster, undisturbed: Undisturbed
 ) -> None:
     project = new_project()
-    command = project.start(env=paused_before(PAUSE))
+    command = project.start(env=paused())
     run = project.run()
     run.wait_for_pause()
     command.press_ctrl_c()
@@ -44,11 +44,11 @@ def test_second_command_after_a_killed_one_names_the_job_that_still_trains(
     new_project: NewProject, undisturbed: Undisturbed
 ) -> None:
     project = new_project()
-    command = project.start(env=paused_before(PAUSE))
+    command = project.start(env=paused())
     project.run().wait_for_pause()
     command.kill_group()
     again = project.start()
-    assert project.end(again, timeout=60) != 0
+    assert project.end(again) != 0
     job = project.submitted()[-1]
     assert f"job {job} (RUNNING) trains base" in project.output()
     assert f"scancel {job}" in project.output()

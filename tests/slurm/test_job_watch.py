@@ -8,14 +8,12 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 
-import pytest
-
 from forge.cluster import job_watch
 from forge.core.files import read_json
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
-from .job_run import PAUSE, Undisturbed, paused_before
+from .job_run import Undisturbed, paused
 from .project import Project
 
 NewProject = Callable[..., Project]
@@ -60,7 +58,7 @@ def test_job_on_nodes_that_do_not_see_the_project_is_told_as_such(
     project = new_project()
     for node in set(whole_cluster.nodes) - set(project.excluded()):
         whole_cluster.hide(node, project.folder)
-    assert project.end(project.start("preflight"), timeout=60) != 0
+    assert project.end(project.start("preflight"), timeout=120) != 0
     [job] = project.submitted()
     words = rf"job {job} \(run base\) failed on (node\d+) before .*: does it see (\S+)\?"
     found = re.search(words, project.output())
@@ -81,12 +79,11 @@ def test_run_that_fails_keeps_no_other_run_of_the_sheet_from_being_validated(
     assert project.run().paths.report.exists()
 
 
-@pytest.mark.timeout(500, func_only=True)  # a minute of it is the case itself
 def test_both_daemons_away_for_half_a_minute_are_waited_for_in_the_queue_and_in_training(
     new_project: NewProject, whole_cluster: Cluster, undisturbed: Undisturbed
 ) -> None:
     project = new_project(machine=HELD)
-    command = project.start(env=paused_before(PAUSE))
+    command = project.start(env=paused())
     job = project.wait_for_job()
     with both_daemons_away(whole_cluster):
         time.sleep(30)  # the case itself: that long they are away
@@ -106,7 +103,7 @@ def test_job_that_slurm_has_forgotten_is_judged_by_its_completion_record(
 ) -> None:
     whole_cluster.configure(MinJobAge=2)
     project = new_project()
-    command = project.start(env=paused_before(PAUSE))
+    command = project.start(env=paused())
     job = project.wait_for_job()
     project.run().wait_for_pause()
     command.send_signal(signal.SIGSTOP)  # it does not see the end

@@ -47,7 +47,7 @@ def test_recipe_of_the_readme_trains_as_it_is_written(whole_cluster: Cluster, co
     run = Progress(copy / "results/base")
     wait_until(
         lambda: shell.poll() is not None,
-        270,
+        500,
         "the end of the recipe",
         lambda: f"{output.read_text()[-3000:]}\n{whole_cluster.squeue()}",
         every=0.2,

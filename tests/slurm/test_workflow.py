@@ -13,17 +13,18 @@ import yaml
 from forge.core.files import read_json
 from tools.slurm_cluster.cluster import Cluster
 
-from .job_run import PAUSE, SCIENCE, Undisturbed, paused_before
+from .job_run import SCIENCE, Undisturbed, paused
 from .project import Project
 
 Nodes = Callable[[int], list[str]]
 NewProject = Callable[..., Project]
+FULL_VALIDATION: dict[str, Any] = {"validate": {}}
 
 
 def test_raw_text_becomes_a_validated_checkpoint_on_several_nodes(
     new_project: NewProject, shared_folder: Path, undisturbed: Undisturbed
 ) -> None:
-    project = new_project(values={"data": str(shared_folder / "data")})
+    project = new_project(values={"data": str(shared_folder / "data"), **FULL_VALIDATION})
     (project.folder / "config/runs.tsv").write_text("run\ttrain.seed\nbase\t0\nother\t1\n")
     assert project.end(project.start()) == 0, project.said()
     for run in project.runs():
@@ -53,7 +54,7 @@ def test_job_preempted_before_it_trains_is_waited_for(
         *("--partition=high", "--exclusive", "--nodes=2", f"--nodelist={hosts}"),
         *("--output=/dev/null", "--wrap=sleep 2"),
     )
-    assert project.end(command, timeout=240) == 0, project.said()
+    assert project.end(command) == 0, project.said()
     assert int(cluster.job(job)["Restarts"]) == 1, project.said()
     undisturbed.equals(run)
 
@@ -62,13 +63,13 @@ def test_accounting_that_is_down_for_half_a_minute_is_not_noticed(
     new_project: NewProject, whole_cluster: Cluster, undisturbed: Undisturbed
 ) -> None:
     project = new_project()
-    command = project.start(env=paused_before(PAUSE))
+    command = project.start(env=paused())
     project.run().wait_for_pause()
     whole_cluster.stop_daemon("slurmdbd")
     project.run().end_pause()  # the job ends meanwhile, the next one is submitted
     time.sleep(30)  # the case itself: that long it is away
     whole_cluster.start_daemon("slurmdbd")
-    assert project.end(command, timeout=240) == 0, project.said()
+    assert project.end(command) == 0, project.said()
     undisturbed.equals(project.run())
 
 
@@ -77,6 +78,7 @@ def test_kempner_profile_runs_with_only_partition_gpus_and_backend_changed(
 ) -> None:
     project = new_project(
         profile="kempner",
+        values=FULL_VALIDATION,
         train_run={"gres": "gpu:1"},
         machine={
             "fabric": {"backend": "gloo", "timeout_sec": 60},
@@ -121,7 +123,7 @@ def test_interactive_profile_trains_inside_an_allocation(
         *("snakemake", "--profile", "profiles/interactive", "train"),
         cwd=project.folder,
     )
-    out, _ = command.communicate(timeout=200)
+    out, _ = command.communicate(timeout=400)
     assert command.returncode == 0, out + project.said()
     undisturbed.equals(project.run())
     assert project.run().paths.report.exists()
@@ -148,14 +150,14 @@ def test_interactive_profile_trains_inside_an_allocation(
 def test_profile_that_cannot_work_is_refused_before_anything_is_submitted(
     new_project: NewProject, section: str, wrong: dict[str, Any], told: str
 ) -> None:
-    project = new_project(on=6)
+    project = new_project(on=0)
     path = project.profile_folder / "config.yaml"
     values = yaml.safe_load(path.read_text())
     (values["set-resources"]["train_run"] if section == "train_run" else values[section]).update(
         wrong
     )
     path.write_text(yaml.safe_dump(values))
-    assert project.end(project.start(), timeout=60) != 0
+    assert project.end(project.start()) != 0
     assert told in project.output(), project.output()
     assert project.submitted() == []
 

@@ -20,7 +20,7 @@ from support.processes import running
 REPOSITORY = Path(__file__).resolve().parents[2]
 STDLIB = Path(os.__file__).parent
 TEXTS = ("abc", "argparse", "ast", "bisect", "calendar", "cmd", "codecs", "copy", "csv", "difflib")
-DEADLINE_SEC = 200
+DEADLINE_SEC = 400
 
 TINY = {
     "tokenizer": {"vocab_size": 320},
