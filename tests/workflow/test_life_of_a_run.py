@@ -17,7 +17,7 @@ def test_one_command_gives_a_validated_checkpoint_and_a_report(shared_project):
     report = shared_project.path("report.html").read_text()
     assert "<svg" in report and "http://" not in report.replace("http://www.w3.org", "")
     assert shared_project.path("checkpoints/latest").resolve().name == "step-00000012"
-    for shown in ("NODE ", "held-out loss", "report.html", "checkpoints/latest", "def "):
+    for shown in ("NODE ", "validation loss", "report.html", "checkpoints/latest", "def "):
         assert shown in output
 
 
