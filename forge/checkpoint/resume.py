@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.checkpoint import directory, parent
-from forge.checkpoint.manifest import MANIFEST
+from forge.checkpoint.manifest import MANIFEST, Lineage
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, OtherFormat, UnfitError
 from forge.core.files import disk_trouble
@@ -212,12 +212,12 @@ def _bad_files(checkpoint: directory.Checkpoint, share: tuple[int, int]) -> list
         return [f"{err.filename} was removed while it was read"]
 
 
-def check_same_data(found: directory.Checkpoint, *, tokens: str, tokenizer: str) -> None:
-    """DataError when a checkpoint was trained on data with other digests than these."""
-    lineage = found.manifest.lineage
+def check_same_data(found: directory.Checkpoint, lineage: Lineage) -> None:
+    """DataError when a checkpoint was trained on data with other digests than those of `lineage`."""
+    made_by = found.manifest.lineage
     for name, now, then in (
-        ("tokens", tokens, lineage.tokens.digest),
-        ("tokenizer", tokenizer, lineage.tokenizer.digest),
+        ("tokens", lineage.tokens.digest, made_by.tokens.digest),
+        ("tokenizer", lineage.tokenizer.digest, made_by.tokenizer.digest),
     ):
         if then != now:
             raise DataError(

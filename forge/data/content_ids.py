@@ -1,4 +1,4 @@
-"""Content ids: which tokenizer and which tokens a config refers to, known before they are built."""
+"""Content ids: name the tokenizer and the tokens of a config before they are built."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forge.core.errors import ConfigError, DataError
 from forge.core.files import canonical, digest_bytes, digest_file, short_id
 from forge.data import corpus
 
-# Raised when the same settings and inputs would give other bytes: then nothing old is reused.
+# Incremented when the same settings and inputs give other bytes, so that nothing old is reused.
 TOKENIZER_FORMAT = 1
 TOKENS_FORMAT = 1
 
@@ -19,9 +19,9 @@ READING = ("format", "text_field", "document_separator", "invalid_utf8")
 
 
 def resolve(config: Config) -> ResolvedConfig:
-    """The config with its ids filled in; ids that are there already are kept. Raises as `resolve_ids`.
+    """The config with its ids filled in; existing ids are kept. Raises as `resolve_ids`.
 
-    Called where a command or the workflow begins, and nowhere behind that.
+    Called once, at the start of a command or of the workflow.
     """
     ids = config.ids or resolve_ids(config)
     return ResolvedConfig.model_validate({**config.model_dump(by_alias=True), "ids": ids})
@@ -30,7 +30,7 @@ def resolve(config: Config) -> ResolvedConfig:
 def resolve_ids(config: Config) -> Ids:
     """Ids of the tokenizer and the tokens, from settings and the list of input files.
 
-    Names and sizes of the inputs count, not their contents: this runs at every start of the
+    They depend on names and sizes of the inputs, not on contents: this runs at every start of the
     workflow. Raises DataError (inputs) and ConfigError (tokenizer.path).
     """
     tokenizer = short_id(tokenizer_recipe(config))
@@ -38,7 +38,7 @@ def resolve_ids(config: Config) -> Ids:
 
 
 def require_current(config: ResolvedConfig, key: str) -> None:
-    """DataError where a resolved id (`tokenizer` or `tokens`) is not what the inputs give today.
+    """DataError where the id `key` (`tokenizer` or `tokens`) is not the one of the current inputs.
 
     Else other data would be stored under the id that the config was resolved to.
     """
@@ -48,12 +48,12 @@ def require_current(config: ResolvedConfig, key: str) -> None:
             f"the config was resolved to {key} {then}, but its inputs now give {now}",
             cause="input files were added, removed or changed in size, "
             "or this machine has another Python",
-            fix="put the inputs back, or start again from the config file that has no ids",
+            fix="restore the inputs, or start again from the config file, which has no ids",
         )
 
 
 def tokenizer_recipe(config: Config) -> dict[str, Any]:
-    """What makes the tokenizer: only the settings that matter for its source."""
+    """The settings and inputs that determine the tokenizer, for its source."""
     settings = config.tokenizer
     recipe: dict[str, Any] = {
         "format": TOKENIZER_FORMAT,
@@ -75,19 +75,19 @@ def tokenizer_recipe(config: Config) -> dict[str, Any]:
 
 
 def tokenizer_files(path: str) -> list[Path]:
-    """The file that `tokenizer.path` names, and tokenizer_config.json where it lies beside."""
+    """The file that `tokenizer.path` names, and tokenizer_config.json if its directory has one."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(
             f"tokenizer.path is {path!r}: there is no such file",
-            fix="give the path of a tokenizer.json, relative to the folder you work in",
+            fix="give the path of a tokenizer.json, relative to the working directory",
         )
     beside = file.with_name("tokenizer_config.json")
     return [file, beside] if beside.is_file() else [file]
 
 
 def tokens_settings(settings: Tokenize) -> dict[str, Any]:
-    """The settings that decide the shards; the inputs count by their files, not their spelling."""
+    """The settings that determine the shards. Without `inputs`: their files are listed instead."""
     return settings.model_dump(mode="json", exclude={"inputs"})
 
 
@@ -105,7 +105,7 @@ def _listing_digest(settings: Tokenize) -> str:
 
 
 @functools.cache
-def _cached_listing_digest(inputs: tuple[str, ...], _folder: str) -> str:
-    """Cached, since a sweep of 200 runs asks 200 times; relative inputs depend on the folder."""
+def _cached_listing_digest(inputs: tuple[str, ...], _cwd: str) -> str:
+    """Cached for sweeps of hundreds of runs, by working directory, on which relative inputs depend."""
     files = corpus.list_files(Tokenize(inputs=list(inputs)))
     return digest_bytes(canonical([(file.name, file.size) for file in files]))

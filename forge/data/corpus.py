@@ -40,7 +40,7 @@ Consumed = Callable[[int], None]
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file of the corpus; `name` is as the config spells it, the same on every machine."""
+    """A file of the corpus; `name` is the path as the config spells it, equal on every machine."""
 
     name: str
     path: Path
@@ -54,16 +54,16 @@ class InputFile:
 def list_files(settings: config.Tokenize) -> list[InputFile]:
     """The files that `tokenize.inputs` names, sorted by name, each file once.
 
-    Raises DataError that names the input which is missing or gives no files.
+    Raises DataError that names the input which is missing or matches no files.
     """
-    files: dict[str, InputFile] = {}  # by path: a folder and a file in it may both be named
+    files: dict[str, InputFile] = {}  # by path: a directory and a file in it may both be named
     for spec in settings.inputs:
         found = list(_files_of(spec))
         if not found:
             raise DataError(
-                f"tokenize.inputs: {spec!r} gives no files",
-                cause="a glob that matches nothing, or an empty folder (hidden files do not count)",
-                fix="correct tokenize.inputs; `**` in a glob searches folders within folders",
+                f"tokenize.inputs: {spec!r} matches no files",
+                cause="a glob that matches nothing, or an empty directory (hidden files do not count)",
+                fix="correct tokenize.inputs; `**` in a glob matches nested directories",
             )
         for file in found:
             files.setdefault(os.path.abspath(file.path), file)  # noqa: PTH100 (resolve is slow)
@@ -97,32 +97,32 @@ def _input_file(name: str, path: str, spec: str) -> InputFile:
     except OSError as err:
         raise DataError(
             f"tokenize.inputs: {spec!r}: cannot read {path}: {err.strerror}",
-            cause=f"names are relative to {Path.cwd()}; ~ and variables are not expanded",
+            cause=f"paths are relative to {Path.cwd()}; ~ and variables are not expanded",
             fix="correct tokenize.inputs, or put the file there",
         ) from None
 
 
 def _walk(folder: str, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Paths of all files below a folder but the hidden ones; follows links, each folder once."""
+    """Paths of all files below a directory except hidden ones; follows links, each directory once."""
 
     def fail(err: OSError) -> None:
         raise DataError(
-            f"cannot list {err.filename}: {err.strerror}", fix="make the folder readable"
+            f"cannot list {err.filename}: {err.strerror}", fix="make the directory readable"
         ) from None
 
     seen = set()
-    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        status = os.stat(place)  # noqa: PTH116
-        if (status.st_dev, status.st_ino) in seen:  # a link to a folder above would never end
+    for parent, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        status = os.stat(parent)  # noqa: PTH116
+        if (status.st_dev, status.st_ino) in seen:  # a link to a parent directory would never end
             folders.clear()
             continue
         seen.add((status.st_dev, status.st_ino))
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in skipped)
-        yield from (f"{place}/{name}" for name in names if not name.startswith("."))
+        yield from (f"{parent}/{name}" for name in names if not name.startswith("."))
 
 
 def _stdlib_files() -> Iterator[InputFile]:
-    """The standard library's own modules and help topics. Debian's packages leave some out."""
+    """The standard library's own modules and help topics. Debian's packages lack some of them."""
     root = os.path.dirname(os.__file__)  # noqa: PTH120 (called at every start of the workflow)
     topics = f"{root}/pydoc_data/topics.py"
     for path in _walk(root, STDLIB_SKIPPED):
@@ -143,11 +143,11 @@ def read_documents(
     warn: Warn = say,
     consumed: Consumed = lambda num_bytes: None,
 ) -> Iterator[str]:
-    """The documents in a file, in order; blank ones (nothing but white space) are left out.
+    """The documents in a file, in order, without those of white space only.
 
-    warn is told once per file where bytes were not UTF-8 and `tokenize.invalid_utf8` is `replace`;
-    consumed is told how many more bytes of the file on disk have been read.
-    Raises DataError that names file and place of what cannot be read.
+    warn: called once per file where bytes are not UTF-8 and `tokenize.invalid_utf8` is `replace`.
+    consumed: called with the number of bytes read from disk since its last call. Raises DataError
+    that names the file and the position that cannot be read.
     """
     utf8 = _Utf8(file.path, settings.invalid_utf8, warn)
     with _read_trouble(file.path):
@@ -171,7 +171,7 @@ def _documents(
         if kind == "jsonl":
             yield from _jsonl(stream, settings, utf8)
         else:
-            yield from _cut(utf8.stream(stream), settings.document_separator, file.path)
+            yield from _split_text(utf8.stream(stream), settings.document_separator, file.path)
 
 
 def _format_of(path: Path, settings: config.Tokenize) -> str:
@@ -185,27 +185,27 @@ def _format_of(path: Path, settings: config.Tokenize) -> str:
 
 @contextmanager
 def _read_trouble(path: Path) -> Iterator[None]:
-    """Turn a damaged compressed file and an unreadable one into a DataError that names it."""
+    """Turn errors of a corrupt compressed file or an unreadable one into a DataError that names it."""
     try:
         yield
     except (EOFError, zlib.error) as err:
-        raise _damaged(path, err) from None
+        raise _corrupt(path, err) from None
     except OSError as err:
-        if err.errno is None:  # of gzip and pyarrow, about the contents
-            raise _damaged(path, err) from None
+        if err.errno is None:  # gzip and pyarrow raise it for corrupt contents
+            raise _corrupt(path, err) from None
         raise DataError(f"cannot read {path}: {err.strerror}", fix="make it readable") from None
 
 
-def _damaged(path: Path, err: Exception) -> DataError:
+def _corrupt(path: Path, err: Exception) -> DataError:
     return DataError(
-        f"{path} is damaged: {err}",
-        cause="a download or a copy was cut off, or the name has the wrong ending",
+        f"{path} is corrupt: {err}",
+        cause="an interrupted download or copy, or a wrong file name extension",
         fix="fetch the file again",
     )
 
 
 class _CountedFile(io.FileIO):
-    """A file that tells how many bytes are read from it: progress through compressed files too."""
+    """A file that reports how many bytes are read from it, for progress through compressed files."""
 
     def __init__(self, path: Path, consumed: Consumed) -> None:
         super().__init__(path, "rb")
@@ -219,15 +219,15 @@ class _CountedFile(io.FileIO):
 
 @contextmanager
 def _open_bytes(path: Path, consumed: Consumed) -> Iterator[IO[bytes]]:
-    """The bytes of a file, unpacked where its name ends in .gz or .zst."""
+    """The bytes of a file, decompressed where its name ends in .gz or .zst."""
     if path.suffix in (".gz", ".zst") and not path.stat().st_size:
-        raise EOFError("it is empty")  # which the libraries take for a file without text
+        raise EOFError("it is empty")  # the libraries would read it as a file without text
     with io.BufferedReader(_CountedFile(path, consumed), CHUNK_BYTES) as raw:
         if path.suffix == ".gz":
             with gzip.GzipFile(fileobj=raw) as unpacked:
                 yield io.BufferedReader(unpacked, CHUNK_BYTES)
         elif path.suffix == ".zst":
-            # zstandard's stream reader takes a file that was cut off for a whole one; arrow's not.
+            # zstandard's stream reader does not detect a truncated file; pyarrow's does.
             import pyarrow
 
             yield io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), CHUNK_BYTES)
@@ -243,20 +243,20 @@ class _Utf8:
         self._warned = False
 
     def decode(
-        self, data: bytes, place: Callable[[int], str], final: bool = True
+        self, data: bytes, position: Callable[[int], str], final: bool = True
     ) -> tuple[str, int]:
-        """Text, and how many bytes it took: a character cut at the end is left if not final.
+        """The text and the number of bytes decoded; an incomplete last character is left if not final.
 
-        place(i) says in words where byte i of data is.
+        position(i): the position of byte i of data, for messages.
         """
         try:
             return codecs.utf_8_decode(data, "strict", final)
         except UnicodeDecodeError as err:
-            self.invalid(f"is not UTF-8 at {place(err.start)} (0x{data[err.start]:02x})")
+            self.invalid(f"is not UTF-8 at {position(err.start)} (0x{data[err.start]:02x})")
             return codecs.utf_8_decode(data, "replace", final)
 
     def invalid(self, what: str) -> None:
-        """Raise DataError, or warn at the first time, as the policy says."""
+        """Raise DataError or, with the policy `replace`, warn the first time."""
         if self._policy == "error":
             raise DataError(
                 f"{self.path} {what}",
@@ -269,8 +269,8 @@ class _Utf8:
             self._warn(f"{self.path} {what}: replaced by U+FFFD, here and in the rest of the file")
 
     def stream(self, stream: IO[bytes]) -> Iterator[str]:
-        """The text of a stream in pieces of about CHUNK_BYTES, a byte order mark left out."""
-        start, rest = 0, b""  # `rest` is the begin of a character at the end of a chunk
+        """The text of a stream in pieces of about CHUNK_BYTES, without a byte order mark."""
+        start, rest = 0, b""  # rest: the incomplete character at the end of a chunk
         while True:
             chunk = stream.read(CHUNK_BYTES)
             text, used = self.decode(rest + chunk, _offset_from(start), final=not chunk)
@@ -284,12 +284,12 @@ def _offset_from(start: int) -> Callable[[int], str]:
     return lambda index: f"byte offset {start + index}"
 
 
-def _cut(pieces: Iterator[str], separator: str | None, path: Path) -> Iterator[str]:
-    """The text of all pieces, cut at each separator; one document where that is None."""
+def _split_text(pieces: Iterator[str], separator: str | None, path: Path) -> Iterator[str]:
+    """The text of all pieces, split at each separator; one document without one."""
     held = ""
     held_bytes = 0
     for piece in pieces:
-        # Only what is new can complete a separator: long documents are not searched again.
+        # Only new text can complete a separator: a long document is not searched again.
         searched = max(0, len(held) - len(separator or "") + 1)
         held += piece
         held_bytes += len(piece.encode())
@@ -300,7 +300,7 @@ def _cut(pieces: Iterator[str], separator: str | None, path: Path) -> Iterator[s
         _check_length(
             held_bytes,
             f"{path} has a document",
-            "cut the text into documents: set tokenize.document_separator",
+            "split the text into documents: set tokenize.document_separator",
         )
     yield held
 
@@ -321,10 +321,10 @@ def _stdlib_documents(file: InputFile) -> Iterator[str]:
         yield from (topics[topic] for topic in sorted(topics))
         return
     try:
-        with python_source.open(str(file.path)) as source:  # honours the coding line (PEP 263)
+        with python_source.open(str(file.path)) as source:  # honors the coding line (PEP 263)
             yield source.read()
     except (SyntaxError, UnicodeDecodeError):
-        # The default corpus must work everywhere; a patched Python is not the user's mistake.
+        # The default corpus must work everywhere, also with a patched Python.
         yield file.path.read_text("latin-1")
 
 
@@ -352,7 +352,7 @@ def _json_document(line: str, place: str, field: str, utf8: _Utf8) -> str:
     except (ValueError, RecursionError) as err:  # ValueError: also numbers of over 4300 digits
         raise DataError(
             f"{where} is not JSON: {err}: {line.strip()[:60]!r}",
-            cause="cut off, or indented JSON; each line must be one whole object",
+            cause="truncated, or indented JSON; each line must be one complete object",
             fix="correct the line, or set tokenize.format if the file is not JSONL",
         ) from None
     if not isinstance(record, dict):
@@ -369,7 +369,7 @@ def _json_document(line: str, place: str, field: str, utf8: _Utf8) -> str:
 
 
 def _without_surrogates(text: str, place: str, utf8: _Utf8) -> str:
-    r"""JSON can spell what UTF-8 cannot, a lone "\ud83d": the same policy as for bad bytes."""
+    r"""Applies the policy for invalid bytes to a lone surrogate, which JSON can spell ("\ud83d")."""
     try:
         text.encode()
     except UnicodeEncodeError as err:
@@ -378,9 +378,9 @@ def _without_surrogates(text: str, place: str, utf8: _Utf8) -> str:
     return text
 
 
-def _no_text(where: str, field: str, problem: str, there: list[str]) -> DataError:
+def _no_text(where: str, field: str, problem: str, found: list[str]) -> DataError:
     return DataError(
-        f"{where}: field {field!r} {problem}; fields there: {', '.join(there) or 'none'}",
+        f"{where}: field {field!r} {problem}; fields found: {', '.join(found) or 'none'}",
         fix="set tokenize.text_field to the field that holds the text, or correct the file",
     )
 
@@ -397,21 +397,21 @@ def _parquet(
             _check_column(table.schema_arrow, file.path, field)
             num_rows = max(table.metadata.num_rows, 1)
             for batch in table.iter_batches(PARQUET_BATCH_ROWS, columns=[field]):
-                # As bytes: pyarrow does not check that a string column is UTF-8, and we must.
+                # As bytes: pyarrow does not check that a string column is UTF-8.
                 for value in batch.column(0).cast("large_string").cast("large_binary"):
                     row += 1
                     yield _parquet_document(value.as_py(), f"row {row}", field, utf8)
                 consumed(file.size * batch.num_rows // num_rows)
     except pyarrow.lib.ArrowException as err:
-        raise _damaged(file.path, err) from None
+        raise _corrupt(file.path, err) from None
 
 
 def _check_column(schema: Any, path: Path, field: str) -> None:
     import pyarrow
 
-    num_there = schema.names.count(field)
-    if num_there != 1:
-        problem = "is missing" if num_there == 0 else f"is there {num_there} times"
+    count = schema.names.count(field)
+    if count != 1:
+        problem = "is missing" if count == 0 else f"exists {count} times"
         raise _no_text(str(path), field, problem, schema.names)
     kind = schema.field(field).type
     if isinstance(kind, pyarrow.DictionaryType):

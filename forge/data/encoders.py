@@ -1,4 +1,4 @@
-"""Encoders: documents to arrays of token ids, with the tokenizers library or faster with the same ids."""
+"""Encoders: documents to arrays of token ids, with the tokenizers library or, faster, gigatoken."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from numpy.typing import NDArray
 from forge.core.errors import DataError
 from forge.data.tokenizer import LoadedTokenizer
 
-# Enough text for a call to be worth its overhead. While the library encodes it holds about 130
-# bytes per byte of text (measured, English and Python), so this is what bounds a worker's memory.
+# Amortizes the overhead of a call. While encoding, the library needs about 130 bytes per byte of text
+# (measured, English and Python), so this bounds a worker's memory.
 BATCH_BYTES = 2**20
 
-# Between the only newline after a word and the next word, no pattern of ByteLevel reaches across:
-# its words hold no white space, and "\n" alone is one word whether the text ends there or goes on.
+# No word of ByteLevel's pattern spans a single newline between two words: words have no white space,
+# and "\n" is a word of its own whether or not text follows.
 BOUNDARY = re.compile(r"(?<=\S\n)(?=\S)")
 
-# gigatoken remembers every word it has met, without a limit (7 bytes per byte of new words, as
-# measured); it is loaded afresh when this process has grown by so much, which takes 0.1 s.
+# gigatoken caches every word, without a limit (7 bytes per byte of new words, measured). It is loaded
+# again when this process has grown by this much, which takes 0.1 s.
 MEMORY_BYTES = 2**29
 
-# The tokenizers library is about 100 times slower, so the sample is small: the first characters
-# that a process encodes (30 ms), then an excerpt in every so many (1 % of the time).
+# The tokenizers library is about 100 times slower, so only samples are compared: the first characters
+# that a process encodes (30 ms), then an excerpt in every CHECK_EVERY characters (1 % of the time).
 CHECK_FIRST = 2**15
 CHECK_EVERY = 2**22
 EXCERPT = 512
 
-# What splits text into words differs in: contractions, runs of white space, digits and signs,
-# other scripts, combining marks, joined emoji, the first and last of each length in UTF-8.
+# Text on which pre-tokenizers differ: contractions, runs of white space, digits and signs, scripts,
+# combining marks, joined emoji, the first and last character of each length in UTF-8.
 PROBE = (
     "I'll they'Ve we're'll 'S \u2019s x='s'  \t a\n\n  b\r\n \r\n\n c \x0b\x0c\x1c\x85\xa0\u2003\u2028 d"
     "   1 12 123 1234567 ٣٤٥ ½ Ⅷ x2y3.14,000e-5 __init__ != >>> ... <|endoftext|> <|im_start|> "
@@ -57,9 +57,9 @@ class Unencodable(Exception):
 
 
 def reference_encoder(tokenizer: LoadedTokenizer) -> Encode:
-    """The tokenizers library itself: what every other encoder must agree with.
+    """Encode with the tokenizers library, whose ids any other encoder must reproduce.
 
-    A long document is encoded in pieces where the tokenizer allows that without other ids.
+    A long document is encoded in pieces where that gives the same ids.
     """
     divisible = _is_divisible(tokenizer)
 
@@ -95,12 +95,12 @@ def _encodings(tokenizer: LoadedTokenizer, batch: list[tuple[int, str]]) -> list
 
 
 def check_no_end(tokenizer: LoadedTokenizer, documents: list[str], encoded: list[Ids]) -> None:
-    """Raise Unencodable where the ids of a document hold the one that ends a document.
+    """Raise Unencodable where the ids of a document contain the end-of-text id.
 
-    Text cannot become a special token (`LoadedTokenizer.for_text`), but some vocabularies have no
-    other ids for it: where the token is one character, or stands for all unknown words.
+    `LoadedTokenizer.for_text` keeps text from becoming a special token, but some vocabularies have no
+    other id for it: where the token is one character, or stands for all unknown words.
     """
-    # All documents at once: one by one takes longer than to encode short ones.
+    # All documents at once: a loop takes longer than encoding short documents.
     if not (np.concatenate(encoded) == tokenizer.eos_id).any():
         return
     number = next(n for n, ids in enumerate(encoded) if tokenizer.eos_id in ids)
@@ -117,26 +117,25 @@ def check_no_end(tokenizer: LoadedTokenizer, documents: list[str], encoded: list
 
 
 class NoFastEncoder(Exception):
-    """Why the fast encoder cannot stand in for the tokenizers library, in words for a person."""
+    """gigatoken cannot be used for this tokenizer; the message is the reason."""
 
 
 @contextmanager
 def _gigatoken_may_fail(action: str) -> Iterator[None]:
-    """Turn whatever gigatoken raises into NoFastEncoder: the tokenizers library takes over."""
+    """Turn any error of gigatoken into NoFastEncoder: the tokenizers library is used instead."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as err:  # a panic of Rust is no Exception
-        reason = next(iter(str(err).splitlines()), "")  # the lines below name places in its source
+    except BaseException as err:  # a Rust panic is not an Exception
+        reason = next(iter(str(err).splitlines()), "")  # the other lines are a Rust traceback
         raise NoFastEncoder(f"gigatoken cannot {action} ({type(err).__name__}: {reason})") from None
 
 
 def fast_encoder(tokenizer: LoadedTokenizer) -> Encode:
-    """gigatoken, with the ids of `reference_encoder`: a sample of all that it encodes is compared.
+    """Encode with gigatoken; samples of its ids are compared with those of `reference_encoder`.
 
-    Raises NoFastEncoder, as does the function that it returns: then nothing of what gigatoken
-    encoded is to be trusted.
+    Raises NoFastEncoder, as does the encoder itself: then discard all ids from gigatoken.
     """
     source = _plain_text_bpe(tokenizer)
     with _gigatoken_may_fail("be imported"):
@@ -149,7 +148,7 @@ def fast_encoder(tokenizer: LoadedTokenizer) -> Encode:
 
 
 def _plain_text_bpe(tokenizer: LoadedTokenizer) -> str:
-    """The tokenizer's JSON without special tokens, which a text can only spell, never be."""
+    """The tokenizer's JSON without special tokens. NoFastEncoder where it is not a byte-level BPE."""
     parts = tokenizer.text_parts
     model, words = parts["model"], parts["pre_tokenizer"] or {}
     steps = words.get("pretokenizers", [words])
@@ -182,7 +181,7 @@ class _Gigatoken:
             with _gigatoken_may_fail("load this tokenizer"):
                 self._start()
         with _gigatoken_may_fail("encode a text"):
-            # One by one on this thread is as fast as its batches, and gives arrays at once.
+            # A loop is as fast as gigatoken's batches, and gives arrays.
             return [self._tokenizer.encode(document) for document in documents]
 
 
@@ -197,7 +196,7 @@ def _checked(fast: Encode, reference: Encode) -> Encode:
                 first -= len(document)
             since_last += len(document)
             if since_last >= CHECK_EVERY:
-                # Places all over the documents, the same ones when the work is done again.
+                # Positions spread over the documents, and the same on every run.
                 start = num_checks * 7919 * EXCERPT % max(1, len(document) - EXCERPT + 1)
                 _compare(fast, reference, document[start : start + EXCERPT])
                 since_last, num_checks = 0, num_checks + 1
@@ -218,7 +217,7 @@ def _compare(fast: Encode, reference: Encode, text: str) -> None:
 
 
 def _is_divisible(tokenizer: LoadedTokenizer) -> bool:
-    """Whether words end at a BOUNDARY: plain ByteLevel, as our own and GPT-2's; others may not."""
+    """Whether words end at a BOUNDARY: true of plain ByteLevel, as in trained tokenizers and GPT-2."""
     parts = tokenizer.text_parts
     words = parts["pre_tokenizer"] or {}
     return (

@@ -1,8 +1,8 @@
-"""Sample order: which tokens each step gets, exact on resume and on any world size.
+"""Sample order: the tokens of each step, exact after a resume and with any world size.
 
 A sample is a window of seq_len + 1 tokens of one shard; windows start at multiples of seq_len. The
 position in the data is one number: sample g of the run is window permute(g mod n) of epoch g div n,
-where n is the number of windows. Nothing else has to be saved.
+where n is the number of windows. So a checkpoint needs no loader state.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 
 from forge.core.errors import ConfigError, DataError
 
-# Rounds of the permutation. Four give a pseudo-random one (Luby and Rackoff 1988) where the halves
-# are large; more, because here a corpus may have ten windows.
+# Rounds of the permutation. Four are pseudo-random (Luby and Rackoff 1988) for large halves; eight,
+# because a corpus may have as few as ten windows.
 ROUNDS = 8
 
-# The order is made for this many samples at a time: a call costs 0.2 ms, a sample 0.06 us.
+# Number of samples whose order is computed at a time: a call costs 0.2 ms, a sample 0.06 us.
 SAMPLES_AT_ONCE = 2**14
 
 
 class Tokens(Protocol):
-    """What the loader needs of a shard."""
+    """The interface of a shard that the loader uses."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -36,17 +36,17 @@ class Tokens(Protocol):
 
 
 def permute(numbers: np.ndarray, *, size: int, seed: int, epoch: int) -> np.ndarray:
-    """The place of each number of [0, size) in a shuffled order, a bijection for every size >= 1.
+    """A pseudo-random permutation of [0, size), applied to each number; size >= 1.
 
-    numbers: uint64, any shape. A Feistel network over a rectangle of at least `size` cells (Black
-    and Rogaway 2002, "Ciphers with arbitrary finite domains"), walked until it lands below `size`.
-    A pure function of its arguments, on every machine and version.
+    numbers: uint64, any shape. A Feistel network over a rectangle of at least `size` cells, repeated
+    until the result is below `size` (cycle walking; Black and Rogaway 2002, "Ciphers with arbitrary
+    finite domains"). The same on every machine and version.
     """
     width = math.isqrt(size - 1) + 1
     height = -(-size // width)
     keys = np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS, np.uint64)
     places = _scramble(numbers.astype(np.uint64), width, height, keys)
-    # The rectangle has at most one column more than size, so this seldom has anything to do.
+    # The rectangle exceeds size by less than one column, so this is rare.
     while (outside := places >= size).any():
         places[outside] = _scramble(places[outside], width, height, keys)
     return places
@@ -64,20 +64,20 @@ def _scramble(cells: np.ndarray, width: int, height: int, keys: np.ndarray) -> n
 
 
 def _hash(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014)."""
+    """SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class Windows:
-    """All windows of seq_len + 1 tokens in the shards, numbered through.
+    """All windows of seq_len + 1 tokens in the shards, with consecutive indices.
 
-    Raises DataError when no shard holds one. `split` names the shards in that message.
+    Raises DataError when no shard has one. split: the name of the shards in that message.
     """
 
     def __init__(self, shards: Sequence[Tokens], seq_len: int, *, split: str = "train") -> None:
-        # The last token of a window is only a target, so neighbours share it.
+        # The last token of a window is only a target: it is the first token of the next window.
         counts = [max(shard.num_tokens - 1, 0) // seq_len for shard in shards]
         self.ends = np.cumsum(counts)
         self.starts = self.ends - counts
@@ -97,7 +97,7 @@ class Windows:
         ]
 
     def gather(self, indices: np.ndarray) -> np.ndarray:
-        """The windows with these numbers as int64 [len(indices), seq_len + 1], in their order."""
+        """The windows with these indices, in this order, as int64 [len(indices), seq_len + 1]."""
         windows = np.empty((len(indices), self.seq_len + 1), np.int64)
         shard_of = self.ends.searchsorted(indices, side="right")
         for shard in set(shard_of.tolist()):
@@ -107,8 +107,8 @@ class Windows:
 
 
 def _window_view(tokens: np.ndarray, seq_len: int) -> np.ndarray:
-    """The windows of a shard as overlapping rows of one view; nothing is copied or read."""
-    plain = np.asarray(tokens)  # every slice of a memmap itself costs microseconds
+    """The windows of a shard as overlapping rows of a view, without copying or reading tokens."""
+    plain = np.asarray(tokens)  # slicing a memmap costs microseconds each time
     return np.lib.stride_tricks.sliding_window_view(plain, seq_len + 1)[::seq_len]
 
 
@@ -116,7 +116,7 @@ class Loader:
     """One rank's rows of each global batch.
 
     Rank r has rows [r B / W, (r + 1) B / W) of a batch of B samples over W ranks, so that the batch
-    is the same on any world size. Raises ConfigError when W does not divide B.
+    is the same for any world size. Raises ConfigError when W does not divide B.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Loader:
             )
         self.windows, self.seed, self.batch_size = windows, seed, batch_size
         self.rank, self.rank_samples = rank, batch_size // world_size
-        # Not far beyond an epoch: with a tiny corpus the call would be for thousands of epochs.
+        # About one epoch at most: with a tiny corpus a call would be for thousands of epochs.
         at_once = min(SAMPLES_AT_ONCE, windows.num_samples)
         self._steps_at_once = max(1, at_once // self.rank_samples)
         self._first_step, self._order = 0, np.empty((0, self.rank_samples), np.int64)
@@ -152,7 +152,7 @@ class Loader:
         return split(self.windows.gather(self._order[step - self._first_step]))
 
     def _find_windows(self, numbers: np.ndarray) -> np.ndarray:
-        """The window of each global sample number, int64, of the same shape."""
+        """The window index of each global sample number, int64, of the same shape."""
         size = self.windows.num_samples
         epochs, places = np.divmod(numbers, np.uint64(size))
         found = np.empty(numbers.shape, np.int64)
@@ -165,13 +165,12 @@ class Loader:
 def eval_batches(
     windows: Windows, count: int, *, rank: int, world_size: int, micro: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """This rank's share of `count` fixed windows: inputs, targets, and the tokens that count.
+    """This rank's share of `count` fixed windows: inputs, targets, and the number of tokens to count.
 
-    The windows (all, if there are fewer than `count`) are spread evenly and the same on any world
-    size; each comes once over all ranks. Every rank yields the same number of batches of at most
-    `micro` rows, because FSDP2's forward waits for all ranks: one with no window left for it is
-    filled with a repeated window and counts 0 tokens. The loss is sum(loss * tokens) / sum(tokens)
-    over batches and ranks.
+    The windows (all, if there are fewer than `count`) are spread evenly over the shards, and each is
+    used once over all ranks. Every rank yields the same number of batches of at most `micro` rows,
+    because FSDP2's forward waits for all ranks: a batch without a window repeats one and counts 0
+    tokens. The loss is sum(loss * tokens) / sum(tokens) over batches and ranks.
     """
     num_windows = min(count, windows.num_samples)
     chosen = np.arange(num_windows) * windows.num_samples // num_windows
@@ -183,6 +182,6 @@ def eval_batches(
 
 
 def split(windows: np.ndarray) -> Any:
-    """Inputs and targets, int64 [B, seq_len] each, of windows [B, seq_len + 1]."""
+    """Split windows [B, seq_len + 1] into inputs and targets, int64 [B, seq_len] each."""
     tokens = torch.from_numpy(windows)
     return tokens[:, :-1], tokens[:, 1:]

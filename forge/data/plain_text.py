@@ -1,24 +1,24 @@
-"""The tokenizer.json that encodes text: text can spell a special token but never becomes its id."""
+"""Change a tokenizer.json so that text which spells a special token does not get its id."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-# A noncharacter of Unicode: no byte-level alphabet has it, and no text for people.
+# A noncharacter of Unicode, which neither a byte-level alphabet nor ordinary text contains.
 HIDDEN = "\U0010fffe"
-# What a model falls back to for the bytes of a character that it does not know.
+# Pieces that a model with byte fallback uses for the bytes of an unknown character.
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def for_plain_text(parts: dict[str, Any], eos_token: str) -> dict[str, Any]:
     """The parts of a tokenizer.json, changed so that no text becomes `eos_token` or a special token.
 
-    Flags of the tokenizers library keep text from being taken for an added token, but not the model:
-    Unigram and WordLevel know "</s>" as a word, merges of a BPE can spell it. Here the model knows it
-    by a name that text does not spell, and merges that lead to it or on from it are gone. All ids
-    stay. A piece that may be the only spelling of a text (one character, one byte) keeps its name:
-    a text that has it becomes its id, which must be refused where that ends a document.
+    Flags of the tokenizers library keep text from being encoded as an added token, but the model may
+    still produce its id: Unigram and WordLevel have "</s>" as a word, merges of a BPE can spell it. So
+    such tokens are renamed to strings that text does not contain, and merges that make or use them are
+    removed. All ids stay. A piece of one character or byte keeps its name, since it may be the only
+    way to encode a text: `encoders.check_no_end` refuses a text that gives the end-of-text id.
     """
     added = parts["added_tokens"]
     special = {token["content"] for token in added if token["special"]} | {eos_token}
@@ -37,13 +37,12 @@ def for_plain_text(parts: dict[str, Any], eos_token: str) -> dict[str, Any]:
             }
             for token in added
         ],
-        # It would add special tokens of its own.
-        "post_processor": None,
+        "post_processor": None,  # would add special tokens
     }
 
 
 def _renamed(model: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """A model that knows some tokens by other names, under the same ids."""
+    """The model with some tokens renamed; ids do not change."""
     vocab = model["vocab"]
     changed: dict[str, Any] = {}
     if isinstance(vocab, list):  # Unigram: pieces with their scores

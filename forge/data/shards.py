@@ -26,10 +26,10 @@ SPLITS: tuple[Split, ...] = ("train", "val")
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 DIGEST = r"^[0-9a-f]{64}$"
-# A plain name: a manifest that someone else wrote must not make a reader leave the folder.
+# A plain file name: a manifest from elsewhere must not lead readers out of the directory.
 SHARD_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*\.bin$"
 
-AGAIN = "remove the folder and run `forge tokenize CONFIG` (or stage) again"
+AGAIN = "remove the directory and run `forge tokenize CONFIG` (or stage) again"
 
 
 def dtype_name(vocab_size: int) -> Literal["uint16", "uint32"]:
@@ -41,13 +41,13 @@ def dtype_name(vocab_size: int) -> Literal["uint16", "uint32"]:
 
 
 class Entry(BaseModel):
-    """A part of a manifest: unknown keys are refused, since FORMAT says what the keys are."""
+    """A part of a manifest. Unknown keys are refused: FORMAT determines the keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class InputEntry(Entry):
-    """A file that was read: name as in the config, bytes, blake3."""
+    """An input file: name as in the config, bytes, blake3."""
 
     name: str
     size: int = Field(ge=0)
@@ -55,7 +55,7 @@ class InputEntry(Entry):
 
 
 class ShardEntry(Entry):
-    """A file of tokens: name in the folder, how much is in it, blake3."""
+    """A shard: file name, number of tokens and documents, blake3."""
 
     file: str = Field(pattern=SHARD_NAME, max_length=255)
     tokens: int = Field(ge=1)
@@ -80,7 +80,7 @@ class Total(Entry):
 
 
 class Manifest(Entry):
-    """Everything that a reader of the shards must know, and what made them."""
+    """Facts that readers of the shards need, and the settings and inputs that made the shards."""
 
     format: Literal[1] = FORMAT
     id: str
@@ -123,7 +123,7 @@ def _read_manifest(path: Path) -> Manifest:
         first = err.errors()[0]
         place = ".".join(map(str, first["loc"])) or "manifest"
         raise DataError(
-            f"{path}: {place}: {first['msg']}", cause="edited by hand, or damaged", fix=AGAIN
+            f"{path}: {place}: {first['msg']}", cause="edited by hand, or corrupt", fix=AGAIN
         ) from None
 
 
@@ -148,41 +148,41 @@ class Shard:
         return np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.num_tokens,))
 
     def check_size(self) -> None:
-        """DataError where the file is missing or not as long as the manifest says."""
+        """DataError where the file is missing or has another size than the manifest says."""
         try:
             size = self.path.stat().st_size
         except FileNotFoundError:
             raise DataError(
-                f"shard {self.path} is missing", cause="removed, or a copy was cut off", fix=AGAIN
+                f"shard {self.path} is missing", cause="removed, or an interrupted copy", fix=AGAIN
             ) from None
         if size != self.num_bytes:
             raise DataError(
                 f"shard {self.path} has {size} bytes; the manifest says {self.num_bytes} "
                 f"({self.num_tokens} tokens of {self.dtype.itemsize} bytes)",
-                cause="a copy was cut off, or the disk was full",
+                cause="an interrupted copy, or a full disk",
                 fix=AGAIN,
             )
 
     def check_digest(self) -> None:
-        """DataError where the file is not byte for byte what was written. Reads all of it."""
+        """DataError where the file is missing or has changed. Reads and digests all of it."""
         self.check_size()
         found = digest_file(self.path)
         if found != self.digest:
             raise DataError(
                 f"shard {self.path} has digest {found[:12]}…; "
                 f"the manifest says {self.digest[:12]}…",
-                cause="bytes changed since it was written: a disk or copy error, or an edit",
+                cause="the file has changed: a disk or copy error, or an edit",
                 fix=AGAIN,
             )
 
 
 @dataclass(frozen=True)
 class ShardSet:
-    """The shards of a corpus, as the manifest in their folder lists them."""
+    """The shards of a corpus, as listed by the manifest of their directory."""
 
     folder: Path
     manifest: Manifest
-    digest: str  # of the bytes of manifest.json: lineage and checkpoints record it
+    digest: str  # of manifest.json; checkpoints record it in their lineage
     train: list[Shard]
     val: list[Shard]
 
@@ -190,7 +190,7 @@ class ShardSet:
     def open(cls, folder: Path) -> ShardSet:
         """Read the manifest and check the size of every shard. Raises DataError.
 
-        Every rank calls it; contents are checked by `verify`.
+        Every rank calls it. `verify` checks the digests.
         """
         manifest = _read_manifest(folder / MANIFEST)
         dtype = DTYPES[manifest.dtype]
@@ -211,17 +211,16 @@ class ShardSet:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shards together, manifest not counted."""
+        """Bytes of all shards, without the manifest."""
         return sum(shard.num_bytes for shard in self.train + self.val)
 
     def verify(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Compare the digest of every of-th shard, from the index-th on; share = (index, of).
+        """Verify digests. share: (i, n) verifies every n-th shard from the i-th on, for n readers.
 
-        Ranks call it with (rank, world size) and have then checked every byte once together.
-        Raises DataError that names the first shard that is missing, cut or changed.
+        Raises DataError that names the first shard that is missing, truncated or changed.
         """
-        index, of = share
-        for shard in (self.train + self.val)[index::of]:
+        first, step = share
+        for shard in (self.train + self.val)[first::step]:
             shard.check_digest()
 
 
@@ -229,9 +228,9 @@ class ShardSet:
 
 
 class ShardWriter:
-    """Writes documents into shards `{prefix}-000.bin`, `-001`, …, each visible only when whole.
+    """Writes documents into shards `{prefix}-000.bin`, `-001`, …, each visible once it is complete.
 
-    A context manager; `entries` lists the shards when it has ended without an error. A shard ends
+    A context manager; `entries` lists the shards after it has ended without an error. A shard ends
     at the first document that reaches `shard_tokens`.
     """
 
@@ -248,8 +247,8 @@ class ShardWriter:
         self._open_file = ExitStack()
 
     def add(self, ids: NDArray[np.uint32]) -> None:
-        """Append one document, its end-of-text id included. UnfitError on a full disk."""
-        # Narrowing to uint16 would silently wrap an id that the vocabulary does not have.
+        """Append one document with its end-of-text id. UnfitError on a full disk."""
+        # The conversion to uint16 would silently wrap an id beyond the vocabulary.
         assert int(ids.max()) < self.vocab_size, f"id {ids.max()} beyond {self.vocab_size}"
         if not self._tokens:
             self._file = self._open_file.enter_context(atomic_open(self.folder / self._name))

@@ -1,4 +1,4 @@
-"""Tokenize the corpus into shards: worker processes encode parts, then a manifest lists the shards."""
+"""`forge tokenize`: worker processes encode parts of the corpus, then a manifest lists all shards."""
 
 from __future__ import annotations
 
@@ -54,31 +54,31 @@ from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
 PART_FORMAT: Literal[1] = 1
 
 
-# --- the verb -----------------------------------------------------------------------------------
+# --- the subcommand -----------------------------------------------------------------------------
 
 
 def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
-    """Turn the corpus into shards and return their folder; `workers` processes encode.
+    """Turn the corpus into shards, encoded by `workers` processes; their directory.
 
-    Run again it does nothing; run again after it was killed it keeps the finished parts. The bytes
-    are the same whatever the number of workers. The caller holds the folder's lock.
-    Raises DataError (no tokenizer, bad or too little text) and UnfitError (disk, memory).
+    Does nothing if the shards are current, and keeps the finished parts of a killed run. The bytes
+    do not depend on the number of workers. The caller holds the directory's lock. Raises DataError
+    (no tokenizer, bad or too little text) and UnfitError (disk, memory).
     """
     content_ids.require_current(config, "tokens")
-    tokenizer_place = tokenizer_folder(config.data, config.ids.tokenizer)
-    tokenizer = load_tokenizer(tokenizer_place)
+    tokenizer_path = tokenizer_folder(config.data, config.ids.tokenizer)
+    tokenizer = load_tokenizer(tokenizer_path)
     files = corpus.list_files(config.tokenize)
     folder = tokens_folder(config.data, config.ids.tokens)
     if _is_current(folder, tokenizer, files, threads=max(1, min(workers, os.cpu_count() or 1))):
         say(f"tokens {folder.name}: nothing to do")
         return folder
     _clean(folder)
-    job = _Job(folder, tokenizer_place, config.tokenize, fast=_can_be_fast(folder, tokenizer))
+    job = _Job(folder, tokenizer_path, config.tokenize, fast=_can_be_fast(folder, tokenizer))
     groups = _group(files, config.tokenize.part_mib)
     try:
         parts = _encode_with_fallback(job, groups, workers)
     finally:
-        _clean(folder)  # an ended worker leaves the shard that it was writing
+        _clean(folder)  # a killed worker leaves the shard that it was writing
     manifest = _manifest(folder.name, config, tokenizer, parts)
     _check_splits(manifest, config.tokenize)
     write_json(folder / MANIFEST, manifest.model_dump(mode="json"))
@@ -89,20 +89,20 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
 def _is_current(
     folder: Path, tokenizer: LoadedTokenizer, files: list[InputFile], threads: int
 ) -> bool:
-    """Whether the shards are there and made of these very inputs, by digest, and tokenizer."""
+    """Whether complete shards exist that were made of these inputs, by digest, and this tokenizer."""
     if not (folder / MANIFEST).exists():
         return False
     try:
         manifest = ShardSet.open(folder).manifest
     except DataError as err:
-        say(f"{err.what}: making the shards again")
+        say(f"{err.what}: rebuilding the shards")
         return False
     if manifest.tokenizer_digest != tokenizer.digest:
-        say(f"tokens {folder.name}: the tokenizer has changed, making the shards again")
+        say(f"tokens {folder.name}: the tokenizer has changed, rebuilding the shards")
         return False
     changed = set(_input_entries(files, threads)) ^ set(manifest.inputs)
     for name in sorted({entry.name for entry in changed}):
-        say(f"tokens {folder.name}: {name} has changed, making its shards again")
+        say(f"tokens {folder.name}: {name} has changed, rebuilding its shards")
     return not changed
 
 
@@ -118,7 +118,7 @@ def _input_entries(files: list[InputFile], threads: int = 1) -> list[InputEntry]
 
 
 def _clean(folder: Path) -> None:
-    """Take away the manifest, which no longer holds, and what a killed run was writing."""
+    """Remove the manifest, which is out of date, and temporary files of a killed run."""
     with disk_trouble(folder):
         (folder / MANIFEST).unlink(missing_ok=True)
         for leftover in [*folder.rglob(".*.bin.*"), *folder.rglob(".*.json.*")]:
@@ -126,7 +126,7 @@ def _clean(folder: Path) -> None:
 
 
 def _group(files: list[InputFile], part_mib: float) -> list[list[InputFile]]:
-    """Consecutive files in parts of about part_mib; a larger file is a part of its own."""
+    """Consecutive files in groups of about part_mib; a larger file is a group of its own."""
     parts: list[list[InputFile]] = []
     room = 0.0
     for file in files:
@@ -169,10 +169,10 @@ def _check_splits(manifest: Manifest, settings: Tokenize) -> None:
         )
     empty, direction = ("val", "raise") if num_train else ("train", "lower")
     raise DataError(
-        f"the {empty} split is empty: {num_train} documents to train on, {num_val} held out "
+        f"the {empty} split is empty: {num_train} documents for training, {num_val} for validation "
         f"(tokenize.val_fraction {settings.val_fraction})",
-        cause="each document goes to one split as a whole, and there are too few of them",
-        fix="cut text files into documents with tokenize.document_separator, add documents, "
+        cause="a document is never divided between the splits, and there are too few documents",
+        fix="split text files into documents with tokenize.document_separator, add documents, "
         f"or {direction} tokenize.val_fraction",
     )
 
@@ -189,8 +189,8 @@ def _say_result(folder: Path) -> None:
 
 # --- which encoder ------------------------------------------------------------------------------
 
-# In a folder where gigatoken once failed midway or gave other ids: a run that goes on must not
-# trust it. Holds the reason.
+# File in the directory of the shards, written when gigatoken failed or gave other ids there, so that
+# later runs do not use it. Contains the reason.
 ONLY_TOKENIZERS = "only-tokenizers"
 
 
@@ -207,10 +207,11 @@ def _can_be_fast(folder: Path, tokenizer: LoadedTokenizer) -> bool:
 
 
 def _encode_with_fallback(job: _Job, groups: list[list[InputFile]], workers: int) -> list[Part]:
-    """Every part's record. Where gigatoken fails midway, no part keeps what it made.
+    """Encode all parts; the record of each. If gigatoken fails, all parts are encoded again with the
+    tokenizers library.
 
-    Its finished parts were compared only by sample. After one text that it cannot encode, that is
-    too little to trust the rest; and so the shards are those of one encoder, the tokenizers library.
+    Only samples of the finished parts were compared: too little after a text that gigatoken cannot
+    encode.
     """
     try:
         return _encode_parts(job, groups, workers)
@@ -229,20 +230,20 @@ def _encode_with_fallback(job: _Job, groups: list[list[InputFile]], workers: int
 
 @dataclass(frozen=True)
 class _Job:
-    """What every worker needs to know."""
+    """Settings of all workers."""
 
     folder: Path
     tokenizer: Path
     settings: Tokenize
     fast: bool
-    """Encode with gigatoken, and compare a sample with tokenizers."""
+    """Encode with gigatoken, and compare samples with tokenizers."""
 
 
 def _encode_parts(job: _Job, groups: list[list[InputFile]], workers: int) -> list[Part]:
-    """Every part's record, in the order of the parts."""
-    # A fork would copy the threads' locks of the tokenizers library in whatever state they are.
+    """Encode all parts; their records in order."""
+    # A fork would copy locks that threads of the tokenizers library may hold.
     context = multiprocessing.get_context("spawn")
-    # One number a part, written by one worker: no lock that a killed worker could keep.
+    # Each number is written by one worker: no lock, which a killed worker could keep.
     read_bytes = context.RawArray("q", len(groups))
     pool = ProcessPoolExecutor(
         max(1, min(workers, len(groups))),
@@ -261,13 +262,13 @@ def _encode_parts(job: _Job, groups: list[list[InputFile]], workers: int) -> lis
                 update(sum(read_bytes) / 2**20, f"{len(finished)}/{len(groups)} parts")
     except BaseException as err:
         for worker in set(multiprocessing.active_children()) - others:
-            worker.terminate()  # none goes on behind an error or a Ctrl-C
+            worker.terminate()  # none may continue after an error or Ctrl-C
         if not isinstance(err, BrokenProcessPool):
             raise
         raise UnfitError(
             f"a worker process was killed after {len(finished)} of {len(groups)} parts",
             cause="most likely out of memory: a worker holds its largest document, encoded",
-            fix="give it more memory or fewer workers; finished parts are kept",
+            fix="use more memory or fewer workers; finished parts are kept",
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -277,9 +278,9 @@ def _encode_parts(job: _Job, groups: list[list[InputFile]], workers: int) -> lis
 def _results(
     pool: ProcessPoolExecutor, groups: list[list[InputFile]], in_flight: int
 ) -> Iterator[tuple[int, Part | None]]:
-    """(number, record) of each part when it is done, and (-1, None) twice a second meanwhile.
+    """(number, record) of each part when it is done, and (-1, None) at least twice a second.
 
-    Few parts are handed out at a time: a large corpus has 100 000 of them.
+    At most in_flight parts are submitted at a time: a large corpus has 100,000 of them.
     """
     waiting = iter(enumerate(groups))
     running: dict[Future[tuple[Part, list[str]]], int] = {}
@@ -306,9 +307,9 @@ _read_bytes: Any
 
 
 def _start_worker(parent: int, job: _Job, read_bytes: Any) -> None:
-    global _job, _read_bytes  # the pool gives an initializer no other place
+    global _job, _read_bytes  # an initializer of a pool cannot return anything
     _job, _read_bytes = job, read_bytes
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     stop_with_parent()
     if os.getppid() != parent:  # the parent died before the line above
         os._exit(1)
@@ -323,7 +324,7 @@ def _loaded(folder: Path, fast: bool) -> tuple[LoadedTokenizer, Encode]:
 
 
 class Part(Entry):
-    """What is done of the corpus: some input files and the shards made of them."""
+    """The record of a finished part: some input files and the shards made of them."""
 
     format: Literal[1] = PART_FORMAT
     tokenizer_digest: str
@@ -332,7 +333,7 @@ class Part(Entry):
 
 
 def _make_part(number: int, files: list[InputFile]) -> tuple[Part, list[str]]:
-    """The record of one part, and warnings for people. A part that is there and holds is kept."""
+    """Encode a part, or keep it if it is finished and valid; its record, and warnings."""
     tokenizer, encode = _loaded(_job.tokenizer, _job.fast)
     inputs = _input_entries(files)
     path = _job.folder / "parts" / f"part-{number:05d}.json"
@@ -352,7 +353,7 @@ def _make_part(number: int, files: list[InputFile]) -> tuple[Part, list[str]]:
 
 
 def _finished_part(path: Path, inputs: list[InputEntry], tokenizer: LoadedTokenizer) -> Part | None:
-    """The record of a part made of these inputs, if its shards still have their digests."""
+    """The record of a part that was made of these inputs, if its shards are valid; else None."""
     try:
         part = Part.model_validate(read_json(path))
         if part.inputs != inputs or part.tokenizer_digest != tokenizer.digest:
@@ -361,7 +362,7 @@ def _finished_part(path: Path, inputs: list[InputEntry], tokenizer: LoadedTokeni
         for entry in (entry for split in SPLITS for entry in part.splits[split]):
             shard = Shard(_job.folder / entry.file, entry.tokens, entry.digest, dtype)
             shard.check_digest()
-            # A Forge that took text for the end of a document may have made it.
+            # Each document has the end-of-text id once, and never within its text.
             if np.count_nonzero(shard.read() == tokenizer.eos_id) != entry.documents:
                 return None
     except (DataError, ValidationError):
@@ -405,7 +406,7 @@ def _write_shards(
         for batch in batches(documents, lambda document: len(document.encode())):
             try:
                 encoded = encode(batch)
-                # The last defense: as many of these ids as documents, whatever encoded them.
+                # Checks every encoder: no end-of-text id within a document.
                 check_no_end(tokenizer, batch, encoded)
             except Unencodable as err:
                 raise _unencodable(files, num_documents + err.number, err.reason) from None
@@ -416,23 +417,23 @@ def _write_shards(
 
 
 def _unencodable(files: list[InputFile], index: int, reason: str) -> DataError:
-    """The error that names the index-th document of some files, which are read again for that."""
-    place = "a document"
+    """The error that names the index-th document of some files, which it reads again."""
+    name = "a document"
     for file in files:
         documents = corpus.read_documents(file, _job.settings, warn=lambda _: None)
         for number, _ in enumerate(documents, start=1):
             if index == 0:
-                place = f"{file.path}, document {number}"
+                name = f"{file.path}, document {number}"
             index -= 1
     return DataError(
-        f"{place}: {reason}",
+        f"{name}: {reason}",
         cause="the tokenizer's vocabulary has no other ids for this text",
-        fix="take the text out of the document, choose another tokenizer, "
-        "or a tokenizer.eos_token that no text spells",
+        fix="remove the text from the document, choose another tokenizer, "
+        "or a tokenizer.eos_token that no text contains",
     )
 
 
 def split_of(document: str, val_fraction: float) -> Split:
-    """The split by the digest of the text: equal documents never end up on both sides."""
+    """The split of a document, by its digest: equal documents are always in the same split."""
     number = int.from_bytes(blake3.blake3(document.encode()).digest(8), "little")
     return "val" if number / 2**64 < val_fraction else "train"

@@ -35,60 +35,60 @@ TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 MANIFEST = "manifest.json"
 TRAINED_EOS = "<|endoftext|>"
-# Looked for in this order where neither the config nor tokenizer_config.json names the token.
+# Tried in this order where neither the config nor tokenizer_config.json names the token.
 COMMON_EOS = (TRAINED_EOS, "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>")
 
 
-# --- using one ----------------------------------------------------------------------------------
+# --- loading and encoding -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LoadedTokenizer:
-    """A tokenizer whose file has the digest that its manifest records."""
+    """A tokenizer whose file has the digest of its manifest."""
 
     tokenizer: tokenizers.Tokenizer
     id: str
     digest: str
     vocab_size: int
-    """Largest id plus one, added tokens included."""
+    """Largest id plus one, including added tokens."""
     eos_token: str
     eos_id: int
 
     @functools.cached_property
     def text_parts(self) -> dict[str, Any]:
-        """The tokenizer.json with which text is encoded, as `for_plain_text` changes it."""
+        """The tokenizer.json that encodes text, as changed by `for_plain_text`."""
         return for_plain_text(json.loads(self.tokenizer.to_str()), self.eos_token)
 
     @functools.cached_property
     def for_text(self) -> tokenizers.Tokenizer:
-        """What text is encoded with: text can spell special tokens, never be them."""
+        """The tokenizer that encodes text: text that spells a special token does not get its id."""
         return _parse(json.dumps(self.text_parts).encode(), f"tokenizer {self.id}")
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens. DataError where the tokenizer has none for it."""
+        """Ids of a text, without special tokens. Raises DataError as `encoding` does."""
         return list(self.encoding(text).ids)
 
     def encoding(self, text: str) -> tokenizers.Encoding:
-        """Ids of a text as `encode` gives them, with the place of each in the text."""
+        """Ids of a text as in `encode`, with their offsets. DataError where it cannot be encoded."""
         try:
             return self.for_text.encode(text, add_special_tokens=False)
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except BaseException as err:  # the library raises plain Exception, and panics of Rust
+        except BaseException as err:  # the library raises plain Exception, and Rust panics
             raise DataError(
                 f"tokenizer {self.id} cannot encode the text {text[:40]!r}: {err}",
-                cause="its vocabulary has neither the text nor a token for what it does not know",
+                cause="its vocabulary has neither this text nor a token for unknown text",
                 fix="choose another tokenizer, or leave this text out",
             ) from None
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids; special tokens are shown."""
+        """The text of ids, including special tokens."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
 
 def load_tokenizer(folder: Path) -> LoadedTokenizer:
-    """The tokenizer in a folder that `build_tokenizer` wrote. DataError where it is not whole."""
+    """Load a tokenizer that `build_tokenizer` wrote. DataError where it is incomplete or corrupt."""
     again = "run `forge tokenizer CONFIG` again"
     if not (folder / MANIFEST).exists():
         raise DataError(f"there is no tokenizer in {folder}", fix="run `forge tokenizer CONFIG`")
@@ -105,7 +105,7 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     if found != facts.digest:
         raise DataError(
             f"{path} has digest {found[:12]}; its manifest says {facts.digest[:12]}",
-            cause="changed, cut or removed after it was built",
+            cause="changed, truncated or removed after it was built",
             fix=again,
         )
     tokenizer = _parse(path.read_bytes(), str(path))
@@ -121,7 +121,7 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
 
 
 class _Facts(BaseModel):
-    """What a tokenizer's manifest must say; its other keys tell where the tokenizer came from."""
+    """Required keys of a tokenizer's manifest; the others record where the tokenizer came from."""
 
     model_config = ConfigDict(strict=True)
 
@@ -137,17 +137,17 @@ def _parse(data: bytes, where: str) -> tokenizers.Tokenizer:
 
     try:
         tokenizer = Tokenizer.from_buffer(data)
-    except Exception as err:  # the library raises plain Exception for all that it cannot read
+    except Exception as err:  # the library raises plain Exception for any unreadable file
         raise DataError(
             f"{where} is not a tokenizer that can be loaded: {err}",
             cause="not a tokenizer.json of the tokenizers library, or of a newer version of it",
             fix="choose another file, or install the newest tokenizers",
         ) from None
-    # Some published files cut or pad every text to the length of one model's context.
+    # Some published files truncate or pad every text to a model's context length.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # A text that spells "<|endoftext|>" is about that token; it must not end its document. This
-    # keeps only added tokens from being found in text; see plain_text for what models know.
+    # A text that spells "<|endoftext|>" must not end its document. This setting keeps only added
+    # tokens from being found in text; plain_text takes care of the model's vocabulary.
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -156,12 +156,12 @@ def _vocab_size(tokenizer: tokenizers.Tokenizer) -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
-# --- building one -------------------------------------------------------------------------------
+# --- building -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Material:
-    """What a source gives: contents of the tokenizer's files, and facts for the manifest."""
+class _Source:
+    """Contents of the tokenizer's files, and facts for the manifest."""
 
     tokenizer: bytes
     tokenizer_config: bytes | None = None
@@ -169,58 +169,58 @@ class _Material:
 
 
 def build_tokenizer(config: ResolvedConfig) -> Path:
-    """Build the tokenizer that a config stands for, prove that it loads, and return its folder.
+    """Build the tokenizer of a config and test that it loads; its directory.
 
-    Run again it does nothing. Raises ConfigError, DataError, and UnfitError (hub not reached).
+    Does nothing if it exists. Raises ConfigError, DataError, and UnfitError (no answer of the hub).
     """
     folder = tokenizer_folder(config.data, config.ids.tokenizer)
-    if _is_whole(folder):
+    if _is_valid(folder):
         say(f"tokenizer {folder.name}: nothing to do")
         return folder
     content_ids.require_current(config, "tokenizer")
-    sources: dict[str, Callable[[Config], _Material]] = {
+    sources: dict[str, Callable[[Config], _Source]] = {
         "train": _train,
         "path": _copy,
         "hub": _fetch,
     }
-    material = sources[config.tokenizer.source](config)
-    _write(folder, config, material)
+    _write(folder, config, sources[config.tokenizer.source](config))
     return folder
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_valid(folder: Path) -> bool:
+    """Whether the tokenizer is built and valid; removes the manifest of an invalid one."""
     if not (folder / MANIFEST).exists():
         return False
     try:
         load_tokenizer(folder)
     except DataError as err:
-        say(f"{err.what}: building it again")
+        say(f"{err.what}: rebuilding the tokenizer")
         with disk_trouble(folder):
             (folder / MANIFEST).unlink()
         return False
     return True
 
 
-def _write(folder: Path, config: Config, material: _Material) -> None:
-    tokenizer = _parse(material.tokenizer, f"the {config.tokenizer.source} tokenizer")
-    eos_token = _find_eos(tokenizer, config.tokenizer.eos_token, material.tokenizer_config)
+def _write(folder: Path, config: Config, source: _Source) -> None:
+    tokenizer = _parse(source.tokenizer, f"the {config.tokenizer.source} tokenizer")
+    eos_token = _find_eos(tokenizer, config.tokenizer.eos_token, source.tokenizer_config)
     eos_id = tokenizer.token_to_id(eos_token)
     assert eos_id is not None, eos_token
-    files = {TOKENIZER: material.tokenizer, TOKENIZER_CONFIG: material.tokenizer_config}
+    files = {TOKENIZER: source.tokenizer, TOKENIZER_CONFIG: source.tokenizer_config}
     for name, data in files.items():
         if data is not None:
             with atomic_open(folder / name) as file:
                 file.write(data)
-    _prove(folder / TOKENIZER, eos_token, eos_id)
+    _test_offline(folder / TOKENIZER, eos_token, eos_id)
     vocab_size = _vocab_size(tokenizer)
     manifest = {
         "id": folder.name,
-        "digest": digest_bytes(material.tokenizer),
+        "digest": digest_bytes(source.tokenizer),
         "vocab_size": vocab_size,
         "eos_token": eos_token,
         "eos_id": eos_id,
         "settings": content_ids.tokenizer_recipe(config),
-        **material.facts,
+        **source.facts,
     }
     write_json(folder / MANIFEST, manifest)
     say(f"tokenizer {folder.name}: {vocab_size} ids, {eos_token} ends a document, in {folder}")
@@ -246,13 +246,13 @@ def _find_eos(
     )
 
 
-def _require_utf8(token: str, place: str) -> None:
-    """ConfigError for a lone surrogate: JSON and YAML can spell it, a tokenizer cannot."""
+def _require_utf8(token: str, where: str) -> None:
+    """ConfigError for a lone surrogate, which JSON and YAML can spell and a tokenizer cannot."""
     try:
         token.encode()
     except UnicodeEncodeError as err:
         raise ConfigError(
-            f"{place}: the end-of-text token {token!r} is no UTF-8: {err.reason}",
+            f"{where}: the end-of-text token {token!r} is not UTF-8: {err.reason}",
             fix="set tokenizer.eos_token to the token that ends a document",
         ) from None
 
@@ -273,8 +273,8 @@ def _eos_in_config(tokenizer_config: bytes | None) -> str | None:
 # --- source: train ------------------------------------------------------------------------------
 
 
-def _train(config: Config) -> _Material:
-    """A byte-level BPE: any text round-trips, since all 256 bytes are in its alphabet."""
+def _train(config: Config) -> _Source:
+    """Train a byte-level BPE, which decodes any text exactly: its alphabet has all 256 bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     settings = config.tokenizer
@@ -296,7 +296,7 @@ def _train(config: Config) -> _Material:
             f"the corpus gives only {_vocab_size(tokenizer)} of {settings.vocab_size} ids: "
             "every word in it is one token already"
         )
-    return _Material(tokenizer.to_str(pretty=True).encode())
+    return _Source(tokenizer.to_str(pretty=True).encode())
 
 
 def _sample(files: list[corpus.InputFile], config: Config) -> Iterator[str]:
@@ -312,7 +312,7 @@ def _sample(files: list[corpus.InputFile], config: Config) -> Iterator[str]:
                 text = _first_bytes(document, share - taken)
                 taken += len(text.encode())
                 yield text
-                if taken >= share - 3:  # what is left may be less than one character
+                if taken >= share - 3:  # the rest may be less than one character
                     break
             taken_total += taken
             update(taken_total / 2**20, file.name)
@@ -333,16 +333,16 @@ def _first_bytes(text: str, num_bytes: int) -> str:
 # --- source: path -------------------------------------------------------------------------------
 
 
-def _copy(config: Config) -> _Material:
+def _copy(config: Config) -> _Source:
     path, *beside = content_ids.tokenizer_files(str(config.tokenizer.path))
-    return _Material(path.read_bytes(), beside[0].read_bytes() if beside else None)
+    return _Source(path.read_bytes(), beside[0].read_bytes() if beside else None)
 
 
 # --- source: hub --------------------------------------------------------------------------------
 
 
-def _fetch(config: Config) -> _Material:
-    """The tokenizer's files at one revision; from the hub's cache where there is no network."""
+def _fetch(config: Config) -> _Source:
+    """The tokenizer's files at one revision; from the local cache where there is no network."""
     repo, revision = str(config.tokenizer.hub).split("@", 1)
     with disk_trouble(Path(config.data)):
         path = _hub_file(repo, revision, TOKENIZER)
@@ -354,23 +354,20 @@ def _fetch(config: Config) -> _Material:
                 "or convert it and use tokenizer.source: path",
             )
         commit = path.parent.name  # the client's cache: snapshots/{commit}/{file}
-        beside = _hub_file(repo, commit, TOKENIZER_CONFIG)
-        return _Material(
-            path.read_bytes(),
-            beside.read_bytes() if beside else None,
-            {"commit": commit},
-        )
+        config_path = _hub_file(repo, commit, TOKENIZER_CONFIG)
+        tokenizer_config = config_path.read_bytes() if config_path else None
+        return _Source(path.read_bytes(), tokenizer_config, {"commit": commit})
 
 
 def _hub_file(repo: str, revision: str, name: str) -> Path | None:
-    """Where one file of a hub repository lies in the cache; None where there is no such file."""
+    """Path in the local cache of a file of a hub repository; None where there is no such file."""
     from huggingface_hub import _CACHED_NO_EXIST, errors, hf_hub_download, try_to_load_from_cache
 
     try:
         return Path(hf_hub_download(repo, name, revision=revision))
     except errors.LocalEntryNotFoundError as err:
         if try_to_load_from_cache(repo, name, revision=revision) is _CACHED_NO_EXIST:
-            return None  # asked for when the network was there, and remembered
+            return None  # the cache has recorded that the file does not exist
         raise _unreachable(repo, revision, name, err) from None
     except errors.EntryNotFoundError:
         return None
@@ -387,7 +384,7 @@ def _hub_file(repo: str, revision: str, name: str) -> Path | None:
     except errors.RepositoryNotFoundError:
         raise ConfigError(
             f"tokenizer.hub: there is no repository {repo}, or you may not see it",
-            cause="a typing error, or a private repository",
+            cause="a misspelled name, or a private repository",
             fix="correct tokenizer.hub, or `hf auth login` for a private one",
         ) from None
     except errors.HFValidationError as err:
@@ -407,12 +404,12 @@ def _unreachable(repo: str, revision: str, name: str, err: Exception) -> UnfitEr
     )
 
 
-# --- proof --------------------------------------------------------------------------------------
+# --- offline test -------------------------------------------------------------------------------
 
 PROBE = 'def naïve(x):\n\treturn "Grüße, 世界 🙂"  # 2 + 2\n'
 
-# Imports only the tokenizers library: what compute nodes will load needs no network and no cache.
-_PROOF = """
+# As on compute nodes: without network or cache, and with the tokenizers library only.
+_OFFLINE_TEST = """
 import json, os, sys
 os.environ["HF_HUB_OFFLINE"] = "1"
 from tokenizers import Tokenizer
@@ -425,12 +422,11 @@ print(json.dumps({"num_ids": len(ids), "text": text, "eos_id": tokenizer.token_t
 """
 
 
-def _prove(path: Path, eos_token: str, eos_id: int) -> None:
-    """Load, encode and decode in a fresh, offline process. DataError where it does not hold."""
+def _test_offline(path: Path, eos_token: str, eos_id: int) -> None:
+    """Load, encode and decode in a fresh, offline process. DataError where that fails."""
     ask = json.dumps({"path": str(path), "probe": PROBE, "eos": eos_token})
-    done = subprocess.run(
-        [sys.executable, "-c", _PROOF], input=ask, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", _OFFLINE_TEST]
+    done = subprocess.run(command, input=ask, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise DataError(
@@ -444,7 +440,7 @@ def _prove(path: Path, eos_token: str, eos_id: int) -> None:
             f"id {answer['eos_id']} for {eos_token} (here {eos_id})",
             fix="choose another tokenizer",
         )
-    # add_prefix_space, where a tokenizer has it, puts one blank in front.
+    # A tokenizer with add_prefix_space prepends one space.
     if _is_lossless(path) and answer["text"].removeprefix(" ") != PROBE:
         raise DataError(
             f"{path} is byte-level but turns {PROBE!r} into {answer['text']!r}",
@@ -453,7 +449,7 @@ def _prove(path: Path, eos_token: str, eos_id: int) -> None:
 
 
 def _is_lossless(path: Path) -> bool:
-    """Whether a tokenizer.json is byte-level and changes nothing before it encodes."""
+    """Whether a tokenizer.json is byte-level, without a normalizer that changes the probe."""
     parts = json.loads(path.read_text())
     decoder = parts.get("decoder") or {}
     kinds = {decoder.get("type"), *(part.get("type") for part in decoder.get("decoders", []))}

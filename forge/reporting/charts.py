@@ -47,12 +47,12 @@ TIME_COLUMNS = 240
 
 
 def loss_chart(history: History) -> str:
-    """Training and held-out loss over steps, restarts as dashed lines. Source of every number:
+    """Training and validation loss over steps, restarts as dashed lines. Source of every number:
     the surviving lines of metrics.jsonl."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": "loss"}):
         figure, axes = _axes("loss (nats per token)", history)
         _line(axes, history.train, "loss", TRAIN, "training batch", lw=1.2, alpha=0.75)
-        _line(axes, history.evals, "loss", EVAL, "held-out", lw=2, marker="o", ms=4)
+        _line(axes, history.evals, "loss", EVAL, "validation", lw=2, marker="o", ms=4)
         axes.legend(loc="upper right")
         return _svg(figure, "loss")
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # `forge show` asks for launches only and must start in a bli
 # Phase -> what its time was spent on, in the order people ask.
 PHASES = {
     "train": "steps that are part of the result",
-    "eval": "held-out loss",
+    "eval": "validation loss",
     "save": "stalls while a checkpoint is written",
     "init": "launch to first step: imports, rendezvous, model, compile",
     "stage": "token shards to node-local storage",

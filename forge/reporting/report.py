@@ -105,7 +105,7 @@ def _missing(paths: RunPaths, summary: Summary, history: History) -> list[str]:
         (not summary.preflight, "preflight: no node was checked yet"),
         (not history.launches, "launches: training has not started"),
         (not len(history.train), "training curve: no step was logged"),
-        (not evaluated, "held-out loss: no evaluation was logged"),
+        (not evaluated, "validation loss: no evaluation was logged"),
         (not summary.manifest, "checkpoint: none is committed, so there is no lineage"),
         (not summary.validation, "validation: not done yet, so there are no samples either"),
     ]
@@ -121,7 +121,7 @@ def _charts(history: History) -> list[dict[str, Any]]:
         alt = ", ".join(
             f"{name} loss from {frame['loss'].iloc[0]:.2f} to {frame['loss'].iloc[-1]:.2f} "
             f"over steps {frame['step'].iloc[0]} to {frame['step'].iloc[-1]}"
-            for name, frame in (("training", train), ("held-out", evals))
+            for name, frame in (("training", train), ("validation", evals))
             if len(frame)
         )
         charts.append({"title": "Loss", "alt": alt, "svg": Markup(loss_chart(history))})

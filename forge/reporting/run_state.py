@@ -334,7 +334,7 @@ def _completed(files: RunFiles) -> _Found:
     validated = Validated.read_if_there(files.paths.validated)
     if validated and validated.step == step:
         loss = validated.loss
-        return _Found("validated", "" if loss is None else f"held-out loss {loss:.3f}")
+        return _Found("validated", "" if loss is None else f"validation loss {loss:.3f}")
     return _Found("done", "not validated yet", f"forge validate {files.paths.config}")
 
 

@@ -39,7 +39,7 @@ def _rows(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
     )
     rows = [("reason" if i == 0 else "", note) for i, note in enumerate(summary.notes)]
     rows += [("next", summary.state.next)] if summary.state.next else []
-    rows += [("checkpoint", checkpoint), ("report", report), ("held-out loss", _losses(paths))]
+    rows += [("checkpoint", checkpoint), ("report", report), ("validation loss", _losses(paths))]
     for number, sample in enumerate(summary.samples[:SAMPLES]):
         clipped = sample if len(sample) <= SAMPLE_WIDTH else sample[: SAMPLE_WIDTH - 1] + "…"
         rows.append(("samples" if number == 0 else "", clipped))

@@ -1,4 +1,4 @@
-"""CPU settings: true fp32 matrix products from oneDNN, and an allocator that keeps its memory."""
+"""CPU settings: oneDNN for fp32 matrix products, and an allocator that keeps freed memory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 
 def use_fast_fp32() -> bool:
-    """Let fp32 products on the CPU use oneDNN if that is true fp32 here; returns whether it is.
+    """Use oneDNN for fp32 products on the CPU if it computes in true fp32 here; returns whether.
 
-    torch reaches oneDNN's AVX-512 kernels, faster than MKL's on AMD, only through a setting that
-    also allows bf16, which AMX would then use. So one product is measured, and the setting is taken
-    back if it is worse than fp32. Every process calls this once, before training or validation, so
-    that both round alike.
+    torch uses oneDNN's AVX-512 kernels, faster than MKL's on AMD, only with a setting that also
+    allows bf16, which AMX would use. So the error of one product is measured, and the setting is
+    undone if the error is larger than in fp32. Every process calls this once, before training or
+    validation, so that both round in the same way.
     """
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     default, matmul.fp32_precision = matmul.fp32_precision, "bf16"
@@ -24,7 +24,7 @@ def use_fast_fp32() -> bool:
 
 
 def has_fast_fp32() -> bool:
-    """Whether `use_fast_fp32` has found oneDNN's products accurate enough for fp32 in this process."""
+    """Whether `use_fast_fp32` has switched this process to oneDNN."""
     return torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # type: ignore[attr-defined]
 
 
@@ -39,11 +39,11 @@ def product_error() -> float:
 def keep_freed_memory() -> bool:
     """Let this process keep the memory that tensors on the CPU free; False where libc is not glibc.
 
-    By default glibc gives large blocks back at once, and every step takes them anew from the kernel,
-    page by page: 10 % of a step in fp32, 20 % in bf16. The process then stays as large as it ever
-    was. Called once, by processes that train on the CPU.
+    By default glibc returns large blocks to the kernel at once, and every step page-faults them in
+    again: 10 % of a step in fp32, 20 % in bf16. The process stays as large as its peak. Called once,
+    by processes that train on the CPU.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     m_trim_threshold, m_mmap_max = -1, -4  # from malloc.h
-    # no block from mmap, and (-1) never a shorter heap
+    # no block from mmap, and a heap that is never trimmed (-1)
     return mallopt is not None and bool(mallopt(m_mmap_max, 0) and mallopt(m_trim_threshold, -1))

@@ -30,7 +30,7 @@ from forge.core.files import (
     digest_file,
     disk_trouble,
     fsync_folder,
-    read_json,
+    read_object_or_empty,
     write_json,
 )
 from forge.core.paths import RunPaths, tokenizer_folder
@@ -43,16 +43,16 @@ FORMAT = 1
 MANIFEST = "forge.json"
 CARD = "README.md"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Weights of one file, as stored in the checkpoint: no more than these are in memory at a time.
+# Limit of the fp32 weights that go into one file. Only one file's weights are in memory at a time.
 FILE_BYTES = 5 * 10**9
 
 
 def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any]) -> Path:
-    """Export a checkpoint folder, or the latest checkpoint of a run's folder; the folder written.
+    """Export a checkpoint, or the latest one of a run's directory; the directory written.
 
-    to: None for `export/step-…` in the run's folder. overrides: may say where `data` lies now.
-    Raises DataError (no checkpoint, or a damaged one), ConfigError (`to` is in the way) and
-    UnfitError (cannot write).
+    to: None for `export/step-…` in the run's directory. overrides: config keys, such as the current
+    `data`. Raises DataError (no checkpoint, or a corrupt one), ConfigError (`to` holds something
+    else) and UnfitError (cannot write).
     """
     checkpoint = resume.named(folder)
     target = to.resolve() if to else _default_target(checkpoint)
@@ -62,13 +62,13 @@ def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any])
         "dtype": dtype,
     }
     with lock(target.parent, "export", name=f".{target.name}.lock"), _not_pruned(checkpoint):
-        if _is_there(target, identity):
+        if _is_exported(target, identity):
             say(f"export of step {checkpoint.step} in {target}: nothing to do")
             return target
         source = _Source.open(checkpoint, overrides)
-        with _appearing(target) as draft:
+        with _atomic_directory(target) as draft:
             weights_digest = _write_weights(draft, source, DTYPES[dtype])
-            _check_goal(checkpoint, weights_digest)
+            _check_final_weights(checkpoint, weights_digest)
             _write_configs(draft, source, dtype)
             _write_tokenizer(draft, source)
             _write_manifest(draft, source, {**identity, "weights_digest": weights_digest})
@@ -77,7 +77,7 @@ def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any])
 
 
 def _run_of(checkpoint: directory.Checkpoint) -> RunPaths | None:
-    """The run whose checkpoint this is; None where it lies elsewhere."""
+    """The run whose checkpoint this is; None for a checkpoint outside of a run's directory."""
     paths = RunPaths(checkpoint.folder.parent.parent)
     return paths if paths.checkpoints == checkpoint.folder.parent else None
 
@@ -86,37 +86,36 @@ def _default_target(checkpoint: directory.Checkpoint) -> Path:
     paths = _run_of(checkpoint)
     if paths is None:
         raise ConfigError(
-            f"{checkpoint.folder} lies in no run, so nothing says where the export goes",
-            fix="say it: --to FOLDER",
+            f"{checkpoint.folder} is not in a run's directory, so the export has no default path",
+            fix="give one: --to FOLDER",
         )
     return paths.root / "export" / checkpoint.folder.name
 
 
-def _is_there(target: Path, identity: dict[str, Any]) -> bool:
-    """Whether the target is this very export, whole. ConfigError where something else is there."""
+def _is_exported(target: Path, identity: dict[str, Any]) -> bool:
+    """Whether the target is this export, complete. ConfigError where the target is something else."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return False
-    there = read_json(target / MANIFEST) if (target / MANIFEST).is_file() else {}
-    there = there if isinstance(there, dict) else {}
-    if any(there.get(key) != value for key, value in identity.items()):
+    found = read_object_or_empty(target / MANIFEST) if (target / MANIFEST).is_file() else {}
+    if any(found.get(key) != value for key, value in identity.items()):
         what = (
-            f"holds the export of step {there['step']} in {there['dtype']}"
-            if "checkpoint_digest" in there
-            else "is there already and is no export of Forge"
+            f"holds the export of step {found['step']} in {found['dtype']}"
+            if "checkpoint_digest" in found
+            else "exists and is not an export of Forge"
         )
-        raise ConfigError(f"{target} {what}", fix="name another folder with --to, or remove it")
-    for name, digest in there["files"].items():
+        raise ConfigError(f"{target} {what}", fix="name another directory with --to, or remove it")
+    for name, digest in found["files"].items():
         if not (target / name).is_file() or digest_file(target / name) != digest:
             raise ConfigError(
                 f"{target / name} is missing or has changed since it was exported",
-                fix=f"remove {target} and rerun the command, or name another folder with --to",
+                fix=f"remove {target} and rerun the command, or name another directory with --to",
             )
     return True
 
 
 @contextmanager
 def _not_pruned(checkpoint: directory.Checkpoint) -> Iterator[None]:
-    """Say so where a run that goes on training removes the checkpoint while it is read."""
+    """Raise DataError where the run, which is training, prunes the checkpoint while it is read."""
     try:
         yield
     except (DataError, FileNotFoundError):
@@ -124,16 +123,16 @@ def _not_pruned(checkpoint: directory.Checkpoint) -> Iterator[None]:
             raise
         raise DataError(
             f"{checkpoint.folder} was removed while it was read",
-            cause="the run goes on training and keeps only its newest checkpoints",
+            cause="the run is training and keeps only its newest checkpoints",
             fix="rerun the command, or raise train.keep_last",
         ) from None
 
 
 @contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
-    """A folder that appears under its name only when it is whole and on disk.
+def _atomic_directory(target: Path) -> Iterator[Path]:
+    """A temporary directory that is renamed to `target` once it is complete and on disk.
 
-    The caller holds the target's lock; what a killed export left is replaced.
+    The caller holds the target's lock. Leftovers of a killed export are removed.
     """
     draft = target.with_name(f"{directory.TEMPORARY}{target.name}")
     with disk_trouble(target):
@@ -142,34 +141,34 @@ def _appearing(target: Path) -> Iterator[Path]:
         try:
             yield draft
             fsync_folder(draft)
-            draft.rename(target)  # takes the place of an empty folder, of no other
+            draft.rename(target)  # replaces an empty directory, and no other
             fsync_folder(target.parent)
         except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)  # a full disk must not stay full of it
+            shutil.rmtree(draft, ignore_errors=True)  # else a full disk would stay full
             raise
 
 
-# --- what is exported ---------------------------------------------------------------------------
+# --- the checkpoint to export -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint whose files have the digests of its manifest, and what its lineage names."""
+    """A checkpoint whose digests are verified, with the config and the tokenizer of its lineage."""
 
     checkpoint: directory.Checkpoint
     config: ResolvedConfig
     tokenizer: LoadedTokenizer
     tokenizer_file: Path
     shapes: dict[str, torch.Size]
-    """Of the weights by name, in the order of the names; all are fp32."""
+    """Shapes of the weights, sorted by name; all weights are fp32."""
 
     @classmethod
     def open(cls, checkpoint: directory.Checkpoint, overrides: dict[str, Any]) -> _Source:
         if bad := list(checkpoint.bad_files()):
             raise DataError(
-                f"checkpoint {checkpoint.folder} is damaged: {'; '.join(bad)}",
-                cause="a disk error, a copy that broke off, or an edit",
-                fix="export another one by naming its folder instead of the run's",
+                f"checkpoint {checkpoint.folder} is corrupt: {'; '.join(bad)}",
+                cause="a disk error, an interrupted copy, or an edit",
+                fix="export another checkpoint: name its directory instead of the run's",
             )
         lineage = checkpoint.manifest.lineage
         values = apply_overrides(lineage.config.to_json(), overrides)
@@ -179,16 +178,16 @@ class _Source:
         if not folder.is_dir():
             raise DataError(
                 f"the tokenizer of {checkpoint.folder} is not in {folder}",
-                cause="this is not the project's folder, or `data` was moved",
-                fix="say where `data` lies now: --data=FOLDER",
+                cause="this is not the project's directory, or `data` was moved",
+                fix="give the current path of `data`: --data=FOLDER",
             )
         tokenizer = load_tokenizer(folder)
         if tokenizer.digest != lineage.tokenizer.digest:
             raise DataError(
                 f"{folder} has digest {tokenizer.digest[:12]}, the checkpoint was trained with"
                 f" {lineage.tokenizer.digest[:12]}",
-                cause="the tokenizer was built anew from other text",
-                fix="restore the tokenizer that the run began with",
+                cause="the tokenizer was rebuilt from other text",
+                fix="restore the tokenizer that the run was trained with",
             )
         shapes = _shapes(checkpoint, config.model, tokenizer.vocab_size)
         return cls(checkpoint, config, tokenizer, folder / TOKENIZER, shapes)
@@ -197,7 +196,7 @@ class _Source:
 def _shapes(
     checkpoint: directory.Checkpoint, model: Model, vocab_size: int
 ) -> dict[str, torch.Size]:
-    """Shape of each weight in the checkpoint, which must be those of its config, in fp32."""
+    """Shape of each weight. DataError where the checkpoint's weights are not those of its config."""
     with torch.device("meta"):  # names and shapes cost no memory
         trunk = Trunk(model, vocab_size).state_dict()
     wanted = {f"model.{name}": tensor.shape for name, tensor in trunk.items()}
@@ -228,10 +227,10 @@ def _shapes(
 
 
 def _write_weights(draft: Path, source: _Source, dtype: torch.dtype) -> str:
-    """Write all weights file by file; their digest as they are in the checkpoint."""
+    """Write all weights file by file; the digest of the fp32 weights, as in the checkpoint."""
     hasher = blake3.blake3()
     groups = _groups({name: 4 * shape.numel() for name, shape in source.shapes.items()})
-    placed: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     total = sum(shape.numel() for shape in source.shapes.values())
     done = 0
     with progress("export", total / 1e6, "M weights") as update:
@@ -246,18 +245,18 @@ def _write_weights(draft: Path, source: _Source, dtype: torch.dtype) -> str:
                 tensors[name] = tensor.to(dtype)
                 done += tensor.numel()
             _save(tensors, draft / file)
-            placed |= dict.fromkeys(names, file)
+            weight_map |= dict.fromkeys(names, file)
             update(done / 1e6, file)
     if len(groups) > 1:
         size = total * dtype.itemsize
         metadata = {"total_parameters": total, "total_size": size}
-        index = {"metadata": metadata, "weight_map": placed}
+        index = {"metadata": metadata, "weight_map": weight_map}
         write_json(draft / "model.safetensors.index.json", index)
     return hasher.hexdigest()
 
 
 def _groups(sizes: dict[str, int]) -> list[list[str]]:
-    """Names in their order, a group for each file: at most FILE_BYTES, or one larger weight."""
+    """The names in groups, one for each file: at most FILE_BYTES, or a single larger weight."""
     groups: list[list[str]] = [[]]
     room = FILE_BYTES
     for name, size in sizes.items():
@@ -272,20 +271,20 @@ def _groups(sizes: dict[str, int]) -> list[list[str]]:
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     try:
         save_file(tensors, path, metadata={"format": "pt"})  # transformers asks for the format
-    except SafetensorError as err:  # for trouble of the disk, too
+    except SafetensorError as err:  # also for an error of the disk
         raise UnfitError(
             f"cannot write {path.name} in {path.parent.parent}: {err}",
             cause=f"{shutil.disk_usage(path.parent).free / 2**20:.1f} MiB are free there",
-            fix="free space there, or name another folder with --to",
+            fix="free space there, or name another directory with --to",
         ) from None
-    # The library leaves 0600, which would hide the weights from the group.
+    # The library sets mode 0600, which would hide the weights from the group.
     path.chmod(path.parent.stat().st_mode & 0o666)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
-def _check_goal(checkpoint: directory.Checkpoint, weights_digest: str) -> None:
-    """A finished run knows the weights it ended with: a mix of two steps has none of its digests."""
+def _check_final_weights(checkpoint: directory.Checkpoint, weights_digest: str) -> None:
+    """DataError where these are not the weights that a finished run has recorded for its last step."""
     paths = _run_of(checkpoint)
     if paths is None or not paths.trained.exists():
         return
@@ -299,13 +298,14 @@ def _check_goal(checkpoint: directory.Checkpoint, weights_digest: str) -> None:
         )
 
 
-# --- what stands beside them --------------------------------------------------------------------
+# --- configs, tokenizer, manifest, card ---------------------------------------------------------
 
 
 def _write_configs(draft: Path, source: _Source, dtype: str) -> None:
-    """config.json and generation_config.json, as transformers 4 and 5 read them.
+    """Write config.json and generation_config.json, as transformers 4 and 5 read them.
 
-    Training knows no token that begins a text, and has dropout where Llama has none.
+    Without a begin-of-text token, which training does not use, and without dropout, which Llama has
+    in other places.
     """
     model, eos_id = source.config.model, source.tokenizer.eos_id
     name = str(DTYPES[dtype]).removeprefix("torch.")
@@ -324,42 +324,42 @@ def _write_configs(draft: Path, source: _Source, dtype: str) -> None:
         "initializer_range": INIT_STD,
         "rms_norm_eps": model.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "rope_theta": model.rope_theta,  # where transformers 4 looks
+        "rope_theta": model.rope_theta,  # for transformers 4
         "tie_word_embeddings": model.tie_embeddings,
         "attention_bias": False,
         "mlp_bias": False,
         "bos_token_id": None,  # Llama's default is 1
         "eos_token_id": eos_id,
         "dtype": name,
-        "torch_dtype": name,  # where transformers 4 looks
+        "torch_dtype": name,  # for transformers 4
     }
     write_json(draft / "config.json", config)
-    # Rows of a batch that have ended are filled with the padding token.
+    # Finished rows of a batch are filled with the padding token.
     generation = {"eos_token_id": eos_id, "pad_token_id": eos_id}
     write_json(draft / "generation_config.json", generation)
 
 
 def _write_tokenizer(draft: Path, source: _Source) -> None:
-    """tokenizer.json and tokenizer_config.json that give the ids that training saw.
+    """Write tokenizer.json and tokenizer_config.json, which give the ids that training used.
 
-    One difference is meant: a text that spells the end-of-text token gives its id, as users of
+    One difference is intended: a text that contains the end-of-text token gives its id, as users of
     transformers expect.
     """
     content = source.tokenizer_file.read_bytes()
     parts = json.loads(content)
     changes: dict[str, None] = {}
-    for key in ("truncation", "padding"):  # made for another model's context
+    for key in ("truncation", "padding"):  # set for another model's context length
         if parts.get(key) is not None:
             changes[key] = None
     if source.tokenizer.tokenizer.num_special_tokens_to_add(is_pair=False):
-        changes["post_processor"] = None  # it would add tokens that training left out
+        changes["post_processor"] = None  # would add special tokens that training did not use
     if changes:
         content = json.dumps({**parts, **changes}, ensure_ascii=False).encode()
     with atomic_open(draft / TOKENIZER) as file:
         file.write(content)
     settings = {
-        # Where no class is named, transformers 4 takes Llama's, which begins each text with an added
-        # token that the model has no row for.
+        # Without a class transformers 4 uses Llama's, which prepends a token that the model has no
+        # embedding for.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": source.tokenizer.eos_token,
         "model_max_length": source.config.train.seq_len,
@@ -369,7 +369,7 @@ def _write_tokenizer(draft: Path, source: _Source) -> None:
 
 
 def _write_manifest(draft: Path, source: _Source, facts: dict[str, Any]) -> None:
-    """The lineage in forge.json, with the digest of each file; a card for people in README.md."""
+    """Write forge.json, the lineage with the digest of each file, and the model card in README.md."""
     lineage = source.checkpoint.manifest.lineage
     facts = {
         **facts,
@@ -383,13 +383,13 @@ def _write_manifest(draft: Path, source: _Source, facts: dict[str, Any]) -> None
         "files": {path.name: digest_file(path) for path in sorted(draft.iterdir())},
     }
     write_json(draft / MANIFEST, facts)
-    # The card has no digest: people write into it.
+    # The card has no digest, since users edit it.
     with atomic_open(draft / CARD, "w") as file:
         file.write(_card(source, facts))
 
 
 def _card(source: _Source, facts: dict[str, Any]) -> str:
-    model, loss = source.config.model, _held_out_loss(source.checkpoint, facts)
+    model, loss = source.config.model, _validation_loss(source.checkpoint, facts)
     weights = sum(shape.numel() for shape in source.shapes.values())
     tokens = source.checkpoint.manifest.next_sample * source.config.train.seq_len
     code = facts["code"]
@@ -400,7 +400,7 @@ pipeline_tag: text-generation
 ---
 # {facts["run"]}, step {facts["step"]}
 
-A language model of Llama's architecture, trained from nothing and exported by Forge.
+A language model of Llama's architecture, trained from scratch and exported by Forge.
 
 | | |
 |---|---|
@@ -408,7 +408,7 @@ A language model of Llama's architecture, trained from nothing and exported by F
 | shape | {model.layers} layers, width {model.dim}, {model.heads} heads ({model.num_kv_heads} for keys) |
 | vocabulary | {source.tokenizer.vocab_size:,} ids, `{source.tokenizer.eos_token}` ends a text |
 | trained on | {tokens:,} tokens, {source.config.train.seq_len} at a time |
-| held-out loss | {f"{loss:.4f} nats per token" if loss is not None else "not validated"} |
+| validation loss | {f"{loss:.4f} nats per token" if loss is not None else "not validated"} |
 | checkpoint | digest `{facts["checkpoint_digest"][:12]}` |
 | config | digest `{facts["config_digest"][:12]}` |
 | data | tokens `{facts["tokens"]["id"]}`, digest `{facts["tokens"]["digest"][:12]}` |
@@ -419,14 +419,14 @@ A language model of Llama's architecture, trained from nothing and exported by F
     model = AutoModelForCausalLM.from_pretrained("FOLDER")
     tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 
-`{MANIFEST}` has the digests whole, and those of the files here.
+`{MANIFEST}` has these digests in full, and those of the files of this directory.
 """
 
 
-def _held_out_loss(checkpoint: directory.Checkpoint, facts: dict[str, Any]) -> float | None:
-    """As validation found it, if it looked at this very checkpoint and found it valid."""
+def _validation_loss(checkpoint: directory.Checkpoint, facts: dict[str, Any]) -> float | None:
+    """The loss in validation.json; None unless that is of this checkpoint and says `valid`."""
     paths = _run_of(checkpoint)
-    verdict = Validation.read_if_there(paths.validation) if paths else None
-    if verdict is None or verdict.status != "valid":
+    found = Validation.read_if_there(paths.validation) if paths else None
+    if found is None or found.status != "valid":
         return None
-    return verdict.loss if verdict.checkpoint_digest == facts["checkpoint_digest"] else None
+    return found.loss if found.checkpoint_digest == facts["checkpoint_digest"] else None

@@ -1,8 +1,8 @@
 """The model: a compact Llama-style decoder, its initialization, and sampling from it.
 
-Parameters carry the names and the rotary convention of Hugging Face's Llama, so that an export is a
-copy. Shape suffixes: B batch, T tokens of a sample, N = B*T tokens, D model width, H heads, K head
-width, F inner width of the feed-forward, V vocabulary.
+Parameters have the names and the rotary convention of Hugging Face's Llama, so that an export is a
+copy. Shape suffixes: B batch, T tokens of a sample, D model width, H heads, K head width, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer, normalised before each part: the unit that FSDP2 shards."""
+    """One pre-norm decoder layer: the unit that FSDP2 shards."""
 
     def __init__(self, settings: Model) -> None:
         super().__init__()
@@ -100,17 +100,17 @@ class Trunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The language model: `settings` says the shape, `seed` alone the initial weights.
+    """The language model. `settings` and `seed` determine its initial weights.
 
-    Has no `lm_head` with tied embeddings, so that a checkpoint holds the matrix once. To shard it
-    with FSDP2, apply fully_shard to each of `model.layers` and then to the Decoder itself: the
-    output layer is read here and not called, so it must belong to the root.
+    With tied embeddings there is no `lm_head`, so that a checkpoint has the matrix once. To shard it
+    with FSDP2, apply fully_shard to each of `model.layers` and then to the Decoder itself: `forward`
+    reads the weight of the output layer without calling it, so it must belong to the root.
     """
 
     def __init__(self, settings: Model, vocab_size: int, *, seed: int = 0) -> None:
         super().__init__()
         self.settings = settings
-        # Values come from init_weights; torch's own would use the global generator.
+        # On meta: torch's own initialization would draw from the global generator.
         with torch.device("meta"):
             self.model = Trunk(settings, vocab_size)
             tied = settings.tie_embeddings
@@ -122,8 +122,8 @@ class Decoder(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Fill every parameter; drawn on the CPU, so that each device starts from the same weights.
 
-        Normal(0, 0.02); what writes to the residual stream is scaled by 1/sqrt(2 layers), as in
-        GPT-2 (Radford et al. 2019, section 2.3).
+        Normal(0, 0.02); output projections of attention and feed-forward are scaled by
+        1/sqrt(2 layers), as in GPT-2 (Radford et al. 2019, section 2.3).
         """
         generator = torch.Generator().manual_seed(seed)
         residual_std = INIT_STD / math.sqrt(2 * self.settings.layers)
@@ -150,8 +150,8 @@ class Decoder(nn.Module):
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of forward and backward per trained token: 6 N + 12 L H K T.
 
-        PaLM (arXiv:2204.02311), appendix B. N leaves out an input embedding that is only looked up
-        (untied). The causal half of attention is not taken off, as there.
+        PaLM (arXiv:2204.02311), appendix B. N does not count an untied input embedding, which is a
+        lookup. As in the paper, attention counts as if it were not causal.
         """
         looked_up = 0 if self.lm_head is None else self.model.embed_tokens.weight.numel()
         attention = 12 * self.settings.layers * self.settings.dim * seq_len
@@ -164,7 +164,7 @@ class Decoder(nn.Module):
 def rotary(num_tokens: int, head_dim: int, theta: float, device: Any) -> tuple[Tensor, Tensor]:
     """cos_TK and sin_TK of RoPE (Su et al. 2021, arXiv:2104.09864), in fp32.
 
-    Made anew in each forward: microseconds, and no buffer to move, cast or store.
+    Computed in each forward pass: takes microseconds, and leaves no buffer to move, cast or store.
     """
     powers = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     positions_T = torch.arange(num_tokens, device=device, dtype=torch.float32)
@@ -173,7 +173,7 @@ def rotary(num_tokens: int, head_dim: int, theta: float, device: Any) -> tuple[T
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Turn each (k, k + K/2) pair by its position: the "rotate half" convention of Hugging Face."""
+    """Rotate each pair (k, k + K/2) by its position: the "rotate half" convention of Hugging Face."""
     left, right = x_BHTK.chunk(2, dim=-1)
     turned_BHTK = torch.cat((-right, left), dim=-1)
     return x_BHTK * cos_TK.to(x_BHTK.dtype) + turned_BHTK * sin_TK.to(x_BHTK.dtype)
@@ -193,12 +193,12 @@ def sample(
     temperature: float = 0.8,
     top_k: int = 50,
 ) -> list[int]:
-    """`num_tokens` ids that continue the prompt; temperature 0 takes the likeliest each time.
+    """`num_tokens` ids that continue the prompt; with temperature 0 the most likely ones.
 
-    context: the model is given at most so many tokens, the last ones; at positions beyond train.seq_len
-    it was never trained. Every token costs a whole forward pass, which is quick enough for the short
-    samples of a report. Raises ConfigError on an empty prompt.
-    Called on one rank with an unsharded model.
+    context: the model sees at most this many of the last tokens (train.seq_len: positions beyond it
+    were never trained). There is no KV cache: each token costs a full forward pass, fast enough for
+    the short samples of a report. Raises ConfigError on an empty prompt. Called on one rank with an
+    unsharded model.
     """
     if not prompt_ids:
         raise ConfigError("the prompt has no tokens", fix="give at least one character to continue")

@@ -1,7 +1,8 @@
-"""The training loop of one rank: resume, steps, evaluation, checkpoints, agreed stops."""
+"""The training loop of one rank: resume, steps, evaluation, checkpoints, stops."""
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ from forge.core.paths import RunPaths, tokenizer_folder
 from forge.core.process import hostname
 from forge.core.provenance import versions
 from forge.core.terminal import Progress, say
-from forge.data.loader import Windows, eval_batches
+from forge.data.loader import Windows, eval_batches, split
 from forge.data.shards import MANIFEST, ShardSet
 from forge.launch.process_group import World, is_peer_loss
 from forge.launch.rank_output import RankProgress
@@ -38,30 +39,30 @@ from forge.trainer import metrics, optim
 from forge.trainer.llama import Decoder
 from forge.trainer.nonfinite import Skipped, diverged
 from forge.trainer.numerics import (
-    PROBE_SAMPLES,
+    REFERENCE_SAMPLES,
     device_name,
     numerics,
     precision,
     prepare,
-    probe_samples,
+    reference_samples,
 )
 from forge.trainer.parallel import ParallelModel
 from forge.trainer.step import StepResult, TrainStep, train_loader
 
-# After the loss of a rank a save that needs nothing of it has this long to end.
+# After the loss of a rank, how long to wait for a save in progress that does not need that rank.
 PEERS_SAVE_SEC = 5.0
 
 
 class Agreement(NamedTuple):
-    """What all ranks have agreed on after a step."""
+    """Decisions that all ranks share after a step."""
 
-    stop_cause: str  # of CAUSES, the heaviest that any rank has; "" to train on
+    stop_cause: str  # the one that comes last in CAUSES of all ranks' causes; "" to continue
     checkpoint_overdue: bool  # by the clock of rank 0
-    save_done: bool  # all ranks have written their part of the save under way
+    save_done: bool  # all ranks have written their part of the save in progress
 
 
 class Trainer:
-    """One rank's share of a run, from resume to the last commit. Every method: all ranks call it."""
+    """Trains a run on one rank, from resume to the last commit. All ranks call every method."""
 
     def __init__(
         self,
@@ -83,8 +84,8 @@ class Trainer:
         self.num_parameters = self.model.num_parameters()
 
         self.step = 0  # completed steps
-        self.first_step = 0  # where this start began
-        self.saved_step = 0  # of the newest checkpoint, which may still be being written
+        self.first_step = 0  # completed steps when this launch began
+        self.saved_step = 0  # of the newest checkpoint, whose save may be in progress
         self.saved_at = time.monotonic()
         self.lr = self.settings.lr  # of the last step
         self.skipped = Skipped()
@@ -93,7 +94,7 @@ class Trainer:
             world,
             paths,
             async_save=spec.machine.async_save,
-            # A node that was cut off must not commit: its job may run elsewhere by now.
+            # A node that lost its network must not commit: the job may run on other nodes by now.
             before_commit=lambda: check_held(paths.root, spec.launcher),
         )
         self.throughput = metrics.Throughput(
@@ -107,8 +108,8 @@ class Trainer:
     # --- start ---------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Load the newest valid checkpoint, else the parent's, if there is one. DataError if it is of
-        other data."""
+        """Load the newest valid checkpoint, else the parent's, if there is one. DataError if it was
+        trained on other data."""
         require = self.spec.train_task.require_checkpoint
         own = resume.newest_verified(
             self.paths, self.world, require_checkpoint=require, parent_name=self.config.parent
@@ -117,7 +118,8 @@ class Trainer:
         self.decay_steps = directory.frozen_decay_steps(self.config, own)
         self.lineage = self._lineage(parent.recorded(self.config, own, found))
         if found is not None:
-            self.world.on_main(lambda: self._check_data(found), "check of the lineage")
+            same_data = functools.partial(resume.check_same_data, found, self.lineage)
+            self.world.on_main(same_data, "check of the lineage")
             storage.load_state(self.model, self.optimizer, found.folder, self.world)
             failpoints.reach("load.done", found.folder)
             self.step = self.saved_step = self.first_step = found.step
@@ -129,12 +131,8 @@ class Trainer:
             self.parallel, self.optimizer, self.loader, self.decay_steps, self.skipped
         )
 
-    def _check_data(self, found: directory.Checkpoint) -> None:
-        mine = self.lineage
-        resume.check_same_data(found, tokens=mine.tokens.digest, tokenizer=mine.tokenizer.digest)
-
     def _lineage(self, made_from: ParentCheckpoint | None) -> Lineage:
-        """What makes the run's next checkpoints: asked once, the code in memory does not change."""
+        """The lineage of this launch's checkpoints. Taken once: the code in memory does not change."""
         folder = tokenizer_folder(self.config.data, self.config.ids.tokenizer)
         return Lineage.of(
             self.config,
@@ -147,10 +145,10 @@ class Trainer:
     # --- the loop ------------------------------------------------------------------------------
 
     def run(self, stop: StopFlag) -> RankRecord:
-        """Train to the goal or to an agreed stop; the last state is committed either way.
+        """Train to train.max_steps or to a stop; commits the last state, unless that is step 0.
 
-        Not at step 0: nothing is lost there, and to ask AdamW for its state before its first step
-        would count as one, so that the resumed run would end with other weights.
+        At step 0 nothing is lost without a commit. And to read AdamW's state before its first step
+        would count as a step, so that the resumed run would end with other weights.
         """
         settings = self.settings
         progress = RankProgress(
@@ -167,7 +165,7 @@ class Trainer:
             agreed = self._agree(stop)
             if agreed.save_done:
                 self._finish_save()
-            # A stop has little time: it waits for no evaluation, and its save comes after the loop.
+            # A stop has little time: no evaluation, and it is saved after the loop.
             if self._is_due(settings.eval_every) and not agreed.stop_cause:
                 self.evaluate()
             if self._checkpoint_is_due(agreed) and not agreed.stop_cause:
@@ -177,11 +175,11 @@ class Trainer:
         return self._end(agreed.stop_cause)
 
     def _is_due(self, every: int) -> bool:
-        """Whether it is time for what is done every so many steps, and after the last step."""
+        """Whether an action that is done every `every` steps, and after the last step, is due."""
         return self.step % every == 0 or self.step == self.settings.max_steps
 
     def _checkpoint_is_due(self, agreed: Agreement) -> bool:
-        """By steps or by the clock. Not after the last step, whose checkpoint comes after the loop."""
+        """By steps or by the clock. Not after the last step, which is saved after the loop."""
         by_steps = self.step % self.settings.checkpoint_every == 0
         return self.step < self.settings.max_steps and (by_steps or agreed.checkpoint_overdue)
 
@@ -198,7 +196,7 @@ class Trainer:
         self.step += 1
         seconds = time.perf_counter() - started
         self.throughput.add_step(seconds)
-        if self.step > self.first_step + 1:  # the first one warms up
+        if self.step > self.first_step + 1:  # the first step of a launch is slower
             self.budget.measure_step(seconds)
         return result
 
@@ -209,7 +207,7 @@ class Trainer:
             say(f"warning: the update of step {self.step + 1} is skipped: {trouble}")
 
     def _agree(self, stop: StopFlag) -> Agreement:
-        """Whether to stop, to save, and to finish a save, decided alike by all ranks."""
+        """Decide together with all ranks whether to stop, to save, and to finish a save."""
         mine, overdue = stop.cause(), False
         if self.world.rank.is_main:
             minutes = self.settings.checkpoint_minutes
@@ -224,7 +222,7 @@ class Trainer:
         )
 
     def _end(self, stop_cause: str) -> RankRecord:
-        """How this rank ended, at its goal or stopped before."""
+        """The record of this rank: completed, or stopped before train.max_steps."""
         rank = self.world.rank
         if self.step < self.settings.max_steps:
             return RankRecord("stopped", rank.rank, Exit.STOPPED, self.step, stop_cause)
@@ -235,11 +233,11 @@ class Trainer:
         return RankRecord("completed", rank.rank, step=self.step, weights_digest=digest)
 
     def _check_finite(self, losses: list[float]) -> None:
-        """TrainingError if the last update broke the weights: training must be able to resume from
-        every checkpoint. The saver checks the numbers of the whole state as it writes them."""
+        """TrainingError if the last update broke the weights: no run could resume from such a
+        checkpoint. The saver checks every number of the state when it writes."""
         if not all(map(math.isfinite, losses)):
             raise self._diverged(
-                f"the losses {losses} on held-out samples are not finite; no checkpoint was committed"
+                f"the reference losses {losses} are not finite; no checkpoint was committed"
             )
 
     def _diverged(self, what: str) -> TrainingError:
@@ -248,7 +246,7 @@ class Trainer:
     # --- metrics and evaluation ----------------------------------------------------------------
 
     def _log(self, result: StepResult, progress: Progress) -> None:
-        """Write a metrics line and move the progress bar."""
+        """Write a metrics line and update the progress bar."""
         tokens_per_sec, mfu = self.throughput.measure()
         if not self.world.rank.is_main:
             return
@@ -266,22 +264,22 @@ class Trainer:
         progress(self.step, f"loss {result.loss:.3f}, {tokens_per_sec:,.0f} tokens/s")
 
     def evaluate(self) -> None:
-        """Validation loss, into metrics and event log. TrainingError if it is not finite."""
+        """Write the validation loss to metrics and event log. TrainingError if it is not finite."""
         started = time.perf_counter()
         loss = self._validation_loss()
         if not math.isfinite(loss):
-            raise self._diverged(f"held-out loss {loss} is not finite")
+            raise self._diverged(f"validation loss {loss} is not finite")
         if self.world.rank.is_main:
             line = metrics.EvalLine(launch=self.launch, step=self.step, loss=loss)
             metrics.write(self.paths.metrics, line)
             seconds = round(time.perf_counter() - started, 3)
             self.budget.measure_evaluation(seconds)
             self._record(events.Eval(step=self.step, seconds=seconds, loss=loss))
-            say(f"step {self.step}: held-out loss {loss:.4f}")
+            say(f"step {self.step}: validation loss {loss:.4f}")
 
     @torch.no_grad()
     def _validation_loss(self) -> float:
-        """Mean loss over train.eval_samples fixed validation windows, which the ranks share."""
+        """Mean loss over train.eval_samples fixed validation windows, split among the ranks."""
         rank = self.world.rank
         self.model.eval()
         total, tokens = 0.0, 0
@@ -295,15 +293,15 @@ class Trainer:
             total += self.parallel.loss(inputs, targets) * counted
             tokens += counted
         self.model.train()
-        table = self.world.gather([total, float(tokens)], "held-out losses")
+        table = self.world.gather([total, float(tokens)], "validation losses")
         return sum(row[0] for row in table) / sum(row[1] for row in table)
 
     # --- checkpoints ---------------------------------------------------------------------------
 
     def save(self, *, last: bool = False) -> None:
-        """Begin to commit a checkpoint of this step, unless it is committed already.
+        """Begin to save a checkpoint of this step, unless it is saved already.
 
-        last: nothing is trained after it, so wait for it.
+        last: no step follows, so wait for the commit.
         """
         self._finish_save()
         if self.saved_step == self.step:
@@ -320,13 +318,13 @@ class Trainer:
             keep_every=settings.keep_every,
             last=last,
         )
-        begun.stall = time.perf_counter() - started  # with the reference losses
+        begun.stall = time.perf_counter() - started  # includes the reference losses
         self.saved_step, self.saved_at = self.step, time.monotonic()
         if last:
             self._finish_save()
 
     def _finish_save(self) -> None:
-        """Wait for the save under way, if there is one, and tell of it. Raises what ended it."""
+        """Wait for the save in progress, if there is one, and record it. Raises as Saver.finish does."""
         done = self.saver.finish()
         if done is None or not self.world.rank.is_main:
             return
@@ -353,18 +351,17 @@ class Trainer:
 
     @torch.no_grad()
     def _reference_losses(self) -> ReferenceLosses:
-        """Loss of each rank on its own few held-out samples, which validation recomputes."""
+        """Loss of each rank on its reference batch, which validation recomputes."""
         rank = self.world.rank
-        samples = probe_samples(self.val_windows.num_samples, rank.rank)
-        window = torch.from_numpy(self.val_windows.gather(samples))
+        samples = reference_samples(self.val_windows.num_samples, rank.rank)
         self.model.eval()
-        loss = self.parallel.loss(window[:, :-1], window[:, 1:])
+        loss = self.parallel.loss(*split(self.val_windows.gather(samples)))
         self.model.train()
         losses = [row[0] for row in self.world.gather([loss], "reference losses")]
-        return ReferenceLosses(samples=PROBE_SAMPLES, losses=losses)
+        return ReferenceLosses(samples=REFERENCE_SAMPLES, losses=losses)
 
     def announce(self, seconds: float) -> None:
-        """The `init` event: where this start began and on what."""
+        """Record and print the step, the model and the hardware that this launch begins with."""
         if not self.world.rank.is_main:
             return
         self._record(
@@ -399,7 +396,7 @@ def train(
     stop: StopFlag,
     spec: LaunchSpec,
 ) -> RankRecord:
-    """Train one run on this rank to its goal or an agreed stop. All ranks call it."""
+    """Train one run on this rank to train.max_steps or to a stop. All ranks call it."""
     prepare(world.device)
     shards = world.patiently(
         lambda: _open_verified(_shards_folder(spec.train_task), world), "check of shards"
@@ -410,23 +407,23 @@ def train(
     try:
         return trainer.run(stop)
     except Exception as err:
-        # A save under way may still be committed, unless it waits for a rank that is gone.
+        # A save in progress may still be committed, unless it waits for a lost rank.
         grace_sec = spec.machine.stop_grace_sec
         trainer.saver.drain(PEERS_SAVE_SEC if is_peer_loss(err) else grace_sec)
         raise
 
 
 def _shards_folder(task: TrainTask) -> Path:
-    """Where this node's ranks read: what was staged here, else the shared folder."""
+    """The directory of shards that this node's ranks read: the staged copy, else the shared one."""
     staged = Path(task.staged.get(hostname(), task.shared))
     if (staged / MANIFEST).exists():
         return staged
-    say(f"{staged} is gone, reading the shards from the shared folder")
+    say(f"warning: {staged} has disappeared, reading the shards from {task.shared}")
     return Path(task.shared)
 
 
 def _open_verified(folder: Path, world: World) -> ShardSet:
-    """The shards, digests checked, the work shared among the ranks of a node."""
+    """Open the shards and verify their digests; each rank of a node reads a share of the files."""
     shards = ShardSet.open(folder)
     shards.verify((world.rank.local_rank, world.rank.local_world_size))
     return shards

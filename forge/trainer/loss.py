@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# fp32 logits held at once by the loss. CPU: 32 to 128 MiB are equally fast (vocabulary 50304), less
-# reads the weights too often. GPU: enough rows to fill it (not measured).
+# Size of the fp32 logits of a chunk. CPU: 32 to 128 MiB are equally fast (vocabulary 50304), smaller
+# chunks read the weights too often. GPU: enough rows to fill it (not measured).
 LOGITS_BYTES_CPU = 2**26
 LOGITS_BYTES_GPU = 2**29
 
 
 def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
-    """Mean cross entropy of hidden @ weight.T, a scalar in fp32, without ever holding all logits.
+    """Mean cross entropy of hidden @ weight.T, a scalar in fp32.
 
-    Gradients are made in the forward pass, chunk by chunk, while the logits are there. Under
+    Gradients are computed in the forward pass, while the logits of a chunk are in memory. Under
     autocast the matrix products run in its dtype; the weight's gradient is still summed in fp32.
     """
     device = hidden_ND.device.type
@@ -30,14 +30,14 @@ def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor
     return loss
 
 
-# One opaque operator: torch.compile keeps it whole in the graph, its loop stays a loop.
+# An opaque operator, so that torch.compile does not unroll the loop into its graph.
 @torch.library.custom_op("forge::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, with_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The mean loss, and its gradients by hidden and by weight (empty without `with_grad`).
 
-    Buffers are used again by each chunk: fresh pages cost the CPU as much as a pass over them.
+    All chunks use the same buffers: on the CPU, new pages cost as much as a pass over them.
     """
     num_tokens, vocab_size = len(hidden_ND), len(weight_VD)
     logits_bytes = LOGITS_BYTES_CPU if hidden_ND.device.type == "cpu" else LOGITS_BYTES_GPU
@@ -55,7 +55,7 @@ def _linear_cross_entropy(
         hidden, targets = hidden_ND[rows], targets_N[rows, None]
         logits, probs = logits_RV[: len(hidden)], probs_RV[: len(hidden)]
         torch.mm(hidden, weight.t(), out=logits)
-        torch.softmax(probs.copy_(logits), 1, out=probs)  # with dtype= it would make a copy
+        torch.softmax(probs.copy_(logits), 1, out=probs)  # dtype= would make a copy
         # log-sum-exp from the largest logit and its probability, which cannot underflow.
         log_sum_exp = logits.amax(1, keepdim=True) - probs.amax(1, keepdim=True).log()
         losses_N[rows] = (log_sum_exp - logits.gather(1, targets)).squeeze(1)
@@ -84,7 +84,9 @@ def _(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, with_grad: bool) 
 
 def _keep_grads(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # else zeros for these two, as large as the weight
+    ctx.set_materialize_grads(
+        False
+    )  # else backward gets zeros for these two, as large as the weight
     ctx.save_for_backward(*output[1:])
 
 

@@ -16,9 +16,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 from forge.core import json_lines
 from forge.core.tail import last_lines
 
-# Dense bf16 tensor-core peaks in FLOP/s, without sparsity. Source: NVIDIA's data sheets, which give most
-# of them with sparsity, twice as much (B200: HGX B200, 36 PFLOP/s of 8 GPUs; GB200: NVL72, 360 PFLOP/s of
-# 72). Longer names first, since "H100" is in "H100 NVL" too. None: known to differ, and not published.
+# Dense bf16 tensor-core peaks in FLOP/s. Source: NVIDIA's data sheets, most of which give the peak with
+# sparsity, twice as much (B200: HGX B200, 36 PFLOP/s for 8 GPUs; GB200: NVL72, 360 PFLOP/s for 72).
+# Longer names first, since "H100" is in "H100 NVL" too. None: known to differ, and not published.
 PEAK_BF16_FLOPS = {
     "RTX PRO 6000 Blackwell Max-Q": None,
     "RTX PRO 6000": 503.8e12,
@@ -36,9 +36,9 @@ PEAK_BF16_FLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak bf16 FLOP/s of one GPU by its name; None for a CPU, an unknown GPU, and a slice of a GPU.
+    """Peak bf16 FLOP/s of one GPU by its name; None for a CPU, an unknown GPU, and a MIG slice.
 
-    A slice (MIG) has not its share of the whole: 1g of an H100 is 16 of 132 multiprocessors, not 1/7.
+    The peak of a slice is not its share: 1g of an H100 has 16 of 132 multiprocessors, not 1/7.
     """
     if re.search(r"\bMIG\b", device_name):
         return None
@@ -48,12 +48,13 @@ def peak_flops(device_name: str) -> float | None:
     return None
 
 
-def flop_utilisation(
+def flop_utilization(
     tokens_per_sec: float, flops_per_token: float, world_size: int, peak: float | None
 ) -> float | None:
-    """Model FLOP utilisation in [0, 1]; tokens_per_sec is summed over ranks, peak is one rank's.
+    """Model FLOP utilization in [0, 1]; None without a known peak.
 
-    Formula: Chowdhery et al., PaLM (arXiv 2204.02311), appendix B. None without a known peak.
+    tokens_per_sec: over all ranks. peak: FLOP/s of one rank's GPU. Formula: Chowdhery et al., PaLM
+    (arXiv 2204.02311), appendix B.
     """
     return tokens_per_sec * flops_per_token / (world_size * peak) if peak else None
 
@@ -77,11 +78,11 @@ class Throughput:
         self._seconds += seconds
 
     def measure(self) -> tuple[float, float | None]:
-        """Tokens per second over all ranks and model FLOP utilization, of the steps since the last
-        call; at least one."""
+        """Tokens per second over all ranks, and model FLOP utilization, since the previous call. Needs
+        one step since then."""
         tokens_per_sec = self._steps * self.tokens_per_step / self._seconds
         self._steps, self._seconds = 0, 0.0
-        mfu = flop_utilisation(
+        mfu = flop_utilization(
             tokens_per_sec, self.flops_per_token, self.world_size, self.peak_flops
         )
         return tokens_per_sec, mfu
@@ -117,7 +118,7 @@ class TrainLine(Line):
 
 @dataclass(kw_only=True)
 class EvalLine(Line):
-    """An evaluation. loss: on held-out text."""
+    """An evaluation. loss: on the validation split."""
 
     kind: Literal["eval"] = "eval"
 

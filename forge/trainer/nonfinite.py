@@ -1,7 +1,7 @@
-"""What follows a step whose loss or gradient norm is not finite: end the run, or skip the update.
+"""Handling of a step whose loss or gradient norm is not finite: end the run, or skip the update.
 
-All ranks decide alike, from gathered numbers and from counters in the checkpoint, so that a resumed
-run decides as an uninterrupted one.
+All ranks decide the same, from gathered numbers and from counters in the checkpoint, so that a
+resumed run decides as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -18,26 +18,21 @@ from forge.core.errors import TrainingError
 
 @dataclass
 class Skipped:
-    """Steps without an update: in the whole run, and in a row up to now."""
+    """Number of steps without an update: in the run, and in a row up to now."""
 
     steps: int = 0
     in_a_row: int = 0
 
     @classmethod
     def of(cls, manifest: Manifest) -> Skipped:
-        """As a checkpoint's manifest has it."""
+        """The counters in a checkpoint's manifest."""
         return cls(manifest.skipped.steps, manifest.skipped.in_a_row)
 
-    def count(self) -> None:
-        """One more."""
-        self.steps += 1
-        self.in_a_row += 1
-
     def refusal(self, settings: Train) -> str:
-        """Why the next step may not be skipped; empty if it may.
+        """Why the update of the next step may not be skipped; empty if it may.
 
-        The limit is one in a row, as where such steps are skipped elsewhere: single bad batches of a
-        long run should not end it, and weights that are broken fail in every step.
+        The limit is on steps in a row: single bad batches should not end a long run, while with
+        broken weights every step fails.
         """
         if settings.on_nonfinite == "stop":
             return "the weights were not updated"
@@ -50,7 +45,10 @@ class Skipped:
 
 
 def not_finite(table: Sequence[Sequence[float]]) -> str:
-    """Whose loss or gradient norm is not finite; empty if all are. table: these two, by rank."""
+    """The first rank whose loss or gradient norm is not finite, as a sentence; empty if there is none.
+
+    table: loss and gradient norm of each rank.
+    """
     for rank, (loss, norm) in enumerate(table):
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return f"loss {loss} and gradient norm {norm} on rank {rank} are not finite"
@@ -58,7 +56,7 @@ def not_finite(table: Sequence[Sequence[float]]) -> str:
 
 
 def diverged(config: Config, what: str, *, step: int, lr: float, saved_step: int) -> TrainingError:
-    """The error that ends training: `what` is not finite.
+    """The error that ends training. what: a sentence on the number that is not finite.
 
     step: completed steps. lr: of the last step. saved_step: of the newest checkpoint, 0 without one.
     """
@@ -66,6 +64,6 @@ def diverged(config: Config, what: str, *, step: int, lr: float, saved_step: int
         f"step {step}: {what}",
         cause=f"a learning rate too high (train.lr is {config.train.lr:.2g}, this step's rate was"
         f" {lr:.2g}), or broken data",
-        fix=f"{parent.fix_for_divergence(config, saved_step)}; where single batches are to blame,"
-        " train.on_nonfinite=skip goes on without them",
+        fix=f"{parent.fix_for_divergence(config, saved_step)}; where single batches are the cause,"
+        " train.on_nonfinite=skip continues without their updates",
     )

@@ -1,4 +1,4 @@
-"""Numerical settings that decide the last bits of a loss; training and validation set them alike."""
+"""Numerical settings on which a loss depends bitwise; the same in training and validation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 
 from forge.trainer import cpu
 
-# Samples per rank in a checkpoint's probe: enough to see a wrong weight, cheap in an emergency stop.
-PROBE_SAMPLES = 4
+# Samples in the reference batch of a rank: enough to detect a wrong weight, cheap in a stop before the
+# time limit.
+REFERENCE_SAMPLES = 4
 
 
 def prepare(device: torch.device) -> None:
-    """Set this process up for exact and fast arithmetic. Once, before any tensor is computed."""
-    # True fp32 on a GPU: TF32 would be a choice for train.precision to make.
+    """Set this process up for exact and fast arithmetic. Called once, before any computation."""
+    # True fp32 on a GPU: TF32 would have to be a value of train.precision.
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     torch.use_deterministic_algorithms(device.type == "cpu")
     if device.type == "cpu":
@@ -24,7 +25,7 @@ def prepare(device: torch.device) -> None:
 
 
 def precision(wanted: str | None, device: torch.device) -> str:
-    """`fp32` or `bf16`: as wanted, else fp32 on a CPU and bf16 on a GPU."""
+    """`fp32` or `bf16`: the value of train.precision, else fp32 on a CPU and bf16 on a GPU."""
     return wanted or ("fp32" if device.type == "cpu" else "bf16")
 
 
@@ -34,20 +35,20 @@ def device_name(device: torch.device) -> str:
 
 
 def numerics(device: torch.device, precision: str) -> dict[str, Any]:
-    """What decides the last bits of a loss besides weights and data."""
+    """Everything besides weights and data that a loss depends on bitwise."""
     return {
         "device": device.type,
         "device_name": device_name(device),
         "precision": precision,
         "threads": torch.get_num_threads(),
         "gpu_products": torch.backends.cuda.matmul.fp32_precision,
-        # "onednn": its fp32 kernels, measured to be true fp32 by cpu.use_fast_fp32.
+        # "onednn" where cpu.use_fast_fp32 has measured that its products are true fp32.
         "cpu_products": "onednn" if cpu.has_fast_fp32() else "default",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
 
 
-def probe_samples(num_samples: int, rank: int) -> np.ndarray[Any, Any]:
-    """Numbers of the held-out samples that a rank's probe uses."""
-    numbers = np.arange(rank * PROBE_SAMPLES, (rank + 1) * PROBE_SAMPLES)
-    return numbers % num_samples
+def reference_samples(num_samples: int, rank: int) -> np.ndarray[Any, Any]:
+    """Indices of the validation samples in a rank's reference batch."""
+    indices = np.arange(rank * REFERENCE_SAMPLES, (rank + 1) * REFERENCE_SAMPLES)
+    return indices % num_samples

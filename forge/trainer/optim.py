@@ -11,9 +11,9 @@ from forge.core.config import Train
 
 
 def make_optimizer(model: nn.Module, train: Train) -> torch.optim.AdamW:
-    """Fused AdamW with weight decay on matrices only, not on norms; lr is set before every step.
+    """Fused AdamW with weight decay on matrices, not on norms. TrainStep sets lr before each update.
 
-    Call it after the model is wrapped (FSDP2 replaces the parameters), on all ranks.
+    All ranks call it, after the model is sharded: FSDP2 replaces the parameters.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -24,16 +24,16 @@ def make_optimizer(model: nn.Module, train: Train) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, train: Train, decay_steps: int) -> float:
-    """Rate of a step (counted from 0): warm-up, then cosine or stable and linear decay.
+    """Learning rate of a step (counted from 0): linear warm-up, then cosine decay or WSD.
 
-    A pure function, so that a checkpoint holds no schedule. The minimum is reached at `decay_steps`
-    and stays. Cosine: Loshchilov and Hutter 2017 (arXiv:1608.03983), without restarts. WSD: Hu et
-    al. 2024 (arXiv:2404.06395).
+    A pure function, so that a checkpoint needs no scheduler state. From `decay_steps` on the rate is
+    at its minimum. Cosine: Loshchilov and Hutter 2017 (arXiv:1608.03983), without restarts. WSD: Hu
+    et al. 2024 (arXiv:2404.06395).
     """
     if step >= decay_steps:
         return train.lr * train.min_lr_ratio
     if step < train.warmup_steps:
-        return train.lr * (step + 1) / train.warmup_steps  # + 1: a rate of 0 would waste step 0
+        return train.lr * (step + 1) / train.warmup_steps  # + 1: step 0 would change nothing
     start = train.warmup_steps
     if train.schedule == "wsd":
         start = max(start, round(decay_steps * (1 - train.wsd_decay_fraction)))

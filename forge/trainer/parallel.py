@@ -1,4 +1,4 @@
-"""The model distributed over the ranks: sharded or replicated, compiled, in its precision."""
+"""The model distributed over the ranks: sharded or replicated, compiled, in fp32 or bf16."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from forge.trainer.llama import Decoder
 
 
 class ParallelModel:
-    """One rank's part of a decoder, as train.parallel, train.compile and the precision say.
+    """One rank's part of a decoder, with train.parallel, train.compile and the precision applied.
 
-    Every method: all ranks call it.
+    All ranks call every method.
     """
 
     def __init__(self, decoder: Decoder, settings: Train, world: World, precision: str) -> None:
-        """Shards the decoder in place for fsdp2; an optimizer is made after that."""
+        """Shards the decoder in place for fsdp2, so create the optimizer after this."""
         self.decoder, self.settings, self.world, self.precision = (
             decoder.to(world.device),
             settings,
@@ -40,15 +40,15 @@ class ParallelModel:
     @property
     def micro_size(self) -> int:
         """Samples of one forward pass on a rank."""
-        return self.settings.micro_batch_size or self._share
+        return self.settings.micro_batch_size or self._rank_samples
 
     @property
-    def _share(self) -> int:
+    def _rank_samples(self) -> int:
         """Samples of a step on a rank."""
         return self.settings.batch_size // self.world.rank.world_size
 
     def wrap(self) -> None:
-        """Replicate and compile the model. Neither weights nor the optimizer change."""
+        """Replicate and compile the model. Weights and optimizer do not change."""
         replicated = not self.is_sharded and self.world.rank.world_size > 1
         if replicated:
             with named("replication of the model"):
@@ -60,40 +60,41 @@ class ParallelModel:
                 self._settle_buckets()
 
     def _settle_buckets(self) -> None:
-        """One synchronized forward and backward, whose gradients are thrown away.
+        """One synchronized forward and backward, whose gradients are discarded.
 
-        DDP lays its buckets out anew after its first backward, in the order in which the gradients
-        came (Reducer::rebuild_buckets, called as the next forward begins). Sums over three or more
-        ranks depend on the layout in the last bit: without this, the first step of every launch would
-        differ from the same step of a run that was not interrupted.
+        DDP rebuilds its buckets after the first backward, in the order in which gradients arrived
+        (Reducer::rebuild_buckets, called as the next forward begins). Sums over three or more ranks
+        depend bitwise on the buckets: without this, the first step of every launch would differ from
+        the same step of an uninterrupted run.
         """
         self.backward(*self._blank_batch())
         self.decoder.zero_grad(set_to_none=True)
 
     def _blank_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A micro-batch of token 0, with the shapes and strides of a real one: a graph is compiled for
-        them."""
-        rows = min(self.micro_size, self._share)
+        """A micro-batch of token 0 with the shapes and strides of a real one, for which torch.compile
+        specializes its graph."""
+        rows = min(self.micro_size, self._rank_samples)
         inputs, targets = split(np.zeros((rows, self.settings.seq_len + 1), np.int64))
         return inputs, targets
 
     def _compile(self) -> None:
-        """Compile the model, proven by one forward and backward on every rank, else leave it plain."""
+        """Compile the model, and try one forward and backward on every rank; if that fails on one, none
+        uses the compiled model."""
         error = ""
         missing = self.world.device.type == "cpu" and not (
             shutil.which("c++") or shutil.which("g++")
         )
-        # The trial of a sharded model has collectives: either all ranks try, or none.
+        # The trial of a sharded model has collectives, so either all ranks try or none.
         if any(row[0] for row in self.world.gather([float(missing)], "look for a compiler")):
             error = "no C++ compiler on the PATH" if missing else ""
         else:
-            # One graph for each shape. With a graph for all of them, a step would be computed by
-            # whichever came first in this launch.
+            # One graph for each shape. With dynamic shapes the graph, and so the bits of a step, would
+            # depend on which shape came first in this launch.
             self._use(torch.compile(self.decoder, dynamic=False))
             try:
                 self._trial()
             except Exception as err:
-                # Whatever the compiler stack raises, training without it is right, only slower.
+                # Any error of the compiler stack: training without it is correct, only slower.
                 error = f"{type(err).__name__}: {err}".splitlines()[0]
             self.decoder.zero_grad(set_to_none=True)
         if any(row[0] for row in self.world.gather([float(bool(error))], "end of compilation")):
@@ -101,20 +102,20 @@ class ParallelModel:
             self._use(self.decoder)
 
     def _use(self, model: Any) -> None:
-        """Train with this form of the decoder."""
+        """Train with this module, the decoder or its compiled version."""
         if isinstance(self.forward, DistributedDataParallel):
             self.forward.module = model
         else:
             self.forward = model
 
     def _trial(self) -> None:
-        """Forward and backward as in training; replicas do not wait for each other, one may fail."""
+        """Forward and backward as in training. Replicas do not synchronize: one of them may fail."""
         inputs, targets = (tokens.to(self.world.device) for tokens in self._blank_batch())
-        with self._synchronised(self.is_sharded), self._autocast():
+        with self._synchronized(self.is_sharded), self._autocast():
             self.forward(inputs, targets).backward()
 
     def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        """Gradients of this rank's samples, averaged over ranks; the mean loss of these samples.
+        """Compute gradients, averaged over ranks; the mean loss of this rank's samples.
 
         inputs, targets: int64 [B / W, seq_len]; accumulated over micro-batches.
         """
@@ -122,7 +123,7 @@ class ParallelModel:
         parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
         total = torch.zeros((), device=device)
         for number, (tokens, wanted) in enumerate(parts):
-            with self._synchronised(number == len(parts) - 1), self._autocast():
+            with self._synchronized(number == len(parts) - 1), self._autocast():
                 loss = self.forward(
                     tokens.to(device, non_blocking=True), wanted.to(device, non_blocking=True)
                 )
@@ -132,23 +133,23 @@ class ParallelModel:
         return float(total)
 
     def clip_gradients(self, largest: float) -> float:
-        """Scale gradients to a norm of at most `largest` over all parameters; the norm before."""
+        """Scale gradients to a norm of at most `largest` over all parameters; the norm before that."""
         norm: Any = torch.nn.utils.clip_grad_norm_(self.decoder.parameters(), largest)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        """Mean loss without gradients; all ranks, since FSDP2 gathers the weights."""
-        # FSDP2 gathers weights by hooks that a compiled or replicated wrapper does not add to.
+        """Mean loss, for evaluation. With FSDP2 all ranks gather the weights."""
+        # The plain decoder: a compiled or replicated wrapper adds nothing to FSDP2's hooks.
         with self._autocast():
             loss = self.decoder(inputs.to(self.world.device), targets.to(self.world.device))
         if self.is_sharded:
-            # It keeps the outermost weights whole for a backward, which does not come here; the
-            # state of the optimizer, asked for next, belongs to the shards.
+            # FSDP2 keeps the root's weights gathered for a backward, which does not follow here. The
+            # optimizer state, which is read next, belongs to the shards.
             self.decoder.reshard()  # type: ignore[operator]
         return float(loss)
 
     @contextmanager
-    def _synchronised(self, last: bool) -> Iterator[None]:
+    def _synchronized(self, last: bool) -> Iterator[None]:
         """Gradients are averaged over ranks in the last micro-batch only."""
         if isinstance(self.forward, DistributedDataParallel):
             with nullcontext() if last else self.forward.no_sync():
@@ -166,7 +167,7 @@ class ParallelModel:
 
 
 def _shard(model: Decoder, world: World, precision: str) -> None:
-    """FSDP2: each block is a unit; with bf16 the fp32 shards are cast as they are gathered."""
+    """Apply FSDP2: each block is a unit; with bf16 the fp32 shards are cast when they are gathered."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

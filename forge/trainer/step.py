@@ -19,21 +19,21 @@ from forge.trainer.parallel import ParallelModel
 
 @dataclass(frozen=True)
 class StepResult:
-    """The numbers of one step, computed before its update, and whether that was applied."""
+    """Loss, gradient norm and learning rate of one step, and whether its update was applied."""
 
     loss: float  # mean over ranks
     grad_norm: float  # over all parameters, before clipping
     lr: float
-    skipped: str = ""  # which loss or gradient norm is not finite, where the update was skipped
-    fatal: str = ""  # the same where the update may not be skipped, with the reason
+    skipped: str = ""  # where the update was skipped: which loss or gradient norm is not finite
+    fatal: str = ""  # where it may not be skipped: the same, and why not
 
 
 @dataclass(frozen=True)
 class TrainStep:
-    """The training steps of one rank. All ranks call it, with the same step.
+    """Computes training steps. All ranks call it, with the same step.
 
-    optimizer: of the parameters of `parallel`. decay_steps: where the learning rate reaches its
-    minimum. skipped: counters, which each step updates.
+    optimizer: of the parameters of `parallel`. decay_steps: step from which on the learning rate is
+    at its minimum. skipped: counters, updated by each step.
     """
 
     parallel: ParallelModel
@@ -49,7 +49,7 @@ class TrainStep:
         optimizer state. Where the result is `fatal`, the caller must not take another step.
         """
         settings, world = self.parallel.settings, self.parallel.world
-        # Dropout depends on (seed, step, rank) only: a resumed run draws what it would have drawn.
+        # Dropout depends on (seed, step, rank) only, so a resumed run draws the same masks.
         torch.manual_seed(_dropout_seed(settings.seed, step, world.rank.rank))
         lr = learning_rate(step, settings, self.decay_steps)
         for group in self.optimizer.param_groups:
@@ -73,14 +73,15 @@ class TrainStep:
         """Count a step without its update, if the config allows that; `skipped` and `fatal` of the
         result.
 
-        The first update of a run is never skipped: before it AdamW has no state that could be saved.
+        The first update of a run is never skipped: before it AdamW has no state to save.
         """
         refusal = self.skipped.refusal(self.parallel.settings)
         if not refusal and not self.optimizer.state:
             refusal = "the first update of a run cannot be skipped"
         if refusal:
             return "", f"{trouble}; {refusal}"
-        self.skipped.count()
+        self.skipped.steps += 1
+        self.skipped.in_a_row += 1
         return trouble, ""
 
 
@@ -97,5 +98,5 @@ def train_loader(shards: ShardSet, settings: Train, rank: Rank) -> Loader:
 
 
 def _dropout_seed(seed: int, step: int, rank: int) -> int:
-    """One 63-bit seed of three numbers. Within a run it collides for no rank below 2^12."""
+    """A 63-bit seed, different for each step and rank of a run with up to 2^12 ranks."""
     return (seed << 31) ^ (step << 12) ^ rank

@@ -27,23 +27,24 @@ from forge.launch.launcher import run_ranks
 from forge.launch.rank_records import RankRecord, ReplayTask
 from forge.trainer import metrics
 
-# How far a recomputed loss may be from the recorded one on another device, number of threads or in
-# another arithmetic. Equal conditions must give equal bits.
+# Largest difference of a recomputed and a recorded loss where device, number of threads or arithmetic
+# differ. Under equal conditions they must be bitwise equal.
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
-# The next recorded loss is looked for so far on: twice the default of train.log_every.
+# The next recorded loss is looked for in this many steps: twice the default of train.log_every.
 MOST_STEPS = 10
 DEADLINE_SEC = 600.0
 RANKS_PER_CORE = 2
-# Weights, gradients and two moments in fp32, by weights; a quarter more for activations.
+# Memory by that of the fp32 weights: these, gradients and two AdamW moments, a quarter more for
+# activations.
 BYTES_OF_STATE = 4 * 1.25
 NOT_RECORDED, NOT_DONE = "not recorded", "not done"
 OTHER_DROPOUT = (
-    "dropout is drawn in another way than it was then (device, launch, compile or torch)"
+    "dropout masks differ from those of the training (device, launch, compile or torch differ)"
 )
 
 
 def same_arithmetic(lineage: Lineage, now: Numerics) -> bool:
-    """Whether losses computed with the numerics `now`, here, are those of the training, bit for bit."""
+    """Whether a loss computed here with the numerics `now` is bitwise equal to that of the training."""
     return (
         now == lineage.numerics
         and lineage.versions.torch == versions()["torch"]
@@ -51,11 +52,17 @@ def same_arithmetic(lineage: Lineage, now: Numerics) -> bool:
     )
 
 
+def tolerance_for(precision: str, exact: bool) -> tuple[float, str]:
+    """Largest difference of a recomputed and a recorded loss, and the words for it."""
+    tolerance = 0.0 if exact else TOLERANCE[precision]
+    return tolerance, "bitwise equal" if exact else f"within {tolerance:g}"
+
+
 # --- another number of ranks -----------------------------------------------------------------------
 
 
 def load_on_two_ranks(config: ResolvedConfig, checkpoint: directory.Checkpoint) -> str:
-    """Weights digest of a checkpoint as two Gloo ranks load it, each its half.
+    """Weights digest of a checkpoint as two Gloo ranks load it, sharded.
 
     Raises DataError where it cannot be loaded, UnfitError where the ranks cannot be run.
     """
@@ -70,7 +77,7 @@ def load_on_two_ranks(config: ResolvedConfig, checkpoint: directory.Checkpoint) 
 def _run(
     config: ResolvedConfig, checkpoint: directory.Checkpoint, num_ranks: int, step: int
 ) -> RankRecord:
-    """Load in fresh ranks on this host and train on to `step`; how they ended."""
+    """Load in fresh ranks on this host and train up to `step`; the record of the ranks."""
     lineage = checkpoint.manifest.lineage
     shards = tokens_folder(config.data, config.ids.tokens).resolve()
     task = ReplayTask(checkpoint=str(checkpoint.folder.resolve()), shards=str(shards))
@@ -78,7 +85,7 @@ def _run(
         launcher="torchrun" if num_ranks > 1 else "single", fabric=Fabric(backend="gloo")
     )
     with tempfile.TemporaryDirectory(prefix="forge-reload-") as scratch:
-        # A run's folder of its own: the checkpoint may lie anywhere, and may be read-only.
+        # A run's directory in scratch: that of the checkpoint may be read-only, or not of a run.
         values = apply_overrides(
             lineage.config.to_json(),
             {
@@ -86,21 +93,20 @@ def _run(
                 "train.max_steps": step,
                 "train.decay_steps": checkpoint.manifest.decay_steps,
                 "train.precision": lineage.numerics.precision,
-                # It takes longer than all else here; the tolerance covers its other bits.
+                # Compiling takes longer than the rest; the tolerance covers the difference.
                 "train.compile": False,
-                # A step that was skipped then is skipped here; the run may have been told so later.
+                # Steps that training skipped are skipped here too, whatever the config said first.
                 "train.on_nonfinite": "skip",
                 "train.max_skipped_steps": MOST_STEPS,
             },
         )
-        alone = checked(ResolvedConfig, values, str(checkpoint.folder))
-        paths = RunPaths.of(alone)
-        write_json(paths.config, alone.to_json())
-        record = run_ranks(
-            *(task, paths, machine, WorldLayout(1, num_ranks)), deadline_sec=DEADLINE_SEC
-        )
+        replay_config = checked(ResolvedConfig, values, str(checkpoint.folder))
+        paths = RunPaths.of(replay_config)
+        write_json(paths.config, replay_config.to_json())
+        layout = WorldLayout(1, num_ranks)
+        record = run_ranks(task, paths, machine, layout, deadline_sec=DEADLINE_SEC)
     if record.status == "stopped":
-        raise KeyboardInterrupt  # the signal came for us; nothing is known of the checkpoint
+        raise KeyboardInterrupt  # the user stopped validation; nothing is known of the checkpoint
     return record
 
 
@@ -109,15 +115,18 @@ def _run(
 
 @dataclass(frozen=True)
 class Recorded:
-    """Losses that a run logged after a checkpoint, by step. `by_maker`: in the launch that made it."""
+    """Losses by step that one launch logged after a checkpoint; by_maker: the launch that saved it."""
 
     losses: dict[int, float]
     by_maker: bool
 
 
 def recorded_losses(paths: RunPaths, checkpoint: directory.Checkpoint) -> Recorded | None:
-    """The losses after a checkpoint that one launch of as many ranks logged: those up to the first
-    that depends on its moments (two steps on), at most MOST_STEPS on. None if there are none."""
+    """Losses that one launch with the checkpoint's world size logged after it, None if there are none.
+
+    They end with the first that depends on the optimizer state (two steps after the checkpoint), and
+    at most MOST_STEPS after it.
+    """
     lines = [line for line in metrics.read(paths.metrics) if isinstance(line, metrics.TrainLine)]
     world_size = checkpoint.manifest.world_size
     launches = {
@@ -125,8 +134,8 @@ def recorded_losses(paths: RunPaths, checkpoint: directory.Checkpoint) -> Record
         for event in events.read(paths.events)
         if isinstance(event, events.Init) and event.world_size == world_size
     }
-    # Steps that were done again come again; what came before the last line up to here is older
-    # than this checkpoint, or the same.
+    # Recomputed steps are logged again. Lines before the last one up to the checkpoint's step are from
+    # an earlier launch.
     done = [number for number, line in enumerate(lines) if line.step <= checkpoint.step]
     maker = lines[done[-1]].launch if done else None
     after: dict[str, dict[int, float]] = {}
@@ -146,47 +155,51 @@ def recorded_losses(paths: RunPaths, checkpoint: directory.Checkpoint) -> Record
 def check_next_losses(
     config: ResolvedConfig, checkpoint: directory.Checkpoint, paths: RunPaths | None
 ) -> Check:
-    """Train on from a checkpoint in as many fresh ranks as made it, and compare with what its run
-    recorded. Where nothing was recorded, or this host cannot bear the ranks, the check says so.
+    """Train from a checkpoint in as many fresh ranks as saved it, and compare the losses with those
+    that the run recorded. The check says so where none was recorded or this host is too small.
 
-    paths: of the run that it lies in; None for a lone checkpoint.
+    paths: of the checkpoint's run; None for a checkpoint outside of a run.
     """
     recorded = recorded_losses(paths, checkpoint) if paths else None
     if recorded is None:
-        where = f"no loss of the {MOST_STEPS} steps after it" if paths else "it lies in no run"
+        where = f"no loss of the {MOST_STEPS} steps after it" if paths else "it is not in a run"
         return Check("next loss", "ok", f"{NOT_RECORDED}: {where}")
-    if _draws_otherwise(checkpoint, _is_same_course(checkpoint, recorded)):
-        return Check("next loss", "warn", f"{NOT_DONE}: {OTHER_DROPOUT}")
-    if reason := _too_much(checkpoint):
-        return Check("next loss", "warn", f"{NOT_DONE}: {reason}")
+    if _dropout_differs(checkpoint, _is_repeatable(checkpoint, recorded)):
+        return _not_done(OTHER_DROPOUT)
+    if reason := _too_large(checkpoint):
+        return _not_done(reason)
     ranks = checkpoint.manifest.world_size
     record = _run(config, checkpoint, ranks, max(recorded.losses))
     if record.status == "completed":
         return _compare(checkpoint, recorded, record.result)
     if record.cause in (TrainingError.__name__, DataError.__name__):
         return Check("next loss", "fail", record.message)
-    return Check("next loss", "warn", f"{NOT_DONE}: {ranks} ranks here: {record.message}")
+    return _not_done(f"{ranks} ranks here: {record.message}")
 
 
-def _is_same_course(checkpoint: directory.Checkpoint, recorded: Recorded) -> bool:
-    """Whether training on here does what was done then. Another launch may have had another
-    micro-batch; a GPU adds in any order."""
+def _not_done(reason: str) -> Check:
+    return Check("next loss", "warn", f"{NOT_DONE}: {reason}")
+
+
+def _is_repeatable(checkpoint: directory.Checkpoint, recorded: Recorded) -> bool:
+    """Whether the replay computes the same sums. Another launch may have had another micro-batch size,
+    and a GPU adds in any order."""
     lineage = checkpoint.manifest.lineage
     on_cpu = lineage.numerics.device == "cpu"
     return recorded.by_maker and on_cpu and not lineage.config.train.compile
 
 
-def _draws_otherwise(checkpoint: directory.Checkpoint, is_same: bool) -> bool:
-    """Whether dropout may take other numbers than it took then: no tolerance covers that."""
+def _dropout_differs(checkpoint: directory.Checkpoint, is_same: bool) -> bool:
+    """Whether dropout may draw other masks than in training, which no tolerance covers."""
     return not is_same and checkpoint.manifest.lineage.config.model.dropout > 0
 
 
-def _too_much(checkpoint: directory.Checkpoint) -> str:
-    """Why this host should not train on from it; empty if it can."""
+def _too_large(checkpoint: directory.Checkpoint) -> str:
+    """Why this host cannot train from the checkpoint; empty if it can."""
     ranks, cores = checkpoint.manifest.world_size, available_cores()
     if ranks > RANKS_PER_CORE * cores:
-        return f"it was made by {ranks} ranks, here are {cores} cores"
-    # What is stored are three of the four tensors that each weight has in training.
+        return f"saved by {ranks} ranks, this host has {cores} cores"
+    # A checkpoint has three of the four tensors of each weight in training: all but the gradient.
     stored = sum(file.bytes for file in checkpoint.manifest.files.values())
     replicas = ranks if checkpoint.manifest.lineage.config.train.parallel == "ddp" else 1
     needed, free = stored / 3 * BYTES_OF_STATE * replicas, available_memory()
@@ -199,23 +212,23 @@ def _compare(checkpoint: directory.Checkpoint, recorded: Recorded, result: dict[
     """result: `losses` of the steps after the checkpoint (None: not finite), `finite`, `numerics`."""
     lineage = checkpoint.manifest.lineage
     now = Numerics(**result["numerics"])
-    exact = _is_same_course(checkpoint, recorded) and same_arithmetic(lineage, now)
-    if _draws_otherwise(checkpoint, exact):
-        return Check("next loss", "warn", f"{NOT_DONE}: {OTHER_DROPOUT}")
-    tolerance = 0.0 if exact else TOLERANCE[lineage.numerics.precision]
-    bound = "equal to the last bit" if exact else f"within {tolerance:g}"
-    bounds: list[str] = []
+    exact = _is_repeatable(checkpoint, recorded) and same_arithmetic(lineage, now)
+    if _dropout_differs(checkpoint, exact):
+        return _not_done(OTHER_DROPOUT)
+    tolerance, bound = tolerance_for(lineage.numerics.precision, exact)
+    equal: list[str] = []
     for step, then_loss in sorted(recorded.losses.items()):
         loss = result["losses"][step - checkpoint.step - 1]
         apart = math.inf if loss is None else abs(loss - then_loss)
         if not apart <= tolerance:  # also false for NaN
-            blame = ": weights or data are others" if step == checkpoint.step + 1 else ""
-            blame = blame or (": the moments are others" if bounds else "")
+            cause = ": weights or data differ" if step == checkpoint.step + 1 else ""
+            cause = cause or (": the optimizer state differs" if equal else "")
             message = (
-                f"loss {loss!r} of step {step}, recorded {then_loss!r}; must be {bound}{blame}"
+                f"loss {loss!r} of step {step}, recorded {then_loss!r}; must be {bound}{cause}"
             )
             return Check("next loss", "fail", message)
-        bounds.append(f"step {step} {bound}")
+        equal.append(f"step {step} {bound}")
     if not result["finite"]:
-        return Check("next loss", "fail", "weights or moments are not finite after the next update")
-    return Check("next loss", "ok", f"trained again: {', '.join(bounds)}")
+        message = "weights or optimizer state are not finite after the next update"
+        return Check("next loss", "fail", message)
+    return Check("next loss", "ok", f"replayed: {', '.join(equal)}")

@@ -1,8 +1,5 @@
-"""The replay check on one rank: load a checkpoint and train on from it.
-
-Nothing is written. The config says how far: train.max_steps is the checkpoint's step, or a later
-one.
-"""
+"""The replay check on one rank: load a checkpoint and train from it up to train.max_steps, which may
+be the checkpoint's own step. Writes no checkpoint."""
 
 from __future__ import annotations
 
@@ -27,14 +24,12 @@ from forge.trainer.step import TrainStep, train_loader
 
 
 def check(world: World, config: ResolvedConfig, checkpoint: Path, shards: Path) -> RankRecord:
-    """Load, or load and train on, as the config says. All ranks call it."""
+    """The record has the digest of the loaded weights, or the result of `_train` if train.max_steps
+    is beyond the checkpoint. All ranks call it."""
     found = directory.Checkpoint.open(checkpoint)
     if config.train.max_steps > found.step:
-        record = RankRecord(
-            "completed",
-            world.rank.rank,
-            result=_train_on(world, config, found, ShardSet.open(shards)),
-        )
+        result = _train(world, config, found, ShardSet.open(shards))
+        record = RankRecord("completed", world.rank.rank, result=result)
     else:
         digest = _load(world, config, checkpoint, ShardSet.open(shards))
         record = RankRecord("completed", world.rank.rank, weights_digest=digest)
@@ -43,7 +38,7 @@ def check(world: World, config: ResolvedConfig, checkpoint: Path, shards: Path) 
 
 
 def _load(world: World, config: ResolvedConfig, checkpoint: Path, shards: ShardSet) -> str | None:
-    """Weights and optimizer sharded over these ranks, however many wrote them; the weights' digest."""
+    """Load weights and optimizer state sharded over these ranks; the weights' digest on rank 0."""
     model = Decoder(config.model, shards.vocab_size)
     mesh = init_device_mesh("cpu", (world.rank.world_size,))
     for block in model.model.layers:
@@ -54,13 +49,13 @@ def _load(world: World, config: ResolvedConfig, checkpoint: Path, shards: ShardS
     return storage.weights_digest(model)
 
 
-def _train_on(
+def _train(
     world: World, config: ResolvedConfig, found: directory.Checkpoint, shards: ShardSet
 ) -> dict[str, object]:
     """The losses of the steps after a checkpoint, and whether the state after them is finite."""
     prepare(world.device)
     then = found.manifest.lineage.numerics
-    torch.set_num_threads(then.threads)  # the sums in a product depend on it
+    torch.set_num_threads(then.threads)  # the order of sums in a product depends on it
     train_step = _step_after(world, config, found, shards)
     losses = _losses(config, train_step, found.step)
     state = storage.training_state(train_step.parallel.decoder, train_step.optimizer)
@@ -92,8 +87,8 @@ def _step_after(
 
 
 def _losses(config: ResolvedConfig, train_step: TrainStep, first: int) -> list[float | None]:
-    """Losses, averaged over ranks, of the steps from `first` up to train.max_steps; None for one that
-    is not finite. TrainingError where the config does not allow skipping its update."""
+    """Losses, averaged over ranks, of the steps from `first` up to train.max_steps; None where a loss
+    is not finite. TrainingError where the config does not allow skipping the update."""
     losses = []
     for step in range(first, config.train.max_steps):
         result = train_step(step)

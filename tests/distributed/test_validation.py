@@ -148,9 +148,11 @@ def test_moments_of_another_step_pass_the_probe_and_fail_the_next_loss(run):
     rewrite(folder, state)
     outcome = forge("validate", str(folder))
     assert outcome.code == 65, outcome.text
-    assert "ok   probe: 2 recorded losses recomputed, equal to the last bit" in outcome.text
+    assert "ok   probe: 2 recorded losses recomputed, bitwise equal" in outcome.text
     assert "fail next loss: loss " in outcome.text
-    assert "of step 197, recorded " in outcome.text and "the moments are others" in outcome.text
+    assert (
+        "of step 197, recorded " in outcome.text and "the optimizer state differs" in outcome.text
+    )
 
 
 def test_every_fifth_loss_is_enough_and_one_rank_is_trained_on_as_well(solo, tmp_path):
@@ -160,7 +162,7 @@ def test_every_fifth_loss_is_enough_and_one_rank_is_trained_on_as_well(solo, tmp
     run.paths.metrics.write_text("".join(kept))
     outcome = forge("validate", str(run.paths.checkpoints / "step-00000006"))
     assert outcome.code == 0, outcome.text
-    assert "ok   next loss: trained again: step 10 equal to the last bit" in outcome.text
+    assert "ok   next loss: replayed: step 10 bitwise equal" in outcome.text
 
 
 # --- repair ---------------------------------------------------------------------------------------
@@ -215,7 +217,7 @@ def test_latest_that_points_to_nothing_is_told_and_mended(run):
 def test_config_that_was_edited_moves_no_checkpoint(run):
     outcome = run.forge("validate", "--fix", "--validate.depth=load", "--model.dropout=0.2")
     assert outcome.code == 65
-    assert "model.dropout is 0.2" in outcome.text and "the files are whole" in outcome.text
+    assert "model.dropout is 0.2" in outcome.text and "the files are valid" in outcome.text
     assert names(run.paths.checkpoints) == [BEFORE, LAST]
     assert run.paths.trained.exists()
 

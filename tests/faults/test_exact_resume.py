@@ -81,8 +81,8 @@ def test_validation_compares_the_next_losses_of_three_replicas_to_the_last_bit(
     folder = run.paths.checkpoints / f"step-{MIDDLE:08d}"
     ended = forked.start(["validate", str(folder)], tmp_path / "validate.out").end()
     assert ended.code == Exit.DONE, ended.text
-    both = ", ".join(f"step {step} equal to the last bit" for step in (MIDDLE + 1, MIDDLE + 2))
-    assert f"next loss: trained again: {both}" in ended.text
+    both = ", ".join(f"step {step} bitwise equal" for step in (MIDDLE + 1, MIDDLE + 2))
+    assert f"next loss: replayed: {both}" in ended.text
 
 
 def with_a_corrupt_last_checkpoint(whole: FaultyRun, folder: Path) -> FaultyRun:

@@ -236,7 +236,7 @@ class Undisturbed:
         run = Progress(self.results / f"of-{world_size}")
         self.results.mkdir(parents=True, exist_ok=True)
         with locked(self.results / f"{run.folder.name}.lock"):
-            if not run.paths.fit.exists():
+            if not run.paths.trained.exists():
                 file = self.results / f"{run.folder.name}.yaml"
                 file.write_text(yaml.safe_dump(machine("torchrun")))
                 where = (f"--run={run.folder.name}", f"--results={self.results}")

@@ -125,7 +125,7 @@ def _not_started(run: RecordedRun) -> None:
 
 
 KINDS: dict[str, tuple[Callable[[RecordedRun], None], str, str]] = {
-    "validated": (_validated, "validated", "held-out loss 4.5"),
+    "validated": (_validated, "validated", "validation loss 4.5"),
     "done": (_done, "done", "not validated yet"),
     "invalid": (_invalid, "invalid", "a bit has flipped"),
     "failed": (_failed, "failed", "rank 1: step 41: loss nan"),

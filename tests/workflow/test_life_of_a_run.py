@@ -23,7 +23,7 @@ def test_one_command_gives_a_validated_checkpoint_and_a_report(shared_project):
     assert "NODE " in output
     *_, head, row = output.splitlines()
     assert head.split() == ["run", "state", "reason", "log", "next"]
-    assert row.split()[:4] == ["base", "validated", "held-out", "loss"] and "report.html" in row
+    assert row.split()[:4] == ["base", "validated", "validation", "loss"] and "report.html" in row
     found = WorkflowRuns.read(shared_project.root / WORKFLOW_RUNS)
     assert found.folders == {"base": "results/base"}
 

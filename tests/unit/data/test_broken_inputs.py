@@ -211,7 +211,7 @@ def test_an_input_that_is_no_file_is_named(odd: Path, name: str, message: str) -
 @pytest.mark.parametrize("token", ["\ud800", "a\udfffb"])
 def test_an_end_token_that_is_no_utf8_is_refused(place: Path, token: str) -> None:
     inputs = {"inputs": ["texts"]}
-    with pytest.raises(ConfigError, match="is no UTF-8"):
+    with pytest.raises(ConfigError, match="is not UTF-8"):
         build_tokenizer(
             resolve(Config(data="data", tokenizer={"eos_token": token}, tokenize=inputs))
         )
@@ -230,7 +230,7 @@ def test_a_log_takes_names_that_are_no_utf8(place: Path) -> None:
     command = [sys.executable, "-m", "forge", "tokenizer", "config.yaml", "--log=log"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (Exit.DATA, False)
-    assert "fields there: \\ud800" in (place / "log").read_text()
+    assert "fields found: \\ud800" in (place / "log").read_text()
 
 
 # --- contents -----------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_a_parquet_file_with_two_text_columns_is_named(tmp_path: Path) -> None:
     column = pyarrow.array(["one", "two"])
     table = pyarrow.Table.from_arrays([column, column], names=["text", "text"])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet: field 'text' is there 2 times"):
+    with pytest.raises(DataError, match=r"a\.parquet: field 'text' exists 2 times"):
         read(tmp_path / "a.parquet")
 
 
@@ -259,9 +259,9 @@ def test_json_that_python_does_not_read_is_named(tmp_path: Path, line: str) -> N
 
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.zst"])
-def test_a_packed_file_without_a_byte_is_damaged(tmp_path: Path, name: str) -> None:
+def test_an_empty_compressed_file_is_corrupt(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
-    with pytest.raises(DataError, match="is damaged: it is empty"):
+    with pytest.raises(DataError, match="is corrupt: it is empty"):
         read(tmp_path / name)
 
 

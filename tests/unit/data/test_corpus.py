@@ -196,13 +196,13 @@ def test_jsonl_gives_one_document_a_line(tmp_path: Path, suffix: str) -> None:
 def test_a_packed_file_cut_short_is_refused(tmp_path: Path, suffix: str) -> None:
     lines = b"".join(b'{"text": "%d"}\n' % number for number in range(10000))
     path = write(tmp_path / f"a.jsonl{suffix}", packed(lines, suffix)[:-5])
-    with pytest.raises(DataError, match=rf"a\.jsonl{suffix} is damaged"):
+    with pytest.raises(DataError, match=rf"a\.jsonl{suffix} is corrupt"):
         read(path)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_file_that_is_not_packed_as_its_name_says_is_refused(tmp_path: Path, suffix: str) -> None:
-    with pytest.raises(DataError, match="is damaged"):
+    with pytest.raises(DataError, match="is corrupt"):
         read(write(tmp_path / f"a.txt{suffix}", b"plain text, not packed at all"))
 
 
@@ -213,9 +213,9 @@ def test_a_file_that_is_not_packed_as_its_name_says_is_refused(tmp_path: Path, s
         ('{"text": "a", "n": ' + "9" * 5000 + "}", r"a\.jsonl, line 3 is not JSON: .*4300 digits"),
         ('{"text": "cut', r"a\.jsonl, line 3 is not JSON"),
         ('["text"]', r"line 3 is not an object"),
-        ('{"body": "x", "id": 1}', r"line 3: field 'text' is missing; fields there: body, id"),
+        ('{"body": "x", "id": 1}', r"line 3: field 'text' is missing; fields found: body, id"),
         ('{"text": null}', r"line 3: field 'text' is NoneType, not a string"),
-        ('{"text": 7}', r"line 3: field 'text' is int, not a string; fields there: text"),
+        ('{"text": 7}', r"line 3: field 'text' is int, not a string; fields found: text"),
         (r'{"text": "\ud83d"}', r"has a lone surrogate \\ud83d at line 3"),
     ],
 )
@@ -270,14 +270,14 @@ def test_parquet_gives_one_document_a_row(tmp_path: Path) -> None:
 
 
 def test_a_bad_parquet_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="field 'text' is missing; fields there: body, id"):
+    with pytest.raises(DataError, match="field 'text' is missing; fields found: body, id"):
         read(parquet(tmp_path / "a.parquet", body=["x"], id=[1]))
     with pytest.raises(DataError, match="field 'text' is int64, not a string"):
         read(parquet(tmp_path / "a.parquet", text=[1]))
     with pytest.raises(DataError, match=r"a\.parquet, row 4: field 'text' is null"):
         read(parquet(tmp_path / "a.parquet", text=["a", "b", "c", None]))
     whole = (tmp_path / "a.parquet").read_bytes()
-    with pytest.raises(DataError, match=r"a\.parquet is damaged"):
+    with pytest.raises(DataError, match=r"a\.parquet is corrupt"):
         read(write(tmp_path / "a.parquet", whole[:-20]))
 
 

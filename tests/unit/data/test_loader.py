@@ -167,7 +167,7 @@ def test_global_batch_is_the_same_on_any_world_size_from_any_step(
         assert torch.equal(torch.cat(part), whole)
 
 
-def test_resumed_loader_goes_on_with_the_same_batches(tmp_path: Path) -> None:
+def test_resumed_loader_continues_with_the_same_batches(tmp_path: Path) -> None:
     windows = Windows(shards_of(tmp_path, 20_001, dtype=np.uint32), 8)
     through = loader_of(windows)
     through._steps_at_once = 5  # so that blocks of the order begin elsewhere after the resume

@@ -199,7 +199,9 @@ def test_without_a_tokenizer_it_says_what_to_run(place: Path) -> None:
 def test_an_empty_split_is_refused_with_counts(place: Path) -> None:
     with pytest.raises(DataError, match="the val split is empty: 1188 documents to train on, 0"):
         tokenize(configure(val_fraction=1e-9), workers=1)
-    with pytest.raises(DataError, match=r"the train split is empty: 0 documents .* 1188 held out"):
+    with pytest.raises(
+        DataError, match=r"the train split is empty: 0 documents .* 1188 for validation"
+    ):
         tokenize(configure(val_fraction=1 - 1e-9), workers=1)
 
 
@@ -280,7 +282,7 @@ def test_another_tokenizer_makes_all_parts_again(place: Path) -> None:
     } == {tokenizer.digest}
 
 
-def test_a_damaged_shard_is_made_again_when_the_work_goes_on(place: Path) -> None:
+def test_a_corrupt_shard_is_rebuilt_when_tokenizing_resumes(place: Path) -> None:
     folder = tokenize(configure(), workers=1)
     whole = files_of(folder)
     (folder / "manifest.json").unlink()

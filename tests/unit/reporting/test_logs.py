@@ -161,7 +161,7 @@ def test_lines_that_tell_an_error_are_found(line):
         "warning: training without torch.compile: RuntimeError: no compiler",
         "[W1121 04:37:23.12 socket.cpp:755] error while binding, will try again",
         "checked 12 files, 0 errors",
-        "step 3: held-out loss 5.6",
+        "step 3: validation loss 5.6",
     ],
 )
 def test_lines_that_tell_no_error_are_not(line):

@@ -81,7 +81,7 @@ def test_ids_in_the_page_are_unique_and_each_reference_has_its_target(
 
 def test_headline_tells_status_loss_speed_and_goodput(finished: RecordedRun) -> None:
     text = " ".join(Page(render(finished.paths)).text.split())
-    assert "✓ validated at step 200 of 200: held-out loss 3.827" in text
+    assert "✓ validated at step 200 of 200: validation loss 3.827" in text
     assert "8.50 → 3.83" in text
     assert "200 of 200" in text
     assert "2 min 58 s" in text
@@ -122,7 +122,7 @@ def test_digest_of_the_weights_is_the_completed_or_the_validated_ones(tmp_path: 
 
 def test_pictures_are_told_to_those_who_do_not_see_them(finished: RecordedRun) -> None:
     labels = Page(render(finished.paths)).values("aria-label")
-    assert any("held-out loss from 8.50 to 3.83 over steps 0 to 200" in label for label in labels)
+    assert any("validation loss from 8.50 to 3.83 over steps 0 to 200" in label for label in labels)
     assert any(label.startswith("Throughput: tokens per second: median") for label in labels)
     assert any("Time bar: train 56 %" in label for label in labels)
 
@@ -174,7 +174,7 @@ def test_run_with_one_point_says_what_is_missing(tmp_path: Path) -> None:
     text = Page(render(run.paths)).text
     assert "✗ failed at step 5: rank 1: loss is inf" in text
     assert "fix: lower train.lr" in text
-    missing = ("config.json", "preflight:", "held-out loss:", "checkpoint: none", "validation:")
+    missing = ("config.json", "preflight:", "validation loss:", "checkpoint: none", "validation:")
     assert all(item in text for item in missing)
     assert "training curve:" not in text
 
@@ -261,11 +261,11 @@ def test_show_prints_status_paths_samples_and_lineage(
     write_report(finished.paths)
     show([finished.paths])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "base: validated at step 200 of 200: held-out loss 3.827"
+    assert lines[0] == "base: validated at step 200 of 200: validation loss 3.827"
     text = "\n".join(" ".join(line.split()) for line in lines)
     assert f"checkpoint {finished.paths.latest} -> step-00000200" in text
     assert f"report {finished.paths.report}" in text
-    assert "held-out loss 8.500 -> 3.827 nats per token (steps 0 -> 200)" in text
+    assert "validation loss 8.500 -> 3.827 nats per token (steps 0 -> 200)" in text
     assert "samples def __init__(self):⏎" in text
     assert "\nclass Reader(Base):⏎ pass" in text, "this text has its prompt already"
     assert "tokens 0f1e2d3c4b5a (digest bbbb" in text
@@ -295,7 +295,7 @@ def test_terminal_gets_a_panel_and_no_color_is_honoured(
     show([finished.paths])
     out = capsys.readouterr().out
     assert "╭─" in out
-    assert "base: validated at step 200 of 200: held-out loss 3.827" in out
+    assert "base: validated at step 200 of 200: validation loss 3.827" in out
     assert not colour.search(out)
 
 

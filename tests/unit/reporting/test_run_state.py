@@ -266,7 +266,7 @@ def test_a_finished_run_is_done_then_validated_or_invalid(run):
     assert found.state == "done" and "forge validate" in now(found)
     run.validate(GOAL)
     found = judged(run, None)
-    assert found.state == "validated" and now(found).startswith("held-out loss ")
+    assert found.state == "validated" and now(found).startswith("validation loss ")
     run.validate(GOAL, "a bit has flipped")
     found = judged(run, None)
     assert (found.state, found.reason) == ("invalid", "a bit has flipped")

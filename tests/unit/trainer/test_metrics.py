@@ -8,15 +8,15 @@ from forge.core import json_lines
 from forge.trainer import metrics
 
 
-def test_flop_utilisation_of_a_worked_example():
+def test_flop_utilization_of_a_worked_example():
     # 8 ranks of 312 TFLOP/s, 6 * 7e9 FLOPs a token, 30,000 tokens/s in all:
     # 1.26e15 / 2.496e15 = 0.50481
-    found = metrics.flop_utilisation(30_000, 6 * 7e9, 8, 312e12)
+    found = metrics.flop_utilization(30_000, 6 * 7e9, 8, 312e12)
     assert found == pytest.approx(0.504808, abs=1e-6)
 
 
 def test_utilisation_without_a_known_peak_is_unknown():
-    assert metrics.flop_utilisation(30_000, 6 * 7e9, 8, None) is None
+    assert metrics.flop_utilization(30_000, 6 * 7e9, 8, None) is None
 
 
 def test_throughput_is_of_the_steps_since_the_last_line():
