@@ -1,4 +1,4 @@
-"""Placement of a run: the resources to request, the nodes to use, the command that launches ranks."""
+"""Placement of a run: resources to request, nodes to use, and the command that launches the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from forge.core.process import hostname
 
 @dataclass(frozen=True)
 class WorldLayout:
-    """How many ranks train. From the profile's resources or the command line."""
+    """Numbers of nodes and ranks, from the resources of the profile or the command line."""
 
     nodes: int = 1
     ranks_per_node: int = 1
@@ -32,7 +32,7 @@ class WorldLayout:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where ranks may run: hosts in rank order, and the Slurm job that has them (None: no Slurm)."""
+    """Hosts for the ranks, in rank order, and the Slurm job that holds them (None outside of Slurm)."""
 
     hosts: tuple[str, ...]
     job: slurm.Job | None = None
@@ -43,23 +43,23 @@ class Placement:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is this host alone, so that nothing needs srun."""
+        """Whether this host is the only one, so that no srun is needed."""
         return self.hosts == (hostname(),)
 
     def only(self, hosts: Sequence[str]) -> Placement:
-        """The same job with these hosts, in the job's order."""
+        """The placement with only these of its hosts."""
         return Placement(tuple(host for host in self.hosts if host in hosts), self.job)
 
 
 def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
-    """ConfigError where this launcher cannot give these ranks, or they cannot share the batch."""
+    """ConfigError where the launcher cannot start these ranks, or they cannot share the batch evenly."""
     if layout.nodes < 1 or layout.ranks_per_node < 1:
         raise ConfigError(
             f"nodes {layout.nodes} and ranks per node {layout.ranks_per_node} must be 1 or more"
         )
     if machine.launcher == "single" and layout.world_size > 1:
         raise ConfigError(
-            f"{layout.world_size} ranks with the launcher single, which runs one",
+            f"{layout.world_size} ranks with launcher single, which runs one",
             fix="set `launcher: torchrun` or `launcher: srun` in machine.yaml, or use one rank",
         )
     if config.train.batch_size % layout.world_size:
@@ -74,13 +74,13 @@ def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
         )
 
 
-# --- where ---------------------------------------------------------------------------------------
+# --- nodes ---------------------------------------------------------------------------------------
 
 
 def find_placement(machine: Machine, layout: WorldLayout) -> Placement:
-    """The nodes this command may use: those of its Slurm job, or this host where ranks need no srun.
+    """The nodes of this Slurm job, or this host where the ranks need no srun.
 
-    Raises UnfitError outside of a job where ranks need one, and for a job with too few nodes.
+    Raises UnfitError where the ranks need a job and there is none, or one with too few nodes or cores.
     """
     needs_slurm = machine.launcher == "srun" or layout.nodes > 1
     if not needs_slurm:
@@ -91,21 +91,21 @@ def find_placement(machine: Machine, layout: WorldLayout) -> Placement:
             f"launcher {machine.launcher} with {layout.nodes} nodes needs a Slurm job, and this"
             f" shell is in none (SLURM_JOB_ID is {slurm.this_job_id() or 'not set'})",
             cause="the subcommand was called outside of sbatch and salloc",
-            fix="use snakemake --profile profiles/slurm-cpu, or start it inside salloc",
+            fix="use snakemake --profile profiles/slurm-cpu, or run the command inside salloc",
         )
     if len(job.nodes) < layout.nodes:
         raise UnfitError(
             f"job {job.id} has {len(job.nodes)} nodes ({', '.join(job.nodes)}), training needs"
             f" {layout.nodes}",
-            cause="the allocation and `nodes` of the profile differ",
-            fix=f"ask for {layout.nodes} nodes, or give --nodes={len(job.nodes)}",
+            cause="the allocation differs from `nodes` of the profile",
+            fix=f"request {layout.nodes} nodes, or pass --nodes={len(job.nodes)}",
         )
     _refuse_uneven(job, layout.ranks_per_node)
     return Placement(job.nodes, job)
 
 
 def _refuse_uneven(job: slurm.Job, ranks_per_node: int) -> None:
-    """UnfitError for 3 + 1 tasks where 2 + 2 are needed: a step of these waits for ever."""
+    """UnfitError for uneven cores, such as 3 + 1 tasks for 2 + 2 ranks: srun would wait for ever."""
     needed = ranks_per_node * job.cpus_per_task
     cores = {count for _, count in job.cpus}
     if len(cores) < 2 or min(cores) >= needed:
@@ -116,13 +116,13 @@ def _refuse_uneven(job: slurm.Job, ranks_per_node: int) -> None:
     raise UnfitError(
         f"job {job.id} gives its nodes different numbers of cores: {given}; {ranks_per_node} ranks on"
         f" each need {needed}",
-        cause="it was asked for tasks, and not for tasks on each node",
-        fix=f"ask for --nodes={len(job.nodes)} --ntasks-per-node={ranks_per_node}"
+        cause="the job requested tasks, not tasks per node",
+        fix=f"request --nodes={len(job.nodes)} --ntasks-per-node={ranks_per_node}"
         f" --cpus-per-task={job.cpus_per_task}",
     )
 
 
-# --- how: launch lines ---------------------------------------------------------------------------
+# --- the launch command ---------------------------------------------------------------------------
 
 
 def launch_line(
@@ -134,9 +134,9 @@ def launch_line(
     master: tuple[str, int],
     python: str = sys.executable,
 ) -> list[str]:
-    """The command that starts all ranks at this placement, each as `python -m forge.worker SPEC`.
+    """The command that starts all ranks, each as `python -m forge.worker SPEC`.
 
-    placement: exactly layout.nodes hosts. master: host and free port, for torchrun's own rendezvous.
+    placement: exactly layout.nodes hosts. master: host and free port for the rendezvous of torchrun.
     """
     entry = ["-m", "forge.worker", str(spec)]
     job, ranks = placement.job, layout.ranks_per_node
@@ -144,7 +144,7 @@ def launch_line(
         return [python, *entry]
     if machine.launcher == "srun":
         assert job
-        # exec'd by slurmstepd, no shell between: Slurm signals only the task itself.
+        # Without a shell: Slurm signals only the process that it starts.
         line = slurm.srun(
             job.id,
             placement.hosts,
@@ -162,39 +162,39 @@ def launch_line(
         cpus_per_task=job.cpus_per_task * ranks,
         options=_step_options(spec),
     )
-    meeting = [
+    rendezvous = [
         f"--nnodes={layout.nodes}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={master[0]}:{master[1]}",
         f"--rdzv-id={spec.parent.name}",
         f"--rdzv-conf=join_timeout={machine.fabric.timeout_sec:.0f}",
     ]
-    return [*line, *_torchrun(machine, ranks, python), *meeting, *entry]
+    return [*line, *_torchrun(machine, ranks, python), *rendezvous, *entry]
 
 
 def _step_options(spec: Path) -> tuple[str, ...]:
-    # --overlap: a step that was lost with a node holds its cores until Slurm has noticed, and the next
-    # one would wait for them.
+    # --overlap: a step on a lost node holds its cores until Slurm notices, and the next step would wait
+    # for them.
     return (f"--job-name={spec.parent.name}", "--kill-on-bad-exit=1", "--overlap")
 
 
 def _torchrun(machine: Machine, ranks: int, python: str) -> list[str]:
     return [
         *(python, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"),
-        # Without these SIGUSR1 kills the agent and orphans the ranks.
+        # Without this option, SIGUSR1 kills the torchrun agent and orphans the ranks.
         "--signals-to-handle=SIGTERM,SIGUSR1,SIGINT",
         f"--shutdown-timeout={max(5, round(machine.stop_grace_sec - 10))}",
     ]
 
 
-# --- how: what Slurm is asked for ----------------------------------------------------------------
+# --- the Slurm request ----------------------------------------------------------------------------
 
 
 def allocation_resources(fit: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
-    """Resources of an allocation's rules, from what the profile sets for `fit`.
+    """Resources of the rules of an allocation, from those that the profile sets for `fit`.
 
-    `mpi=""` keeps the executor from wrapping rules in an srun of its own: a second one inside would
-    wait for ever or run one rank. Raises ConfigError for what could not work.
+    `mpi=""` keeps the executor from wrapping rules in an srun: a second srun inside would wait for ever
+    or run one rank. Raises ConfigError for resources that cannot work.
     """
     _refuse_own(fit)
     ranks, nodes = _number(fit, "tasks_per_node"), _number(fit, "nodes")
@@ -202,7 +202,7 @@ def allocation_resources(fit: Mapping[str, Any], machine: Machine) -> dict[str, 
     if gpus is not None and gpus != ranks:
         raise ConfigError(
             f"profile: fit asks for {gpus} GPUs a node and {ranks} ranks a node (tasks_per_node)",
-            cause="each rank drives one GPU",
+            cause="each rank uses one GPU",
             fix=f'set tasks_per_node: {gpus}, or gres: "gpu:{ranks}"',
         )
     if machine.launcher == "single" and nodes * ranks > 1:
@@ -218,12 +218,12 @@ def allocation_resources(fit: Mapping[str, Any], machine: Machine) -> dict[str, 
 
 
 def _refuse_own(fit: Mapping[str, Any]) -> None:
-    """What a profile must not set for `fit`, because it is made from nodes and tasks_per_node."""
+    """ConfigError for resources of `fit` that Forge derives itself."""
     fixes = {
-        "tasks": "give nodes and tasks_per_node; Forge makes the number of tasks from them",
-        "mpi": "leave it out; `launcher` in machine.yaml says how ranks start",
+        "tasks": "set nodes and tasks_per_node; Forge derives the number of tasks from them",
+        "mpi": "remove it; `launcher` in machine.yaml decides how ranks start",
         "slurm_extra": "write these options as slurm.options in machine.yaml, where Forge adds its own",
-        "gpu": 'give GPUs per node, as gres: "gpu:4"',
+        "gpu": 'set GPUs per node, as gres: "gpu:4"',
     }
     for key, fix in fixes.items():
         if key in fit:
@@ -231,7 +231,7 @@ def _refuse_own(fit: Mapping[str, Any]) -> None:
 
 
 # Resources that Snakemake or its Slurm executor reads (submit_string.py and __init__.py of 2.8.0), and
-# our own `machine`.
+# `machine`, which Forge reads.
 _KNOWN_RESOURCES = (
     *("machine", "nodes", "tasks_per_node", "tasks_per_gpu", "gres", "gpu_model"),
     *("cpus_per_task", "cpus_per_gpu", "mem", "mem_mb", "mem_mib", "mem_mb_per_cpu"),
@@ -241,9 +241,9 @@ _KNOWN_RESOURCES = (
 
 
 def refuse_unknown(fit: Mapping[str, Any], custom: Collection[str]) -> None:
-    """ConfigError for a name that nobody reads: Snakemake would take it without a word.
+    """ConfigError for an unknown resource, which Snakemake would ignore silently.
 
-    custom: names that the user gave a limit for with --resources.
+    custom: names for which the user set a limit with --resources.
     """
     for name, value in fit.items():
         if name in _KNOWN_RESOURCES or name in custom:
@@ -252,15 +252,15 @@ def refuse_unknown(fit: Mapping[str, Any], custom: Collection[str]) -> None:
         raise ConfigError(
             f"profile: set-resources of fit has {name}={value!r}, and no such resource is known"
             f"{f' (did you mean {close[0]}?)' if close else ''}",
-            fix="correct the name, or give the resource a limit of your own with `resources` in"
-            " config.yaml of the profile",
+            fix="correct the name, or set a limit for the resource with `resources` in config.yaml of"
+            " the profile",
         )
 
 
 def _number(fit: Mapping[str, Any], key: str) -> int:
     value = fit.get(key, 1)
     if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"profile: fit has {key}={value!r}", fix="give a whole number from 1")
+        raise ConfigError(f"profile: fit has {key}={value!r}", fix="set an integer of 1 or more")
     return value
 
 
@@ -278,15 +278,15 @@ def gpus_per_node(fit: Mapping[str, Any]) -> int | None:
 
 
 def sbatch_options(machine: Machine, ranks_per_node: int, bad_nodes: Sequence[str]) -> str:
-    """What the executor's own options do not cover, as slurm_extra.
+    """The sbatch options that the executor does not set, for slurm_extra.
 
-    `--signal` without `B:` reaches the ranks; with it, it would end the batch shell's Snakemake.
+    `--signal` without `B:` signals the ranks; with `B:` it would end Snakemake in the batch shell.
     """
     options = [f"--ntasks-per-node={ranks_per_node}", "--open-mode=append"]
     if machine.slurm.warn_sec:
         options.append(f"--signal=SIGUSR1@{machine.slurm.warn_sec}")
     if machine.preflight.spare_nodes:
-        options.append("--no-kill")  # a spare takes over for a node that dies
+        options.append("--no-kill")  # a spare node replaces one that dies
     given = shlex.split(machine.slurm.options)
     own = [o.partition("=")[2] for o in given if o.startswith("--exclude=")]
     given = [o for o in given if not o.startswith("--exclude=")]
