@@ -300,20 +300,20 @@ def _tokenize(options: argparse.Namespace) -> None:
 
 
 def _stage(options: argparse.Namespace) -> None:
-    from forge.run.requeue import back_to_the_queue_if_preempted
+    from forge.run.requeue import requeue_if_preempted
     from forge.staging.stage import stage
 
     machine = _load_machine(options)
-    with back_to_the_queue_if_preempted(machine):
+    with requeue_if_preempted(machine):
         stage(_resolved(options), machine, _layout(options))
 
 
 def _preflight(options: argparse.Namespace) -> None:
     from forge.preflight.preflight import preflight
-    from forge.run.requeue import back_to_the_queue_if_preempted
+    from forge.run.requeue import requeue_if_preempted
 
     machine = _load_machine(options)
-    with back_to_the_queue_if_preempted(machine):
+    with requeue_if_preempted(machine):
         preflight(_resolved(options), machine, _layout(options))
 
 

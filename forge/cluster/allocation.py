@@ -96,10 +96,10 @@ def _plain(value: Any) -> Any:
 
 
 def allocation_resources(given: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
-    """Resources of an allocation's rules, from what the profile sets for `train_run`.
+    """Resources of the rules of an allocation, from those that the profile sets for `given`.
 
-    `mpi=""` keeps the executor from wrapping rules in an srun of its own: a second one inside would
-    wait for ever or run one rank. Raises ConfigError for what could not work.
+    `mpi=""` keeps the executor from wrapping rules in an srun: a second srun inside would wait for ever
+    or run one rank. Raises ConfigError for resources that cannot work.
     """
     _refuse_own(given)
     ranks, nodes = _number(given, "tasks_per_node"), _number(given, "nodes")
@@ -107,7 +107,7 @@ def allocation_resources(given: Mapping[str, Any], machine: Machine) -> dict[str
     if gpus is not None and gpus != ranks:
         raise ConfigError(
             f"profile: train_run asks for {gpus} GPUs a node and {ranks} ranks a node (tasks_per_node)",
-            cause="each rank drives one GPU",
+            cause="each rank uses one GPU",
             fix=f'set tasks_per_node: {gpus}, or gres: "gpu:{ranks}"',
         )
     if machine.launcher == "single" and nodes * ranks > 1:
@@ -123,12 +123,12 @@ def allocation_resources(given: Mapping[str, Any], machine: Machine) -> dict[str
 
 
 def _refuse_own(given: Mapping[str, Any]) -> None:
-    """What a profile must not set for `train_run`, because it is made from nodes and tasks_per_node."""
+    """ConfigError for resources of `train_run` that Forge derives itself."""
     fixes = {
-        "tasks": "give nodes and tasks_per_node; Forge makes the number of tasks from them",
-        "mpi": "leave it out; `launcher` in machine.yaml says how ranks start",
+        "tasks": "set nodes and tasks_per_node; Forge derives the number of tasks from them",
+        "mpi": "remove it; `launcher` in machine.yaml decides how ranks start",
         "slurm_extra": "write these options as slurm.options in machine.yaml, where Forge adds its own",
-        "gpu": 'give GPUs per node, as gres: "gpu:4"',
+        "gpu": 'set GPUs per node, as gres: "gpu:4"',
     }
     for key, fix in fixes.items():
         if key in given:
@@ -138,7 +138,7 @@ def _refuse_own(given: Mapping[str, Any]) -> None:
 
 
 # Resources that Snakemake or its Slurm executor reads (submit_string.py and __init__.py of 2.8.0), and
-# our own `machine`.
+# `machine`, which Forge reads.
 _KNOWN_RESOURCES = (
     *("machine", "nodes", "tasks_per_node", "tasks_per_gpu", "gres", "gpu_model"),
     *("cpus_per_task", "cpus_per_gpu", "mem", "mem_mb", "mem_mib", "mem_mb_per_cpu"),
@@ -148,9 +148,9 @@ _KNOWN_RESOURCES = (
 
 
 def refuse_unknown(given: Mapping[str, Any], custom: Collection[str]) -> None:
-    """ConfigError for a name that nobody reads: Snakemake would take it without a word.
+    """ConfigError for an unknown resource, which Snakemake would ignore silently.
 
-    custom: names that the user gave a limit for with --resources.
+    custom: names for which the user set a limit with --resources.
     """
     for name, value in given.items():
         if name in _KNOWN_RESOURCES or name in custom:
@@ -159,8 +159,8 @@ def refuse_unknown(given: Mapping[str, Any], custom: Collection[str]) -> None:
         raise ConfigError(
             f"profile: set-resources of train_run has {name}={value!r}, and no such resource is known"
             f"{f' (did you mean {close[0]}?)' if close else ''}",
-            fix="correct the name, or give the resource a limit of your own with `resources` in"
-            " config.yaml of the profile",
+            fix="correct the name, or set a limit for the resource with `resources` in config.yaml of"
+            " the profile",
         )
 
 
@@ -168,7 +168,7 @@ def _number(given: Mapping[str, Any], key: str) -> int:
     value = given.get(key, 1)
     if not isinstance(value, int) or value < 1:
         raise ConfigError(
-            f"profile: train_run has {key}={value!r}", fix="give a whole number from 1"
+            f"profile: train_run has {key}={value!r}", fix="set an integer of 1 or more"
         )
     return value
 
@@ -187,15 +187,15 @@ def gpus_per_node(given: Mapping[str, Any]) -> int | None:
 
 
 def sbatch_options(machine: Machine, ranks_per_node: int, bad_nodes: Sequence[str]) -> str:
-    """What the executor's own options do not cover, as slurm_extra.
+    """The sbatch options that the executor does not set, for slurm_extra.
 
-    `--signal` without `B:` reaches the ranks; with it, it would end the batch shell's Snakemake.
+    `--signal` without `B:` signals the ranks; with `B:` it would end Snakemake in the batch shell.
     """
     options = [f"--ntasks-per-node={ranks_per_node}", "--open-mode=append"]
     if machine.slurm.warn_sec:
         options.append(f"--signal=SIGUSR1@{machine.slurm.warn_sec}")
     if machine.preflight.spare_nodes:
-        options.append("--no-kill")  # a spare takes over for a node that dies
+        options.append("--no-kill")  # a spare node replaces one that dies
     given = shlex.split(machine.slurm.options)
     own = [o.partition("=")[2] for o in given if o.startswith("--exclude=")]
     given = [o for o in given if not o.startswith("--exclude=")]

@@ -1,4 +1,4 @@
-"""Unhealthy nodes of a run (`bad_nodes.txt`): excluded when the run is submitted again."""
+"""The unhealthy nodes of a run (`bad_nodes.txt`), which its next submission excludes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forge.core.terminal import say
 
 
 def read(path: Path) -> list[str]:
-    """Names in the file, one a line; what follows a # is for people. [] without a file."""
+    """The names in the file, one per line; the rest of a line after # is a comment. [] without a file."""
     if not path.exists():
         return []
     lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
@@ -19,7 +19,7 @@ def read(path: Path) -> list[str]:
 
 
 def add(path: Path, reasons: Mapping[str, str]) -> None:
-    """Add nodes with the reason why; those that are there already stay as they are."""
+    """Add nodes with their reasons. Nodes already in the file keep their line."""
     known = read(path)
     new = {node: reason for node, reason in reasons.items() if node not in known}
     if not new:
@@ -30,4 +30,4 @@ def add(path: Path, reasons: Mapping[str, str]) -> None:
         file.write(before)
         for node in sorted(new):
             file.write(f"{node}   # {today} {' '.join(new[node].split())}\n")
-    say(f"{', '.join(sorted(new))}: left out from now on, see {path}")
+    say(f"{', '.join(sorted(new))}: excluded from now on, see {path}")

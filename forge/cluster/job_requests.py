@@ -1,4 +1,4 @@
-"""What the jobs of this workflow will request from Slurm, as the executor will submit them."""
+"""The Slurm requests of the jobs of this workflow, as the executor will submit them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from forge.cluster.jobs import TRAIN_RULE
 
 @dataclass(frozen=True)
 class Request:
-    """One job as the executor will submit it: per node, in minutes and MB."""
+    """The request of one job. Sizes are per node; times in minutes, memory in MB."""
 
-    rules: tuple[str, ...]  # several: the allocation of a run
+    rules: tuple[str, ...]  # more than one for the allocation of a run
     minutes: int
     other_minutes: int = 0  # of an allocation, without `train_run`
     account: str = ""
-    partition: str = ""  # "": Slurm's default; may name several, a,b
+    partition: str = ""  # "": Slurm's default; may be a list, such as a,b
     nodes: int = 1
     tasks_per_node: int = 1
     cpus_per_task: int = 1
@@ -28,11 +28,11 @@ class Request:
     gres: str = ""
     constraint: str = ""
     qos: str = ""
-    extra: str = ""  # more options of sbatch
+    extra: str = ""  # further options of sbatch
 
     @classmethod
     def of(cls, job: Any) -> Request:
-        """What Snakemake's job, or group of jobs, asks for."""
+        """The request of a job, or group of jobs, of Snakemake."""
         members = list(job.jobs) if job.is_group() else [job]
         asked = job.resources.get
         nodes = _int(asked("nodes")) or 1
@@ -64,8 +64,8 @@ class Request:
         return len(self.rules) > 1 or self.rules == (TRAIN_RULE,)
 
     @property
-    def place(self) -> str:
-        """Where a profile sets its resources."""
+    def profile_keys(self) -> str:
+        """The keys of a profile that set its resources."""
         if self.is_allocation:
             return "set-resources of train_run"
         return f"default-resources, or set-resources of {self.rules[0]}"
@@ -83,7 +83,7 @@ class Request:
 
     @property
     def features(self) -> frozenset[str]:
-        """Features that every node must have; none where the constraint is a formula."""
+        """Features that every node must have; none where the constraint is an expression."""
         plain = re.fullmatch(r"[\w.,&-]*", self.constraint)
         return frozenset(filter(None, re.split("[,&]", self.constraint))) if plain else frozenset()
 
@@ -94,13 +94,13 @@ class Request:
 
     @property
     def options(self) -> list[str]:
-        """The options of sbatch."""
+        """The request as options of sbatch."""
         values = {
             **{"account": self.account, "partition": self.partition, "nodes": self.nodes},
             **{"cpus-per-task": self.cpus_per_task, "mem": self.mem_mb, "time": self.minutes},
             **{"gres": self.gres, "constraint": self.constraint, "qos": self.qos},
         }
-        # With GPUs the executor gives no --ntasks; the allocation of a run has --ntasks-per-node.
+        # With GPUs the executor passes no --ntasks; the allocation of a run has --ntasks-per-node.
         tasks = [] if self.gpus[1] else [f"--ntasks={self.nodes * self.tasks_per_node}"]
         given = [f"--{name}={value}" for name, value in values.items() if value]
         return [*given, *tasks, *shlex.split(self.extra)]
@@ -111,12 +111,9 @@ def _int(value: Any) -> int:
 
 
 def requests_of(jobs: Iterable[Any]) -> list[Request]:
-    """What these jobs of Snakemake will ask Slurm for, equal ones once."""
-    remote = (job for job in jobs if not job.is_local)
-    here = (job for job in remote if not _other_cluster(job.resources))
-    return list(dict.fromkeys(Request.of(job) for job in here))
-
-
-def _other_cluster(resources: Any) -> bool:
-    """Whether the executor submits to another cluster than the one that is asked here."""
-    return any(resources.get(name) for name in ("cluster", "clusters", "slurm_cluster"))
+    """The different requests of these jobs of Snakemake to this cluster."""
+    other_cluster = ("cluster", "clusters", "slurm_cluster")
+    here = (
+        job for job in jobs if not job.is_local and not any(map(job.resources.get, other_cluster))
+    )
+    return list(dict.fromkeys(map(Request.of, here)))

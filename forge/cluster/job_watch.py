@@ -1,10 +1,9 @@
-"""How the workflow learns that one of its Slurm jobs has ended, and why.
+"""Detects that a Slurm job of the workflow has ended, and says why.
 
-The executor plugin (2.8.0) loses jobs when neither squeue nor sacct answers, waits for ever for a
-job that Slurm has forgotten, polls at intervals that grow to 180 s (and sleeps through the last one
-before the command ends), and never says why a job is pending or who cancelled it. Forge replaces
-its status checks with one squeue call for all jobs, every few seconds. Submission and everything
-else stay the plugin's.
+The executor plugin (2.8.0) loses jobs when neither squeue nor sacct responds, waits for ever for a
+job that Slurm has forgotten, polls at intervals that grow to 180 s (also before the command ends), and
+never says why a job is pending or who cancelled it. Forge replaces its status checks by one squeue for
+all jobs, every few seconds. Submission and everything else is left to the plugin.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from forge.cluster import jobs, slurm
 from forge.cluster.jobs import QueuedJob
 from forge.cluster.pending import lasting_advice
 
-PLUGIN = "2.8.0"  # the version of the executor plugin that this was written for and tested with
-POLL_SEC = 5.0  # an end is told within 10 s: this pause, squeue, and asking who cancelled
+PLUGIN = "2.8.0"  # the tested version of the executor plugin
+POLL_SEC = 5.0  # the end of a job is reported within 10 s: this pause, squeue, and sacct
 TELL_AGAIN_SEC = 600.0
-# Longer than a night or a day of maintenance; a command waits for nothing for ever.
+# Longer than a night or a day of maintenance, but finite.
 SILENCE_SEC = 48 * 3600.0
 SQUEUE_SEC = 10.0
 SACCT_SEC = 5.0
-# Accounting learns of a cancellation a moment after squeue does.
+# A cancellation reaches accounting a moment after squeue.
 WHO_SEC = 3.0
 
 RERUN = "Rerun the same command to submit it again; training resumes from its last checkpoint."
-# What a state of Slurm means where Forge itself could say nothing, and what to do.
+# Meaning of Slurm's job states after which the job itself could write no error, and what to do.
 ENDS = {
     "BOOT_FAIL": f"ended because a node did not boot. {RERUN}",
     "CANCELLED": "was cancelled by {who}. " + RERUN,
@@ -44,15 +43,15 @@ ENDS = {
     " or set another slurm_partition in the profile.",
     "TIMEOUT": f"ended at its time limit: raise runtime in the profile. {RERUN}",
 }
-# In what sbatch and sacctmgr say while a daemon is away. Not "timed out": the job may be in the queue.
+# In errors of sbatch and sacctmgr while a daemon is down. Not "timed out": the job may be in the queue.
 AWAY = (slurm.CONTROLLER_AWAY, "Connection refused")
-# Slurm may send these back to the queue: they count when they are seen twice.
+# Slurm may requeue jobs in these states, so that they count as ended when seen twice.
 PASSING = ("NODE_FAIL", "PREEMPTED")
 
 
 def install(executor: Any) -> None:
-    """Let the Slurm executor of this Snakemake ask for its jobs as told above. Called once, before
-    the first job is submitted."""
+    """Replace the status checks of this Snakemake's Slurm executor. Called once, before the first job is
+    submitted."""
     watch = JobWatch(executor)
     executor.run_job = watch.submit
     executor._report_job_error_threadsafe = watch.note_refusal
@@ -62,24 +61,24 @@ def install(executor: Any) -> None:
 
 
 class JobWatch:
-    """The jobs of one executor: submit() runs in threads of the plugin, check() and sleep() in the
-    one that waits for jobs, cancel() in the main thread."""
+    """Watches the jobs of one executor. submit() runs in threads of the plugin, check() and sleep() in
+    its waiting thread, cancel() in the main thread."""
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
         self._submit, self._cancel = executor.run_job, executor.cancel_jobs  # the plugin's own
         self._cancelled = False
-        self._refusals: dict[int, str] = {}  # id() of a job that is being submitted -> why not
-        self._before: dict[int, list[object]] = {}  # id() of a job -> its outputs before it
-        self._asked: list[Any] = []  # what has not ended of the jobs that are being asked for
-        self._told: dict[str, tuple[str, float]] = {}  # about what -> its state, when
-        self._unlisted: dict[str, float] = {}  # job id -> since when Slurm does not list it
+        self._refusals: dict[int, str] = {}  # id() of a job in submission -> error
+        self._before: dict[int, list[object]] = {}  # id() of a job -> state of its outputs before
+        self._asked: list[Any] = []  # jobs of the current check that have not ended
+        self._told: dict[str, tuple[str, float]] = {}  # subject of a message -> its state, time
+        self._unlisted: dict[str, float] = {}  # job id -> time since which it is not listed
         self._passing: set[str] = set()
         self._silent_since: float | None = None  # on the monotonic clock
 
     def submit(self, job: Any) -> None:
-        """Submit a job, again and again while Slurm is away, for SILENCE_SEC at most."""
-        # What an earlier job left is no success of this one.
+        """Submit a job; retry while Slurm is down, for SILENCE_SEC at most."""
+        # Outputs of an earlier job must not count as success of this one.
         self._before[id(job)] = _stamps(job)
         end = time.monotonic() + SILENCE_SEC
         while trouble := self._try_to_submit(job):
@@ -92,38 +91,38 @@ class JobWatch:
         self._told.pop("sbatch", None)
 
     def _try_to_submit(self, job: Any) -> str:
-        """Why the job could not be submitted; empty when it was."""
+        """Submit the job. Returns the error, or ""."""
         self._refusals[id(job)] = ""
         try:
             self._submit(job)
-        except Exception as err:  # nobody would see it, and Snakemake would wait for ever
+        except Exception as err:  # in a thread, it would be lost, and Snakemake would wait for ever
             return str(err.__context__ or err)
         return self._refusals.pop(id(job))
 
     def note_refusal(self, info: Any, msg: str) -> None:
-        """In place of the plugin's report, which for a group does not hold what sbatch said."""
+        """Replaces the plugin's report, which for a group lacks the error of sbatch."""
         if id(info.job) in self._refusals:
             self._refusals[id(info.job)] = msg
-        else:  # of an array
+        else:  # of a job array
             self._refuse(info.job, msg)
 
     def _refuse(self, job: Any, why: str) -> None:
         self._fail(job, f"{_name(job)} could not be submitted: {why}")
 
     def cancel(self, active: Sequence[Any]) -> None:
-        """Cancel these jobs, and those that Snakemake has in no list while they are asked for."""
+        """Cancel these jobs, and those that Snakemake has in no list during a check."""
         self._cancelled = True
         self._cancel([*active, *self._asked_without(active)])
 
     async def sleep(self) -> None:
-        """The pause between two questions; over at once when the executor shuts down."""
+        """Pause between two checks; ends at once when the executor shuts down."""
         end = time.monotonic() + POLL_SEC
         while self._executor.wait and time.monotonic() < end:
             await asyncio.sleep(0.1)
 
     async def check(self, active: Sequence[Any]) -> AsyncIterator[Any]:
-        """Report the jobs that have ended, yield those that have not. Jobs are kept while Slurm does
-        not answer, for SILENCE_SEC at most."""
+        """Report the jobs that have ended, and yield the others. While Slurm does not respond, all jobs
+        count as running, for SILENCE_SEC at most."""
         self._asked = list(active)
         queue = self._queue() if active else {}
         for info in active:
@@ -137,11 +136,11 @@ class JobWatch:
                 self._asked = self._asked_without([info])
 
     def _asked_without(self, others: Sequence[Any]) -> list[Any]:
-        """What is being asked for, or was asked for last and lives, and is none of the others."""
+        """The jobs of the current check that have not ended, without `others`."""
         return [info for info in self._asked if not any(info is other for other in others)]
 
     def _queue(self) -> dict[str, QueuedJob] | None:
-        """This command's jobs by id, those that Slurm still knows; None while it is silent."""
+        """The jobs of this command that Slurm lists, by id; None while it does not respond."""
         try:
             found = jobs.read_queue(
                 [os.getuid()],
@@ -151,7 +150,7 @@ class JobWatch:
             )
         except slurm.SlurmSilent as err:
             first = err.what.splitlines()[0]
-            words = f"{first}. Jobs go on without it; this command asks again every {POLL_SEC:g} s."
+            words = f"{first}. Jobs continue; this command tries again every {POLL_SEC:g} s."
             self._tell("slurm", "silent", words)
             self._silent_since = self._silent_since or time.monotonic()
             return None
@@ -161,7 +160,7 @@ class JobWatch:
         return {job.id: job for job in found}
 
     def _lives_unheard(self, info: Any) -> bool:
-        """Whether to ask for this job again after Slurm did not answer. Reports it otherwise."""
+        """Whether to keep waiting for this job while Slurm does not respond; else report it as failed."""
         if time.monotonic() - (self._silent_since or time.monotonic()) < SILENCE_SEC:
             return True
         self._fail(
@@ -173,12 +172,12 @@ class JobWatch:
         return False
 
     def _lives(self, info: Any, job: QueuedJob | None) -> bool:
-        """Whether to ask for this job again. Reports it otherwise. job: None if it is not listed."""
+        """Whether the job has not ended; if it has, report it. job: None where squeue lists none."""
         if job is None:
             return self._lives_unlisted(info)
         self._unlisted.pop(job.id, None)
         if job.is_waiting and (advice := lasting_advice(job.id, job.reason)):
-            words = f"waits for what does not pass by itself ({job.reason}): {advice}"
+            words = f"waits for a reason that does not pass by itself ({job.reason}): {advice}"
             self._tell(job.id, job.reason, f"{_name(info.job, job.id)} {words}")
         else:
             self._told.pop(job.id, None)
@@ -189,8 +188,8 @@ class JobWatch:
         return not self._has_ended(info, job.state, job.nodes)
 
     def _lives_unlisted(self, info: Any) -> bool:
-        """Slurm forgets a job MinJobAge after its end. Then count the job's completion record (its
-        outputs, written last), what accounting says, and at last that it left nothing."""
+        """As `_lives`, for a job that Slurm has forgotten (MinJobAge after its end): judged by its
+        outputs, which it writes last, then by accounting; without either it failed."""
         since = self._unlisted.setdefault(info.external_jobid, time.monotonic())
         if self._left_outputs(info.job):
             self._executor.report_job_success(info)
@@ -198,11 +197,11 @@ class JobWatch:
         state = slurm.accounted_state(info.external_jobid, timeout_sec=SACCT_SEC)
         if self._has_ended(info, state.split(" ")[0], ""):
             return False
-        # Files of other nodes may show up late.
+        # Files of other nodes may become visible late.
         if time.monotonic() - since < self._executor.workflow.execution_settings.latency_wait:
             return True
         missing = [str(path) for path in info.job.output if not Path(path).exists()]
-        what = f"left no {', '.join(missing)}" if missing else "left its outputs as they were"
+        what = f"left no {', '.join(missing)}" if missing else "did not write its outputs"
         self._fail(
             info.job,
             f"{_name(info.job, info.external_jobid)} is no longer known to Slurm and {what}. {RERUN}",
@@ -210,7 +209,7 @@ class JobWatch:
         return False
 
     def _left_outputs(self, job: Any) -> bool:
-        """Whether all outputs are there and none is the one that was there before the job."""
+        """Whether all outputs exist and have been written since the job was submitted."""
         before = self._before.get(id(job))
         if not before:  # no outputs, or submitted by an array, which does not pass run_job
             return False
@@ -238,7 +237,7 @@ class JobWatch:
         return True
 
     def _no_log(self, info: Any, nodes: str) -> str:
-        """The job ended before its first node, which writes Slurm's log, could begin."""
+        """The error for a job that ended before its first node wrote Slurm's log."""
         host = slurm.expand(nodes)[0] if nodes else "NODE"
         return (
             f"{_name(info.job, info.external_jobid)} failed on {host} before it wrote a line: does it"
@@ -249,7 +248,7 @@ class JobWatch:
         )
 
     def _canceller(self, job_id: str) -> str:
-        """Name of the user who cancelled the job, as accounting has it."""
+        """Name of the user who cancelled the job, from accounting."""
         end = time.monotonic() + WHO_SEC
         while True:
             state = slurm.accounted_state(job_id, timeout_sec=SACCT_SEC)
@@ -260,12 +259,12 @@ class JobWatch:
             time.sleep(0.5)
 
     def _fail(self, job: Any, words: str) -> None:
-        """One line in place of Snakemake's report of each rule, which knows no cause."""
+        """Print one error in place of Snakemake's report of each rule, which has no cause."""
         self._executor.logger.error(words)
         self._executor.workflow.scheduler.error_callback(job)
 
     def _tell(self, about: str, state: str, words: str) -> None:
-        """Say it at once and again every ten minutes while the state stays."""
+        """Print a message when the state of a subject changes, and every ten minutes while it stays."""
         told, when = self._told.get(about, ("", 0.0))
         if told != state or time.monotonic() - when >= TELL_AGAIN_SEC:
             self._executor.logger.warning(words)
@@ -273,7 +272,7 @@ class JobWatch:
 
 
 def _stamps(job: Any) -> list[object]:
-    """Something that changes with each of the job's outputs; None for one that is not there."""
+    """Values that change with the outputs of a job; None for an output that does not exist."""
     found: list[object] = []
     for path in map(Path, job.output):
         try:
@@ -285,7 +284,7 @@ def _stamps(job: Any) -> list[object]:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether the file exists. Listing its folder makes a network file system look anew."""
+    """Whether the file exists. Listing its directory refreshes the cache of a network file system."""
     return path.parent.is_dir() and path in path.parent.iterdir()
 
 

@@ -1,4 +1,4 @@
-"""Which jobs in Slurm's queue belong to which run."""
+"""The jobs in Slurm's queue, and the runs that they belong to."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ FORMAT = "%i|%T|%r|%N|%V|%S|%k|%Z"  # man squeue
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job as one line of squeue tells it. Times in seconds since the epoch."""
+    """A job as listed by squeue. Times in seconds since the epoch."""
 
     id: str
     state: str
-    reason: str  # why it waits
-    nodes: str  # as Slurm writes them, such as node[01-02]; "" while it waits
+    reason: str  # why it is pending
+    nodes: str  # as Slurm writes them, such as node[01-02]; "" while it is pending
     submitted: float | None
-    start: float | None  # while it waits, when Slurm expects to start it
-    run: str | None  # the run that this project's Snakemake submitted it for
-    folder: Path  # where it was submitted
+    start: float | None  # of a pending job, the start that Slurm expects
+    run: str | None  # for which Snakemake submitted it
+    folder: Path  # from which it was submitted
 
     @property
     def is_living(self) -> bool:
@@ -56,9 +56,9 @@ def read_queue(
     patience_sec: float | None = None,
     timeout_sec: float = slurm.ASK_SEC,
 ) -> list[QueuedJob]:
-    """The jobs of these users (uids), by one squeue; the times are those of slurm.ask, 0 for who
-    wants an answer now. name: only the jobs of this name, also those that ended less than MinJobAge
-    ago. Raises SlurmSilent."""
+    """The jobs of these users (uids), by one squeue. patience_sec, timeout_sec: as for slurm.ask.
+    name: only jobs of this name, including those that ended less than MinJobAge ago. Raises
+    SlurmSilent."""
     line = ["squeue", "--noheader", f"--user={','.join(map(str, sorted(users)))}"]
     line += [f"--name={name}", "--states=all", "--array"] if name else []
     try:
@@ -67,7 +67,7 @@ def read_queue(
         )
     except slurm.Refused as err:
         raise slurm.silent(str(err)) from None
-    # A comment of somebody's own job may hold a line break: such lines are not ours.
+    # The comment of another job may contain a line break: its lines have too few fields.
     return [parse_line(line) for line in text.splitlines() if line.count("|") >= 7]
 
 
@@ -87,9 +87,9 @@ def _seconds(text: str) -> float | None:
 
 
 def of_run(queue: Iterable[QueuedJob], name: str, ids: set[str], project: Path) -> QueuedJob | None:
-    """The job in the queue that works for a run, one that lives before one that waits.
+    """The job of a run in the queue; a running one rather than a pending one.
 
-    ids: jobs that the run's own files name. project: where its Snakemake is called.
+    ids: jobs that the files of the run name. project: directory from which Snakemake is called.
     """
     home = os.path.realpath(project)
     mine = [

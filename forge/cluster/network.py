@@ -23,14 +23,14 @@ class Setting:
     name: str
     value: str
     reason: str
-    won: bool = True  # False: the user had exported another value, which stays
+    won: bool = True  # False: the user's exported value is kept
 
 
 def apply(settings: list[Setting], *, user_threads: str | None) -> list[Setting]:
-    """Set each variable that the user has not; the list tells which value won.
+    """Set each variable that the user has not exported; returns the values in effect.
 
-    user_threads: the user's own OMP_NUM_THREADS. Any other value there is the launcher's: torchrun
-    sets 1, Snakemake (under four names) the cores of the whole rule for each rank.
+    user_threads: OMP_NUM_THREADS as the user exported it. Other values are removed: torchrun sets 1, and
+    Snakemake sets four variables to the cores of the rule, which its ranks must share.
     """
     for name in (
         "OMP_NUM_THREADS",
@@ -51,15 +51,17 @@ def apply(settings: list[Setting], *, user_threads: str | None) -> list[Setting]
 def rank_settings(
     machine: Machine, layout: WorldLayout, master: str, *, cpus: int | None = None
 ) -> list[Setting]:
-    """What each rank needs before torch is imported. Read on the rank's own node.
+    """The variables that a rank needs before torch is imported. Called on the node of the rank.
 
-    cpus: cores of one rank as Slurm gave them; None shares out those this process may use.
+    cpus: cores per rank from Slurm; None divides the cores of this process among the node's ranks.
     """
     fabric = machine.fabric
     threads = cpus or max(1, available_cores() // layout.ranks_per_node)
     settings = [
-        Setting("OMP_NUM_THREADS", str(threads), "the node's cores shared out among its ranks"),
-        Setting("TOKENIZERS_PARALLELISM", "false", "no thread pool beside the training threads"),
+        Setting("OMP_NUM_THREADS", str(threads), "the node's cores divided by its ranks"),
+        Setting(
+            "TOKENIZERS_PARALLELISM", "false", "no thread pool in addition to the training threads"
+        ),
         *OFFLINE,
     ]
     infiniband = _usable_infiniband(fabric)
@@ -87,7 +89,7 @@ def rank_settings(
 
 
 def choose_interface(fabric: Fabric, master: str) -> tuple[str | None, str]:
-    """This node's interface for ranks and why: the profile's word, else InfiniBand, else the route."""
+    """This node's interface for the ranks, and why: the profile's, else InfiniBand, else the route's."""
     if named := fabric.interfaces.get(hostname()):
         return named, f"fabric.interfaces of {hostname()}"
     if fabric.interface:
@@ -101,9 +103,9 @@ def _usable_infiniband(fabric: Fabric) -> str | None:
     return None if fabric.infiniband == "never" else infiniband_interface()
 
 
-# Compute nodes have no internet: a library that tries waits for minutes, then fails.
+# Compute nodes have no internet access: a download would wait for minutes, then fail.
 OFFLINE = [
-    Setting(name, "1", "ranks never reach for the internet")
+    Setting(name, "1", "ranks never access the internet")
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 ]
 
@@ -115,16 +117,16 @@ DEBUG = [
 
 
 def available_cores() -> int:
-    """Cores this process may use, which under Slurm are fewer than the node has."""
+    """Number of cores that this process may use; under Slurm fewer than the node has."""
     return len(os.sched_getaffinity(0))
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take: what the node has left, within its cgroups' limits."""
+    """Bytes of memory available to this process: on the node, and within the limits of its cgroups."""
     left = int(psutil.virtual_memory().available)
     group = Path("/proc/self/cgroup")
     with contextlib.suppress(OSError, ValueError):
-        # "0::/path" is the one line of cgroup v2; Slurm puts the job's limit on a folder above.
+        # cgroup v2 has one line, "0::/path"; Slurm sets the job's limit on a parent of it.
         path = Path("/sys/fs/cgroup") / group.read_text().partition("0::/")[2].strip()
         for folder in (path, *path.parents):
             limit = folder / "memory.max"
@@ -135,17 +137,17 @@ def available_memory() -> int:
 
 
 def _file_cache(cgroup: Path) -> int:
-    """Bytes of the cgroup's memory that hold content of files: the kernel gives them up when asked.
-    Reading the shards and a checkpoint fills them."""
+    """Bytes of the cgroup's page cache, which the kernel can reclaim. Reading shards and checkpoints
+    fills it."""
     facts = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
     return int(facts["active_file"]) + int(facts["inactive_file"])
 
 
 def infiniband_interface() -> str | None:
-    """The first InfiniBand interface that is up and carries an IPv4 address."""
+    """The first InfiniBand interface that is up and has an IPv4 address."""
     up = psutil.net_if_stats()
     for name, addresses in sorted(psutil.net_if_addrs().items()):
-        # Type 32 is ARPHRD_INFINIBAND, <linux/if_arp.h>; a name such as ib0 is only a custom.
+        # Type 32 is ARPHRD_INFINIBAND, <linux/if_arp.h>; a name such as ib0 is only a convention.
         kind = Path(f"/sys/class/net/{name}/type")
         if not kind.exists() or kind.read_text().strip() != "32":
             continue
@@ -159,7 +161,7 @@ def interface_towards(address: str) -> str | None:
     try:
         family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # UDP: chooses a route, sends nothing
+            probe.connect(target)  # UDP: selects a route, sends nothing
             mine = ipaddress.ip_address(probe.getsockname()[0])
     except OSError:
         return None

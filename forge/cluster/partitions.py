@@ -1,4 +1,4 @@
-"""Partitions and nodes of the cluster: what Slurm lets a job request, and which nodes are up."""
+"""Partitions and nodes of the cluster: limits of a request, and state of the nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from forge.cluster import slurm
 
-# sinfo's %T (man sinfo, NODE STATE CODES): on nodes in these states no job starts for now.
+# sinfo's %T (man sinfo, NODE STATE CODES): nodes in these states start no jobs for now.
 _UNAVAILABLE = ("down", "drain", "fail", "error", "unk", "maint", "reserved", "inval", "reboot")
 _NODE_FORMAT = "%R|%N|%c|%m|%T|%f|%G"
 _GPUS = re.compile(r"(?:^|,)gpu(?::([^:,()]+))?:(\d+)(?=[,(]|$)")  # gpu:h100:4(S:0-1)
@@ -17,36 +17,36 @@ _GPUS = re.compile(r"(?:^|,)gpu(?::([^:,()]+))?:(\d+)(?=[,(]|$)")  # gpu:h100:4(
 
 @dataclass(frozen=True)
 class Node:
-    """A node as one partition offers it. memory_mb: RealMemory, capped by MaxMemPerNode."""
+    """A node in one partition. memory_mb: RealMemory, limited by MaxMemPerNode."""
 
     name: str
     cpus: int
     memory_mb: int
     state: str
     features: frozenset[str]
-    gpus: tuple[tuple[str, int], ...]  # (model, count); model "" where Slurm is told none
+    gpus: tuple[tuple[str, int], ...]  # (model, count); model "" where Slurm has none configured
 
     @property
     def is_available(self) -> bool:
-        """Whether a job could start on it now or when its jobs have ended. `*`: does not respond."""
+        """Whether a job can start on the node, now or after its jobs. `*` marks an unresponsive node."""
         return not self.state.startswith(_UNAVAILABLE) and not self.state.endswith("*")
 
     def num_gpus(self, model: str) -> int:
-        """GPUs of this model; of all models for ""."""
+        """Number of GPUs of this model; of all models for ""."""
         return sum(count for name, count in self.gpus if model in ("", name))
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition as `scontrol show partition` tells it, with its nodes."""
+    """A partition as shown by `scontrol show partition`, with its nodes."""
 
     name: str
     is_default: bool
     state: str  # UP, DOWN (queues jobs), DRAIN and INACTIVE (accept none)
-    max_minutes: float  # math.inf where there is no limit
+    max_minutes: float  # math.inf: no limit
     min_nodes: int
     max_nodes: float
-    accounts: frozenset[str]  # that may use it; empty: all but `denied_accounts`
+    accounts: frozenset[str]  # with access; empty: all but `denied_accounts`
     denied_accounts: frozenset[str]
     nodes: tuple[Node, ...] = ()
 
@@ -58,10 +58,7 @@ class Partition:
 
 
 def read_partitions() -> dict[str, Partition]:
-    """Every partition by name; without those that Slurm does not show to this user.
-
-    Two commands. Raises SlurmSilent, when as slurm.ask says, and Refused.
-    """
+    """The partitions that Slurm shows to this user, by name. Raises what slurm.ask raises."""
     lines = slurm.ask("scontrol", "show", "partition", "--all", "--oneliner").splitlines()
     sinfo = ("sinfo", "--all", "--Node", "--noheader", f"--format={_NODE_FORMAT}")
     nodes = slurm.ask(*sinfo).splitlines()
@@ -69,7 +66,7 @@ def read_partitions() -> dict[str, Partition]:
 
 
 def parse_partitions(partitions: list[str], nodes: list[str]) -> dict[str, Partition]:
-    """Partitions from lines of `scontrol show partition --oneliner` and of sinfo."""
+    """Partitions from lines of `scontrol show partition --oneliner`, nodes from lines of sinfo."""
     fields = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in partitions]
     named = {values["PartitionName"]: values for values in fields if "PartitionName" in values}
     by_partition: dict[str, list[Node]] = defaultdict(list)
@@ -106,8 +103,8 @@ def _node(values: list[str], partition: dict[str, str]) -> Node:
 
 
 def _number(text: str) -> float:
-    """The number; words (UNLIMITED, NONE) are no limit."""
-    found = re.match(r"\d+", text)  # sinfo writes 8+ for nodes that differ
+    """The number; infinity for a word (UNLIMITED, NONE)."""
+    found = re.match(r"\d+", text)  # sinfo writes 8+ where nodes differ
     return int(found.group()) if found else math.inf
 
 
@@ -116,7 +113,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _minutes(text: str) -> float:
-    """Slurm's [DAYS-]HOURS:MINUTES:SECONDS as minutes; any word is no limit."""
+    """Slurm's [DAYS-]HOURS:MINUTES:SECONDS in minutes; infinity for a word."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
     if not found:
         return math.inf

@@ -1,11 +1,11 @@
-"""Why a job is pending, and whether that reason can pass by itself."""
+"""Reasons for which a job is pending, and advice on those that do not pass by themselves."""
 
 from __future__ import annotations
 
 import re
 
-# Reasons of Slurm (man squeue, JOB REASON CODES) that end only when a person acts, as patterns of
-# whole reasons, with what to do. {job} is the job's id. The first pattern that fits counts.
+# Slurm's reasons (man squeue, JOB REASON CODES) that last until somebody acts, as patterns, with what
+# to do. {job} is the id of the job. The first pattern that matches the reason counts.
 _AGAIN = "scancel {job}, then rerun the same command"
 _LASTING = {
     "PartitionTimeLimit": "the partition allows less time: lower runtime in the profile to what"
@@ -34,7 +34,7 @@ _LASTING = {
 
 
 def lasting_advice(job_id: str, reason: str) -> str:
-    """What to do about a reason that never passes by itself; "" for one that does, such as Priority.
+    """What to do about a reason that does not pass by itself; "" for one that does, such as Priority.
 
     reason: as squeue writes it (%r), with blanks or underscores.
     """

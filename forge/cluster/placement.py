@@ -16,7 +16,7 @@ from forge.core.process import hostname
 
 @dataclass(frozen=True)
 class WorldLayout:
-    """How many ranks train. From the profile's resources or the command line."""
+    """Numbers of nodes and ranks, from the resources of the profile or the command line."""
 
     nodes: int = 1
     ranks_per_node: int = 1
@@ -28,7 +28,7 @@ class WorldLayout:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where ranks may run: hosts in rank order, and the Slurm job that has them (None: no Slurm)."""
+    """Hosts for the ranks, in rank order, and the Slurm job that holds them (None outside of Slurm)."""
 
     hosts: tuple[str, ...]
     job: slurm.Job | None = None
@@ -39,23 +39,23 @@ class Placement:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is this host alone, so that nothing needs srun."""
+        """Whether this host is the only one, so that no srun is needed."""
         return self.hosts == (hostname(),)
 
     def only(self, hosts: Sequence[str]) -> Placement:
-        """The same job with these hosts, in the job's order."""
+        """The placement with only these of its hosts."""
         return Placement(tuple(host for host in self.hosts if host in hosts), self.job)
 
 
 def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
-    """ConfigError where this launcher cannot give these ranks, or they cannot share the batch."""
+    """ConfigError where the launcher cannot start these ranks, or they cannot share the batch evenly."""
     if layout.nodes < 1 or layout.ranks_per_node < 1:
         raise ConfigError(
             f"nodes {layout.nodes} and ranks per node {layout.ranks_per_node} must be 1 or more"
         )
     if machine.launcher == "single" and layout.world_size > 1:
         raise ConfigError(
-            f"{layout.world_size} ranks with the launcher single, which runs one",
+            f"{layout.world_size} ranks with launcher single, which runs one",
             fix="set `launcher: torchrun` or `launcher: srun` in machine.yaml, or use one rank",
         )
     if config.train.batch_size % layout.world_size:
@@ -70,13 +70,13 @@ def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
         )
 
 
-# --- where ---------------------------------------------------------------------------------------
+# --- nodes ---------------------------------------------------------------------------------------
 
 
 def find_placement(machine: Machine, layout: WorldLayout) -> Placement:
-    """The nodes this command may use: those of its Slurm job, or this host where ranks need no srun.
+    """The nodes of this Slurm job, or this host where the ranks need no srun.
 
-    Raises UnfitError outside of a job where ranks need one, and for a job with too few nodes.
+    Raises UnfitError where the ranks need a job and there is none, or one with too few nodes or cores.
     """
     needs_slurm = machine.launcher == "srun" or layout.nodes > 1
     if not needs_slurm:
@@ -87,21 +87,21 @@ def find_placement(machine: Machine, layout: WorldLayout) -> Placement:
             f"launcher {machine.launcher} with {layout.nodes} nodes needs a Slurm job, and this"
             f" shell is in none (SLURM_JOB_ID is {slurm.this_job_id() or 'not set'})",
             cause="the subcommand was called outside of sbatch and salloc",
-            fix="use snakemake --profile profiles/slurm-cpu, or start it inside salloc",
+            fix="use snakemake --profile profiles/slurm-cpu, or run the command inside salloc",
         )
     if len(job.nodes) < layout.nodes:
         raise UnfitError(
             f"job {job.id} has {len(job.nodes)} nodes ({', '.join(job.nodes)}), training needs"
             f" {layout.nodes}",
-            cause="the allocation and `nodes` of the profile differ",
-            fix=f"ask for {layout.nodes} nodes, or give --nodes={len(job.nodes)}",
+            cause="the allocation differs from `nodes` of the profile",
+            fix=f"request {layout.nodes} nodes, or pass --nodes={len(job.nodes)}",
         )
     _refuse_uneven(job, layout.ranks_per_node)
     return Placement(job.nodes, job)
 
 
 def _refuse_uneven(job: slurm.Job, ranks_per_node: int) -> None:
-    """UnfitError for 3 + 1 tasks where 2 + 2 are needed: a step of these waits for ever."""
+    """UnfitError for uneven cores, such as 3 + 1 tasks for 2 + 2 ranks: srun would wait for ever."""
     needed = ranks_per_node * job.cpus_per_task
     cores = {count for _, count in job.cpus}
     if len(cores) < 2 or min(cores) >= needed:
@@ -112,13 +112,13 @@ def _refuse_uneven(job: slurm.Job, ranks_per_node: int) -> None:
     raise UnfitError(
         f"job {job.id} gives its nodes different numbers of cores: {given}; {ranks_per_node} ranks on"
         f" each need {needed}",
-        cause="it was asked for tasks, and not for tasks on each node",
-        fix=f"ask for --nodes={len(job.nodes)} --ntasks-per-node={ranks_per_node}"
+        cause="the job requested tasks, not tasks per node",
+        fix=f"request --nodes={len(job.nodes)} --ntasks-per-node={ranks_per_node}"
         f" --cpus-per-task={job.cpus_per_task}",
     )
 
 
-# --- how: launch lines ---------------------------------------------------------------------------
+# --- the launch command ---------------------------------------------------------------------------
 
 
 def launch_line(
@@ -130,9 +130,9 @@ def launch_line(
     master: tuple[str, int],
     python: str = sys.executable,
 ) -> list[str]:
-    """The command that starts all ranks at this placement, each as `python -m forge.worker SPEC`.
+    """The command that starts all ranks, each as `python -m forge.worker SPEC`.
 
-    placement: exactly layout.nodes hosts. master: host and free port, for torchrun's own rendezvous.
+    placement: exactly layout.nodes hosts. master: host and free port for the rendezvous of torchrun.
     """
     entry = ["-m", "forge.worker", str(spec)]
     job, ranks = placement.job, layout.ranks_per_node
@@ -140,7 +140,7 @@ def launch_line(
         return [python, *entry]
     if machine.launcher == "srun":
         assert job
-        # exec'd by slurmstepd, no shell between: Slurm signals only the task itself.
+        # Without a shell: Slurm signals only the process that it starts.
         line = slurm.srun(
             job.id,
             placement.hosts,
@@ -158,26 +158,26 @@ def launch_line(
         cpus_per_task=job.cpus_per_task * ranks,
         options=_step_options(spec),
     )
-    meeting = [
+    rendezvous = [
         f"--nnodes={layout.nodes}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={master[0]}:{master[1]}",
         f"--rdzv-id={spec.parent.name}",
         f"--rdzv-conf=join_timeout={machine.fabric.timeout_sec:.0f}",
     ]
-    return [*line, *_torchrun(machine, ranks, python), *meeting, *entry]
+    return [*line, *_torchrun(machine, ranks, python), *rendezvous, *entry]
 
 
 def _step_options(spec: Path) -> tuple[str, ...]:
-    # --overlap: a step that was lost with a node holds its cores until Slurm has noticed, and the next
-    # one would wait for them.
+    # --overlap: a step on a lost node holds its cores until Slurm notices, and the next step would wait
+    # for them.
     return (f"--job-name={spec.parent.name}", "--kill-on-bad-exit=1", "--overlap")
 
 
 def _torchrun(machine: Machine, ranks: int, python: str) -> list[str]:
     return [
         *(python, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"),
-        # Without these SIGUSR1 kills the agent and orphans the ranks.
+        # Without this option, SIGUSR1 kills the torchrun agent and orphans the ranks.
         "--signals-to-handle=SIGTERM,SIGUSR1,SIGINT",
         f"--shutdown-timeout={max(5, round(machine.stop_grace_sec - 10))}",
     ]

@@ -1,4 +1,4 @@
-"""Slurm's commands: the only module that runs them and parses their output."""
+"""Slurm's commands: the only module that runs and parses them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from datetime import datetime
 
 from forge.core.errors import UnfitError
 
-# slurmctld may be restarting: a question is asked again until this has passed.
+# slurmctld may be restarting: commands are repeated for this long.
 PATIENCE_SEC = 60.0
 ASK_SEC = 20.0
 
@@ -24,29 +24,29 @@ CONTROLLER_AWAY = "Unable to contact"  # "Unable to contact slurm controller (co
 LIVING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING", "SIGNALING", "STAGE_OUT")
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 
-# What srun may inherit; the rest describes the batch step and would add silent options to ours.
+# Variables that srun inherits; the others describe the batch step and would act as options.
 KEPT = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CLUSTER_NAME", "SLURM_TMPDIR")
 
 
 class SlurmSilent(UnfitError):
-    """Slurm's controller did not answer in time, or its commands are not there."""
+    """Slurm's controller does not respond in time, or its commands are not installed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job as `scontrol show job` tells it."""
+    """A job as shown by `scontrol show job`."""
 
     id: str
     state: str
     restarts: int
-    nodes: tuple[str, ...]  # short names, in Slurm's order; () while it waits
+    nodes: tuple[str, ...]  # short names, in Slurm's order; () while it is pending
     cpus_per_task: int
     partition: str
     name: str
     batch: bool  # False: salloc, which cannot be requeued
-    end_time: float | None  # seconds since the epoch, None when there is no limit
-    is_preempted: bool = False  # another job takes its nodes
-    cpus: tuple[tuple[str, int], ...] = ()  # of each node, as many as the job was given
+    end_time: float | None  # seconds since the epoch; None: no time limit
+    is_preempted: bool = False
+    cpus: tuple[tuple[str, int], ...] = ()  # node, number of cores allocated there
 
     @property
     def is_living(self) -> bool:
@@ -59,19 +59,19 @@ class Job:
 
 
 def is_here() -> bool:
-    """Whether this machine has Slurm's commands."""
+    """Whether Slurm's commands are installed on this host."""
     return shutil.which("scontrol") is not None
 
 
 def this_job_id() -> str | None:
-    """The Slurm job that this process belongs to, or None."""
+    """The id of the Slurm job of this process, or None."""
     return os.environ.get("SLURM_JOB_ID") or None
 
 
 def show_job(
     job_id: str, *, patience_sec: float | None = None, timeout_sec: float = ASK_SEC
 ) -> Job | None:
-    """The job; None when Slurm has forgotten it. Raises SlurmSilent, when as `ask` says."""
+    """The job; None when Slurm has forgotten it. Raises SlurmSilent, as `ask`."""
     line = ("scontrol", "show", "job", "--details", "--oneliner", job_id)
     try:
         text = ask(*line, patience_sec=patience_sec, timeout_sec=timeout_sec)
@@ -83,7 +83,7 @@ def show_job(
 
 
 def parse_job(text: str) -> Job:
-    """A job from a line of `scontrol show job --details --oneliner`."""
+    """The job in a line of `scontrol show job --details --oneliner`."""
 
     def field(name: str, otherwise: str = "") -> str:
         found = re.search(rf"(?:^|\s){re.escape(name)}=(\S*)", text)
@@ -117,7 +117,7 @@ def _num_ids(ids: str) -> int:
 
 
 def this_job() -> Job | None:
-    """The job that this process belongs to; None outside of Slurm. Raises SlurmSilent."""
+    """The job of this process; None outside of Slurm. Raises SlurmSilent."""
     job_id = this_job_id()
     return show_job(job_id) if job_id and is_here() else None
 
@@ -151,9 +151,9 @@ def srun(
     cpus_per_task: int = 1,
     options: Sequence[str] = (),
 ) -> list[str]:
-    """The start of an srun line that puts tasks on these hosts of a job and on no others.
+    """The begin of an srun command that starts tasks on these hosts of a job only.
 
-    Everything is explicit: inside a rule Snakemake has removed the variables that srun would read.
+    All options are explicit, because inside a rule Snakemake has removed the variables that srun reads.
     """
     return [
         "srun",
@@ -163,20 +163,20 @@ def srun(
         f"--ntasks-per-node={tasks_per_node}",
         f"--nodelist={','.join(hosts)}",
         f"--cpus-per-task={cpus_per_task}",
-        "--mpi=none",  # else a site's default may wait for an MPI start-up that never comes
+        "--mpi=none",  # a site's default may wait for an MPI initialization
         "--export=ALL",
         *options,
     ]
 
 
 def environment() -> dict[str, str]:
-    """What a Slurm command should inherit: all but what describes another step."""
+    """The environment for a Slurm command: without variables that describe another step."""
     dropped = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_")
     return {k: v for k, v in os.environ.items() if k in KEPT or not k.startswith(dropped)}
 
 
 def run(command: Sequence[str], *, timeout_sec: float) -> tuple[str, str]:
-    """What a Slurm command prints, and its trouble in words ("" when it went well)."""
+    """Output of a Slurm command, and its error ("" on success)."""
     try:
         done = subprocess.run(
             command,
@@ -197,15 +197,15 @@ def run(command: Sequence[str], *, timeout_sec: float) -> tuple[str, str]:
 
 
 def answers(job_id: str, host: str, timeout_sec: float) -> bool:
-    """Whether this node of the job starts a process within the time; also yes where only Slurm's
-    controller is away, of which the node cannot be blamed."""
+    """Whether this node of the job starts a process within the time. Also true when only Slurm's
+    controller does not respond, which says nothing about the node."""
     line = srun(job_id, [host], options=("--overlap", "--gres=none", "--immediate=10"))
     trouble = run([*line, "true"], timeout_sec=timeout_sec)[1]
     return not trouble or CONTROLLER_AWAY in trouble
 
 
 def output_on(job_id: str, host: str, command: Sequence[str], timeout_sec: float = 60) -> str:
-    """What a short command prints on one node of the job. Raises UnfitError that names the node."""
+    """The output of a short command on one node of the job. Raises UnfitError that names the node."""
     line = srun(job_id, [host], options=("--overlap", "--gres=none"))
     output, trouble = run([*line, *command], timeout_sec=timeout_sec)
     if trouble:
@@ -218,7 +218,7 @@ def output_on(job_id: str, host: str, command: Sequence[str], timeout_sec: float
 
 
 def cancel_step(job_id: str, name: str) -> None:
-    """Kill the job's steps of this name, also on nodes whose srun is gone. Silence is no error."""
+    """Kill the job's steps of this name, also on nodes whose srun has ended. Errors are ignored."""
     with contextlib.suppress(Refused, SlurmSilent):
         listed = ask("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i|%j")
         for line in listed.splitlines():
@@ -229,14 +229,14 @@ def cancel_step(job_id: str, name: str) -> None:
 
 def accounted_state(job_id: str, *, timeout_sec: float) -> str:
     """The job's state in Slurm's accounting, such as `CANCELLED by 1000` (a uid); "" when accounting
-    does not answer or does not know the job."""
+    does not respond or does not have the job."""
     line = ["sacct", "--jobs", job_id, "--allocations", "--noheader", "--parsable2"]
     lines = run([*line, "--format=State"], timeout_sec=timeout_sec)[0].splitlines()
     return lines[-1].strip() if lines else ""
 
 
 def requeue(job_id: str) -> str:
-    """Send the job back to the queue; "" or why Slurm would not."""
+    """Requeue the job; "" or why Slurm refused."""
     try:
         ask("scontrol", "requeue", job_id)
     except (Refused, SlurmSilent) as err:
@@ -245,12 +245,15 @@ def requeue(job_id: str) -> str:
 
 
 class Refused(Exception):
-    """The command answered, with an error."""
+    """A Slurm command failed although the controller responds."""
 
 
 def ask(*command: str, patience_sec: float | None = None, timeout_sec: float = ASK_SEC) -> str:
-    """What a Slurm command prints. Asked again for so long (PATIENCE_SEC) while the controller does
-    not answer; each time for timeout_sec at most. Raises SlurmSilent and Refused."""
+    """The output of a Slurm command, which is repeated while the controller does not respond.
+
+    patience_sec: for how long (PATIENCE_SEC for None). timeout_sec: of each try. Raises SlurmSilent when
+    that time is over, and Refused.
+    """
     end = time.monotonic() + (PATIENCE_SEC if patience_sec is None else patience_sec)
     while True:
         output, trouble = run(command, timeout_sec=timeout_sec)

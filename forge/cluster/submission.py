@@ -1,8 +1,8 @@
 """Checks before submission: could Slurm ever start these jobs?
 
-A job that can never start stays PENDING without a message, and `sbatch --test-only` accepts it
-(22.05: time limit, a partition that is down, the account) or rejects a job only because its nodes
-are drained. So the limits are read from the partitions, and sbatch is asked for the rest.
+A job that can never start stays PENDING without a message. `sbatch --test-only` (22.05) accepts such
+jobs (time limit, partition that is down, account), and rejects others only because their nodes are
+drained. So the limits are read from the partitions, and sbatch checks the rest.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from forge.core.errors import ConfigError
 
 TEST_SEC = 60.0  # sbatch --test-only plans the whole queue on a busy controller
 
-# What --test-only says of nodes that are drained, down or reserved, and of nodes that do not exist.
+# The error of --test-only for nodes that are drained, down or reserved, and for missing ones.
 _NO_NODES = "Requested node configuration is not available"
-# What it says of what passes by itself (slurm_errno.c of 22.05).
+# Its errors for reasons that pass by themselves (slurm_errno.c of 22.05).
 _PASSING = ("Requested nodes are busy", "Required node not available", "not available now")
 
 
 def check(requests: Sequence[Request], say: Callable[[str], None]) -> None:
-    """ConfigError, with the number to set, for what Slurm could never start. What it could start
-    later (nodes drained, down or reserved; a partition that is down) is only said."""
-    accounts = {request.account: request.place for request in reversed(requests)}
-    for account, place in accounts.items():
-        _check_account(account, place)
+    """ConfigError, with the numbers to set, for requests that Slurm could never start. For those that it
+    could start later (nodes drained, down or reserved; partition down), `say` a warning."""
+    accounts = {request.account: request.profile_keys for request in reversed(requests)}
+    for account, keys in accounts.items():
+        _check_account(account, keys)
     partitions = _known_partitions(say)
-    told = [
-        trouble
+    found = [
+        problem
         for request in requests
-        for trouble in troubles(request, _as_its_qos_has_them(partitions, request.qos))
+        for problem in problems(request, _as_its_qos_has_them(partitions, request.qos))
     ]
-    if told:
+    if found:
         raise ConfigError(
-            "\n".join(dict.fromkeys(what for what, _ in told)),
-            cause="Slurm would refuse it, or accept it and never start it",
-            fix="\n         ".join(dict.fromkeys(fix for _, fix in told)),
+            "\n".join(dict.fromkeys(problem for problem, _ in found)),
+            cause="Slurm would refuse the job, or accept it and never start it",
+            fix="\n         ".join(dict.fromkeys(fix for _, fix in found)),
         )
     for request in requests:
         for partition in asked_partitions(request, partitions):
@@ -58,7 +58,7 @@ def check(requests: Sequence[Request], say: Callable[[str], None]) -> None:
         _ask_sbatch(request, partitions, say)
 
 
-def _check_account(accounts: str, place: str) -> None:
+def _check_account(accounts: str, keys: str) -> None:
     from snakemake_executor_plugin_slurm.accounts import validate_account
     from snakemake_interface_common.exceptions import WorkflowError
 
@@ -67,7 +67,7 @@ def _check_account(accounts: str, place: str) -> None:
             validate_account(account, logging.getLogger(__name__))
         except (WorkflowError, OSError) as err:
             raise ConfigError(
-                f"slurm_account {account} ({place}): {err}",
+                f"slurm_account {account} ({keys}): {err}",
                 fix="edit this line in config.yaml of the profile",
             ) from None
 
@@ -81,7 +81,7 @@ def _known_partitions(say: Callable[[str], None]) -> dict[str, Partition]:
 
 
 def _as_its_qos_has_them(known: dict[str, Partition], qos: str) -> dict[str, Partition]:
-    """The partitions without the limits that this QOS lifts (man sacctmgr, SPECIFICATIONS FOR QOS)."""
+    """The partitions, without the limits that this QOS lifts (man sacctmgr, SPECIFICATIONS FOR QOS)."""
     if not qos or not known:
         return known
     line = ["sacctmgr", "--noheader", "--parsable2", "show", "qos", qos, "format=flags"]
@@ -103,14 +103,14 @@ def asked_partitions(request: Request, known: Mapping[str, Partition]) -> list[P
     return [known[name] for name in names if name in known] if set(names) <= set(known) else []
 
 
-def troubles(request: Request, known: Mapping[str, Partition]) -> list[tuple[str, str]]:
-    """Why Slurm could never start this, each with what to set; [] when one partition could."""
-    told = [_troubles_in(partition, request) for partition in asked_partitions(request, known)]
-    return [] if not all(told) else [trouble for each in told for trouble in each]
+def problems(request: Request, known: Mapping[str, Partition]) -> list[tuple[str, str]]:
+    """Why no partition could ever start this request, each with its fix; [] when one could."""
+    found = [_problems_in(partition, request) for partition in asked_partitions(request, known)]
+    return [problem for each in found for problem in each] if all(found) else []
 
 
-def _troubles_in(partition: Partition, request: Request) -> list[tuple[str, str]]:
-    place, asks = request.place, f"{request.name} asks partition {partition.name} for"
+def _problems_in(partition: Partition, request: Request) -> list[tuple[str, str]]:
+    keys, asks = request.profile_keys, f"{request.name} asks partition {partition.name} for"
     found = []
     if request.account and not any(map(partition.accepts, request.account.split(","))):
         allowed = ", ".join(sorted(partition.accounts)) or "not this one"
@@ -118,22 +118,22 @@ def _troubles_in(partition: Partition, request: Request) -> list[tuple[str, str]
             (
                 f"{request.name}: partition {partition.name} does not admit account"
                 f" {request.account} (it admits: {allowed})",
-                f"set another slurm_partition or slurm_account ({place})",
+                f"set another slurm_partition or slurm_account ({keys})",
             )
         )
     if partition.state in ("DRAIN", "INACTIVE"):
         found.append(
             (
                 f"{request.name}: partition {partition.name} is {partition.state} and takes no jobs",
-                f"set another slurm_partition ({place}), or ask the administrators",
+                f"set another slurm_partition ({keys}), or ask the administrators",
             )
         )
     if request.minutes > partition.max_minutes:
-        found.append((_time_trouble(asks, request, partition), _time_fix(request, partition)))
-    return found + _node_troubles(asks, request, partition)
+        found.append((_time_problem(asks, request, partition), _time_fix(request, partition)))
+    return found + _node_problems(asks, request, partition)
 
 
-def _time_trouble(asks: str, request: Request, partition: Partition) -> str:
+def _time_problem(asks: str, request: Request, partition: Partition) -> str:
     sum_of = f" ({request.other_minutes} of them for stage and preflight)"
     return (
         f"{asks} {request.minutes} minutes{sum_of if request.is_allocation else ''}, its limit"
@@ -144,30 +144,32 @@ def _time_trouble(asks: str, request: Request, partition: Partition) -> str:
 def _time_fix(request: Request, partition: Partition) -> str:
     room = int(partition.max_minutes) - request.other_minutes
     if room < 1:
-        return f"set a slurm_partition with a longer MaxTime ({request.place})"
-    return f"set runtime: {room} or less ({request.place})"
+        return f"set a slurm_partition with a longer MaxTime ({request.profile_keys})"
+    return f"set runtime: {room} or less ({request.profile_keys})"
 
 
-def _node_troubles(asks: str, request: Request, partition: Partition) -> list[tuple[str, str]]:
+def _node_problems(asks: str, request: Request, partition: Partition) -> list[tuple[str, str]]:
     most = (
         min(partition.max_nodes, len(partition.nodes)) if partition.nodes else partition.max_nodes
     )
     if request.nodes > most:
         limit = "MaxNodes" if partition.max_nodes == most else "TotalNodes"
         what = f"{asks} {request.nodes} nodes, it gives {most:g} ({limit})"
-        return [(what, f"set nodes: {most:g} or less, spare_nodes included ({request.place})")]
+        return [
+            (what, f"set nodes: {most:g} or less, spare_nodes included ({request.profile_keys})")
+        ]
     if request.nodes < partition.min_nodes:
         what = (
             f"{asks} {request.nodes} nodes, it gives no less than {partition.min_nodes} (MinNodes)"
         )
-        return [(what, f"set another slurm_partition ({request.place})")]
+        return [(what, f"set another slurm_partition ({request.profile_keys})")]
     if not partition.nodes:
         return []
-    return _size_troubles(asks, request, partition)
+    return _size_problems(asks, request, partition)
 
 
-def _size_troubles(asks: str, request: Request, partition: Partition) -> list[tuple[str, str]]:
-    """What the nodes are too small for, or how many of them have all of it."""
+def _size_problems(asks: str, request: Request, partition: Partition) -> list[tuple[str, str]]:
+    """The sizes that too few nodes have, or that too few nodes have all sizes at once."""
     usable = [node for node in partition.nodes if node.name not in request.excluded]
     if len(usable) < request.nodes:
         what = (
@@ -186,7 +188,7 @@ def _size_troubles(asks: str, request: Request, partition: Partition) -> list[tu
         most = sorted(offered, reverse=True)[request.nodes - 1]
         if wanted > most:
             what = f"{asks} {wanted} {unit}, {request.nodes} of its nodes have {most}"
-            found.append((what, f"set {key} for {most} {unit} or less ({request.place})"))
+            found.append((what, f"set {key} for {most} {unit} or less ({request.profile_keys})"))
     fitting = fitting_nodes(request, partition)
     if not found and len(fitting) < request.nodes:
         what = (
@@ -195,7 +197,9 @@ def _size_troubles(asks: str, request: Request, partition: Partition) -> list[tu
             f"{f', feature {request.constraint}' if request.features else ''} each;"
             f" {len(fitting)} of its {len(partition.nodes)} have all of this"
         )
-        found.append((what, f"lower them ({request.place}); `sinfo -N -o '%N %c %m %G %f'` shows"))
+        found.append(
+            (what, f"lower them ({request.profile_keys}); `sinfo -N -o '%N %c %m %G %f'` shows")
+        )
     return found
 
 
@@ -206,7 +210,7 @@ def _cores_key(request: Request) -> str:
 
 
 def fitting_nodes(request: Request, partition: Partition) -> list[Node]:
-    """The nodes of the partition that are large enough, in whatever state they are."""
+    """The nodes of the partition that are large enough, in any state."""
     model, gpus = request.gpus
     return [
         node
@@ -219,21 +223,21 @@ def fitting_nodes(request: Request, partition: Partition) -> list[Node]:
     ]
 
 
-# --- what nodes see --------------------------------------------------------------------------------
+# --- shared storage --------------------------------------------------------------------------------
 
 
 def check_folders(folders: Iterable[Path], say: Callable[[str], None]) -> None:
-    """Say which of these folders nodes will hardly see. No error: this may be a node itself."""
+    """Warn about directories that other nodes probably do not see. No error: this may be a node."""
     for folder in dict.fromkeys(folder.resolve() for folder in folders):
-        if place := _own_place(folder):
+        if storage := _local_storage(folder):
             say(
-                f"{folder} is on {place} of this machine: other machines do not see it, and a job"
+                f"{folder} is on {storage} of this machine: other machines do not see it, and a job"
                 " there ends without a log. Move it to shared storage"
             )
 
 
-def _own_place(folder: Path) -> str:
-    """What makes a folder this machine's alone, "" for no such sign."""
+def _local_storage(folder: Path) -> str:
+    """The local storage of a directory, `the /tmp` or `a tmpfs`; "" for another file system."""
     if folder.is_relative_to("/tmp"):
         return "the /tmp"
     existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -248,34 +252,34 @@ def _file_systems() -> dict[str, str]:
     return {line.split()[2]: line.partition(" - ")[2].split()[0] for line in lines}
 
 
-# --- what sbatch says ------------------------------------------------------------------------------
+# --- the check of sbatch ---------------------------------------------------------------------------
 
 
 def _ask_sbatch(
     request: Request, known: Mapping[str, Partition], say: Callable[[str], None]
 ) -> None:
-    """ConfigError for what sbatch refuses for good. Only the executor sees what the real sbatch of a
-    group says, and a job that can never start waits for ever."""
+    """ConfigError for a request that sbatch would always refuse. Only the executor would see that error
+    for a group of rules."""
     line = ["sbatch", "--test-only", *request.options, "--wrap=true"]
     _, trouble = slurm.run(line, timeout_sec=TEST_SEC)
     if not trouble or slurm.is_silence(trouble):
         return
-    if waits := _passes_by_itself(trouble, request, known):
-        say(f"{request.name} waits in the queue: {waits}")
+    if reason := _passing_reason(trouble, request, known):
+        say(f"{request.name} waits in the queue: {reason}")
     elif "allocation failure" in trouble or trouble.startswith("sbatch: "):
         partitions = f"partitions are: {', '.join(known)}; " if known else ""
         raise ConfigError(
             f"Slurm would not start {request.name}: sbatch {shlex.join(request.options)}\n  {trouble}",
-            fix=f"edit {request.place} in config.yaml of the profile, or slurm.options in"
+            fix=f"edit {request.profile_keys} in config.yaml of the profile, or slurm.options in"
             f" machine.yaml; {partitions}`sinfo` and `sacctmgr show assoc` tell what there is",
         )
 
 
-def _passes_by_itself(trouble: str, request: Request, known: Mapping[str, Partition]) -> str:
-    """What the job would wait for, in words; "" for what never passes.
+def _passing_reason(trouble: str, request: Request, known: Mapping[str, Partition]) -> str:
+    """The reason for which the job would wait; "" for one that never passes.
 
-    Of nodes that are drained, down or reserved --test-only says what it says of nodes that do not
-    exist. There are such nodes (else `troubles` had told): are enough of them up?
+    The error of --test-only is the same for missing nodes and for those that are drained, down or
+    reserved. Since `problems` found enough nodes, it is about the latter if any is not up.
     """
     if any(words in trouble for words in _PASSING):
         return trouble
@@ -293,7 +297,7 @@ def _passes_by_itself(trouble: str, request: Request, known: Mapping[str, Partit
 
 
 def _reserved() -> set[str]:
-    """Nodes of all reservations, those of later too: --test-only plans around none of them."""
+    """Nodes of all reservations, also of later ones, which --test-only does not consider."""
     try:
         text = slurm.ask("scontrol", "show", "reservation", "--oneliner", patience_sec=0)
     except (slurm.SlurmSilent, slurm.Refused):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from forge.core import json_lines
 from forge.core.errors import DataError
@@ -26,6 +26,11 @@ class Event(BaseModel):
     format: int = FORMAT
     time: float = Field(default_factory=lambda: round(time.time(), 3))
 
+    @property
+    def event(self) -> str:
+        """The name of this kind of event in the log."""
+        return type(self).__name__.lower()
+
 
 class Timed(Event):
     """An event at the end of an action that took `seconds`."""
@@ -39,7 +44,6 @@ class Timed(Event):
 class Stage(Timed):
     """`forge stage` has ended. sent: the nodes that got a copy of the shards."""
 
-    event: Literal["stage"] = "stage"
     bytes: int
     digest: str
     folders: dict[str, str]  # node -> directory that its ranks read
@@ -49,7 +53,6 @@ class Stage(Timed):
 class Preflight(Timed):
     """`forge preflight` has ended. failed: names of checks. nodes: those that train, if it passed."""
 
-    event: Literal["preflight"] = "preflight"
     status: Literal["ok", "failed"]
     failed: list[str]
     nodes: list[str]
@@ -63,7 +66,6 @@ class Launch(Event):
     """The launcher starts the ranks. step: of the checkpoint that they resume from. job, restart: the
     Slurm job and its restart count; None outside of Slurm."""
 
-    event: Literal["launch"] = "launch"
     launch: str
     world_size: int
     launcher: str
@@ -78,7 +80,6 @@ class Init(Timed):
     """The ranks are ready to train. seconds: since their launch. numerics: all settings besides weights
     and data on which the last bits of a loss depend."""
 
-    event: Literal["init"] = "init"
     launch: str
     step: int
     world_size: int
@@ -90,7 +91,6 @@ class Init(Timed):
 class Eval(Timed):
     """The validation loss was measured."""
 
-    event: Literal["eval"] = "eval"
     step: int
     loss: float  # nats per token
 
@@ -99,7 +99,6 @@ class Save(Timed):
     """A checkpoint was committed. seconds: from the start of the save to its commit. stall: the seconds
     for which training waited."""
 
-    event: Literal["save"] = "save"
     step: int
     stall: float
     bytes: int
@@ -108,7 +107,6 @@ class Save(Timed):
 class Skipped(Event):
     """A step without an update, because its loss or gradients were not finite."""
 
-    event: Literal["skipped"] = "skipped"
     step: int
     in_a_row: int
     reason: str
@@ -117,14 +115,12 @@ class Skipped(Event):
 class Budget(Event):
     """The shutdown budget may be too small for the final save. needed: seconds."""
 
-    event: Literal["budget"] = "budget"
     needed: float
 
 
 class Quarantine(Event):
     """A corrupt checkpoint was moved to quarantine/."""
 
-    event: Literal["quarantine"] = "quarantine"
     checkpoint: str
     reasons: list[str]
 
@@ -135,7 +131,6 @@ class Quarantine(Event):
 class Completed(Event):
     """The run has reached train.max_steps."""
 
-    event: Literal["completed"] = "completed"
     step: int
     weights_digest: str
 
@@ -143,7 +138,6 @@ class Completed(Event):
 class Stop(Event):
     """All ranks agreed to stop. cause: one of stop_signal.CAUSES. step: of the newest checkpoint."""
 
-    event: Literal["stop"] = "stop"
     cause: str
     step: int
 
@@ -151,7 +145,6 @@ class Stop(Event):
 class Lost(Event):
     """A rank exited without a record. silent: unresponsive nodes, which start no process any more."""
 
-    event: Literal["lost"] = "lost"
     message: str
     attempt: int
     silent: list[str]
@@ -160,7 +153,6 @@ class Lost(Event):
 class Failed(Event):
     """Training failed with this exit code. diverged: a rerun with this config would fail again."""
 
-    event: Literal["failed"] = "failed"
     code: int
     rank: int
     message: str
@@ -171,7 +163,6 @@ class Failed(Event):
 class Preempted(Event):
     """Slurm preempted the job."""
 
-    event: Literal["preempted"] = "preempted"
     job: str
     step: int
 
@@ -179,49 +170,33 @@ class Preempted(Event):
 class Requeue(Event):
     """Forge requeues the job."""
 
-    event: Literal["requeue"] = "requeue"
     job: str
     cause: str
     step: int
 
 
-# --- afterwards ------------------------------------------------------------------------------------
+# --- validation ------------------------------------------------------------------------------------
 
 
 class Validate(Timed):
     """`forge validate` has ended."""
 
-    event: Literal["validate"] = "validate"
     status: str
     step: int
 
 
-_ANY: TypeAdapter[Event] = TypeAdapter(
-    Annotated[
-        Stage
-        | Preflight
-        | Launch
-        | Init
-        | Eval
-        | Save
-        | Skipped
-        | Budget
-        | Quarantine
-        | Completed
-        | Stop
-        | Lost
-        | Failed
-        | Preempted
-        | Requeue
-        | Validate,
-        Field(discriminator="event"),
-    ]
-)
+_KINDS = {
+    kind.__name__.lower(): kind
+    for kind in (*Event.__subclasses__(), *Timed.__subclasses__())
+    if kind is not Timed
+}
 
 
 def record(log: Path, event: Event) -> None:
     """Append an event to a run's log. Raises UnfitError when the disk cannot be written."""
-    json_lines.append(log, event.model_dump(mode="json", exclude_none=True))
+    json_lines.append(
+        log, {"event": event.event, **event.model_dump(mode="json", exclude_none=True)}
+    )
 
 
 def read(log: Path) -> list[Event]:
@@ -246,6 +221,6 @@ def _event(line: dict[str, Any], log: Path) -> Event | None:
             fix="use that version for this run, or start again under a new run name",
         )
     try:
-        return _ANY.validate_python(line)
-    except ValidationError:
+        return _KINDS[line.pop("event")].model_validate(line)
+    except (KeyError, ValidationError):
         return None  # edited by hand; the other events are still valid

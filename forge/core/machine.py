@@ -108,8 +108,5 @@ class Machine(Section):
 
 def load_machine(path: str | Path | None, overrides: dict[str, Any] | None = None) -> Machine:
     """The machine in a file (defaults for None), with overrides applied. Raises ConfigError."""
-    values = read_values(path) if path else {}
-    machine: Machine = checked(
-        Machine, apply_overrides(values, overrides or {}), str(path or "the machine")
-    )
-    return machine
+    values = apply_overrides(read_values(path) if path else {}, overrides or {})
+    return checked(Machine, values, str(path or "the machine"))

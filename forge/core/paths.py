@@ -9,20 +9,28 @@ from pathlib import Path
 from forge.core.config import Config
 
 CONFIG, SHEET = "config/config.yaml", "config/runs.tsv"  # of a project
-WORKFLOW = Path(
-    ".snakemake/forge"
-)  # what Forge writes down of workflow commands, also for their jobs
+WORKFLOW = Path(".snakemake/forge")  # files of workflow commands for their jobs, and of the last one
 WORKFLOW_RUNS = WORKFLOW / "runs.json"  # of the last one
 
 
 def tokenizer_folder(data: str | Path, tokenizer_id: str) -> Path:
-    """Where the tokenizer with this id lies: its files, manifest.json, and the workflow's config.json."""
+    """The directory of the tokenizer with this id: tokenizer.json, manifest.json, config.json."""
     return Path(data) / "tokenizers" / tokenizer_id
 
 
 def tokens_folder(data: str | Path, tokens_id: str) -> Path:
-    """Where the token shards with this id lie: *.bin, manifest.json, the workflow's config.json."""
+    """The directory of the token shards with this id: *.bin, manifest.json, config.json."""
     return Path(data) / "tokens" / tokens_id
+
+
+class _Below:
+    """An attribute that is a path below the directory of the run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, paths: RunPaths, owner: type[RunPaths]) -> Path:
+        return paths.root / self._name
 
 
 @dataclass(frozen=True)
@@ -35,99 +43,40 @@ class RunPaths:
     def of(cls, config: Config) -> RunPaths:
         return cls(Path(config.results) / config.run)
 
-    @property
-    def config(self) -> Path:
-        return self.root / "config.json"
+    config = _Below("config.json")
 
-    @property
-    def allocation(self) -> Path:
-        """Facts true of one allocation only (declared temp() in the workflow)."""
-        return self.root / ".allocation"
+    # What is true of one allocation only; temp() in the workflow.
+    allocation = _Below(".allocation")
+    stage = _Below(".allocation/stage.json")
+    preflight_pass = _Below(".allocation/preflight.json")
 
-    @property
-    def stage(self) -> Path:
-        return self.allocation / "stage.json"
-
-    @property
-    def preflight_pass(self) -> Path:
-        return self.allocation / "preflight.json"
-
-    @property
-    def preflight(self) -> Path:
-        return self.root / "preflight.json"
-
-    @property
-    def preflight_table(self) -> Path:
-        return self.root / "preflight.tsv"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def latest(self) -> Path:
-        return self.checkpoints / "latest"
-
-    @property
-    def quarantine(self) -> Path:
-        """Damaged checkpoints, each with its reasons in damage.json."""
-        return self.checkpoints / "quarantine"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.root / "events.jsonl"
-
-    @property
-    def trained(self) -> Path:
-        return self.root / "trained.json"
-
-    @property
-    def validation(self) -> Path:
-        return self.root / "validation.json"
-
-    @property
-    def validated(self) -> Path:
-        return self.root / "validated.json"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.html"
-
-    @property
-    def bad_nodes(self) -> Path:
-        """Nodes to leave out when this run is submitted, one a line. Remove a line to use it again."""
-        return self.root / "bad_nodes.txt"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def launches(self) -> Path:
-        """What ranks leave for their launcher: one folder a launch."""
-        return self.root / ".launch"
-
-    @property
-    def stop(self) -> Path:
-        """A file by this name asks training to stop."""
-        return self.root / "STOP"
+    preflight = _Below("preflight.json")
+    preflight_table = _Below("preflight.tsv")
+    checkpoints = _Below("checkpoints")
+    latest = _Below("checkpoints/latest")
+    quarantine = _Below("checkpoints/quarantine")  # with the reasons in damage.json
+    metrics = _Below("metrics.jsonl")
+    events = _Below("events.jsonl")
+    trained = _Below("trained.json")
+    validation = _Below("validation.json")
+    validated = _Below("validated.json")
+    report = _Below("report.html")
+    bad_nodes = _Below("bad_nodes.txt")  # nodes that the next submission excludes, one per line
+    logs = _Below("logs")
+    launches = _Below(".launch")  # files between launcher and ranks, in a directory per launch
+    stop = _Below("STOP")  # a file of this name stops training
 
 
 CHECKPOINT_PREFIX = "step-"
 
 
 def checkpoint_name(step: int) -> str:
-    """`step-00000100`: at least eight digits, so that a listing shows most runs in order."""
+    """`step-00000100`: at least eight digits, so that `ls` sorts the checkpoints of most runs."""
     return f"{CHECKPOINT_PREFIX}{step:08d}"
 
 
 def checkpoint_step(name: str) -> int | None:
-    """The step of `step-00000100`; None for any other name, such as that of a copy that a person has
-    put beside the checkpoints."""
+    """The step of `step-00000100`; None for any other name, such as that of a copy made by the user."""
     digits = name.removeprefix(CHECKPOINT_PREFIX)
     if not re.fullmatch("[0-9]{8,}", digits) or checkpoint_name(int(digits)) != name:
         return None

@@ -43,7 +43,7 @@ def _without_answer(job_id: str, hosts: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def back_to_the_queue_if_preempted(machine: Machine) -> Iterator[None]:
+def requeue_if_preempted(machine: Machine) -> Iterator[None]:
     """Around the steps before training: requeue the job after an error while it is being preempted.
 
     Slurm itself requeues a preempted job only while its batch script runs or after it succeeded; a

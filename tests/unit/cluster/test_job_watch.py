@@ -191,7 +191,7 @@ def test_output_of_an_earlier_job_is_no_success_of_a_forgotten_one(command, watc
     time.sleep(0.6)  # longer than latency_wait
     assert check(watch, info) == [] and watch._executor.failure == [info.job]
     assert "job 17 (rule validate_run, run base) is no longer known" in watch._executor.said[-1]
-    assert "left its outputs as they were" in watch._executor.said[-1]
+    assert "did not write its outputs" in watch._executor.said[-1]
 
 
 def test_forgotten_job_without_a_record_fails_by_name_and_is_not_asked_for_for_ever(

@@ -14,13 +14,13 @@ from forge.core.machine import load_machine
 from forge.core.process import hostname
 
 OFFLINE = [
-    ("HF_HUB_OFFLINE", "1", "ranks never reach for the internet"),
-    ("TRANSFORMERS_OFFLINE", "1", "ranks never reach for the internet"),
-    ("HF_DATASETS_OFFLINE", "1", "ranks never reach for the internet"),
+    ("HF_HUB_OFFLINE", "1", "ranks never access the internet"),
+    ("TRANSFORMERS_OFFLINE", "1", "ranks never access the internet"),
+    ("HF_DATASETS_OFFLINE", "1", "ranks never access the internet"),
 ]
 COMMON = [
-    ("OMP_NUM_THREADS", "4", "the node's cores shared out among its ranks"),
-    ("TOKENIZERS_PARALLELISM", "false", "no thread pool beside the training threads"),
+    ("OMP_NUM_THREADS", "4", "the node's cores divided by its ranks"),
+    ("TOKENIZERS_PARALLELISM", "false", "no thread pool in addition to the training threads"),
     *OFFLINE,
 ]
 DEBUG = [

@@ -144,8 +144,8 @@ def test_nodes_end_with_a_verb_that_was_killed():
             print(*[a["pid"] for a in here.ask("hello", timeout_sec=5).values()], flush=True)
             time.sleep(60)
     """)
-    verb = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    node = psutil.Process(int(verb.stdout.readline()))
-    verb.kill()
-    verb.wait()
+    command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    node = psutil.Process(int(command.stdout.readline()))
+    command.kill()
+    command.wait()
     assert psutil.wait_procs([node], timeout=5)[1] == []

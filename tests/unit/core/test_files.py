@@ -1,4 +1,4 @@
-"""Against files that look whole and are not: cut by a full disk, a kill or a power cut."""
+"""Against files that look complete and are not: cut by a full disk, a kill or a power failure."""
 
 import errno
 import math
@@ -108,7 +108,7 @@ def test_mode_follows_the_users_umask(tmp_path, mask, mode):
     assert (tmp_path / "a").stat().st_mode & 0o777 == mode
 
 
-# --- trouble with disks ---------------------------------------------------------------------------
+# --- disk errors ----------------------------------------------------------------------------------
 
 
 def test_device_that_is_full_is_unfit():

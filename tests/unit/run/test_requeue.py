@@ -129,7 +129,7 @@ def test_error_before_training_sends_only_a_preempted_job_back(
     monkeypatch.setattr(slurm, "this_job", lambda: replace(JOB, is_preempted=preempted))
     with (
         pytest.raises(UnfitError, match="no answer"),
-        requeue.back_to_the_queue_if_preempted(load_machine(None)),
+        requeue.requeue_if_preempted(load_machine(None)),
     ):
         raise UnfitError("no answer")
     assert requeued == sent

@@ -61,7 +61,7 @@ def test_pack_is_made_once(tmp_path, members):
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "no list"])
-def test_damaged_pack_is_made_again(tmp_path, members, damage):
+def test_corrupt_archive_is_written_again(tmp_path, members, damage):
     folder = tmp_path / "archives" / "abc"
     first = make_archive(folder, members)
     if damage == "cut":

@@ -1,4 +1,4 @@
-"""A node's copy of the shards: never a damaged one, never one that another user could tamper with."""
+"""A node's copy of the shards: never a corrupt one, never one that another user could tamper with."""
 
 import json
 import os
@@ -79,7 +79,7 @@ def test_whole_copy_is_kept(config, machine, root):
 
 @pytest.mark.parametrize("name", ["train-00000-001.bin", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
-def test_damaged_copy_is_replaced(config, machine, name, damage):
+def test_corrupt_copy_is_replaced(config, machine, name, damage):
     file = folder_of(staged(config, machine)) / name
     good = file.read_bytes()
     if damage == "missing":
