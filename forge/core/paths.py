@@ -9,8 +9,9 @@ from pathlib import Path
 from forge.core.config import Config
 
 CONFIG, SHEET = "config/config.yaml", "config/runs.tsv"  # of a project
-WORKFLOW = Path(".snakemake/forge")  # files of workflow commands for their jobs, and of the last one
-WORKFLOW_RUNS = WORKFLOW / "runs.json"  # of the last one
+# Files of workflow commands: for their jobs, and what the last command was about.
+WORKFLOW = Path(".snakemake/forge")
+WORKFLOW_RUNS = WORKFLOW / "runs.json"
 
 
 def tokenizer_folder(data: str | Path, tokenizer_id: str) -> Path:

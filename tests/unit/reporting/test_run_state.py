@@ -122,7 +122,7 @@ def test_the_log_of_training_repeats_its_event_and_is_no_second_reason(run):
     log(run, "train.log", "forge train: rank 1: step 41: loss nan\n")
     assert judged(run, None).reason == "rank 1: step 41: loss nan"
     log(run, "train.log", "forge train: preflight passed none of n1, training needs 1\n")
-    assert judged(run, None).reason == "fit: preflight passed none of n1, training needs 1"
+    assert judged(run, None).reason == "train: preflight passed none of n1, training needs 1"
 
 
 def test_tokens_that_cannot_be_made_fail_each_run_that_wants_them(run, tmp_path):
