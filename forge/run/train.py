@@ -6,7 +6,7 @@ import math
 import time
 from pathlib import Path
 
-from forge.checkpoint import directory, parent, resume
+from forge.checkpoint import compatibility, directory, parent, resume
 from forge.cluster import exclude, slurm
 from forge.cluster.lock import lock
 from forge.cluster.placement import Place, WorldLayout, check_layout, find_place
@@ -62,7 +62,7 @@ def train(
             parent.find(config)
             resume.begin_afresh(paths, require_checkpoint, config.parent)
         else:
-            directory.check_compatible(config, checkpoint)
+            compatibility.check_compatible(config, checkpoint)
         refuse_known_failure(config, paths)
         _write_config(config, paths)
         directory.clean(paths)
@@ -160,7 +160,7 @@ def _train_until_it_ends(
     for attempt in range(1 + MAX_RESTARTS_AFTER_LOSS):
         checkpoint = resume.repaired_latest(paths)
         if attempt == 0:
-            for line in directory.schedule_warnings(config, checkpoint):
+            for line in compatibility.schedule_warnings(config, checkpoint):
                 say(line)
         step = checkpoint.step if checkpoint else parent.first_step(config)
         _end_if_stuck(config, paths, machine, step)

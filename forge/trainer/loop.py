@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from forge.checkpoint import directory, parent, resume, storage
+from forge.checkpoint import compatibility, directory, parent, resume, storage
 from forge.checkpoint.async_saver import Saver
 from forge.checkpoint.manifest import (
     Lineage,
@@ -114,7 +114,7 @@ class Trainer:
             self.paths, self.world, require_checkpoint=require, parent_name=self.config.parent
         )
         found = own or resume.verified_parent(self.config, self.world)
-        self.decay_steps = directory.frozen_decay_steps(self.config, own)
+        self.decay_steps = compatibility.frozen_decay_steps(self.config, own)
         self.lineage = self._lineage(parent.recorded(self.config, own, found))
         if found is not None:
             self.world.on_main(lambda: self._check_data(found), "check of the lineage")

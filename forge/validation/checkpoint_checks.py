@@ -14,7 +14,7 @@ import blake3
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from forge.checkpoint import directory, storage
+from forge.checkpoint import compatibility, directory, storage
 from forge.checkpoint.manifest import MANIFEST, Numerics
 from forge.core.checks import Check
 from forge.core.config import ResolvedConfig
@@ -166,7 +166,7 @@ class Examination:
 
     def _config(self) -> Check:
         try:
-            directory.check_compatible(self.config, self.checkpoint)
+            compatibility.check_compatible(self.config, self.checkpoint)
         except ForgeError as err:
             return _fail("config", err.what)
         return Check("config", "ok", "fits the checkpoint")
