@@ -11,7 +11,7 @@ from contextlib import ExitStack, chdir, suppress
 from pathlib import Path
 from typing import Any
 
-from forge.checkpoint import directory, parent, resume
+from forge.checkpoint import compatibility, parent, resume
 from forge.cluster import jobs, submission
 from forge.cluster.job_requests import requests_of
 from forge.cluster.lock import WORKFLOW_LOCK, lock
@@ -102,7 +102,7 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
         # A finished run needs no parent any more, even where its checkpoints were removed.
         if checkpoint is None and not paths.trained.exists():
             parent.find(config)
-        for line in directory.schedule_warnings(config, checkpoint) if main else ():
+        for line in compatibility.schedule_warnings(config, checkpoint) if main else ():
             say(f"{name}: {line}")
     return runs
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge.checkpoint import directory
+from forge.checkpoint import compatibility, directory
 from forge.checkpoint.manifest import ParentCheckpoint, RecordedConfig
 from forge.core.config import Config, Model, ResolvedConfig
 from forge.core.errors import ConfigError, DataError, OtherFormat
@@ -131,10 +131,10 @@ def _misfits(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:
     for section, keys in KEPT.items():
         for key in keys:
             now = getattr(getattr(config, section), key)
-            then = directory.recorded_value(getattr(made_by, section), key)
+            then = compatibility.recorded_value(getattr(made_by, section), key)
             if now != then:
-                yield directory.differs(f"{section}.{key}", now, then)
-    yield from directory.changed_ids(config, made_by)
+                yield compatibility.differs(f"{section}.{key}", now, then)
+    yield from compatibility.changed_ids(config, made_by)
 
 
 def refuse_circles(runs: Mapping[str, Config]) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge.checkpoint import directory, parent
+from forge.checkpoint import compatibility, directory, parent
 from forge.checkpoint.manifest import MANIFEST, Lineage
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, OtherFormat, UnfitError
@@ -83,7 +83,7 @@ def check_resumable(config: ResolvedConfig, paths: RunPaths) -> directory.Checkp
     """The checkpoint that this config will resume from, None for a fresh start; changes nothing.
 
     Skips those that training would move to quarantine. Raises ConfigError as
-    `directory.check_compatible` does, and as `repaired_latest`.
+    `compatibility.check_compatible` does, and as `repaired_latest`.
     """
     linked = directory.linked(paths)
     for folder in [*([linked] if linked else []), *directory.fallbacks(paths)]:
@@ -93,7 +93,7 @@ def check_resumable(config: ResolvedConfig, paths: RunPaths) -> directory.Checkp
             raise
         except DataError:
             continue
-        directory.check_compatible(config, checkpoint)
+        compatibility.check_compatible(config, checkpoint)
         return checkpoint
     return None
 

@@ -6,7 +6,7 @@ import math
 import time
 from pathlib import Path
 
-from forge.checkpoint import directory, parent, resume
+from forge.checkpoint import compatibility, directory, parent, resume
 from forge.cluster import exclude, slurm
 from forge.cluster.lock import lock
 from forge.cluster.placement import Placement, WorldLayout, check_layout, find_placement
@@ -62,7 +62,7 @@ def train(
             parent.find(config)
             resume.begin_afresh(paths, require_checkpoint, config.parent)
         else:
-            directory.check_compatible(config, checkpoint)
+            compatibility.check_compatible(config, checkpoint)
         refuse_known_failure(config, paths)
         if not paths.config.exists() or read_json(paths.config) != config.to_json():
             write_json(paths.config, config.to_json())
@@ -157,7 +157,7 @@ def _train_until_it_ends(
     for attempt in range(1 + MAX_RESTARTS_AFTER_LOSS):
         checkpoint = resume.repaired_latest(paths)
         if attempt == 0:
-            for line in directory.schedule_warnings(config, checkpoint):
+            for line in compatibility.schedule_warnings(config, checkpoint):
                 say(line)
         step = checkpoint.step if checkpoint else parent.first_step(config)
         _end_if_stuck(config, paths, machine, step)

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from forge.checkpoint import directory, manifest, resume, storage
+from forge.checkpoint import compatibility, directory, manifest, resume, storage
 from forge.cluster.lock import lock
 from forge.core.config import Model, ResolvedConfig, apply_overrides, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
@@ -173,7 +173,7 @@ class _Source:
         lineage = checkpoint.manifest.lineage
         values = apply_overrides(lineage.config.to_json(), overrides)
         config: ResolvedConfig = checked(ResolvedConfig, values, str(checkpoint.folder))
-        directory.check_compatible(config, checkpoint)
+        compatibility.check_compatible(config, checkpoint)
         folder = tokenizer_folder(config.data, config.ids.tokenizer)
         if not folder.is_dir():
             raise DataError(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from forge.checkpoint import directory, parent, resume, storage
+from forge.checkpoint import compatibility, parent, resume, storage
 from forge.checkpoint.async_saver import Saver
 from forge.checkpoint.manifest import (
     Lineage,
@@ -115,7 +115,7 @@ class Trainer:
             self.paths, self.world, require_checkpoint=require, parent_name=self.config.parent
         )
         found = own or resume.verified_parent(self.config, self.world)
-        self.decay_steps = directory.frozen_decay_steps(self.config, own)
+        self.decay_steps = compatibility.frozen_decay_steps(self.config, own)
         self.lineage = self._lineage(parent.recorded(self.config, own, found))
         if found is not None:
             same_data = functools.partial(resume.check_same_data, found, self.lineage)

@@ -13,7 +13,7 @@ import blake3
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from forge.checkpoint import directory, storage
+from forge.checkpoint import compatibility, directory, storage
 from forge.checkpoint.manifest import MANIFEST, Numerics
 from forge.core.checks import Check
 from forge.core.config import ResolvedConfig
@@ -173,7 +173,7 @@ class CheckpointChecks:
     # --- state -----------------------------------------------------------------------------------
 
     def _config(self) -> str:
-        directory.check_compatible(self.config, self.checkpoint)
+        compatibility.check_compatible(self.config, self.checkpoint)
         return "fits the checkpoint"
 
     def _data(self) -> str:

@@ -11,7 +11,7 @@ from support import manifests
 from support.manifests import IDS, lineage_of
 
 from forge import workflow
-from forge.checkpoint import directory, parent, resume
+from forge.checkpoint import compatibility, parent, resume
 from forge.checkpoint.manifest import MANIFEST, ParentCheckpoint
 from forge.core.config import Ids, load_config
 from forge.core.errors import ConfigError, DataError
@@ -229,7 +229,7 @@ def test_parent_changed_after_the_first_checkpoint_is_refused_by_key(base, confi
     saved = resume.latest(RunPaths.of(config_of()))
     for changed, shown in (({"parent": "base@100"}, "'base@100'"), ({}, "None")):
         with pytest.raises(ConfigError, match=f"parent is {shown}, the checkpoint has 'base@50'"):
-            directory.check_compatible(config_of(**changed), saved)
+            compatibility.check_compatible(config_of(**changed), saved)
 
 
 def test_lineage_names_run_step_and_digest_and_is_handed_on_by_the_runs_own_checkpoints(

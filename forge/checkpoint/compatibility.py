@@ -1,0 +1,94 @@
+"""Can a config resume from a checkpoint? And what its schedule will be. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from forge.checkpoint.directory import Checkpoint
+from forge.checkpoint.manifest import Part, RecordedConfig
+from forge.core.config import Model, ResolvedConfig, Section, Train, is_free
+from forge.core.errors import ConfigError
+
+
+def frozen_decay_steps(config: ResolvedConfig, checkpoint: Checkpoint | None) -> int:
+    """Length of the schedule: as the config says, else as at the run's first start."""
+    if config.train.decay_steps is not None:
+        return config.train.decay_steps
+    if checkpoint is not None:
+        return checkpoint.manifest.decay_steps
+    # With an end before that of the warm-up the checkpoint could never be validated.
+    return max(config.train.max_steps, config.train.warmup_steps)
+
+
+def check_compatible(config: ResolvedConfig, checkpoint: Checkpoint) -> None:
+    """ConfigError that names each key by which the config no longer fits the checkpoint."""
+    made_by = checkpoint.manifest.lineage.config
+    problems = [
+        *_changed("model", Model, config.model, made_by.model),
+        *_changed("train", Train, config.train, made_by.train),
+    ]
+    decay_steps = frozen_decay_steps(config, checkpoint)
+    if decay_steps != checkpoint.manifest.decay_steps:
+        problems.append(differs("train.decay_steps", decay_steps, checkpoint.manifest.decay_steps))
+    problems += changed_ids(config, made_by)
+    if config.parent != made_by.parent:
+        problems.append(differs("parent", config.parent, made_by.parent))
+    if problems:
+        raise ConfigError(
+            f"the config does not fit {checkpoint.folder}: " + "; ".join(problems),
+            cause="it was edited after the run had begun, or the list of corpus files has changed",
+            fix="restore these values, or give the changed run a new name",
+        )
+    if config.train.max_steps < checkpoint.step:
+        raise ConfigError(
+            f"train.max_steps is {config.train.max_steps}, but {checkpoint.folder} is at step"
+            f" {checkpoint.step} already",
+            fix=f"set train.max_steps to {checkpoint.step} or more, or give the run a new name",
+        )
+
+
+def _changed(section: str, model: type[Section], now: Section, then: Part) -> Iterator[str]:
+    for key in model.model_fields:
+        if key == "decay_steps" or is_free(model, key):
+            continue
+        if getattr(now, key) != (value := recorded_value(then, key)):
+            yield differs(f"{section}.{key}", getattr(now, key), value)
+
+
+def recorded_value(section: Part, key: str) -> object:
+    """The value of a key in a section of a recorded config; None where its version of Forge had no
+    such key."""
+    return getattr(section, key, None)
+
+
+def changed_ids(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:
+    """One sentence for each artefact that is another than in the config of a checkpoint."""
+    for name in ("tokenizer", "tokens"):
+        now, then = getattr(config.ids, name), getattr(made_by.ids, name)
+        if now != then:
+            yield differs(f"ids.{name}", now, then)
+
+
+def differs(key: str, now: object, then: object) -> str:
+    """The sentence for a key that the config has changed since a checkpoint was made."""
+    return f"{key} is {now!r}, the checkpoint has {then!r}"
+
+
+def schedule_warnings(config: ResolvedConfig, checkpoint: Checkpoint | None) -> list[str]:
+    """What people should know of the learning rate before a start: no peak, or no rate left."""
+    train, decay_steps = config.train, frozen_decay_steps(config, checkpoint)
+    goal, warmup = train.max_steps, train.warmup_steps
+    warnings: list[str] = []
+    if checkpoint is not None and checkpoint.step == goal:
+        return warnings  # nothing is left to train
+    if warmup > goal:
+        warnings.append(
+            f"warning: train.warmup_steps {warmup} is beyond max_steps {goal}: the learning rate reaches"
+            f" {train.lr * goal / warmup:.3g}, never {train.lr:.3g} (train.lr)"
+        )
+    if checkpoint is not None and goal > decay_steps:
+        warnings.append(
+            f"warning: train.max_steps {goal} is beyond decay_steps {decay_steps}:"
+            f" steps after {decay_steps} run at the minimum learning rate"
+        )
+    return warnings

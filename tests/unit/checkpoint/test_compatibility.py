@@ -1,0 +1,85 @@
+"""A config that no longer fits its checkpoint is refused by key, before anything is removed."""
+
+import re
+
+import pytest
+from support.manifests import IDS, save
+
+from forge.checkpoint.compatibility import (
+    check_compatible,
+    frozen_decay_steps,
+    schedule_warnings,
+)
+from forge.core.config import load_config
+from forge.core.errors import ConfigError
+from forge.core.paths import RunPaths
+from forge.data.content_ids import resolve
+
+
+def config_of(**overrides):
+    return resolve(load_config("/dev/null", {**overrides, "ids": IDS}))
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return RunPaths(tmp_path / "results" / "run")
+
+
+def test_changed_science_is_refused_by_key_and_value(paths):
+    saved = save(paths, 10)
+    with pytest.raises(ConfigError) as caught:
+        check_compatible(config_of(**{"train.lr": 0.5, "model.layers": 9}), saved)
+    assert "train.lr is 0.5, the checkpoint has 0.003" in str(caught.value)
+    assert "model.layers is 9, the checkpoint has 4" in str(caught.value)
+
+
+def test_free_keys_may_change(paths):
+    saved = save(paths, 10)
+    changed = {"train.max_steps": 900, "train.log_every": 1, "train.parallel": "fsdp2"}
+    check_compatible(config_of(**changed), saved)
+
+
+def test_decay_stays_as_at_the_first_start_when_the_goal_is_raised(paths):
+    saved = save(paths, 10, config=config_of(**{"train.max_steps": 100}))
+    raised = config_of(**{"train.max_steps": 300})
+    assert frozen_decay_steps(raised, saved) == 100
+    with pytest.raises(ConfigError, match=r"train\.decay_steps is 300, the checkpoint has 100"):
+        check_compatible(config_of(**{"train.max_steps": 300, "train.decay_steps": 300}), saved)
+
+
+@pytest.mark.parametrize(
+    ("keys", "step", "said"),
+    [
+        (
+            {"warmup_steps": 20, "max_steps": 10, "lr": 0.1},
+            None,
+            "max_steps 10: .* 0.05, never 0.1",
+        ),
+        ({"warmup_steps": 20, "max_steps": 10, "decay_steps": 99}, None, "beyond max_steps 10"),
+        ({"warmup_steps": 20, "max_steps": 10}, 5, "beyond max_steps 10"),
+        ({"warmup_steps": 20, "max_steps": 10}, 10, None),
+        ({"warmup_steps": 10, "max_steps": 10}, None, None),
+        ({"warmup_steps": 0, "max_steps": 1}, None, None),
+    ],
+)
+def test_warmup_that_never_ends_is_told_until_the_goal_is_reached(paths, keys, step, said):
+    """max_steps only stops, so it may be small; but nobody should wonder why the loss is high."""
+    config = config_of(**{f"train.{key}": value for key, value in keys.items()})
+    saved = save(paths, step, config=config) if step else None
+    warnings = schedule_warnings(config, saved)
+    assert len(warnings) == (said is not None)
+    assert said is None or re.search(said, warnings[0])
+
+
+def test_schedule_that_is_left_open_never_ends_in_the_warmup():
+    """It did, and validation then refused the finished checkpoint: warmup_steps beyond decay_steps."""
+    short = config_of(**{"train.max_steps": 10, "train.warmup_steps": 20})
+    assert frozen_decay_steps(short, None) == 20
+    assert frozen_decay_steps(config_of(**{"train.max_steps": 30}), None) == 30
+
+
+def test_goal_below_latest_is_refused_and_nothing_is_deleted(paths):
+    saved = save(paths, 50)
+    with pytest.raises(ConfigError, match=r"max_steps is 20, but .* is at step 50"):
+        check_compatible(config_of(**{"train.max_steps": 20, "train.decay_steps": 200}), saved)
+    assert saved.folder.is_dir()
