@@ -197,7 +197,7 @@ def test_without_a_tokenizer_the_error_names_the_command(place: Path) -> None:
 
 
 def test_an_empty_split_is_refused_with_counts(place: Path) -> None:
-    with pytest.raises(DataError, match="the val split is empty: 1188 documents to train on, 0"):
+    with pytest.raises(DataError, match="the val split is empty: 1188 documents for training, 0"):
         tokenize(configure(val_fraction=1e-9), workers=1)
     with pytest.raises(
         DataError, match=r"the train split is empty: 0 documents .* 1188 for validation"

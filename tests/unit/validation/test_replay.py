@@ -107,7 +107,7 @@ def test_more_ranks_or_memory_than_this_host_has_only_warns(run):
     log(run, "a", range(1, 20), world_size=10_000)
     check = check_next_losses(None, checkpoint(world_size=10_000), run)
     assert check.status == "warn"
-    assert f"made by 10000 ranks, here are {available_cores()} cores" in check.message
+    assert f"saved by 10000 ranks, this host has {available_cores()} cores" in check.message
     log(run, "b", range(1, 20))
     check = check_next_losses(
         None, checkpoint(files={"a": StoredFile(bytes=2**50, digest="")}), run
