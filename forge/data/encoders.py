@@ -167,12 +167,11 @@ class _Gigatoken:
 
     def __init__(self, load: Callable[[str], Any], source: str) -> None:
         self._load, self._source = load, source
-        self._tokenizer: Any = None
         self._process = psutil.Process()
         self._start()
 
     def _start(self) -> None:
-        self._tokenizer = None  # frees the old cache before the new one grows
+        self._tokenizer: Any = None  # frees the old cache before the new one grows
         self._tokenizer = self._load(self._source)
         self._most_bytes = self._process.memory_info().rss + MEMORY_BYTES
 
