@@ -39,7 +39,7 @@ class Save:
     stall: float = 0.0  # time for which training waited
     seconds: float | None = None  # from start to commit
     checkpoint: directory.Checkpoint | None = None
-    work: Background[directory.Checkpoint] | None = field(default=None, repr=False)
+    work: Background[directory.Checkpoint] = field(init=False, repr=False)
 
 
 class Saver:
@@ -107,8 +107,7 @@ class Saver:
 
     def is_done(self) -> bool:
         """Whether this rank's part of a save is written and waits for `finish`."""
-        save = self.in_progress
-        return save is not None and save.work is not None and save.work.is_done
+        return self.in_progress is not None and self.in_progress.work.is_done
 
     def finish(self) -> Save | None:
         """Wait until the save in progress is committed; None if there is none.
@@ -129,11 +128,10 @@ class Saver:
 
         Without a collective in the main thread. If every rank does the same, the save is committed.
         """
-        if self.in_progress is not None and self.in_progress.work is not None:
+        if self.in_progress is not None:
             self.in_progress.work.join(timeout_sec)
 
     def _wait(self, save: Save) -> directory.Checkpoint:
-        assert save.work
         return self.world.wait_for(save.work, f"wait for the save of step {save.step}")
 
     def _has_room(self, state: dict[str, Any]) -> bool:

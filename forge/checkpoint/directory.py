@@ -31,6 +31,7 @@ TEMPORARY = ".writing-"
 DAMAGE = "damage.json"  # in a checkpoint in quarantine
 # Free space for manifest, index and event log, besides the tensors.
 SPARE_BYTES = 4 * 2**20
+VERIFY_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Checkpoint:
             if bad := self._bad_size(name, expected):
                 raise DataError(bad)
 
-    def bad_files(self, threads: int = 4, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
+    def bad_files(self, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
         """A sentence for each file that is missing, corrupt or not in the manifest; digests all files.
 
         share: (i, n) checks every n-th file from the i-th on, for n readers. Raises UnfitError when
@@ -80,7 +81,7 @@ class Checkpoint:
         """
         files = self.manifest.files
         mine = dict(sorted(files.items())[share[0] :: share[1]])
-        with disk_trouble(self.folder, "read"), ThreadPoolExecutor(threads) as pool:
+        with disk_trouble(self.folder, "read"), ThreadPoolExecutor(VERIFY_THREADS) as pool:
             failpoints.reach("load.verify", self.folder)
             yield from filter(None, pool.map(self._bad_file, mine, mine.values()))
         if share[0] == 0:

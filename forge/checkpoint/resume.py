@@ -119,7 +119,7 @@ def begin_afresh(paths: RunPaths, refuse: bool, parent_name: str | None = None) 
 
 
 def newest_verified(
-    paths: RunPaths, world: World, *, require_checkpoint: bool, parent_name: str | None = None
+    paths: RunPaths, world: World, *, require_checkpoint: bool, parent_name: str | None
 ) -> directory.Checkpoint | None:
     """The checkpoint that `latest` points to on rank 0, all digests verified; each rank reads a share.
 

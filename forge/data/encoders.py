@@ -6,13 +6,14 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import psutil
 from numpy.typing import NDArray
 
 from forge.core.errors import DataError
+from forge.core.grouping import grouped
 from forge.data.tokenizer import LoadedTokenizer
 
 # Amortizes the overhead of a call. While encoding, the library needs about 130 bytes per byte of text
@@ -42,7 +43,6 @@ PROBE = (
     "\0\x7f\x80\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff\t\t\n "
 )
 
-T = TypeVar("T")
 Ids = NDArray[np.uint32]
 # Ids of each document, in order, without special tokens. Raises Unencodable.
 Encode = Callable[[list[str]], list[Ids]]
@@ -70,7 +70,7 @@ def reference_encoder(tokenizer: LoadedTokenizer) -> Encode:
             for number, document in enumerate(documents)
             for piece in (_pieces(document) if divisible else [document])
         )
-        for batch in batches(pieces, lambda piece: len(piece[1].encode())):
+        for batch in grouped(pieces, lambda piece: len(piece[1].encode()), BATCH_BYTES):
             for (number, _), encoding in zip(batch, _encodings(tokenizer, batch), strict=True):
                 ids[number].append(np.array(encoding.ids, dtype=np.uint32))
         return [np.concatenate(parts) for parts in ids]
@@ -167,12 +167,11 @@ class _Gigatoken:
 
     def __init__(self, load: Callable[[str], Any], source: str) -> None:
         self._load, self._source = load, source
-        self._tokenizer: Any = None
         self._process = psutil.Process()
         self._start()
 
     def _start(self) -> None:
-        self._tokenizer = None  # frees the old cache before the new one grows
+        self._tokenizer: Any = None  # frees the old cache before the new one grows
         self._tokenizer = self._load(self._source)
         self._most_bytes = self._process.memory_info().rss + MEMORY_BYTES
 
@@ -235,17 +234,3 @@ def _pieces(document: str) -> Iterator[str]:
         yield document[start : found.start()]
         start = found.start()
     yield document[start:]
-
-
-def batches(items: Iterator[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """The items in groups that each end with the item that reaches BATCH_BYTES; size: bytes of one."""
-    batch: list[T] = []
-    num_bytes = 0
-    for item in items:
-        batch.append(item)
-        num_bytes += size(item)
-        if num_bytes >= BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from forge.core.errors import ConfigError, DataError
+from forge.data.shards import Shard
 
 # Rounds of the permutation. Four are pseudo-random (Luby and Rackoff 1988) for large halves; eight,
 # because a corpus may have as few as ten windows.
@@ -22,17 +23,6 @@ ROUNDS = 8
 
 # Number of samples whose order is computed at a time: a call costs 0.2 ms, a sample 0.06 us.
 SAMPLES_AT_ONCE = 2**14
-
-
-class Tokens(Protocol):
-    """The interface of a shard that the loader uses."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    def read(self) -> np.ndarray:
-        """The token ids, memory-mapped, one-dimensional."""
-        ...
 
 
 def permute(numbers: np.ndarray, *, size: int, seed: int, epoch: int) -> np.ndarray:
@@ -76,7 +66,7 @@ class Windows:
     Raises DataError when no shard has one. split: the name of the shards in that message.
     """
 
-    def __init__(self, shards: Sequence[Tokens], seq_len: int, *, split: str = "train") -> None:
+    def __init__(self, shards: Sequence[Shard], seq_len: int, *, split: str = "train") -> None:
         # The last token of a window is only a target: it is the first token of the next window.
         counts = [max(shard.num_tokens - 1, 0) // seq_len for shard in shards]
         self.ends = np.cumsum(counts)

@@ -21,16 +21,17 @@ from pydantic import ValidationError
 from forge.core.config import ResolvedConfig, Tokenize
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import digest_file, disk_trouble, read_json, write_json
+from forge.core.grouping import grouped
 from forge.core.paths import tokenizer_folder, tokens_folder
 from forge.core.process import stop_with_parent
 from forge.core.terminal import progress, say
 from forge.data import content_ids, corpus
 from forge.data.corpus import InputFile
 from forge.data.encoders import (
+    BATCH_BYTES,
     Encode,
     NoFastEncoder,
     Unencodable,
-    batches,
     check_no_end,
     fast_encoder,
     reference_encoder,
@@ -74,7 +75,7 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
         return folder
     _clean(folder)
     job = _Job(folder, tokenizer_path, config.tokenize, fast=_can_be_fast(folder, tokenizer))
-    groups = _group(files, config.tokenize.part_mib)
+    groups = list(grouped(files, lambda file: file.size, config.tokenize.part_mib * 2**20))
     try:
         parts = _encode_with_fallback(job, groups, workers)
     finally:
@@ -123,19 +124,6 @@ def _clean(folder: Path) -> None:
         (folder / MANIFEST).unlink(missing_ok=True)
         for leftover in [*folder.rglob(".*.bin.*"), *folder.rglob(".*.json.*")]:
             leftover.unlink()
-
-
-def _group(files: list[InputFile], part_mib: float) -> list[list[InputFile]]:
-    """Consecutive files in groups of about part_mib; a larger file is a group of its own."""
-    parts: list[list[InputFile]] = []
-    room = 0.0
-    for file in files:
-        if not parts or file.size > room:
-            parts.append([])
-            room = part_mib * 2**20
-        parts[-1].append(file)
-        room -= file.size
-    return parts
 
 
 def _manifest(
@@ -360,11 +348,7 @@ def _finished_part(path: Path, inputs: list[InputEntry], tokenizer: LoadedTokeni
             return None
         dtype = np.dtype(dtype_name(tokenizer.vocab_size))
         for entry in (entry for split in SPLITS for entry in part.splits[split]):
-            shard = Shard(_job.folder / entry.file, entry.tokens, entry.digest, dtype)
-            shard.check_digest()
-            # Each document has the end-of-text id once, and never within its text.
-            if np.count_nonzero(shard.read() == tokenizer.eos_id) != entry.documents:
-                return None
+            Shard(_job.folder / entry.file, entry.tokens, entry.digest, dtype).check_digest()
     except (DataError, ValidationError):
         return None
     return part
@@ -403,7 +387,7 @@ def _write_shards(
             for split in SPLITS
         }
         documents = _documents(number, files, warnings)
-        for batch in batches(documents, lambda document: len(document.encode())):
+        for batch in grouped(documents, lambda document: len(document.encode()), BATCH_BYTES):
             try:
                 encoded = encode(batch)
                 # Checks every encoder: no end-of-text id within a document.

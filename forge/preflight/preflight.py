@@ -107,7 +107,7 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
             prober = Prober(paths, machine, ranks, placement, python=python, end=end)
             found.ranks = _check_ranks(found, prober)
         _write(paths, found)
-        _tell(found)
+        _print_summary(found)
         event = events.Preflight(
             seconds=round(time.time() - started, 3),
             status="ok" if found.chosen else "failed",
@@ -264,7 +264,7 @@ def _write(paths: RunPaths, found: Findings) -> None:
             table.writerows([where, *(getattr(check, key) for key in keys)] for check in of_place)
 
 
-def _tell(found: Findings) -> None:
+def _print_summary(found: Findings) -> None:
     nodes = sorted(found.nodes, key=lambda node: node.name)
     fine = [node for node in nodes if all(check.status == "ok" for check in node.checks)]
     if len(fine) > MOST_LINES:
@@ -272,19 +272,19 @@ def _tell(found: Findings) -> None:
         nodes = [node for node in nodes if node not in fine]
     for node in nodes:
         say(node.line)
-        _tell_troubles(node.checks)
+        _print_troubles(node.checks)
     by_name = {check.name: check for check in found.ranks}
     if "all-reduce" in by_name:
         say(f"RANKS {by_name['mapping'].message}; all-reduce {by_name['all-reduce'].message}")
     elif "ranks" in by_name:
         say(f"RANKS {by_name['ranks'].message}")
-    _tell_troubles(found.ranks)
+    _print_troubles(found.ranks)
     if found.chosen and len(found.nodes) > found.layout.nodes:
         out = ", ".join(found.left_out) or "none"
         say(f"training gets {', '.join(found.chosen)}; unhealthy: {out}")
 
 
-def _tell_troubles(found: Sequence[Check]) -> None:
+def _print_troubles(found: Sequence[Check]) -> None:
     for check in found:
         if check.status != "ok":
             cause = f"   cause: {check.cause}" if check.cause else ""

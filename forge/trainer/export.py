@@ -33,6 +33,7 @@ from forge.core.files import (
     read_object_or_empty,
     write_json,
 )
+from forge.core.grouping import grouped
 from forge.core.paths import RunPaths, tokenizer_folder
 from forge.core.records import Trained, Validation
 from forge.core.terminal import progress, say
@@ -229,7 +230,7 @@ def _shapes(
 def _write_weights(draft: Path, source: _Source, dtype: torch.dtype) -> str:
     """Write all weights file by file; the digest of the fp32 weights, as in the checkpoint."""
     hasher = blake3.blake3()
-    groups = _groups({name: 4 * shape.numel() for name, shape in source.shapes.items()})
+    groups = list(grouped(source.shapes, lambda name: 4 * source.shapes[name].numel(), FILE_BYTES))
     weight_map: dict[str, str] = {}
     total = sum(shape.numel() for shape in source.shapes.values())
     done = 0
@@ -253,19 +254,6 @@ def _write_weights(draft: Path, source: _Source, dtype: torch.dtype) -> str:
         index = {"metadata": metadata, "weight_map": weight_map}
         write_json(draft / "model.safetensors.index.json", index)
     return hasher.hexdigest()
-
-
-def _groups(sizes: dict[str, int]) -> list[list[str]]:
-    """The names in groups, one for each file: at most FILE_BYTES, or a single larger weight."""
-    groups: list[list[str]] = [[]]
-    room = FILE_BYTES
-    for name, size in sizes.items():
-        if size > room and groups[-1]:
-            groups.append([])
-            room = FILE_BYTES
-        groups[-1].append(name)
-        room -= size
-    return groups
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:

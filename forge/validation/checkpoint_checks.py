@@ -18,6 +18,7 @@ from forge.checkpoint.manifest import MANIFEST, Numerics
 from forge.core.checks import Check
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, ForgeError, UnfitError
+from forge.core.grouping import grouped
 from forge.core.paths import RunPaths, tokenizer_folder, tokens_folder
 from forge.core.records import Sample, Trained, Validation
 from forge.data.loader import Windows, eval_batches, split
@@ -33,8 +34,6 @@ from forge.validation.replay import (
 )
 
 VALIDATION_BATCH = 8  # samples in one forward pass
-SAMPLING_TEMPERATURE = 0.8
-SAMPLING_TOP_K = 50
 # Optimizer state read at a time, or one larger tensor. A read costs some milliseconds.
 GROUP_BYTES = 2**25
 OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
@@ -223,17 +222,13 @@ class CheckpointChecks:
 
     def _optimizer_groups(self) -> Iterator[dict[str, torch.Tensor]]:
         """Empty tensors for the optimizer state by name in the checkpoint, in groups of GROUP_BYTES."""
-        group: dict[str, torch.Tensor] = {}
-        size = 0
-        for name, weight in self.model.state_dict().items():
-            for key in OPTIMIZER_KEYS:
-                tensor = torch.empty(() if key == "step" else weight.shape)
-                group[f"optimizer.{name}.{key}"] = tensor
-                size += tensor.nbytes
-                if size >= GROUP_BYTES:
-                    yield group
-                    group, size = {}, 0
-        yield group
+        shapes = (
+            (f"optimizer.{name}.{key}", () if key == "step" else weight.shape)
+            for name, weight in self.model.state_dict().items()
+            for key in OPTIMIZER_KEYS
+        )
+        for group in grouped(shapes, lambda one: 4 * math.prod(one[1]), GROUP_BYTES):
+            yield {name: torch.empty(shape) for name, shape in group}
 
     def _not_finite(self, tensors: dict[str, torch.Tensor]) -> list[str]:
         """Fill the tensors from the checkpoint; names of those with a number that is not finite."""
@@ -328,8 +323,6 @@ class CheckpointChecks:
                 report.sample_tokens,
                 context=context,
                 seed=number,
-                temperature=SAMPLING_TEMPERATURE,
-                top_k=SAMPLING_TOP_K,
             )
             self.samples.append(Sample(prompt=prompt, text=self.data.tokenizer.decode(ids)))
         # The last token of a sample is not an input.

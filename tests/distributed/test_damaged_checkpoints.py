@@ -106,7 +106,7 @@ def point_latest_to_an_older_step(run):
     "damage",
     [flip_a_byte, lose_a_file, write_a_nan, mix_in_another_step, point_latest_to_an_older_step],
 )
-def test_damaged_checkpoint_is_invalid_with_its_reason(undisturbed, tmp_path, damage):
+def test_corrupt_checkpoint_is_invalid_with_its_reason(undisturbed, tmp_path, damage):
     run = undisturbed.copy(tmp_path / "damaged")
     check, message = damage(run)
     outcome, verdict = validate(run)

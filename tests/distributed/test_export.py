@@ -186,7 +186,7 @@ def test_group_may_read_what_the_umask_lets_it(tied, tmp_path):
     assert set(modes.values()) == {folder.stat().st_mode & 0o666}, modes
 
 
-def test_card_tells_the_held_out_loss_only_of_this_very_checkpoint(own, tmp_path):
+def test_card_has_the_validation_loss_of_this_checkpoint_only(own, tmp_path):
     card = (exported(own, tmp_path / "before") / verb.CARD).read_text()
     assert "# tied, step 12" in card and "not validated" in card
     outcome = own.forge("validate")

@@ -1,7 +1,7 @@
-"""Against a checkpoint that is refused too late, or never: all of a run, and what follows from them.
+"""Against a corrupt checkpoint that is not rejected, or a valid one that is: of one run, or of all.
 
-A checkpoint whose weights are right and whose moments are not trains on to another model, and nothing in
-it tells. A repair that moves away what is sound loses work.
+A checkpoint with the right weights and a wrong optimizer state trains to another model, which only the
+replay check detects. A repair that moves valid checkpoints away loses work.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_all_checkpoints_are_in_the_table_and_nothing_is_changed(run, capsys):
     assert content(run) == before
 
 
-def test_each_damaged_one_is_named_with_its_reason_whatever_latest_is(run, capsys):
+def test_each_corrupt_one_is_named_with_its_reason_whatever_latest_is(run, capsys):
     file = damage(run.paths.checkpoints / BEFORE)
     before = content(run)
     outcome = cheaply(run, "--all")
@@ -141,7 +141,7 @@ def test_checkpoint_that_training_prunes_meanwhile_is_not_called_invalid(run, ho
 
 # DCP warns that it overwrites, and that it runs in one process.
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint")
-def test_moments_of_another_step_pass_the_probe_and_fail_the_next_loss(run):
+def test_optimizer_state_of_another_step_passes_the_probe_and_fails_the_next_loss(run):
     folder = run.paths.checkpoints / BEFORE
     state, later = state_of(folder), state_of(run.paths.checkpoints / LAST)
     state.update({name: later[name] for name in state if name.startswith("optimizer.")})
@@ -168,7 +168,7 @@ def test_every_fifth_loss_is_enough_and_one_rank_is_trained_on_as_well(solo, tmp
 # --- repair ---------------------------------------------------------------------------------------
 
 
-def test_damaged_last_checkpoint_is_moved_and_the_run_trains_on_to_the_same_weights(run):
+def test_corrupt_last_checkpoint_is_moved_and_the_run_resumes_to_the_same_weights(run):
     wanted = run.weights_digest()
     damage(run.paths.checkpoints / LAST)
     outcome = cheaply(run, "--fix")
@@ -183,7 +183,7 @@ def test_damaged_last_checkpoint_is_moved_and_the_run_trains_on_to_the_same_weig
     assert run.weights_digest() == wanted
 
 
-def test_damaged_older_checkpoint_is_moved_and_the_end_of_the_run_stands(run, capsys):
+def test_corrupt_older_checkpoint_is_moved_and_the_run_stays_complete(run, capsys):
     (run.paths.checkpoints / BEFORE / MANIFEST).unlink()
     outcome = cheaply(run, "--fix")
     assert outcome.code == 65 and "the run is at its goal" in outcome.text
@@ -196,7 +196,7 @@ def test_damaged_older_checkpoint_is_moved_and_the_end_of_the_run_stands(run, ca
     assert table(capsys.readouterr().out)["195"].endswith("in quarantine")
 
 
-def test_when_all_are_damaged_all_are_moved_and_the_run_starts_again(run):
+def test_when_all_are_corrupt_all_are_moved_and_the_run_starts_again(run):
     damage(run.paths.checkpoints / LAST)
     damage(run.paths.checkpoints / BEFORE)
     outcome = cheaply(run, "--fix")
@@ -266,7 +266,7 @@ def peak_bytes(*arguments):
     return int(done.stdout.split()[-1]) * 1024
 
 
-def test_validation_holds_the_weights_once_and_not_the_moments(session_runs):
+def test_validation_has_the_weights_in_memory_once_and_not_the_optimizer_state(session_runs):
     sizes = ("--model.dim=512", "--model.layers=8", "--model.heads=8", "--model.ffn_dim=1408")
     steps = ("--train.max_steps=2", "--train.warmup_steps=0", "--train.checkpoint_every=1")
     run = session_runs("large", *sizes, *steps)

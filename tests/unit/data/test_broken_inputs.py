@@ -40,7 +40,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project's folder with tokenizer and shards."""
+    """A project directory with tokenizer and shards."""
     root = tmp_path_factory.mktemp("made")
     (root / "texts").mkdir()
     for number in range(30):
@@ -89,7 +89,7 @@ def ends(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_tokenizer_manifest_of_another_shape_is_named_and_built_again(
+def test_a_tokenizer_manifest_with_wrong_keys_is_named_and_rebuilt(
     place: Path, capsys: pytest.CaptureFixture[str], shape: str
 ) -> None:
     path = the(place, "tokenizers/*/manifest.json")
@@ -116,7 +116,7 @@ def test_a_tokenizer_manifest_with_other_values_is_refused(
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["manifest.json", "parts/part-00000.json"])
-def test_records_of_shards_of_another_shape_are_made_again(
+def test_records_of_shards_with_wrong_keys_are_rebuilt(
     place: Path, capsys: pytest.CaptureFixture[str], name: str, shape: str
 ) -> None:
     path = the(place, f"tokens/*/{name}")
@@ -152,7 +152,7 @@ def test_a_shard_name_beyond_255_bytes_is_refused(place: Path) -> None:
         ("tokens/*/train-00000-000.bin", "tokenize"),
     ],
 )
-def test_a_folder_in_the_place_of_a_file_is_named(
+def test_a_directory_where_a_file_is_expected_is_named(
     place: Path, capsys: pytest.CaptureFixture[str], pattern: str, verb: str
 ) -> None:
     path = the(place, pattern)
@@ -209,7 +209,7 @@ def test_an_input_that_is_no_file_is_named(odd: Path, name: str, message: str) -
 
 
 @pytest.mark.parametrize("token", ["\ud800", "a\udfffb"])
-def test_an_end_token_that_is_no_utf8_is_refused(place: Path, token: str) -> None:
+def test_an_end_of_text_token_that_is_not_utf8_is_refused(place: Path, token: str) -> None:
     inputs = {"inputs": ["texts"]}
     with pytest.raises(ConfigError, match="is not UTF-8"):
         build_tokenizer(
@@ -225,7 +225,7 @@ def test_a_tokenizer_path_that_is_no_file_is_named(
     assert (code, "there is no such file" in said) == (Exit.CONFIG, True)
 
 
-def test_a_log_takes_names_that_are_no_utf8(place: Path) -> None:
+def test_a_log_accepts_names_that_are_not_utf8(place: Path) -> None:
     (place / "texts" / "odd.jsonl").write_text('{"\\ud800": 1}')
     command = [sys.executable, "-m", "forge", "tokenizer", "config.yaml", "--log=log"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -266,7 +266,7 @@ def test_an_empty_compressed_file_is_corrupt(tmp_path: Path, name: str) -> None:
 
 
 def damaged(data: bytes, flips: list[tuple[int, int]], length: int) -> bytes:
-    """Bits flipped at places, then cut to a length (both modulo what is there)."""
+    """Flip bits at positions, then truncate to a length (both modulo the size)."""
     changed = bytearray(data)
     for place, bit in flips:
         changed[place % len(changed)] ^= 1 << bit

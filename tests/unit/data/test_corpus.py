@@ -1,4 +1,4 @@
-"""Bad input must name file and place; nothing of the corpus may be left out silently."""
+"""Bad input must name file and position; nothing of the corpus may be skipped silently."""
 
 import gzip
 import json
@@ -36,7 +36,7 @@ def write(path: Path, data: bytes | str) -> Path:
 # --- which files --------------------------------------------------------------------------------
 
 
-def test_folders_are_searched_and_hidden_files_skipped(
+def test_directories_are_searched_and_hidden_files_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -46,7 +46,7 @@ def test_folders_are_searched_and_hidden_files_skipped(
     assert listed("./texts/", "other.txt") == ["other.txt", "texts/b.txt", "texts/sub/a.txt"]
 
 
-def test_globs_search_folders_within_folders(tmp_path: Path) -> None:
+def test_globs_search_nested_directories(tmp_path: Path) -> None:
     for name in ("a.txt", "x/b.txt", "x/y/c.txt", "x/y/c.md"):
         write(tmp_path / name, name)
     names = [f"{tmp_path}/{name}" for name in ("a.txt", "x/b.txt", "x/y/c.txt")]
@@ -63,7 +63,7 @@ def test_brackets_in_a_file_name_are_not_a_glob(tmp_path: Path) -> None:
     assert listed(file) == [str(file)]
 
 
-def test_a_link_to_the_folder_above_does_not_loop(tmp_path: Path) -> None:
+def test_a_link_to_the_parent_directory_does_not_loop(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", "text")
     (tmp_path / "up").symlink_to(tmp_path)
     assert listed(tmp_path) == [f"{tmp_path}/a.txt"]
@@ -157,7 +157,7 @@ def test_invalid_utf8_is_named_by_its_offset(
         read(path)
 
 
-def test_a_character_cut_at_the_end_is_invalid(tmp_path: Path) -> None:
+def test_an_incomplete_character_at_the_end_is_invalid(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="byte offset 2"):
         read(write(tmp_path / "a.txt", b"ab\xc3"))
 
@@ -193,7 +193,7 @@ def test_jsonl_gives_one_document_a_line(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_packed_file_cut_short_is_refused(tmp_path: Path, suffix: str) -> None:
+def test_a_truncated_compressed_file_is_refused(tmp_path: Path, suffix: str) -> None:
     lines = b"".join(b'{"text": "%d"}\n' % number for number in range(10000))
     path = write(tmp_path / f"a.jsonl{suffix}", packed(lines, suffix)[:-5])
     with pytest.raises(DataError, match=rf"a\.jsonl{suffix} is corrupt"):

@@ -1,4 +1,4 @@
-"""Against samples that are seen twice, or never, after a resume or on another number of ranks."""
+"""Against samples that are used twice or never, after a resume or with another number of ranks."""
 
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def test_order_of_a_seed_never_changes_between_versions() -> None:
 RECORDED = [177, 830, 938, 157, 185, 490, 960, 536, 234, 756]
 
 
-def test_every_sample_comes_at_every_place_equally_often() -> None:
+def test_every_sample_comes_at_every_position_equally_often() -> None:
     size, epochs = 7, 2100
     table = np.zeros((size, size))
     for epoch in range(epochs):

@@ -1,4 +1,4 @@
-"""A damaged, cut or foreign folder of shards must never be trained on."""
+"""A corrupt or incomplete directory of shards, or one from elsewhere, must never be trained on."""
 
 import errno
 import json
@@ -78,7 +78,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         ShardSet.open(tmp_path)
 
 
-def test_a_cut_shard_is_named(tmp_path: Path) -> None:
+def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
     shards = make(tmp_path)
     os.truncate(shards.val[0].path, 1198)
     with pytest.raises(DataError, match=r"val-00000-000\.bin has 1198 bytes; the manifest says 12"):
@@ -110,7 +110,7 @@ def test_an_unknown_format_version_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../a.bin", "/etc/a.bin", "sub/a.bin", ".hidden.bin", "a.txt"])
-def test_a_manifest_cannot_point_out_of_its_folder(tmp_path: Path, name: str) -> None:
+def test_a_manifest_cannot_point_out_of_its_directory(tmp_path: Path, name: str) -> None:
     make(tmp_path)
     edit(tmp_path, lambda values: values["splits"]["train"][0].update(file=name))
     with pytest.raises(DataError, match=r"splits\.train\.0\.file"):

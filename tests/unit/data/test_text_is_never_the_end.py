@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +26,6 @@ from tokenizers import (
 
 from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import DataError
-from forge.core.files import digest_file
 from forge.data import encoders
 from forge.data.content_ids import resolve
 from forge.data.encoders import NoFastEncoder, fast_encoder, reference_encoder
@@ -225,7 +223,7 @@ def test_the_text_of_the_end_token_alone_becomes_other_ids(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in KINDS if name.startswith(("byte", "added"))])
 @settings(max_examples=100, deadline=None)
 @given(text=texts)
-def test_what_is_spelled_is_read_back(name: str, text: str) -> None:
+def test_text_that_spells_special_tokens_is_decoded_exactly(name: str, text: str) -> None:
     tokenizer = loaded(name)
     for encode in encoders_of(name):
         assert tokenizer.decode(encode([text])[0].tolist()) == text
@@ -309,7 +307,7 @@ def test_a_trained_tokenizer_whose_end_token_is_a_word_of_the_text(tmp_path: Pat
         ("WordLevel, none for unknown words", "the unheard", "cannot encode the text"),
     ],
 )
-def test_text_without_other_ids_is_refused_by_file_and_place(
+def test_text_without_other_ids_is_refused_by_file_and_position(
     tmp_path: Path, name: str, bad: str, reason: str
 ) -> None:
     good = "the" if name.startswith("WordLevel") else "in the"
@@ -321,22 +319,3 @@ def test_text_without_other_ids_is_refused_by_file_and_place(
     assert reason in caught.value.what
     assert "tokenizer.eos_token" in caught.value.fix
     assert not list((tmp_path / "data" / "tokens").rglob("manifest.json"))
-
-
-def test_a_part_that_an_older_forge_made_with_more_ends_is_made_again(tmp_path: Path) -> None:
-    config = taken(tmp_path, "byte-level", [f"{number} END" for number in range(60)])
-    build_tokenizer(config)
-    folder = tokenize(config, workers=1)
-    (record,) = folder.glob("parts/part-*.json")
-    right = record.read_bytes()
-    part = json.loads(right)
-    shard = part["splits"]["train"][0]
-    path = folder / shard["file"]
-    ids = np.fromfile(path, dtype="<u2")
-    ids[0] = ShardSet.open(folder).manifest.eos_id
-    ids.tofile(path)
-    shard["digest"] = digest_file(path)
-    record.write_text(json.dumps(part))
-    (folder / "manifest.json").unlink()
-    tokenize(config, workers=1)
-    assert record.read_bytes() == right

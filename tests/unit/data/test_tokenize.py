@@ -38,7 +38,7 @@ except ForgeError as err:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a corpus of 12 files and a tokenizer trained on it."""
+    """A directory with a corpus of 12 files and a tokenizer trained on it."""
     root = tmp_path_factory.mktemp("base")
     (root / "texts").mkdir()
     for number in range(12):
@@ -62,7 +62,7 @@ def place(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def configure(vocab_size: int = 300, **settings: Any) -> ResolvedConfig:
-    """Inputs are named relative to the current folder, so that copies of it have equal ids."""
+    """Inputs are named relative to the working directory, so that copies of it have equal ids."""
     values = {"inputs": ["texts"], "document_separator": "\n%%\n", "part_mib": 0.005}
     tokenizer = {"vocab_size": vocab_size}
     return content_ids.resolve(Config(data="data", tokenizer=tokenizer, tokenize=values | settings))
@@ -83,7 +83,7 @@ def tokenizer_of(config: ResolvedConfig) -> LoadedTokenizer:
 # --- what comes out -----------------------------------------------------------------------------
 
 
-def test_every_document_is_there_once_and_ends_with_eos(place: Path) -> None:
+def test_every_document_is_in_the_shards_once_and_ends_with_eos(place: Path) -> None:
     config = configure()
     shards = ShardSet.open(tokenize(config, workers=2))
     tokenizer = tokenizer_of(config)
@@ -112,7 +112,7 @@ def test_the_number_of_workers_does_not_change_a_byte(place: Path) -> None:
     assert len(one) > 20
 
 
-def test_shards_are_cut_at_document_ends(place: Path) -> None:
+def test_shards_end_at_document_ends(place: Path) -> None:
     config = configure(shard_tokens=1024, part_mib=1)
     shards = ShardSet.open(tokenize(config, workers=1))
     eos_id = shards.manifest.eos_id
@@ -162,7 +162,7 @@ def test_long_documents_encode_in_pieces_to_the_same_ids(
 # --- ids ----------------------------------------------------------------------------------------
 
 
-def test_ids_follow_what_decides_the_artefact_and_nothing_else(place: Path) -> None:
+def test_ids_depend_on_what_determines_the_data_and_nothing_else(place: Path) -> None:
     (place / "more").mkdir()
     (place / "more" / "x.txt").write_text("more")
     base = configure(inputs=["texts", "more"]).ids
@@ -178,7 +178,7 @@ def test_ids_follow_what_decides_the_artefact_and_nothing_else(place: Path) -> N
     assert (fewer.tokenizer != base.tokenizer, fewer.tokens != base.tokens) == (True, True)
 
 
-def test_resolving_keeps_ids_that_are_there(place: Path) -> None:
+def test_resolving_keeps_existing_ids(place: Path) -> None:
     config = configure()
     (place / "texts" / "more.txt").write_text("more")
     content_ids._cached_listing_digest.cache_clear()
@@ -189,7 +189,7 @@ def test_resolving_keeps_ids_that_are_there(place: Path) -> None:
 # --- what is refused ----------------------------------------------------------------------------
 
 
-def test_without_a_tokenizer_it_says_what_to_run(place: Path) -> None:
+def test_without_a_tokenizer_the_error_names_the_command(place: Path) -> None:
     shutil.rmtree(place / "data" / "tokenizers")
     with pytest.raises(DataError, match="there is no tokenizer") as caught:
         tokenize(configure(), workers=1)
@@ -197,7 +197,7 @@ def test_without_a_tokenizer_it_says_what_to_run(place: Path) -> None:
 
 
 def test_an_empty_split_is_refused_with_counts(place: Path) -> None:
-    with pytest.raises(DataError, match="the val split is empty: 1188 documents to train on, 0"):
+    with pytest.raises(DataError, match="the val split is empty: 1188 documents for training, 0"):
         tokenize(configure(val_fraction=1e-9), workers=1)
     with pytest.raises(
         DataError, match=r"the train split is empty: 0 documents .* 1188 for validation"
@@ -226,7 +226,7 @@ def test_bad_bytes_are_named_from_a_worker_and_no_manifest_is_left(place: Path) 
     assert not list(folder.rglob(".*"))
 
 
-def test_replaced_bytes_are_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replaced_bytes_are_reported(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "texts" / "05.txt").write_bytes(b"one \xff two \xff")
     config = configure(invalid_utf8="replace")
     build_tokenizer(config)
@@ -243,7 +243,7 @@ def test_inputs_that_changed_since_the_config_was_resolved_are_refused(place: Pa
         tokenize(config, workers=1)
 
 
-# --- again --------------------------------------------------------------------------------------
+# --- a second run -------------------------------------------------------------------------------
 
 
 def test_a_second_time_there_is_nothing_to_do(
@@ -257,7 +257,7 @@ def test_a_second_time_there_is_nothing_to_do(
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_only_the_part_of_a_changed_input_is_made_again(place: Path) -> None:
+def test_only_the_part_of_a_changed_input_is_rebuilt(place: Path) -> None:
     folder = tokenize(configure(), workers=1)
     before = {path.name: path.stat().st_mtime_ns for path in (folder / "parts").iterdir()}
     path = place / "texts" / "11.txt"
@@ -268,7 +268,7 @@ def test_only_the_part_of_a_changed_input_is_made_again(place: Path) -> None:
     ShardSet.open(folder).verify()
 
 
-def test_another_tokenizer_makes_all_parts_again(place: Path) -> None:
+def test_another_tokenizer_rebuilds_all_parts(place: Path) -> None:
     config = configure()
     folder = tokenize(config, workers=1)
     for path in (place / "texts").iterdir():  # equal sizes, so equal ids
@@ -327,8 +327,8 @@ def wait_for(condition: Any, timeout_sec: float = 60) -> None:
         time.sleep(0.01)
 
 
-def check_goes_on(place: Path, folder: Path) -> None:
-    """The same command keeps finished parts and ends as if nobody had disturbed it."""
+def check_resumes(place: Path, folder: Path) -> None:
+    """The same command keeps finished parts and ends as an uninterrupted one."""
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("parts/part-*.json")}
     assert kept
     assert not (folder / "manifest.json").exists()
@@ -340,14 +340,14 @@ def check_goes_on(place: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
-def test_killed_work_leaves_no_workers_and_goes_on(place: Path, kind: signal.Signals) -> None:
+def test_killed_tokenizing_leaves_no_workers_and_resumes(place: Path, kind: signal.Signals) -> None:
     process, folder = start_long_work(place)
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(kind)
     assert process.wait(timeout=30) == -kind
     _, alive = psutil.wait_procs(family, timeout=10)
     assert alive == []
-    check_goes_on(place, folder)
+    check_resumes(place, folder)
 
 
 def test_ctrl_c_ends_the_workers_at_once(place: Path) -> None:
@@ -360,7 +360,7 @@ def test_ctrl_c_ends_the_workers_at_once(place: Path) -> None:
     assert not (folder / "manifest.json").exists()
 
 
-def test_a_killed_worker_is_told_as_lack_of_memory(place: Path) -> None:
+def test_a_killed_worker_is_reported_as_out_of_memory(place: Path) -> None:
     process, folder = start_long_work(place)
     workers = [
         child
@@ -373,4 +373,4 @@ def test_a_killed_worker_is_told_as_lack_of_memory(place: Path) -> None:
     assert process.returncode == 69, errors
     assert "a worker process was killed after" in errors
     assert "fewer workers" in errors
-    check_goes_on(place, folder)
+    check_resumes(place, folder)

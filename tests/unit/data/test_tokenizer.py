@@ -114,7 +114,7 @@ def test_bad_bytes_in_the_sample_are_named(tmp_path: Path) -> None:
         build_tokenizer(config)
 
 
-# --- again --------------------------------------------------------------------------------------
+# --- a second run -------------------------------------------------------------------------------
 
 
 def test_a_second_build_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +127,7 @@ def test_a_second_build_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "nothing to do" in capsys.readouterr().err
 
 
-def test_a_changed_tokenizer_is_refused_and_built_again(tmp_path: Path) -> None:
+def test_a_changed_tokenizer_is_refused_and_rebuilt(tmp_path: Path) -> None:
     config = trained(tmp_path)
     folder = build_tokenizer(config)
     whole = (folder / "tokenizer.json").read_bytes()
@@ -154,7 +154,7 @@ def test_inputs_that_changed_since_the_config_was_resolved_are_refused(tmp_path:
 # --- path ---------------------------------------------------------------------------------------
 
 
-def test_a_given_tokenizer_is_taken_and_never_truncates(tmp_path: Path) -> None:
+def test_a_given_tokenizer_is_used_and_never_truncates(tmp_path: Path) -> None:
     path = word_level(tmp_path / "tokenizer.json", "<eos>")
     folder = build_tokenizer(taken(tmp_path, path))
     tokenizer = load_tokenizer(folder)
@@ -163,7 +163,7 @@ def test_a_given_tokenizer_is_taken_and_never_truncates(tmp_path: Path) -> None:
     assert len(tokenizer.encode("the")) == 1
 
 
-def test_ids_name_contents_not_places(tmp_path: Path) -> None:
+def test_ids_depend_on_contents_not_on_paths(tmp_path: Path) -> None:
     first = word_level(tmp_path / "a" / "tokenizer.json", "<eos>")
     second = word_level(tmp_path / "b" / "tokenizer.json", "<eos>")
     other = word_level(tmp_path / "c" / "tokenizer.json", "</s>")

@@ -285,7 +285,7 @@ def test_many_healthy_nodes_share_one_line(capsys, num_nodes, num_lines):
     some = [Node(f"n{n:02}", [Check("data", "ok", "")], {}) for n in range(num_nodes)]
     odd = Node("n99", [Check("clock", "warn", "8 s ahead")], {})
     found = preflight.Findings(Placement(NAMES), WorldLayout(1), [odd, *some])
-    preflight._tell(found)
+    preflight._print_summary(found)
     said = capsys.readouterr().err.splitlines()
     lines = [line for line in said if line.startswith("NODE n")]
     assert len(lines) == num_lines + 1

@@ -1,4 +1,4 @@
-"""Against a loss or a model that is slightly wrong: it would train, only worse."""
+"""Against a loss or a model that is slightly wrong: training would run, with a worse result."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ def grads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group with this process as its only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -123,7 +123,7 @@ def test_no_token_sees_a_later_one() -> None:
     assert not torch.isclose(before[:, 7:], after[:, 7:]).all(-1).any()
 
 
-def test_attention_depends_on_the_distance_of_tokens_and_not_on_their_place() -> None:
+def test_attention_depends_on_the_distance_of_tokens_and_not_on_their_position() -> None:
     cos_TK, sin_TK = forge.trainer.llama.rotary(40, 16, 10_000.0, "cpu")
     query, key = torch.randn(16), torch.randn(16)
     q_TK, k_TK = (
@@ -282,7 +282,7 @@ def test_fsdp2_in_bf16_keeps_master_weights_and_gradients_in_fp32(one_rank: None
 
 @pytest.fixture
 def default_fp32() -> Iterator[None]:
-    """Puts the setting for fp32 products back."""
+    """Restore the setting for fp32 products."""
     before = MATMUL.fp32_precision
     yield
     MATMUL.fp32_precision = before
@@ -297,7 +297,7 @@ def test_fast_fp32_is_true_fp32(default_fp32: None) -> None:
     assert (rounded - exact).norm() / exact.norm() > 1e-3  # the measure can tell
 
 
-def test_arithmetic_as_rough_as_bf16_is_taken_back(
+def test_arithmetic_as_inexact_as_bf16_is_undone(
     monkeypatch: pytest.MonkeyPatch, default_fp32: None
 ) -> None:
     before = MATMUL.fp32_precision
@@ -306,8 +306,8 @@ def test_arithmetic_as_rough_as_bf16_is_taken_back(
     assert MATMUL.fp32_precision == before
 
 
-def test_freed_tensors_are_used_again_without_new_pages() -> None:
-    # a process of its own: the setting is for good
+def test_freed_memory_is_reused_without_page_faults() -> None:
+    # a process of its own: the setting cannot be undone
     program = """
 import resource, torch
 from forge.trainer.cpu import keep_freed_memory
@@ -342,7 +342,7 @@ def test_samples_repeat_with_their_seed_and_leave_the_model_in_training() -> Non
     assert model.training
 
 
-def test_cold_samples_take_the_likeliest_token() -> None:
+def test_samples_at_temperature_0_take_the_most_likely_token() -> None:
     model = Decoder(SMALL, VOCAB).eval()
     ids = [5]
     for _ in range(4):
@@ -356,7 +356,7 @@ def test_empty_prompt_is_refused() -> None:
         sample(Decoder(SMALL, VOCAB), [], 4, context=64, seed=0)
 
 
-def test_samples_beyond_the_context_are_made_from_the_last_tokens():
+def test_samples_beyond_the_context_use_the_last_tokens():
     """At positions beyond train.seq_len the model was never trained."""
     model = Decoder(SMALL, VOCAB)
     seen = []

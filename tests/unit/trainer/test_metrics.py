@@ -1,4 +1,4 @@
-"""Utilisation is compared between machines: a wrong peak or formula makes every number a lie."""
+"""Utilization is compared between machines, so a wrong peak or formula must not pass."""
 
 import json
 
@@ -15,7 +15,7 @@ def test_flop_utilization_of_a_worked_example():
     assert found == pytest.approx(0.504808, abs=1e-6)
 
 
-def test_utilisation_without_a_known_peak_is_unknown():
+def test_utilization_without_a_known_peak_is_unknown():
     assert metrics.flop_utilization(30_000, 6 * 7e9, 8, None) is None
 
 

@@ -1,4 +1,4 @@
-"""Against a step that depends on more than its number, and an update with numbers that are not finite."""
+"""Against a step that depends on more than its number, and an update that is not finite."""
 
 import pytest
 import torch

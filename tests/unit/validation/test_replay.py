@@ -1,4 +1,4 @@
-"""Against calling a sound checkpoint bad: losses of another launch or another line of history."""
+"""Against rejecting a valid checkpoint: losses of another launch, or from before a restart."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def line(launch, step, loss):
 
 
 def log(run, launch, steps, world_size=2):
-    """What a launch of so many ranks writes in these steps; the loss tells launch and step."""
+    """Log steps as a launch of so many ranks does; each loss is different."""
     events.record(run.events, happenings.init(launch=launch, world_size=world_size))
     for step in steps:
         metrics.write(run.metrics, line(launch, step, step + ord(launch) / 1000))
@@ -60,14 +60,14 @@ def test_two_next_losses_are_enough(run):
     assert recorded_losses(run, checkpoint()) == Recorded(loss("a", 11, 12), by_maker=True)
 
 
-def test_losses_logged_now_and_then_are_looked_for_a_few_steps_on(run):
+def test_losses_logged_every_few_steps_are_found(run):
     log(run, "a", range(5, 40, 5))
     assert recorded_losses(run, checkpoint(10)) == Recorded(loss("a", 15), by_maker=True)
     assert recorded_losses(run, checkpoint(14)) == Recorded(loss("a", 15, 20), by_maker=True)
 
 
 @pytest.mark.parametrize("steps", [range(1, 11), range(0, 100, 25)])
-def test_nothing_near_was_recorded(run, steps):
+def test_no_loss_was_recorded_soon_after_the_checkpoint(run, steps):
     log(run, "a", steps)
     assert recorded_losses(run, checkpoint()) is None
     check = check_next_losses(None, checkpoint(), run)
@@ -80,38 +80,38 @@ def test_a_launch_of_another_world_size_does_not_count(run):
     assert recorded_losses(run, checkpoint()) is None
 
 
-def test_the_launch_that_made_it_counts_more_than_the_one_that_went_on(run):
+def test_the_launch_that_saved_the_checkpoint_is_preferred_to_the_next_one(run):
     log(run, "a", range(1, 13))
     log(run, "b", range(11, 20))
     assert recorded_losses(run, checkpoint()) == Recorded(loss("a", 11, 12), by_maker=True)
 
 
-def test_only_the_next_launch_went_on_and_its_settings_may_be_others(run):
+def test_losses_of_the_next_launch_are_used_where_the_first_logged_none(run):
     log(run, "a", range(1, 11))
     log(run, "b", range(11, 20))
     assert recorded_losses(run, checkpoint()) == Recorded(loss("b", 11, 12), by_maker=False)
 
 
-def test_losses_from_before_the_step_was_done_again_are_of_another_history(run):
+def test_losses_from_before_a_step_was_recomputed_do_not_count(run):
     log(run, "a", range(1, 13))
     log(run, "b", range(6, 11), world_size=1)
     assert recorded_losses(run, checkpoint()) is None
 
 
-def test_a_loss_that_was_not_finite_is_nothing_to_compare_with(run):
+def test_a_loss_that_was_not_finite_is_not_compared(run):
     log(run, "a", range(1, 11))
     metrics.write(run.metrics, line("a", 11, float("nan")))
     assert recorded_losses(run, checkpoint()) is None
 
 
-# --- what this host bears -------------------------------------------------------------------------
+# --- limits of this host --------------------------------------------------------------------------
 
 
-def test_more_ranks_or_memory_than_here_is_a_note(run):
+def test_more_ranks_or_memory_than_this_host_has_only_warns(run):
     log(run, "a", range(1, 20), world_size=10_000)
     check = check_next_losses(None, checkpoint(world_size=10_000), run)
     assert check.status == "warn"
-    assert f"made by 10000 ranks, here are {available_cores()} cores" in check.message
+    assert f"saved by 10000 ranks, this host has {available_cores()} cores" in check.message
     log(run, "b", range(1, 20))
     check = check_next_losses(
         None, checkpoint(files={"a": StoredFile(bytes=2**50, digest="")}), run
@@ -119,7 +119,7 @@ def test_more_ranks_or_memory_than_here_is_a_note(run):
     assert check.status == "warn" and "GiB are free" in check.message
 
 
-# --- how near -------------------------------------------------------------------------------------
+# --- tolerance ------------------------------------------------------------------------------------
 
 TWO = Recorded({11: 3.0, 12: 2.9}, by_maker=True)
 TWO_THREADS = NUMERICS.model_copy(update={"threads": 2})
@@ -130,7 +130,7 @@ def compare(losses, made=None, recorded=TWO, finite=True, numerics=NUMERICS):
     return _compare(made or checkpoint(), recorded, result)
 
 
-def test_equal_conditions_must_give_equal_bits():
+def test_equal_conditions_must_give_bitwise_equal_losses():
     assert compare([3.0, 2.9]).status == "ok"
     check = compare([3.0, 2.9000001])
     assert check.status == "fail"
@@ -155,7 +155,7 @@ def test_other_conditions_have_a_tolerance(conditions):
     assert check.status == "fail" and "must be within 0.001" in check.message
 
 
-def test_dropout_is_drawn_otherwise_under_other_conditions_which_is_no_fault(run):
+def test_dropout_under_other_conditions_only_warns(run):
     made = checkpoint(dropout=0.1)
     assert compare([3.0, 2.9], made).status == "ok"
     assert compare([3.1, 2.9], made).status == "fail"
