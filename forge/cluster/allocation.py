@@ -98,7 +98,7 @@ def _plain(value: Any) -> Any:
 def allocation_resources(given: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
     """Resources of the rules of an allocation, from those that the profile sets for `given`.
 
-    `mpi=""` keeps the executor from wrapping rules in an srun: a second srun inside would wait for ever
+    `mpi=""` keeps the executor from wrapping rules in an srun: a second srun inside would wait forever
     or run one rank. Raises ConfigError for resources that cannot work.
     """
     _refuse_own(given)

@@ -1,6 +1,6 @@
 """Detects that a Slurm job of the workflow has ended, and says why.
 
-The executor plugin (2.8.0) loses jobs when neither squeue nor sacct responds, waits for ever for a
+The executor plugin (2.8.0) loses jobs when neither squeue nor sacct responds, waits forever for a
 job that Slurm has forgotten, polls at intervals that grow to 180 s (also before the command ends), and
 never says why a job is pending or who cancelled it. Forge replaces its status checks by one squeue for
 all jobs, every few seconds. Submission and everything else is left to the plugin.
@@ -95,7 +95,7 @@ class JobWatch:
         self._refusals[id(job)] = ""
         try:
             self._submit(job)
-        except Exception as err:  # in a thread, it would be lost, and Snakemake would wait for ever
+        except Exception as err:  # in a thread, it would be lost, and Snakemake would wait forever
             return str(err.__context__ or err)
         return self._refusals.pop(id(job))
 

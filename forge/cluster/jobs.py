@@ -110,5 +110,5 @@ def refuse_queued(runs: Iterable[str]) -> None:
             "; ".join(f"job {job.id} ({job.state}) trains {run}" for run, job in found),
             cause="an earlier Snakemake was killed, or the same command was given twice",
             fix=f"wait for it, or end it: scancel {' '.join(job.id for _, job in found)}\n"
-            "         (slurm.when_running: wait in machine.yaml waits and goes on)",
+            "         (slurm.when_running: wait in machine.yaml waits and then continues)",
         )

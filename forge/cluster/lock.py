@@ -23,7 +23,7 @@ WORKFLOW_LOCK = ".workflow-lock"
 
 
 @contextmanager
-def lock(folder: Path, verb: str, *, name: str = LOCK) -> Iterator[None]:
+def lock(folder: Path, command: str, *, name: str = LOCK) -> Iterator[None]:
     """Hold the right to write `folder`; UnfitError names a living holder, a dead one is replaced.
 
     Made with link(2) and rename(2), which are atomic on NFS too, unlike flock. A holder on another
@@ -33,7 +33,7 @@ def lock(folder: Path, verb: str, *, name: str = LOCK) -> Iterator[None]:
     path = folder / name
     job = slurm.this_job()
     restart = job.restarts if job else 0
-    mine = Lock(**Process.current().to_json(), verb=verb, restart=restart)
+    mine = Lock(**Process.current().to_json(), command=command, restart=restart)
     _acquire(path, mine)
     try:
         yield
@@ -171,5 +171,5 @@ def _refuse_living_job(path: Path, held: Lock, job_id: str) -> None:
 
 def _who(held: Lock) -> str:
     job = f", Slurm job {held.slurm_job}" if held.slurm_job else ""
-    command = held.verb if held.verb == "snakemake" else f"forge {held.verb}"
+    command = held.command if held.command == "snakemake" else f"forge {held.command}"
     return f"`{command}` (pid {held.pid} on {held.host}{job})"

@@ -101,7 +101,7 @@ def find_placement(machine: Machine, layout: WorldLayout) -> Placement:
 
 
 def _refuse_uneven(job: slurm.Job, ranks_per_node: int) -> None:
-    """UnfitError for uneven cores, such as 3 + 1 tasks for 2 + 2 ranks: srun would wait for ever."""
+    """UnfitError for uneven cores, such as 3 + 1 tasks for 2 + 2 ranks: srun would wait forever."""
     needed = ranks_per_node * job.cpus_per_task
     cores = {count for _, count in job.cpus}
     if len(cores) < 2 or min(cores) >= needed:

@@ -76,7 +76,7 @@ class Lock(Record):
     boot_id: str
     start_ticks: int
     slurm_job: str | None
-    verb: str
+    command: str
     restart: int
     """How often Slurm had restarted the job."""
 

@@ -256,7 +256,7 @@ def _phases(log: list[Event], launches: list[Launch], kept: dict[str, float]) ->
 
 
 def _span(event: events.Timed) -> Phase:
-    """When training stood still for it: the rest of a save is written while training goes on."""
+    """When training waited for a save; the rest of it is written while training continues."""
     start = event.time - event.seconds
     stall = event.stall if isinstance(event, events.Save) else event.seconds
     return Phase(type(event).__name__.lower(), start, start + stall)

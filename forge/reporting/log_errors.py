@@ -55,7 +55,7 @@ _ECHO = re.compile(
 _ISO = re.compile(r"\b(\d{4}-\d\d-\d\d)[T _](\d\d:\d\d:\d\d(?:[.,]\d+)?)")
 _GLOG = re.compile(r"^\[?[EFWI](\d\d)(\d\d) (\d\d:\d\d:\d\d(?:\.\d+)?)")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-# How a verb's log ends when the verb has failed; what is asked for is no error.
+# How a subcommand's log ends when the subcommand has failed; what is asked for is no error.
 _LAST_WORD = re.compile(
     r"^forge \w+: (?!.*(?: stopped at step |asks this run to stop|interrupted;))"
 )
@@ -89,7 +89,7 @@ class Found:
     @property
     def kind(self) -> str:
         """The headline without what differs between ranks: numbers, addresses, who says it."""
-        text = without_verb(self.headline)
+        text = without_command(self.headline)
         text = re.sub(r"^rank \d+: ", "", text)
         return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", text)
 
@@ -117,7 +117,7 @@ def find(lines: Sequence[str], who: str, *, written: float, node: str = "") -> I
 
 
 def last_error(log: Path) -> Found | None:
-    """The error that a verb's log ends with. Its log goes on from start to start, so what is followed by
+    """The error that a subcommand's log ends with. The log has every start, so what is followed by
     something else has been overcome."""
     words = clean(last_lines(log, SEARCHED_BYTES)[0])
     at = max((i for i, line in enumerate(words) if line.startswith("forge ")), default=-1)
@@ -131,7 +131,7 @@ def last_error(log: Path) -> Found | None:
     return Found(tuple(words[at:]), written, log.name)
 
 
-def without_verb(headline: str) -> str:
+def without_command(headline: str) -> str:
     """A headline without the `forge train: ` before it."""
     return re.sub(r"^forge \w+: ", "", headline)
 

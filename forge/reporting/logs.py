@@ -48,7 +48,7 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class Log:
-    """A log of one rank, of a launcher (rank None), or of a verb (start "")."""
+    """A log of one rank, of a launcher (rank None), or of a subcommand (start "")."""
 
     path: Path
     start: str
@@ -94,11 +94,11 @@ def logs(
     """Print errors, then the last `lines` of rank 0 and of the launcher, to standard output.
 
     rank: that rank's log instead. restart: the name of a start, the number of a restart of the last
-    job, or "all"; the last start when None. follow: go on with what is written, until Ctrl-C.
+    job, or "all"; the last start when None. follow: then print what is appended, until Ctrl-C.
     Raises ConfigError where there is nothing of it.
     """
-    starts, verbs = read_starts(paths)
-    if not starts and not verbs:
+    starts, commands = read_starts(paths)
+    if not starts and not commands:
         raise ConfigError(
             f"{paths.logs} holds no logs yet",
             cause="the run waits in the queue, or was never started",
@@ -109,7 +109,7 @@ def logs(
         chosen = [_only(start, rank) for start in chosen]
     # Before the first look: a line that is written meanwhile is shown twice rather than never.
     following = _Following(paths, rank) if follow else None
-    view = _View(_Screen(), paths, starts, verbs, lines)
+    view = _View(_Screen(), paths, starts, commands, lines)
     for start in chosen:
         view.show(start, with_errors=rank is None)
     if not chosen:
@@ -124,19 +124,19 @@ def logs(
 
 
 def read_starts(paths: RunPaths) -> tuple[list[Start], list[Log]]:
-    """The run's starts and the logs of its verbs, each the oldest first."""
-    found, verbs = defaultdict(list), []
+    """The run's starts and the logs of its subcommands, each the oldest first."""
+    found, commands = defaultdict(list), []
     for path in paths.logs.glob("*.log"):
         log = _log(path)
         if log.start:
             found[log.start].append(log)
         else:
-            verbs.append(log)
+            commands.append(log)
     starts = [
         Start(name, tuple(sorted(its, key=lambda log: (log.rank is None, log.rank, log.who))))
         for name, its in found.items()
     ]
-    return sorted(starts, key=lambda s: s.written), sorted(verbs, key=lambda log: log.written)
+    return sorted(starts, key=lambda s: s.written), sorted(commands, key=lambda log: log.written)
 
 
 def _log(path: Path) -> Log:
@@ -185,14 +185,14 @@ def _only(start: Start, rank: int) -> Start:
 # --- errors --------------------------------------------------------------------------------------
 
 
-def errors_of(paths: RunPaths, start: Start, verbs: Sequence[Log]) -> list[Group]:
-    """The errors of a start: from its logs, the event log, and the last words of `verbs`."""
+def errors_of(paths: RunPaths, start: Start, commands: Sequence[Log]) -> list[Group]:
+    """The errors of a start: from its logs, the event log, and the last words of `commands`."""
     share = _searched_bytes(start)
     errors = [found for log in start.logs for found in _errors_in(log, share)]
-    # What ranks record and verbs end with repeats their logs, or is the only place that tells it.
+    # What ranks record and subcommands end with repeats their logs, or is the only place that tells it.
     for more in (
         _recorded(paths, start),
-        [found for log in verbs if log.written >= start.began for found in _last_error(log)],
+        [found for log in commands if log.written >= start.began for found in _last_error(log)],
     ):
         known = {found.kind for found in errors}
         errors += [found for found in more if found.kind not in known]
@@ -265,7 +265,7 @@ class _View:
     screen: _Screen
     paths: RunPaths
     starts: Sequence[Start]
-    verbs: Sequence[Log]
+    commands: Sequence[Log]
     lines: int
 
     def show(self, start: Start, *, with_errors: bool) -> None:
@@ -281,7 +281,7 @@ class _View:
                 self.screen.line(f"{_outcome(event)}, {clock(event.time)}")
         shown = list(start.logs)
         if with_errors:
-            self.show_errors(errors_of(self.paths, start, self.verbs if is_last else ()))
+            self.show_errors(errors_of(self.paths, start, self.commands if is_last else ()))
             share = _searched_bytes(start)
             if any(log.path.stat().st_size > share for log in start.logs):
                 self.screen.line(f"  (searched: the last {share // 2**10} KiB of each log)", "dim")
@@ -290,11 +290,11 @@ class _View:
             self.show_tail(log)
 
     def show_verbs(self) -> None:
-        """Before the first rank: what the verbs said."""
-        names = ", ".join(log.who for log in self.verbs)
+        """Before the first rank: what the subcommands said."""
+        names = ", ".join(log.who for log in self.commands)
         self.screen.line(f"{self.paths.root}: no rank has started yet; {names}", "bold")
-        self.show_errors(group(found for log in self.verbs for found in _last_error(log)))
-        self.show_tail(self.verbs[-1])
+        self.show_errors(group(found for log in self.commands for found in _last_error(log)))
+        self.show_tail(self.commands[-1])
 
     def show_errors(self, groups: Sequence[Group]) -> None:
         causes = [one for one in groups if not one.first.is_echo]
@@ -396,10 +396,10 @@ class _Following:
     def _look(self, *, from_start: bool) -> str:
         """Find logs to follow, from their begin or from now on; the name of the last start.
 
-        Those of verbs are left out where ranks run: they repeat what rank 0 says.
+        Those of subcommands are left out where ranks run: they repeat what rank 0 says.
         """
-        starts, verbs = read_starts(self._paths)
-        logs = starts[-1].logs if starts else verbs
+        starts, commands = read_starts(self._paths)
+        logs = starts[-1].logs if starts else commands
         for log in logs:
             if log.path not in self._followed and self._rank in (None, log.rank):
                 self._followed[log.path] = log, Follower(log.path, from_start=from_start)

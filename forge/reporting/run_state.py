@@ -23,7 +23,7 @@ from forge.core.events import Event
 from forge.core.paths import RunPaths
 from forge.core.records import PreflightResult, Validated, Validation
 from forge.core.terminal import duration, one_line
-from forge.reporting.log_errors import Found, last_error, without_verb
+from forge.reporting.log_errors import Found, last_error, without_command
 from forge.reporting.run_files import RunFiles
 
 State = Literal[
@@ -197,7 +197,7 @@ def _waiting(files: RunFiles, job: QueuedJob) -> _Found:
 
 
 def _between(files: RunFiles, job: QueuedJob) -> _Found:
-    """The job runs and no verb holds the run: before the first of them, or between two."""
+    """The job runs and no subcommand holds the run: before the first of them, or between two."""
     since = job.start or files.now
     if not files.paths.stage.exists():
         what = "starting, or staging"
@@ -216,10 +216,10 @@ def _running(files: RunFiles, what: str, since: float, patience: float = SLOW_ST
 
 
 def _working(files: RunFiles) -> _Found:
-    """What the verb that holds the lock is doing, and for how long."""
+    """What the subcommand that holds the lock is doing, and for how long."""
     since = files.lock_since
-    if files.lock and files.lock.verb != "train":
-        return _running(files, files.lock.verb, since)
+    if files.lock and files.lock.command != "train":
+        return _running(files, files.lock.command, since)
     # A second of grace: the lock's time is the file system's clock.
     event = files.last(events.Launch, events.Init, events.Lost, events.Completed, since=since - 1)
     began = event.time if event else since
@@ -256,7 +256,7 @@ def _training(files: RunFiles, began: float) -> _Found:
 # What a run can have been ended by; a preflight that passed ends nothing.
 _ENDS = (events.Launch, events.Stop, events.Requeue, events.Lost, events.Failed, events.Completed)
 _OF_TRAINING = ("train.log",)
-# The log of a verb -> the event that tells of its failure.
+# The log of a subcommand -> the event that tells of its failure.
 _RECORDED_BY = {"preflight.log": events.Preflight, "validate.log": events.Validate}
 
 
@@ -284,10 +284,10 @@ def _ended(files: RunFiles) -> _Found:
     error = _unrecorded_error(files, log, found) if log else None
     if log is None or error is None:
         return found
-    verb = log.stem.partition("-")[0]
+    subcommand = log.stem.partition("-")[0]
     more = () if error.is_traceback else error.lines[1:]
     look = f"forge logs {files.paths.root}" if log.parent == files.paths.logs else f"less {log}"
-    return _failed([f"{verb}: {without_verb(error.headline)}", *more], look)
+    return _failed([f"{subcommand}: {without_command(error.headline)}", *more], look)
 
 
 def _by_event(files: RunFiles) -> _Found:
@@ -380,8 +380,8 @@ def _logs(files: RunFiles) -> list[Path]:
     own = [log for log in files.paths.logs.glob("*.log") if "." not in log.stem]
     data, ids = files.config.get("data"), files.config.get("ids")
     shared = [
-        Path(data) / f"logs/{verb}-{ids.get(artifact)}.log"
-        for verb, artifact in (("tokenizer", "tokenizer"), ("tokenize", "tokens"))
+        Path(data) / f"logs/{subcommand}-{ids.get(artifact)}.log"
+        for subcommand, artifact in (("tokenizer", "tokenizer"), ("tokenize", "tokens"))
         if data and ids
     ]
     return [log for log in own + shared if log.is_file() and log.stat().st_size]

@@ -132,7 +132,7 @@ class _Staging:
                 self._folders[host] = found["folder"]
                 messages.setdefault(f"has the shards in {found['folder']}", []).append(host)
             else:
-                why = found["problem"] and f"replacing a damaged copy: {found['problem']}"
+                why = found["problem"] and f"replacing a corrupt copy: {found['problem']}"
                 messages.setdefault(why or f"gets the shards: {found['why']}", []).append(host)
         for message, hosts in messages.items():
             say(f"stage: {', '.join(hosts)}: {message}")

@@ -34,7 +34,7 @@ TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
 MOST_STEPS = 10
 DEADLINE_SEC = 600.0
 RANKS_PER_CORE = 2
-# Memory by that of the fp32 weights: these, gradients and two AdamW moments, a quarter more for
+# Memory by that of the fp32 weights: these, gradients and AdamW's two states, a quarter more for
 # activations.
 BYTES_OF_STATE = 4 * 1.25
 NOT_RECORDED, NOT_DONE = "not recorded", "not done"

@@ -6,7 +6,7 @@ localrules:
 
 
 # Asked for in place of the results of a run that failed with this very config. It fails at once with
-# the message, so that nothing is submitted for the run; with keep-going the other runs go on.
+# the message, so that nothing is submitted for the run; with keep-going the other runs continue.
 rule known_failure_run:
     output:
         # Never made.

@@ -31,7 +31,7 @@ FORK = multiprocessing.get_context("fork")
 def held_by(process=None, **other):
     """The lock of a process, of this one if None."""
     made_of = (process or Process.current()).to_json()
-    return Lock(**{**made_of, "verb": "train", "restart": 0, **other})
+    return Lock(**{**made_of, "command": "train", "restart": 0, **other})
 
 
 def left_by_a_dead(**other):
@@ -84,7 +84,7 @@ def test_a_reused_pid_does_not_hold_a_lock(tmp_path, reboot):
     before = {"boot_id": "another", "start_ticks": Process.current().start_ticks} if reboot else {}
     left_by_a_dead(**before).write(tmp_path / ".lock")
     with lock(tmp_path, "train"):
-        assert Lock.read(tmp_path / ".lock").verb == "train"
+        assert Lock.read(tmp_path / ".lock").command == "train"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -206,7 +206,7 @@ def test_holder_on_another_host_is_refused_with_what_to_do(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{half", "[]", "null", '{"format": 1, "verb": "train"}', "\0" * 99],
+    ["", "{half", "[]", "null", '{"format": 1, "command": "train"}', "\0" * 99],
     ids=["empty", "half", "list", "null", "without a holder", "zeros after a power cut"],
 )
 def test_damaged_lock_does_not_lock_a_run_for_ever(tmp_path, content, capfd):
@@ -324,7 +324,7 @@ def test_writers_that_are_killed_at_any_moment_are_replaced_by_one_at_a_time(tmp
 
 def test_one_that_died_while_it_took_over_is_replaced_too(tmp_path):
     dead = left_by_a_dead()
-    heir = left_by_a_dead(verb="preflight")
+    heir = left_by_a_dead(command="preflight")
     dead.write(tmp_path / ".lock")
     heir.write(tmp_path / f".lock.{short_id(dead.model_dump())}")
     with lock(tmp_path, "train"):
@@ -336,7 +336,7 @@ def test_one_that_comes_late_leaves_the_new_lock_in_its_place_all_the_time(tmp_p
     """It has judged the old holder dead, and is put to sleep; meanwhile another one takes over. Were
     the new lock away for a moment, a third could make one."""
     path, dead = tmp_path / ".lock", left_by_a_dead()
-    new = held_by(verb="preflight")
+    new = held_by(command="preflight")
     dead.write(path)
     judge, in_place = forge.cluster.lock._refuse_living, []
 
@@ -363,7 +363,7 @@ def test_one_that_comes_late_leaves_the_new_lock_in_its_place_all_the_time(tmp_p
 
 def test_one_that_is_taking_over_is_refused_by_name(tmp_path):
     dead = left_by_a_dead()
-    heir = held_by(verb="preflight")
+    heir = held_by(command="preflight")
     dead.write(tmp_path / ".lock")
     heir.write(tmp_path / f".lock.{short_id(dead.model_dump())}")
     with pytest.raises(UnfitError, match="by `forge preflight` "), lock(tmp_path, "train"):
@@ -374,7 +374,7 @@ def test_one_that_is_taking_over_is_refused_by_name(tmp_path):
 def test_refusal_names_the_new_holder_not_another_that_comes_late_as_well(tmp_path, monkeypatch):
     path, dead = tmp_path / ".lock", left_by_a_dead()
     right = tmp_path / f".lock.{short_id(dead.model_dump())}"
-    late, new = held_by(verb="preflight"), held_by(verb="validate")
+    late, new = held_by(command="preflight"), held_by(command="validate")
     dead.write(path)
     late.write(right)
     judge = forge.cluster.lock._refuse_living
@@ -433,9 +433,9 @@ def test_full_disk_while_acquiring_leaves_the_folder_as_it_was(small_disk, dead)
 
 
 def test_disk_that_became_read_only_does_not_hide_what_the_verb_says(small_disk, capfd):
-    with pytest.raises(UnfitError, match="the verb's own"), lock(small_disk, "train"):
+    with pytest.raises(UnfitError, match="the command's own"), lock(small_disk, "train"):
         subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-        raise UnfitError("the verb's own")
+        raise UnfitError("the command's own")
     assert f"{small_disk}/.lock stays behind: Read-only" in capfd.readouterr().err
 
 

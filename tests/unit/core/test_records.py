@@ -34,7 +34,7 @@ RECORDS = [
         checks=[CHECK],
         samples=[Sample(prompt="a", text="ab")],
     ),
-    Lock(**Process.current().to_json(), verb="train", restart=1),
+    Lock(**Process.current().to_json(), command="train", restart=1),
     Damage(reasons=["a file is missing"]),
     WorkflowRuns(folders={"base": "results/base"}),
     PreflightPass(host="node01", nodes=["node01", "node02"]),
