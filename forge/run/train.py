@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from forge.checkpoint import compatibility, directory, parent, resume
-from forge.cluster import exclude, slurm
+from forge.cluster import exclude, nodes, slurm
 from forge.cluster.lock import lock
 from forge.cluster.placement import Place, WorldLayout, check_layout, find_place
 from forge.core import events
@@ -147,7 +147,7 @@ def _train_until_it_ends(
     *,
     task: TrainTask,
 ) -> RankRecord:
-    """Launch ranks; after the loss of one, launch again, twice at most, without silent nodes."""
+    """Launch ranks; after the loss of one, launch again, twice at most, without unresponsive nodes."""
     refuse_stop_file(paths)
     fit_nodes = place.only(_nodes_that_passed(paths) or place.hosts)
     hosts = requeue.pick_hosts(fit_nodes, layout.nodes)
@@ -174,7 +174,7 @@ def _train_until_it_ends(
         )
         if record.status != "lost":
             break
-        silent = requeue.silent_nodes(hosts)
+        silent = nodes.unresponsive(hosts)
         exclude.add(paths.bad_nodes, dict.fromkeys(silent, "does not start a process"))
         lost = events.Lost(message=record.message, attempt=attempt, silent=silent)
         events.record(paths.events, lost)
