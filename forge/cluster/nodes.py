@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Any, Self, cast
 
@@ -22,6 +23,8 @@ from forge.core.process import stop_with_parent
 END_SEC = 5.0  # an agent that still runs this long after its input was closed is killed
 LAST_LINES = 3  # of the output of an agent that has ended
 BLOCK = 2**16
+ANSWER_SEC = 20.0  # for a node to start a process that does nothing
+ASKED_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,25 @@ def failed_on(failures: Mapping[str, NodeFailure], action: str) -> UnfitError:
         fix="; ".join(dict.fromkeys(f.fix for f in failures.values() if f.fix))
         or "leave these nodes out (slurm.exclude in machine.yaml), or repair them",
     )
+
+
+def unresponsive(placement: Placement) -> list[str]:
+    """Nodes of the placement that start no process any more. A node that is only slow is asked twice:
+    the caller leaves the others out of the run from now on.
+
+    Slurm is asked to start `true` there, not a NodePool: whether a node is blamed must not depend on the
+    project's file system, nor on a controller that is away.
+    """
+    if placement.job is None or placement.is_here:
+        return []
+    job_id = placement.job.id
+    return _without_answer(job_id, _without_answer(job_id, placement.hosts))
+
+
+def _without_answer(job_id: str, hosts: Sequence[str]) -> list[str]:
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+        well = pool.map(lambda host: slurm.answers(job_id, host, ANSWER_SEC), hosts)
+        return [host for host, answered in zip(hosts, well, strict=True) if not answered]
 
 
 class _Member:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from forge.cluster import slurm
@@ -23,23 +22,6 @@ REQUEUED_CAUSES = ("deadline", "SIGUSR1", "SIGTERM", "peer lost")
 
 # Slurm ends a requeued job within its KillWait (30 s by default) plus a scheduling round.
 REQUEUE_WAIT_SEC = 180.0
-NODE_ANSWER_SEC = 20.0
-ASKED_AT_ONCE = 32
-
-
-def silent_nodes(placement: Placement) -> list[str]:
-    """Nodes of this placement that do not start a process any more. A node that is only slow is asked
-    twice: whoever is called silent is left out of this run from now on."""
-    if placement.job is None or placement.is_here:
-        return []
-    job_id = placement.job.id
-    return _without_answer(job_id, _without_answer(job_id, placement.hosts))
-
-
-def _without_answer(job_id: str, hosts: Sequence[str]) -> list[str]:
-    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-        well = pool.map(lambda host: slurm.answers(job_id, host, NODE_ANSWER_SEC), hosts)
-        return [host for host, answered in zip(hosts, well, strict=True) if not answered]
 
 
 @contextmanager

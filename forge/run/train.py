@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from forge.checkpoint import compatibility, directory, parent, resume
-from forge.cluster import exclude, slurm
+from forge.cluster import exclude, nodes, slurm
 from forge.cluster.lock import lock
 from forge.cluster.placement import Placement, WorldLayout, check_layout, find_placement
 from forge.core import events
@@ -171,7 +171,7 @@ def _train_until_it_ends(
         )
         if record.status != "lost":
             break
-        silent = requeue.silent_nodes(hosts)
+        silent = nodes.unresponsive(hosts)
         exclude.add(paths.bad_nodes, dict.fromkeys(silent, "does not start a process"))
         lost = events.Lost(message=record.message, attempt=attempt, silent=silent)
         events.record(paths.events, lost)

@@ -149,3 +149,21 @@ def test_nodes_end_with_a_verb_that_was_killed():
     command.kill()
     command.wait()
     assert psutil.wait_procs([node], timeout=5)[1] == []
+
+
+# --- which nodes still start a process ------------------------------------------------------------
+
+JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "unresponsive"),
+    [
+        ("srun: error: Unable to create step: Unable to contact slurm controller", []),
+        ("no answer within 20 s", ["n1", "n2"]),
+        ("", []),
+    ],
+)
+def test_no_node_is_blamed_for_a_controller_that_is_away(monkeypatch, trouble, unresponsive):
+    monkeypatch.setattr(slurm, "run", lambda *_, **__: ("", trouble))
+    assert nodes.unresponsive(Placement(("n1", "n2"), JOB)) == unresponsive

@@ -86,19 +86,6 @@ def test_a_controller_that_is_away_ends_the_run_as_it_would_end_without_slurm(
     assert not requeue.was_cancelled(Placement(("n1",), JOB))
 
 
-@pytest.mark.parametrize(
-    ("trouble", "silent"),
-    [
-        ("srun: error: Unable to create step: Unable to contact slurm controller", []),
-        ("no answer within 20 s", ["n1", "n2"]),
-        ("", []),
-    ],
-)
-def test_no_node_is_blamed_for_a_controller_that_is_away(monkeypatch, trouble, silent):
-    monkeypatch.setattr(slurm, "run", lambda *_, **__: ("", trouble))
-    assert requeue.silent_nodes(Placement(("n1", "n2"), JOB)) == silent
-
-
 def test_restarts_are_capped(tmp_path, slurm_says):
     often = replace(JOB, restarts=3)
     requeued = slurm_says(often)
