@@ -44,8 +44,8 @@ def science(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (root / "config.yaml").write_text(yaml.safe_dump(values))
     maker = FaultyRun(root / "config.yaml", root / "none")
-    for verb in ("tokenizer", "tokenize"):
-        ended = maker.command(verb)
+    for command in ("tokenizer", "tokenize"):
+        ended = maker.command(command)
         assert ended.code == 0, ended.text
     return root
 

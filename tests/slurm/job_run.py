@@ -72,13 +72,13 @@ def write_science(folder: Path, **train: Any) -> Path:
     values["train"] = {**SCIENCE["train"], **train}
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(values))
-    for verb in ("tokenizer", "tokenize"):
-        forge(verb, config)
+    for command in ("tokenizer", "tokenize"):
+        forge(command, config)
     return config
 
 
 def forge(*arguments: str | Path) -> None:
-    """A verb on this machine, outside of Slurm."""
+    """A command on this machine, outside of Slurm."""
     line = [sys.executable, "-m", "forge", *map(str, arguments)]
     done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -53,7 +53,7 @@ Preflight = Callable[..., Outcome]
 
 @pytest.fixture
 def preflight(cluster: Cluster, science: Path, shared_folder: Path) -> Iterator[Preflight]:
-    """The verb in an allocation of the given nodes, of which `train` are needed."""
+    """The command in an allocation of the given nodes, of which `train` are needed."""
     # Else Slurm ends the allocation when it misses a node for 10 s, earlier than a busy machine is
     # through with its checks.
     cluster.configure(SlurmdTimeout=600)

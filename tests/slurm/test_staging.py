@@ -35,10 +35,22 @@ class Allocation:
     results: Path
 
     def forge(
-        self, verb: str, *options: str, python: str | Path = sys.executable, cwd: Path = Path("/")
+        self,
+        command: str,
+        *options: str,
+        python: str | Path = sys.executable,
+        cwd: Path = Path("/"),
     ) -> subprocess.CompletedProcess[str]:
         return self.cluster.run(
-            *(python, "-m", "forge", verb, self.config, f"--results={self.results}", "--run=base"),
+            *(
+                python,
+                "-m",
+                "forge",
+                command,
+                self.config,
+                f"--results={self.results}",
+                "--run=base",
+            ),
             *(f"--nodes={len(self.hosts)}", "--machine.launcher=srun"),
             *("--machine.fabric.backend=gloo", "--machine.stage.mode=always", *options),
             env={"SLURM_JOB_ID": self.job},
@@ -213,7 +225,7 @@ def lean_project(shared_folder: Path) -> Path:
 
 
 def _imported_packages() -> list[Path]:
-    """Top folders and files in site-packages behind the verb and a node, with their libraries."""
+    """Top folders and files in site-packages behind the command and a node, with their libraries."""
     site = Path(sysconfig.get_path("purelib"))
     code = (
         "import sys, forge.staging.stage, forge.node_agent\n"

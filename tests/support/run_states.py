@@ -37,12 +37,12 @@ def train(run: RecordedRun, last: int = 40, ago: float = 0.0, job: str | None = 
 
 
 def hold(
-    run: RecordedRun, process: Process | None = None, verb: str = "train", ago: float = 1000
+    run: RecordedRun, process: Process | None = None, command: str = "train", ago: float = 1000
 ) -> None:
     """The lock of a process, of this one if None, taken so many seconds ago."""
     lock = run.paths.root / ".lock"
     holder = (process or Process.current()).to_json()
-    Lock(**holder, verb=verb, restart=0).write(lock)
+    Lock(**holder, command=command, restart=0).write(lock)
     os.utime(lock, (time.time() - ago,) * 2)
 
 

@@ -61,7 +61,7 @@ def result(**changes):
 # --- one node -------------------------------------------------------------------------------------
 
 
-def verb(config, monkeypatch, record=None, ranks=2, **limits):
+def check(config, monkeypatch, record=None, ranks=2, **limits):
     """The subcommand with ranks that end with `record`; how many times they were launched."""
     starts = []
 
@@ -84,7 +84,7 @@ def table(paths):
 
 
 def test_pass_is_written_as_table_json_and_workflow_output(config, paths, monkeypatch):
-    starts = verb(config, monkeypatch, **{"preflight.deadline_sec": 7})
+    starts = check(config, monkeypatch, **{"preflight.deadline_sec": 7})
     assert [start["deadline_sec"] for start in starts] == [7]
     summary = json.loads(paths.preflight.read_text())
     assert summary["status"] == "ok"
@@ -103,7 +103,7 @@ def test_pass_is_written_as_table_json_and_workflow_output(config, paths, monkey
 
 def test_unfit_node_starts_no_ranks_and_still_leaves_its_table(config, paths, monkeypatch):
     with pytest.raises(UnfitError, match=r"disk: .* needed") as caught:
-        verb(config, monkeypatch, **{"preflight.min_free_disk_gib": 1e9})
+        check(config, monkeypatch, **{"preflight.min_free_disk_gib": 1e9})
     assert str(paths.preflight_table) in caught.value.fix
     assert [row["name"] for row in table(paths) if row["status"] == "fail"] == ["disk"]
     summary = json.loads(paths.preflight.read_text())
@@ -113,9 +113,9 @@ def test_unfit_node_starts_no_ranks_and_still_leaves_its_table(config, paths, mo
 
 
 def test_failure_takes_back_an_earlier_pass(config, paths, monkeypatch):
-    verb(config, monkeypatch)
+    check(config, monkeypatch)
     with pytest.raises(UnfitError):
-        verb(
+        check(
             config,
             monkeypatch,
             record=RankRecord("completed", result=result(all_reduce_right=False)),
@@ -138,13 +138,13 @@ def test_ranks_that_cannot_rendezvous_fail_and_name_their_logs(
     config, paths, monkeypatch, record, message
 ):
     with pytest.raises(UnfitError, match=message) as caught:
-        verb(config, monkeypatch, record=record)
+        check(config, monkeypatch, record=record)
     assert str(paths.logs) in caught.value.fix
 
 
 def test_layout_that_the_launcher_cannot_give_is_refused_first(config, monkeypatch):
     with pytest.raises(ConfigError, match="5 ranks"):
-        verb(config, monkeypatch, ranks=5, **{"launcher": "single"})
+        check(config, monkeypatch, ranks=5, **{"launcher": "single"})
 
 
 # --- an allocation --------------------------------------------------------------------------------

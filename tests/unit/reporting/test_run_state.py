@@ -192,12 +192,12 @@ def test_an_earlier_launch_says_nothing_of_this_start(run):
     assert now(judged(run, None)) == "starting for 30 s"
 
 
-@pytest.mark.parametrize("verb", ["preflight", "validate"])
-def test_a_verb_that_works_on_the_run_is_named(run, verb):
+@pytest.mark.parametrize("command", ["preflight", "validate"])
+def test_a_command_that_works_on_the_run_is_named(run, command):
     train(run, GOAL)
-    hold(run, verb=verb)
+    hold(run, command=command)
     found = judged(run, None)
-    assert found.state == "running" and now(found).startswith(f"{verb} for")
+    assert found.state == "running" and now(found).startswith(f"{command} for")
 
 
 def test_a_run_whose_process_died_is_cut_off(run):
@@ -343,7 +343,7 @@ LINE = "17|RUNNING|None|node[01-02]|2026-11-21T04:36:00|2026-11-21T04:37:00|{}|/
 @pytest.mark.parametrize(
     ("comment", "name"),
     [
-        ("rule_allocation-base_fit_preflight_run_stage_run", "base"),
+        ("rule_allocation-base_preflight_run_stage_run_train_run", "base"),
         ("rule_allocation-base_2_train_run", "base_2"),
         ("rule_allocation-base", None),
         ("rule_tokenize_wildcards_0123", None),

@@ -179,15 +179,18 @@ def test_watching_draws_anew_until_interrupted(project):
         # In the background of a script, the shell has SIGINT ignored for all.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     ) as child:
-        os.close(theirs)
-        text, end = "", time.monotonic() + 30
-        while not ("not started" in text and "running" in text):
-            assert time.monotonic() < end, text
-            text += os.read(mine, 2**16).decode()
-            if "not started" in text:
-                hold(RecordedRun(project / "results/alpha"))
-        child.send_signal(signal.SIGINT)
-        assert child.wait(20) == 0
+        try:
+            os.close(theirs)
+            text, end = "", time.monotonic() + 30
+            while not ("not started" in text and "running" in text):
+                assert time.monotonic() < end, text
+                text += os.read(mine, 2**16).decode()
+                if "not started" in text:
+                    hold(RecordedRun(project / "results/alpha"))
+            child.send_signal(signal.SIGINT)
+            assert child.wait(20) == 0
+        finally:
+            child.kill()  # else a failure would wait for it
     os.close(mine)
 
 
