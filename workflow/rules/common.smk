@@ -1,4 +1,4 @@
-# For the other rule files: the config of each run, and which shared artefacts it needs.
+# For the files beside this one: the config of each run, and which shared artefacts it needs.
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 
