@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import forge
-from forge.core.config import Config, ResolvedConfig, is_boolean, load_config, parse_override
+from forge.core.config import (
+    READ_AFTERWARDS,
+    Config,
+    ResolvedConfig,
+    is_boolean,
+    load_config,
+    parse_override,
+)
 from forge.core.errors import ConfigError, Exit, ForgeError
 from forge.core.terminal import copy_to, say
 
@@ -350,7 +357,10 @@ def _config(options: argparse.Namespace) -> None:
     from forge.core.paths import RunPaths
 
     config = _resolved(options)
-    write_json(RunPaths.of(config).config, config.to_json())
+    values = config.to_json()
+    # The other sections may change after training: `validate` and `report` are given today's values.
+    kept = {name: values[name] for name in values if name not in READ_AFTERWARDS}
+    write_json(RunPaths.of(config).config, kept)
 
 
 def _show(options: argparse.Namespace) -> None:
