@@ -71,7 +71,7 @@ def runs(science: Path, tmp_path: Path) -> Callable[..., Run]:
 
 @pytest.fixture(scope="session")
 def one_rank_runs(session_runs: Callable[..., Run]) -> dict[str, Run]:
-    """Undisturbed runs on one rank, made at the same time."""
+    """Uninterrupted runs on one rank, made at the same time."""
     made = {
         "solo": session_runs("solo", "--train.checkpoint_every=6"),
         "bf16": session_runs("bf16", "--train.precision=bf16", "--train.max_steps=6"),
@@ -95,9 +95,9 @@ def bf16(one_rank_runs: dict[str, Run]) -> Run:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(session_runs: Callable[..., Run]) -> Run:
+def uninterrupted(session_runs: Callable[..., Run]) -> Run:
     """A run of GOAL steps on two ranks, with dropout."""
-    run = session_runs("undisturbed", *LONG)
+    run = session_runs("uninterrupted", *LONG)
     outcome = run.forge("train", *TWO_RANKS)
     assert outcome.code == 0, outcome.text
     return run

@@ -288,7 +288,7 @@ def name_another_tokenizer(run: Run) -> None:
         (name_another_tokenizer, "the checkpoint was trained with ffffffffffff"),
     ],
 )
-def test_what_is_damaged_or_missing_is_refused_and_leaves_nothing(own, tmp_path, damage, message):
+def test_what_is_corrupt_or_missing_is_refused_and_leaves_nothing(own, tmp_path, damage, message):
     damage(own)
     outcome = export(own, tmp_path / "place" / "out")
     assert outcome.code == 65, outcome.text

@@ -117,7 +117,7 @@ def test_second_sigterm_during_the_stop_changes_nothing(battered):
     assert "Traceback" not in battered.terminated.text
 
 
-def test_ranks_of_a_killed_launcher_commit_and_the_same_command_goes_on_there(battered):
+def test_ranks_of_a_killed_launcher_commit_and_the_same_command_resumes_there(battered):
     assert battered.resumed_at >= battered.killed_at
     assert battered.orphans_left == []
     assert "waiting for" in battered.finished.text
@@ -129,9 +129,9 @@ def test_loss_of_one_rank_is_recorded_and_made_good(battered):
     assert "restarting from the last checkpoint" in battered.finished.text
 
 
-def test_run_hit_by_everything_ends_as_the_undisturbed_one(battered, undisturbed):
-    assert battered.run.weights_digest() == undisturbed.weights_digest()
-    expected = dict(undisturbed.losses())
+def test_run_hit_by_everything_ends_as_the_uninterrupted_one(battered, uninterrupted):
+    assert battered.run.weights_digest() == uninterrupted.weights_digest()
+    expected = dict(uninterrupted.losses())
     assert sorted(expected) == list(range(1, GOAL + 1))
     losses = battered.run.losses()
     assert {step for step, _ in losses} == set(expected)
@@ -176,7 +176,7 @@ def test_stop_before_the_ranks_are_up_stops_and_starts_nothing_again(runs):
     assert living() == []
 
 
-def test_stop_at_step_0_keeps_nothing_and_changes_nothing(runs, undisturbed):
+def test_stop_at_step_0_keeps_nothing_and_changes_nothing(runs, uninterrupted):
     run = runs("at-zero", *LONG)
     started = run.start("train", *TWO_RANKS)
     wait_until(lambda: len(list(run.paths.launches.glob("*/rank-?.pid"))) == 2, "the ranks")
@@ -186,8 +186,8 @@ def test_stop_at_step_0_keeps_nothing_and_changes_nothing(runs, undisturbed):
     assert outcome.code == 75, outcome.text
     assert (run.step(), resume.latest(run.paths)) == (0, None)
     assert run.forge("train", *TWO_RANKS).code == 0
-    assert run.weights_digest() == undisturbed.weights_digest()
-    assert run.losses() == undisturbed.losses()
+    assert run.weights_digest() == uninterrupted.weights_digest()
+    assert run.losses() == uninterrupted.losses()
 
 
 def test_deadline_stops_in_time_with_a_checkpoint(runs):
@@ -214,7 +214,7 @@ def test_checkpoints_are_due_by_the_clock_as_well(runs):
     assert saved[-1] == 60
 
 
-def test_starts_that_get_nowhere_end_with_70_and_their_reasons_and_then_may_go_on(runs):
+def test_starts_that_get_nowhere_end_with_70_and_their_reasons_and_then_may_continue(runs):
     run = runs("stuck", *ENDLESS)
     limit = "--machine.max_restarts_without_progress=2"
     for number in (1, 2):
@@ -233,8 +233,10 @@ def test_starts_that_get_nowhere_end_with_70_and_their_reasons_and_then_may_go_o
     assert again.end().code == 75
 
 
-def test_damaged_newest_checkpoint_costs_one_interval_and_no_bit_of_the_end(undisturbed, tmp_path):
-    run = undisturbed.copy(tmp_path / "damaged")
+def test_corrupt_newest_checkpoint_costs_one_interval_and_no_bit_of_the_end(
+    uninterrupted, tmp_path
+):
+    run = uninterrupted.copy(tmp_path / "damaged")
     run.paths.trained.unlink()
     file = next(resume.latest(run.paths).folder.glob("*.distcp"))
     content = bytearray(file.read_bytes())
@@ -245,4 +247,4 @@ def test_damaged_newest_checkpoint_costs_one_interval_and_no_bit_of_the_end(undi
     assert "has another digest" in again.text
     assert [event["checkpoint"] for event in run.events("quarantine")] == ["step-00000200"]
     assert run.events("init")[-1]["step"] == 195
-    assert run.losses()[-6:-1] == undisturbed.losses()[-5:]
+    assert run.losses()[-6:-1] == uninterrupted.losses()[-5:]

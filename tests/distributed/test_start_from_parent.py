@@ -52,9 +52,9 @@ def test_unchanged_settings_give_the_weights_of_the_parents_own_continuation(bas
 
 
 def test_two_ranks_with_dropout_start_from_a_parent_as_they_resume_also_after_a_stop_before_a_step(
-    undisturbed, tmp_path
+    uninterrupted, tmp_path
 ):
-    base = undisturbed.copy(tmp_path / "base")
+    base = uninterrupted.copy(tmp_path / "base")
     step = checkpoint_step(directory.committed(base.paths.checkpoints)[0].name)
     child = child_of(base, "child", f"base@{step}")
     started = child.start("train", *TWO_RANKS)
@@ -81,7 +81,7 @@ TOO_HOT = (
 )
 
 
-def test_run_that_diverged_goes_on_under_a_new_name_with_a_lower_rate(runs):
+def test_run_that_diverged_resumes_under_a_new_name_with_a_lower_rate(runs):
     hot = runs("hot", *TOO_HOT)
     diverged = hot.forge("train")
     assert diverged.code == 70, diverged.text

@@ -29,9 +29,9 @@ LAST, BEFORE = f"step-{GOAL:08d}", "step-00000195"
 
 
 @pytest.fixture
-def run(undisturbed, tmp_path):
+def run(uninterrupted, tmp_path):
     """A finished run with two checkpoints; its last one was found valid."""
-    copy = undisturbed.copy(tmp_path / "copied")
+    copy = uninterrupted.copy(tmp_path / "copied")
     Validated(step=GOAL, checkpoint_digest="d" * 64).write(copy.paths.validated)
     return copy
 
@@ -205,7 +205,7 @@ def test_when_all_are_corrupt_all_are_moved_and_the_run_starts_again(run):
     assert not run.paths.latest.is_symlink() and not run.paths.trained.exists()
 
 
-def test_latest_that_points_to_nothing_is_told_and_mended(run):
+def test_latest_that_points_to_nothing_is_reported_and_repaired(run):
     shutil.rmtree(run.paths.checkpoints / LAST)
     outcome = cheaply(run, "--all")
     assert outcome.code == 65 and f"points to {LAST}, which does not exist" in outcome.text

@@ -1,4 +1,4 @@
-"""A tiny run, undisturbed and in the middle of its way, that the tests of faults begin with."""
+"""A tiny run, uninterrupted and in the middle of its way, that the tests of faults begin with."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def runs(science: Path, tmp_path: Path) -> Callable[..., FaultyRun]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(session_runs: Callable[..., FaultyRun]) -> Callable[[int], Story]:
+def uninterrupted(session_runs: Callable[..., FaultyRun]) -> Callable[[int], Story]:
     """What a run of so many ranks is, when nothing happens to it."""
     told: dict[int, Story] = {}
 
     def tell(ranks: int) -> Story:
         if ranks not in told:
-            run = session_runs(f"undisturbed-{ranks}", ranks)
+            run = session_runs(f"uninterrupted-{ranks}", ranks)
             ended = run.train()
             assert ended.code == 0, ended.text
             told[ranks] = run.story()

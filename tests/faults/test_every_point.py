@@ -1,6 +1,6 @@
 """Against every fault at every point of save, commit, prune, load and reading of data.
 
-After each the next start ends with the weights, losses and samples of the undisturbed run, or with
+After each the next start ends with the weights, losses and samples of the uninterrupted run, or with
 the designed error. `make faults` goes through all cases, `make test` through some.
 """
 
@@ -20,7 +20,9 @@ from forge.core.errors import Exit
 
 
 @pytest.mark.parametrize("case", chosen(), ids=lambda case: case.name)
-def test_the_next_start_ends_as_the_undisturbed_run(case, runs, resumable, undisturbed, tmp_path):
+def test_the_next_start_ends_as_the_uninterrupted_run(
+    case, runs, resumable, uninterrupted, tmp_path
+):
     run, shard = _stage(case, runs, resumable, tmp_path)
     before = len(run.starts())
     ended = run.train(*case.faults(shard), more=IMPATIENT if case.kind == "stop" else ())
@@ -32,7 +34,7 @@ def test_the_next_start_ends_as_the_undisturbed_run(case, runs, resumable, undis
     if ended.code != Exit.DONE:
         ended = _end_after(case, run, Path(shard), ended)
     assert ended.code == Exit.DONE, ended.text
-    assert run.story() == undisturbed(case.ranks)
+    assert run.story() == uninterrupted(case.ranks)
     assert bool(run.quarantined()) == case.is_quarantined, ended.text
     run.assert_whole()
     _assert_little_is_lost(case, run, struck[0]["newest"])

@@ -34,7 +34,7 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("point", ["save.begin", "save.write", "commit.manifest"])
 def test_disk_that_fills_up_ends_with_69_and_the_last_checkpoint(
-    point, runs, undisturbed, small_disk
+    point, runs, uninterrupted, small_disk
 ):
     run = runs("full", 1, f"--results={small_disk}")
     run = dataclasses.replace(run, folder=small_disk / "full")
@@ -51,21 +51,21 @@ def test_disk_that_fills_up_ends_with_69_and_the_last_checkpoint(
     (small_disk / "filler").unlink()
     again = run.train()
     assert again.code == Exit.DONE, again.text
-    assert run.story() == undisturbed(1)
+    assert run.story() == uninterrupted(1)
     run.assert_whole()
 
 
-def test_file_that_is_cut_before_its_digest_is_taken_is_not_committed(runs, undisturbed):
+def test_file_that_is_cut_before_its_digest_is_taken_is_not_committed(runs, uninterrupted):
     """Else its digest would be right, and every start would end in the load."""
     run = runs("cut", 1)
     ended = run.train(Fault("truncate", "save.sync", step=2 * INTERVAL))
     assert ended.code == Exit.UNFIT, ended.text
     assert "were written" in ended.text
     assert run.train().code == Exit.DONE
-    assert run.story() == undisturbed(1)
+    assert run.story() == uninterrupted(1)
 
 
-def test_rank_with_the_reason_tells_it_also_when_the_others_fail_first(runs, undisturbed):
+def test_rank_with_the_reason_tells_it_also_when_the_others_fail_first(runs, uninterrupted):
     """Else both ranks tell of each other only, and the command starts again on a full disk."""
     run = runs("slow", 2)
     full = Fault("enospc", "commit.rename", step=2 * INTERVAL)
@@ -74,4 +74,4 @@ def test_rank_with_the_reason_tells_it_also_when_the_others_fail_first(runs, und
     assert "No space left on device" in ended.text
     assert run.starts() == [0]
     assert run.train().code == Exit.DONE
-    assert run.story() == undisturbed(2)
+    assert run.story() == uninterrupted(2)

@@ -25,7 +25,7 @@ ASLEEP = {
 
 @pytest.mark.parametrize("collective", list(ASLEEP)[: len(ASLEEP) if EVERYTHING else 2])
 def test_rank_that_is_stopped_is_named_with_the_collective(
-    collective, runs, resumable, undisturbed
+    collective, runs, resumable, uninterrupted
 ):
     fault = ASLEEP[collective]
     run = (resumable if fault.point in LOADING else runs)("asleep", 2)
@@ -36,11 +36,11 @@ def test_rank_that_is_stopped_is_named_with_the_collective(
     assert f"rank {fault.rank} of 2 exited without a record" in lost["message"]
     assert f"rank {1 - fault.rank} saw: {collective}: " in lost["message"]
     assert lost["message"] in ended.text
-    assert run.story() == undisturbed(2)
+    assert run.story() == uninterrupted(2)
     run.assert_whole()
 
 
-def test_rank_that_dies_is_noticed_at_once(runs, undisturbed):
+def test_rank_that_dies_is_noticed_at_once(runs, uninterrupted):
     run = runs("dead", 2, "--machine.fabric.timeout_sec=60")
     ended = run.train(Fault("kill", "data.read", at=8, rank=1))
     assert ended.code == Exit.DONE, ended.text
@@ -49,4 +49,4 @@ def test_rank_that_dies_is_noticed_at_once(runs, undisturbed):
     assert "rank 1 of 2 exited without a record" in lost["message"]
     assert "all-reduce of gradients in step 8: " in lost["message"] and "by peer" in lost["message"]
     assert "typically" not in lost["message"]  # Gloo's advice to look into logs
-    assert run.story() == undisturbed(2)
+    assert run.story() == uninterrupted(2)

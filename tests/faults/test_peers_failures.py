@@ -11,28 +11,28 @@ from forge.checkpoint import directory, resume
 from forge.core.errors import Exit
 
 
-def go_on(run, undisturbed, ranks):
-    """The same command again ends as the undisturbed run."""
+def go_on(run, uninterrupted, ranks):
+    """The same command again ends as the uninterrupted run."""
     ended = run.train()
     assert ended.code == Exit.DONE, ended.text
-    assert run.story() == undisturbed(ranks)
+    assert run.story() == uninterrupted(ranks)
     run.assert_whole()
     return ended
 
 
 @pytest.mark.parametrize("point", ["save.write", "commit.rename", "commit.latest"])
-def test_killed_during_the_first_save_the_next_start_trains_on(point, runs, undisturbed):
+def test_killed_during_the_first_save_the_next_start_trains_on(point, runs, uninterrupted):
     """There every restart crashed, for ever."""
     run = runs(f"first-save-{point.replace('.', '-')}", 1)
     ended = run.train(Fault("power", point, step=INTERVAL))
     assert ended.code == -9, ended.text
     assert not run.paths.latest.exists()
-    go_on(run, undisturbed, 1)
+    go_on(run, uninterrupted, 1)
     # With its final name the folder is committed, and the next start points `latest` to it.
     assert run.starts() == [0, INTERVAL if point == "commit.latest" else 0]
 
 
-def test_killed_between_two_files_of_a_save_resumes_weights_and_step_together(runs, undisturbed):
+def test_killed_between_two_files_of_a_save_resumes_weights_and_step_together(runs, uninterrupted):
     """There the next start had trained weights, at step 0."""
     run = runs("between-files", 1)
     ended = run.train(Fault("power", "save.sync", at=2, step=2 * INTERVAL))
@@ -40,12 +40,12 @@ def test_killed_between_two_files_of_a_save_resumes_weights_and_step_together(ru
     [written] = run.paths.checkpoints.glob(f"{directory.TEMPORARY}*")
     assert len(list(written.iterdir())) >= 1
     assert resume.latest(run.paths).step == INTERVAL
-    go_on(run, undisturbed, 1)
+    go_on(run, uninterrupted, 1)
     assert run.starts() == [0, INTERVAL]
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_stop_signals_that_reach_two_ranks_apart_end_in_one_agreed_stop(first, runs, undisturbed):
+def test_stop_signals_that_reach_two_ranks_apart_end_in_one_agreed_stop(first, runs, uninterrupted):
     """There they ended in mismatched collectives and an empty step folder."""
     run = runs(f"apart-{first}", 2)
     signals = (
@@ -58,7 +58,7 @@ def test_stop_signals_that_reach_two_ranks_apart_end_in_one_agreed_stop(first, r
     assert [event["step"] for event in run.events("stop")] == [7]
     assert resume.latest(run.paths).step == 7
     run.assert_whole()
-    go_on(run, undisturbed, 2)
+    go_on(run, uninterrupted, 2)
     assert run.steps_lost() == 0
 
 
@@ -79,7 +79,7 @@ def test_numbers_that_are_not_finite_behind_a_finite_loss_are_never_committed(po
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_second_sigterm_during_the_last_save_does_not_end_it(ranks, runs, undisturbed):
+def test_second_sigterm_during_the_last_save_does_not_end_it(ranks, runs, uninterrupted):
     """There it was killed after `graceful shutdown` had been logged."""
     run = runs(f"twice-{ranks}", ranks)
     stop_at = 2 * INTERVAL + 1
@@ -95,7 +95,7 @@ def test_second_sigterm_during_the_last_save_does_not_end_it(ranks, runs, undist
     assert f"step {stop_at}: committed" in ended.text
     assert resume.latest(run.paths).step == stop_at
     run.assert_whole()
-    go_on(run, undisturbed, ranks)
+    go_on(run, uninterrupted, ranks)
     assert (run.steps_lost(), len(run.losses())) == (0, GOAL)
 
 

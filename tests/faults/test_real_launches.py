@@ -1,7 +1,7 @@
 """Against proofs that hold for forked ranks only: the same faults in ranks that are really launched.
 
 The command is a process, torchrun starts two ranks, and what comes out must be equal to the last bit
-to what the forked ranks of the undisturbed run came to.
+to what the forked ranks of the uninterrupted run came to.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ def _nothing_outlives_its_test(monkeypatch):
 @pytest.mark.parametrize(
     "case", CASES if EVERYTHING else [SIMPLEST], ids=lambda case: f"launched-{case.name}"
 )
-def test_launched_ranks_end_as_the_undisturbed_run(case, runs, resumable, undisturbed, tmp_path):
-    expected = undisturbed(case.ranks)
+def test_launched_ranks_end_as_the_uninterrupted_run(
+    case, runs, resumable, uninterrupted, tmp_path
+):
+    expected = uninterrupted(case.ranks)
     name = case.name.replace(".", "-")
     run = (resumable if case.point in LOADING else runs)(name, case.ranks)
     [fault] = case.faults("")

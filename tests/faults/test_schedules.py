@@ -32,7 +32,7 @@ def interruptions(draw: st.DrawFn, ranks: int) -> Fault:
 @pytest.mark.timeout(580)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_random_interruptions_change_nothing(ranks, part, session_runs, undisturbed):
+def test_random_interruptions_change_nothing(ranks, part, session_runs, uninterrupted):
     seed = SEED + part
     print(f"FORGE_FAULTS_SEED={SEED} brings these schedules back")
 
@@ -57,7 +57,7 @@ def test_random_interruptions_change_nothing(ranks, part, session_runs, undistur
             assert ended.code in (wanted, Exit.DONE), ended.text
         ended = run.train()
         assert ended.code == Exit.DONE, ended.text
-        assert run.story() == undisturbed(ranks)
+        assert run.story() == uninterrupted(ranks)
         run.assert_whole()
 
     is_unchanged()

@@ -16,7 +16,7 @@ SAME_LOSS = 1e-5
 
 @pytest.fixture(scope="module")
 def alone(session_runs):
-    """The undisturbed run on one rank."""
+    """The uninterrupted run on one rank."""
     run = session_runs("alone", 1, *SETTINGS)
     ended = run.train()
     assert ended.code == Exit.DONE, ended.text

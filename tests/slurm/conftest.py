@@ -23,7 +23,7 @@ from tools.slurm_cluster.machines import ClusterError
 from tools.slurm_cluster.settings import Settings
 from tools.slurm_cluster.temporary import temporary_cluster
 
-from .job_run import JobRun, Undisturbed, write_science
+from .job_run import JobRun, Uninterrupted, write_science
 from .project import Project
 
 HERE = Path(__file__).parent
@@ -118,11 +118,11 @@ def science(cluster_of_this_process: Cluster) -> Path:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(science: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+def uninterrupted(science: Path, tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
     """The tiny training without any trouble, one for all processes of this pytest run."""
     own = tmp_path_factory.getbasetemp()
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-    return Undisturbed(science, shared / "undisturbed")
+    return Uninterrupted(science, shared / "uninterrupted")
 
 
 @pytest.fixture

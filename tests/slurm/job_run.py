@@ -216,7 +216,7 @@ class JobRun(Progress):
 
 
 @dataclass(frozen=True)
-class Undisturbed:
+class Uninterrupted:
     """The same science without any trouble: what every case must end with. Trained on this machine
     outside of Slurm, once for each world size that a case asks for. Several processes may have an
     object for the same results: the others wait for the one that trains."""

@@ -203,7 +203,7 @@ def test_daemons_restart_and_the_queue_survives(whole_cluster: Cluster) -> None:
     assert whole_cluster.job(job)["JobState"] == "PENDING"
 
 
-def test_configuration_changes_and_goes_back(whole_cluster: Cluster) -> None:
+def test_configuration_changes_and_is_restored(whole_cluster: Cluster) -> None:
     def timeout() -> str:
         config = whole_cluster.run("scontrol", "show", "config").stdout
         return next(line for line in config.splitlines() if line.startswith("SlurmdTimeout"))

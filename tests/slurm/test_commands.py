@@ -1,5 +1,5 @@
 """Commands that people give at night: Ctrl-C, a killed login process, the same command twice, an edit
-while the job waits. One trainer at the most, and the weights of the undisturbed run."""
+while the job waits. One trainer at the most, and the weights of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
-from .job_run import GOAL, PAUSE, Undisturbed, paused
+from .job_run import GOAL, PAUSE, Uninterrupted, paused
 from .project import Project
 
 Nodes = Callable[[int], list[str]]
@@ -22,8 +22,8 @@ def all_jobs_gone(cluster: Cluster, project: Project, timeout: float) -> None:
     wait_until(lambda: not ids & {job["id"] for job in cluster.squeue()}, timeout, "an empty queue")
 
 
-def test_ctrl_c_leaves_a_checkpoint_and_no_job_and_the_next_command_goes_on(
-    new_project: NewProject, cluster: Cluster, undisturbed: Undisturbed
+def test_ctrl_c_leaves_a_checkpoint_and_no_job_and_the_next_command_resumes(
+    new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:
     project = new_project()
     command = project.start(env=paused())
@@ -37,11 +37,11 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_job_and_the_next_command_goes_on(
     [stop] = run.events("stop")
     assert stop["step"] >= PAUSE
     assert project.end(project.start()) == 0, project.said()
-    undisturbed.equals(run)
+    uninterrupted.equals(run)
 
 
 def test_second_command_after_a_killed_one_names_the_job_that_still_trains(
-    new_project: NewProject, undisturbed: Undisturbed
+    new_project: NewProject, uninterrupted: Uninterrupted
 ) -> None:
     project = new_project()
     command = project.start(env=paused())
@@ -59,12 +59,12 @@ def test_second_command_after_a_killed_one_names_the_job_that_still_trains(
     project.run().end_pause()
     assert project.end(third) == 0, project.said()
     assert len(project.run().events("launch")) == 1
-    undisturbed.equals(project.run())
+    uninterrupted.equals(project.run())
     assert project.run().paths.report.exists()
 
 
 def test_same_command_given_twice_at_once_trains_once(
-    new_project: NewProject, undisturbed: Undisturbed
+    new_project: NewProject, uninterrupted: Uninterrupted
 ) -> None:
     project = new_project()
     commands = [project.start(), project.start()]
@@ -73,13 +73,13 @@ def test_same_command_given_twice_at_once_trains_once(
     refused = project.output(0 if codes[0] else 1)
     assert "is being written by `snakemake`" in refused
     assert len(project.submitted()) == 2  # the allocation and the validation, once
-    undisturbed.equals(project.run())
+    uninterrupted.equals(project.run())
     trained = [line["step"] for line in project.run().train_lines()]
     assert trained == list(range(1, GOAL + 1))
 
 
 def test_job_in_the_queue_keeps_the_config_it_was_submitted_with(
-    new_project: NewProject, cluster: Cluster, undisturbed: Undisturbed
+    new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:
     project = new_project()
     names = sorted(set(cluster.nodes) - set(project.excluded()))
@@ -104,5 +104,5 @@ def test_job_in_the_queue_keeps_the_config_it_was_submitted_with(
         project.said,
         every=0.2,
     )
-    undisturbed.equals(project.run())
+    uninterrupted.equals(project.run())
     command.kill_group()  # it waits for validation in its own time

@@ -13,7 +13,7 @@ from forge.core.files import read_json
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
-from .job_run import Undisturbed, paused
+from .job_run import Uninterrupted, paused
 from .project import Project
 
 NewProject = Callable[..., Project]
@@ -52,7 +52,7 @@ def test_held_job_is_named_and_its_cancellation_ends_the_command_soon(
     assert "Error in" not in project.output() and "Logfile" not in project.output()
 
 
-def test_job_on_nodes_that_do_not_see_the_project_is_told_as_such(
+def test_job_on_nodes_that_do_not_see_the_project_is_reported_as_such(
     new_project: NewProject, whole_cluster: Cluster
 ) -> None:
     project = new_project()
@@ -80,7 +80,7 @@ def test_run_that_fails_keeps_no_other_run_of_the_sheet_from_being_validated(
 
 
 def test_both_daemons_away_for_half_a_minute_are_waited_for_in_the_queue_and_in_training(
-    new_project: NewProject, whole_cluster: Cluster, undisturbed: Undisturbed
+    new_project: NewProject, whole_cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:
     project = new_project(machine=HELD)
     command = project.start(env=paused())
@@ -95,7 +95,7 @@ def test_both_daemons_away_for_half_a_minute_are_waited_for_in_the_queue_and_in_
     project.run().end_pause()
     assert project.end(command) == 0, project.said()
     assert project.submitted()[0] == job and len(project.submitted()) == 2
-    undisturbed.equals(project.run())
+    uninterrupted.equals(project.run())
 
 
 def test_job_that_slurm_has_forgotten_is_judged_by_its_completion_record(

@@ -1,5 +1,5 @@
 """Nodes, ranks and daemons that are lost in the middle of a training: it goes on by itself, from the
-last checkpoint at the latest, and ends with the weights of the undisturbed run."""
+last checkpoint at the latest, and ends with the weights of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tools.slurm_cluster.cluster import Cluster
 
-from .job_run import MOST_LOST, JobRun, Undisturbed, measure
+from .job_run import MOST_LOST, JobRun, Uninterrupted, measure
 
 BOTH = pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 NewRun = Callable[..., JobRun]
@@ -19,7 +19,7 @@ NewRun = Callable[..., JobRun]
 
 @BOTH
 def test_killed_rank_is_started_again_inside_the_allocation(
-    new_run: NewRun, undisturbed: Undisturbed, launcher: str
+    new_run: NewRun, uninterrupted: Uninterrupted, launcher: str
 ) -> None:
     run = new_run(launcher, ranks_per_node=2)
     job = run.submit()
@@ -29,13 +29,13 @@ def test_killed_rank_is_started_again_inside_the_allocation(
     run.end_pause()
     ended = run.wait_for_end(job)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0")
-    undisturbed.equals(run)
+    uninterrupted.equals(run)
     assert measure("a rank killed", run, event)["steps_lost"] <= MOST_LOST
 
 
 @BOTH
 def test_power_cut_sends_the_job_to_other_nodes(
-    new_run: NewRun, undisturbed: Undisturbed, launcher: str, cluster: Cluster
+    new_run: NewRun, uninterrupted: Uninterrupted, launcher: str, cluster: Cluster
 ) -> None:
     run = new_run(launcher, on=3)
     job = run.submit()
@@ -45,12 +45,12 @@ def test_power_cut_sends_the_job_to_other_nodes(
     run.end_pause()
     ended = run.wait_for_end(job)
     assert ended["JobState"] == "COMPLETED"
-    undisturbed.equals(run)
+    uninterrupted.equals(run)
     assert measure("power cut", run, event)["steps_lost"] <= MOST_LOST
 
 
 def test_cut_cable_sends_the_job_to_other_nodes(
-    new_run: NewRun, undisturbed: Undisturbed, cluster: Cluster
+    new_run: NewRun, uninterrupted: Uninterrupted, cluster: Cluster
 ) -> None:
     run = new_run(on=3)
     job = run.submit()
@@ -60,5 +60,5 @@ def test_cut_cable_sends_the_job_to_other_nodes(
     run.end_pause()
     ended = run.wait_for_end(job)
     assert ended["JobState"] == "COMPLETED"
-    undisturbed.equals(run)
+    uninterrupted.equals(run)
     assert measure("cable cut", run, event)["steps_lost"] <= MOST_LOST

@@ -192,7 +192,7 @@ def test_torch_that_one_node_cannot_import_is_found_by_trying_halves(
     assert exclude.read(found.paths.bad_nodes) == [names[0]]
 
 
-def test_uneven_allocation_is_told_as_what_slurm_gave(
+def test_uneven_allocation_is_reported_as_what_slurm_gave(
     nodes: Callable[[int], list[str]], cluster: Cluster, science: Path, shared_folder: Path
 ) -> None:
     """4 tasks on 2 nodes without --ntasks-per-node: Slurm gives 3 + 1. A network was blamed."""

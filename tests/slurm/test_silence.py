@@ -12,14 +12,14 @@ import pytest
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
-from .job_run import MOST_LOST, JobRun, Undisturbed, measure
+from .job_run import MOST_LOST, JobRun, Uninterrupted, measure
 
 NewRun = Callable[..., JobRun]
 
 
 @pytest.mark.parametrize("cut", ["power_cut", "cable_cut"])
 def test_ranks_leave_a_silent_node_before_slurm_has_noticed(
-    new_run: NewRun, undisturbed: Undisturbed, whole_cluster: Cluster, cut: str
+    new_run: NewRun, uninterrupted: Uninterrupted, whole_cluster: Cluster, cut: str
 ) -> None:
     whole_cluster.configure(SlurmdTimeout=600)
     run = new_run(on=4)
@@ -36,13 +36,13 @@ def test_ranks_leave_a_silent_node_before_slurm_has_noticed(
     whole_cluster.run("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=lost")
     ended = run.wait_for_end(job)
     assert ended["JobState"] == "COMPLETED"
-    undisturbed.equals(run)
+    uninterrupted.equals(run)
     row = measure(f"{cut.replace('_', ' ')}, Slurm slow to notice", run, event)
     assert row["steps_lost"] <= MOST_LOST
 
 
 def test_spare_node_takes_over_without_the_queue(
-    new_run: NewRun, undisturbed: Undisturbed, whole_cluster: Cluster
+    new_run: NewRun, uninterrupted: Uninterrupted, whole_cluster: Cluster
 ) -> None:
     whole_cluster.configure(SlurmdTimeout=600)
     run = new_run(on=3)
@@ -56,12 +56,12 @@ def test_spare_node_takes_over_without_the_queue(
     assert hosts[1] not in again["nodes"] and len(again["nodes"]) == 2
     wait_until(run.paths.trained.exists, 120, "the end of training", run.said, every=0.1)
     assert run.events("requeue") == []
-    undisturbed.equals(run)
+    uninterrupted.equals(run)
     assert measure("power cut, spare node", run, event)["steps_lost"] <= MOST_LOST
 
 
 def test_restarted_controller_is_not_noticed(
-    new_run: NewRun, undisturbed: Undisturbed, whole_cluster: Cluster
+    new_run: NewRun, uninterrupted: Uninterrupted, whole_cluster: Cluster
 ) -> None:
     run = new_run()
     job = run.submit()
@@ -71,11 +71,11 @@ def test_restarted_controller_is_not_noticed(
     ended = run.wait_for_end(job)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0")
     assert len(run.events("launch")) == 1
-    undisturbed.equals(run)
+    uninterrupted.equals(run)
 
 
-def test_stop_while_the_controller_is_away_still_goes_back_to_the_queue(
-    new_run: NewRun, undisturbed: Undisturbed, whole_cluster: Cluster
+def test_stop_while_the_controller_is_away_still_requeues_the_job(
+    new_run: NewRun, uninterrupted: Uninterrupted, whole_cluster: Cluster
 ) -> None:
     run = new_run()
     job = run.submit()
@@ -90,5 +90,5 @@ def test_stop_while_the_controller_is_away_still_goes_back_to_the_queue(
     run.wait_for_event("requeue", timeout=60)
     back.join(60)
     run.wait_for_end(job)
-    undisturbed.equals(run)
+    uninterrupted.equals(run)
     assert measure("SIGTERM, controller away for 8 s", run, event)["steps_lost"] == 0

@@ -1,5 +1,5 @@
 """Jobs that are stopped: by the clock, by others who come first, by a person. Each ends with the
-weights of the undisturbed run, or stays ended where a person wished it."""
+weights of the uninterrupted run, or stays ended where a person wished it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
-from .job_run import PAUSE, JobRun, Undisturbed, measure
+from .job_run import PAUSE, JobRun, Uninterrupted, measure
 
 BOTH = pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 NewRun = Callable[..., JobRun]
 
 
 @BOTH
-def test_time_limit_is_met_with_a_checkpoint_and_the_job_goes_on(
-    new_run: NewRun, undisturbed: Undisturbed, launcher: str, cluster: Cluster
+def test_time_limit_is_met_with_a_checkpoint_and_the_job_resumes(
+    new_run: NewRun, uninterrupted: Uninterrupted, launcher: str, cluster: Cluster
 ) -> None:
     run = new_run(launcher, ranks_per_node=2)
     job = run.submit("--time=10", "--signal=SIGUSR1@180")
@@ -37,12 +37,12 @@ def test_time_limit_is_met_with_a_checkpoint_and_the_job_goes_on(
     assert requeued["cause"] == "SIGUSR1"
     cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")  # one time is enough
     run.wait_for_end(job)
-    undisturbed.equals(run)
+    uninterrupted.equals(run)
     assert measure("time limit", run, event)["steps_lost"] == 0
 
 
 def test_time_limit_that_nothing_announces_is_asked_of_slurm(
-    new_run: NewRun, undisturbed: Undisturbed, cluster: Cluster
+    new_run: NewRun, uninterrupted: Uninterrupted, cluster: Cluster
 ) -> None:
     run = new_run()
     job = run.submit("--time=1")
@@ -55,13 +55,13 @@ def test_time_limit_that_nothing_announces_is_asked_of_slurm(
     assert run.wait_for_event("requeue")["cause"] == "deadline"
     cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
     run.wait_for_end(job)
-    undisturbed.equals(run)
+    uninterrupted.equals(run)
     assert measure("time limit, asked of Slurm", run, event)["steps_lost"] == 0
 
 
 @BOTH
-def test_preempted_job_goes_on_after_the_other(
-    new_run: NewRun, undisturbed: Undisturbed, launcher: str, cluster: Cluster
+def test_preempted_job_resumes_after_the_other(
+    new_run: NewRun, uninterrupted: Uninterrupted, launcher: str, cluster: Cluster
 ) -> None:
     run = new_run(launcher)
     job = run.submit("--partition=low")
@@ -72,12 +72,12 @@ def test_preempted_job_goes_on_after_the_other(
     ended = run.wait_for_end(job)
     assert ended["JobState"] == "COMPLETED"
     assert ended["Restarts"] == "1"
-    undisturbed.equals(run)
+    uninterrupted.equals(run)
     assert measure("preemption, requeue", run, event)["steps_lost"] == 0
 
 
-def test_job_that_a_preemption_would_cancel_goes_back_by_itself(
-    new_run: NewRun, undisturbed: Undisturbed, cluster: Cluster
+def test_job_that_a_preemption_would_cancel_requeues_itself(
+    new_run: NewRun, uninterrupted: Uninterrupted, cluster: Cluster
 ) -> None:
     run = new_run()
     job = run.submit("--partition=lowcancel")
@@ -87,12 +87,12 @@ def test_job_that_a_preemption_would_cancel_goes_back_by_itself(
     run.end_pause_when_told_to_stop()
     run.wait_for_event("requeue")
     assert run.wait_for_end(job)["JobState"] == "COMPLETED"
-    undisturbed.equals(run)
+    uninterrupted.equals(run)
     assert measure("preemption, cancel", run, event)["steps_lost"] == 0
 
 
 def test_cancelled_job_leaves_a_checkpoint_and_stays_ended(
-    new_run: NewRun, undisturbed: Undisturbed, cluster: Cluster
+    new_run: NewRun, uninterrupted: Uninterrupted, cluster: Cluster
 ) -> None:
     run = new_run()
     job = run.submit()
@@ -108,12 +108,12 @@ def test_cancelled_job_leaves_a_checkpoint_and_stays_ended(
     assert stop["step"] >= PAUSE
     again = run.submit()
     run.wait_for_end(again)
-    undisturbed.equals(run)
+    uninterrupted.equals(run)
     assert measure("scancel, then the command again", run, event)["steps_lost"] == 0
 
 
 def test_signal_by_scancel_sends_the_job_back(
-    new_run: NewRun, undisturbed: Undisturbed, cluster: Cluster
+    new_run: NewRun, uninterrupted: Uninterrupted, cluster: Cluster
 ) -> None:
     run = new_run()
     job = run.submit()
@@ -123,7 +123,7 @@ def test_signal_by_scancel_sends_the_job_back(
     run.end_pause_when_told_to_stop()
     assert run.wait_for_event("requeue")["cause"] == "SIGTERM"
     run.wait_for_end(job)
-    undisturbed.equals(run)
+    uninterrupted.equals(run)
     assert measure("scancel --signal=TERM", run, event)["steps_lost"] == 0
 
 

@@ -13,7 +13,7 @@ import yaml
 from forge.core.files import read_json
 from tools.slurm_cluster.cluster import Cluster
 
-from .job_run import SCIENCE, Undisturbed, paused
+from .job_run import SCIENCE, Uninterrupted, paused
 from .project import Project
 
 Nodes = Callable[[int], list[str]]
@@ -22,7 +22,7 @@ FULL_VALIDATION: dict[str, Any] = {"validate": {}}
 
 
 def test_raw_text_becomes_a_validated_checkpoint_on_several_nodes(
-    new_project: NewProject, shared_folder: Path, undisturbed: Undisturbed
+    new_project: NewProject, shared_folder: Path, uninterrupted: Uninterrupted
 ) -> None:
     project = new_project(values={"data": str(shared_folder / "data"), **FULL_VALIDATION})
     (project.folder / "config/runs.tsv").write_text("run\ttrain.seed\nbase\t0\nother\t1\n")
@@ -32,7 +32,7 @@ def test_raw_text_becomes_a_validated_checkpoint_on_several_nodes(
         assert run.paths.report.exists()
     jobs = {run.events("launch")[-1]["job"] for run in project.runs()}
     assert len(jobs) == 2  # two runs on the same data are two jobs
-    undisturbed.equals(project.run())
+    uninterrupted.equals(project.run())
     [job] = {event["job"] for event in project.run().events("launch")}
     ranks = sorted(path.name for path in project.run().paths.logs.glob(f"{job}.0.node*.log"))
     assert [name.rsplit(".", 2)[1] for name in ranks] == ["0", "1"]
@@ -41,7 +41,7 @@ def test_raw_text_becomes_a_validated_checkpoint_on_several_nodes(
 
 
 def test_job_preempted_before_it_trains_is_waited_for(
-    new_project: NewProject, cluster: Cluster, undisturbed: Undisturbed
+    new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:
     # No GraceTime: Slurm's signal finds no step yet, and a fast machine would be done before Slurm kills.
     project = new_project(train_run={"slurm_partition": "lownow"})
@@ -56,11 +56,11 @@ def test_job_preempted_before_it_trains_is_waited_for(
     )
     assert project.end(command) == 0, project.said()
     assert int(cluster.job(job)["Restarts"]) == 1, project.said()
-    undisturbed.equals(run)
+    uninterrupted.equals(run)
 
 
 def test_accounting_that_is_down_for_half_a_minute_is_not_noticed(
-    new_project: NewProject, whole_cluster: Cluster, undisturbed: Undisturbed
+    new_project: NewProject, whole_cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:
     project = new_project()
     command = project.start(env=paused())
@@ -70,11 +70,11 @@ def test_accounting_that_is_down_for_half_a_minute_is_not_noticed(
     time.sleep(30)  # the case itself: that long it is away
     whole_cluster.start_daemon("slurmdbd")
     assert project.end(command) == 0, project.said()
-    undisturbed.equals(project.run())
+    uninterrupted.equals(project.run())
 
 
 def test_kempner_profile_runs_with_only_partition_gpus_and_backend_changed(
-    new_project: NewProject, undisturbed: Undisturbed
+    new_project: NewProject, uninterrupted: Uninterrupted
 ) -> None:
     project = new_project(
         profile="kempner",
@@ -86,7 +86,7 @@ def test_kempner_profile_runs_with_only_partition_gpus_and_backend_changed(
         },
     )
     assert project.end(project.start()) == 0, project.said()
-    undisturbed.equals(project.run())
+    uninterrupted.equals(project.run())
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_one_rank_on_one_node_is_no_special_case(
 
 
 def test_interactive_profile_trains_inside_an_allocation(
-    new_project: NewProject, cluster: Cluster, undisturbed: Undisturbed
+    new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:
     project = new_project(profile="interactive")
     others = project.excluded()
@@ -125,7 +125,7 @@ def test_interactive_profile_trains_inside_an_allocation(
     )
     out, _ = command.communicate(timeout=400)
     assert command.returncode == 0, out + project.said()
-    undisturbed.equals(project.run())
+    uninterrupted.equals(project.run())
     assert project.run().paths.report.exists()
 
 
@@ -162,7 +162,7 @@ def test_profile_that_cannot_work_is_refused_before_anything_is_submitted(
     assert project.submitted() == []
 
 
-def test_drained_node_is_told_and_waited_for(new_project: NewProject, cluster: Cluster) -> None:
+def test_drained_node_is_reported_and_waited_for(new_project: NewProject, cluster: Cluster) -> None:
     project = new_project(on=2)
     name = next(node for node in cluster.nodes if node not in project.excluded())
     update = ("scontrol", "update", f"NodeName={name}")

@@ -38,7 +38,7 @@ def test_failing_training_leaves_checkpoints_metrics_events_and_logs(project):
     assert "not finite" in project.path("report.html").read_text()
 
 
-def test_known_failure_is_not_started_again_and_the_other_runs_of_the_sheet_go_on(project):
+def test_known_failure_is_not_started_again_and_the_other_runs_of_the_sheet_continue(project):
     project.one_rank()
     header = "run\ttrain.lr\ttrain.warmup_steps\nbad\t1e30\t0\n"
     project.write_runs(header)
@@ -88,7 +88,7 @@ def small_disk(project):
     subprocess.run(["umount", "-l", str(results)], check=True)
 
 
-def test_full_disk_is_told_as_such(project, small_disk):
+def test_full_disk_is_reported_as_such(project, small_disk):
     project.one_rank()
     project.machine(preflight={"min_free_disk_gib": 0})
     code, output = project.snakemake("train")

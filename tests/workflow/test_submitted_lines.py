@@ -76,7 +76,7 @@ COMMENT = "rule_allocation-base_preflight_run_stage_run_train_run"
 ALWAYS = ["--ntasks-per-node=4", "--open-mode=append", "--signal=SIGUSR1@120"]
 
 
-def test_kempner_asks_for_whole_h100_nodes_with_one_task_a_gpu(submitted):
+def test_kempner_asks_for_full_h100_nodes_with_one_task_a_gpu(submitted):
     assert submitted("kempner") == [
         *COMMON,
         COMMENT,

@@ -62,7 +62,7 @@ def test_decay_stays_as_at_the_first_start_when_the_goal_is_raised(paths):
         ({"warmup_steps": 0, "max_steps": 1}, None, None),
     ],
 )
-def test_warmup_that_never_ends_is_told_until_the_goal_is_reached(paths, keys, step, said):
+def test_warmup_that_never_ends_is_reported_until_the_goal_is_reached(paths, keys, step, said):
     """max_steps only stops, so it may be small; but nobody should wonder why the loss is high."""
     config = config_of(**{f"train.{key}": value for key, value in keys.items()})
     saved = save(paths, step, config=config) if step else None

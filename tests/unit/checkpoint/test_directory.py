@@ -164,7 +164,7 @@ def test_save_without_room_is_refused_before_anything_is_written(paths):
     assert resume.latest(paths).step == 10
 
 
-def test_full_disk_is_told_and_keeps_the_last_checkpoint(paths, monkeypatch):
+def test_full_disk_is_reported_and_keeps_the_last_checkpoint(paths, monkeypatch):
     save(paths, 10)
 
     def full(*_):

@@ -200,7 +200,7 @@ def test_corrupt_checkpoint_goes_to_quarantine_and_the_previous_one_is_used(path
     assert [e["checkpoint"] for e in json_lines.read(paths.events)] == ["step-00000020"]
 
 
-def test_without_a_valid_checkpoint_training_starts_afresh_with_a_warning_or_is_refused(
+def test_without_a_valid_checkpoint_training_starts_at_step_0_with_a_warning_or_is_refused(
     paths, capsys
 ):
     saved = save(paths, 10)

@@ -194,7 +194,7 @@ def test_output_of_an_earlier_job_is_no_success_of_a_forgotten_one(command, watc
     assert "did not write its outputs" in watch._executor.said[-1]
 
 
-def test_forgotten_job_without_a_record_fails_by_name_and_is_not_asked_for_for_ever(
+def test_forgotten_job_without_a_record_fails_by_name_and_is_not_asked_for_forever(
     command, watch, info
 ):
     assert check(watch, info) == [info]  # its files may show up late
@@ -209,7 +209,7 @@ def test_forgotten_job_is_asked_of_accounting(command, watch, info):
     assert f"was cancelled by {pwd.getpwuid(os.getuid()).pw_name}" in watch._executor.said[-1]
 
 
-def test_job_that_accounting_still_thinks_to_run_is_not_asked_for_for_ever(command, watch, info):
+def test_job_that_accounting_still_thinks_to_run_is_not_asked_for_forever(command, watch, info):
     command("sacct", "echo RUNNING")
     assert check(watch, info) == [info]
     time.sleep(0.6)
@@ -248,7 +248,7 @@ def test_who_cancelled_is_asked_until_accounting_has_it(command, watch, info, tm
     assert "cancelled by user 4294" in watch._executor.said[-1]
 
 
-def test_cancellation_is_told_where_accounting_is_away(command, watch, info, monkeypatch):
+def test_cancellation_is_reported_where_accounting_is_away(command, watch, info, monkeypatch):
     monkeypatch.setattr(job_watch, "WHO_SEC", 0.1)
     lists(command, "CANCELLED")
     command("sacct", SILENT)

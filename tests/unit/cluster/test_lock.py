@@ -188,7 +188,7 @@ def test_lock_of_a_slurm_job_that_ended_or_restarted_is_taken_over(
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "COMPLETING", "PENDING"])
-def test_lock_of_a_slurm_job_that_goes_on_is_refused_by_its_number(tmp_path, slurm_says, state):
+def test_lock_of_a_running_slurm_job_is_refused_by_its_number(tmp_path, slurm_says, state):
     held_by_job(tmp_path)
     slurm_says(state)
     with pytest.raises(UnfitError, match=f"job 42 is {state}") as caught, lock(tmp_path, "train"):
@@ -209,7 +209,7 @@ def test_holder_on_another_host_is_refused_with_what_to_do(tmp_path):
     ["", "{half", "[]", "null", '{"format": 1, "command": "train"}', "\0" * 99],
     ids=["empty", "half", "list", "null", "without a holder", "zeros after a power cut"],
 )
-def test_damaged_lock_does_not_lock_a_run_for_ever(tmp_path, content, capfd):
+def test_corrupt_lock_does_not_lock_a_run_forever(tmp_path, content, capfd):
     (tmp_path / ".lock").write_text(content)
     with lock(tmp_path, "train"):
         assert pid_in(tmp_path) == os.getpid()

@@ -126,7 +126,7 @@ def test_cores_are_shared_out_among_ranks(node, ranks, threads):
     assert settings(ranks)[0][:2] == ("OMP_NUM_THREADS", threads)
 
 
-def test_what_the_user_exported_wins_and_is_told(monkeypatch):
+def test_what_the_user_exported_wins_and_is_reported(monkeypatch):
     monkeypatch.setenv("NCCL_IB_DISABLE", "0")
     monkeypatch.delenv("NCCL_DEBUG", raising=False)
     wanted = [Setting("NCCL_IB_DISABLE", "1", "a"), Setting("NCCL_DEBUG", "INFO", "b")]

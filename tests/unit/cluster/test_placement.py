@@ -106,7 +106,7 @@ def test_a_job_with_too_few_nodes_is_refused(monkeypatch):
         placement.find_placement(load_machine(None, {"launcher": "srun"}), WorldLayout(4, 2))
 
 
-def test_allocation_with_too_few_cores_on_one_node_is_told_as_slurm_gave_it(monkeypatch):
+def test_allocation_with_too_few_cores_on_one_node_is_reported_as_slurm_gave_it(monkeypatch):
     job = replace(JOB, nodes=("n1", "n2"), cpus_per_task=1, cpus=(("n1", 3), ("n2", 1)))
     monkeypatch.setattr(slurm, "this_job", lambda: job)
     machine = load_machine(None, {"launcher": "srun"})

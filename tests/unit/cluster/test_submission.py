@@ -210,7 +210,7 @@ def test_limits_that_cannot_be_read_refuse_nothing(answers, monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["/tmp/project/results", "/dev/shm/project"])
-def test_folder_in_memory_is_told(folder):
+def test_folder_in_memory_is_reported(folder):
     lines = []
     submission.check_folders([Path(folder), Path(folder)], lines.append)
     assert len(lines) == 1

@@ -79,7 +79,7 @@ def test_overrides_win_over_the_file_and_leave_its_other_keys(tmp_path):
     assert (config.train.lr, config.train.seed) == (0.25, 7)
 
 
-def test_a_whole_section_can_be_overridden_with_json():
+def test_a_full_section_can_be_overridden_with_json():
     key, value = parse_override('--model={"dim": 64, "heads": 2}')
     assert config_of(**{key: value}).model.dim == 64
 

@@ -36,7 +36,7 @@ def names(folder):
 # --- atomic files ---------------------------------------------------------------------------------
 
 
-def test_file_appears_only_when_whole(tmp_path):
+def test_file_appears_only_when_complete(tmp_path):
     path = tmp_path / "new" / "a.json"
     with files.atomic_open(path) as file:
         file.write(b"half")
@@ -141,7 +141,7 @@ def test_trouble_of_a_disk_tells_path_and_fix(number, fix):
     assert fix in caught.value.fix
 
 
-def test_a_file_where_a_folder_should_be_is_told(tmp_path):
+def test_a_file_where_a_folder_should_be_is_reported(tmp_path):
     (tmp_path / "results").write_text("a file")
     for path in (tmp_path / "results" / "a", tmp_path / "results" / "run" / "a"):
         with pytest.raises(UnfitError, match="results"):
@@ -207,6 +207,6 @@ def test_record_that_is_no_object_or_half_a_file_is_bad_data(tmp_path, text):
     assert files.read_object(path, "step", "weights_digest")["step"] == 1
 
 
-def test_directory_where_a_record_is_expected_is_told(tmp_path):
+def test_directory_where_a_record_is_expected_is_reported(tmp_path):
     with pytest.raises(UnfitError, match="a directory is where a file is expected"):
         files.read_object(tmp_path)

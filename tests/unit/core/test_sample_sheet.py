@@ -100,13 +100,13 @@ def test_row_of_another_width_is_refused_by_its_line_in_the_file(sheet, text, li
         read_rows(sheet(text))
 
 
-def test_bad_cell_below_comments_and_blank_lines_is_told_with_its_line_in_the_file(sheet):
+def test_bad_cell_below_comments_and_blank_lines_is_reported_with_its_line_in_the_file(sheet):
     path = sheet("# c\nrun\ttrain.lr\n\n# c\nb\tfast\n")
     with pytest.raises(ConfigError, match=r"line 5 \(run b\), column train\.lr: value 'fast'"):
         run_configs({}, path)
 
 
-def test_column_below_a_value_is_told_with_its_line(sheet):
+def test_column_below_a_value_is_reported_with_its_line(sheet):
     with pytest.raises(ConfigError, match=r"line 2 \(run a\), column run\.x: value 1: cannot set"):
         run_configs({}, sheet("run\trun.x\na\t1\n"))
 

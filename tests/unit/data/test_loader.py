@@ -171,10 +171,10 @@ def test_resumed_loader_continues_with_the_same_batches(tmp_path: Path) -> None:
     windows = Windows(shards_of(tmp_path, 20_001, dtype=np.uint32), 8)
     through = loader_of(windows)
     through._steps_at_once = 5  # so that blocks of the order begin elsewhere after the resume
-    undisturbed = [through.batch(step)[0] for step in range(40)]
+    uninterrupted = [through.batch(step)[0] for step in range(40)]
     resumed = loader_of(windows)
-    assert all(torch.equal(resumed.batch(step)[0], undisturbed[step]) for step in range(23, 40))
-    assert torch.equal(resumed.batch(3)[0], undisturbed[3])  # and back again
+    assert all(torch.equal(resumed.batch(step)[0], uninterrupted[step]) for step in range(23, 40))
+    assert torch.equal(resumed.batch(3)[0], uninterrupted[3])  # and back again
 
 
 def test_targets_are_the_next_tokens(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ def heard(monkeypatch):
     return lines
 
 
-def test_each_line_is_shown_once_and_only_when_whole(tmp_path, heard):
+def test_each_line_is_shown_once_and_only_when_complete(tmp_path, heard):
     with Console(tmp_path) as launcher, open(tmp_path / MESSAGES, "ab", buffering=0) as rank:
         launcher.show()
         assert heard == []

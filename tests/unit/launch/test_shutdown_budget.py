@@ -53,7 +53,7 @@ def test_warning_names_need_window_and_the_settings_that_help():
     assert "train.checkpoint_minutes to 1.3" in told
 
 
-def test_the_same_need_is_told_once_and_a_greater_one_again():
+def test_the_same_need_is_reported_once_and_a_greater_one_again():
     found = measured(save=40.0)
     assert found.warning() and not found.warning()
     found.measure_save(90.0, 0.5)
@@ -88,7 +88,7 @@ def test_deadline_that_was_put_off_is_asked_for_before_training_stops():
     assert not found.is_due()  # and not asked again before it is near
 
 
-def test_a_limit_of_ones_own_holds_though_the_job_may_go_on(monkeypatch):
+def test_a_limit_of_ones_own_holds_though_the_job_may_continue(monkeypatch):
     now = time.time()
     job = slurm.Job("42", "RUNNING", 0, ("n1",), 1, "gpu", "x", True, now + 10_000)
     monkeypatch.setattr(slurm, "show_job", lambda *_, **__: job)

@@ -141,7 +141,7 @@ def test_network_is_read_from_what_nccl_says(log, network):
     assert network_chosen(log) == network
 
 
-def test_sockets_where_there_is_infiniband_are_told():
+def test_sockets_where_there_is_infiniband_are_reported():
     ranks = [
         rank(0, "n1", infiniband=True, network="IB mlx5_0"),
         rank(1, "n2", infiniband=True, network="Socket eth0"),

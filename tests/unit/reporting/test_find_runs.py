@@ -89,7 +89,7 @@ def test_a_run_that_is_in_the_record_and_in_the_config_is_one(project):
     assert names() == ["alpha", "beta"]
 
 
-def test_a_record_of_another_version_is_told_and_hides_no_run(project, capsys):
+def test_a_record_of_another_version_is_reported_and_hides_no_run(project, capsys):
     RecordedRun(project / "project/results/base").freeze_config()
     write_down(project / "scratch/alpha")
     WORKFLOW_RUNS.write_text('{"format": 9, "folders": {}}')

@@ -308,7 +308,7 @@ def test_a_huge_log_is_read_from_its_end(run, capsys):
         ("é\ncd\n".encode(), 5, (["cd"], True)),
     ],
 )
-def test_the_end_of_a_file_is_whole_lines(tmp_path, content, num_bytes, expected):
+def test_the_end_of_a_file_is_complete_lines(tmp_path, content, num_bytes, expected):
     (tmp_path / "log").write_bytes(content)
     assert last_lines(tmp_path / "log", num_bytes) == expected
 

@@ -120,7 +120,7 @@ def test_digest_of_the_weights_is_the_completed_or_the_validated_ones(tmp_path: 
     assert dict(summarize(run.paths).lineage)["weights digest"] == f"{100:064x}"
 
 
-def test_pictures_are_told_to_those_who_do_not_see_them(finished: RecordedRun) -> None:
+def test_pictures_have_texts_for_those_who_do_not_see_them(finished: RecordedRun) -> None:
     labels = Page(render(finished.paths)).values("aria-label")
     assert any("validation loss from 8.50 to 3.83 over steps 0 to 200" in label for label in labels)
     assert any(label.startswith("Throughput: tokens per second: median") for label in labels)
@@ -323,7 +323,9 @@ def test_run_that_is_not_there_is_refused_with_those_that_are(finished: Recorded
     assert "base" in refused.value.fix
 
 
-def test_records_that_cannot_be_read_are_told_and_the_rest_is_shown(finished: RecordedRun) -> None:
+def test_records_that_cannot_be_read_are_reported_and_the_rest_is_shown(
+    finished: RecordedRun,
+) -> None:
     finished.paths.validation.write_text('{"format": 9, "status": "valid"}')
     finished.paths.preflight.write_text('{"format": 1, "status":')
     text = Page(render(finished.paths)).text

@@ -75,7 +75,7 @@ def test_a_run_that_needs_a_person_has_a_next_command_and_no_other_has(kind):
     assert bool(found.next) == (found.state not in ("validated", "waiting", "running"))
 
 
-def test_a_lock_of_another_version_is_told_by_its_file(run):
+def test_a_lock_of_another_version_is_reported_by_its_file(run):
     hold(run)
     lock = run.paths.root / ".lock"
     write_json(lock, {**read_json(lock), "format": 9})
@@ -110,7 +110,7 @@ def test_an_error_of_a_log_that_was_overcome_is_none(run):
     assert judged(run, None).state == "stopped"
 
 
-def test_a_bug_is_told_by_its_exception(run):
+def test_a_bug_is_reported_by_its_exception(run):
     trace = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nKeyError: 7\n'
     log(run, "report.log", f"{trace}forge report: this is a bug of Forge, please report it\n")
     assert judged(run, None).reason == "report: KeyError: 7"
@@ -221,7 +221,7 @@ def test_a_run_that_never_began_has_not_started(run):
     assert (found.state, found.step) == ("not started", None)
 
 
-def test_a_stop_says_its_cause_and_how_to_go_on(run):
+def test_a_stop_says_its_cause_and_how_to_resume(run):
     train(run)
     run.event(happenings.stop("SIGTERM", 40))
     assert now(judged(run, None)) == "SIGTERM: rerun the command to resume"

@@ -52,7 +52,7 @@ def test_a_run_that_does_not_train_has_no_time_of_arrival(run):
     assert row(run.paths, None).eta_sec is None
 
 
-def test_a_log_of_another_version_is_told_and_hides_no_other_run(run, tmp_path):
+def test_a_log_of_another_version_is_reported_and_hides_no_other_run(run, tmp_path):
     train(run)
     old = RecordedRun(tmp_path / "old")
     old.paths.events.write_text('{"time": 1, "event": "launch", "launch": "a"}\n')

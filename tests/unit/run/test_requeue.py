@@ -39,7 +39,7 @@ def ask(tmp_path, cause, *, job=JOB, step=5, **keys):
 
 
 @pytest.mark.parametrize("cause", ["SIGUSR1", "SIGTERM", "peer lost"])
-def test_what_the_cluster_caused_goes_back_to_the_queue(tmp_path, slurm_says, cause):
+def test_what_the_cluster_caused_is_requeued(tmp_path, slurm_says, cause):
     requeued = slurm_says(JOB)
     assert ask(tmp_path, cause) == ""
     assert requeued == ["42"]

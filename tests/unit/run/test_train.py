@@ -42,7 +42,7 @@ def test_launches_that_lose_ranks_are_counted_across_requeues(paths):
     assert len(train.crash_loop.launches_without_progress(events.read(paths.events), 0)) == 3
 
 
-def test_ranks_that_were_killed_before_their_last_save_are_told():
+def test_ranks_that_were_killed_before_their_last_save_are_reported():
     killed = RankRecord("stopped", cause="SIGTERM", lost=(1,))
     assert "rank 1 ended without a final checkpoint" in train._what_is_kept(killed, 400)
     assert "the steps after 400 are lost" in train._what_is_kept(killed, 400)

@@ -41,7 +41,7 @@ def unpack(made, folder):
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_all_files_arrive_whole(tmp_path, members, small_parts, compress):
+def test_all_files_arrive_complete(tmp_path, members, small_parts, compress):
     made = make_archive(tmp_path / "archives" / "abc", members, compress=compress)
     assert len(made.chunks) == 3
     assert made.content_bytes == 15910

@@ -68,7 +68,7 @@ def test_copy_is_named_by_its_content_and_equal_to_the_source(config, machine, r
     assert (event["event"], event["bytes"], event["folders"]) == ("stage", 7200, facts["folders"])
 
 
-def test_whole_copy_is_kept(config, machine, root):
+def test_complete_copy_is_kept(config, machine, root):
     first = staged(config, machine)
     shard = folder_of(first) / "val-00000-000.bin"
     before = shard.stat()
@@ -90,7 +90,7 @@ def test_corrupt_copy_is_replaced(config, machine, name, damage):
     assert file.read_bytes() == good
 
 
-def test_damaged_source_is_refused_and_leaves_no_copy(config, machine, root):
+def test_corrupt_source_is_refused_and_leaves_no_copy(config, machine, root):
     shard = tokens_folder(config.data, IDS.tokens) / "train-00000-000.bin"
     shard.write_bytes(bytes(shard.stat().st_size))
     with pytest.raises(DataError, match="train-00000-000"):
@@ -192,7 +192,7 @@ def _other_device_below(folder):
     return patched
 
 
-def test_damaged_shards_are_refused_in_place_too(config, machine):
+def test_corrupt_shards_are_refused_in_place_too(config, machine):
     here = load_machine(None, {"stage.mode": "never", "stage.folder": machine.stage.folder})
     shard = tokens_folder(config.data, IDS.tokens) / "val-00000-000.bin"
     shard.write_bytes(bytes([1]) * shard.stat().st_size)

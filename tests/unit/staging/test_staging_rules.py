@@ -103,7 +103,7 @@ def test_set_that_came_meanwhile_is_kept(shards, tmp_path):
     assert not temporary.exists()
 
 
-def test_set_that_arrived_damaged_is_refused_and_removed(shards, tmp_path):
+def test_set_that_arrived_corrupt_is_refused_and_removed(shards, tmp_path):
     temporary = tmp_path / "root" / "writing"
     shutil.copytree(shards.folder, temporary)
     (temporary / "chunks").mkdir()

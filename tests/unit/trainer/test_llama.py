@@ -53,7 +53,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.mark.parametrize("rows", [1, 7, 30, 1000])
 @pytest.mark.parametrize("tied", [True, False])
-def test_chunked_loss_and_gradients_equal_those_of_whole_logits(
+def test_chunked_loss_and_gradients_equal_those_of_full_logits(
     monkeypatch: pytest.MonkeyPatch, rows: int, tied: bool
 ) -> None:
     monkeypatch.setattr(forge.trainer.loss, "LOGITS_BYTES_CPU", 4 * VOCAB * rows)

@@ -53,7 +53,7 @@ def test_throughput_is_of_the_steps_since_the_last_line():
         ("cpu", None),
     ],
 )
-def test_peak_is_found_by_the_whole_name(name, peak):
+def test_peak_is_found_by_the_full_name(name, peak):
     assert metrics.peak_flops(name) == peak
 
 

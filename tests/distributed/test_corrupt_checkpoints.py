@@ -34,8 +34,8 @@ def tensors_file(checkpoint):
     return next(checkpoint.folder.glob("*.distcp"))
 
 
-def test_good_run_is_valid_and_its_probe_equal_to_the_last_bit(undisturbed, tmp_path):
-    run = undisturbed.copy(tmp_path / "good")
+def test_good_run_is_valid_and_its_probe_equal_to_the_last_bit(uninterrupted, tmp_path):
+    run = uninterrupted.copy(tmp_path / "good")
     command = run.start("validate").end()
     assert command.code == 0, command.text
     verdict = read_json(run.paths.validation)
@@ -106,8 +106,8 @@ def point_latest_to_an_older_step(run):
     "damage",
     [flip_a_byte, lose_a_file, write_a_nan, mix_in_another_step, point_latest_to_an_older_step],
 )
-def test_corrupt_checkpoint_is_invalid_with_its_reason(undisturbed, tmp_path, damage):
-    run = undisturbed.copy(tmp_path / "damaged")
+def test_corrupt_checkpoint_is_invalid_with_its_reason(uninterrupted, tmp_path, damage):
+    run = uninterrupted.copy(tmp_path / "damaged")
     check, message = damage(run)
     outcome, verdict = validate(run)
     assert outcome.code == 65, outcome.text
@@ -118,18 +118,18 @@ def test_corrupt_checkpoint_is_invalid_with_its_reason(undisturbed, tmp_path, da
     assert not run.paths.validated.exists()
 
 
-def test_weights_of_another_step_are_found_without_the_goal(undisturbed, tmp_path):
+def test_weights_of_another_step_are_found_without_the_goal(uninterrupted, tmp_path):
     """A lone checkpoint has no trained.json beside it: the recorded losses tell."""
-    run = undisturbed.copy(tmp_path / "mixed")
+    run = uninterrupted.copy(tmp_path / "mixed")
     mix_in_another_step(run)
     outcome = forge("validate", str(resume.latest(run.paths).folder))
     assert outcome.code == 65
     assert "probe: losses" in outcome.text
 
 
-def test_checkpoint_folder_copied_elsewhere_is_validated_there(undisturbed, tmp_path):
+def test_checkpoint_folder_copied_elsewhere_is_validated_there(uninterrupted, tmp_path):
     folder = tmp_path / "elsewhere"
-    shutil.copytree(resume.latest(undisturbed.paths).folder, folder)
+    shutil.copytree(resume.latest(uninterrupted.paths).folder, folder)
     before = sorted(folder.iterdir())
     outcome = forge("validate", str(folder))
     assert outcome.code == 0, outcome.text
