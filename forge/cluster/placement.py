@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge.cluster import slurm
-from forge.core.config import Config
+from forge.core.config import Config, samples_per_rank
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import Machine
 from forge.core.process import hostname
@@ -58,16 +58,7 @@ def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
             f"{layout.world_size} ranks with launcher single, which runs one",
             fix="set `launcher: torchrun` or `launcher: srun` in machine.yaml, or use one rank",
         )
-    if config.train.batch_size % layout.world_size:
-        fits = [
-            n for n in range(1, config.train.batch_size + 1) if config.train.batch_size % n == 0
-        ]
-        raise ConfigError(
-            f"train.batch_size {config.train.batch_size} cannot be shared by a world of"
-            f" {layout.world_size} ranks",
-            fix=f"use a batch_size that is a multiple of {layout.world_size}, or one of these"
-            f" world sizes: {', '.join(map(str, fits))}",
-        )
+    samples_per_rank(config.train.batch_size, layout.world_size)
 
 
 # --- nodes ---------------------------------------------------------------------------------------

@@ -445,6 +445,20 @@ def _fields(section: type[BaseModel]) -> dict[str, Any]:
     }
 
 
+def samples_per_rank(batch_size: int, world_size: int) -> int:
+    """Samples of a global batch on each rank. ConfigError where the ranks cannot share it evenly."""
+    if batch_size % world_size == 0:
+        return batch_size // world_size
+    divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+    below = batch_size - batch_size % world_size
+    raise ConfigError(
+        f"train.batch_size {batch_size} cannot be shared by a world of {world_size} ranks",
+        cause="every rank must have the same number of samples",
+        fix=f"use {', '.join(map(str, divisors))} ranks, or set train.batch_size to "
+        f"{' or '.join(str(n) for n in (below, below + world_size) if n)}",
+    )
+
+
 def is_boolean(section: type[Section], dotted: str) -> bool:
     """Whether the key with this dotted name takes true or false."""
     first, _, rest = dotted.partition(".")

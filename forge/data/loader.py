@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from forge.core.errors import ConfigError, DataError
+from forge.core.config import samples_per_rank
+from forge.core.errors import DataError
 from forge.data.shards import Shard
 
 # Rounds of the permutation. Four are pseudo-random (Luby and Rackoff 1988) for large halves; eight,
@@ -112,17 +113,8 @@ class Loader:
     def __init__(
         self, windows: Windows, *, seed: int, batch_size: int, rank: int, world_size: int
     ) -> None:
-        if batch_size % world_size:
-            divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
-            below = batch_size - batch_size % world_size
-            raise ConfigError(
-                f"train.batch_size {batch_size} cannot be shared by {world_size} ranks",
-                cause="every rank must have the same number of samples",
-                fix=f"use {', '.join(map(str, divisors))} ranks, or set train.batch_size to "
-                f"{' or '.join(str(n) for n in (below, below + world_size) if n)}",
-            )
         self.windows, self.seed, self.batch_size = windows, seed, batch_size
-        self.rank, self.rank_samples = rank, batch_size // world_size
+        self.rank, self.rank_samples = rank, samples_per_rank(batch_size, world_size)
         # About one epoch at most: with a tiny corpus a call would be for thousands of epochs.
         at_once = min(SAMPLES_AT_ONCE, windows.num_samples)
         self._steps_at_once = max(1, at_once // self.rank_samples)

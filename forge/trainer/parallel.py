@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from forge.core.config import Train
+from forge.core.config import Train, samples_per_rank
 from forge.core.terminal import say
 from forge.data.loader import split
 from forge.launch.process_group import World, named
@@ -45,7 +45,7 @@ class ParallelModel:
     @property
     def _rank_samples(self) -> int:
         """Samples of a step on a rank."""
-        return self.settings.batch_size // self.world.rank.world_size
+        return samples_per_rank(self.settings.batch_size, self.world.rank.world_size)
 
     def wrap(self) -> None:
         """Replicate and compile the model. Weights and optimizer do not change."""
