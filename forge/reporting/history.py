@@ -1,7 +1,7 @@
 """History of a run: its launches, the curves without recomputed steps, and where the wall time went.
 
 Read from metrics.jsonl and events.jsonl. Both are append-only and outlive every restart, so a step
-may appear twice: in work that was lost, and in the work that repeated it.
+may appear twice: as first trained, and as recomputed after a restart.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PHASES = {
     "stage": "token shards to node-local storage",
     "preflight": "checks of nodes, fabric and ranks",
     "validate": "independent check of the final checkpoint",
-    "lost": "steps done again after a restart, or never saved",
+    "recomputed": "steps that a restart trained again, or that were never saved",
     "waiting": "queue, start of processes, down time between launches",
 }
 TRAIN_COLUMNS = ["loss", "grad_norm", "lr", "tokens_per_sec", "mfu", "tokens"]
@@ -251,7 +251,7 @@ def _frame(
 def _phases(log: list[Event], launches: list[Launch], kept: dict[str, float]) -> list[Phase]:
     pieces = [_span(event) for event in log if isinstance(event, _AROUND)]
     for launch in launches:
-        pieces += _undone(_inside(launch), _lost_from(launch, kept[launch.id]))
+        pieces += _undone(_inside(launch), _recomputed_from(launch, kept[launch.id]))
     return _joined(sorted(pieces, key=lambda piece: piece.start))
 
 
@@ -276,7 +276,7 @@ def _inside(launch: Launch) -> list[Phase]:
     return [*pieces, Phase("train", cursor, launch.end)]
 
 
-def _lost_from(launch: Launch, kept_step: float) -> float:
+def _recomputed_from(launch: Launch, kept_step: float) -> float:
     """When the launch passed the last step that anything was built on; inf when all was of use.
 
     The last line up to that step tells it: its save, or a metrics line shortly before.
@@ -292,12 +292,12 @@ def _lost_from(launch: Launch, kept_step: float) -> float:
     return max(before, default=launch.ready)
 
 
-def _undone(pieces: Iterable[Phase], lost_from: float) -> list[Phase]:
-    """The pieces with everything from `lost_from` on called lost."""
+def _undone(pieces: Iterable[Phase], recomputed_from: float) -> list[Phase]:
+    """The pieces with everything from `recomputed_from` on called recomputed."""
     result: list[Phase] = []
     for piece in pieces:
-        cut = min(max(lost_from, piece.start), piece.end)
-        result += [Phase(piece.name, piece.start, cut), Phase("lost", cut, piece.end)]
+        cut = min(max(recomputed_from, piece.start), piece.end)
+        result += [Phase(piece.name, piece.start, cut), Phase("recomputed", cut, piece.end)]
     return [piece for piece in result if piece.end > piece.start]
 
 

@@ -81,7 +81,7 @@ def test_phases_account_for_every_second_once(tmp_path: Path) -> None:
             "stage": 2.1,
             "preflight": 6.0,
             "validate": 6.0,
-            "lost": 30 * STEP_SEC,  # up to step 80, the last sign of life
+            "recomputed": 30 * STEP_SEC,  # up to step 80, the last sign of life
             "waiting": 34.0,
         }
     )
@@ -104,7 +104,7 @@ def test_stop_that_saved_loses_nothing(tmp_path: Path) -> None:
     run.launch(33)
     run.steps(34, 40)
     history = read_history(run.paths)
-    assert "lost" not in history.seconds
+    assert "recomputed" not in history.seconds
     assert history.seconds["train"] == pytest.approx(40 * STEP_SEC)
 
 
@@ -116,7 +116,7 @@ def test_steps_after_the_last_save_of_a_failed_launch_are_lost(tmp_path: Path) -
     run.steps(21, 30)
     run.event(happenings.failed("loss is inf"))
     history = read_history(run.paths)
-    assert history.seconds["lost"] == pytest.approx(10 * STEP_SEC)
+    assert history.seconds["recomputed"] == pytest.approx(10 * STEP_SEC)
     assert history.seconds["train"] == pytest.approx(20 * STEP_SEC)
     assert history.train["step"].max() == 30, "the curve still shows how it went wrong"
     assert history.launches[-1].outcome == "failed: rank 1: loss is inf"

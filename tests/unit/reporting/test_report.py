@@ -90,7 +90,7 @@ def test_headline_tells_status_loss_speed_and_goodput(finished: RecordedRun) -> 
 
 def test_restarts_lineage_config_and_samples_are_on_the_page(finished: RecordedRun) -> None:
     text = Page(render(finished.paths)).text
-    assert "Dashed: training went on from a checkpoint" in text
+    assert "Dashed: training resumed from a checkpoint" in text
     assert "cut off" in text
     assert "0123abc with uncommitted changes" in text
     assert "a1b2c3d4e5f6" in text
@@ -228,8 +228,8 @@ def test_time_bar_is_filled_and_true_to_the_seconds(finished: RecordedRun) -> No
     history = read_history(finished.paths)
     blocks = time_blocks(history.phases, columns=50)
     assert sum(b.width * b.height for b in blocks) == pytest.approx(1)
-    lost = sum(b.width * b.height for b in blocks if b.phase == "lost")
-    assert lost == pytest.approx(history.seconds["lost"] / history.wall_sec)
+    recomputed = sum(b.width * b.height for b in blocks if b.phase == "recomputed")
+    assert recomputed == pytest.approx(history.seconds["recomputed"] / history.wall_sec)
 
 
 def test_time_bar_of_a_long_run_stays_small_and_shows_short_stalls() -> None:
