@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 import forge
 from forge.core.config import (
-    READ_AFTERWARDS,
     Config,
     ResolvedConfig,
     is_boolean,
@@ -357,10 +356,7 @@ def _config(options: argparse.Namespace) -> None:
     from forge.core.paths import RunPaths
 
     config = _resolved(options)
-    values = config.to_json()
-    # The other sections may change after training: `validate` and `report` are given today's values.
-    kept = {name: values[name] for name in values if name not in READ_AFTERWARDS}
-    write_json(RunPaths.of(config).config, kept)
+    write_json(RunPaths.of(config).config, config.training_json())
 
 
 def _show(options: argparse.Namespace) -> None:

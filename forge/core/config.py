@@ -339,8 +339,11 @@ class ResolvedConfig(Config):
     def of_training(self) -> ResolvedConfig:
         """The same with the defaults of the sections that are read when training is over: equal for two
         configs that train the same."""
-        values = self.to_json()
-        return ResolvedConfig(**{key: values[key] for key in values if key not in READ_AFTERWARDS})
+        return ResolvedConfig(**self.training_json())
+
+    def training_json(self) -> dict[str, Any]:
+        """What config.json holds: all but the sections that may change when training is over."""
+        return {key: value for key, value in self.to_json().items() if key not in READ_AFTERWARDS}
 
 
 # --- reading ------------------------------------------------------------------------------------

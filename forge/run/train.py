@@ -64,8 +64,8 @@ def train(
         else:
             compatibility.check_compatible(config, checkpoint)
         refuse_known_failure(config, paths)
-        if not paths.config.exists() or read_json(paths.config) != config.to_json():
-            write_json(paths.config, config.to_json())
+        if not paths.config.exists() or read_json(paths.config) != config.training_json():
+            write_json(paths.config, config.training_json())
         directory.clean(paths)
         if checkpoint is not None and checkpoint.step == config.train.max_steps:
             digest = _recorded_digest(paths, checkpoint.step)

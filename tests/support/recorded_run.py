@@ -96,7 +96,7 @@ class RecordedRun:
         ).write(self.paths.trained)
 
     def freeze_config(self) -> None:
-        write_json(self.paths.config, ResolvedConfig(run=self.root.name, ids=IDS).to_json())
+        write_json(self.paths.config, ResolvedConfig(run=self.root.name, ids=IDS).training_json())
 
     def preflight(
         self, *, status: Literal["ok", "failed"] = "ok", trouble: Sequence[Check] = ()

@@ -20,6 +20,8 @@ def test_one_command_gives_a_validated_checkpoint_and_a_report(shared_project):
     report = shared_project.path("report.html").read_text()
     assert "<svg" in report and "http://" not in report.replace("http://www.w3.org", "")
     assert shared_project.path("checkpoints/latest").resolve().name == "step-00000012"
+    # Also after training: the sections that are read later are no part of a run's config.
+    assert not {"validate", "report"} & shared_project.read("config.json").keys()
     assert "NODE " in output
     *_, head, row = output.splitlines()
     assert head.split() == ["run", "state", "reason", "log", "next"]
