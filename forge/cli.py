@@ -331,7 +331,10 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _validate(options: argparse.Namespace) -> None:
-    from forge.validation.validate import validate, validate_all, validate_folder
+    from forge.core.process import fast_imports
+
+    with fast_imports():
+        from forge.validation.validate import validate, validate_all, validate_folder
 
     path = Path(options.config)
     if options.all or options.fix:
@@ -345,7 +348,10 @@ def _validate(options: argparse.Namespace) -> None:
 
 def _report(options: argparse.Namespace) -> None:
     from forge.core.paths import RunPaths
-    from forge.reporting.report import write_report
+    from forge.core.process import fast_imports
+
+    with fast_imports():
+        from forge.reporting.report import write_report
 
     path = write_report(RunPaths.of(_load(options)))
     say(f"report: {path}")

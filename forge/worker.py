@@ -14,7 +14,7 @@ from forge.core.config import ResolvedConfig, checked, read_values
 from forge.core.errors import Exit, ForgeError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
-from forge.core.process import hostname, stop_with_parent
+from forge.core.process import fast_imports, hostname, stop_with_parent
 from forge.launch import rank_output
 from forge.launch.launcher import register
 from forge.launch.rank import Rank, rank_for_record, set_rendezvous, this_rank
@@ -80,7 +80,8 @@ def _prepare(spec: LaunchSpec, rank: Rank) -> None:
 def _attempt(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> RankRecord:
     """The record of the task, also of one that fails."""
     try:
-        from forge.launch.process_group import is_peer_loss
+        with fast_imports():
+            from forge.launch.process_group import is_peer_loss
     except (ImportError, OSError) as err:  # OSError: a library that torch loads
         terminal.say(traceback.format_exc())
         message = f"cannot import torch on {hostname()}: {err}"
@@ -116,15 +117,18 @@ def _do(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> RankRe
     task = spec.task
     with joined(rank, spec.machine.fabric) as world:
         if isinstance(task, PreflightTask):
-            from forge.preflight import rank_probe
+            with fast_imports():
+                from forge.preflight import rank_probe
 
             return rank_probe.check(world, task, spec)
         config = checked(ResolvedConfig, read_values(paths.config), str(paths.config))
         if isinstance(task, ReplayTask):
-            from forge.validation import replay_rank
+            with fast_imports():
+                from forge.validation import replay_rank
 
             return replay_rank.check(world, config, Path(task.checkpoint), Path(task.shards))
-        from forge.trainer import loop
+        with fast_imports():
+            from forge.trainer import loop
 
         return loop.train(config, paths, world, stop, spec)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -121,3 +124,17 @@ def user_threads() -> str | None:
     """OMP_NUM_THREADS as the user exported it; Snakemake overwrites the variable for every rule."""
     name = "FORGE_USER_OMP_NUM_THREADS" if in_workflow() else "OMP_NUM_THREADS"
     return os.environ.get(name) or None
+
+
+@contextmanager
+def fast_imports() -> Iterator[None]:
+    """Import large packages without garbage collection: torch then takes a sixth less CPU time.
+
+    What was imported stays for good, so that later collections leave it out.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
