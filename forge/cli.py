@@ -182,10 +182,11 @@ def _add_subcommands(subcommands: Any) -> None:
     tokenize.add_argument(
         "--workers", type=int, metavar="N", help="processes (default and most: one per core)"
     )
+    add_with_config("inputs", _inputs, "read the input files of a program, and write their digests")
     _machine(add_with_config("stage", _stage, "copy the shards to the nodes' local disks"))
     _machine(add_with_config("preflight", _preflight, "check nodes and ranks before training"))
     train = add_with_config(
-        "train", _train, "train up to train.max_steps, resuming from the last checkpoint"
+        "train", _train, "train up to the goal, resuming from the last checkpoint"
     )
     train.add_argument(
         "--require-checkpoint",
@@ -305,6 +306,21 @@ def _tokenize(options: argparse.Namespace) -> None:
         tokenize(config, workers=_cores(options))
 
 
+def _inputs(options: argparse.Namespace) -> None:
+    from forge.cluster.lock import lock
+    from forge.core.paths import inputs_folder
+    from forge.data.inputs import digest_inputs
+
+    config = _resolved(options)
+    if not config.ids.inputs:
+        raise ConfigError(
+            f"{options.config} has no program.inputs",
+            fix="a program without inputs needs no such step",
+        )
+    with lock(inputs_folder(config.data, config.ids.inputs), "inputs"):
+        digest_inputs(config)
+
+
 def _stage(options: argparse.Namespace) -> None:
     from forge.run.requeue import requeue_if_preempted
     from forge.staging.stage import stage
@@ -331,12 +347,20 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _validate(options: argparse.Namespace) -> None:
+    path = Path(options.config)
+    if not path.is_dir() and (config := _resolved(options)).program:
+        from forge.validation import program_checks
+
+        if options.all or options.fix:
+            program_checks.validate_all(config, fix=options.fix)
+        else:
+            program_checks.validate(config)
+        return
     from forge.core.process import fast_imports
 
     with fast_imports():
         from forge.validation.validate import validate, validate_all, validate_folder
 
-    path = Path(options.config)
     if options.all or options.fix:
         run = path if path.is_dir() else _resolved(options)
         validate_all(run, options.overrides, fix=options.fix)

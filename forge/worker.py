@@ -15,10 +15,17 @@ from forge.core.errors import Exit, ForgeError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.process import fast_imports, hostname, stop_with_parent
-from forge.launch import rank_output
+from forge.launch import program_rank, rank_output
 from forge.launch.launcher import register
 from forge.launch.rank import Rank, rank_for_record, set_rendezvous, this_rank
-from forge.launch.rank_records import LaunchSpec, PreflightTask, RankRecord, ReplayTask, TrainTask
+from forge.launch.rank_records import (
+    LaunchSpec,
+    PreflightTask,
+    ProgramTask,
+    RankRecord,
+    ReplayTask,
+    TrainTask,
+)
 from forge.launch.stop_signal import StopFlag
 
 
@@ -27,7 +34,9 @@ def main(spec_path: str) -> int:
     stop_with_parent()
     spec = LaunchSpec.read(Path(spec_path))
     paths = RunPaths(Path(spec.run))
-    stop = StopFlag(paths.stop if isinstance(spec.task, TrainTask) else None).install()
+    stop = StopFlag(
+        paths.stop if isinstance(spec.task, TrainTask | ProgramTask) else None
+    ).install()
     launcher = spec.launcher
     if launcher.is_here and not launcher.is_alive():
         return 1  # the launcher died before stop_with_parent took effect
@@ -79,6 +88,8 @@ def _prepare(spec: LaunchSpec, rank: Rank) -> None:
 
 def _attempt(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> RankRecord:
     """The record of the task, also of one that fails."""
+    if isinstance(spec.task, ProgramTask):
+        return program_rank.run(spec, paths, rank, stop)
     try:
         with fast_imports():
             from forge.launch.process_group import is_peer_loss

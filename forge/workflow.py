@@ -15,7 +15,7 @@ from forge.checkpoint import compatibility, parent, resume
 from forge.cluster import jobs, submission
 from forge.cluster.job_requests import requests_of
 from forge.cluster.lock import WORKFLOW_LOCK, lock
-from forge.core.config import ResolvedConfig, checked, read_values
+from forge.core.config import OF_FORGES_TRAINER, ResolvedConfig, checked, read_values
 from forge.core.errors import TrainingError, UnfitError
 from forge.core.files import canonical, digest_bytes, read_json, write_json
 from forge.core.machine import Slurm
@@ -25,6 +25,7 @@ from forge.core.paths import (
     WORKFLOW,
     WORKFLOW_RUNS,
     RunPaths,
+    inputs_folder,
     tokenizer_folder,
     tokens_folder,
 )
@@ -33,7 +34,7 @@ from forge.core.sample_sheet import run_configs, shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import resolve
 from forge.reporting.workflow_end import print_end
-from forge.run import train
+from forge.run import programs, train
 
 # Names the file with the runs as they were submitted, for the Snakemake inside a job.
 SUBMITTED = "FORGE_SUBMITTED"
@@ -63,6 +64,8 @@ def read_config(settings: Any) -> dict[str, Any]:
     if not settings.replace_workflow_config and (Path(CONFIG).exists() or not settings.configfiles):
         merged = read_values(CONFIG)
     for values in (*map(read_values, settings.configfiles), settings.config):
+        if values.get("program"):  # config.yaml may be about Forge's own trainer
+            merged = {name: old for name, old in merged.items() if name not in OF_FORGES_TRAINER}
         _merge(merged, values)
     return merged
 
@@ -97,6 +100,8 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
     shared_folders(runs)
     parent.refuse_circles(runs)
     for name, config in runs.items():
+        if config.program:
+            continue  # its checkpoints are verified before each launch
         paths = RunPaths.of(config)
         checkpoint = resume.check_resumable(config, paths)
         # A finished run needs no parent any more, even where its checkpoints were removed.
@@ -212,22 +217,32 @@ def write_configs(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:
     # As paths: a rule says ./data/… where the config does.
     wanted = {Path(path) for job in due if (path := job.params.get("config"))}
     for config in runs.values():
-        values = config.of_training.to_json()
-        of_data = {key: values[key] for key in ("data", "tokenizer", "tokenize", "ids")}
         files = {
-            Path(training_config(config)): values,
-            tokenizer_folder(config.data, config.ids.tokenizer) / "config.json": of_data,
-            tokens_folder(config.data, config.ids.tokens) / "config.json": of_data,
+            Path(training_config(config)): config.of_training.to_json(),
+            **_data_configs(config),
         }
         for path in wanted & files.keys():
             write_json(path, files[path])
         wanted -= files.keys()
 
 
+def _data_configs(config: ResolvedConfig) -> dict[Path, dict[str, Any]]:
+    """The config files of what a run reads, by path."""
+    values = config.of_training.to_json()
+    keys = ("data", "program", "tokenizer", "tokenize", "ids")
+    of_data = {key: values[key] for key in keys if key in values}
+    if config.program:
+        return {inputs_folder(config.data, config.ids.inputs) / "config.json": of_data}
+    return {
+        tokenizer_folder(config.data, config.ids.tokenizer) / "config.json": of_data,
+        tokens_folder(config.data, config.ids.tokens) / "config.json": of_data,
+    }
+
+
 def resumable_steps(runs: dict[str, ResolvedConfig]) -> dict[str, int]:
     """Run name -> step of its checkpoint, for the runs that have one."""
-    found = {name: resume.check_resumable(c, RunPaths.of(c)) for name, c in runs.items()}
-    return {name: checkpoint.step for name, checkpoint in found.items() if checkpoint}
+    found = {name: programs.resumable_step(config) for name, config in runs.items()}
+    return {name: step for name, step in found.items() if step is not None}
 
 
 def remove_stop_files(runs: dict[str, ResolvedConfig], say: Callable[[str], None]) -> None:

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from forge.core.config import FOLDERS, READ_AFTERWARDS, Config, Section, is_free
+from forge.core.config import FOLDERS, READ_AFTERWARDS, Config, is_free
 from forge.core.errors import ConfigError
 from forge.core.files import atomic_open
 from forge.core.machine import Machine
 from forge.core.paths import SHEET
+from forge.core.section import Section, section_of
 
 ROOT = Path(__file__).resolve().parents[1]
 # The YAML files name them in their first line, by which editors complete, explain and check keys.
@@ -94,16 +95,16 @@ def keys_text(model: type[Section], *, with_resume: bool) -> str:
     """One Markdown table for the top level and one for each section of `model`."""
     columns = ["key", "type", "default", "meaning"] + ["may change on resume"] * with_resume
     parts = []
-    for name, section, required in _sections(model):
+    for name, section in _sections("", model):
         schema = section.model_json_schema(by_alias=True)["properties"]
         lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         for key, field in section.model_fields.items():
-            if _section_of(field.annotation):
+            if section_of(field.annotation):
                 continue
             shown = field.alias or key
-            default = "set by Forge" if required else f"`{_json(schema[shown].get('default'))}`"
             cells = [f"`{name}.{shown}`" if name else f"`{shown}`"]
-            cells += [_type(schema[shown]), default, " ".join((field.description or "").split())]
+            cells += [_type(schema[shown]), _default(name, schema[shown])]
+            cells += [" ".join((field.description or "").split())]
             cells += [_may_change(name, section, key)] * with_resume
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         heading = f"### `{name}`" if name else "### Top level"
@@ -111,20 +112,18 @@ def keys_text(model: type[Section], *, with_resume: bool) -> str:
     return "\n".join(parts)
 
 
-def _sections(model: type[Section]) -> Iterator[tuple[str, type[Section], bool]]:
-    """(name, section, whether its keys have no default): the top level ("") first."""
-    yield "", model, False
-    for name, field in model.model_fields.items():
-        if section := _section_of(field.annotation):
-            yield field.alias or name, section, section is not field.annotation
+def _default(name: str, schema: dict[str, Any]) -> str:
+    if name == "ids":
+        return "set by Forge"
+    return f"`{_json(schema['default'])}`" if "default" in schema else "required"
 
 
-def _section_of(annotation: Any) -> type[Section] | None:
-    """The Section in `Section` or `Section | None`."""
-    for part in (annotation, *get_args(annotation)):
-        if isinstance(part, type) and issubclass(part, Section):
-            return part
-    return None
+def _sections(name: str, model: type[Section]) -> Iterator[tuple[str, type[Section]]]:
+    """(dotted name, section): the top level ("") first, each section before those in it."""
+    yield name, model
+    for key, field in model.model_fields.items():
+        if section := section_of(field.annotation):
+            yield from _sections(f"{name}.{field.alias or key}".removeprefix("."), section)
 
 
 def _may_change(name: str, section: type[Section], key: str) -> str:
@@ -140,6 +139,8 @@ def _type(schema: dict[str, Any]) -> str:
     """A JSON schema type in words: `integer ≥ 1`, `"cosine"` or `"wsd"`, `text or null`."""
     if "anyOf" in schema:
         return " or ".join(_type(part) for part in schema["anyOf"])
+    if "$ref" in schema:
+        return "section"
     if "enum" in schema or "const" in schema:
         return " or ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     if schema["type"] == "array":

@@ -324,7 +324,7 @@ def repair_latest(paths: RunPaths) -> Path | None:
                 link.unlink()
         return None
     say(f"warning: {link} {_trouble(link)}: using {there[0].name}")
-    _point_latest(paths, there[0])
+    point_latest(paths, there[0])
     return there[0]
 
 
@@ -340,7 +340,17 @@ def fallbacks(paths: RunPaths, name: str | None = None) -> list[Path]:
     return older + [folder for folder in there if folder not in older]
 
 
-def _point_latest(paths: RunPaths, folder: Path) -> None:
+def free_name(folder: Path, name: str) -> Path:
+    """A path in the directory that does not exist: `name`, else `name.2`, …"""
+    new = folder / name
+    for number in itertools.count(2):
+        if not new.exists():
+            break
+        new = folder / f"{name}.{number}"
+    return new
+
+
+def point_latest(paths: RunPaths, folder: Path) -> None:
     """Swap the relative symlink `latest` by rename, so that it always resolves."""
     temporary = paths.checkpoints / f"{TEMPORARY}repaired-latest"
     with disk_trouble(temporary):
@@ -356,18 +366,14 @@ def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
     `latest`, if it pointed there, points to the next older one, or is removed. Under the run's
     lock only, on one rank. Raises UnfitError when the disk refuses the move.
     """
-    new = paths.quarantine / folder.name
-    for number in itertools.count(2):
-        if not new.exists():
-            break
-        new = paths.quarantine / f"{folder.name}.{number}"
+    new = free_name(paths.quarantine, folder.name)
     followers = [other for other in fallbacks(paths, folder.name) if other != folder]
     was_latest = linked(paths) == folder.resolve()
     with disk_trouble(new):
         paths.quarantine.mkdir(exist_ok=True)
         folder.rename(new)
         if was_latest and followers:
-            _point_latest(paths, followers[0])
+            point_latest(paths, followers[0])
         elif was_latest:
             paths.latest.unlink()
         fsync_folder(paths.checkpoints)

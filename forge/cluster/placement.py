@@ -58,7 +58,8 @@ def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
             f"{layout.world_size} ranks with launcher single, which runs one",
             fix="set `launcher: torchrun` or `launcher: srun` in machine.yaml, or use one rank",
         )
-    samples_per_rank(config.train.batch_size, layout.world_size)
+    if config.program is None:
+        samples_per_rank(config.train.batch_size, layout.world_size)
 
 
 # --- nodes ---------------------------------------------------------------------------------------

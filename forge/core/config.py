@@ -9,21 +9,14 @@ import difflib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from forge.core.errors import ConfigError
+from forge.core.program import Program
+from forge.core.section import FREE, FilePath, Section, section_of
 from forge.core.values import as_cell, describe, read_cell, read_text, read_yaml, shown
 
 # Safe as a path, an option and a word of a shell; also the wildcard constraint of the workflow.
@@ -34,58 +27,10 @@ PARENT = rf"({RUN_NAME})@([1-9][0-9]{{0,17}})"
 FOLDERS = ("run", "results", "data")
 # Sections that are read when training is over; a checkpoint knows nothing of them.
 READ_AFTERWARDS = ("validate", "report")
+# Sections that another program has no use for.
+OF_FORGES_TRAINER = ("tokenizer", "tokenize", "model", "train")
 
-# Marks keys that may change when a run resumes. A checkpoint is bound to all other keys of model and
-# train: a change of those is refused.
-FREE: dict[str, Any] = {"resume": "free"}
-
-MAX_NAME_BYTES = 255  # of one file or directory, on every file system of Linux (NAME_MAX)
-MAX_PATH_BYTES = 3072  # Linux allows 4096 (PATH_MAX); Forge appends names of its own
 MAX_MIB = 2**30  # a PiB
-
-
-def _usable_path(path: str) -> str:
-    if "\0" in path:
-        raise ValueError("a null byte cannot be part of a path")
-    longest = max(path.split("/"), key=lambda name: len(name.encode()))
-    if len(longest.encode()) > MAX_NAME_BYTES:
-        raise ValueError(f"a name in it has more than {MAX_NAME_BYTES} bytes: {longest:.20}…")
-    if len(path.encode()) > MAX_PATH_BYTES:
-        raise ValueError(f"the path has more than {MAX_PATH_BYTES} bytes")
-    return path
-
-
-FilePath = Annotated[str, AfterValidator(_usable_path)]
-
-
-class Section(BaseModel):
-    """Base of all sections. Unknown keys are errors: a misspelled key would train with its default."""
-
-    # validate_default: the default 64 of a float key must become 64.0, as when a file sets it.
-    # allow_inf_nan: infinity would satisfy every lower bound, then fail or diverge hours later.
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        use_attribute_docstrings=True,
-        validate_default=True,
-        allow_inf_nan=False,
-    )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _boolean_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        annotation = cls.model_fields[str(info.field_name)].annotation
-        if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
-            raise ValueError("Input should be a number")
-        return value
-
-    @field_validator("*")
-    @classmethod
-    def _integer_fits(cls, value: Any) -> Any:
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError("Input should fit into 64 bits")
-        return value
-
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -267,14 +212,16 @@ class Report(Section):
 class Ids(Section):
     """Content ids of tokenizer and tokens; filled in when a run's config is resolved."""
 
-    tokenizer: str = Field(pattern=r"^[0-9a-f]{12}$")
-    """Name of the directory in `data/tokenizers/`."""
-    tokens: str = Field(pattern=r"^[0-9a-f]{12}$")
-    """Name of the directory in `data/tokens/`."""
+    tokenizer: str = Field("", pattern=r"^([0-9a-f]{12})?$")
+    """Name of the directory in `data/tokenizers/`; empty with `program`."""
+    tokens: str = Field("", pattern=r"^([0-9a-f]{12})?$")
+    """Name of the directory in `data/tokens/`; empty with `program`."""
+    inputs: str = Field("", pattern=r"^([0-9a-f]{12})?$")
+    """Name of the directory in `data/inputs/`, of `program.inputs`; empty without them."""
 
 
 class Config(Section):
-    """The training config of a run: data, model and hyperparameters. Nothing about machines."""
+    """What a run trains: data, model and hyperparameters, or a program. Nothing about machines."""
 
     run: str = Field("base", pattern=rf"^{RUN_NAME}$")
     """Name of the run and of its directory in `results`."""
@@ -288,6 +235,7 @@ class Config(Section):
     tokenize: Tokenize = Tokenize()
     model: Model = Model()
     train: Train = Train()
+    program: Program | None = None
     # The key in the file is `validate`; a field of that name would hide a method of pydantic.
     validation: Validate = Field(Validate(), alias="validate")
     report: Report = Report()
@@ -322,9 +270,29 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _one_trainer(self) -> Self:
+        given = [name for name in (*OF_FORGES_TRAINER, "parent") if name in self.model_fields_set]
+        given = [name for name in given if getattr(self, name) is not None]
+        if self.program and given:
+            raise ValueError(
+                f"program takes the place of Forge's own trainer, and {', '.join(given)} would have no"
+                " effect: remove one or the other"
+            )
+        return self
+
+    @property
+    def goal(self) -> int:
+        """The step at which the run is complete; 0 for a program without checkpoints."""
+        return self.program.goal_step if self.program else self.train.max_steps
+
     def to_json(self) -> dict[str, Any]:
-        """All keys as plain JSON values, defaults filled in."""
-        return self.model_dump(mode="json", by_alias=True)
+        """All keys as plain JSON values, defaults filled in; without those that have no effect."""
+        values = self.model_dump(mode="json", by_alias=True)
+        unused = OF_FORGES_TRAINER if self.program else ("program",)
+        if values["ids"]:
+            values["ids"] = {name: found for name, found in values["ids"].items() if found}
+        return {key: value for key, value in values.items() if key not in unused}
 
 
 class ResolvedConfig(Config):
@@ -443,7 +411,7 @@ def _problem(model: type[Section], detail: Any) -> str:
 def _fields(section: type[BaseModel]) -> dict[str, Any]:
     """Type of each field by its key in files; a Section class for a section."""
     return {
-        field.alias or name: field.annotation
+        field.alias or name: section_of(field.annotation) or field.annotation
         for name, field in getattr(section, "model_fields", {}).items()
     }
 
@@ -471,4 +439,6 @@ def is_boolean(section: type[Section], dotted: str) -> bool:
 
 def is_free(section: type[Section], key: str) -> bool:
     """Whether this key may change when a run resumes."""
+    if section.BOUND is not None:
+        return key not in section.BOUND
     return section.model_fields[key].json_schema_extra == FREE

@@ -24,6 +24,11 @@ def tokens_folder(data: str | Path, tokens_id: str) -> Path:
     return Path(data) / "tokens" / tokens_id
 
 
+def inputs_folder(data: str | Path, inputs_id: str) -> Path:
+    """The directory of the input files of a program with this id: manifest.json."""
+    return Path(data) / "inputs" / inputs_id
+
+
 class _Below:
     """An attribute that is a path below the directory of the run."""
 
@@ -65,6 +70,7 @@ class RunPaths:
     bad_nodes = _Below("bad_nodes.txt")  # nodes that the next submission excludes, one per line
     logs = _Below("logs")
     launches = _Below(".launch")  # files between launcher and ranks, in a directory per launch
+    heartbeats = _Below(".launch/heartbeats")  # of the ranks of another program
     stop = _Below("STOP")  # a file of this name stops training
 
 

@@ -26,7 +26,7 @@ class Record(BaseModel):
 
     def write(self, path: Path) -> None:
         """Replace the file, atomically. Raises UnfitError when the disk cannot be written."""
-        write_json(path, {"format": self.FORMAT, **self.model_dump(mode="json")})
+        write_json(path, {"format": self.FORMAT, **self.model_dump(mode="json", by_alias=True)})
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -30,9 +30,10 @@ class Follower:
 
     BLOCK = 2**20
 
-    def __init__(self, path: Path, *, from_start: bool) -> None:
+    def __init__(self, path: Path, start: int = 0) -> None:
+        """start: bytes of the file to skip."""
         self.path = path
-        self._read = 0 if from_start else path.stat().st_size
+        self._read = start
 
     def new_lines(self) -> list[str]:
         """Lines completed since the last call, at most BLOCK bytes of them; the others come next."""

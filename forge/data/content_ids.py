@@ -10,6 +10,7 @@ from forge.core.config import Config, Ids, ResolvedConfig, Tokenize
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import canonical, digest_bytes, digest_file, short_id
 from forge.data import corpus
+from forge.data.inputs import list_inputs
 
 # Incremented when the same settings and inputs give other bytes, so that nothing old is reused.
 TOKENIZER_FORMAT = 1
@@ -24,15 +25,17 @@ def resolve(config: Config) -> ResolvedConfig:
     Called once, at the start of a command or of the workflow.
     """
     ids = config.ids or resolve_ids(config)
-    return ResolvedConfig.model_validate({**config.model_dump(by_alias=True), "ids": ids})
+    return ResolvedConfig.model_validate({**config.to_json(), "ids": ids})
 
 
 def resolve_ids(config: Config) -> Ids:
-    """Ids of the tokenizer and the tokens, from settings and the list of input files.
+    """Ids of the tokenizer and the tokens, or of the inputs of a program.
 
-    They depend on names and sizes of the inputs, not on contents: this runs at every start of the
-    workflow. Raises DataError (inputs) and ConfigError (tokenizer.path).
+    They depend on settings, names and sizes of the inputs, not on contents: this runs at every start of
+    the workflow. Raises DataError (inputs) and ConfigError (tokenizer.path).
     """
+    if config.program:
+        return Ids(inputs=_inputs_id(tuple(config.program.inputs), str(Path.cwd())))
     tokenizer = short_id(tokenizer_recipe(config))
     return Ids(tokenizer=tokenizer, tokens=short_id(_tokens_recipe(config, tokenizer)))
 
@@ -109,3 +112,10 @@ def _cached_listing_digest(inputs: tuple[str, ...], _cwd: str) -> str:
     """Cached for sweeps of hundreds of runs, by working directory, on which relative inputs depend."""
     files = corpus.list_files(Tokenize(inputs=list(inputs)))
     return digest_bytes(canonical([(file.name, file.size) for file in files]))
+
+
+@functools.cache
+def _inputs_id(inputs: tuple[str, ...], _cwd: str) -> str:
+    """As `_cached_listing_digest`; "" for a program without inputs."""
+    files = list_inputs(inputs)
+    return short_id([(file.name, file.size) for file in files]) if files else ""

@@ -11,7 +11,7 @@ import os
 import re
 import tokenize as python_source
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,12 +52,17 @@ class InputFile:
 
 
 def list_files(settings: config.Tokenize) -> list[InputFile]:
-    """The files that `tokenize.inputs` names, sorted by name, each file once.
+    """The files that `tokenize.inputs` names, as `list_named`."""
+    return list_named(settings.inputs)
+
+
+def list_named(inputs: Sequence[str]) -> list[InputFile]:
+    """The files that files, directories and globs name, sorted by name, each file once.
 
     Raises DataError that names the input which is missing or matches no files.
     """
     files: dict[str, InputFile] = {}  # by path: a directory and a file in it may both be named
-    for spec in settings.inputs:
+    for spec in inputs:
         found = list(_files_of(spec))
         if not found:
             raise DataError(

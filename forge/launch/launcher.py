@@ -25,9 +25,9 @@ from forge.core.terminal import say
 from forge.launch.rank_output import Console
 from forge.launch.rank_records import (
     LaunchSpec,
-    PreflightTask,
+    ProgramTask,
     RankRecord,
-    ReplayTask,
+    Task,
     TrainTask,
     reserve,
     written,
@@ -47,7 +47,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def run_ranks(
-    task: TrainTask | PreflightTask | ReplayTask,
+    task: Task,
     paths: RunPaths,
     machine: Machine,
     layout: WorldLayout,
@@ -86,7 +86,7 @@ def run_ranks(
     )
     reserve(spec)
     log = paths.logs / f"{spec.log_prefix}.{machine.launcher}.log"
-    if isinstance(task, TrainTask):
+    if isinstance(task, TrainTask | ProgramTask):
         _record_launch(paths, spec, placement, step=task.step)
     try:
         stopped = _run(command, spec, log, machine.stop_grace_sec, deadline_sec)
@@ -166,7 +166,9 @@ def _watch(
                 child.send_signal(signal.SIGUSR1 if spec.job else stopped[0])
                 say("stopping: the ranks finish their step and commit a checkpoint …")
                 killed_at = killed_at or time.monotonic() + grace_sec
-            if killed_at is None and any(record.status == "failed" for record in written(spec)):
+            if killed_at is None and any(
+                record.status in ("failed", "lost") for record in written(spec)
+            ):
                 killed_at = time.monotonic() + AFTER_FAILURE_SEC
             if killed_at and time.monotonic() > killed_at:
                 _kill_all(spec, child)
@@ -266,6 +268,10 @@ def verdict(records: list[RankRecord]) -> RankRecord:
     if failed:
         return failed[0]
     lost = [r for r in records if r.status == "lost"]
+    if told := sorted((r for r in lost if r.ended), key=lambda r: r.ended or 0.0):
+        # The program of a rank ended; those of the others ended because of it.
+        message = f"rank {told[0].rank} of {len(records)}: {told[0].message}"
+        return replace(told[0], message=message, lost=tuple(r.rank for r in lost))
     orphaned = [r for r in records if r.status == "failed"]
     if lost or orphaned:
         numbers = ", ".join(str(r.rank) for r in lost)
@@ -283,7 +289,9 @@ def verdict(records: list[RankRecord]) -> RankRecord:
             message=f"{gone}{seen}",
             lost=tuple(r.rank for r in lost),
         )
-    return records[0]
+    first = next((r for r in records if r.status == "stopped"), records[0])
+    bad = next((r.exit_status for r in records if r.exit_status), first.exit_status)
+    return replace(first, exit_status=bad)
 
 
 class RankFailure(ForgeError):

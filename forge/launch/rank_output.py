@@ -14,6 +14,9 @@ from forge.core.tail import Follower
 from forge.core.terminal import Progress, say
 
 MESSAGES, BAR = "console", "progress.json"
+START = (
+    "console.start"  # bytes of the messages that are not shown; of a log that is longer than them
+)
 BAR_EVERY_SEC = 0.2
 
 
@@ -43,7 +46,8 @@ class Console:
     """The launcher's side: `show` prints what rank 0 has written since the last call."""
 
     def __init__(self, folder: Path) -> None:
-        self._messages = Follower(folder / MESSAGES, from_start=True)
+        self._folder = folder
+        self._messages: Follower | None = None
         self._bar_file, self._bar_facts = folder / BAR, ""
         self._stack = ExitStack()
         self._bar: Progress | None = None
@@ -56,7 +60,11 @@ class Console:
         self._stack.close()
 
     def show(self) -> None:
-        if self._messages.path.exists():
+        path = self._folder / MESSAGES
+        if self._messages is None and path.exists():
+            start = self._folder / START
+            self._messages = Follower(path, int(start.read_text()) if start.exists() else 0)
+        if self._messages:
             while lines := self._messages.new_lines():
                 for line in lines:
                     say(line.rstrip())

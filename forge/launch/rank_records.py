@@ -15,11 +15,13 @@ from forge.core.files import disk_trouble, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process
+from forge.core.program import Program
 from forge.core.records import Record, content
 
 FORMAT = 1
 SAME_VERSION = "install the same version on all nodes (forge preflight compares them)"
 RESERVED_BYTES = 8192
+NO_RECORD = "it exited without a record"
 
 
 # --- the tasks of the ranks ------------------------------------------------------------------------
@@ -42,6 +44,21 @@ class TrainTask(_Task):
     own_deadline: float | None = None  # from max_minutes alone
 
 
+class ProgramTask(_Task):
+    """Run another training program. Times are seconds since the epoch."""
+
+    name: Literal["program"] = "program"
+    program: Program
+    cwd: str  # directory in which it runs
+    step: int  # of the checkpoint to resume from; 0 without one
+    resume: str  # path of that checkpoint; "" without one
+    goal: int
+    restart: int  # launches of this run before this one
+    staged: dict[str, str]  # host -> directory of the inputs on its own disk
+    shared: str  # directory of the inputs for the other hosts
+    deadline: float | None = None  # from max_minutes or the job's time limit, whichever is earlier
+
+
 class PreflightTask(_Task):
     """Check the rendezvous and the collectives of the ranks."""
 
@@ -58,7 +75,7 @@ class ReplayTask(_Task):
     shards: str
 
 
-Task = Annotated[TrainTask | PreflightTask | ReplayTask, Field(discriminator="name")]
+Task = Annotated[TrainTask | ProgramTask | PreflightTask | ReplayTask, Field(discriminator="name")]
 
 
 class LaunchSpec(Record):
@@ -118,9 +135,16 @@ class RankRecord:
     message: str = ""
     weights_digest: str | None = None  # of a completed training, from rank 0
     lost: tuple[int, ...] = ()  # ranks that exited without a record
+    exit_status: int | None = None  # of another program; of all ranks: 0 where all are
+    ended: float | None = None  # of another program: when, in seconds since the epoch
     result: dict[str, Any] = field(
         default_factory=dict
     )  # measured by preflight or the replay check
+
+    @property
+    def all_exited_with_0(self) -> bool:
+        """Of all ranks of another program: whether each ended with 0, asked to stop or not."""
+        return self.status in ("completed", "stopped") and self.exit_status == 0
 
     def write(self, spec: LaunchSpec) -> None:
         """Write the record; on a full disk, into the space that `reserve` has allocated."""
@@ -140,7 +164,7 @@ class RankRecord:
         for file in (path, _reserve(path)):
             if file.exists() and file.read_text().strip():
                 return cls.read_file(file)
-        return cls("lost", rank, message="it exited without a record")
+        return cls("lost", rank, message=NO_RECORD)
 
     @classmethod
     def read_file(cls, path: Path) -> RankRecord:

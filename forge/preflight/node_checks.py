@@ -49,11 +49,14 @@ class Wanted:
     """What a node needs for training, and is checked for."""
 
     results: str  # the run's directory
-    data: str  # the shards on the shared file system
+    data: str  # the shards on the shared file system; "" where another program trains
     staged: str  # the shards on this node's own disk; "" where they are not staged
     digest: str  # of the staged shards
     machine: dict[str, Any]
     ranks_per_node: int
+    program: dict[
+        str, Any
+    ]  # another training program: command, and directories that it reads; or {}
     head: str  # the node with the rendezvous endpoint; "" where this node is the only one
 
 
@@ -80,7 +83,10 @@ def node_checks(wanted: Wanted, machine: Machine) -> Iterator[Check]:
     yield _name_resolves()
     yield _project_visible()
     yield _packages()
-    yield _data_visible(wanted)
+    if wanted.data:
+        yield _data_visible(wanted)
+    if wanted.program:
+        yield _program_visible(wanted.program)
     yield _results_writable(results)
     yield at_least(
         "disk",
@@ -166,6 +172,20 @@ def _data_visible(wanted: Wanted) -> Check:
         message = f"staged shards are gone from {staged}; ranks read {folder}"
         return Check("data", "warn", message, "run: forge stage", "this disk was cleaned up")
     return Check("data", "ok", f"shards in {folder}")
+
+
+def _program_visible(program: dict[str, Any]) -> Check:
+    """Whether this node sees the directories of another program, and has the command that starts it."""
+    for folder in program["reads"]:
+        if not os.access(folder, os.R_OK | os.X_OK):
+            fix = "choose a directory that all nodes share"
+            return Check("program", "fail", f"cannot read {folder}", fix)
+    word = program["command"]
+    found = shutil.which(word) or shutil.which(str(Path(program["reads"][0]) / word))
+    if not found:
+        fix = "give its path, or install it on the nodes"
+        return Check("program", "fail", f"no command {word!r} on the PATH of the ranks", fix)
+    return Check("program", "ok", f"{found}, reads {', '.join(program['reads'])}")
 
 
 def _staged(folder: Path, digest: str) -> Check:

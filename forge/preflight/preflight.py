@@ -18,10 +18,11 @@ from forge.core.config import ResolvedConfig
 from forge.core.errors import UnfitError
 from forge.core.files import atomic_open
 from forge.core.machine import Machine
-from forge.core.paths import RunPaths, tokens_folder
+from forge.core.paths import RunPaths, inputs_folder, tokens_folder
 from forge.core.process import hostname
 from forge.core.records import NodeResult, PreflightPass, PreflightResult, RanksResult
 from forge.core.terminal import say
+from forge.data.inputs import InputSet
 from forge.preflight import compare_nodes
 from forge.preflight.bisection import Broken
 from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, Node, fewest_to_leave_out
@@ -125,6 +126,20 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
     return paths.preflight_pass
 
 
+def _program(config: ResolvedConfig) -> dict[str, Any]:
+    """Its command, and the directories that it reads; {} where Forge's own trainer trains."""
+    if config.program is None:
+        return {}
+    reads = [str(Path(config.program.source or ".").absolute())]
+    if config.ids.inputs:
+        reads.append(InputSet.open(inputs_folder(config.data, config.ids.inputs)).root)
+    return {"command": config.program.command[0], "reads": reads}
+
+
+def _shards(config: ResolvedConfig) -> Path:
+    return tokens_folder(config.data, config.ids.tokens)
+
+
 def _wanted(
     config: ResolvedConfig,
     paths: RunPaths,
@@ -137,11 +152,12 @@ def _wanted(
     return {
         host: Wanted(
             results=str(paths.root.absolute()),
-            data=str(tokens_folder(config.data, config.ids.tokens).absolute()),
+            data="" if config.program else str(_shards(config).absolute()),
             staged=record.folders.get(host, "") if record else "",
             digest=record.digest if record else "",
             machine=machine.model_dump(mode="json"),
             ranks_per_node=layout.ranks_per_node,
+            program=_program(config),
             head="" if placement.is_here else placement.hosts[0],
         )
         for host in placement.hosts

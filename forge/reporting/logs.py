@@ -402,5 +402,8 @@ class _Following:
         logs = starts[-1].logs if starts else commands
         for log in logs:
             if log.path not in self._followed and self._rank in (None, log.rank):
-                self._followed[log.path] = log, Follower(log.path, from_start=from_start)
+                self._followed[log.path] = (
+                    log,
+                    Follower(log.path, 0 if from_start else log.path.stat().st_size),
+                )
         return starts[-1].name if starts else ""

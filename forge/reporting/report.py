@@ -106,7 +106,7 @@ def _missing(paths: RunPaths, summary: Summary, history: History) -> list[str]:
         (not history.launches, "launches: training has not started"),
         (not len(history.train), "training curve: no step was logged"),
         (not evaluated, "validation loss: no evaluation was logged"),
-        (not summary.manifest, "checkpoint: none is committed, so there is no lineage"),
+        (summary.step is None, "checkpoint: none is committed, so there is no lineage"),
         (not summary.validation, "validation: not done yet, so there are no samples either"),
     ]
     return [text for is_absent, text in absent if is_absent]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+
+from pydantic import ValidationError
 
 from forge.cluster.lock import LOCK, holder
 from forge.core import events
@@ -13,6 +16,7 @@ from forge.core.errors import DataError, OtherFormat
 from forge.core.events import Event
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
+from forge.core.program import Program
 from forge.core.records import Lock
 from forge.trainer import metrics
 from forge.trainer.metrics import TrainLine
@@ -71,7 +75,17 @@ class RunFiles:
 
     @cached_property
     def goal(self) -> int | None:
+        if self.program:
+            return self.program.goal_step or None
         return self.config.get("train", {}).get("max_steps")
+
+    @cached_property
+    def program(self) -> Program | None:
+        """The program of the config in place of Forge's own trainer."""
+        values = self.config.get("program")
+        with suppress(ValidationError):
+            return Program.model_validate(values) if values else None
+        return None
 
     @cached_property
     def step(self) -> int | None:

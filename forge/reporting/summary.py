@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from forge.checkpoint import resume
 from forge.checkpoint.manifest import Artifact, Manifest, ParentCheckpoint, Part
+from forge.checkpoint.sealed import ProgramCheckpoints, Seal
 from forge.core.checks import Check
 from forge.core.errors import ConfigError, DataError
 from forge.core.paths import RunPaths
@@ -30,6 +31,7 @@ class Summary:
     ]  # more of the reason, what is known of the checkpoint, records that cannot be read
     checkpoint: Path | None
     manifest: Manifest | None  # of the checkpoint
+    seal: Seal | None  # of the checkpoint of another program, which has no manifest
     trained: Trained | None
     validation: Validation | None
     preflight: PreflightResult | None
@@ -37,7 +39,8 @@ class Summary:
     @property
     def step(self) -> int | None:
         """The step of the committed checkpoint."""
-        return self.manifest.step if self.manifest else None
+        made = self.manifest or self.seal
+        return made.step if made else None
 
     @property
     def samples(self) -> list[str]:
@@ -47,6 +50,8 @@ class Summary:
     @property
     def lineage(self) -> list[tuple[str, str]]:
         """(what, value) of everything that made the checkpoint; empty without one."""
+        if self.seal:
+            return _lineage_of_seal(self.seal)
         if self.manifest is None:
             return []
         lineage = self.manifest.lineage
@@ -85,13 +90,23 @@ def summarize(paths: RunPaths) -> Summary:
     trained = _readable(lambda: Trained.read_if_there(paths.trained), troubles)
     validation = _readable(lambda: Validation.read_if_there(paths.validation), troubles)
     preflight = _readable(lambda: PreflightResult.read_if_there(paths.preflight), troubles)
-    checkpoint = _readable(lambda: resume.latest(paths), troubles)
-    folder, manifest = (checkpoint.folder, checkpoint.manifest) if checkpoint else (None, None)
+    folder: Path | None = None
+    manifest: Manifest | None = None
+    seal: Seal | None = None
+    files = RunFiles(paths)
+    if files.program and files.program.checkpoints:
+        sealed = ProgramCheckpoints(paths, files.program.checkpoints, world_size=1)
+        if found := _readable(sealed.latest, troubles):
+            folder, seal = found.path, found.seal
+    elif files.program is None and (
+        checkpoint := _readable(lambda: resume.latest(paths), troubles)
+    ):
+        folder, manifest = checkpoint.folder, checkpoint.manifest
     queue, _ = ask_slurm([paths])
-    state = judge(RunFiles(paths), queue)
+    state = judge(files, queue)
     notes = [*state.details, *_verdict(state, validation, manifest)]
     notes += [trouble for trouble in troubles if trouble not in (state.reason, *notes)]
-    return Summary(state, notes, folder, manifest, trained, validation, preflight)
+    return Summary(state, notes, folder, manifest, seal, trained, validation, preflight)
 
 
 def _verdict(
@@ -137,6 +152,21 @@ def _worst_first(checks: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 # --- words --------------------------------------------------------------------------------------
+
+
+def _lineage_of_seal(seal: Seal) -> list[tuple[str, str]]:
+    made = seal.lineage
+    rows = [
+        ("forge", made.code.version),
+        ("code commit", made.code.commit or ""),
+        ("config digest", made.config_digest),
+        ("command", " ".join(made.command)),
+        ("source", _id_and_digest(made.source) if made.source else ""),
+        ("inputs", _id_and_digest(made.inputs) if made.inputs else ""),
+        ("checkpoint digest", seal.digest),
+        ("world size", str(made.world_size)),
+    ]
+    return [(name, value) for name, value in rows if value]
 
 
 def _id_and_digest(artifact: Artifact) -> str:

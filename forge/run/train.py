@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 
-from forge.checkpoint import compatibility, directory, parent, resume
 from forge.cluster import exclude, nodes, slurm
 from forge.cluster.lock import lock
 from forge.cluster.placement import Placement, WorldLayout, check_layout, find_placement
 from forge.core import events
 from forge.core.config import ResolvedConfig
-from forge.core.errors import DataError, Exit, ForgeError, TrainingError, UnfitError
+from forge.core.errors import Exit, ForgeError, TrainingError, UnfitError
 from forge.core.files import read_json, write_json
 from forge.core.machine import Machine
-from forge.core.paths import RunPaths, tokens_folder
+from forge.core.paths import RunPaths
 from forge.core.provenance import config_digest
-from forge.core.records import PreflightPass, Trained
+from forge.core.records import PreflightPass
 from forge.core.terminal import say
-from forge.launch.launcher import (
-    MAX_RESTARTS_AFTER_LOSS,
-    RankFailure,
-    run_ranks,
-    wait_for_orphans,
-)
-from forge.launch.rank_records import RankRecord, TrainTask
+from forge.launch.launcher import MAX_RESTARTS_AFTER_LOSS, RankFailure, wait_for_orphans
+from forge.launch.rank_records import RankRecord
 from forge.run import crash_loop, requeue
-from forge.staging.staged import remove_staged, staged_folders, staged_python
+from forge.run.programs import Start, TrainingProgram, program_of
+from forge.staging.staged import remove_staged
 
 
 class StoppedEarly(ForgeError):
@@ -49,47 +43,31 @@ def train(
     job. Raises StoppedEarly (75) after a stop; DataError when require_checkpoint is set and there is no
     checkpoint; the errors of config, data and machine.
     """
-    own_deadline = time.time() + 60 * machine.max_minutes if machine.max_minutes else math.inf
+    own_deadline = time.time() + 60 * machine.max_minutes if machine.max_minutes else None
     paths = RunPaths.of(config)
     check_layout(machine, layout, config)
     placement = find_placement(machine, layout)
     job = placement.job or slurm.this_job()  # ranks that need no srun may run inside a job, too
-    deadline = min(own_deadline, job.end_time if job and job.end_time else math.inf)
+    ends = [end for end in (own_deadline, job and job.end_time) if end]
+    start = Start(machine, layout, require_checkpoint, min(ends, default=None), own_deadline)
     with lock(paths.root, "train"):
         wait_for_orphans(paths)
-        checkpoint = resume.repaired_latest(paths)
-        if checkpoint is None:
-            parent.find(config)
-            resume.begin_afresh(paths, require_checkpoint, config.parent)
-        else:
-            compatibility.check_compatible(config, checkpoint)
+        program = program_of(config, start)
+        step = program.prepare(start)
         refuse_known_failure(config, paths)
         if not paths.config.exists() or read_json(paths.config) != config.training_json():
             write_json(paths.config, config.training_json())
-        directory.clean(paths)
-        if checkpoint is not None and checkpoint.step == config.train.max_steps:
-            digest = _recorded_digest(paths, checkpoint.step)
-            if digest:
-                say(f"{paths.root} is complete at step {checkpoint.step}: nothing to train")
-                remove_staged(paths, placement)
-                return _write_trained(config, paths, checkpoint.step, digest)
-        staged, shared = _shards(config, paths)
-        task = TrainTask(
-            step=0,
-            started=time.time(),
-            staged=staged,
-            shared=shared,
-            require_checkpoint=require_checkpoint,
-            deadline=deadline if deadline < math.inf else None,
-            own_deadline=own_deadline if own_deadline < math.inf else None,
-        )
+        if step is not None and program.is_complete(step):
+            say(f"{paths.root} is complete at step {step}: nothing to train")
+            remove_staged(paths, placement)
+            return _write_trained(program, step)
         try:
-            record = _train_until_it_ends(config, paths, machine, layout, placement, task=task)
+            record = _train_until_it_ends(program, start, placement, step)
         finally:
             remove_staged(paths, placement)
         if record.status in ("stopped", "lost") and job:
-            _requeue(record, paths, job, machine, first_step=parent.first_step(config))
-        return _conclude(config, paths, record)
+            _requeue(record, paths, job, machine, step=program.committed_step())
+        return _conclude(program, record)
 
 
 def refuse_stop_file(paths: RunPaths) -> None:
@@ -120,30 +98,14 @@ def refuse_known_failure(config: ResolvedConfig, paths: RunPaths) -> None:
         )
 
 
-def _shards(config: ResolvedConfig, paths: RunPaths) -> tuple[dict[str, str], str]:
-    """Directories from which ranks read: the staged ones by host, and the shared one for other hosts.
-    DataError without shards."""
-    staged = staged_folders(paths)
-    folder = tokens_folder(config.data, config.ids.tokens)
-    if not staged and not (folder / "manifest.json").exists():
-        raise DataError(
-            f"{folder} has no complete shards",
-            cause="the corpus has not been tokenized for this config",
-            fix=f"run: forge tokenizer {paths.config} && forge tokenize {paths.config}",
-        )
-    return staged, str(folder)
-
-
 def _train_until_it_ends(
-    config: ResolvedConfig,
-    paths: RunPaths,
-    machine: Machine,
-    layout: WorldLayout,
-    placement: Placement,
-    *,
-    task: TrainTask,
+    program: TrainingProgram, start: Start, placement: Placement, step: int | None
 ) -> RankRecord:
-    """Launch the ranks; after the loss of one, launch again without unresponsive nodes, twice at most."""
+    """Launch the ranks; after the loss of one, launch again without unresponsive nodes, twice at most.
+
+    step: of the checkpoint that the first launch resumes from; None for a fresh start.
+    """
+    paths, layout = program.paths, start.layout
     refuse_stop_file(paths)
     passed = PreflightPass.read_if_there(paths.preflight_pass)
     healthy = placement.only(passed.nodes if passed and passed.nodes else placement.hosts)
@@ -154,21 +116,15 @@ def _train_until_it_ends(
             f" training needs {layout.nodes}",
             fix="run forge preflight in this allocation first",
         )
+    for line in program.warnings():
+        say(line)
     for attempt in range(1 + MAX_RESTARTS_AFTER_LOSS):
-        checkpoint = resume.repaired_latest(paths)
-        if attempt == 0:
-            for line in compatibility.schedule_warnings(config, checkpoint):
-                say(line)
-        step = checkpoint.step if checkpoint else parent.first_step(config)
-        _end_if_stuck(config, paths, machine, step)
-        record = run_ranks(
-            task.model_copy(update={"started": time.time(), "step": step}),
-            paths,
-            machine,
-            layout,
-            placement=hosts,
-            python=staged_python(paths),
-        )
+        if attempt > 0:
+            step = program.resume_step()
+            if step is not None and program.is_complete(step):
+                return RankRecord("completed", step=step)
+        _end_if_stuck(program, start.machine, program.first_step if step is None else step)
+        record = program.launch(start, hosts, step)
         if record.status != "lost":
             break
         silent = nodes.unresponsive(hosts)
@@ -184,12 +140,14 @@ def _train_until_it_ends(
     return record
 
 
-def _end_if_stuck(config: ResolvedConfig, paths: RunPaths, machine: Machine, step: int) -> None:
+def _end_if_stuck(program: TrainingProgram, machine: Machine, step: int) -> None:
     """Crash-loop detection: records and raises the TrainingError, instead of another launch."""
+    log, config = program.paths.events, program.config
     try:
-        crash_loop.refuse_if_stuck(paths.events, step, machine.max_restarts_without_progress)
+        crash_loop.refuse_if_stuck(log, step, machine.max_restarts_without_progress)
     except TrainingError as err:
-        _record_failure(config, paths, RankRecord("failed", code=err.code, message=str(err)))
+        record = RankRecord("failed", code=err.code, message=str(err))
+        _record_failure(config, program.paths, record)
         raise
 
 
@@ -199,14 +157,13 @@ def _requeue(
     job: slurm.Job,
     machine: Machine,
     *,
-    first_step: int = 0,
+    step: int = 0,
 ) -> None:
     """Requeue the job, which ends this process, or print why it is not requeued.
 
-    Raises StoppedEarly when a requeued job lost ranks: no failure is recorded, so that crash-loop
-    detection counts this launch.
+    step: of the newest checkpoint. Raises StoppedEarly when a requeued job lost ranks: no failure is
+    recorded, so that crash-loop detection counts this launch.
     """
-    step = _committed_step(paths, first_step)
     goes_back, reason = requeue.requeue(record, paths, job, machine, step=step)
     if reason:
         say(f"not requeued: {reason}")
@@ -214,22 +171,22 @@ def _requeue(
         raise StoppedEarly(f"{record.message}; job {job.id} resumes from step {step}")
 
 
-def _conclude(config: ResolvedConfig, paths: RunPaths, record: RankRecord) -> Path:
+def _conclude(program: TrainingProgram, record: RankRecord) -> Path:
     """Write trained.json for a completed run, else raise the error that the record stands for."""
+    config, paths = program.config, program.paths
     if record.status == "completed":
         assert record.step is not None
-        return _write_trained(config, paths, record.step, str(record.weights_digest))
+        return _write_trained(program, record.step)
     if record.status == "stopped":
-        first_step = parent.first_step(config)
-        step = _committed_step(paths, first_step)
+        step = program.committed_step()
         events.record(paths.events, events.Stop(cause=record.cause, step=step))
         raise StoppedEarly(
-            f"{config.run} stopped at step {step} of {config.train.max_steps} ({record.cause});"
-            f" {_what_is_kept(record, step, first_step)}",
+            f"{config.run} stopped at step {step} of {config.goal} ({record.cause});"
+            f" {_what_is_kept(record, step, program.first_step)}",
             fix="rerun the same command to resume",
         )
     _record_failure(config, paths, record)
-    if record.status == "lost":
+    if record.status == "lost" and (record.exit_status or 0) <= 0:
         raise UnfitError(
             f"ranks were lost, and restarts did not help: {record.message}",
             cause="the system killed them (out of memory?), or a node or the network fails",
@@ -259,31 +216,7 @@ def _record_failure(config: ResolvedConfig, paths: RunPaths, record: RankRecord)
     events.record(paths.events, failed)
 
 
-def _committed_step(paths: RunPaths, first_step: int) -> int:
-    """The step at which the next launch begins. first_step: that of a run without a checkpoint."""
-    committed = resume.latest(paths)
-    return committed.step if committed else first_step
-
-
-def _recorded_digest(paths: RunPaths, step: int) -> str | None:
-    """The weights digest of the completed run at this step, from the event log."""
-    for event in reversed(events.read(paths.events)):
-        if isinstance(event, events.Completed) and event.step == step:
-            return event.weights_digest
-    return None
-
-
-def _write_trained(config: ResolvedConfig, paths: RunPaths, step: int, digest: str) -> Path:
-    checkpoint = resume.required(paths)
-    assert checkpoint.step == step
-    made_from = checkpoint.manifest.lineage.parent
-    Trained(
-        run=config.run,
-        goal_step=config.train.max_steps,
-        step=step,
-        checkpoint=f"checkpoints/{checkpoint.folder.name}",
-        weights_digest=digest,
-        config_digest=config_digest(config),
-        parent=made_from.to_json() if made_from else None,
-    ).write(paths.trained)
-    return paths.trained
+def _write_trained(program: TrainingProgram, step: int) -> Path:
+    path = program.paths.trained
+    program.trained(step).write(path)
+    return path

@@ -11,7 +11,7 @@ from forge.core.config import ResolvedConfig
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.data.shards import ShardSet
-from forge.staging.to_nodes import stage_nodes
+from forge.staging.to_nodes import stage_for_program, stage_nodes
 
 
 def stage(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path:
@@ -23,9 +23,12 @@ def stage(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path
     """
     started = time.time()
     paths = RunPaths.of(config)
-    source = ShardSet.open(tokens_folder(config.data, config.ids.tokens))
     placement = find_placement(machine, layout)
-    record = stage_nodes(source, config, machine, placement, min_nodes=layout.nodes)
+    if config.program:
+        record = stage_for_program(config, machine, placement)
+    else:
+        source = ShardSet.open(tokens_folder(config.data, config.ids.tokens))
+        record = stage_nodes(source, config, machine, placement, min_nodes=layout.nodes)
     seconds = round(time.time() - started, 3)
     said = record.model_dump(include={"bytes", "digest", "folders", "sent"})
     events.record(paths.events, events.Stage(seconds=seconds, **said))

@@ -46,6 +46,17 @@ def stage_nodes(
     return record.model_copy(update={"python": python})
 
 
+def stage_for_program(config: Config, machine: Machine, placement: Placement) -> StageRecord:
+    """The stage record of another program, which reads its inputs in place. With `stage.project`, Forge
+    and its Python are copied to the nodes."""
+    project = machine.stage.project and not placement.is_here
+    python = stage_project(config, machine, placement) if project else None
+    job = placement.job.id if placement.job else slurm.this_job_id()
+    return StageRecord(
+        digest="", bytes=0, folders={}, sent=[], job=job, roots={}, python=python, phase_sec={}
+    )
+
+
 class ThisHost:
     """In place of a NodePool where this is the only host: runs requests in this process; errors raise."""
 

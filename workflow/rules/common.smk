@@ -6,7 +6,7 @@ from forge.cluster import job_watch, jobs
 from forge.cluster.allocation import Allocation
 from forge.core.config import RUN_NAME, as_overrides
 from forge.core.errors import ForgeError
-from forge.core.paths import tokenizer_folder, tokens_folder
+from forge.core.paths import inputs_folder, tokenizer_folder, tokens_folder
 from forge.core.sample_sheet import shared_folders
 
 helpers.prepare_environment()
@@ -27,7 +27,9 @@ if workflow.is_main_process:
 
 RESULTS, DATA = shared_folders(RUNS)
 # Content id of tokens -> config of a run that trains on them: whichever, since the id fixes its tokenizer.
-TOKENS = {settings.ids.tokens: settings for settings in RUNS.values()}
+TOKENS = {
+    settings.ids.tokens: settings for settings in RUNS.values() if not settings.program
+}
 # Runs whose config has failed before, with the message: no allocation is spent on them.
 FAILED = helpers.known_failures(RUNS) if workflow.is_main_process else {}
 RESUMED = {}  # run name -> step, filled when `resume` is the target
@@ -37,6 +39,7 @@ wildcard_constraints:
     run=RUN_NAME,
     tokenizer="[0-9a-f]{12}",
     tokens="[0-9a-f]{12}",
+    inputs="[0-9a-f]{12}",
 
 
 def allocation_of(wildcards):
@@ -54,6 +57,14 @@ def tokenizer_manifest(settings):
 
 def tokens_manifest(settings):
     return tokens_folder(DATA, settings.ids.tokens) / "manifest.json"
+
+
+def data_of(settings):
+    """Manifests of what a run reads: tokenizer and tokens, or the inputs of its program, if any."""
+    if not settings.program:
+        return [tokenizer_manifest(settings), tokens_manifest(settings)]
+    folder = settings.ids.inputs and inputs_folder(DATA, settings.ids.inputs)
+    return [folder / "manifest.json"] if folder else []
 
 
 def files_of(runs, *names):
@@ -74,7 +85,7 @@ def resumed_files(wildcards):
             "Start with the target `train`."
         )
     for name, step in RESUMED.items():
-        logger.info(f"resume {name}: step {step} of {RUNS[name].train.max_steps}")
+        logger.info(f"resume {name}: step {step} of {RUNS[name].goal}")
     return files_of(RESUMED, "validated.json", "report.html")
 
 

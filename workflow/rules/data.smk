@@ -3,6 +3,7 @@
 # equal artefacts, so no other key of a run, and no other spelling of its inputs, makes one again.
 localrules:
     tokenizer,
+    inputs,
 
 
 rule tokenizer:
@@ -31,3 +32,17 @@ rule tokenize:
         config=f"{DATA}/tokens/{{tokens}}/config.json",
     shell:
         "exec forge tokenize {params.config:q} --workers={threads} --log={log:q}"
+
+
+# Of another training program: its input files stay where they are.
+rule inputs:
+    output:
+        f"{DATA}/inputs/{{inputs}}/manifest.json",
+    log:
+        f"{DATA}/logs/inputs-{{inputs}}.log",
+    conda:
+        "../envs/forge.yaml"
+    params:
+        config=f"{DATA}/inputs/{{inputs}}/config.json",
+    shell:
+        "exec forge inputs {params.config:q} --log={log:q}"

@@ -41,7 +41,7 @@ rule config_run:
 rule stage_run:
     input:
         config=f"{RESULTS}/{{run}}/config.json",
-        tokens=lambda w: tokens_manifest(RUNS[w.run]),
+        data=lambda w: data_of(RUNS[w.run]),
     output:
         temp(f"{RESULTS}/{{run}}/.allocation/stage.json"),
     log:
@@ -81,8 +81,7 @@ rule preflight_run:
 rule train_run:
     input:
         config=f"{RESULTS}/{{run}}/config.json",
-        tokens=lambda w: tokens_manifest(RUNS[w.run]),
-        tokenizer=lambda w: tokenizer_manifest(RUNS[w.run]),
+        data=lambda w: data_of(RUNS[w.run]),
         stage=f"{RESULTS}/{{run}}/.allocation/stage.json",
         preflight=f"{RESULTS}/{{run}}/.allocation/preflight.json",
     output:

@@ -55,6 +55,30 @@ def test_verdict_over_all_ranks(records, status, rank, code):
     assert (found.status, found.rank, found.code) == (status, rank, code)
 
 
+def test_the_program_that_ended_first_is_named():
+    ends = [
+        RankRecord("lost", 0, Exit.FAILED, message="its program exited with 1", ended=9.0),
+        RankRecord("stopped", 1, Exit.STOPPED, cause="SIGTERM", ended=8.5),
+        RankRecord("lost", 2, Exit.UNFIT, message="its program was killed", ended=8.0),
+        lost(3),
+    ]
+    found = launcher.verdict(ends)
+    assert (found.status, found.rank, found.code) == ("lost", 2, Exit.UNFIT)
+    assert found.message == "rank 2 of 4: its program was killed"
+
+
+@pytest.mark.parametrize(
+    ("statuses", "all_0"), [((0, 0), True), ((0, 1), False), ((143, 0), False)]
+)
+def test_programs_have_exited_with_0_when_all_of_them_have(statuses, all_0):
+    ends = [
+        RankRecord("stopped", rank, Exit.STOPPED, exit_status=status)
+        for rank, status in enumerate(statuses)
+    ]
+    assert launcher.verdict(ends).all_exited_with_0 == all_0
+    assert not launcher.verdict([*ends, lost(2)]).all_exited_with_0
+
+
 def test_lost_ranks_are_named_with_what_the_others_saw():
     found = launcher.verdict([PEER, lost(1), lost(3)])
     assert found.message == (

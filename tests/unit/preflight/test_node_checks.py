@@ -37,7 +37,8 @@ def wanted(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "data/manifest.json").write_text("{}")
     folders = {"results": str(tmp_path / "results"), "data": str(tmp_path / "data")}
-    return Wanted(**folders, staged="", digest="", machine={}, ranks_per_node=1, head="")
+    facts = {"staged": "", "digest": "", "machine": {}, "ranks_per_node": 1, "program": {}}
+    return Wanted(**folders, **facts, head="")
 
 
 def checks(wanted, ranks=1, **limits):
@@ -312,3 +313,20 @@ def test_interface_without_an_address_cannot_listen():
     machine = load_machine(None, {"fabric.interface": "none0"}).model_dump(mode="json")
     with pytest.raises(UnfitError, match=r"none0 .* has no IPv4 address"):
         node_checks.listen(machine, "localhost")
+
+
+def test_program_is_found_on_the_path_or_in_its_directory_and_its_directories_are_readable(
+    wanted, tmp_path
+):
+    (tmp_path / "train.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "train.sh").chmod(0o755)
+    for command, folder, status in (
+        ("sh", tmp_path, "ok"),
+        ("train.sh", tmp_path, "ok"),
+        ("no-such-program", tmp_path, "fail"),
+        ("sh", tmp_path / "gone", "fail"),
+    ):
+        program = {"command": command, "reads": [str(folder)]}
+        found = checks(replace(wanted, data="", program=program))
+        assert found["program"].status == status, command
+        assert "data" not in found

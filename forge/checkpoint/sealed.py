@@ -1,0 +1,303 @@
+"""Checkpoints of other training programs: recognize, seal, verify, prune. No torch.
+
+A seal is a file beside a checkpoint, `checkpoint-500.forge.json`, with size and digest of each file of
+the checkpoint and what made it. Only a sealed checkpoint whose digests are right is resumed from, and
+counts towards the goal; `latest` points to the newest one. The checkpoint itself is never written to.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from forge.checkpoint import directory
+from forge.checkpoint.manifest import Artifact, Code, StoredFile
+from forge.core import events
+from forge.core.errors import ConfigError, DataError, OtherFormat, UnfitError
+from forge.core.files import canonical, digest_bytes, digest_file, disk_trouble, fsync_folder
+from forge.core.paths import RunPaths
+from forge.core.program import STEP, Checkpoints
+from forge.core.records import Damage, Record
+from forge.core.terminal import say
+
+SEAL = ".forge.json"
+THREADS = 4
+
+# Size and time of last change of each file of a checkpoint.
+Signature = tuple[tuple[str, int, int], ...]
+
+
+class SealLineage(BaseModel):
+    """What made a checkpoint of a program."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    run: str
+    config_digest: str
+    command: list[str]
+    source: Artifact | None
+    """The directory of the program, and the digest of its files."""
+    inputs: Artifact | None
+    """Id and digest of its input files."""
+    world_size: int
+    code: Code
+    """Of Forge."""
+
+
+class Seal(Record):
+    """NAME.forge.json: a complete checkpoint of a program."""
+
+    FIX: ClassVar[str] = "use that version for this run, or start again under a new run name"
+
+    step: int
+    files: dict[str, StoredFile]
+    """By path in the checkpoint; "" for a checkpoint that is a file."""
+    lineage: SealLineage
+    digest: str
+    """blake3 of step and files."""
+
+
+@dataclass(frozen=True)
+class SealedCheckpoint:
+    """A checkpoint and its seal."""
+
+    path: Path
+    seal: Seal
+
+    @property
+    def step(self) -> int:
+        return self.seal.step
+
+    def bad_files(self) -> Iterator[str]:
+        """A sentence for each file that is missing, changed or not in the seal; digests all files.
+
+        Raises UnfitError when the disk reports an error, which says nothing about the content.
+        """
+        if self.seal.digest != _digest(self.seal.step, self.seal.files):
+            yield "its seal was edited"
+        with disk_trouble(self.path, "read"), ThreadPoolExecutor(THREADS) as pool:
+            yield from filter(None, pool.map(self._bad_file, self.seal.files))
+            for name in sorted(set(_names(self.path)) - set(self.seal.files)):
+                yield f"{name} is not in its seal"
+
+    def _bad_file(self, name: str) -> str | None:
+        path, expected = self.path / name if name else self.path, self.seal.files[name]
+        shown = name or path.name
+        if not path.is_file():
+            return f"{shown} is missing"
+        if (size := path.stat().st_size) != expected.bytes:
+            return f"{shown} has {size} bytes, its seal says {expected.bytes}"
+        return (
+            None if digest_file(path) == expected.digest else f"the content of {shown} has changed"
+        )
+
+
+@dataclass(frozen=True)
+class ProgramCheckpoints:
+    """The checkpoints of one run. Changes are made under the run's lock only, by its launcher."""
+
+    paths: RunPaths
+    settings: Checkpoints
+    world_size: int
+
+    # --- recognizing ---
+
+    def there(self) -> dict[int, Path]:
+        """Everything that is named as a checkpoint, by step, whether complete or not."""
+        before, _, after = self.settings.pattern.partition(STEP)
+        named = re.compile(f"{re.escape(before)}([0-9]+){re.escape(after)}")
+        found: dict[int, Path] = {}
+        with suppress(FileNotFoundError):
+            for path in self.paths.checkpoints.iterdir():
+                if (match := named.fullmatch(path.name)) and not path.is_symlink():
+                    found[int(match[1])] = path
+        return dict(sorted(found.items()))
+
+    def refuse_other_pattern(self) -> None:
+        """ConfigError where `latest` points to a checkpoint that the pattern does not name: the run would
+        silently begin afresh."""
+        link = self.paths.latest
+        if link.is_symlink() and link.exists() and link.readlink().name not in self._names():
+            raise ConfigError(
+                f"{link} points to {link.readlink()}, which is not named like"
+                f" {self.settings.pattern} (program.checkpoints.pattern)",
+                cause="the pattern was changed after the run had begun, or the program was replaced",
+                fix="restore the pattern, or give the changed run a new name",
+            )
+
+    def _names(self) -> set[str]:
+        return {path.name for path in self.there().values()}
+
+    def is_complete(self, path: Path, step: int) -> bool:
+        """Whether all marks of a complete checkpoint are there."""
+        folder = path if path.is_dir() else path.parent
+        for mark in self.settings.complete:
+            ranks = range(self.world_size) if "{rank}" in mark else range(1)
+            for rank in ranks:
+                name = mark.replace(STEP, str(step)).replace("{rank}", str(rank))
+                if next(folder.glob(name), None) is None:
+                    return False
+        return True
+
+    def seal_of(self, path: Path) -> Path:
+        return path.with_name(path.name + SEAL)
+
+    def sealed(self) -> list[SealedCheckpoint]:
+        """All sealed checkpoints, newest first; those with an unreadable seal are left out. Raises
+        OtherFormat for a seal of another version of Forge."""
+        found = []
+        for path in self.there().values():
+            try:
+                if self.seal_of(path).exists():
+                    found.append(SealedCheckpoint(path, Seal.read(self.seal_of(path))))
+            except OtherFormat:
+                raise
+            except DataError:
+                continue
+        return found[::-1]
+
+    def latest(self) -> SealedCheckpoint | None:
+        """The sealed checkpoint that `latest` points to; None without one. Raises DataError where the
+        link dangles, or its target has no readable seal."""
+        link = self.paths.latest
+        if not link.is_symlink():
+            return None
+        path = link.parent / link.readlink()
+        if not path.exists():
+            raise DataError(
+                f"{link} points to {link.readlink()}, which does not exist",
+                cause="a checkpoint was removed or moved by hand",
+                fix="rerun the workflow, which repairs the link",
+            )
+        return SealedCheckpoint(path, Seal.read(self.seal_of(path)))
+
+    # --- sealing ---
+
+    def seal(self, path: Path, step: int, lineage: SealLineage) -> SealedCheckpoint | None:
+        """Seal a checkpoint durably and point `latest` to it; None where it changed or was removed
+        meanwhile. Raises UnfitError when the disk cannot be written."""
+        before = signature(path)
+        try:
+            with disk_trouble(path, "read"), ThreadPoolExecutor(THREADS) as pool:
+                names = list(_names(path))
+                stored = pool.map(_stored, [path / name if name else path for name in names])
+                files = dict(zip(names, stored, strict=True))
+                for folder in {(path / name).parent for name in names if name}:
+                    fsync_folder(folder)
+        except FileNotFoundError:
+            return None
+        if not before or signature(path) != before:
+            return None
+        seal = Seal(step=step, files=files, lineage=lineage, digest=_digest(step, files))
+        seal.write(self.seal_of(path))
+        directory.point_latest(self.paths, path)
+        return SealedCheckpoint(path, seal)
+
+    # --- before a launch ---
+
+    def newest_verified(self) -> SealedCheckpoint | None:
+        """The newest sealed checkpoint, all digests verified; `latest` points to it.
+
+        Everything newer that is corrupt, incomplete or was never sealed is moved to quarantine, so that a
+        program that looks for its newest checkpoint finds this one. Raises UnfitError, OtherFormat.
+        """
+        known = {found.path: found for found in self.sealed()}
+        for path in reversed(self.there().values()):
+            reasons = ["it was never sealed: its save was interrupted"]
+            if self.seal_of(path).exists():
+                found = known.get(path)
+                reasons = list(found.bad_files()) if found else ["its seal cannot be read"]
+                if found and not reasons:
+                    self._point_latest(path)
+                    return found
+            self._quarantine(path, reasons)
+        with disk_trouble(self.paths.latest):
+            self.paths.latest.unlink(missing_ok=True)
+        return None
+
+    def _point_latest(self, path: Path) -> None:
+        link = self.paths.latest
+        if not link.is_symlink() or link.readlink() != Path(path.name):
+            directory.point_latest(self.paths, path)
+
+    def _quarantine(self, path: Path, reasons: Sequence[str]) -> None:
+        new = directory.free_name(self.paths.quarantine, path.name)
+        with disk_trouble(new):
+            new.parent.mkdir(exist_ok=True)
+            path.rename(new)
+            if (seal := self.seal_of(path)).exists():
+                seal.rename(new.with_name(new.name + SEAL))
+            fsync_folder(self.paths.checkpoints)
+        events.record(
+            self.paths.events, events.Quarantine(checkpoint=path.name, reasons=list(reasons))
+        )
+        with suppress(UnfitError):
+            Damage(reasons=list(reasons)).write(new.with_name(f"{new.name}.{directory.DAMAGE}"))
+        say(f"warning: checkpoint {path} is not used: {'; '.join(reasons)}")
+        say(f"warning: moved {path.name} to {new}")
+
+    # --- retention ---
+
+    def prune(self, keep_last: int | None) -> None:
+        """Remove all but the newest `keep_last` sealed checkpoints, and seals without a checkpoint."""
+        for found in self.sealed()[keep_last:] if keep_last else []:
+            doomed = found.path.with_name(f"{directory.TEMPORARY}pruned-{found.path.name}")
+            try:
+                found.path.rename(doomed)
+                self.seal_of(found.path).unlink(missing_ok=True)
+            except OSError as err:
+                say(f"warning: cannot remove the old checkpoint {found.path}: {err}")
+            remove(doomed)
+        for seal in self.paths.checkpoints.glob(f"*{SEAL}"):
+            if not os.path.lexists(str(seal).removesuffix(SEAL)):
+                seal.unlink(missing_ok=True)
+
+
+def signature(path: Path) -> Signature:
+    """Of the files of a checkpoint as they are now; () where it is gone, or a file goes meanwhile."""
+    found = []
+    try:
+        for name in _names(path):
+            status = (path / name if name else path).stat()
+            found.append((name, status.st_size, status.st_mtime_ns))
+    except OSError:
+        return ()
+    return tuple(found)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a directory, as far as that is possible."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _names(path: Path) -> Iterator[str]:
+    """Paths of the files in a checkpoint, sorted; "" for a checkpoint that is a file."""
+    if path.is_file():
+        yield ""
+        return
+    for file in sorted(path.rglob("*")):
+        if file.is_file():
+            yield str(file.relative_to(path))
+
+
+def _stored(path: Path) -> StoredFile:
+    """Size and digest of a file, which is made durable first."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        return StoredFile(bytes=os.fstat(file.fileno()).st_size, digest=digest_file(path))
+
+
+def _digest(step: int, files: dict[str, StoredFile]) -> str:
+    return digest_bytes(canonical([step, {n: f.model_dump(mode="json") for n, f in files.items()}]))

@@ -1,0 +1,135 @@
+"""Seal the checkpoints of a program while it runs: when is one complete, and no rank still writing it?"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from forge.checkpoint.sealed import (
+    ProgramCheckpoints,
+    SealedCheckpoint,
+    SealLineage,
+    Signature,
+    signature,
+)
+from forge.core import events
+from forge.core.errors import ForgeError
+from forge.core.terminal import say
+
+SCAN_SEC = 1.0
+
+
+@dataclass
+class Progress:
+    """How far the ranks are. steps: of their heartbeats; running: seconds that each has been running."""
+
+    steps: list[int | None]
+    running: list[int | None]
+
+    def is_beyond(self, step: int) -> bool:
+        """Whether every rank has told a later step, so that none still writes the checkpoint of this."""
+        return bool(self.steps) and all(told is not None and told > step for told in self.steps)
+
+    def has_run(self, seconds: float, since: Progress) -> bool:
+        """Whether every rank has been running for so long since then. A dead rank has not, so that its
+        part of a checkpoint is never taken for a complete one."""
+        pairs = zip(self.running, since.running, strict=True)
+        return all(
+            now is not None and then is not None and now - then >= seconds for now, then in pairs
+        )
+
+
+@dataclass
+class Candidate:
+    """A complete checkpoint that is not sealed yet: its files, and how far the ranks were when they had
+    last changed."""
+
+    files: Signature
+    since: Progress
+
+
+@dataclass
+class Sealer:
+    """Watches the checkpoints of one launch, in a thread of the launcher.
+
+    progress: reads how far the ranks are. lineage: what made the checkpoints.
+    """
+
+    checkpoints: ProgramCheckpoints
+    progress: Callable[[], Progress]
+    lineage: SealLineage
+    keep_last: int | None = None
+    _candidates: dict[Path, Candidate] = field(default_factory=dict)
+    _sealed: dict[Path, Signature] = field(default_factory=dict)  # in this launch, as sealed
+    _ended: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+    _warned: str = ""
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="sealer", daemon=True)
+        self._thread.start()
+
+    def finish(self, *, orderly: bool) -> None:
+        """After the last rank has exited. orderly: all of them by themselves with 0, so that whatever is
+        complete may be sealed at once."""
+        self._ended.set()
+        if self._thread:
+            self._thread.join()
+        self._scan(orderly=orderly)
+
+    def _run(self) -> None:
+        while not self._ended.wait(SCAN_SEC):
+            self._scan(orderly=False)
+
+    def _scan(self, *, orderly: bool) -> None:
+        """Seal what has become complete. A disk error is a warning: the next scan tries again."""
+        try:
+            progress = self.progress()
+            for step, path in self.checkpoints.there().items():
+                if self._is_due(path, step, progress, orderly):
+                    self._seal(path, step)
+        except (ForgeError, OSError) as err:
+            if str(err) != self._warned:
+                self._warned = str(err)
+                say(f"warning: a checkpoint could not be sealed: {err}")
+
+    def _is_due(self, path: Path, step: int, progress: Progress, orderly: bool) -> bool:
+        files = signature(path)
+        if self.checkpoints.seal_of(path).exists():
+            if self._sealed.get(path, files) == files:
+                return False
+            self._unseal(path)
+        if not files or not self.checkpoints.is_complete(path, step):
+            self._candidates.pop(path, None)
+            return False
+        known = self._candidates.get(path)
+        if known is None or known.files != files or None in known.since.running:
+            known = self._candidates[path] = Candidate(files, progress)
+            return orderly or progress.is_beyond(step)
+        settle_sec = self.checkpoints.settings.settle_sec
+        is_quiet = progress.has_run(settle_sec, known.since)
+        return orderly or progress.is_beyond(step) or is_quiet
+
+    def _unseal(self, path: Path) -> None:
+        """A rank has written on after the seal: the checkpoint was not complete."""
+        say(f"warning: {path.name} has changed since it was sealed; it will be sealed again")
+        self.checkpoints.seal_of(path).unlink(missing_ok=True)
+        del self._sealed[path]
+
+    def _seal(self, path: Path, step: int) -> None:
+        started = time.monotonic()
+        found = self.checkpoints.seal(path, step, self.lineage)
+        if found is None:
+            return
+        self._sealed[path] = signature(path)
+        self._record(found, time.monotonic() - started)
+        self.checkpoints.prune(self.keep_last)
+
+    def _record(self, found: SealedCheckpoint, seconds: float) -> None:
+        num_bytes = sum(file.bytes for file in found.seal.files.values())
+        save = events.Save(step=found.step, seconds=round(seconds, 3), stall=0.0, bytes=num_bytes)
+        events.record(self.checkpoints.paths.events, save)
+        say(f"sealed {found.path.name}: {num_bytes / 2**20:,.1f} MiB, `latest` points to it")

@@ -1,0 +1,139 @@
+"""The section `program`: a training program in place of Forge's own, and what Forge may expect of it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from forge.core.section import FilePath, Section
+
+# Written {name} in `command` and `resume`.
+PLACEHOLDERS = ("run", "checkpoints", "goal", "data", "resume", "rank")
+STEP = "{step}"
+
+
+class Epochs(Section):
+    """A goal in epochs."""
+
+    epochs: int = Field(ge=1)
+    """Train this many epochs."""
+    steps_per_epoch: int = Field(ge=1)
+    """Steps of one epoch, on all ranks together."""
+
+
+class Checkpoints(Section):
+    """How Forge recognizes the checkpoints of the program, files or directories in `{checkpoints}`."""
+
+    BOUND = ("pattern",)
+
+    pattern: str = "checkpoint-{step}"
+    """Name of a checkpoint; `{step}` stands for its step."""
+    complete: list[str] = Field(default=[])
+    """Files (globs) in a checkpoint that are there when it is complete. `{step}` stands for its step,
+    `{rank}` for every rank, so that a rank that is still writing is waited for."""
+    settle_sec: float = Field(30, gt=0, le=3600)
+    """A complete checkpoint is sealed when it has not changed for this long while all ranks run, or at
+    once when the heartbeats of all ranks are beyond its step, or all ranks have exited with 0."""
+
+    @model_validator(mode="after")
+    def _names_a_step(self) -> Self:
+        if self.pattern.count(STEP) != 1 or "/" in self.pattern:
+            raise ValueError(
+                f"pattern is {self.pattern!r}: it must be a plain name with one {{step}}, such as"
+                " checkpoint-{step}"
+            )
+        return self
+
+
+class Stop(Section):
+    """How the program is asked to save and exit."""
+
+    BOUND = ()
+
+    signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "none"] = "SIGTERM"
+    """Signal to every rank; `none`: the program cannot be asked, and is killed."""
+    grace_sec: float = Field(60, gt=0, le=10**6)
+    """Seconds that a rank has after the signal, before it is killed."""
+
+
+class Heartbeat(Section):
+    """How Forge sees that a rank makes progress."""
+
+    BOUND = ()
+
+    file: FilePath | None = None
+    """File that a rank touches, or writes its step into; `{run}` and `{rank}` stand for the run's
+    directory and the rank. null: the one in FORGE_HEARTBEAT."""
+    log: bool = False
+    """Any output of a rank counts, too."""
+    timeout_sec: float = Field(900, gt=0, le=10**6)
+    """A rank without heartbeat for this long is hung: the ranks are killed and started again."""
+
+
+class Program(Section):
+    """Another training program in place of `tokenizer`, `tokenize`, `model` and `train`."""
+
+    BOUND = ("inputs",)
+
+    command: list[str] = Field(min_length=1)
+    """The program and its arguments, without a shell; every rank runs it. `{run}` `{checkpoints}`
+    `{goal}` `{data}` `{resume}` `{rank}` stand for the values of FORGE_RUN, …, FORGE_RESUME and RANK."""
+    resume: list[str] = Field(default=[])
+    """Arguments that are added when there is a checkpoint, such as `--resume_from={resume}`."""
+    goal: int | Epochs | None = Field(None)
+    """Step at which the run is complete, or `{epochs: 3, steps_per_epoch: 250}`. null: complete when
+    every rank exits with 0; only without `checkpoints`."""
+    source: FilePath | None = None
+    """Directory in which the program runs; null: the project's. Its files are recorded in every seal."""
+    inputs: list[FilePath] = Field(default=[])
+    """Files, directories and globs that the program reads. FORGE_DATA is the directory that has all of
+    them."""
+    checkpoints: Checkpoints | None = None
+    """null: the program has no checkpoints that Forge knows; every start begins from nothing."""
+    keep_last: int | None = Field(None, ge=1)
+    """Number of newest sealed checkpoints to keep; null: Forge removes none."""
+    stop: Stop = Stop()
+    heartbeat: Heartbeat | None = None
+    """null: hangs are not detected."""
+    validation: list[str] = Field(default=[], alias="validate")
+    """Command that checks the last checkpoint, `{checkpoint}`: exit status 0 means valid."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for key, words, known in (
+            ("command", self.command, PLACEHOLDERS),
+            ("resume", self.resume, PLACEHOLDERS),
+            ("validate", self.validation, (*PLACEHOLDERS[:-2], "checkpoint")),
+        ):
+            for name in re.findall(r"\{([a-z_]+)\}", " ".join(words)):
+                # Other words in braces may be the program's own.
+                if name not in known and (meant := difflib.get_close_matches(name, known, n=1)):
+                    raise ValueError(
+                        f"{key} has {{{name}}}, which stands for nothing (did you mean {{{meant[0]}}}?)"
+                    )
+        if self.checkpoints and self.goal is None:
+            raise ValueError(
+                "goal is missing: with checkpoints, Forge must know the step of the end"
+            )
+        if self.goal is not None and not self.checkpoints:
+            raise ValueError("goal is given without checkpoints, by which Forge knows the step")
+        return self
+
+    @property
+    def goal_step(self) -> int:
+        """The step at which the run is complete; 0 without checkpoints."""
+        if isinstance(self.goal, Epochs):
+            return self.goal.epochs * self.goal.steps_per_epoch
+        return self.goal or 0
+
+
+def filled(text: str, values: dict[str, Any]) -> str:
+    """`text` with each `{name}` that `values` knows replaced; other braces stay."""
+    return re.sub(
+        r"\{([a-z_]+)\}",
+        lambda found: str(values[found[1]]) if found[1] in values else found[0],
+        text,
+    )

@@ -1,0 +1,74 @@
+"""Base class of the sections of config.yaml and machine.yaml, and what their keys have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    ValidationInfo,
+    field_validator,
+)
+
+# Marks keys that may change when a run resumes. A checkpoint is bound to all other keys of model and
+# train: a change of those is refused.
+FREE: dict[str, Any] = {"resume": "free"}
+
+MAX_NAME_BYTES = 255  # of one file or directory, on every file system of Linux (NAME_MAX)
+MAX_PATH_BYTES = 3072  # Linux allows 4096 (PATH_MAX); Forge appends names of its own
+
+
+def _usable_path(path: str) -> str:
+    if "\0" in path:
+        raise ValueError("a null byte cannot be part of a path")
+    longest = max(path.split("/"), key=lambda name: len(name.encode()))
+    if len(longest.encode()) > MAX_NAME_BYTES:
+        raise ValueError(f"a name in it has more than {MAX_NAME_BYTES} bytes: {longest:.20}…")
+    if len(path.encode()) > MAX_PATH_BYTES:
+        raise ValueError(f"the path has more than {MAX_PATH_BYTES} bytes")
+    return path
+
+
+FilePath = Annotated[str, AfterValidator(_usable_path)]
+
+
+class Section(BaseModel):
+    """Base of all sections. Unknown keys are errors: a misspelled key would train with its default."""
+
+    # validate_default: the default 64 of a float key must become 64.0, as when a file sets it.
+    # allow_inf_nan: infinity would satisfy every lower bound, then fail or diverge hours later.
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+    )
+
+    BOUND: ClassVar[tuple[str, ...] | None] = None
+    """Keys that may not change when a run resumes; None: all that are not marked FREE."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _boolean_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
+            raise ValueError("Input should be a number")
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _integer_fits(cls, value: Any) -> Any:
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError("Input should fit into 64 bits")
+        return value
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The Section in `Section` or `Section | None`; None where the key may have another value, too."""
+    parts = [part for part in get_args(annotation) or (annotation,) if part is not type(None)]
+    (part, *others) = parts
+    is_section = isinstance(part, type) and issubclass(part, Section)
+    return part if is_section and not others else None

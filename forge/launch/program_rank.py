@@ -1,0 +1,266 @@
+"""One rank of another training program: its environment, its process, its heartbeat. No torch.
+
+Runs in the rank's process, which starts the program as its only child, passes a stop on, and writes the
+rank record. What the record stands for is decided by the launcher's side, see run/program.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from forge.core.errors import ConfigError, Exit
+from forge.core.files import disk_trouble
+from forge.core.paths import RunPaths
+from forge.core.process import free_port, hostname, stop_with_parent
+from forge.core.program import Program, filled
+from forge.core.tail import last_lines
+from forge.core.terminal import duration
+from forge.launch.launcher import register
+from forge.launch.rank import Rank
+from forge.launch.rank_output import MESSAGES, START, RankProgress
+from forge.launch.rank_records import LaunchSpec, ProgramTask, RankRecord
+from forge.launch.stop_signal import StopFlag
+
+POLL_SEC = 0.1
+SHARED_SEC = 1.0  # between two looks at files on the shared file system
+# Exit status by which a program asks not to be started again (NVIDIA's resiliency extension uses it too).
+NO_RESTART = 93
+STOP_ASKED = "stop"  # in the directory of the launch: the cause, for ranks that got no signal
+TAIL_BYTES = 4096
+LOST = "peer lost"  # the cause after which ranks are started again, and the job is requeued
+
+
+def heartbeat_file(program: Program, paths: RunPaths, rank: int) -> Path:
+    """The file that this rank of the program touches, or writes its step into."""
+    template = program.heartbeat and program.heartbeat.file
+    if template:
+        return Path(filled(template, {"run": paths.root.absolute(), "rank": rank}))
+    return paths.heartbeats.absolute() / str(rank)
+
+
+def running_file(paths: RunPaths, rank: int) -> Path:
+    """The file in which a rank writes for how many seconds its program has been running."""
+    return paths.heartbeats / f"{rank}.running"
+
+
+def read_step(path: Path) -> int | None:
+    """The step in a heartbeat file; None without one."""
+    try:
+        words = path.read_text().split()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(words[-1]) if words and words[-1].isdecimal() else None
+
+
+def run(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> RankRecord:
+    """Run the program to its end; the record of this rank. Raises ConfigError where it cannot start."""
+    task = spec.task
+    assert isinstance(task, ProgramTask)
+    variables = rank_variables(spec, task, paths, rank)
+    values = {name.removeprefix("FORGE_").lower(): value for name, value in variables.items()}
+    words = [*task.program.command, *(task.program.resume if task.resume else [])]
+    command = [filled(word, values) for word in words]
+    if rank.is_main:
+        _show_output(spec)
+    print(f"starting: {command}", flush=True)
+    beat = heartbeat_file(task.program, paths, rank.rank)
+    with disk_trouble(beat):
+        beat.parent.mkdir(parents=True, exist_ok=True)
+    child = _start(command, task, variables)
+    register(spec, f"rank-{rank.rank}.program", child.pid)
+    return _Watch(spec, task, paths, rank, stop, child, beat).until_it_ends()
+
+
+def rank_variables(
+    spec: LaunchSpec, task: ProgramTask, paths: RunPaths, rank: Rank
+) -> dict[str, str]:
+    """The variables of the contract for this rank, besides those of network and threads."""
+    environ = os.environ
+    variables = {
+        "RANK": str(rank.rank),
+        "LOCAL_RANK": str(rank.local_rank),
+        "WORLD_SIZE": str(rank.world_size),
+        "LOCAL_WORLD_SIZE": str(rank.local_world_size),
+        "NODE_RANK": str(rank.rank // rank.local_world_size),
+        "FORGE_RUN": str(paths.root.absolute()),
+        "FORGE_CHECKPOINTS": str(paths.checkpoints.absolute()),
+        "FORGE_RESUME": task.resume,
+        "FORGE_DATA": task.staged.get(hostname(), task.shared),
+        "FORGE_GOAL": str(task.goal),
+        "FORGE_RESTART": str(task.restart),
+        "FORGE_DEADLINE": f"{task.deadline:.0f}" if task.deadline else "",
+        "FORGE_HEARTBEAT": str(heartbeat_file(task.program, paths, rank.rank)),
+        "PYTHONUNBUFFERED": environ.get("PYTHONUNBUFFERED") or "1",
+    }
+    if rank.world_size == 1:  # no launcher has set them
+        variables["MASTER_ADDR"] = environ.get("MASTER_ADDR") or "127.0.0.1"
+        variables["MASTER_PORT"] = environ.get("MASTER_PORT") or str(free_port())
+    return variables
+
+
+def _show_output(spec: LaunchSpec) -> None:
+    """Let the launcher show the log of this rank, in place of messages of Forge's own trainer."""
+    messages = spec.directory / MESSAGES
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        (spec.directory / START).write_text(str(_log().stat().st_size))
+        messages.unlink(missing_ok=True)
+        messages.symlink_to(_log())
+
+
+def _start(
+    command: list[str], task: ProgramTask, variables: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command,
+            cwd=task.cwd,
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            process_group=0,  # torchrun signals the group of the rank: the stop would come twice
+            preexec_fn=stop_with_parent,  # noqa: PLW1509  no threads run yet
+        )
+    except OSError as err:
+        raise ConfigError(
+            f"cannot start {command[0]!r} in {task.cwd} on {hostname()}: {err.strerror}",
+            cause="program.command or program.source is wrong, or the file is not executable",
+            fix="correct them; program.command is started without a shell",
+        ) from None
+
+
+@dataclass
+class _Watch:
+    """The process of the program: passes a stop on, and ends it when it hangs."""
+
+    spec: LaunchSpec
+    task: ProgramTask
+    paths: RunPaths
+    rank: Rank
+    stop: StopFlag
+    child: subprocess.Popen[bytes]
+    beat: Path
+    cause: str = field(default="", init=False)  # of the stop
+    hung: str = field(default="", init=False)
+
+    def until_it_ends(self) -> RankRecord:
+        started, looked, killed_at = time.monotonic(), 0.0, float("inf")
+        progress = self._progress()
+        self._last_beat, self._seen = started, self._signs_of_life()
+        while self.child.poll() is None:
+            now = time.monotonic()
+            if now - looked >= SHARED_SEC:
+                looked = now
+                with contextlib.suppress(OSError):  # on a full disk the files stay as they are
+                    running_file(self.paths, self.rank.rank).write_text(f"{now - started:.0f}")
+                self._look_for_hang(now)
+                if progress and (step := read_step(self.beat)) is not None:
+                    progress(step)
+            if not self.cause and (cause := self._stop_cause(look=looked == now)):
+                self.cause, killed_at = cause, now + self.task.program.stop.grace_sec
+                self._pass_on()
+            if now > killed_at or self.hung:
+                self._kill()
+            time.sleep(POLL_SEC)
+        # The program may have ended after the stop before this process looked.
+        self.cause = self.cause or self._stop_cause(look=True)
+        return self._record(self.child.returncode)
+
+    def _progress(self) -> RankProgress | None:
+        goal = self.task.goal
+        return (
+            RankProgress(self.spec.directory, "train", goal, "steps")
+            if goal and self.rank.is_main
+            else None
+        )
+
+    def _stop_cause(self, *, look: bool) -> str:
+        """Why to stop now. look: also read the files on the shared file system."""
+        program, deadline = self.task.program, self.task.deadline
+        if deadline and time.time() > deadline - program.stop.grace_sec:
+            return "deadline"
+        asked = self.spec.directory / STOP_ASKED
+        if cause := self.stop.cause():
+            with contextlib.suppress(OSError):
+                asked.write_text(cause)
+            return cause
+        if look:
+            with contextlib.suppress(OSError):
+                return asked.read_text()
+        return ""
+
+    def _pass_on(self) -> None:
+        name = self.task.program.stop.signal
+        if name == "none":
+            self._kill()
+        else:
+            self.child.send_signal(signal.Signals[name])
+
+    def _kill(self) -> None:
+        """kill -9 of the program and of the processes that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.child.pid, signal.SIGKILL)
+        self.child.wait()
+
+    def _signs_of_life(self) -> tuple[object, ...]:
+        heartbeat = self.task.program.heartbeat
+        files = [self.beat] if heartbeat else []
+        if heartbeat and heartbeat.log:
+            files.append(_log())
+        signs: list[object] = []
+        for path in files:
+            with contextlib.suppress(OSError):
+                found = path.stat()
+                signs.append((found.st_mtime_ns, found.st_size))
+        return tuple(signs)
+
+    def _look_for_hang(self, now: float) -> None:
+        heartbeat = self.task.program.heartbeat
+        if heartbeat is None:
+            return
+        if (signs := self._signs_of_life()) != self._seen:
+            self._seen, self._last_beat = signs, now
+        elif now - self._last_beat > heartbeat.timeout_sec:
+            step = read_step(self.beat)
+            at = "" if step is None else f", the last one at step {step}"
+            self.hung = f"no heartbeat for {duration(now - self._last_beat)}{at}"
+
+    def _record(self, status: int) -> RankRecord:
+        record = RankRecord("completed", self.rank.rank, exit_status=status, ended=time.time())
+        if self.hung:
+            return replace(record, status="lost", code=Exit.UNFIT, cause=LOST, message=self.hung)
+        if self.cause:
+            return replace(record, status="stopped", code=Exit.STOPPED, cause=self.cause)
+        if status == 0:
+            return record
+        record = replace(record, message=f"its program {_how(status)}{_last_words()}")
+        if status == NO_RESTART:
+            return replace(record, status="failed", code=Exit.FAILED, cause="no restart")
+        code = Exit.FAILED if status > 0 else Exit.UNFIT
+        return replace(record, status="lost", code=code, cause=LOST)
+
+
+def _log() -> Path:
+    """The log of this rank, which its output goes to."""
+    return Path(f"/proc/self/fd/{sys.stdout.fileno()}").readlink()
+
+
+def _how(status: int) -> str:
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"exited with {status}"
+
+
+def _last_words() -> str:
+    """The last line of this rank's log, which tells the error of most programs."""
+    sys.stdout.flush()
+    lines, _ = last_lines(_log(), TAIL_BYTES)
+    said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f": {said[:200]}" if said else ""

@@ -1,0 +1,102 @@
+"""When a checkpoint is sealed: never while a rank may still write it."""
+
+import pytest
+from test_sealed import MADE_BY, write
+
+from forge.checkpoint.sealed import ProgramCheckpoints
+from forge.checkpoint.sealer import Progress, Sealer
+from forge.core import events
+from forge.core.paths import RunPaths
+from forge.core.program import Checkpoints
+
+
+class Ranks:
+    """How far two ranks are, as their files would say."""
+
+    def __init__(self):
+        self.steps, self.running = [None, None], [0, 0]
+
+    def __call__(self):
+        return Progress(list(self.steps), list(self.running))
+
+
+@pytest.fixture
+def ranks():
+    return Ranks()
+
+
+@pytest.fixture
+def sealer(tmp_path, ranks):
+    checkpoints = ProgramCheckpoints(RunPaths(tmp_path), Checkpoints(settle_sec=30), world_size=2)
+    return Sealer(checkpoints, ranks, MADE_BY)
+
+
+def scan(sealer, orderly=False):
+    """The steps that are sealed after one look."""
+    sealer._scan(orderly=orderly)
+    return sorted(found.step for found in sealer.checkpoints.sealed())
+
+
+def test_it_waits_until_the_heartbeats_of_all_ranks_are_beyond_its_step(sealer, ranks):
+    write(sealer.checkpoints, 5)
+    ranks.steps = [6, 5]
+    assert scan(sealer) == []
+    ranks.steps = [6, 6]
+    assert scan(sealer) == [5]
+    [save] = events.read(sealer.checkpoints.paths.events)
+    assert isinstance(save, events.Save) and save.step == 5
+
+
+def test_without_heartbeats_it_waits_until_nothing_changes_while_all_ranks_run(sealer, ranks):
+    write(sealer.checkpoints, 5)
+    assert scan(sealer) == []
+    ranks.running = [20, 20]
+    write(sealer.checkpoints, 5, ("late.bin",))  # a rank that saves 20 s later than the others
+    assert scan(sealer) == []
+    ranks.running = [49, 49]
+    assert scan(sealer) == []
+    ranks.running = [50, 50]
+    assert scan(sealer) == [5]
+
+
+def test_while_a_rank_is_dead_nothing_is_sealed(sealer, ranks):
+    write(sealer.checkpoints, 5)
+    for seconds in range(0, 600, 10):
+        ranks.running = [seconds, 3]
+        assert scan(sealer) == []
+
+
+def test_when_all_ranks_have_exited_with_0_what_is_complete_is_sealed_at_once(sealer):
+    write(sealer.checkpoints, 5)
+    assert scan(sealer) == []
+    assert scan(sealer, orderly=True) == [5]
+
+
+def test_file_that_comes_after_the_seal_opens_it_again(sealer, ranks, capsys):
+    folder = write(sealer.checkpoints, 5)
+    ranks.steps = [6, 6]
+    assert scan(sealer) == [5]
+    ranks.steps = [None, None]
+    (folder / "late.bin").write_text("late")
+    assert scan(sealer) == []
+    assert "checkpoint-5 has changed since it was sealed" in capsys.readouterr().err
+    ranks.steps = [7, 7]
+    assert scan(sealer) == [5]
+    assert list(sealer.checkpoints.latest().bad_files()) == []
+
+
+def test_disk_that_refuses_the_seal_is_a_warning_and_the_next_scan_tries_again(
+    sealer, ranks, capsys, monkeypatch
+):
+    write(sealer.checkpoints, 5)
+    ranks.steps = [6, 6]
+    with monkeypatch.context() as patch:
+        patch.setattr("forge.core.files.tempfile.mkstemp", no_space)
+        for _ in range(3):
+            assert scan(sealer) == []
+    assert capsys.readouterr().err.count("could not be sealed") == 1
+    assert scan(sealer) == [5]
+
+
+def no_space(**_):
+    raise OSError(28, "No space left on device")
