@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import forked
 import pytest
 from cases import EVERYTHING
 from runs import FaultyRun
+from support import forked
 
 from forge.checkpoint import resume
 from forge.cluster.network import available_cores

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from cases import EVERYTHING, LOADING
-from forked import AFTER_FAILURE_SEC
 from injection import Fault
 from runs import IMPATIENT, IMPATIENT_SEC
+from support.forked import AFTER_FAILURE_SEC
 
 from forge.core.errors import Exit
 
