@@ -10,8 +10,9 @@ from support.forked import AFTER_FAILURE_SEC
 
 from forge.core.errors import Exit
 
-# A start, the steps, the restart and the way to the goal, on a machine that does other things too.
-MARGIN_SEC = 20.0
+# A start, the steps, the restart and the way to the goal, on a machine that does other things too; less
+# than the patience that would show in its place, of a minute.
+MARGIN_SEC = 40.0
 
 
 ASLEEP = {
