@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.forked import LEFT_OVER, forked_launches
 from support.live_run import (
     LONG,
     MARK,
@@ -24,10 +25,9 @@ from support.live_run import (
 @pytest.fixture(scope="session", autouse=True)
 def _marked() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(MARK, MARK_VALUE)
-        # Left over from a launcher around the tests, these would mislead every rank.
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        for name in LEFT_OVER:
             patch.delenv(name, raising=False)
+        patch.setenv(MARK, MARK_VALUE)
         # Several ranks with a thread per core each would wait for each other spinning.
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
@@ -38,6 +38,13 @@ def _marked() -> Iterator[None]:
 def _nothing_outlives_its_test() -> Iterator[None]:
     yield
     kill_all()
+
+
+@pytest.fixture(autouse=True)
+def launches() -> Iterator[None]:
+    """`Run.forge` forks its ranks; a file about launchers overrides this, or takes `Run.start`."""
+    with forked_launches():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +83,7 @@ def one_rank_runs(session_runs: Callable[..., Run]) -> dict[str, Run]:
         "solo": session_runs("solo", "--train.checkpoint_every=6"),
         "bf16": session_runs("bf16", "--train.precision=bf16", "--train.max_steps=6"),
     }
-    for started in [run.start("train") for run in made.values()]:
+    for started in [run.fork("train") for run in made.values()]:
         outcome = started.end()
         assert outcome.code == 0, outcome.text
     return made
@@ -98,6 +105,6 @@ def bf16(one_rank_runs: dict[str, Run]) -> Run:
 def uninterrupted(session_runs: Callable[..., Run]) -> Run:
     """A run of GOAL steps on two ranks, with dropout."""
     run = session_runs("uninterrupted", *LONG)
-    outcome = run.forge("train", *TWO_RANKS)
+    outcome = run.fork("train", *TWO_RANKS).end()
     assert outcome.code == 0, outcome.text
     return run

@@ -36,7 +36,7 @@ def tensors_file(checkpoint):
 
 def test_good_run_is_valid_and_its_probe_equal_to_the_last_bit(uninterrupted, tmp_path):
     run = uninterrupted.copy(tmp_path / "good")
-    command = run.start("validate").end()
+    command = run.fork("validate").end()
     assert command.code == 0, command.text
     verdict = read_json(run.paths.validation)
     assert verdict["status"] == "valid"

@@ -48,7 +48,7 @@ TEXTS = ("the word is 12 times the word", "", "Grüße,\n\t世界 🙂  twice", 
 @pytest.fixture(scope="session")
 def trained(session_runs) -> dict[str, Run]:
     made = {"tied": session_runs("tied", *GROUPED), "untied": session_runs("untied", *UNTIED)}
-    for started in [run.start("train") for run in made.values()]:
+    for started in [run.fork("train") for run in made.values()]:
         outcome = started.end()
         assert outcome.code == 0, outcome.text
     return made

@@ -5,11 +5,17 @@ from __future__ import annotations
 import time
 
 import pandas as pd
+import pytest
 from support.live_run import TWO_RANKS, living
 
 from forge.core.files import read_json
 from forge.core.process import hostname
 from forge.core.records import PreflightPass
+
+
+@pytest.fixture
+def launches():
+    """Here ranks are really launched."""
 
 
 def test_two_healthy_ranks_pass_and_json_and_table_say_the_same(runs):

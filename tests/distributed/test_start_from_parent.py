@@ -7,11 +7,11 @@ anything written into the parent's directory.
 from __future__ import annotations
 
 import shutil
-import signal
 from dataclasses import replace
 
 import pytest
-from support.live_run import GOAL, TWO_RANKS, forge, ranks, wait_until
+from support.forked import stop_before_a_step
+from support.live_run import GOAL, TWO_RANKS, forge
 
 from forge.checkpoint import directory, resume
 from forge.core.files import read_json
@@ -57,11 +57,7 @@ def test_two_ranks_with_dropout_start_from_a_parent_as_they_resume_also_after_a_
     base = uninterrupted.copy(tmp_path / "base")
     step = checkpoint_step(directory.committed(base.paths.checkpoints)[0].name)
     child = child_of(base, "child", f"base@{step}")
-    started = child.start("train", *TWO_RANKS)
-    wait_until(lambda: len(list(child.paths.launches.glob("*/rank-?.pid"))) == 2, "the ranks")
-    for rank in ranks():
-        rank.send_signal(signal.SIGTERM)
-    outcome = started.end()
+    outcome = child.fork("train", *TWO_RANKS, arm=stop_before_a_step).end()
     assert outcome.code == 75, outcome.text
     assert f"stopped at step {step} of {GOAL}" in outcome.text
     assert "nothing had been trained yet" in outcome.text

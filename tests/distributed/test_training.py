@@ -40,7 +40,7 @@ def test_fsdp2_ddp_and_one_rank_with_accumulation_give_the_same_losses(runs, sol
     # The checkpoint that two ranks sharded goes on on one rank, in micro-batches, and on two that
     # replicate the model.
     settings = ("--train.max_steps=6", "--train.parallel=ddp")
-    started = narrow.start("train", *settings, "--train.micro_batch_size=2")
+    started = narrow.fork("train", *settings, "--train.micro_batch_size=2")
     replicated = run.forge("train", *settings, *TWO_RANKS)
     assert replicated.code == 0, replicated.text
     on_one_rank = started.end()
@@ -143,7 +143,7 @@ def test_data_edited_in_place_under_a_run_is_refused(solo, science, tmp_path):
     tokenizer = next((tmp_path / "data-tokenizer").glob("tokenizers/*/tokenizer.json"))
     tokenizer.write_text(tokenizer.read_text() + "\n")
 
-    under_way = [run.start("train", "--train.max_steps=14") for run in started.values()]
+    under_way = [run.fork("train", "--train.max_steps=14") for run in started.values()]
     damaged, other = (command.end() for command in under_way)
     assert damaged.code == 65
     assert shard.name in damaged.text
@@ -159,7 +159,7 @@ def test_divergence_ends_with_70_and_leaves_finite_weights(runs):
     late, at_once = (
         runs(f"diverged-{rate}", f"--train.lr={rate}", *settings) for rate in ("1e30", "3e38")
     )
-    for started in [run.start("train") for run in (late, at_once)]:
+    for started in [run.fork("train") for run in (late, at_once)]:
         outcome = started.end()
         assert outcome.code == 70, outcome.text
         assert "not finite" in outcome.text

@@ -7,23 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from forked import start_server
 from injection import Fault
 from runs import GOAL, INTERVAL, FaultyRun, Story
-from support.live_run import MARK, TINY, write_corpus
-
-# Left over from a launcher around the tests, they would mislead every rank; and the fork server is not
-# to be ended with what tests of launched ranks leave behind.
-LEFT_OVER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", MARK)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _server() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in LEFT_OVER:
-            patch.delenv(name, raising=False)
-        patch.setenv("OMP_NUM_THREADS", "1")  # more threads than cores would wait spinning
-        start_server()
+from support.live_run import TINY, write_corpus
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import forked
-from forked import Ended, Plan
 from injection import STRIKES, Fault
+from plans import SAMPLES, Plan
+from support import forked
 from support.live_run import Run
+from support.processes import Outcome
 
 from forge.checkpoint import directory, resume
 
@@ -55,13 +56,15 @@ class FaultyRun(Run):
         self, *faults: Fault, plan: Plan | None = None, more: tuple[str, ...] = ()
     ) -> Any:
         output = self.folder.parent / f"{self.folder.name}.out"
-        return forked.start(self.arguments("train", *more), output, plan or Plan(faults))
+        return forked.start(self.arguments("train", *more), output, (plan or Plan(faults)).arm)
 
-    def train(self, *faults: Fault, plan: Plan | None = None, more: tuple[str, ...] = ()) -> Ended:
+    def train(
+        self, *faults: Fault, plan: Plan | None = None, more: tuple[str, ...] = ()
+    ) -> Outcome:
         """`forge train` to its end, with these faults in its first start of ranks."""
         return self.start_train(*faults, plan=plan, more=more).end()
 
-    def command(self, verb: str) -> Ended:
+    def command(self, verb: str) -> Outcome:
         return forked.start(self.arguments(verb), self.folder.parent / f"{verb}.out").end()
 
     # --- what became of it --------------------------------------------------------------------
@@ -78,7 +81,7 @@ class FaultyRun(Run):
 
     def samples(self) -> dict[int, list[tuple[int, int]]]:
         """Numbers and contents of the samples of each step, in the start that went on with it."""
-        lines = _lines(self.folder / forked.SAMPLES)
+        lines = _lines(self.folder / SAMPLES)
         steps: dict[int, tuple[float, list[tuple[int, int]]]] = {}
         for line in sorted(lines, key=lambda line: (line["start"], line["rank"])):
             start, pairs = steps.get(line["step"], (0.0, []))

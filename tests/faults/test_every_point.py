@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from cases import CASES, CHOSEN, LOADING, Case, chosen
-from forked import Ended
 from outcomes import note
 from runs import GOAL, IMPATIENT, INTERVAL, FaultyRun
+from support.processes import Outcome
 
 from forge.core.errors import Exit
 
@@ -56,7 +56,7 @@ def _stage(case: Case, runs, resumable, tmp_path: Path) -> tuple[FaultyRun, str]
     return runs(name, case.ranks, f"--data={data}"), str(shard)
 
 
-def _end_after(case: Case, run: FaultyRun, shard: Path, first: Ended) -> Ended:
+def _end_after(case: Case, run: FaultyRun, shard: Path, first: Outcome) -> Outcome:
     if case.spoils_data:
         refused = run.train()
         assert refused.code == Exit.DATA, refused.text

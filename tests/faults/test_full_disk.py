@@ -7,8 +7,8 @@ import os
 import subprocess
 
 import pytest
-from forked import Plan
 from injection import Fault
+from plans import Plan
 from runs import INTERVAL
 
 from forge.checkpoint import resume

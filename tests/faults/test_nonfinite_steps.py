@@ -10,11 +10,11 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-import forked
 import pytest
 import torch.distributed.checkpoint as dcp
-from forked import Plan
+from plans import Plan
 from runs import FaultyRun
+from support import forked
 from support.saved import make_digests_right, state_of
 
 from forge.checkpoint import resume, storage

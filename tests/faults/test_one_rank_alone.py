@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from forked import Plan
+from plans import Plan
 
 from forge.core.errors import Exit
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from forked import Plan
 from injection import Fault
+from plans import Plan
 from runs import GOAL, INTERVAL
 
 from forge.checkpoint import directory, resume

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from forked import Plan
 from injection import Fault
+from plans import Plan
 
 from forge.core.failpoints import FAILPOINTS
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from support.processes import running
+from support import forked
+from support.processes import Outcome, running
 
 from forge import cli
 from forge.core import json_lines
@@ -48,12 +49,6 @@ LONG = (
     f"--train.decay_steps={GOAL}",
     "--train.checkpoint_every=15",
 )
-
-
-@dataclass
-class Outcome:
-    code: int
-    text: str
 
 
 @dataclass
@@ -101,6 +96,11 @@ class Run:
             )
         return Started(process, output)
 
+    def fork(self, verb: str, *more: str, arm: forked.Arm | None = None) -> forked.Command:
+        """The command in a child of the fork server, with forked ranks: the start costs little."""
+        output = self.folder.parent / f"{self.folder.name}.{time.monotonic_ns()}.out"
+        return forked.start(self.arguments(verb, *more), output, arm)
+
     def copy(self, folder: Path) -> Run:
         """The same run in another folder."""
         shutil.copytree(self.folder, folder, symlinks=True)
@@ -144,7 +144,7 @@ def wait_until(true: Callable[[], object], what: str) -> None:
 
 def living() -> list[psutil.Process]:
     """The processes of these tests, however deep."""
-    found = []
+    found = forked.living()
     for process in running():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             mine = process.environ().get(MARK) == MARK_VALUE and process.pid != os.getpid()

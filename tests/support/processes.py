@@ -1,10 +1,20 @@
-"""The processes of this machine, for tests that look for theirs among them."""
+"""The processes of this machine, for tests that look for theirs among them, and how a command ended."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import psutil
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended: its exit code, negative for a signal, and what it said."""
+
+    code: int
+    text: str
+    seconds: float = 0.0
 
 
 def running() -> Iterator[psutil.Process]:
