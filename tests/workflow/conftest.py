@@ -40,7 +40,10 @@ TINY = {
         "eval_every": 6,
         "eval_samples": 8,
         "checkpoint_every": 4,
+        "keep_every": 4,  # for runs that start from an earlier step
     },
+    # Recomputing losses starts ranks: a test that is about the validation asks for it.
+    "validate": {"depth": "digests"},
     "report": {"sample_tokens": 8},
 }
 
