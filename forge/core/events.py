@@ -21,7 +21,8 @@ FORMAT = 1
 class Event(BaseModel):
     """Fields of every event. time: when it was recorded, in seconds since the epoch."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    # defer_build: a command uses few of the classes, and building all of them slows its start.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True)
 
     format: int = FORMAT
     time: float = Field(default_factory=lambda: round(time.time(), 3))

@@ -19,7 +19,8 @@ from forge.core.process import Process
 class Record(BaseModel):
     """A JSON file that is written atomically and never changed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    # defer_build: a command uses few of the classes, and building all of them slows its start.
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     FORMAT: ClassVar[int] = 1
     FIX: ClassVar[str] = "remove it and run the step that writes it again"

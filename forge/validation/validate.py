@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from forge.checkpoint import directory, resume
 from forge.cluster.lock import lock
 from forge.core import events
@@ -22,7 +20,6 @@ from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_na
 from forge.core.records import Damage, Trained, Validated, Validation
 from forge.core.terminal import Table, duration, progress, say
 from forge.launch.launcher import wait_for_orphans
-from forge.trainer.numerics import prepare
 from forge.validation.checkpoint_checks import OF_THE_CHECKPOINT, CheckpointChecks, Data
 from forge.validation.replay import NOT_DONE, NOT_RECORDED
 
@@ -68,7 +65,6 @@ def _own_config(checkpoint: directory.Checkpoint, overrides: dict[str, Any]) -> 
 
 def _run(checks: CheckpointChecks) -> Validation:
     """Run all checks of validate.depth; the content of validation.json."""
-    prepare(torch.device("cpu"))
     checks.check_files()
     checks.check_state()
     checks.check_losses()
@@ -122,7 +118,6 @@ def validate_all(run: Path | ResolvedConfig, overrides: dict[str, Any], *, fix: 
     nothing moved, if the disk or this host kept the checks of one from completing.
     """
     paths, config = _run_at(run)
-    prepare(torch.device("cpu"))
     with lock(paths.root, "validate") if fix else nullcontext():
         if fix:
             wait_for_orphans(paths)

@@ -252,6 +252,7 @@ PEAK = """
 import sys
 from pathlib import Path
 from forge import cli
+import forge.validation.model_checks  # and torch, at every validate.depth
 assert cli.main(sys.argv[1:]) == 0
 lines = Path("/proc/self/status").read_text().splitlines()
 print("peak", next(line.split()[1] for line in lines if line.startswith("VmHWM")))

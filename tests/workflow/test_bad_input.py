@@ -33,6 +33,11 @@ def test_double_and_illegal_run_names(project):
     refused(project, "'$(reboot)' cannot name a run")
 
 
+def test_parents_in_a_circle(project):
+    project.write_runs("run\tparent\na\tb@4\nb\ta@4\n")
+    refused(project, "the parents of these runs form a circle: a from b from a")
+
+
 def test_missing_corpus(project):
     project.write_config(tokenize={"inputs": ["nowhere/*.txt"]})
     refused(project, "nowhere/*.txt")

@@ -1,104 +1,110 @@
-"""Ctrl-C and kill -9 at night: the same command goes on, to weights equal to the last bit."""
+"""Ctrl-C and kill -9 at night: the same command goes on, to weights equal to the last bit.
+
+One run of two ranks lives through all of it: each test takes it as the one before left it, and the last
+one compares it with a run that nobody disturbed.
+"""
 
 import os
 import signal
 
 import pytest
-from conftest import kill_tree, wait
+from conftest import kill_tree, make_project, wait
+
+from forge.core import json_lines
 
 pytestmark = pytest.mark.xdist_group("kills")
 
-
-def finish(project, uninterrupted):
-    code, output = project.snakemake("train")
-    assert code == 0, output
-    assert (
-        project.read("trained.json")["weights_digest"]
-        == uninterrupted.read("trained.json")["weights_digest"]
-    )
-    assert project.read("validation.json")["status"] == "valid"
-    return output
+# Enough steps that each of the four commands still has some when it is stopped.
+LONG = {"max_steps": 50, "checkpoint_every": 5, "eval_every": 25}
 
 
-@pytest.fixture
-def long_project(project):
-    # The weights are compared with those of the uninterrupted run, so validation need not compute.
-    project.write_config(train={"max_steps": 40}, validate={"depth": "digests"})
-    return project
+@pytest.fixture(scope="module")
+def killed(shared_project):
+    shared_project.write_config(train=LONG)
+    return shared_project
 
 
-def test_kill_9_of_everything_then_the_same_command_ends_identical(long_project, uninterrupted):
-    process = long_project.start("train")
-    long_project.wait_for_step(6, process)
-    wait(long_project.path("checkpoints/latest").exists, 60)
+def started(project):
+    """The same command again, in the middle of its training."""
+    process = project.start("train")
+    project.wait_for_step(project.steps() + 3, process)
+    return process
+
+
+def newest(project):
+    return project.path("checkpoints/latest").resolve().name
+
+
+def test_kill_9_of_everything(killed):
+    process = started(killed)
+    wait(killed.path("checkpoints/latest").exists, 60)
     kill_tree(process.pid)
     process.communicate()
-    assert not long_project.path("trained.json").exists()
-    output = finish(long_project, uninterrupted)
-    assert "resume from" in output
+    assert not killed.path("trained.json").exists()
 
 
-def test_kill_9_of_snakemake_alone_stops_its_ranks_and_the_next_resumes(
-    long_project, uninterrupted
-):
-    process = long_project.start("train")
-    long_project.wait_for_step(6, process)
+def test_same_command_resumes_and_kill_9_of_snakemake_alone_stops_its_ranks(killed):
+    process = started(killed)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    wait(lambda: not long_project.processes(), 60)
-    stopped = long_project.steps()
-    assert long_project.path("checkpoints/latest").resolve().name == f"step-{stopped:08d}"
-    finish(long_project, uninterrupted)
+    output, _ = process.communicate()
+    assert "resume from" in output
+    wait(lambda: not killed.processes(), 60)
+    assert newest(killed) == f"step-{killed.steps():08d}"
+    assert not killed.path("trained.json").exists()
 
 
-def test_ctrl_c_commits_and_the_same_command_resumes(long_project, uninterrupted):
-    process = long_project.start("train")
-    long_project.wait_for_step(6, process)
+def test_ctrl_c_commits(killed):
+    process = started(killed)
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does: everyone in the group
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0
     assert "Ctrl-C" in output and "rerun the same command" in output
     last = output.splitlines()[-1]
     assert last.startswith("base  stopped at step ") and "rerun the command to resume" in last
-    assert not long_project.processes()
-    finish(long_project, uninterrupted)
+    assert not killed.processes()
+    assert newest(killed) == f"step-{killed.steps():08d}"
 
 
-def test_same_command_given_twice_is_refused_and_the_first_is_not_disturbed(
-    long_project, uninterrupted
-):
-    process = long_project.start("train")
-    long_project.wait_for_step(6, process)
-    code, output = long_project.snakemake("train")
+def test_same_command_given_twice_is_refused_or_waits_and_the_first_is_not_disturbed(killed):
+    before = launches(killed)
+    first = killed.start("train")
+    wait(lambda: launches(killed) > before or first.poll() is not None)
+    code, output = killed.snakemake("train")
     assert code != 0
-    assert f"is being written by `snakemake` (pid {process.pid}" in output
-    process.communicate(timeout=120)
-    assert process.returncode == 0
-    finish(long_project, uninterrupted)
+    assert f"is being written by `snakemake` (pid {first.pid}" in output
 
-
-def test_the_same_command_can_wait_for_the_first(long_project, uninterrupted):
-    long_project.machine(slurm={"when_running": "wait"})
-    first = long_project.start("train")
-    long_project.wait_for_step(6, first)
-    code, output = long_project.snakemake("train")
+    killed.machine(slurm={"when_running": "wait"})
+    code, output = killed.snakemake("train")
     assert code == 0, output
     assert "waiting: " in output
     assert first.communicate(timeout=60) and first.returncode == 0
     assert "Nothing to be done" in output
-    finish(long_project, uninterrupted)
 
 
-def test_two_complete_runs_from_scratch_give_the_same_digests(long_project, uninterrupted):
-    finish(long_project, uninterrupted)
+def launches(project):
+    lines = json_lines.read(project.path("events.jsonl"))
+    return [line["launch"] for line in lines if line["event"] == "launch"]
+
+
+def test_killed_run_and_one_that_nobody_disturbed_give_the_same_digests(killed, tmp_path):
+    uninterrupted = make_project(tmp_path)
+    uninterrupted.write_config(train=LONG)
+    code, output = uninterrupted.snakemake("--until", "tokenize")
+    assert code == 0, output
+    by_hand = ["--run=base", "--machine=profiles/local/machine.yaml", "--ranks-per-node=2"]
+    done = uninterrupted.forge("train", "config/config.yaml", *by_hand)
+    assert done.returncode == 0, done.stderr
+    both = (killed, uninterrupted)
+    first, second = (made.read("trained.json")["weights_digest"] for made in both)
+    assert first == second
+    assert killed.read("validation.json")["status"] == "valid"
     for name in ("data/tokenizers", "data/tokens"):
-        first, second = (
-            {
-                str(file.relative_to(made.root)): file.read_bytes()
-                for file in sorted((made.root / name).rglob("*"))
-                if file.is_file()
-            }
-            for made in (uninterrupted, long_project)
-        )
+        first, second = (files(made.root, name) for made in both)
         assert first == second
         assert any(file.endswith("manifest.json") for file in first)
+
+
+def files(root, folder):
+    """The content of each file of a directory."""
+    found = (file for file in sorted((root / folder).rglob("*")) if file.is_file())
+    return {str(file.relative_to(root)): file.read_bytes() for file in found}

@@ -1,17 +1,34 @@
-"""One project from its first start: trained once, never again without a reason, and only what changed."""
+"""One project from its first start: trained once, never again without a reason, and only what changed.
+
+A run that starts from another one is refused until it can, then trained like any row.
+"""
 
 import shutil
 
 import pytest
 
+from forge.core import json_lines
 from forge.core.paths import WORKFLOW_RUNS
 from forge.core.records import WorkflowRuns
 
 pytestmark = pytest.mark.xdist_group("life")
 
+BASE = "run\tparent\ttrain.lr\nbase\t\t\n"
+
+
+def test_a_row_with_a_parent_is_refused_before_anything_is_made_where_there_is_none(shared_project):
+    shared_project.one_rank()
+    shared_project.write_runs(f"{BASE}cooler\tbase@4\t1e-3\n")
+    code, output = shared_project.snakemake("train")
+    assert code != 0
+    assert "there is no run base in results" in output
+    assert "train base first" in output
+    assert "Traceback" not in output
+    assert not (shared_project.root / "results").exists()
+
 
 def test_one_command_gives_a_validated_checkpoint_and_a_report(shared_project):
-    shared_project.one_rank()
+    shared_project.write_runs(BASE)
     code, output = shared_project.snakemake("train")
     assert code == 0, output
     assert shared_project.read("trained.json")["step"] == 12
@@ -25,7 +42,7 @@ def test_one_command_gives_a_validated_checkpoint_and_a_report(shared_project):
     assert "NODE " in output
     *_, head, row = output.splitlines()
     assert head.split() == ["run", "state", "reason", "log", "next"]
-    assert row.split()[:4] == ["base", "validated", "validation", "loss"] and "report.html" in row
+    assert row.split()[:2] == ["base", "validated"] and "report.html" in row
     found = WorkflowRuns.read(shared_project.root / WORKFLOW_RUNS)
     assert found.folders == {"base": "results/base"}
 
@@ -42,7 +59,6 @@ def test_the_same_command_on_a_finished_run_does_nothing(shared_project):
     assert code == 0
     assert "Nothing to be done" in output
     assert output.splitlines()[-1].startswith("base  validated")
-    assert "validated" not in shared_project.snakemake("-n", "train")[1].splitlines()[-1]
     assert shared_project.path("trained.json").stat().st_mtime_ns == before
 
 
@@ -58,18 +74,34 @@ def test_another_profile_trains_nothing_again(shared_project):
     assert "Nothing to be done" in output
 
 
-def test_a_new_row_trains_only_the_new_run_on_the_shared_tokens(shared_project):
+def test_a_step_that_the_parent_has_not_is_refused_with_those_it_has(shared_project):
+    shared_project.write_runs(f"{BASE}cooler\tbase@5\t1e-3\n")
+    code, output = shared_project.snakemake("train")
+    assert code != 0
+    assert "has the steps 4, 8, 12" in output
+
+
+def test_a_new_row_trains_only_the_new_run_from_its_parent_on_the_shared_tokens(shared_project):
     first = shared_project.path("trained.json").stat().st_mtime_ns
-    shared_project.write_runs("run\ttrain.seed\nbase\t0\nsecond\t1\n")
+    shared_project.write_runs(f"{BASE}cooler\tbase@4\t1e-3\n")
     code, output = shared_project.snakemake("train")
     assert code == 0, output
-    assert shared_project.path("trained.json").stat().st_mtime_ns == first
-    assert shared_project.read("trained.json", "second")["step"] == 12
     assert "rule tokenize" not in output
-    weights = [
-        shared_project.read("trained.json", run)["weights_digest"] for run in ("base", "second")
-    ]
-    assert weights[0] != weights[1]
+    assert shared_project.path("trained.json").stat().st_mtime_ns == first
+    base, cooler = (shared_project.read("trained.json", run) for run in ("base", "cooler"))
+    assert cooler["step"] == 12
+    assert base["weights_digest"] != cooler["weights_digest"]
+    parent = cooler["parent"]
+    assert (parent["run"], parent["step"]) == ("base", 4)
+    lines = json_lines.read(shared_project.path("metrics.jsonl", "cooler"))
+    assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(5, 13))
+    assert shared_project.read("validated.json", "cooler")["status"] == "valid"
+    shown = shared_project.forge("show", "results/cooler").stdout
+    assert f"base@4 (digest {parent['digest']})" in shown
+
+    code, output = shared_project.snakemake("train")
+    assert code == 0
+    assert "Nothing to be done" in output
 
 
 def test_tokens_lie_beside_the_config_that_makes_them(shared_project):
@@ -86,7 +118,7 @@ def test_a_row_with_other_tokens_shares_the_tokenizer(shared_project):
     assert code == 0, output
     assert "rule tokenize:" in output and "results/other/trained.json" in output
     assert "rule tokenizer:" not in output and "results/base/trained.json" not in output
-    shared_project.write_runs("run\ttrain.seed\nbase\t0\nsecond\t1\n")
+    shared_project.write_runs(BASE)
 
 
 def test_new_prompts_validate_again_and_train_nothing(shared_project):
@@ -95,6 +127,7 @@ def test_new_prompts_validate_again_and_train_nothing(shared_project):
     assert code == 0
     assert "rule validate_run" in output
     assert "rule train_run" not in output
+    assert "validated" not in output.splitlines()[-1]  # nothing was done: no table
     shared_project.write_config()
 
 
@@ -130,29 +163,23 @@ def test_dangling_latest_does_not_stand_in_the_way(shared_project):
     shared_project.write_config()
 
 
-def test_raised_goal_stages_checks_and_trains_on_in_one_go(shared_project):
+def test_raised_goal_stages_checks_and_trains_on_when_resume_removes_a_stop_file(shared_project):
+    shared_project.write_runs("run\nbase\n")
     shared_project.write_config(train={"max_steps": 20})
-    code, output = shared_project.snakemake("train")
-    assert code == 0, output
-    order = [output.index(f"rule {name}:") for name in ("stage_run", "preflight_run", "train_run")]
-    assert order == sorted(order)
-    assert shared_project.read("trained.json")["step"] == 20
-    assert "beyond decay_steps 12" in output
-    assert shared_project.read("validation.json")["step"] == 20
-
-
-def test_resume_names_run_step_and_goal_and_removes_a_stop_file(shared_project):
-    shared_project.write_config(train={"max_steps": 24})
     stop = shared_project.path("STOP")
     stop.touch()
     code, output = shared_project.snakemake("train")
     assert code != 0
     assert "STOP asks this run to stop" in output
+    order = [output.index(f"rule {name}:") for name in ("stage_run", "preflight_run", "train_run")]
+    assert order == sorted(order)
     code, output = shared_project.snakemake("resume")
     assert code == 0, output
-    assert "resume base: step 20 of 24" in output
+    assert "resume base: step 12 of 20" in output
     assert not stop.exists()
-    assert shared_project.read("trained.json")["step"] == 24
+    assert shared_project.read("trained.json")["step"] == 20
+    assert "beyond decay_steps 12" in output
+    assert shared_project.read("validation.json")["step"] == 20
 
 
 def test_snakemakes_own_report_has_the_runs_pages(shared_project):

@@ -18,4 +18,6 @@ def test_main_job_learns_at_least_one_and_a_half_nats(project):
     validation = project.read("validation.json")
     assert validation["status"] == "valid"
     assert len(validation["samples"]) == 3
+    row = output.splitlines()[-1]
+    assert row.split()[:4] == ["base", "validated", "validation", "loss"] and "report.html" in row
     assert str(project.path("report.html").relative_to(project.root)) in output

@@ -25,9 +25,9 @@ def installed(tmp_path: Path) -> Path:
         subprocess.run(["cp", "-r", REPOSITORY / part, source], check=True)
     subprocess.run([sys.executable, "-c", BUILD, wheels], cwd=source, check=True)
     [wheel] = wheels.glob("forge-*.whl")
-    venv.create(environment, with_pip=True)
-    pip = [environment / "bin/python", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-    subprocess.run([*pip, wheel], check=True)
+    venv.create(environment)
+    pip = [sys.executable, "-m", "pip", "--python", environment / "bin/python", "install"]
+    subprocess.run([*pip, "--quiet", "--no-index", "--no-deps", wheel], check=True)
     # The libraries without what an editable install leaves there: a .pth below it is not read.
     [site] = environment.glob("lib/python*/site-packages")
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))
