@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tools.slurm_cluster.machines import ClusterError
 from tools.slurm_cluster.settings import Settings
 from tools.slurm_cluster.temporary import temporary_cluster
 
-from .job_run import JobRun, Uninterrupted, write_science
+from .job_run import PAUSE, JobRun, Uninterrupted, write_science
 from .project import Project
 
 HERE = Path(__file__).parent
@@ -135,10 +135,14 @@ def new_run(
     """new_run("srun"): the tiny training as a job on two nodes, one rank on each, to be submitted."""
 
     def make(
-        launcher: str = "srun", *, on: int = 2, ranks_per_node: int = 1, **keys: object
+        launcher: str = "srun",
+        *,
+        on: int = 2,
+        ranks_per_node: int = 1,
+        pauses: Sequence[int] = (PAUSE,),
     ) -> JobRun:
         folder = shared_folder / "results" / "base"
-        return JobRun(folder, cluster, nodes(on), science, launcher, ranks_per_node, dict(keys))
+        return JobRun(folder, cluster, nodes(on), science, launcher, ranks_per_node, pauses)
 
     return make
 
@@ -150,8 +154,9 @@ def new_project(
     science: Path,
     shared_folder: Path,
 ) -> Callable[..., Project]:
-    """The project with the tiny science, whose tokens are there already. on=0: it runs no job, so it
-    names all nodes and none is repaired."""
+    """The project with the tiny science, whose tokens are there already, to train on two nodes, one
+    rank on each; on=1: a single rank. on=0: it runs no job, so it names all nodes and none is
+    repaired."""
 
     def make(*, on: int = 2, **given: Any) -> Project:
         values = yaml.safe_load(science.read_text()) | CHEAP_VALIDATION | given.pop("values", {})
@@ -160,7 +165,8 @@ def new_project(
             cluster,
             values=values,
             names=nodes(on) if on else cluster.nodes,
-            train_run={"nodes": 2, "tasks_per_node": 1} | given.pop("train_run", {}),
+            train_run={"nodes": 1 if on == 1 else 2, "tasks_per_node": 1}
+            | given.pop("train_run", {}),
             **given,
         )
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from tools.slurm_cluster.temporary import locked
 GOAL, INTERVAL = 80, 20  # steps; steps between checkpoints
 # Ranks wait before this step until the test has done what it is about: see pause/sitecustomize.py.
 PAUSE = 50
+# The same, of a run that is struck several times: as far from the checkpoint before each.
+PAUSES = (30, 50, 70)
 # Of a run that is struck there: back to the checkpoint at 20 where that at 40 is not committed yet.
 MOST_LOST = PAUSE - 1 - INTERVAL
 PAUSE_FOLDER = Path(__file__).parent / "pause"
@@ -54,14 +56,16 @@ def machine(launcher: str, **keys: Any) -> dict[str, Any]:
     }
 
 
-def paused() -> dict[str, str]:
-    """Environment of commands whose ranks wait before step PAUSE for Progress.end_pause()."""
+def paused(*steps: int) -> dict[str, str]:
+    """Environment of commands whose ranks wait before these steps (none given: before step PAUSE) for
+    Progress.end_pause()."""
     path = [str(PAUSE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"FORGE_TEST_PAUSE": str(PAUSE), "PYTHONPATH": os.pathsep.join(path)}
+    numbers = ",".join(map(str, steps or [PAUSE]))
+    return {"FORGE_TEST_PAUSE": numbers, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def write_science(folder: Path, **train: Any) -> Path:
-    """A corpus and its shards in the folder; the config file, with these keys of `train` changed."""
+def write_science(folder: Path) -> Path:
+    """A corpus and its shards in the folder; the config file."""
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)
     for number in range(24):
@@ -69,7 +73,6 @@ def write_science(folder: Path, **train: Any) -> Path:
         (corpus / f"{number:02}.txt").write_text(", ".join(words))
     tokens = {"inputs": [str(corpus)], "val_fraction": 0.3}
     values = {**SCIENCE, "data": str(folder / "data"), "tokenize": tokens}
-    values["train"] = {**SCIENCE["train"], **train}
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(values))
     for command in ("tokenizer", "tokenize"):
@@ -112,31 +115,44 @@ class Progress:
     def weights_digest(self) -> str:
         return str(read_json(self.paths.trained)["weights_digest"])
 
-    def wait_for_pause(self, timeout: float = 240) -> None:
-        """Wait until all ranks of the first launch wait before step PAUSE."""
+    def wait_for_pause(self, step: int = PAUSE, timeout: float = 240) -> None:
+        """Wait until all ranks of a launch wait before the step."""
         wait_until(
-            lambda: self._all_ranks_say("waiting"),
+            lambda: self._all_ranks_say("waiting", step),
             timeout,
-            f"all ranks before step {PAUSE}",
+            f"all ranks before step {step}",
             self.said,
-            every=0.05,
+            every=0.1,
         )
 
-    def end_pause(self) -> None:
-        """Let the ranks train on; later launches do not wait."""
-        (self.folder / ".pause/over").touch()
+    def end_pause(self, step: int = PAUSE) -> None:
+        """Let the ranks train on; later launches do not wait before this step."""
+        (self.folder / f".pause/{step}/over").touch()
 
-    def end_pause_when_told_to_stop(self, timeout: float = 90) -> None:
+    def during_pause(self, step: int, act: Callable[[], object]) -> float:
+        """Call `act` while all ranks wait before the step, then let them train on; the time of the
+        call."""
+        self.wait_for_pause(step)
+        event_time = time.time()
+        act()
+        self.end_pause(step)
+        return event_time
+
+    def end_pause_when_told_to_stop(self, step: int = PAUSE, timeout: float = 90) -> None:
         """Let the ranks train on once each of them has its signal to stop."""
         wait_until(
-            lambda: self._all_ranks_say("stopping"), timeout, "all ranks told to stop", self.said
+            lambda: self._all_ranks_say("stopping", step),
+            timeout,
+            "all ranks told to stop",
+            self.said,
+            every=0.1,
         )
-        self.end_pause()
+        self.end_pause(step)
 
-    def _all_ranks_say(self, word: str) -> bool:
-        """Whether each rank of the first launch has left this file of pause/sitecustomize.py."""
+    def _all_ranks_say(self, word: str, step: int) -> bool:
+        """Whether each rank has left this file of pause/sitecustomize.py."""
         launches = self.events("launch")
-        left = list((self.folder / ".pause").glob(f"{word}-*"))
+        left = list((self.folder / f".pause/{step}").glob(f"{word}-*"))
         return bool(launches) and len(left) == launches[0]["world_size"]
 
     def wait_for_event(self, name: str, count: int = 1, timeout: float = 90) -> dict[str, Any]:
@@ -148,6 +164,12 @@ class Progress:
             every=0.1,
         )
         return self.events(name)[count - 1]
+
+    def steps_lost(self, event_time: float) -> int:
+        """The number of steps that the first launch after the event trains again."""
+        again = next(event for event in self.events("init") if event["time"] > event_time)
+        before = [line["step"] for line in self.train_lines() if line["time"] < again["time"]]
+        return int(max(before) - again["step"])
 
     def ranks(self) -> list[psutil.Process]:
         """The living rank processes of this run, on all nodes."""
@@ -172,15 +194,14 @@ class Progress:
 
 @dataclass
 class JobRun(Progress):
-    """`forge train` under sbatch, on two nodes. Its ranks wait before step PAUSE."""
+    """`forge train` under sbatch, on two nodes. Its ranks wait before each step of `pauses`."""
 
     cluster: Cluster
     names: Sequence[str]
     config: Path
     launcher: str = "srun"
     ranks_per_node: int = 1
-    keys: dict[str, Any] = field(default_factory=dict)
-    jobs: list[str] = field(default_factory=list)
+    pauses: Sequence[int] = (PAUSE,)
 
     @property
     def output(self) -> Path:
@@ -190,24 +211,22 @@ class JobRun(Progress):
         """The job's id. It may run on any of the case's nodes."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         file = self.folder.parent / "machine.yaml"
-        file.write_text(yaml.safe_dump(machine(self.launcher, **self.keys)))
+        file.write_text(yaml.safe_dump(machine(self.launcher)))
         others = sorted(set(self.cluster.nodes) - set(self.names))
         command = (
             f"exec python -m forge train {self.config} --run={self.folder.name}"
             f" --results={self.folder.parent} --machine={file} --nodes=2"
             f" --ranks-per-node={self.ranks_per_node}"
         )
-        job = self.cluster.submit(
+        return self.cluster.submit(
             *(f"--nodes={nodes}", f"--ntasks-per-node={self.ranks_per_node}"),
             *("--cpus-per-task=1", "--mem=1800"),
             *("--time=10", "--requeue", "--open-mode=append", f"--output={self.output}"),
             *([f"--exclude={','.join(others)}"] if others else []),
             *options,
             f"--wrap={command}",
-            env=paused(),
+            env=paused(*self.pauses),
         )
-        self.jobs.append(job)
-        return job
 
     def wait_for_end(self, job: str, timeout: float = 240) -> dict[str, str]:
         """What Slurm says of the job at its end."""
@@ -243,30 +262,3 @@ class Uninterrupted:
                 ranks = f"--ranks-per-node={world_size}"
                 forge("train", self.config, *where, f"--machine={file}", ranks)
         return run
-
-
-def measure(case: str, run: JobRun, event_time: float) -> dict[str, Any]:
-    """Steps that were trained again, and seconds from the event to the next step, with Slurm's own
-    delay apart.
-
-    Appended to the file that FORGE_MATRIX names.
-    """
-    again = [e for e in run.events("init") if e["time"] > event_time]
-    row: dict[str, Any] = {"case": case, "launcher": run.launcher, "restarts": 0}
-    if run.jobs:
-        row["restarts"] = int(run.cluster.job(run.jobs[-1])["Restarts"])
-    if again:
-        launch = again[0]["launch"]
-        before = [line["step"] for line in run.train_lines() if line["time"] < again[0]["time"]]
-        first = next(line for line in run.train_lines() if line["launch"] == launch)
-        launched = next(e for e in run.events("launch") if e["launch"] == launch)
-        row |= {
-            "steps_lost": max(before) - again[0]["step"],
-            "seconds": round(first["time"] - event_time, 1),
-            "until_launch": round(launched["time"] - event_time, 1),
-        }
-    row["outcome"] = "goes on" if again else "ends"
-    if path := os.environ.get("FORGE_MATRIX"):
-        with open(path, "a") as file:
-            file.write(json.dumps(row) + "\n")
-    return row

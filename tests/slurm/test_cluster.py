@@ -72,7 +72,8 @@ def test_machines_and_jobs_carry_no_mark_of_the_tests_that_started_them(
     own = cluster.folder / "machines" / name / "pid"
     assert MARK not in Path(f"/proc/{own.read_text().strip()}/environ").read_text()
     said = shared_folder / "out"
-    cluster.submit("--wait", f"--output={said}", "-w", name, "--wrap", "env", cwd=shared_folder)
+    job = cluster.submit(f"--output={said}", "-w", name, "--wrap", "env", cwd=shared_folder)
+    cluster.wait_for_state(job, "COMPLETED")
     assert "SLURM_JOB_ID" in said.read_text() and MARK not in said.read_text()
 
 

@@ -19,7 +19,12 @@ NewProject = Callable[..., Project]
 
 def all_jobs_gone(cluster: Cluster, project: Project, timeout: float) -> None:
     ids = set(project.submitted())
-    wait_until(lambda: not ids & {job["id"] for job in cluster.squeue()}, timeout, "an empty queue")
+    wait_until(
+        lambda: not ids & {job["id"] for job in cluster.squeue()},
+        timeout,
+        "an empty queue",
+        every=0.5,
+    )
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_no_job_and_the_next_command_resumes(
@@ -40,48 +45,55 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_job_and_the_next_command_resumes(
     uninterrupted.equals(run)
 
 
-def test_second_command_after_a_killed_one_names_the_job_that_still_trains(
+def test_same_command_twice_at_once_trains_once_and_after_a_kill_the_next_names_the_job(
     new_project: NewProject, uninterrupted: Uninterrupted
 ) -> None:
-    project = new_project()
-    command = project.start(env=paused())
+    """On one node, with one rank of torchrun: no special case."""
+    project = new_project(on=1, machine={"launcher": "torchrun"})
+    commands = [project.start(env=paused()) for _ in range(2)]
     project.run().wait_for_pause()
-    command.kill_group()
+    wait_until(
+        lambda: sum(command.poll() is None for command in commands) == 1,
+        60,
+        "the end of one command",
+        project.said,
+        every=0.2,
+    )
+    refused = project.output(0 if commands[0].poll() else 1)
+    assert "is being written by `snakemake`" in refused
+    for command in commands:
+        command.kill_group()
+
     again = project.start()
     assert project.end(again) != 0
-    job = project.submitted()[-1]
+    [job] = project.submitted()
     assert f"job {job} (RUNNING) trains base" in project.output()
     assert f"scancel {job}" in project.output()
+
     # With the other setting it waits for the job, and does what is left.
     project.edit_machine({"slurm": {"when_running": "wait"}})
     third = project.start()
-    wait_until(lambda: "waiting: " in project.output(), 60, "waiting for the job", project.said)
+    wait_until(
+        lambda: "waiting: " in project.output(),
+        60,
+        "waiting for the job",
+        project.said,
+        every=0.2,
+    )
     project.run().end_pause()
     assert project.end(third) == 0, project.said()
-    assert len(project.run().events("launch")) == 1
-    uninterrupted.equals(project.run())
-    assert project.run().paths.report.exists()
-
-
-def test_same_command_given_twice_at_once_trains_once(
-    new_project: NewProject, uninterrupted: Uninterrupted
-) -> None:
-    project = new_project()
-    commands = [project.start(), project.start()]
-    codes = [project.end(command) for command in commands]
-    assert sorted(map(bool, codes)) == [False, True], project.said()
-    refused = project.output(0 if codes[0] else 1)
-    assert "is being written by `snakemake`" in refused
     assert len(project.submitted()) == 2  # the allocation and the validation, once
+    assert [launch["world_size"] for launch in project.run().events("launch")] == [1]
     uninterrupted.equals(project.run())
     trained = [line["step"] for line in project.run().train_lines()]
     assert trained == list(range(1, GOAL + 1))
+    assert project.run().paths.report.exists()
 
 
 def test_job_in_the_queue_keeps_the_config_it_was_submitted_with(
     new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:
-    project = new_project()
+    project = new_project(on=1)
     names = sorted(set(cluster.nodes) - set(project.excluded()))
     sleeper = cluster.submit(
         *("--exclusive", f"--nodelist={','.join(names)}", f"--nodes={len(names)}"),

@@ -13,7 +13,7 @@ from forge.core.files import read_json
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
-from .job_run import Uninterrupted, paused
+from .job_run import PAUSES, Uninterrupted, paused
 from .project import Project
 
 NewProject = Callable[..., Project]
@@ -67,32 +67,26 @@ def test_job_on_nodes_that_do_not_see_the_project_is_reported_as_such(
     assert "Error in" not in project.output()
 
 
-def test_run_that_fails_keeps_no_other_run_of_the_sheet_from_being_validated(
-    new_project: NewProject,
-) -> None:
-    project = new_project()
-    sheet = "run\ttrain.lr\nbad\t1e30\nbase\t0.001\n"
-    (project.folder / "config/runs.tsv").write_text(sheet)
-    assert project.end(project.start()) != 0
-    assert project.run("bad").events("failed") and not project.run("bad").paths.trained.exists()
-    assert read_json(project.run().paths.validated)["status"] == "valid", project.said()
-    assert project.run().paths.report.exists()
-
-
-def test_both_daemons_away_for_half_a_minute_are_waited_for_in_the_queue_and_in_training(
+def test_daemons_away_for_half_a_minute_are_waited_for_in_the_queue_in_training_and_at_its_end(
     new_project: NewProject, whole_cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:
-    project = new_project(machine=HELD)
-    command = project.start(env=paused())
+    in_training, before_its_end, _ = PAUSES
+    project = new_project(on=1, machine=HELD)
+    command = project.start(env=paused(in_training, before_its_end))
     job = project.wait_for_job()
     with both_daemons_away(whole_cluster):
         time.sleep(30)  # the case itself: that long they are away
     wait_for_words(project, "Slurm answers again", SOON_SEC)
     whole_cluster.run("scontrol", "release", job)
-    project.run().wait_for_pause()
+    project.run().wait_for_pause(in_training)
     with both_daemons_away(whole_cluster):
         time.sleep(30)
-    project.run().end_pause()
+    project.run().end_pause(in_training)
+    project.run().wait_for_pause(before_its_end)
+    whole_cluster.stop_daemon("slurmdbd")
+    project.run().end_pause(before_its_end)  # the job ends meanwhile, the next one is submitted
+    time.sleep(30)
+    whole_cluster.start_daemon("slurmdbd")
     assert project.end(command) == 0, project.said()
     assert project.submitted()[0] == job and len(project.submitted()) == 2
     uninterrupted.equals(project.run())
@@ -102,7 +96,7 @@ def test_job_that_slurm_has_forgotten_is_judged_by_its_completion_record(
     new_project: NewProject, whole_cluster: Cluster
 ) -> None:
     whole_cluster.configure(MinJobAge=2)
-    project = new_project()
+    project = new_project(on=1)
     command = project.start(env=paused())
     job = project.wait_for_job()
     project.run().wait_for_pause()

@@ -4,61 +4,38 @@ last checkpoint at the latest, and ends with the weights of the uninterrupted ru
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-from tools.slurm_cluster.cluster import Cluster
+from .job_run import MOST_LOST, PAUSES, JobRun, Uninterrupted
 
-from .job_run import MOST_LOST, JobRun, Uninterrupted, measure
-
-BOTH = pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 NewRun = Callable[..., JobRun]
 
 
-@BOTH
-def test_killed_rank_is_started_again_inside_the_allocation(
-    new_run: NewRun, uninterrupted: Uninterrupted, launcher: str
+@pytest.mark.parametrize(
+    ("launcher", "cuts"), [("srun", ["power_cut", "cable_cut"]), ("torchrun", ["power_cut"])]
+)
+def test_killed_rank_restarts_inside_the_allocation_and_cut_off_nodes_send_the_job_to_others(
+    new_run: NewRun,
+    uninterrupted: Uninterrupted,
+    launcher: str,
+    cuts: list[str],
 ) -> None:
-    run = new_run(launcher, ranks_per_node=2)
+    first, *others = PAUSES[: 1 + len(cuts)]
+    run = new_run(launcher, on=2 + len(cuts), pauses=[first, *others])
     job = run.submit()
-    run.wait_for_pause()
-    event = time.time()
-    run.ranks()[-1].send_signal(signal.SIGKILL)
-    run.end_pause()
-    ended = run.wait_for_end(job)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0")
-    uninterrupted.equals(run)
-    assert measure("a rank killed", run, event)["steps_lost"] <= MOST_LOST
-
-
-@BOTH
-def test_power_cut_sends_the_job_to_other_nodes(
-    new_run: NewRun, uninterrupted: Uninterrupted, launcher: str, cluster: Cluster
-) -> None:
-    run = new_run(launcher, on=3)
-    job = run.submit()
-    run.wait_for_pause()
-    event = time.time()
-    cluster.power_cut(run.events("launch")[-1]["nodes"][1])
-    run.end_pause()
+    times = [run.during_pause(first, lambda: run.ranks()[-1].send_signal(signal.SIGKILL))]
+    run.wait_for_pause(others[0])
+    assert len(run.events("launch")) == 2
+    assert run.cluster.job(job)["Restarts"] == "0"
+    for pause, cut in zip(others, cuts, strict=True):
+        run.wait_for_pause(pause)
+        lost = run.events("launch")[-1]["nodes"][1]
+        times.append(run.during_pause(pause, partial(getattr(run.cluster, cut), lost)))
     ended = run.wait_for_end(job)
     assert ended["JobState"] == "COMPLETED"
+    assert int(ended["Restarts"]) == len(cuts)
     uninterrupted.equals(run)
-    assert measure("power cut", run, event)["steps_lost"] <= MOST_LOST
-
-
-def test_cut_cable_sends_the_job_to_other_nodes(
-    new_run: NewRun, uninterrupted: Uninterrupted, cluster: Cluster
-) -> None:
-    run = new_run(on=3)
-    job = run.submit()
-    run.wait_for_pause()
-    event = time.time()
-    cluster.cable_cut(run.events("launch")[-1]["nodes"][1])
-    run.end_pause()
-    ended = run.wait_for_end(job)
-    assert ended["JobState"] == "COMPLETED"
-    uninterrupted.equals(run)
-    assert measure("cable cut", run, event)["steps_lost"] <= MOST_LOST
+    assert max(map(run.steps_lost, times)) <= MOST_LOST

@@ -7,145 +7,126 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 
-import pytest
-
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
-from .job_run import PAUSE, JobRun, Uninterrupted, measure
+from .job_run import PAUSE, PAUSES, JobRun, Uninterrupted
 
-BOTH = pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 NewRun = Callable[..., JobRun]
+WARNED = "--signal=SIGUSR1@180"  # seconds before the time limit
 
 
-@BOTH
-def test_time_limit_is_met_with_a_checkpoint_and_the_job_resumes(
-    new_run: NewRun, uninterrupted: Uninterrupted, launcher: str, cluster: Cluster
-) -> None:
-    run = new_run(launcher, ranks_per_node=2)
-    job = run.submit("--time=10", "--signal=SIGUSR1@180")
-    run.wait_for_pause()
-    # The limit comes near only now: a busy machine may need longer than any time to reach a step.
-    # Between two and three minutes are left, so the signal is due, and nothing is in a hurry.
-    hours, minutes, _ = map(int, cluster.job(job)["RunTime"].split(":"))
-    limit = hours * 60 + minutes + 3
-    shorter = ("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
-    event = time.time()
-    cluster.run(*shorter)
-    run.end_pause_when_told_to_stop()
-    requeued = run.wait_for_event("requeue")
-    assert requeued["cause"] == "SIGUSR1"
-    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")  # one time is enough
-    run.wait_for_end(job)
-    uninterrupted.equals(run)
-    assert measure("time limit", run, event)["steps_lost"] == 0
-
-
-def test_time_limit_that_nothing_announces_is_asked_of_slurm(
+def test_job_resumes_after_its_time_limit_a_signal_a_preemption_and_one_that_would_cancel_it(
     new_run: NewRun, uninterrupted: Uninterrupted, cluster: Cluster
 ) -> None:
-    run = new_run()
-    job = run.submit("--time=1")
-    run.wait_for_pause()
-    # They wait until what a stop may need does not fit any more; then they stop, unsignaled.
-    limit = datetime.fromisoformat(cluster.job(job)["EndTime"]).timestamp()
-    wait_until(lambda: time.time() > limit - 8, 60, "the limit is near")
-    run.end_pause()
-    event = time.time()
-    assert run.wait_for_event("requeue")["cause"] == "deadline"
-    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
-    run.wait_for_end(job)
-    uninterrupted.equals(run)
-    assert measure("time limit, asked of Slurm", run, event)["steps_lost"] == 0
-
-
-@BOTH
-def test_preempted_job_resumes_after_the_other(
-    new_run: NewRun, uninterrupted: Uninterrupted, launcher: str, cluster: Cluster
-) -> None:
-    run = new_run(launcher)
-    job = run.submit("--partition=low")
-    run.wait_for_pause()
-    event = time.time()
-    preempt(cluster, run)
-    run.end_pause_when_told_to_stop()
+    before_the_limit, before_a_signal, before_a_preemption, before_a_cancellation = 15, 30, 50, 70
+    pauses = (before_the_limit, before_a_signal, before_a_preemption, before_a_cancellation)
+    run = new_run(pauses=pauses)
+    job = run.submit("--partition=low", WARNED)
+    times = [reach_time_limit(cluster, run, job, before_the_limit)]
+    run.wait_for_pause(before_a_signal)
+    times.append(time.time())
+    cluster.run("scancel", "--signal=TERM", job)
+    run.end_pause_when_told_to_stop(before_a_signal)
+    assert run.wait_for_event("requeue", 2)["cause"] == "SIGTERM"
+    times.append(preempt(cluster, run, before_a_preemption))
+    cluster.wait_for_state(job, "PENDING", timeout=90)
+    requeues = len(run.events("requeue"))  # Slurm or Forge, whoever was first
+    cluster.run("scontrol", "update", f"JobId={job}", "Partition=lowcancel")
+    times.append(preempt(cluster, run, before_a_cancellation))
+    run.wait_for_event("requeue", requeues + 1)
     ended = run.wait_for_end(job)
-    assert ended["JobState"] == "COMPLETED"
-    assert ended["Restarts"] == "1"
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "4")
     uninterrupted.equals(run)
-    assert measure("preemption, requeue", run, event)["steps_lost"] == 0
+    assert [run.steps_lost(event) for event in times] == [0, 0, 0, 0]
 
 
-def test_job_that_a_preemption_would_cancel_requeues_itself(
+def test_torchrun_job_resumes_after_a_preemption_and_a_time_limit_that_nothing_announces(
     new_run: NewRun, uninterrupted: Uninterrupted, cluster: Cluster
 ) -> None:
-    run = new_run()
-    job = run.submit("--partition=lowcancel")
-    run.wait_for_pause()
-    event = time.time()
-    preempt(cluster, run)
-    run.end_pause_when_told_to_stop()
-    run.wait_for_event("requeue")
+    before_a_preemption, before_the_limit, _ = PAUSES
+    run = new_run("torchrun", pauses=(before_a_preemption, before_the_limit))
+    job = run.submit("--partition=low")
+    preempted = preempt(cluster, run, before_a_preemption)
+    cluster.wait_for_state(job, "PENDING", timeout=90)
+    requeues = len(run.events("requeue"))  # Slurm or Forge, whoever was first
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+    run.wait_for_pause(before_the_limit)
+    resumed = cluster.job(job)
+    assert resumed["Restarts"] == "1"
+    # They wait until what a stop may need does not fit any more; then they stop, unsignaled.
+    limit = datetime.fromisoformat(resumed["EndTime"]).timestamp()
+    wait_until(lambda: time.time() > limit - 8, 60, "the limit is near", every=0.2)
+    run.end_pause(before_the_limit)
+    at_the_limit = time.time()
+    assert run.wait_for_event("requeue", requeues + 1)["cause"] == "deadline"
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
     assert run.wait_for_end(job)["JobState"] == "COMPLETED"
     uninterrupted.equals(run)
-    assert measure("preemption, cancel", run, event)["steps_lost"] == 0
+    assert [run.steps_lost(event) for event in (preempted, at_the_limit)] == [0, 0]
 
 
-def test_cancelled_job_leaves_a_checkpoint_and_stays_ended(
+def test_torchrun_job_resumes_after_its_time_limit_then_cancelled_leaves_a_checkpoint_and_stays_ended(
     new_run: NewRun, uninterrupted: Uninterrupted, cluster: Cluster
 ) -> None:
-    run = new_run()
-    job = run.submit()
-    run.wait_for_pause()
-    event = time.time()
+    before_the_limit, before_a_cancellation, _ = PAUSES
+    run = new_run("torchrun", pauses=(before_the_limit, before_a_cancellation))
+    job = run.submit(WARNED)
+    at_the_limit = reach_time_limit(cluster, run, job, before_the_limit)
+    run.wait_for_pause(before_a_cancellation)
+    cancelled = time.time()
     cluster.run("scancel", job)
-    run.end_pause_when_told_to_stop()
+    run.end_pause_when_told_to_stop(before_a_cancellation)
     wait_until(
-        lambda: job not in [each["id"] for each in cluster.squeue()], 60, f"{job} left the queue"
+        lambda: job not in [each["id"] for each in cluster.squeue()],
+        60,
+        f"{job} left the queue",
+        every=0.5,
     )
-    assert run.events("requeue") == []
-    [stop] = run.events("stop")
-    assert stop["step"] >= PAUSE
-    again = run.submit()
-    run.wait_for_end(again)
+    assert len(run.events("requeue")) == 1  # at the time limit
+    assert run.events("stop")[-1]["step"] >= before_a_cancellation
+    run.wait_for_end(run.submit())
     uninterrupted.equals(run)
-    assert measure("scancel, then the command again", run, event)["steps_lost"] == 0
-
-
-def test_signal_by_scancel_sends_the_job_back(
-    new_run: NewRun, uninterrupted: Uninterrupted, cluster: Cluster
-) -> None:
-    run = new_run()
-    job = run.submit()
-    run.wait_for_pause()
-    event = time.time()
-    cluster.run("scancel", "--signal=TERM", job)
-    run.end_pause_when_told_to_stop()
-    assert run.wait_for_event("requeue")["cause"] == "SIGTERM"
-    run.wait_for_end(job)
-    uninterrupted.equals(run)
-    assert measure("scancel --signal=TERM", run, event)["steps_lost"] == 0
+    assert [run.steps_lost(event) for event in (at_the_limit, cancelled)] == [0, 0]
 
 
 def test_stop_file_ends_the_job_for_good(new_run: NewRun) -> None:
-    run = new_run()
+    run = new_run(ranks_per_node=2)
     job = run.submit()
-    run.wait_for_pause()
-    event = time.time()
-    run.paths.stop.touch()
-    run.end_pause()
+    event = run.during_pause(PAUSE, run.paths.stop.touch)
     ended = run.wait_for_end(job)
     assert ended["ExitCode"] == "75:0"
     assert ended["Restarts"] == "0"
     [stop] = run.events("stop")
     assert stop["cause"] == "STOP file" and stop["step"] >= PAUSE
-    assert measure("STOP file", run, event)["outcome"] == "ends"
+    assert [launch for launch in run.events("launch") if launch["time"] > event] == []
 
 
-def preempt(cluster: Cluster, run: JobRun) -> None:
-    """A job that comes first needs the run's nodes for a moment."""
+def reach_time_limit(cluster: Cluster, run: JobRun, job: str, step: int) -> float:
+    """The time limit of a job that is WARNED comes near while the ranks wait before the step; the time
+    of that."""
+    run.wait_for_pause(step)
+    # The limit comes near only now: a busy machine may need longer than any time to reach a step.
+    # Between two and three minutes are left, so the signal is due, and nothing is in a hurry.
+    hours, minutes, _ = map(int, cluster.job(job)["RunTime"].split(":"))
+    limit = hours * 60 + minutes + 3
+    event_time = time.time()
+    cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
+    run.end_pause_when_told_to_stop(step)
+    assert run.wait_for_event("requeue")["cause"] == "SIGUSR1"
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")  # one time is enough
+    return event_time
+
+
+def preempt(cluster: Cluster, run: JobRun, step: int) -> float:
+    """A job that comes first needs the run's nodes for a moment while the ranks wait before the step;
+    the time at which it was submitted."""
+    run.wait_for_pause(step)
     hosts = run.events("launch")[-1]["nodes"]
+    event_time = time.time()
     cluster.submit(
         *("--partition=high", "--exclusive", "--nodes=2", f"--nodelist={','.join(hosts)}"),
         *("--output=/dev/null", "--wrap=sleep 2"),
     )
+    run.end_pause_when_told_to_stop(step)
+    return event_time

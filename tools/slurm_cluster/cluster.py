@@ -129,7 +129,7 @@ class Cluster(BreakableMachines):
             last.update(self.job(job_id))
             return last["JobState"] in states.split()
 
-        wait_until(arrived, timeout, f"{states}: job {job_id}", lambda: str(last), every=0.2)
+        wait_until(arrived, timeout, f"{states}: job {job_id}", lambda: str(last), every=0.5)
         return last
 
     def wait_until_idle(self, nodes: Iterable[str] = (), timeout: float = 60) -> None:
@@ -144,7 +144,7 @@ class Cluster(BreakableMachines):
             states.update(re.findall(r"NodeName=(\S+) .*? State=(\S+)", said))
             return bool(states) and set(states.values()) == {"IDLE"}
 
-        wait_until(idle, timeout, f"idle: {wanted}", lambda: str(states), every=0.1)
+        wait_until(idle, timeout, f"idle: {wanted}", lambda: str(states), every=0.2)
 
     # ------------------------------------------------------------------ the controller
 
@@ -153,7 +153,9 @@ class Cluster(BreakableMachines):
         pid = self.run("cat", f"/run/{name}.pid").stdout.strip()
         self.run("kill", pid)
         alive = ("test", "-e", f"/proc/{pid}")
-        wait_until(lambda: self.run(*alive, check=False).returncode, 20, f"stopped: {name}")
+        wait_until(
+            lambda: self.run(*alive, check=False).returncode, 20, f"stopped: {name}", every=0.2
+        )
 
     def start_daemon(self, name: str) -> None:
         """Start slurmctld or slurmdbd; return when it answers."""
@@ -163,7 +165,7 @@ class Cluster(BreakableMachines):
             answer = self.run(*DAEMONS[name], check=False)
             return answer.returncode == 0 and "DOWN" not in answer.stdout
 
-        wait_until(answers, 30, f"answering: {name}", every=0.1)
+        wait_until(answers, 60, f"answering: {name}", every=0.2)
 
     def restart_slurmctld(self) -> None:
         self.stop_daemon("slurmctld")

@@ -50,7 +50,8 @@ def temporary_cluster(base: Path, name: str, settings: Settings) -> Iterator[Clu
             cluster.up()
             yield cluster
         finally:
-            _remove(folder)
+            with locked(base / "tests.lock"):  # nobody takes a folder that vanishes for a dead one
+                _remove(folder)
 
 
 def _remove_dead(base: Path) -> None:

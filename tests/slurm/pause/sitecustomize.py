@@ -1,11 +1,12 @@
-"""Makes each rank wait before a training step: with this folder on PYTHONPATH, Python imports it at
-start.
+"""Makes ranks wait before training steps: with this folder on PYTHONPATH, Python imports it at start.
 
-FORGE_TEST_PAUSE is the number of the step. A rank that comes to it leaves a file waiting-NAME in
-RUN/.pause, and stopping-NAME once it has been told to stop, and waits until RUN/.pause/over is there.
+FORGE_TEST_PAUSE holds the numbers of the steps. A rank that comes to one of them leaves a file
+waiting-NAME in RUN/.pause/STEP, and stopping-NAME once it has been told to stop, and waits until
+RUN/.pause/STEP/over is there; where it is there already, as in later launches, it does not wait.
 It waits in its main thread and between two collectives, so it handles signals as in a step.
 """
 
+import json
 import os
 import signal
 import sys
@@ -18,31 +19,33 @@ def _arm() -> None:
         return
     from forge.core import failpoints
 
-    failpoints.hook = Pause(
-        before_step=int(os.environ["FORGE_TEST_PAUSE"]),
-        folder=Path(sys.orig_argv[-1]).parents[2] / ".pause",  # behind RUN/.launch/ID/spec.json
-    )
+    spec = Path(sys.orig_argv[-1])  # RUN/.launch/ID/spec.json
+    task = json.loads(spec.read_text())["task"]
+    if task["name"] == "train":
+        steps = {int(step) for step in os.environ["FORGE_TEST_PAUSE"].split(",")}
+        failpoints.hook = Pause(steps, task["step"], spec.parents[2] / ".pause")
 
 
 class Pause:
-    """The hook: counts the steps of this process, which are those of the run in its first launch."""
+    """The hook: counts the steps of the run, from the one that this launch resumes."""
 
-    def __init__(self, before_step: int, folder: Path) -> None:
-        self._before_step, self._folder = before_step, folder
-        self._begun = 0
+    def __init__(self, before_steps: set[int], done: int, folder: Path) -> None:
+        self._before_steps, self._done, self._folder = before_steps, done, folder
 
     def __call__(self, point: str, _path: Path | None) -> None:
-        self._begun += point == "data.read"
-        if point == "data.read" and self._begun == self._before_step:
-            self._wait(f"{os.uname().nodename}-{os.getpid()}")
+        self._done += point == "data.read"
+        if point == "data.read" and self._done in self._before_steps:
+            self._wait(self._folder / str(self._done), f"{os.uname().nodename}-{os.getpid()}")
 
-    def _wait(self, name: str) -> None:
-        self._folder.mkdir(exist_ok=True)
-        (self._folder / f"waiting-{name}").touch()
+    def _wait(self, folder: Path, name: str) -> None:
+        if (folder / "over").exists():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"waiting-{name}").touch()
         stop_flag = signal.getsignal(signal.SIGTERM).__self__  # the StopFlag of forge.worker
-        while not (self._folder / "over").exists():
+        while not (folder / "over").exists():
             if stop_flag.cause():
-                (self._folder / f"stopping-{name}").touch()
+                (folder / f"stopping-{name}").touch()
             time.sleep(0.05)
 
 
