@@ -157,7 +157,9 @@ def launch_line(
         f"--rdzv-id={spec.parent.name}",
         f"--rdzv-conf=join_timeout={machine.fabric.timeout_sec:.0f}",
     ]
-    return [*line, *_torchrun(machine, ranks, python), *rendezvous, *entry]
+    once = [python, "-m", "forge.launch.first_signal"]
+    torchrun = _torchrun(machine, ranks, python, signals="SIGHUP")
+    return [*line, *once, *torchrun, *rendezvous, *entry]
 
 
 def _step_options(spec: Path) -> tuple[str, ...]:
@@ -166,10 +168,13 @@ def _step_options(spec: Path) -> tuple[str, ...]:
     return (f"--job-name={spec.parent.name}", "--kill-on-bad-exit=1", "--overlap")
 
 
-def _torchrun(machine: Machine, ranks: int, python: str) -> list[str]:
+def _torchrun(
+    machine: Machine, ranks: int, python: str, signals: str = "SIGTERM,SIGUSR1,SIGINT"
+) -> list[str]:
+    """signals: that torchrun handles, by waiting for its ranks; first_signal keeps all others from it."""
     return [
         *(python, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"),
         # Without this option, SIGUSR1 kills the torchrun agent and orphans the ranks.
-        "--signals-to-handle=SIGTERM,SIGUSR1,SIGINT",
+        f"--signals-to-handle={signals}",
         f"--shutdown-timeout={max(5, round(machine.stop_grace_sec - 10))}",
     ]
