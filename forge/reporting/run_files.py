@@ -18,6 +18,7 @@ from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
 from forge.core.program import Program
 from forge.core.records import Lock
+from forge.launch.program_rank import heartbeat_file, read_step
 from forge.trainer import metrics
 from forge.trainer.metrics import TrainLine
 
@@ -93,7 +94,18 @@ class RunFiles:
         saved = self.last(events.Save, events.Stop, events.Completed)
         known = [(event.time, event.step) for event in (self.last(events.Init), saved) if event]
         known += [(line.time, line.step) for line in self.steps[-1:]]
+        known += [self.heartbeat] if self.heartbeat else []
         return max(known)[1] if known else None
+
+    @cached_property
+    def heartbeat(self) -> tuple[float, int] | None:
+        """When rank 0 of another program has told its last step, and that step; None where it tells
+        none, or no rank runs."""
+        if self.program is None:
+            return None
+        path = heartbeat_file(self.program, self.paths, rank=0)
+        step = read_step(path)
+        return None if step is None else (path.stat().st_mtime, step)
 
     @cached_property
     def rate(self) -> float | None:
@@ -133,4 +145,5 @@ class RunFiles:
     @property
     def last_sign_of_life(self) -> float:
         times = [event.time for event in self.log[-1:]] + [line.time for line in self.steps[-1:]]
+        times += [self.heartbeat[0]] if self.heartbeat else []
         return max(times, default=self.lock_since)

@@ -228,6 +228,8 @@ def _working(files: RunFiles) -> _Found:
             return _running(files, "at its goal, finishing", began, float("inf"))
         case events.Init():
             return _training(files, began)
+        case events.Launch() if files.program:
+            return _running_program(files, began)
         case events.Launch():
             what = "starting ranks"
         case events.Lost():
@@ -235,6 +237,16 @@ def _working(files: RunFiles) -> _Found:
         case _:
             what = "starting"
     return _running(files, what, began)
+
+
+def _running_program(files: RunFiles, began: float) -> _Found:
+    """Another program runs: since when it has told no step, where it tells them."""
+    told = files.heartbeat
+    if told is None or told[0] < began:
+        return _running(files, "the program runs", began, float("inf"))
+    if files.now - told[0] > STALL_SEC:
+        return _running(files, "no heartbeat", told[0], STALL_SEC)
+    return _Found("running", TRAINING)
 
 
 def _training(files: RunFiles, began: float) -> _Found:

@@ -21,6 +21,11 @@ TWO_RANKS = ("--machine.launcher=torchrun", "--ranks-per-node=2")
 MARKS = ["state.json", "part-{rank}.json"]
 
 
+@pytest.fixture(autouse=True)
+def launches():
+    """Really launched: ranks of a program are processes of their own."""
+
+
 @pytest.fixture
 def program(tmp_path):
     """Makes a run of the counting program: program(arguments, **keys of `program`)."""

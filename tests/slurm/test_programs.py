@@ -19,7 +19,6 @@ from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
 from .job_run import JobRun, forge
-from .test_stops import preempt
 
 LAB = Path(__file__).parents[2] / "config/labs/six-nodes"
 INTERVAL = 20  # steps between checkpoints
@@ -72,7 +71,7 @@ def new_program(
 ) -> Callable[..., ProgramRun]:
     """new_program("srun"): the script on two of three nodes, one rank on each, to be submitted."""
 
-    def make(launcher: str, **keys: Any) -> ProgramRun:
+    def make(launcher: str) -> ProgramRun:
         values = yaml.safe_load((LAB / "config.yaml").read_text())
         del values["runs"]
         command = ["python", "train.py", "--steps", "1000000", "--save-every", str(INTERVAL)]
@@ -81,7 +80,7 @@ def new_program(
         config = shared_folder / "config.yaml"
         config.write_text(yaml.safe_dump(values))
         folder = shared_folder / "results" / "ddp"
-        return ProgramRun(folder, cluster, nodes(3), config, launcher, 1, keys)
+        return ProgramRun(folder, cluster, nodes(3), config, launcher)
 
     return make
 
@@ -92,7 +91,11 @@ def test_preempted_program_saves_and_resumes_after_the_other_job(
     run = new_program("torchrun")
     job = run.submit("--partition=low")
     run.wait_for_seal()
-    preempt(cluster, run)
+    hosts = run.events("launch")[-1]["nodes"]
+    cluster.submit(
+        *("--partition=high", "--exclusive", "--nodes=2", f"--nodelist={','.join(hosts)}"),
+        *("--output=/dev/null", "--wrap=sleep 2"),
+    )
     requeued = run.wait_for_event("requeue", timeout=120)
     again = run.wait_for_event("launch", 2, 180)
     assert again["step"] == requeued["step"]  # saved when it was asked to stop

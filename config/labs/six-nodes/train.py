@@ -8,6 +8,7 @@ import argparse
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,10 +37,10 @@ def batches(samples: int, batch_size: int, epoch: int) -> DataLoader:
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Rank 0 writes one file, under a temporary name first."""
     if dist.get_rank() == 0:
-        path = os.path.join(os.environ["FORGE_CHECKPOINTS"], f"checkpoint-{step}.pt")
+        path = Path(os.environ["FORGE_CHECKPOINTS"]) / f"checkpoint-{step}.pt"
         state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(state, path + ".writing")
-        os.replace(path + ".writing", path)
+        torch.save(state, path.with_suffix(".writing"))
+        path.with_suffix(".writing").replace(path)
     dist.barrier()
 
 
@@ -79,8 +80,7 @@ def main() -> None:
             optimizer.step()
             step += 1
             time.sleep(options.sleep)
-            with open(os.environ["FORGE_HEARTBEAT"], "w") as file:
-                file.write(str(step))
+            Path(os.environ["FORGE_HEARTBEAT"]).write_text(str(step))
             # All ranks must agree on the step at which they stop: a signal reaches them one by one.
             stop = torch.tensor(len(asked), device=device)
             dist.all_reduce(stop)
