@@ -19,6 +19,7 @@ from forge.core.config import (
     is_boolean,
     load_config,
     parse_override,
+    read_values,
 )
 from forge.core.errors import ConfigError, Exit, ForgeError
 from forge.core.terminal import copy_to, say
@@ -348,13 +349,10 @@ def _train(options: argparse.Namespace) -> None:
 
 def _validate(options: argparse.Namespace) -> None:
     path = Path(options.config)
-    if not path.is_dir() and (config := _resolved(options)).program:
-        from forge.validation import program_checks
-
-        if options.all or options.fix:
-            program_checks.validate_all(config, fix=options.fix)
-        else:
-            program_checks.validate(config)
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file() and read_values(file).get("program"):
+        options.config = str(file)
+        _validate_program(options)
         return
     from forge.core.process import fast_imports
 
@@ -368,6 +366,16 @@ def _validate(options: argparse.Namespace) -> None:
         validate_folder(path, options.overrides)
     else:
         validate(_resolved(options))
+
+
+def _validate_program(options: argparse.Namespace) -> None:
+    from forge.validation import program_checks
+
+    config = _resolved(options)
+    if options.all or options.fix:
+        program_checks.validate_all(config, fix=options.fix)
+    else:
+        program_checks.validate(config)
 
 
 def _report(options: argparse.Namespace) -> None:

@@ -72,7 +72,8 @@ class TrainingProgram(Protocol):
         """The step of the newest checkpoint that counts; `first_step` without one."""
 
     def trained(self, step: int) -> Trained:
-        """The completion record of a run whose checkpoint at this step is its goal."""
+        """The completion record of a run whose checkpoint at this step is its goal. Where the event log
+        does not tell of its completion yet, it does so afterwards."""
 
 
 def program_of(config: ResolvedConfig, start: Start) -> TrainingProgram:
@@ -274,6 +275,9 @@ class OtherProgram:
         machine = start.machine.model_copy(
             update={"stop_grace_sec": self.program.stop.grace_sec, "async_save": False}
         )
+        for rank in range(self.layout.world_size):  # of the launch before: its steps are not these
+            heartbeat_file(self.program, self.paths, rank).unlink(missing_ok=True)
+            running_file(self.paths, rank).unlink(missing_ok=True)
         if sealer:
             sealer.start()
         orderly = False
@@ -334,17 +338,10 @@ class OtherProgram:
     def _judged(self, record: RankRecord) -> RankRecord:
         """The record of the launch, by the checkpoints that are there now."""
         if self.checkpoints is None:
-            if record.status == "completed":
-                events.record(self.paths.events, events.Completed(step=0, weights_digest=""))
             return replace(record, step=0)
         step, goal = self.committed_step(), self.config.goal
         if record.all_exited_with_0 and step >= goal:
-            latest = self.checkpoints.latest()
-            assert latest
-            events.record(
-                self.paths.events, events.Completed(step=step, weights_digest=latest.seal.digest)
-            )
-            return RankRecord("completed", step=step, weights_digest=latest.seal.digest)
+            return RankRecord("completed", step=step)
         if record.status == "completed":
             message = f"the program ended by itself at step {step} of {goal}, with exit status 0"
             return RankRecord("failed", code=Exit.FAILED, cause="ended early", message=message)
@@ -356,11 +353,17 @@ class OtherProgram:
 
     def trained(self, step: int) -> Trained:
         latest = self.checkpoints and self.checkpoints.latest()
+        digest = latest.seal.digest if latest else ""
+        # Also where a launch was cut off between its last seal and this.
+        done = events.Completed(step=step, weights_digest=digest)
+        last = events.last(events.read(self.paths.events), events.Completed, events.Launch)
+        if not isinstance(last, events.Completed) or last.step != step:
+            events.record(self.paths.events, done)
         return Trained(
             run=self.config.run,
             goal_step=self.config.goal,
             step=step,
             checkpoint=f"checkpoints/{latest.path.name}" if latest else "",
-            weights_digest=latest.seal.digest if latest else "",
+            weights_digest=digest,
             config_digest=provenance.config_digest(self.config),
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from support.live_run import Run, ranks, wait_until
+from support.live_run import Run, forge, ranks, wait_until
 
 from forge.core.errors import Exit
 from forge.core.files import read_json
@@ -203,7 +203,9 @@ def test_command_that_cannot_start_is_named(program):
 
 
 @pytest.mark.parametrize(("status", "code"), [(0, 0), (4, Exit.DATA)])
-def test_own_check_of_the_program_decides_whether_its_checkpoint_is_valid(program, status, code):
+def test_own_check_of_the_program_decides_whether_its_checkpoint_is_valid(
+    program, status, code, capsys
+):
     check = [sys.executable, "-c", f"import sys; print(sys.argv[1]); sys.exit({status})"]
     run = program(validate=[*check, "{checkpoint}"])
     assert run.forge("train").code == 0
@@ -211,6 +213,8 @@ def test_own_check_of_the_program_decides_whether_its_checkpoint_is_valid(progra
     assert outcome.code == code, outcome.text
     assert f"checkpoints/checkpoint-{GOAL}" in outcome.text
     assert run.paths.validated.exists() == (code == 0)
+    table = forge("validate", str(run.folder), "--all")
+    assert (table.code, capsys.readouterr().out.count("valid")) == (0, 4)
 
 
 def test_plain_ddp_script_resumes_after_kill_9_of_a_rank(tmp_path):
