@@ -62,6 +62,8 @@ class Sealer:
     progress: Callable[[], Progress]
     lineage: SealLineage
     keep_last: int | None = None
+    told: Callable[[Progress, bool], None] = lambda *_: None
+    """Called with each look at the ranks, and whether it is the last one."""
     _candidates: dict[Path, Candidate] = field(default_factory=dict)
     _sealed: dict[Path, Signature] = field(default_factory=dict)  # in this launch, as sealed
     _ended: threading.Event = field(default_factory=threading.Event)
@@ -88,6 +90,7 @@ class Sealer:
         """Seal what has become complete. A disk error is a warning: the next scan tries again."""
         try:
             progress = self.progress()
+            self.told(progress, self._ended.is_set())
             for step, path in self.checkpoints.there().items():
                 if self._is_due(path, step, progress, orderly):
                     self._seal(path, step)

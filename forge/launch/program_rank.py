@@ -240,7 +240,8 @@ class _Watch:
             return replace(record, status="stopped", code=Exit.STOPPED, cause=self.cause)
         if status == 0:
             return record
-        record = replace(record, message=f"its program {_how(status)}{_last_words()}")
+        said = _last_words() if status > 0 else ""
+        record = replace(record, message=f"its program {_how(status)}{said}")
         if status == NO_RESTART:
             return replace(record, status="failed", code=Exit.FAILED, cause="no restart")
         code = Exit.FAILED if status > 0 else Exit.UNFIT

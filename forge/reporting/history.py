@@ -98,6 +98,9 @@ class Launch:
         """The step it went on from (0: a fresh start); None if it never got there."""
         if init := self.first(events.Init):
             return init.step
+        told = self.first(events.Launch)
+        if told and any(line.kind == "step" for line in self.metrics):
+            return told.step
         # Without the event: its first line tells that everything from there on was done again.
         first = next((line.step for line in self.metrics if line.kind == "train"), None)
         return None if first is None else max(first - 1, 0)

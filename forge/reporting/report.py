@@ -85,7 +85,7 @@ def _facts(history: History) -> dict[str, Any]:
     train, evals = history.train, history.evals["loss"].dropna()
     speed, mfu = train["tokens_per_sec"].dropna(), train["mfu"].dropna()
     return {
-        "step": int(train["step"].iloc[-1]) if len(train) else None,
+        "step": int(train["step"].iloc[-1]) if len(train) else _last_step(history),
         "tokens": train["tokens"].max() if train["tokens"].notna().any() else None,
         "loss_from": evals.iloc[0] if len(evals) else None,
         "loss_to": evals.iloc[-1] if len(evals) else None,
@@ -95,6 +95,11 @@ def _facts(history: History) -> dict[str, Any]:
         "wall_sec": history.wall_sec,
         "goodput": history.goodput,
     }
+
+
+def _last_step(history: History) -> int | None:
+    """Of a program that tells no losses; None before its first step."""
+    return history.launches[-1].last_step or None if history.launches else None
 
 
 def _missing(paths: RunPaths, summary: Summary, history: History) -> list[str]:

@@ -18,9 +18,8 @@ from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
 from forge.core.program import Program
 from forge.core.records import Lock
-from forge.launch.program_rank import heartbeat_file, read_step
 from forge.trainer import metrics
-from forge.trainer.metrics import TrainLine
+from forge.trainer.metrics import StepLine, TrainLine
 
 METRICS_BYTES = 2**16  # some 300 lines of metrics.jsonl, for the newest step and the rate
 
@@ -54,13 +53,13 @@ class RunFiles:
         return [event for event in self.log if isinstance(event, events.Launch)]
 
     @cached_property
-    def steps(self) -> list[TrainLine]:
+    def steps(self) -> list[TrainLine | StepLine]:
         """The last training steps that were logged, oldest first."""
         lines = metrics.read_last(self.paths.metrics, METRICS_BYTES)
-        return [line for line in lines if isinstance(line, TrainLine)]
+        return [line for line in lines if isinstance(line, TrainLine | StepLine)]
 
     @cached_property
-    def steps_of_launch(self) -> list[TrainLine]:
+    def steps_of_launch(self) -> list[TrainLine | StepLine]:
         """Of the newest launch alone."""
         name = self.launches[-1].launch if self.launches else None
         return [step for step in self.steps if step.launch == name]
@@ -94,18 +93,7 @@ class RunFiles:
         saved = self.last(events.Save, events.Stop, events.Completed)
         known = [(event.time, event.step) for event in (self.last(events.Init), saved) if event]
         known += [(line.time, line.step) for line in self.steps[-1:]]
-        known += [self.heartbeat] if self.heartbeat else []
         return max(known)[1] if known else None
-
-    @cached_property
-    def heartbeat(self) -> tuple[float, int] | None:
-        """When rank 0 of another program has told its last step, and that step; None where it tells
-        none, or no rank runs."""
-        if self.program is None:
-            return None
-        path = heartbeat_file(self.program, self.paths, rank=0)
-        step = read_step(path)
-        return None if step is None else (path.stat().st_mtime, step)
 
     @cached_property
     def rate(self) -> float | None:
@@ -145,5 +133,4 @@ class RunFiles:
     @property
     def last_sign_of_life(self) -> float:
         times = [event.time for event in self.log[-1:]] + [line.time for line in self.steps[-1:]]
-        times += [self.heartbeat[0]] if self.heartbeat else []
         return max(times, default=self.lock_since)

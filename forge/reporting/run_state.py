@@ -240,13 +240,10 @@ def _working(files: RunFiles) -> _Found:
 
 
 def _running_program(files: RunFiles, began: float) -> _Found:
-    """Another program runs: since when it has told no step, where it tells them."""
-    told = files.heartbeat
-    if told is None or told[0] < began:
-        return _running(files, "the program runs", began, float("inf"))
-    if files.now - told[0] > STALL_SEC:
-        return _running(files, "no heartbeat", told[0], STALL_SEC)
-    return _Found("running", TRAINING)
+    """Another program runs, and may tell its steps."""
+    if files.steps_of_launch:
+        return _training(files, began)
+    return _running(files, "the program runs", began, float("inf"))
 
 
 def _training(files: RunFiles, began: float) -> _Found:

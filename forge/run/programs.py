@@ -24,6 +24,7 @@ from forge.data.inputs import InputSet, source_digest
 from forge.launch.launcher import run_ranks
 from forge.launch.program_rank import heartbeat_file, read_step, running_file
 from forge.launch.rank_records import ProgramTask, RankRecord, TrainTask
+from forge.run.step_log import StepLog
 from forge.staging.staged import staged_folders, staged_python
 
 
@@ -314,7 +315,14 @@ class OtherProgram:
         if checkpoints is None:
             return None
         self.paths.checkpoints.mkdir(parents=True, exist_ok=True)
-        return Sealer(checkpoints, self._progress(), self._lineage(), self.program.keep_last)
+        log = StepLog(self.paths)
+        return Sealer(
+            checkpoints,
+            self._progress(),
+            self._lineage(),
+            self.program.keep_last,
+            told=lambda progress, is_last: log.tell(progress.steps, is_last=is_last),
+        )
 
     def _progress(self) -> Callable[[], Progress]:
         ranks = range(self.layout.world_size)

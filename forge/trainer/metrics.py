@@ -123,8 +123,17 @@ class EvalLine(Line):
     kind: Literal["eval"] = "eval"
 
 
-_ANY: TypeAdapter[TrainLine | EvalLine] = TypeAdapter(
-    Annotated[TrainLine | EvalLine, Field(discriminator="kind")]
+@dataclass(kw_only=True)
+class StepLine(Line):
+    """A step that all ranks of another program have told by heartbeat. It tells no numbers."""
+
+    kind: Literal["step"] = "step"
+    loss: None = None
+    tokens_per_sec: None = None
+
+
+_ANY: TypeAdapter[TrainLine | EvalLine | StepLine] = TypeAdapter(
+    Annotated[TrainLine | EvalLine | StepLine, Field(discriminator="kind")]
 )
 
 
@@ -137,17 +146,17 @@ def write(path: Path, line: Line) -> None:
     json_lines.append(path, clean)
 
 
-def read(path: Path) -> list[TrainLine | EvalLine]:
+def read(path: Path) -> list[TrainLine | EvalLine | StepLine]:
     """All lines, oldest first; those that a crash has cut or a person has edited are passed over."""
     return _typed(path.read_text(errors="replace").splitlines()) if path.exists() else []
 
 
-def read_last(path: Path, num_bytes: int) -> list[TrainLine | EvalLine]:
+def read_last(path: Path, num_bytes: int) -> list[TrainLine | EvalLine | StepLine]:
     """As `read`, of the lines in the last `num_bytes` of the file."""
     return _typed(last_lines(path, num_bytes)[0])
 
 
-def _typed(lines: Iterable[str]) -> list[TrainLine | EvalLine]:
+def _typed(lines: Iterable[str]) -> list[TrainLine | EvalLine | StepLine]:
     found = []
     for line in lines:
         with suppress(ValidationError):

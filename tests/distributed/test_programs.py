@@ -12,6 +12,7 @@ from support.live_run import Run, forge, ranks, wait_until
 
 from forge.core.errors import Exit
 from forge.core.files import read_json
+from forge.reporting.history import read_history
 
 COUNT = Path(__file__).parents[1] / "support/programs/count.py"
 LAB = Path(__file__).parents[2] / "config/labs/six-nodes"
@@ -156,6 +157,9 @@ def test_hung_rank_is_named_and_the_ranks_start_again(program, tmp_path):
     assert outcome.code == 0, outcome.text
     assert "rank 1 of 2: no heartbeat for 3 s, the last one at step 7" in outcome.text
     assert starts(run) == [0, 5]
+    history = read_history(run.paths)
+    assert [(one.resumed_step, one.last_step) for one in history.launches] == [(0, 7), (5, GOAL)]
+    assert history.seconds["recomputed"] > 3
 
 
 def test_kill_in_the_middle_of_a_save_leaves_nothing_that_is_resumed_from(program, tmp_path):
