@@ -270,8 +270,7 @@ def verdict(records: list[RankRecord]) -> RankRecord:
     lost = [r for r in records if r.status == "lost"]
     if told := sorted((r for r in lost if r.ended), key=lambda r: r.ended or 0.0):
         # The program of a rank ended; those of the others ended because of it.
-        message = f"rank {told[0].rank} of {len(records)}: {told[0].message}"
-        return replace(told[0], message=message, lost=tuple(r.rank for r in lost))
+        return replace(told[0], lost=tuple(r.rank for r in lost))
     orphaned = [r for r in records if r.status == "failed"]
     if lost or orphaned:
         numbers = ", ".join(str(r.rank) for r in lost)

@@ -35,6 +35,7 @@ SHARED_SEC = 1.0  # between two looks at files on the shared file system
 NO_RESTART = 93
 STOP_ASKED = "stop"  # in the directory of the launch: the cause, for ranks that got no signal
 TAIL_BYTES = 4096
+VICTIM_SEC = 5.0  # a rank that only waits for a hung one reports so much later than that one
 LOST = "peer lost"  # the cause after which ranks are started again, and the job is requeued
 
 
@@ -229,8 +230,23 @@ class _Watch:
             self._seen, self._last_beat = signs, now
         elif now - self._last_beat > heartbeat.timeout_sec:
             step = read_step(self.beat)
+            if self._waits_for_another(step) and now - self._last_beat < self._victims_sec:
+                return
             at = "" if step is None else f", the last one at step {step}"
             self.hung = f"no heartbeat for {duration(now - self._last_beat)}{at}"
+
+    @property
+    def _victims_sec(self) -> float:
+        heartbeat = self.task.program.heartbeat
+        return (heartbeat.timeout_sec if heartbeat else 0.0) + VICTIM_SEC
+
+    def _waits_for_another(self, step: int | None) -> bool:
+        """Whether another rank is behind this one: this one waits in a collective for it, and the other
+        one is to be named."""
+        program, paths = self.task.program, self.paths
+        ranks = range(self.rank.world_size)
+        told = [read_step(heartbeat_file(program, paths, rank)) for rank in ranks]
+        return step is not None and any(other is not None and other < step for other in told)
 
     def _record(self, status: int) -> RankRecord:
         record = RankRecord("completed", self.rank.rank, exit_status=status, ended=time.time())

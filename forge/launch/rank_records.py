@@ -142,6 +142,11 @@ class RankRecord:
     )  # measured by preflight or the replay check
 
     @property
+    def what(self) -> str:
+        """The message of a loss. One that a rank has told itself gets its number."""
+        return f"rank {self.rank}: {self.message}" if self.ended else self.message
+
+    @property
     def all_exited_with_0(self) -> bool:
         """Of all ranks of another program: whether each ended with 0, asked to stop or not."""
         return self.status in ("completed", "stopped") and self.exit_status == 0

@@ -129,14 +129,14 @@ def _train_until_it_ends(
             break
         silent = nodes.unresponsive(hosts)
         exclude.add(paths.bad_nodes, dict.fromkeys(silent, "does not start a process"))
-        lost = events.Lost(message=record.message, attempt=attempt, silent=silent)
+        lost = events.Lost(message=record.what, attempt=attempt, silent=silent)
         events.record(paths.events, lost)
         healthy = placement.only([host for host in healthy.hosts if host not in silent])
         hosts = requeue.pick_hosts(healthy, layout.nodes)
         if hosts is None or requeue.was_cancelled(placement):
             break
         if attempt < MAX_RESTARTS_AFTER_LOSS:
-            say(f"lost a rank ({record.message}); restarting from the last checkpoint")
+            say(f"lost a rank ({record.what}); restarting from the last checkpoint")
     return record
 
 
@@ -168,7 +168,7 @@ def _requeue(
     if reason:
         say(f"not requeued: {reason}")
     if goes_back and record.status == "lost":
-        raise StoppedEarly(f"{record.message}; job {job.id} resumes from step {step}")
+        raise StoppedEarly(f"{record.what}; job {job.id} resumes from step {step}")
 
 
 def _conclude(program: TrainingProgram, record: RankRecord) -> Path:
@@ -188,7 +188,7 @@ def _conclude(program: TrainingProgram, record: RankRecord) -> Path:
     _record_failure(config, paths, record)
     if record.status == "lost" and (record.exit_status or 0) <= 0:
         raise UnfitError(
-            f"ranks were lost, and restarts did not help: {record.message}",
+            f"ranks were lost, and restarts did not help: {record.what}",
             cause="the system killed them (out of memory?), or a node or the network fails",
             fix=f"read the ranks' logs in {paths.logs}, then rerun the same command",
         )

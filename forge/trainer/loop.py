@@ -133,10 +133,12 @@ class Trainer:
 
     def _lineage(self, made_from: ParentCheckpoint | None) -> Lineage:
         """The lineage of this launch's checkpoints. Taken once: the code in memory does not change."""
+        # The nodes may see their staged shards only, which name the tokenizer's digest, too.
         folder = tokenizer_folder(self.config.data, self.config.ids.tokenizer)
+        file, made_with = folder / "tokenizer.json", self.shards.manifest.tokenizer_digest
         return Lineage.of(
             self.config,
-            tokenizer_digest=digest_file(folder / "tokenizer.json"),
+            tokenizer_digest=digest_file(file) if file.exists() else made_with,
             tokens_digest=self.shards.digest,
             numerics=numerics(self.world.device, self.precision),
             parent=made_from,

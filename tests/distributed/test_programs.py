@@ -151,15 +151,15 @@ def test_program_that_makes_no_progress_ends_as_a_crash_loop(program):
 
 
 def test_hung_rank_is_named_and_the_ranks_start_again(program, tmp_path):
-    heartbeat = {"timeout_sec": 3}
+    heartbeat = {"timeout_sec": 6}
     run = program("--hang-at", 7, *once(tmp_path), heartbeat=heartbeat)
     outcome = run.forge("train", *TWO_RANKS)
     assert outcome.code == 0, outcome.text
-    assert "rank 1 of 2: no heartbeat for 3 s, the last one at step 7" in outcome.text
+    assert "rank 1: no heartbeat for 6 s, the last one at step 7" in outcome.text
     assert starts(run) == [0, 5]
     history = read_history(run.paths)
     assert [(one.resumed_step, one.last_step) for one in history.launches] == [(0, 7), (5, GOAL)]
-    assert history.seconds["recomputed"] > 3
+    assert history.seconds["recomputed"] > 6
 
 
 def test_kill_in_the_middle_of_a_save_leaves_nothing_that_is_resumed_from(program, tmp_path):
@@ -234,9 +234,9 @@ def test_plain_ddp_script_resumes_after_kill_9_of_a_rank(tmp_path):
     started = run.start("train", *TWO_RANKS)
     wait_until(run.paths.latest.is_symlink, "a sealed checkpoint")
     os.kill(children_of(ranks()[1])[0].pid, signal.SIGKILL)
-    outcome = started.end()
+    outcome = started.end(180)
     assert outcome.code == 0, outcome.text
-    assert "rank 1 of 2: its program was killed by SIGKILL" in outcome.text
+    assert "rank 1: its program was killed by SIGKILL" in outcome.text
     assert "resuming from step" in outcome.text
     assert read_json(run.paths.trained)["step"] == 60
 

@@ -128,6 +128,18 @@ def test_run_at_its_goal_starts_no_rank(solo, tmp_path):
 # --- what must not be trained on --------------------------------------------------------------------
 
 
+def test_ranks_with_staged_shards_need_no_data_directory(runs, solo, science, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(science / "data", data)
+    run = runs("staged", f"--data={data}", "--train.checkpoint_every=6")
+    here = ("--machine.stage.mode=always", f"--machine.stage.folder={tmp_path}/disk")
+    assert run.forge("stage", *here, "--machine.stage.keep=true").code == 0
+    shutil.rmtree(data)
+    outcome = run.forge("train")
+    assert outcome.code == 0, outcome.text
+    assert run.weights_digest() == solo.weights_digest()
+
+
 def test_data_edited_in_place_under_a_run_is_refused(solo, science, tmp_path):
     """A flipped byte in a shard; another tokenizer under the same id."""
     started = {}

@@ -113,7 +113,7 @@ def test_killed_rank_of_a_program_starts_again_inside_the_allocation(
     program.send_signal(signal.SIGKILL)
     run.ends_well(job)
     [lost] = run.events("lost")
-    assert re.match(r"rank \d of 2: its program was killed by SIGKILL", lost["message"])
+    assert re.match(r"rank \d: its program was killed by SIGKILL", lost["message"])
     assert run.events("requeue") == []
 
 

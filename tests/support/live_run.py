@@ -58,8 +58,8 @@ class Started:
     process: subprocess.Popen[bytes]
     output: Path
 
-    def end(self) -> Outcome:
-        code = self.process.wait(PATIENCE_SEC)
+    def end(self, patience_sec: float = PATIENCE_SEC) -> Outcome:
+        code = self.process.wait(patience_sec)
         return Outcome(code, self.output.read_text())
 
 

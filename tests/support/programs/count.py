@@ -35,6 +35,18 @@ def once(at):
     return misbehaves and at is not None and step >= at
 
 
+def wait_for_others():
+    """As in a collective: no rank begins a step before all have ended the one before."""
+    beats = Path(os.environ["FORGE_HEARTBEAT"]).parent
+    while not asked and any(told(beats / str(other)) < step for other in range(world_size)):
+        time.sleep(0.002)
+
+
+def told(beat):
+    words = beat.read_text().split() if beat.exists() else []
+    return int(words[0]) if words else -1
+
+
 def save():
     folder = checkpoints / f"checkpoint-{step}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,6 +69,8 @@ if resume := os.environ["FORGE_RESUME"]:
     step = json.loads((Path(resume) / "state.json").read_text())["step"]
     json.loads((Path(resume) / f"part-{rank}.json").read_text())
 print(f"rank {rank} begins at step {step}", flush=True)
+beat = Path(os.environ["FORGE_HEARTBEAT"])
+beat.write_text(str(step))
 while step < options.steps:
     if once(options.exit_at):
         if options.once:
@@ -66,9 +80,10 @@ while step < options.steps:
     if is_last and once(options.hang_at):
         options.once.touch()
         time.sleep(3600)
+    wait_for_others()
     time.sleep(options.sleep)
     step += 1
-    Path(os.environ["FORGE_HEARTBEAT"]).write_text(str(step))
+    beat.write_text(str(step))
     stop = bool(asked)
     if stop or step % options.save_every == 0 or step == options.steps:
         save()

@@ -64,7 +64,7 @@ def test_the_program_that_ended_first_is_named():
     ]
     found = launcher.verdict(ends)
     assert (found.status, found.rank, found.code) == ("lost", 2, Exit.UNFIT)
-    assert found.message == "rank 2 of 4: its program was killed"
+    assert found.what == "rank 2: its program was killed"
 
 
 @pytest.mark.parametrize(
