@@ -67,6 +67,11 @@ def data_of(settings):
     return [folder / "manifest.json"] if folder else []
 
 
+def staged_data(settings):
+    """Of those, the one whose files are staged: the tokenizer is not."""
+    return data_of(settings)[-1:]
+
+
 def files_of(runs, *names):
     """These files of each run; of a known failure the one that its rule never makes."""
     return [

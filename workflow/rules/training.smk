@@ -41,7 +41,7 @@ rule config_run:
 rule stage_run:
     input:
         config=f"{RESULTS}/{{run}}/config.json",
-        data=lambda w: data_of(RUNS[w.run]),
+        data=lambda w: staged_data(RUNS[w.run]),
     output:
         temp(f"{RESULTS}/{{run}}/.allocation/stage.json"),
     log:
