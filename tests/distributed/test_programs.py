@@ -93,7 +93,7 @@ def test_program_gets_the_variables_of_the_contract(program, tmp_path):
 
 def test_program_that_ends_early_with_status_0_is_a_failure(program):
     run = program("--exit-at", 7)
-    outcome = run.forge("train", *TWO_RANKS)
+    outcome = run.forge("train")
     assert outcome.code == Exit.FAILED
     assert f"ended by itself at step 5 of {GOAL}, with exit status 0" in outcome.text
     assert not run.paths.trained.exists()
@@ -116,12 +116,12 @@ def test_stop_is_passed_on_and_the_same_command_resumes(program):
 
 def test_stop_file_stops_it_and_nothing_starts_while_it_is_there(program):
     run = program(goal=ENDLESS)
-    started = run.start("train", *TWO_RANKS)
+    started = run.start("train")
     wait_until(run.paths.latest.is_symlink, "a sealed checkpoint")
     run.paths.stop.touch()
     outcome = started.end()
     assert (outcome.code, "(STOP file)" in outcome.text) == (Exit.STOPPED, True)
-    assert run.forge("train", *TWO_RANKS).code == Exit.STOPPED
+    assert run.forge("train").code == Exit.STOPPED
     assert len(run.events("launch")) == 1
 
 
@@ -136,7 +136,7 @@ def test_rank_that_exits_with_a_status_is_named_and_the_ranks_start_again(progra
 
 def test_status_93_is_never_started_again(program):
     run = program("--exit-at", 7, "--exit-with", 93)
-    outcome = run.forge("train", *TWO_RANKS)
+    outcome = run.forge("train")
     assert outcome.code == Exit.FAILED
     assert "its program exited with 93" in outcome.text
     assert len(run.events("launch")) == 1
@@ -173,7 +173,7 @@ def test_kill_in_the_middle_of_a_save_leaves_nothing_that_is_resumed_from(progra
 
 def test_rank_that_saves_later_than_the_others_is_waited_for(program, tmp_path):
     (tmp_path / "done").touch()
-    run = program("--slow-save", 4, "--save-every", 10, checkpoints={"settle_sec": 1})
+    run = program("--slow-save", 3, "--save-every", 10, checkpoints={"settle_sec": 1})
     assert run.forge("train", *TWO_RANKS).code == 0
     seal = read_json(run.paths.checkpoints / "checkpoint-10.forge.json")
     assert set(seal["files"]) == {"state.json", "part-0.json", "part-1.json"}

@@ -11,6 +11,7 @@ CONFIG = "config/labs/six-nodes/config.yaml"
 
 
 def test_ddp_script_is_stopped_resumed_validated_and_reported(project):
+    project.one_rank()
     path = project.root / CONFIG
     values = yaml.safe_load(path.read_text())
     values["program"] |= {"goal": 60, "inputs": ["corpus"], "validate": [sys.executable, "-c", "1"]}
