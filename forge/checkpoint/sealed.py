@@ -183,8 +183,8 @@ class ProgramCheckpoints:
     # --- sealing ---
 
     def seal(self, path: Path, step: int, lineage: SealLineage) -> SealedCheckpoint | None:
-        """Seal a checkpoint durably and point `latest` to it; None where it changed or was removed
-        meanwhile. Raises UnfitError when the disk cannot be written."""
+        """Seal a checkpoint durably and point `latest` to the newest sealed one; None where it changed or
+        was removed meanwhile. Raises UnfitError when the disk cannot be written."""
         before = signature(path)
         try:
             with disk_trouble(path, "read"), ThreadPoolExecutor(THREADS) as pool:
@@ -199,7 +199,7 @@ class ProgramCheckpoints:
             return None
         seal = Seal(step=step, files=files, lineage=lineage, digest=_digest(step, files))
         seal.write(self.seal_of(path))
-        directory.point_latest(self.paths, path)
+        self._point_latest(self.sealed()[0].path)
         return SealedCheckpoint(path, seal)
 
     # --- before a launch ---

@@ -102,7 +102,9 @@ class Sealer:
     def _is_due(self, path: Path, step: int, progress: Progress, orderly: bool) -> bool:
         files = signature(path)
         if self.checkpoints.seal_of(path).exists():
-            if self._sealed.get(path, files) == files:
+            sealed = self._sealed.get(path, files)
+            # Where files are gone, the program removes the checkpoint; the next pruning takes the seal.
+            if sealed == files or {name for name, *_ in sealed} - {name for name, *_ in files}:
                 return False
             self._unseal(path)
         if not files or not self.checkpoints.is_complete(path, step):

@@ -85,6 +85,26 @@ def test_file_that_comes_after_the_seal_opens_it_again(sealer, ranks, capsys):
     assert list(sealer.checkpoints.latest().bad_files()) == []
 
 
+def test_older_checkpoint_that_is_sealed_again_does_not_become_the_latest(sealer, ranks):
+    older = write(sealer.checkpoints, 5)
+    write(sealer.checkpoints, 9)
+    ranks.steps = [10, 10]
+    assert scan(sealer) == [5, 9]
+    (older / "late.bin").write_text("late")
+    assert scan(sealer) == [5, 9]
+    assert "late.bin" in sealer.checkpoints.sealed()[1].seal.files
+    assert sealer.checkpoints.latest().step == 9
+
+
+def test_checkpoint_that_the_program_is_removing_is_not_sealed_as_what_is_left(sealer, ranks):
+    folder = write(sealer.checkpoints, 5)
+    ranks.steps = [6, 6]
+    assert scan(sealer) == [5]
+    (folder / "deep/weights.bin").unlink()
+    assert scan(sealer) == [5]
+    assert list(sealer.checkpoints.latest().bad_files()) == ["deep/weights.bin is missing"]
+
+
 def test_disk_that_refuses_the_seal_is_a_warning_and_the_next_scan_tries_again(
     sealer, ranks, capsys, monkeypatch
 ):
