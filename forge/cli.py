@@ -310,7 +310,7 @@ def _tokenize(options: argparse.Namespace) -> None:
 def _inputs(options: argparse.Namespace) -> None:
     from forge.cluster.lock import lock
     from forge.core.paths import inputs_folder
-    from forge.data.inputs import digest_inputs
+    from forge.data.inputs import make_inputs
 
     config = _resolved(options)
     if not config.ids.inputs:
@@ -319,7 +319,7 @@ def _inputs(options: argparse.Namespace) -> None:
             fix="a program without inputs needs no such step",
         )
     with lock(inputs_folder(config.data, config.ids.inputs), "inputs"):
-        digest_inputs(config)
+        make_inputs(config)
 
 
 def _stage(options: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from forge.core.section import FilePath, Section
 
 # Written {name} in `command` and `resume`.
-PLACEHOLDERS = ("run", "checkpoints", "goal", "data", "resume", "rank")
+PLACEHOLDERS = ("run", "checkpoints", "goal", "data", "hub", "resume", "rank")
 STEP = "{step}"
 
 
@@ -80,7 +80,8 @@ class Program(Section):
 
     command: list[str] = Field(min_length=1)
     """The program and its arguments, without a shell; every rank runs it. `{run}` `{checkpoints}`
-    `{goal}` `{data}` `{resume}` `{rank}` stand for the values of FORGE_RUN, …, FORGE_RESUME and RANK."""
+    `{goal}` `{data}` `{hub}` `{resume}` `{rank}` stand for the values of FORGE_RUN, …, FORGE_RESUME and
+    RANK."""
     resume: list[str] = Field(default=[])
     """Arguments that are added when there is a checkpoint, such as `--resume_from={resume}`."""
     goal: int | Epochs | None = Field(None)
@@ -89,8 +90,10 @@ class Program(Section):
     source: FilePath | None = None
     """Directory in which the program runs; null: the project's. Its files are recorded in every seal."""
     inputs: list[FilePath] = Field(default=[])
-    """Files, directories and globs that the program reads. FORGE_DATA is the directory that has all of
-    them."""
+    """Files, directories and globs that the program reads; FORGE_DATA is the directory that has all of
+    them. Files of the Hugging Face hub as `hf://owner/name@revision/file` or
+    `hf://datasets/owner/name@revision/*.parquet` are downloaded on the login node, to
+    `{FORGE_HUB}/owner/name/file`."""
     checkpoints: Checkpoints | None = None
     """null: the program has no checkpoints that Forge knows; every start begins from nothing."""
     keep_last: int | None = Field(None, ge=1)

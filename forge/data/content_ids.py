@@ -10,7 +10,7 @@ from forge.core.config import Config, Ids, ResolvedConfig, Tokenize
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import canonical, digest_bytes, digest_file, short_id
 from forge.data import corpus
-from forge.data.inputs import list_inputs
+from forge.data.inputs import list_inputs, of_hub
 
 # Incremented when the same settings and inputs give other bytes, so that nothing old is reused.
 TOKENIZER_FORMAT = 1
@@ -117,5 +117,6 @@ def _cached_listing_digest(inputs: tuple[str, ...], _cwd: str) -> str:
 @functools.cache
 def _inputs_id(inputs: tuple[str, ...], _cwd: str) -> str:
     """As `_cached_listing_digest`; "" for a program without inputs."""
-    files = list_inputs(inputs)
-    return short_id([(file.name, file.size) for file in files]) if files else ""
+    files = [(file.name, file.size) for file in list_inputs(inputs)]
+    remote = sorted(f"{named.repo}/{named.pattern}" for named in of_hub(inputs))
+    return short_id(files + remote) if files or remote else ""

@@ -7,14 +7,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from forge.core.config import Config, ResolvedConfig
-from forge.core.errors import ConfigError, DataError, UnfitError
+from forge.core.errors import ConfigError, DataError
 from forge.core.files import (
     atomic_open,
     digest_bytes,
@@ -25,7 +25,7 @@ from forge.core.files import (
 )
 from forge.core.paths import tokenizer_folder
 from forge.core.terminal import progress, say
-from forge.data import content_ids, corpus
+from forge.data import content_ids, corpus, hub
 from forge.data.plain_text import for_plain_text
 
 if TYPE_CHECKING:
@@ -343,65 +343,23 @@ def _copy(config: Config) -> _Source:
 
 def _fetch(config: Config) -> _Source:
     """The tokenizer's files at one revision; from the local cache where there is no network."""
-    repo, revision = str(config.tokenizer.hub).split("@", 1)
+    name, revision = str(config.tokenizer.hub).split("@", 1)
+    options = f"--tokenizer.source=hub --tokenizer.hub={name}@{revision}"
+    command = f"forge tokenizer CONFIG {options}"
+    repo = hub.Repo(name, revision, key="tokenizer.hub", command=command)
     with disk_trouble(Path(config.data)):
-        path = _hub_file(repo, revision, TOKENIZER)
+        path = hub.download(repo, TOKENIZER)
         if path is None:
             raise ConfigError(
-                f"{repo}@{revision} has no {TOKENIZER}",
+                f"{repo} has no {TOKENIZER}",
                 cause="its tokenizer exists only in another format (sentencepiece, vocab.json)",
                 fix="choose a repository with a tokenizer.json, "
                 "or convert it and use tokenizer.source: path",
             )
-        commit = path.parent.name  # the client's cache: snapshots/{commit}/{file}
-        config_path = _hub_file(repo, commit, TOKENIZER_CONFIG)
+        commit = hub.commit_of(path, TOKENIZER)
+        config_path = hub.download(replace(repo, revision=commit), TOKENIZER_CONFIG)
         tokenizer_config = config_path.read_bytes() if config_path else None
         return _Source(path.read_bytes(), tokenizer_config, {"commit": commit})
-
-
-def _hub_file(repo: str, revision: str, name: str) -> Path | None:
-    """Path in the local cache of a file of a hub repository; None where there is no such file."""
-    from huggingface_hub import _CACHED_NO_EXIST, errors, hf_hub_download, try_to_load_from_cache
-
-    try:
-        return Path(hf_hub_download(repo, name, revision=revision))
-    except errors.LocalEntryNotFoundError as err:
-        if try_to_load_from_cache(repo, name, revision=revision) is _CACHED_NO_EXIST:
-            return None  # the cache has recorded that the file does not exist
-        raise _unreachable(repo, revision, name, err) from None
-    except errors.EntryNotFoundError:
-        return None
-    except errors.RevisionNotFoundError:
-        raise ConfigError(
-            f"tokenizer.hub: {repo} has no revision {revision!r}",
-            fix="give a branch, a tag or a commit that the repository's page lists",
-        ) from None
-    except errors.GatedRepoError:
-        raise ConfigError(
-            f"tokenizer.hub: {repo} is gated: its owner asks for agreement",
-            fix="agree on the repository's page, then `hf auth login` on this machine",
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise ConfigError(
-            f"tokenizer.hub: there is no repository {repo}, or you may not see it",
-            cause="a misspelled name, or a private repository",
-            fix="correct tokenizer.hub, or `hf auth login` for a private one",
-        ) from None
-    except errors.HFValidationError as err:
-        raise ConfigError(f"tokenizer.hub: {err}") from None
-    except errors.HfHubHTTPError as err:
-        raise _unreachable(repo, revision, name, err) from None
-
-
-def _unreachable(repo: str, revision: str, name: str, err: Exception) -> UnfitError:
-    reason = str(err).strip().splitlines()[0]
-    return UnfitError(
-        f"cannot get {name} of {repo}@{revision}: it is not in the local cache and the hub "
-        "does not answer",
-        cause=f"no network here (compute nodes work offline): {reason}",
-        fix="on a login node: "
-        f"forge tokenizer CONFIG --tokenizer.source=hub --tokenizer.hub={repo}@{revision}",
-    )
 
 
 # --- offline test -------------------------------------------------------------------------------

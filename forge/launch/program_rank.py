@@ -95,6 +95,7 @@ def rank_variables(
         "FORGE_CHECKPOINTS": str(paths.checkpoints.absolute()),
         "FORGE_RESUME": task.resume,
         "FORGE_DATA": task.staged.get(hostname(), task.shared),
+        "FORGE_HUB": task.hub,
         "FORGE_GOAL": str(task.goal),
         "FORGE_RESTART": str(task.restart),
         "FORGE_DEADLINE": f"{task.deadline:.0f}" if task.deadline else "",

@@ -56,6 +56,7 @@ class ProgramTask(_Task):
     restart: int  # launches of this run before this one
     staged: dict[str, str]  # host -> directory of the inputs on its own disk
     shared: str  # directory of the inputs for the other hosts
+    hub: str  # directory of the downloads
     deadline: float | None = None  # from max_minutes or the job's time limit, whichever is earlier
 
 

@@ -132,7 +132,8 @@ def _program(config: ResolvedConfig) -> dict[str, Any]:
         return {}
     reads = [str(Path(config.program.source or ".").absolute())]
     if config.ids.inputs:
-        reads.append(InputSet.open(inputs_folder(config.data, config.ids.inputs)).root)
+        inputs = InputSet.open(inputs_folder(config.data, config.ids.inputs))
+        reads += [folder for folder in (inputs.root, inputs.hub) if folder]
     return {"command": config.program.command[0], "reads": reads}
 
 

@@ -302,6 +302,7 @@ class OtherProgram:
             restart=len(launches),
             staged=staged_folders(self.paths),
             shared=self._inputs.root if self._inputs else "",
+            hub=self._inputs.hub if self._inputs else "",
             deadline=start.deadline,
         )
 

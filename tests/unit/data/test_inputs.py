@@ -10,7 +10,7 @@ from forge.core.files import digest_bytes
 from forge.core.paths import inputs_folder
 from forge.data import content_ids
 from forge.data.content_ids import resolve
-from forge.data.inputs import InputSet, digest_inputs, source_digest
+from forge.data.inputs import InputSet, make_inputs, source_digest
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def config(tmp_path):
 
 
 def test_every_file_has_its_digest_below_the_directory_that_has_all(config, tmp_path):
-    found = InputSet.open(digest_inputs(config).parent)
+    found = InputSet.open(make_inputs(config).parent)
     assert found.root == str(tmp_path / "in/ag")
     assert {e.name: e.digest for e in found.files} == {
         "deep/test.csv": digest_bytes(b"ag/deep/test.csv"),
@@ -33,13 +33,13 @@ def test_every_file_has_its_digest_below_the_directory_that_has_all(config, tmp_
 
 
 def test_a_second_time_nothing_is_read(config, capsys):
-    digest_inputs(config)
-    digest_inputs(config)
+    make_inputs(config)
+    make_inputs(config)
     assert "nothing to do" in capsys.readouterr().err
 
 
 def test_file_that_was_edited_after_its_digest_was_made_is_named(config, tmp_path):
-    folder = digest_inputs(config).parent
+    folder = make_inputs(config).parent
     found = InputSet.open(folder)
     found.check_unchanged(folder)
     path = tmp_path / "in/ag/train.csv"
