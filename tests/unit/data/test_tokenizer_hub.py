@@ -5,21 +5,16 @@ when it is imported. Stands against: a compute node that waits for a network it 
 a tokenizer that changes upstream between two runs.
 """
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from support.hub import COMMIT, Hub, served
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 BUILD = """
 import sys
@@ -45,79 +40,19 @@ def byte_level() -> bytes:
     return str(tokenizer.to_str()).encode()
 
 
-@dataclass
-class Hub:
-    """What the server has, and what it was asked for."""
-
-    repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
-    url: str = ""
-
-
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    hub = Hub(
-        {
-            "team/lossless": {
-                "tokenizer.json": byte_level(),
-                "tokenizer_config.json": b'{"eos_token": {"content": "<|done|>"}}',
-                "model.safetensors": b"many gigabytes",
-            },
-            "team/plain": {"tokenizer.json": byte_level()},
-            "team/old": {"spiece.model": b"sentencepiece"},
-        }
-    )
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            self._answer(body=True)
-
-        def do_HEAD(self) -> None:
-            self._answer(body=False)
-
-        def _answer(self, body: bool) -> None:
-            hub.asked.append(self.path)
-            owner, name, verb, revision, file = (self.path + "////").lstrip("/").split("/", 4)
-            files = hub.repos.get(f"{owner}/{name}", {})
-            file = file.rstrip("/")
-            if not files or verb != "resolve":
-                self._error(401, "RepoNotFound")  # the hub does not tell who has what
-            elif revision not in ("main", COMMIT):
-                self._error(404, "RevisionNotFound")
-            elif file not in files:
-                self._error(404, "EntryNotFound")
-            else:
-                self._send(files[file], body)
-
-        def _send(self, data: bytes, body: bool) -> None:
-            self.send_response(200)
-            self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("ETag", f'"{hashlib.sha1(data).hexdigest()}"')
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            if body:
-                self.wfile.write(data)
-
-        def _error(self, status: int, code: str) -> None:
-            self.send_response(status)
-            self.send_header("X-Error-Code", code)
-            self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            """The test looks at `asked` instead."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield hub
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    repos = {
+        "team/lossless": {
+            "tokenizer.json": byte_level(),
+            "tokenizer_config.json": b'{"eos_token": {"content": "<|done|>"}}',
+            "model.safetensors": b"many gigabytes",
+        },
+        "team/plain": {"tokenizer.json": byte_level()},
+        "team/old": {"spiece.model": b"sentencepiece"},
+    }
+    with served(repos) as hub:
+        yield hub
 
 
 def build(

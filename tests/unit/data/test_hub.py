@@ -1,0 +1,134 @@
+"""Inputs of another program from a hub: the real client against a server on the loopback interface."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+from support.hub import COMMIT, served
+
+from forge.core.config import Config, checked
+from forge.core.errors import ConfigError
+from forge.core.files import digest_bytes
+from forge.data.content_ids import resolve
+from forge.data.hub import HubFiles
+from forge.data.inputs import InputSet
+
+BERT = "hf://google/tiny-bert@main"
+NEWS = "hf://datasets/team/news@main"
+
+
+@pytest.fixture
+def hub():
+    repos = {
+        "google/tiny-bert": {"vocab.txt": b"[PAD]\n[UNK]\n", "config.json": b"{}"},
+        "datasets/team/news": {
+            "data/train-0.parquet": b"one",
+            "data/train-1.parquet": b"two",
+            "README.md": b"# News",
+        },
+    }
+    with served(repos) as hub:
+        yield hub
+
+
+@pytest.fixture
+def forge_inputs(hub, tmp_path):
+    """forge_inputs([URL, …]): exit code and output of `forge inputs`, in a process of its own: the client
+    reads its variables when it is imported."""
+
+    def run(inputs, **env):
+        config = tmp_path / "config.yaml"
+        values = {"data": str(tmp_path / "data"), "program": {"command": ["x"], "inputs": inputs}}
+        config.write_text(yaml.safe_dump(values))
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        done = subprocess.run(
+            [sys.executable, "-m", "forge", "inputs", str(config)],
+            env=inherited | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")} | env,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+def made(tmp_path):
+    [manifest] = (tmp_path / "data/inputs").glob("*/manifest.json")
+    return InputSet.open(manifest.parent)
+
+
+def test_files_and_globs_of_models_and_data_sets_are_downloaded_with_their_commit(
+    forge_inputs, tmp_path, hub
+):
+    (tmp_path / "labels.txt").write_text("world")
+    local = str(tmp_path / "labels.txt")
+    code, output = forge_inputs([local, f"{BERT}/vocab.txt", f"{NEWS}/data/*.parquet"])
+    assert code == 0, output
+    found = made(tmp_path)
+    assert (found.root, [entry.name for entry in found.files]) == (str(tmp_path), ["labels.txt"])
+    assert {entry.name: entry.digest for entry in found.downloads} == {
+        "datasets/team/news/data/train-0.parquet": digest_bytes(b"one"),
+        "datasets/team/news/data/train-1.parquet": digest_bytes(b"two"),
+        "google/tiny-bert/vocab.txt": digest_bytes(b"[PAD]\n[UNK]\n"),
+    }
+    assert found.commits == {"google/tiny-bert@main": COMMIT, "datasets/team/news@main": COMMIT}
+    assert all(path.is_file() for path in found.paths)
+    hub.asked.clear()
+    code, output = forge_inputs([local, f"{BERT}/vocab.txt", f"{NEWS}/data/*.parquet"])
+    assert (code, "nothing to do" in output, hub.asked) == (0, True, [])
+
+
+def test_without_a_file_name_the_whole_repository_is_meant(forge_inputs, tmp_path):
+    code, output = forge_inputs([BERT])
+    assert code == 0, output
+    names = [entry.name for entry in made(tmp_path).downloads]
+    assert names == ["google/tiny-bert/config.json", "google/tiny-bert/vocab.txt"]
+
+
+def test_named_files_come_from_the_cache_without_network_and_a_glob_is_never_guessed(
+    forge_inputs, tmp_path, hub
+):
+    assert forge_inputs([f"{NEWS}/data/train-0.parquet"])[0] == 0
+    [folder] = (tmp_path / "data/inputs").iterdir()
+    (folder / "manifest.json").unlink()
+    hub.asked.clear()
+    code, output = forge_inputs([f"{NEWS}/data/train-0.parquet"], HF_HUB_OFFLINE="1")
+    assert (code, hub.asked) == (0, []), output
+    # One of two files is in the cache: it must not pass for all of them.
+    code, output = forge_inputs([f"{NEWS}/data/*.parquet"], HF_HUB_OFFLINE="1")
+    assert code == 69, output
+    assert "cannot get data/*.parquet of datasets/team/news@main" in output
+    assert "on a login node: forge inputs CONFIG" in output
+
+
+@pytest.mark.parametrize(
+    ("url", "code", "message"),
+    [
+        (f"{BERT}/vocab.json", 65, "google/tiny-bert@main has no file 'vocab.json'"),
+        (f"{NEWS}/data/*.csv", 65, "no file of datasets/team/news@main matches 'data/*.csv'"),
+        ("hf://datasets/team/newz@main/*", 78, "there is no repository datasets/team/newz"),
+        (f"{BERT.replace('main', 'v9')}/vocab.txt", 78, "google/tiny-bert has no revision 'v9'"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_named(forge_inputs, url, code, message):
+    found, output = forge_inputs([url])
+    assert (found, message in output) == (code, True), output
+
+
+@pytest.mark.parametrize("url", ["hf://google/tiny-bert/vocab.txt", "hf://bert@main/x", "hf://"])
+def test_url_without_owner_or_revision_is_refused_before_anything_is_asked(url):
+    values = {"program": {"command": ["x"], "inputs": [url]}}
+    with pytest.raises(ConfigError, match="names no files of the hub"):
+        resolve(checked(Config, values, "config.yaml"))
+
+
+def test_revision_may_be_the_hubs_own_conversion_to_parquet():
+    found = HubFiles.parse("hf://datasets/a/b@refs/convert/parquet/default/train/0.parquet")
+    assert (found.repo.revision, found.pattern) == (
+        "refs/convert/parquet",
+        "default/train/0.parquet",
+    )
