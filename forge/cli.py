@@ -165,14 +165,18 @@ def _add_subcommands(subcommands: Any) -> None:
         added.set_defaults(action=action, takes_overrides=keys, parser=added, log=None)
         return added
 
+    def add_logged(name: str, action: Callable[[argparse.Namespace], None], text: str) -> Any:
+        added = add(name, action, text)
+        added.add_argument("--log", metavar="FILE", help="also append all messages to FILE")
+        return added
+
     def add_with_config(
         name: str,
         action: Callable[[argparse.Namespace], None],
         text: str,
         what: str = "config.yaml, or a run's config.json",
     ) -> Any:
-        added = add(name, action, text)
-        added.add_argument("--log", metavar="FILE", help="also append all messages to FILE")
+        added = add_logged(name, action, text)
         added.add_argument("config", metavar="CONFIG", help=what)
         return added
 
@@ -211,7 +215,7 @@ def _add_subcommands(subcommands: Any) -> None:
     )
     _status_options(add("status", _status, "show the current state of each run", keys=False))
     _export_options(
-        add("export", _export, "write a checkpoint in the format of Hugging Face transformers")
+        add_logged("export", _export, "write a checkpoint as a directory that others load")
     )
 
 
@@ -432,8 +436,19 @@ def _status(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
+    from forge.checkpoint.export_folder import record_export
     from forge.reporting.find_runs import find_runs
-    from forge.trainer.export import export
 
     (run,) = find_runs([options.run])
-    export(run.root, options.to, options.dtype, options.overrides)
+    if run.config.is_file() and read_values(run.config).get("program"):
+        from forge.checkpoint.export_sealed import export_sealed
+
+        overrides = {**options.overrides, "run": run.root.resolve().name}
+        config = load_config(run.config, {**overrides, "results": str(run.root.resolve().parent)})
+        folder = export_sealed(config, options.to)
+    else:
+        from forge.trainer.export import export
+
+        folder = export(run.root, options.to, options.dtype, options.overrides)
+    if not options.to:
+        record_export(folder)

@@ -67,6 +67,8 @@ class RunPaths:
     validation = _Below("validation.json")
     validated = _Below("validated.json")
     report = _Below("report.html")
+    exports = _Below("export")  # a directory for each exported checkpoint
+    exported = _Below("exported.json")
     bad_nodes = _Below("bad_nodes.txt")  # nodes that the next submission excludes, one per line
     logs = _Below("logs")
     launches = _Below(".launch")  # files between launcher and ranks, in a directory per launch

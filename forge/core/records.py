@@ -167,6 +167,16 @@ class Trained(Record):
     """Run, step and digest of the checkpoint that the run started from."""
 
 
+class Exported(Record):
+    """exported.json: the last export of a run to its default directory."""
+
+    step: int
+    folder: str
+    """Relative to the run's directory."""
+    files: dict[str, str]
+    """Name -> blake3."""
+
+
 class Sample(BaseModel):
     """A prompt and its completion by the model."""
 

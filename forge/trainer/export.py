@@ -22,15 +22,13 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge.checkpoint import compatibility, directory, manifest, resume, storage
+from forge.checkpoint.export_folder import FORMAT, MANIFEST, atomic_directory, is_exported
 from forge.cluster.lock import lock
 from forge.core.config import Model, ResolvedConfig, apply_overrides, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.files import (
     atomic_open,
     digest_file,
-    disk_trouble,
-    fsync_folder,
-    read_object_or_empty,
     write_json,
 )
 from forge.core.grouping import grouped
@@ -40,8 +38,6 @@ from forge.core.terminal import progress, say
 from forge.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, LoadedTokenizer, load_tokenizer
 from forge.trainer.llama import INIT_STD, Trunk
 
-FORMAT = 1
-MANIFEST = "forge.json"
 CARD = "README.md"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Limit of the fp32 weights that go into one file. Only one file's weights are in memory at a time.
@@ -63,11 +59,11 @@ def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any])
         "dtype": dtype,
     }
     with lock(target.parent, "export", name=f".{target.name}.lock"), _not_pruned(checkpoint):
-        if _is_exported(target, identity):
+        if is_exported(target, identity):
             say(f"export of step {checkpoint.step} in {target}: nothing to do")
             return target
         source = _Source.open(checkpoint, overrides)
-        with _atomic_directory(target) as draft:
+        with atomic_directory(target) as draft:
             weights_digest = _write_weights(draft, source, DTYPES[dtype])
             _check_final_weights(checkpoint, weights_digest)
             _write_configs(draft, source, dtype)
@@ -90,28 +86,7 @@ def _default_target(checkpoint: directory.Checkpoint) -> Path:
             f"{checkpoint.folder} is not in a run's directory, so the export has no default path",
             fix="give one: --to FOLDER",
         )
-    return paths.root / "export" / checkpoint.folder.name
-
-
-def _is_exported(target: Path, identity: dict[str, Any]) -> bool:
-    """Whether the target is this export, complete. ConfigError where the target is something else."""
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return False
-    found = read_object_or_empty(target / MANIFEST) if (target / MANIFEST).is_file() else {}
-    if any(found.get(key) != value for key, value in identity.items()):
-        what = (
-            f"holds the export of step {found['step']} in {found['dtype']}"
-            if "checkpoint_digest" in found
-            else "exists and is not an export of Forge"
-        )
-        raise ConfigError(f"{target} {what}", fix="name another directory with --to, or remove it")
-    for name, digest in found["files"].items():
-        if not (target / name).is_file() or digest_file(target / name) != digest:
-            raise ConfigError(
-                f"{target / name} is missing or has changed since it was exported",
-                fix=f"remove {target} and rerun the command, or name another directory with --to",
-            )
-    return True
+    return paths.exports / checkpoint.folder.name
 
 
 @contextmanager
@@ -127,26 +102,6 @@ def _not_pruned(checkpoint: directory.Checkpoint) -> Iterator[None]:
             cause="the run is training and keeps only its newest checkpoints",
             fix="rerun the command, or raise train.keep_last",
         ) from None
-
-
-@contextmanager
-def _atomic_directory(target: Path) -> Iterator[Path]:
-    """A temporary directory that is renamed to `target` once it is complete and on disk.
-
-    The caller holds the target's lock. Leftovers of a killed export are removed.
-    """
-    draft = target.with_name(f"{directory.TEMPORARY}{target.name}")
-    with disk_trouble(target):
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        try:
-            yield draft
-            fsync_folder(draft)
-            draft.rename(target)  # replaces an empty directory, and no other
-            fsync_folder(target.parent)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)  # else a full disk would stay full
-            raise
 
 
 # --- the checkpoint to export -------------------------------------------------------------------

@@ -23,6 +23,22 @@ rule validate_run:
         "exec forge validate {input.config:q} --log={log:q} {params.overrides:q}"
 
 
+# Not part of `train`: a directory that other software loads, by the target `export`.
+rule export_run:
+    input:
+        f"{RESULTS}/{{run}}/validated.json",
+    output:
+        f"{RESULTS}/{{run}}/exported.json",
+    log:
+        f"{RESULTS}/{{run}}/logs/export.log",
+    conda:
+        "../envs/forge.yaml"
+    params:
+        run=lambda w: f"{RESULTS}/{w.run}",
+    shell:
+        "exec forge export {params.run:q} --log={log:q}"
+
+
 rule report_run:
     input:
         config=f"{RESULTS}/{{run}}/config.json",

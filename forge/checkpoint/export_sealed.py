@@ -1,0 +1,97 @@
+"""`forge export` of another program's run: copy files of its last checkpoint. No torch."""
+
+from __future__ import annotations
+
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from forge.checkpoint.export_folder import FORMAT, MANIFEST, atomic_directory, is_exported
+from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint
+from forge.cluster.lock import lock
+from forge.core.config import Config
+from forge.core.errors import ConfigError, DataError
+from forge.core.files import digest_file, disk_trouble, write_json
+from forge.core.paths import RunPaths
+from forge.core.terminal import progress, say
+
+
+def export_sealed(config: Config, to: Path | None) -> Path:
+    """Copy the files that `program.export` names from the newest sealed checkpoint; the directory.
+
+    to: None for `export/NAME` in the run's directory. Raises DataError (no checkpoint, or a corrupt one),
+    ConfigError (`to` holds something else, `program.export` names no file) and UnfitError (cannot write).
+    """
+    paths = RunPaths.of(config)
+    checkpoint = _latest(config, paths)
+    names = _names(config, checkpoint)
+    target = to.resolve() if to else paths.exports / checkpoint.path.name
+    files = {name or checkpoint.path.name: checkpoint.seal.files[name].digest for name in names}
+    facts: dict[str, Any] = {"format": FORMAT, "checkpoint_digest": checkpoint.seal.digest}
+    with lock(target.parent, "export", name=f".{target.name}.lock"):
+        if is_exported(target, {**facts, "files": files}):
+            say(f"export of {checkpoint.path.name} in {target}: nothing to do")
+            return target
+        with atomic_directory(target) as draft:
+            _copy(checkpoint, names, draft)
+            lineage = checkpoint.seal.lineage.model_dump(mode="json")
+            write_json(
+                draft / MANIFEST, {**facts, "step": checkpoint.step, **lineage, "files": files}
+            )
+    say(f"exported {checkpoint.path.name}: {len(names)} files in {target}")
+    return target
+
+
+def _latest(config: Config, paths: RunPaths) -> SealedCheckpoint:
+    program = config.program
+    found = None
+    if program and program.checkpoints:
+        found = ProgramCheckpoints(paths, program.checkpoints, 1).latest()
+    if found is None:
+        raise DataError(
+            f"{paths.root} has no sealed checkpoint",
+            cause="the run has not saved one, or its config has no program.checkpoints",
+            fix="train it first",
+        )
+    return found
+
+
+def _names(config: Config, checkpoint: SealedCheckpoint) -> list[str]:
+    """The files to export, each of which a pattern names. ConfigError for a pattern without any."""
+    assert config.program
+    there = list(checkpoint.seal.files)
+    if there == [""]:  # the checkpoint is a file
+        return there
+    chosen = set()
+    for pattern in config.program.export:
+        found = {name for name in there if fnmatch(name, pattern)}
+        if not found:
+            raise ConfigError(
+                f"program.export: no file of {checkpoint.path.name} matches {pattern!r}",
+                cause=f"it has {', '.join(there)}",
+                fix="correct program.export in the config, and rerun the workflow",
+            )
+        chosen |= found
+    return sorted(chosen)
+
+
+def _copy(checkpoint: SealedCheckpoint, names: list[str], draft: Path) -> None:
+    """Raises DataError where a copy has another digest than the seal says."""
+    sizes = {name: checkpoint.seal.files[name].bytes for name in names}
+    done = 0
+    with progress("export", sum(sizes.values()), "bytes") as update:
+        for name in names:
+            source = checkpoint.path / name if name else checkpoint.path
+            target = draft / (name or checkpoint.path.name)
+            with disk_trouble(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, target)
+            if digest_file(target) != checkpoint.seal.files[name].digest:
+                raise DataError(
+                    f"{source} is corrupt: its digest is not the one in its seal",
+                    cause="a disk error, an interrupted copy, or an edit",
+                    fix="rerun training, which resumes from the newest checkpoint that is not",
+                )
+            done += sizes[name]
+            update(done, target.name)

@@ -1,0 +1,69 @@
+"""`forge export` of another program's run copies what it names, by digest, and only once."""
+
+import pytest
+from test_sealed import MADE_BY, write
+
+from forge.checkpoint.export_folder import record_export
+from forge.checkpoint.export_sealed import export_sealed
+from forge.checkpoint.sealed import ProgramCheckpoints
+from forge.core.config import Config, checked
+from forge.core.errors import ConfigError, DataError
+from forge.core.files import read_json
+from forge.core.paths import RunPaths
+
+
+def config_of(tmp_path, patterns):
+    program = {"command": ["x"], "goal": 9, "checkpoints": {}, "export": patterns}
+    values = {"run": "one", "results": str(tmp_path / "results"), "program": program}
+    return checked(Config, values, "config.yaml")
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """A run with a sealed checkpoint of step 9."""
+    paths = RunPaths.of(config_of(tmp_path, ["*"]))
+    settings = config_of(tmp_path, ["*"]).program.checkpoints
+    checkpoints = ProgramCheckpoints(paths, settings, 1)
+    folder = write(checkpoints, 9)
+    (folder / "optimizer.pt").write_text("large")
+    checkpoints.seal(folder, 9, MADE_BY)
+    return paths
+
+
+def test_named_files_are_copied_once_with_lineage_and_record(paths, tmp_path, capsys):
+    config = config_of(tmp_path, ["deep/*"])
+    folder = export_sealed(config, None)
+    assert folder == paths.root / "export/checkpoint-9"
+    assert sorted(p.name for p in folder.rglob("*")) == ["deep", "forge.json", "weights.bin"]
+    facts = read_json(folder / "forge.json")
+    assert (facts["step"], list(facts["files"])) == (9, ["deep/weights.bin"])
+    assert facts["command"] == MADE_BY.command
+    record_export(folder)
+    assert read_json(paths.exported)["folder"] == "export/checkpoint-9"
+    assert export_sealed(config, None) == folder
+    assert "nothing to do" in capsys.readouterr().err
+
+
+def test_pattern_without_files_is_named_with_what_there_is(paths, tmp_path):
+    with pytest.raises(ConfigError, match=r"no file of checkpoint-9 matches 'vocab\*'") as caught:
+        export_sealed(config_of(tmp_path, ["vocab*"]), None)
+    assert "optimizer.pt" in caught.value.cause
+    assert not paths.exports.exists()
+
+
+def test_corrupt_file_is_refused_and_leaves_nothing(paths, tmp_path):
+    (paths.checkpoints / "checkpoint-9/optimizer.pt").write_text("lurge")
+    with pytest.raises(DataError, match=r"optimizer\.pt is corrupt"):
+        export_sealed(config_of(tmp_path, ["*"]), None)
+    assert list(paths.exports.glob("checkpoint*")) == []
+
+
+def test_other_files_than_before_are_not_written_over_an_export(paths, tmp_path):
+    export_sealed(config_of(tmp_path, ["deep/*"]), None)
+    with pytest.raises(ConfigError, match="holds the export of step 9"):
+        export_sealed(config_of(tmp_path, ["*"]), None)
+
+
+def test_run_without_a_sealed_checkpoint_is_refused(tmp_path):
+    with pytest.raises(DataError, match="has no sealed checkpoint"):
+        export_sealed(config_of(tmp_path, ["*"]), None)
