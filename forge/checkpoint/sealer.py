@@ -24,13 +24,23 @@ SCAN_SEC = 1.0
 
 @dataclass
 class Progress:
-    """How far the ranks are. steps: of their heartbeats; running: seconds that each has been running."""
+    """How far the ranks are. steps: of their heartbeats; running: seconds that each has been running;
+    saved: step of the last checkpoint that each has written its part of."""
 
     steps: list[int | None]
     running: list[int | None]
+    saved: list[int | None]
 
-    def is_beyond(self, step: int) -> bool:
-        """Whether every rank has told a later step, so that none still writes the checkpoint of this."""
+    @property
+    def tells_saves(self) -> bool:
+        """Whether the program tells what it has saved, so that nothing else counts."""
+        return any(step is not None for step in self.saved)
+
+    def has_saved(self, step: int) -> bool:
+        """Whether no rank still writes the checkpoint of this step: all have said that they saved it, or,
+        in a program that does not say so, told a later step."""
+        if self.tells_saves:
+            return all(told is not None and told >= step for told in self.saved)
         return bool(self.steps) and all(told is not None and told > step for told in self.steps)
 
     def has_run(self, seconds: float, since: Progress) -> bool:
@@ -113,10 +123,8 @@ class Sealer:
         known = self._candidates.get(path)
         if known is None or known.files != files or None in known.since.running:
             known = self._candidates[path] = Candidate(files, progress)
-            return orderly or progress.is_beyond(step)
-        settle_sec = self.checkpoints.settings.settle_sec
-        is_quiet = progress.has_run(settle_sec, known.since)
-        return orderly or progress.is_beyond(step) or is_quiet
+        is_quiet = progress.has_run(self.checkpoints.settings.settle_sec, known.since)
+        return progress.has_saved(step) or (not progress.tells_saves and (orderly or is_quiet))
 
     def _unseal(self, path: Path) -> None:
         """A rank has written on after the seal: the checkpoint was not complete."""

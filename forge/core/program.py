@@ -101,6 +101,8 @@ class Program(Section):
     stop: Stop = Stop()
     heartbeat: Heartbeat | None = None
     """null: hangs are not detected."""
+    export: list[str] = Field(default=["*"], min_length=1)
+    """Files (globs) of a checkpoint that `forge export` copies."""
     validation: list[str] = Field(default=[], alias="validate")
     """Command that checks the last checkpoint, `{checkpoint}`: exit status 0 means valid."""
 

@@ -11,7 +11,7 @@ from typing import Self
 from forge.core.errors import ConfigError, DataError, UnfitError
 
 SCHEME = "hf://"
-# The notation of huggingface_hub's HfFileSystem: a data set's name begins with `datasets/`, and a revision
+# The notation of huggingface_hub's HfFileSystem: a data set's name begins with `datasets/`; a revision
 # with a slash is one of refs/convert/… (data sets as parquet) and refs/pr/….
 REVISION = r"refs/(?:convert|pr)/[\w.-]+|[\w.-]+"
 URL = re.compile(
@@ -89,14 +89,15 @@ def download(repo: Repo, name: str) -> Path | None:
     """
     from huggingface_hub import _CACHED_NO_EXIST, errors, hf_hub_download, try_to_load_from_cache
 
-    place = {"revision": repo.revision, "repo_type": repo.kind}
+    revision, kind = repo.revision, repo.kind
     try:
         with _Failures(repo, name):
-            return Path(hf_hub_download(repo.name, name, **place))
+            return Path(hf_hub_download(repo.name, name, revision=revision, repo_type=kind))
     except errors.EntryNotFoundError:
         return None
     except UnfitError:
-        if try_to_load_from_cache(repo.name, name, **place) is _CACHED_NO_EXIST:
+        cached = try_to_load_from_cache(repo.name, name, revision=revision, repo_type=kind)
+        if cached is _CACHED_NO_EXIST:
             return None  # the cache has recorded that the file does not exist
         raise
 

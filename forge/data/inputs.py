@@ -148,9 +148,7 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _entries(
-    files: list[InputFile], root: Path, report: Progress, done: int
-) -> list[InputEntry]:
+def _entries(files: list[InputFile], root: Path, report: Progress, done: int) -> list[InputEntry]:
     """Digests of the files, by path below `root`. done: bytes that were reported before these."""
     entries = []
     with ThreadPoolExecutor(THREADS) as pool:

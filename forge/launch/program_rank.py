@@ -52,6 +52,12 @@ def running_file(paths: RunPaths, rank: int) -> Path:
     return paths.heartbeats / f"{rank}.running"
 
 
+def saved_file(paths: RunPaths, rank: int) -> Path:
+    """The file into which a rank writes the step of the last checkpoint that it has written its part
+    of."""
+    return paths.heartbeats.absolute() / f"{rank}.saved"
+
+
 def read_step(path: Path) -> int | None:
     """The step in a heartbeat file; None without one."""
     try:
@@ -100,6 +106,8 @@ def rank_variables(
         "FORGE_RESTART": str(task.restart),
         "FORGE_DEADLINE": f"{task.deadline:.0f}" if task.deadline else "",
         "FORGE_HEARTBEAT": str(heartbeat_file(task.program, paths, rank.rank)),
+        "FORGE_SAVED": str(saved_file(paths, rank.rank)),
+        "FORGE_STOP_SIGNAL": task.program.stop.signal,
         "PYTHONUNBUFFERED": environ.get("PYTHONUNBUFFERED") or "1",
     }
     if rank.world_size == 1:  # no launcher has set them

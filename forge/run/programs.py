@@ -22,7 +22,7 @@ from forge.core.program import Program
 from forge.core.records import Trained
 from forge.data.inputs import InputSet, source_digest
 from forge.launch.launcher import run_ranks
-from forge.launch.program_rank import heartbeat_file, read_step, running_file
+from forge.launch.program_rank import heartbeat_file, read_step, running_file, saved_file
 from forge.launch.rank_records import ProgramTask, RankRecord, TrainTask
 from forge.run.step_log import StepLog
 from forge.staging.staged import staged_folders, staged_python
@@ -279,6 +279,7 @@ class OtherProgram:
         for rank in range(self.layout.world_size):  # of the launch before: its steps are not these
             heartbeat_file(self.program, self.paths, rank).unlink(missing_ok=True)
             running_file(self.paths, rank).unlink(missing_ok=True)
+            saved_file(self.paths, rank).unlink(missing_ok=True)
         if sealer:
             sealer.start()
         orderly = False
@@ -329,7 +330,10 @@ class OtherProgram:
         ranks = range(self.layout.world_size)
         beats = [heartbeat_file(self.program, self.paths, rank) for rank in ranks]
         running = [running_file(self.paths, rank) for rank in ranks]
-        return lambda: Progress([read_step(p) for p in beats], [read_step(p) for p in running])
+        saved = [saved_file(self.paths, rank) for rank in ranks]
+        return lambda: Progress(
+            *([read_step(p) for p in files] for files in (beats, running, saved))
+        )
 
     def _lineage(self) -> SealLineage:
         """What makes the checkpoints of this launch."""

@@ -27,7 +27,7 @@ TENSORS = {
     *("data.loader", "launch.process_group", "checkpoint.storage", "checkpoint.async_saver"),
     *("trainer.cpu", "trainer.loss", "trainer.llama", "trainer.numerics", "trainer.optim"),
     *("trainer.parallel", "trainer.step", "trainer.loop", "trainer.export"),
-    *("preflight.rank_probe", "validation.replay_rank", "validation.model_checks"),
+    *("preflight.rank_probe", "validation.replay_rank", "validation.model_checks", "hf_callback"),
 }
 
 

@@ -14,10 +14,10 @@ class Ranks:
     """How far two ranks are, as their files would say."""
 
     def __init__(self):
-        self.steps, self.running = [None, None], [0, 0]
+        self.steps, self.running, self.saved = [None, None], [0, 0], [None, None]
 
     def __call__(self):
-        return Progress(list(self.steps), list(self.running))
+        return Progress(list(self.steps), list(self.running), list(self.saved))
 
 
 @pytest.fixture
@@ -56,6 +56,19 @@ def test_without_heartbeats_it_waits_until_nothing_changes_while_all_ranks_run(s
     ranks.running = [49, 49]
     assert scan(sealer) == []
     ranks.running = [50, 50]
+    assert scan(sealer) == [5]
+
+
+def test_program_that_tells_its_saves_may_train_on_while_it_writes(sealer, ranks):
+    """As with a save in the background: heartbeats and silence say nothing about it."""
+    write(sealer.checkpoints, 5)
+    ranks.saved = [5, 3]
+    ranks.steps, ranks.running = [9, 9], [0, 0]
+    assert scan(sealer) == []
+    ranks.running = [600, 600]
+    assert scan(sealer) == []
+    assert scan(sealer, orderly=True) == []
+    ranks.saved = [5, 5]
     assert scan(sealer) == [5]
 
 
