@@ -3,12 +3,13 @@
 # make faults  every fault at every point of a checkpoint's way (6 minutes)
 # make dag     draw the workflow            make bench   measure, side by side
 # make slurm-up, slurm-shell, slurm-down   a Slurm of four nodes on this machine (root)
+# make wheelhouse   download all packages; make train WHEELHOUSE=wheelhouse installs them without internet
 # PYTHON=python3.12 chooses the interpreter, PROFILE=profiles/local the machine.
 SHELL := /bin/bash
 PROFILE ?= profiles/local
 BIN := .venv/bin
 
-.PHONY: train test faults check dag bench docs slurm-up slurm-shell slurm-down setup lock clean
+.PHONY: train test faults check dag bench docs slurm-up slurm-shell slurm-down setup lock wheelhouse clean
 
 train: .venv/ready
 	$(BIN)/snakemake --profile $(PROFILE) train
@@ -58,6 +59,9 @@ setup: .venv/ready
 
 lock: .venv/ready
 	tools/lock.sh
+
+wheelhouse:
+	tools/wheelhouse.sh
 
 clean:
 	rm -rf .venv .snakemake .pytest_cache .mypy_cache .ruff_cache

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Make .venv with the exact versions of constraints.txt. Called by make; PYTHON chooses the interpreter.
+# Make .venv with the exact versions of constraints.txt. Called by make; PYTHON chooses the interpreter,
+# WHEELHOUSE a directory of wheels to install from, without internet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -42,6 +43,14 @@ else
     fi
     "$python" -m venv --clear .venv
     install=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
+fi
+if [ -n "${WHEELHOUSE:-}" ]; then
+    if ! compgen -G "$WHEELHOUSE/*.whl" >/dev/null; then
+        echo "setup: WHEELHOUSE is '$WHEELHOUSE', and there are no wheels in it." >&2
+        echo "  fix: run 'make wheelhouse' where there is internet, and copy the directory here" >&2
+        exit 69
+    fi
+    install+=(--no-index --find-links "$WHEELHOUSE")
 fi
 echo "setup: installing into .venv (a minute or two) …"
 "${install[@]}" --constraint constraints.txt --editable '.[dev,bench]'

@@ -145,3 +145,20 @@ def test_variables_of_uv_win_over_all_of_pip(place):
     python(place)
     own = {"UV_FIND_LINKS": "/mine", "UV_INDEX_STRATEGY": "first-index"}
     assert uv_settings(place, PIP_FIND_LINKS="/pip", **own) == own
+
+
+def test_wheelhouse_is_the_only_source_of_packages(place):
+    wheels = place / "wheels"
+    wheels.mkdir()
+    (wheels / "torch-2.13.0-py3-none-any.whl").touch()
+    uv_settings(place, WHEELHOUSE=str(wheels))
+    install = (place / "record").read_text().splitlines()[-1]
+    assert f"--no-index --find-links {wheels}" in install
+
+
+def test_wheelhouse_without_wheels_is_refused_with_the_command_that_fills_it(place):
+    program(place, "uv", UV)
+    done = setup(place, WHEELHOUSE="/nowhere")
+    assert done.returncode == 69
+    assert "WHEELHOUSE is '/nowhere', and there are no wheels in it" in done.stderr
+    assert "make wheelhouse" in done.stderr
