@@ -1,10 +1,16 @@
-"""A plain DDP script as a job on two nodes, struck in the middle: it resumes from the last sealed
-checkpoint, and at most the steps of one interval are trained again."""
+"""The programs of config/labs as jobs on two nodes, struck in the middle: they resume from the last sealed
+checkpoint, and at most the steps of one interval are trained again.
+
+Runs three events with each program. FORGE_LABS=all (`make labs`): every event with each program and
+launcher, and a line for each in the file that FORGE_LABS_RESULTS names.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +19,8 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from support.bert_hub import repositories
+from support.hub import served
 
 from forge.core.files import read_json
 from tools.slurm_cluster.cluster import Cluster
@@ -20,9 +28,17 @@ from tools.slurm_cluster.machines import wait_until
 
 from .job_run import JobRun, forge
 
-LAB = Path(__file__).parents[2] / "config/labs/six-nodes"
+LABS = Path(__file__).parents[2] / "config/labs"
 INTERVAL = 20  # steps between checkpoints
-PRINTED = 10  # the script prints every tenth step
+PRINTED = 10  # the scripts print every tenth step
+PRINTS = re.compile(r"^(?:\[RANK 0\] )?step (\d+) (?:of \d+ )?loss", re.MULTILINE)
+COMMANDS = {  # for as long as the test wants
+    "six-nodes": ["--steps", "1000000", "--save-every", str(INTERVAL), "--sleep", "0.05"],
+    "bert-cpu": [
+        *("--subset", "240", "--batch-size", "24", "--epochs", "100000"),
+        *("--save-steps", str(INTERVAL), "--out", "{checkpoints}"),
+    ],
+}
 
 
 @dataclass
@@ -35,7 +51,7 @@ class ProgramRun(JobRun):
     def wait_for_seal(self, beyond: int = 0) -> int:
         wait_until(
             lambda: self.paths.latest.is_symlink() and self.latest_step() > beyond,
-            180,
+            240,
             f"a sealed checkpoint beyond step {beyond}",
             self.said,
         )
@@ -45,85 +61,186 @@ class ProgramRun(JobRun):
         """The last step that rank 0 of this launch has printed."""
         log = f"{launch['job']}.{launch['restart']}.{launch['nodes'][0]}.0.log"
         text = (self.paths.logs / log).read_text().split(f"launch={launch['launch']}")[1]
-        text = text.partition("[RANK 0] WORLD_SIZE=2 host=")[0]
-        return max(map(int, re.findall(r"^step (\d+) loss", text, re.MULTILINE)), default=0)
+        text = re.split(r"\[RANK 0\] WORLD_SIZE=\d+ host=", text)[0]
+        return max(map(int, PRINTS.findall(text)), default=0)
 
-    def ends_well(self, job: str) -> None:
-        """It trains on after the event; the STOP file ends it with everything sealed."""
-        first, again = (self.wait_for_event("launch", number, 180) for number in (1, 2))
-        assert self.last_printed(first) - again["step"] <= INTERVAL + PRINTED
-        self.wait_for_seal(again["step"])
-        self.paths.stop.touch()
-        ended = self.wait_for_end(job)
-        assert ended["ExitCode"] == "75:0"
-        step = self.latest_step()
-        stop = self.events("stop")[-1]
-        assert (stop["cause"], stop["step"]) == ("STOP file", step)
+    def programs(self) -> list[psutil.Process]:
+        """The processes of the script, by rank."""
+        found = [process.children()[0] for process in self.ranks() if process.children()]
+        return sorted(found, key=lambda process: int(process.environ()["RANK"]))
+
+    def is_validated(self) -> None:
+        """The last checkpoint is valid, as `forge validate` says on this machine."""
         checked = self.folder.parent / "check.yaml"
         checked.write_text(self.config.read_text())
         forge("validate", checked, f"--run={self.folder.name}", f"--results={self.folder.parent}")
-        assert read_json(self.paths.validation)["step"] == step
+        assert read_json(self.paths.validation)["step"] == self.latest_step()
+
+
+# --- the events: what happens, and what follows ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Struck:
+    """What an event did to the job `job` of the run."""
+
+    run: ProgramRun
+    cluster: Cluster
+    job: str
+
+    def time_limit(self) -> str:
+        # Less than the warning time is left at once, so the signal is due; the limit itself is far.
+        hours, minutes, _ = map(int, self.cluster.job(self.job)["RunTime"].split(":"))
+        limit = hours * 60 + minutes + 3
+        self.cluster.run("scontrol", "update", f"JobId={self.job}", f"TimeLimit={limit}")
+        assert self.run.wait_for_event("requeue", timeout=120)["cause"] == "SIGUSR1"
+        self.cluster.run("scontrol", "update", f"JobId={self.job}", "TimeLimit=10")
+        return "saved"
+
+    def preemption(self) -> str:
+        hosts = self.run.events("launch")[-1]["nodes"]
+        self.cluster.submit(
+            *("--partition=high", "--exclusive", "--nodes=2", f"--nodelist={','.join(hosts)}"),
+            *("--output=/dev/null", "--wrap=sleep 2"),
+        )
+        self.run.wait_for_event("requeue", timeout=120)
+        return "saved"
+
+    def two_signals(self) -> str:
+        for _ in range(2):
+            self.cluster.run("scancel", "--signal=TERM", self.job)
+        assert self.run.wait_for_event("requeue", timeout=120)["cause"] == "SIGTERM"
+        return "saved"
+
+    def scancel(self) -> str:
+        self.cluster.run("scancel", self.job)
+        return "ended"
+
+    def killed_rank(self) -> str:
+        self.run.programs()[-1].send_signal(signal.SIGKILL)
+        return "restarted"
+
+    def kill_in_a_save(self) -> str:
+        """kill -9 of rank 0's program while it writes a checkpoint. Where the save was faster than the
+        signal, the next save is tried."""
+        [program, *_] = self.run.programs()
+        for _ in range(100):
+            half = self._half_written()
+            program.send_signal(signal.SIGSTOP)
+            if self._is_half_written(half):
+                program.send_signal(signal.SIGKILL)
+                return "restarted"
+            program.send_signal(signal.SIGCONT)
+        raise AssertionError("no save lasted as long as a signal takes")
+
+    def _half_written(self) -> Path:
+        """The next checkpoint that is being written."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            for path in self.run.paths.checkpoints.glob("checkpoint-*"):
+                if self._is_half_written(path):
+                    return path
+        raise AssertionError(f"no checkpoint is written\n{self.run.said()}")
+
+    @staticmethod
+    def _is_half_written(path: Path) -> bool:
+        if path.is_dir():
+            return not (path / "trainer_state.json").exists()
+        return path.suffix == ".writing" and path.exists()
+
+    def power_cut(self) -> str:
+        dark = self.run.events("launch")[-1]["nodes"][1]
+        self.cluster.power_cut(dark)
+        return "lost"
+
+
+IN_CI = {
+    ("six-nodes", "preemption", "torchrun"),
+    ("six-nodes", "killed_rank", "srun"),
+    ("six-nodes", "power_cut", "srun"),
+    ("bert-cpu", "time_limit", "torchrun"),
+    ("bert-cpu", "scancel", "torchrun"),
+    ("bert-cpu", "kill_in_a_save", "srun"),
+}
+EVENTS = (
+    *("time_limit", "preemption", "two_signals", "scancel"),
+    *("killed_rank", "kill_in_a_save", "power_cut"),
+)
+EVERY = [(lab, event, how) for lab in COMMANDS for event in EVENTS for how in ("srun", "torchrun")]
+CASES = [case for case in EVERY if case in IN_CI or os.environ.get("FORGE_LABS") == "all"]
 
 
 @pytest.fixture
 def new_program(
     cluster: Cluster, nodes: Callable[[int], list[str]], shared_folder: Path
 ) -> Callable[..., ProgramRun]:
-    """new_program("srun"): the script on two of three nodes, one rank on each, to be submitted."""
+    """new_program("six-nodes", "srun"): the lab's script on two of three nodes, to be submitted."""
 
-    def make(launcher: str) -> ProgramRun:
-        values = yaml.safe_load((LAB / "config.yaml").read_text())
+    def make(lab: str, launcher: str, ranks_per_node: int = 1) -> ProgramRun:
+        values = yaml.safe_load((LABS / lab / "config.yaml").read_text())
         del values["runs"]
-        command = ["python", "train.py", "--steps", "1000000", "--save-every", str(INTERVAL)]
-        values["program"] |= {"source": str(LAB), "goal": 10**6}
-        values["program"]["command"] = [*command, "--sleep", "0.05"]
+        values["data"] = str(shared_folder / "data")
+        values["program"] |= {"source": str(LABS / lab), "goal": 10**6}
+        values["program"]["command"] = ["python", "train.py", *COMMANDS[lab]]
         config = shared_folder / "config.yaml"
         config.write_text(yaml.safe_dump(values))
-        folder = shared_folder / "results" / "ddp"
-        return ProgramRun(folder, cluster, nodes(3), config, launcher)
+        if "inputs" in values["program"]:
+            download(config)
+        folder = shared_folder / "results" / "program"
+        return ProgramRun(folder, cluster, nodes(3), config, launcher, ranks_per_node)
 
     return make
 
 
-def test_preempted_program_saves_and_resumes_after_the_other_job(
-    new_program: Callable[..., ProgramRun], cluster: Cluster
+def download(config: Path) -> None:
+    """`forge inputs` on the login node, from a hub on the loopback interface."""
+    with served(repositories()) as hub, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_ENDPOINT", hub.url)
+        patch.setenv("HF_HOME", str(config.parent / "hf"))
+        forge("inputs", config)
+
+
+@pytest.mark.parametrize(("lab", "event", "launcher"), CASES)
+def test_struck_program_resumes_from_its_last_sealed_checkpoint(
+    new_program: Callable[..., ProgramRun], cluster: Cluster, lab: str, event: str, launcher: str
 ) -> None:
-    run = new_program("torchrun")
-    job = run.submit("--partition=low")
+    run = new_program(lab, launcher, ranks_per_node=2 if lab == "bert-cpu" else 1)
+    job = run.submit("--partition=low", "--signal=SIGUSR1@180")
     run.wait_for_seal()
-    hosts = run.events("launch")[-1]["nodes"]
-    cluster.submit(
-        *("--partition=high", "--exclusive", "--nodes=2", f"--nodelist={','.join(hosts)}"),
-        *("--output=/dev/null", "--wrap=sleep 2"),
-    )
-    requeued = run.wait_for_event("requeue", timeout=120)
-    again = run.wait_for_event("launch", 2, 180)
-    assert again["step"] == requeued["step"]  # saved when it was asked to stop
-    assert run.last_printed(run.events("launch")[0]) <= again["step"]
-    run.ends_well(job)
+    struck_at = time.monotonic()
+    outcome = getattr(Struck(run, cluster, job), event)()
+    if outcome == "ended":  # by a person: it stays ended until somebody submits it again
+        run.wait_for_end(job)
+        assert run.events("requeue") == []
+        assert run.events("stop")[-1]["step"] == run.latest_step()
+        job = run.submit("--partition=low")
+    first, again = (run.wait_for_event("launch", number, 240) for number in (1, 2))
+    lost = run.last_printed(first) - again["step"]
+    if outcome in ("saved", "ended"):
+        assert lost <= 0
+    assert lost <= INTERVAL + PRINTED
+    if outcome == "restarted":
+        [found] = run.events("lost")
+        assert re.match(r"rank \d: its program was killed by SIGKILL", found["message"])
+        assert run.events("requeue") == []
+    if event == "kill_in_a_save" and lab == "bert-cpu":
+        assert run.events("quarantine")[0]["reasons"] == [
+            "it was never sealed: its save was interrupted"
+        ]
+    if event == "power_cut":
+        assert set(first["nodes"]) - set(again["nodes"])
+    run.wait_for_seal(beyond=again["step"])
+    run.paths.stop.touch()
+    assert run.wait_for_end(job)["ExitCode"] == "75:0"
+    stop = run.events("stop")[-1]
+    assert (stop["cause"], stop["step"]) == ("STOP file", run.latest_step())
+    run.is_validated()
+    note(lab, event, launcher, outcome, max(0, lost), time.monotonic() - struck_at)
 
 
-def test_killed_rank_of_a_program_starts_again_inside_the_allocation(
-    new_program: Callable[..., ProgramRun],
-) -> None:
-    run = new_program("srun")
-    job = run.submit()
-    run.wait_for_seal()
-    [program] = psutil.Process(run.ranks()[-1].pid).children()
-    program.send_signal(signal.SIGKILL)
-    run.ends_well(job)
-    [lost] = run.events("lost")
-    assert re.match(r"rank \d: its program was killed by SIGKILL", lost["message"])
-    assert run.events("requeue") == []
-
-
-def test_power_cut_sends_a_program_to_other_nodes(
-    new_program: Callable[..., ProgramRun], cluster: Cluster
-) -> None:
-    run = new_program("srun")
-    job = run.submit()
-    run.wait_for_seal()
-    dark = run.events("launch")[-1]["nodes"][1]
-    cluster.power_cut(dark)
-    run.ends_well(job)
-    assert dark not in run.events("launch")[-1]["nodes"]
+def note(lab: str, event: str, launcher: str, outcome: str, lost: int, seconds: float) -> None:
+    """A row of the table in docs/labs.md."""
+    if file := os.environ.get("FORGE_LABS_RESULTS"):
+        with open(file, "a") as rows:
+            event = event.replace("_", " ")
+            rows.write(f"| {lab} | {event} | {launcher} | {outcome} | {lost} | {seconds:.0f} |\n")
