@@ -1,6 +1,7 @@
 # make train   set up .venv, then raw text to a validated checkpoint on this machine
 # make test    set up, run all tests        make check   lint, formats, types
 # make faults  every fault at every point of a checkpoint's way (6 minutes)
+# make labs    the programs of config/labs on a real Slurm, every event (25 minutes; root)
 # make dag     draw the workflow            make bench   measure, side by side
 # make slurm-up, slurm-shell, slurm-down   a Slurm of four nodes on this machine (root)
 # make wheelhouse   download all packages; make train WHEELHOUSE=wheelhouse installs them without internet
@@ -9,7 +10,7 @@ SHELL := /bin/bash
 PROFILE ?= profiles/local
 BIN := .venv/bin
 
-.PHONY: train test faults check dag bench docs slurm-up slurm-shell slurm-down setup lock wheelhouse clean
+.PHONY: train test faults labs check dag bench docs slurm-up slurm-shell slurm-down setup lock wheelhouse clean
 
 train: .venv/ready
 	$(BIN)/snakemake --profile $(PROFILE) train
@@ -27,6 +28,14 @@ faults: .venv/ready
 	@echo "FORGE_FAULTS_SEED=$$FORGE_FAULTS_SEED make faults   brings these random interruptions back"
 	$(BIN)/python -m pytest tests/faults -n 2 --dist worksteal --deselect tests/faults/test_table.py
 	$(BIN)/python tests/faults/outcomes.py $$FORGE_FAULTS_RESULTS
+
+# Every event with each program and launcher; renews the table of docs/labs.md.
+labs: export FORGE_LABS := all
+labs: export FORGE_LABS_RESULTS := $(shell mktemp -u)
+labs: export FORGE_TEST_SLURM := required
+labs: .venv/ready
+	$(BIN)/python -m pytest tests/slurm/test_programs.py -k struck $(PYTEST_ARGS)
+	$(BIN)/python tests/slurm/labs_table.py $$FORGE_LABS_RESULTS
 
 check: .venv/ready
 	$(BIN)/ruff check .

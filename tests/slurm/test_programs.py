@@ -1,8 +1,7 @@
-"""The programs of config/labs as jobs on two nodes, struck in the middle: they resume from the last sealed
-checkpoint, and at most the steps of one interval are trained again.
+"""The programs of config/labs as jobs on two nodes, struck in the middle: they resume from the last
+sealed checkpoint, and at most the steps of one interval are trained again.
 
-Runs three events with each program. FORGE_LABS=all (`make labs`): every event with each program and
-launcher, and a line for each in the file that FORGE_LABS_RESULTS names.
+Three events with each program. FORGE_LABS=all (`make labs`): every event with each program and launcher.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from forge.core.files import read_json
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
+from . import labs_table
 from .job_run import JobRun, forge
 
 LABS = Path(__file__).parents[2] / "config/labs"
@@ -200,10 +200,11 @@ def download(config: Path) -> None:
         forge("inputs", config)
 
 
-@pytest.mark.parametrize(("lab", "event", "launcher"), CASES)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_struck_program_resumes_from_its_last_sealed_checkpoint(
-    new_program: Callable[..., ProgramRun], cluster: Cluster, lab: str, event: str, launcher: str
+    new_program: Callable[..., ProgramRun], cluster: Cluster, case: tuple[str, str, str]
 ) -> None:
+    lab, event, launcher = case
     run = new_program(lab, launcher, ranks_per_node=2 if lab == "bert-cpu" else 1)
     job = run.submit("--partition=low", "--signal=SIGUSR1@180")
     run.wait_for_seal()
@@ -235,12 +236,5 @@ def test_struck_program_resumes_from_its_last_sealed_checkpoint(
     stop = run.events("stop")[-1]
     assert (stop["cause"], stop["step"]) == ("STOP file", run.latest_step())
     run.is_validated()
-    note(lab, event, launcher, outcome, max(0, lost), time.monotonic() - struck_at)
-
-
-def note(lab: str, event: str, launcher: str, outcome: str, lost: int, seconds: float) -> None:
-    """A row of the table in docs/labs.md."""
-    if file := os.environ.get("FORGE_LABS_RESULTS"):
-        with open(file, "a") as rows:
-            event = event.replace("_", " ")
-            rows.write(f"| {lab} | {event} | {launcher} | {outcome} | {lost} | {seconds:.0f} |\n")
+    seconds = time.monotonic() - struck_at
+    labs_table.note(lab, event, launcher, f"{outcome}, {max(0, lost)} steps, {seconds:.0f} s")

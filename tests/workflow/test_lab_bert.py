@@ -1,4 +1,4 @@
-"""The lab bert-cpu by the one command of its README: hub, two ranks, validation, a model that others load."""
+"""The lab bert-cpu by the command of its README: hub, two ranks, validation, a model that others load."""
 
 import subprocess
 import sys
