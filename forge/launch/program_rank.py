@@ -129,6 +129,13 @@ def _show_output(spec: LaunchSpec) -> None:
 def _start(
     command: list[str], task: ProgramTask, variables: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
+    def before_exec() -> None:
+        stop_with_parent()
+        if task.program.stop.signal != "SIGUSR1":
+            # Where Slurm tracks processes without cgroups, its warning reaches the program, too: it would
+            # be killed in the middle of a step, instead of asked to stop.
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
     try:
         return subprocess.Popen(
             command,
@@ -136,7 +143,7 @@ def _start(
             env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             process_group=0,  # torchrun signals the group of the rank: the stop would come twice
-            preexec_fn=stop_with_parent,  # noqa: PLW1509  no threads run yet
+            preexec_fn=before_exec,  # noqa: PLW1509  no threads run yet
         )
     except OSError as err:
         raise ConfigError(
@@ -266,7 +273,7 @@ class _Watch:
         if status == 0:
             return record
         said = _last_words() if status > 0 else ""
-        record = replace(record, message=f"its program {_how(status)}{said}")
+        record = replace(record, message=f"its program {how_it_ended(status)}{said}")
         if status == NO_RESTART:
             return replace(record, status="failed", code=Exit.FAILED, cause="no restart")
         code = Exit.FAILED if status > 0 else Exit.UNFIT
@@ -278,7 +285,8 @@ def _log() -> Path:
     return Path(f"/proc/self/fd/{sys.stdout.fileno()}").readlink()
 
 
-def _how(status: int) -> str:
+def how_it_ended(status: int) -> str:
+    """What an exit status says, as a predicate."""
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"exited with {status}"

@@ -20,9 +20,16 @@ from forge.core.machine import Machine
 from forge.core.paths import RunPaths, inputs_folder, tokens_folder
 from forge.core.program import Program
 from forge.core.records import Trained
+from forge.core.terminal import say
 from forge.data.inputs import InputSet, source_digest
 from forge.launch.launcher import run_ranks
-from forge.launch.program_rank import heartbeat_file, read_step, running_file, saved_file
+from forge.launch.program_rank import (
+    heartbeat_file,
+    how_it_ended,
+    read_step,
+    running_file,
+    saved_file,
+)
 from forge.launch.rank_records import ProgramTask, RankRecord, TrainTask
 from forge.run.step_log import StepLog
 from forge.staging.staged import staged_folders, staged_python
@@ -358,6 +365,8 @@ class OtherProgram:
         if record.status == "completed":
             message = f"the program ended by itself at step {step} of {goal}, with exit status 0"
             return RankRecord("failed", code=Exit.FAILED, cause="ended early", message=message)
+        if record.status == "stopped" and record.exit_status:
+            say(f"warning: asked to stop, the program {how_it_ended(record.exit_status)}")
         return record
 
     def committed_step(self) -> int:
