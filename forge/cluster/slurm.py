@@ -8,9 +8,10 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from fnmatch import fnmatchcase
 
 from forge.core.errors import UnfitError
 
@@ -173,6 +174,28 @@ def environment() -> dict[str, str]:
     """The environment for a Slurm command: without variables that describe another step."""
     dropped = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_")
     return {k: v for k, v in os.environ.items() if k in KEPT or not k.startswith(dropped)}
+
+
+# What a rank needs of the shell's variables, or may be configured by.
+NEEDED = (
+    "PATH HOME USER LOGNAME SHELL LANG LC_* TZ TERM TMPDIR *_COLOR LD_LIBRARY_PATH PYTHON* SLURM* FORGE_*"
+    " MASTER_* *_IFNAME NCCL_* GLOO_* TORCH* PYTORCH_* CUDA_* OMP_* MKL_* OPENBLAS_* NUMEXPR_* HF_*"
+    " TRANSFORMERS_* TOKENIZERS_*"
+).split()
+SECRETS = ("*TOKEN", "*TOKEN_*", "*SECRET*", "*KEY*", "*PASSWORD*")
+
+
+def exported(environ: Mapping[str, str], wanted: str | Sequence[str]) -> dict[str, str]:
+    """The variables that ranks inherit. wanted: `slurm.export` of machine.yaml."""
+    if wanted == "all":
+        return dict(environ)
+
+    def is_wanted(name: str) -> bool:
+        if any(fnmatchcase(name, secret) for secret in SECRETS):
+            return name in wanted
+        return any(fnmatchcase(name, pattern) for pattern in (*NEEDED, *wanted))
+
+    return {name: value for name, value in environ.items() if is_wanted(name)}
 
 
 def run(command: Sequence[str], *, timeout_sec: float) -> tuple[str, str]:

@@ -80,6 +80,10 @@ class Slurm(Section):
     """When a job of this run is already in the queue: `stop` with an error, or `wait` for its end."""
     exclude: list[str] = Field(default=[])
     """Nodes to exclude, in addition to those in the run's bad_nodes.txt."""
+    export: Literal["all"] | list[str] = "all"
+    """Variables of the shell in which the workflow was started that the ranks inherit. A list of names and
+    patterns, such as `[WANDB_MODE, MY_*]`, leaves out all others but those of the system, Slurm, Forge, NCCL,
+    Gloo, torch and Hugging Face; and tokens, secrets and keys, unless the list names them in full."""
     options: str = ""
     """Further options for sbatch, as on its command line, such as `--mail-type=FAIL`."""
 

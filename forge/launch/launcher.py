@@ -136,7 +136,8 @@ def _run(
     killed_at = time.monotonic() + deadline_sec if deadline_sec else None
     with _stop_signals() as stopped:  # before the child exists, so that it misses none
         log.parent.mkdir(parents=True, exist_ok=True)
-        child = _start(command, log, slurm.environment() if spec.job else None)
+        inherited = slurm.exported(slurm.environment(), spec.machine.slurm.export)
+        child = _start(command, log, inherited if spec.job else None)
         try:
             register(spec, "launcher", child.pid)
             _watch(child, spec, stopped, grace_sec, killed_at)

@@ -110,3 +110,20 @@ def test_a_silent_controller_ends_with_what_to_do(monkeypatch):
     with pytest.raises(slurm.SlurmSilent, match="Unable to contact") as caught:
         slurm.show_job("8")
     assert "sinfo" in caught.value.fix
+
+
+SHELL = {"PATH": "/bin", "NCCL_DEBUG": "INFO", "MY_MODE": "a", "MY_API_KEY": "s", "HF_TOKEN": "s"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        ("all", set(SHELL)),
+        ([], {"PATH", "NCCL_DEBUG"}),
+        (["MY_*"], {"PATH", "NCCL_DEBUG", "MY_MODE"}),
+        (["*"], {"PATH", "NCCL_DEBUG", "MY_MODE"}),
+        (["MY_API_KEY", "HF_TOKEN"], {"PATH", "NCCL_DEBUG", "MY_API_KEY", "HF_TOKEN"}),
+    ],
+)
+def test_ranks_inherit_what_the_list_names_and_secrets_only_by_their_full_name(wanted, names):
+    assert set(slurm.exported(SHELL, wanted)) == names
