@@ -1,7 +1,7 @@
 """Plain PyTorch DDP on a small model: an example of a program that Forge runs without knowing it.
 
 Imports nothing of Forge. What it needs is in the environment that every launcher sets (RANK, WORLD_SIZE,
-LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and in five variables of Forge.
+LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and in four variables of Forge.
 """
 
 import argparse
@@ -42,6 +42,7 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
         torch.save(state, path.with_suffix(".writing"))
         path.with_suffix(".writing").replace(path)
     dist.barrier()
+    Path(os.environ["FORGE_SAVED"]).write_text(str(step))  # it can be sealed from here on
 
 
 def main() -> None:
