@@ -177,12 +177,12 @@ def environment() -> dict[str, str]:
 
 
 # What a rank needs of the shell's variables, or may be configured by.
-NEEDED = (
-    "PATH HOME USER LOGNAME SHELL LANG LC_* TZ TERM TMPDIR *_COLOR LD_LIBRARY_PATH PYTHON* SLURM* FORGE_*"
-    " MASTER_* *_IFNAME NCCL_* GLOO_* TORCH* PYTORCH_* CUDA_* OMP_* MKL_* OPENBLAS_* NUMEXPR_* HF_*"
-    " TRANSFORMERS_* TOKENIZERS_*"
-).split()
-SECRETS = ("*TOKEN", "*TOKEN_*", "*SECRET*", "*KEY*", "*PASSWORD*")
+NEEDED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TZ|TERM|TMPDIR|\w*_COLOR|LD_LIBRARY_PATH|PYTHON\w*"
+    r"|(SLURM|FORGE|MASTER|NCCL|GLOO|TORCH|PYTORCH|CUDA|OMP|MKL|OPENBLAS|NUMEXPR|HF|TRANSFORMERS)_\w*"
+    r"|TOKENIZERS_\w*|\w*_IFNAME"
+)
+SECRET = re.compile(r"\w*(TOKEN(?!IZER)|SECRET|KEY|PASSWORD)\w*")
 
 
 def exported(environ: Mapping[str, str], wanted: str | Sequence[str]) -> dict[str, str]:
@@ -191,9 +191,10 @@ def exported(environ: Mapping[str, str], wanted: str | Sequence[str]) -> dict[st
         return dict(environ)
 
     def is_wanted(name: str) -> bool:
-        if any(fnmatchcase(name, secret) for secret in SECRETS):
-            return name in wanted
-        return any(fnmatchcase(name, pattern) for pattern in (*NEEDED, *wanted))
+        if name in wanted:
+            return True
+        listed = any(fnmatchcase(name, pattern) for pattern in wanted)
+        return not SECRET.fullmatch(name) and (listed or bool(NEEDED.fullmatch(name)))
 
     return {name: value for name, value in environ.items() if is_wanted(name)}
 

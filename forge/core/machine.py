@@ -81,9 +81,9 @@ class Slurm(Section):
     exclude: list[str] = Field(default=[])
     """Nodes to exclude, in addition to those in the run's bad_nodes.txt."""
     export: Literal["all"] | list[str] = "all"
-    """Variables of the shell in which the workflow was started that the ranks inherit. A list of names and
-    patterns, such as `[WANDB_MODE, MY_*]`, leaves out all others but those of the system, Slurm, Forge, NCCL,
-    Gloo, torch and Hugging Face; and tokens, secrets and keys, unless the list names them in full."""
+    """Variables of the shell in which the workflow was started that the ranks inherit. A list of names
+    and patterns, such as `[WANDB_MODE, MY_*]`, leaves out all others but those of the system, Slurm,
+    Forge, NCCL, Gloo, torch and Hugging Face; tokens, secrets and keys too, unless named in full."""
     options: str = ""
     """Further options for sbatch, as on its command line, such as `--mail-type=FAIL`."""
 
