@@ -13,6 +13,7 @@ from typing import Any
 
 from forge.checkpoint import compatibility, parent, resume
 from forge.cluster import jobs, submission
+from forge.cluster.allocation import run_layouts
 from forge.cluster.job_requests import requests_of
 from forge.cluster.lock import WORKFLOW_LOCK, lock
 from forge.core.config import OF_FORGES_TRAINER, ResolvedConfig, checked, read_values
@@ -30,7 +31,7 @@ from forge.core.paths import (
     tokens_folder,
 )
 from forge.core.records import WorkflowRuns
-from forge.core.sample_sheet import run_configs, shared_folders
+from forge.core.sample_sheet import read_rows, run_configs, shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import resolve
 from forge.reporting.workflow_end import print_end
@@ -112,6 +113,19 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
     return runs
 
 
+def read_layouts(
+    settings: Any, resources: Mapping[str, Any], *, main: bool
+) -> dict[str, dict[str, Any]]:
+    """Run name -> nodes, ranks and GPUs, from the columns `nodes` and `tasks_per_node` of the sheet;
+    inside a job as they were submitted. {} without such columns. Raises ConfigError."""
+    if not main and SUBMITTED in os.environ:
+        submitted = read_json(Path(os.environ[SUBMITTED]))
+        layouts: dict[str, dict[str, Any]] = submitted["layouts"]
+        return layouts
+    rows = read_rows(str(read_config(settings).get("runs", SHEET)))
+    return run_layouts(resources, {row.run: row.layout for row in rows})
+
+
 def known_failures(runs: dict[str, ResolvedConfig]) -> dict[str, str]:
     """Run name -> what `forge train` would say at once, for the runs whose config has failed before.
 
@@ -126,9 +140,12 @@ def known_failures(runs: dict[str, ResolvedConfig]) -> dict[str, str]:
     return found
 
 
-def keep_for_jobs(runs: dict[str, ResolvedConfig]) -> None:
+def keep_for_jobs(
+    runs: dict[str, ResolvedConfig], layouts: Mapping[str, Mapping[str, Any]]
+) -> None:
     """Write the runs down as they are now, and tell this Snakemake's jobs where."""
-    values = {"submitted": {name: config.to_json() for name, config in runs.items()}}
+    submitted = {name: config.to_json() for name, config in runs.items()}
+    values = {"submitted": submitted, "layouts": layouts}
     path = WORKFLOW / f"submitted-{digest_bytes(canonical(values))[:16]}.json"
     if not path.exists():
         write_json(path, values)

@@ -28,37 +28,59 @@ class Allocation:
     """
 
     def __init__(
-        self, resources: Mapping[str, Any], runs: Mapping[str, Config], workflow_folder: str
+        self,
+        resources: Mapping[str, Any],
+        runs: Mapping[str, Config],
+        layouts: Mapping[str, Mapping[str, Any]],
+        workflow_folder: str,
     ) -> None:
-        """resources: as Snakemake has them. workflow_folder: of the Snakefile, beside which the profiles
-        lie."""
+        """resources: of the profile for `train_run`, as Snakemake has them. layouts: as `run_layouts`
+        gives them. workflow_folder: of the Snakefile, beside which the profiles lie."""
         self.given = {name: _plain(value) for name, value in resources.items()}
         self._runs = runs
         local = os.path.relpath(Path(workflow_folder).parent / LOCAL_MACHINE)
         machine = self.given.get("machine", local)
         self.machine: Machine = load_machine(machine)
-        self._made = {"machine": machine, **allocation_resources(self.given, self.machine)}
+        self._made: dict[str, dict[str, Any]] = {}  # run -> resources
+        for run in runs:
+            given = {**self.given, **layouts.get(run, {})}
+            made = {"machine": machine, **allocation_resources(given, self.machine)}
+            self._made[run] = {**made, "train_nodes": int(given.get("nodes", 1))}
+        by_run = {name for layout in layouts.values() for name in layout}
+        self.of_profile = {n: value for n, value in resources.items() if n not in by_run}
+        """What the profile sets for all runs alike. The rest must not be in Snakemake's settings, where
+        it would win over the rule's own."""
 
     @property
     def whole(self) -> dict[str, Any]:
         """For stage and preflight: all nodes, spare ones too. In a group, times add up."""
-        return {**self._made, "train_nodes": self.train_nodes, "runtime": BEFORE_TRAINING_MIN}
+        return {**self._resources(), "runtime": BEFORE_TRAINING_MIN}
 
     @property
     def own(self) -> dict[str, Any]:
         """For training: what the profile does not set itself."""
-        return {n: v for n, v in self._made.items() if n not in self.given} | {
-            "train_nodes": self.train_nodes
-        }
+        return {n: v for n, v in self._resources().items() if n not in self.of_profile}
 
-    @property
-    def train_nodes(self) -> int:
-        return int(self.given.get("nodes", 1))
+    def _resources(self) -> dict[str, Any]:
+        """Each resource, as a function of the wildcards where runs differ."""
+        found: dict[str, Any] = {}
+        for name in dict.fromkeys(name for made in self._made.values() for name in made):
+            values = {run: made.get(name) for run, made in self._made.items()}
+            first = next(iter(values.values()))
+            is_same = all(value == first for value in values.values())
+            found[name] = (
+                first if is_same else lambda wildcards, values=values: values[wildcards.run]
+            )
+        return found
+
+    def layout(self, run: str) -> WorldLayout:
+        """Nodes and ranks that train this run."""
+        return WorldLayout(self._made[run]["train_nodes"], self._made[run]["tasks_per_node"])
 
     def slurm_extra(self, run: str) -> str:
         """More options for sbatch, without the nodes that this run found unhealthy."""
         bad = exclude.read(RunPaths.of(self._runs[run]).bad_nodes)
-        return sbatch_options(self.machine, self._made["tasks_per_node"], bad)
+        return sbatch_options(self.machine, self.layout(run).ranks_per_node, bad)
 
     def check_profile(self, defaults: Mapping[str, Any] | None, custom: Collection[str]) -> None:
         """ConfigError for lines of a shipped profile that were not edited, and for names in train_run
@@ -80,13 +102,30 @@ class Allocation:
         for job in due:
             if job.rule.name == jobs.TRAIN_RULE and job.wildcards.run in failed:
                 raise TrainingError(f"run {job.wildcards.run}: {failed[job.wildcards.run]}")
-        layout = WorldLayout(self.train_nodes, self._made["tasks_per_node"])
         allocated = [job for job in due if job.rule.name in jobs.ALLOCATION_RULES]
         for name in dict.fromkeys(job.wildcards.run for job in allocated):
             try:
-                check_layout(self.machine, layout, self._runs[name])
+                check_layout(self.machine, self.layout(name), self._runs[name])
             except ConfigError as err:
                 raise ConfigError(f"run {name}: {err.what}", cause=err.cause, fix=err.fix) from None
+
+
+def run_layouts(
+    resources: Mapping[str, Any], columns: Mapping[str, Mapping[str, int]]
+) -> dict[str, dict[str, Any]]:
+    """Run -> nodes, ranks and GPUs of its allocation, where the sample sheet has such columns; {} where
+    it has none. resources: what the profile sets for `train_run`, which holds for empty cells."""
+    given = {name: _plain(value) for name, value in resources.items()}
+    names = {name for columns_of_run in columns.values() for name in columns_of_run}
+    layouts: dict[str, dict[str, Any]] = {}
+    for run, columns_of_run in columns.items():
+        layout = {name: columns_of_run.get(name, given.get(name, 1)) for name in names}
+        if "tasks_per_node" in layout and given.get("gres"):
+            gpus_per_node(given)  # refuses what is no `gpu:N`
+            kind = re.sub(r":[0-9]+$", "", str(given["gres"]))
+            layout["gres"] = f"{kind}:{layout['tasks_per_node']}"
+        layouts[run] = layout
+    return layouts if names else {}
 
 
 def _plain(value: Any) -> Any:

@@ -12,6 +12,8 @@ from forge.core.config import RUN_NAME, Config, apply_overrides, checked
 from forge.core.errors import ConfigError
 from forge.core.values import read_cell, read_text, shown
 
+# Columns that are no config keys, since they change nothing of what is trained: as in the profile.
+LAYOUT = ("nodes", "tasks_per_node")
 COLUMN = r"[A-Za-z_][\w.]*"  # as the dotted names on the command line
 
 
@@ -22,6 +24,7 @@ class Row:
     line: int  # number in the file, from 1
     run: str
     overrides: dict[str, Any]  # config key by dotted name -> value, without empty cells
+    layout: dict[str, int]  # those of LAYOUT that have a cell
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -111,7 +114,20 @@ def _row(where: str, line: int, columns: list[str], cells: list[str]) -> Row:
             f"{where}, column run: {name!r} cannot name a run",
             fix="use letters, digits, - and _, at most 64, beginning with a letter or digit",
         )
-    return Row(line, name, {column: read_cell(cell) for column, cell in values.items() if cell})
+    layout = {
+        column: _count(where, column, cell) for column in LAYOUT if (cell := values.pop(column, ""))
+    }
+    overrides = {column: read_cell(cell) for column, cell in values.items() if cell}
+    return Row(line, name, overrides, layout)
+
+
+def _count(where: str, column: str, cell: str) -> int:
+    if not re.fullmatch("[1-9][0-9]{0,5}", cell):
+        raise ConfigError(
+            f"{where}, column {column}: value {shown(cell)} is no number of 1 or more",
+            fix="give the number of nodes, or of ranks on each node, or leave the cell empty",
+        )
+    return int(cell)
 
 
 def run_configs(base: dict[str, Any], path: str | Path) -> dict[str, Config]:

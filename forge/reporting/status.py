@@ -21,11 +21,15 @@ WATCH_SEC = 5.0
 
 @dataclass(frozen=True)
 class Row:
-    """One run in the table. loss and tokens_per_sec of the last step that was logged."""
+    """One run in the table. loss and tokens_per_sec of the last step that was logged; nodes, ranks and
+    steps_per_sec of the last launch, 0 before the first one."""
 
     state: RunState
+    nodes: int
+    ranks: int
     loss: float | None
     tokens_per_sec: float | None
+    steps_per_sec: float | None
     restarts: int
     eta_sec: float | None  # None when it does not train, or just began
 
@@ -68,10 +72,14 @@ def row(paths: RunPaths, queue: Queue) -> Row:
     files = RunFiles(paths)
     state, last = judge(files, queue), files.steps[-1] if files.steps else None
     is_training = state.reason == TRAINING and files.rate and files.goal and files.step is not None
+    launch = files.launches[-1] if files.launches else None
     return Row(
         state=state,
+        nodes=len(launch.nodes) if launch else 0,
+        ranks=launch.world_size if launch else 0,
         loss=last.loss if last else None,
         tokens_per_sec=last.tokens_per_sec if last else None,
+        steps_per_sec=files.rate,
         restarts=max(0, len(files.launches) - 1),
         eta_sec=(files.goal - files.step) / files.rate if is_training else None,  # type: ignore[operator]
     )
@@ -79,8 +87,22 @@ def row(paths: RunPaths, queue: Queue) -> Row:
 
 # --- for people ------------------------------------------------------------------------------------
 
-_HEADS = ("run", "state", "job", "step", "loss", "tokens/s", "restarts", "ETA", "now")
-_NUMBERS = ("step", "loss", "tokens/s", "restarts", "ETA")
+_HEADS = (
+    *(
+        "run",
+        "state",
+        "job",
+        "ranks",
+        "step",
+        "loss",
+        "steps/s",
+        "tokens/s",
+        "restarts",
+        "ETA",
+        "now",
+    ),
+)
+_NUMBERS = ("ranks", "step", "loss", "steps/s", "tokens/s", "restarts", "ETA")
 
 
 def _cells(one: Row) -> list[str]:
@@ -90,8 +112,10 @@ def _cells(one: Row) -> list[str]:
         state.run,
         state.state,
         state.job,
+        f"{one.nodes}x{one.ranks // one.nodes}" if one.nodes else "",
         f"{state.step or 0}/{state.goal}" if state.goal else step,
         "" if one.loss is None else f"{one.loss:.3f}",
+        "" if one.steps_per_sec is None else f"{one.steps_per_sec:.3g}",
         "" if one.tokens_per_sec is None else f"{one.tokens_per_sec:,.0f}",
         str(one.restarts),
         "" if one.eta_sec is None else duration(one.eta_sec),

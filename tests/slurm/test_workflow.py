@@ -25,7 +25,7 @@ def test_raw_text_becomes_a_validated_checkpoint_on_several_nodes_beside_a_run_t
 ) -> None:
     project = new_project(values={"data": str(shared_folder / "data"), "validate": {}})
     sheet = project.folder / "config/runs.tsv"
-    sheet.write_text(f"run\ttrain.lr\nbad\t1e30\nbase\t{Train().lr}\n")
+    sheet.write_text(f"run\ttrain.lr\tnodes\nbad\t1e30\t1\nbase\t{Train().lr}\t\n")
     assert project.end(project.start()) != 0
     bad, base = project.run("bad"), project.run()
     assert bad.events("failed") and not bad.paths.trained.exists()
@@ -33,6 +33,7 @@ def test_raw_text_becomes_a_validated_checkpoint_on_several_nodes_beside_a_run_t
     assert base.paths.report.exists()
     jobs = {run.events("launch")[-1]["job"] for run in (bad, base)}
     assert len(jobs) == 2  # two runs on the same data are two jobs
+    assert [len(run.events("launch")[-1]["nodes"]) for run in (bad, base)] == [1, 2]
     uninterrupted.equals(base)
     [job] = {event["job"] for event in base.events("launch")}
     ranks = sorted(path.name for path in base.paths.logs.glob(f"{job}.0.node*.log"))

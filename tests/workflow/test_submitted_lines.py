@@ -117,3 +117,9 @@ def test_slurm_cpu_asks_for_tasks(submitted):
         *("--nodes=2", "--requeue", "--ntasks=4", "--cpus-per-task=4"),
         *("--ntasks-per-node=2", *ALWAYS[1:]),
     ]
+
+
+def test_columns_of_the_sample_sheet_are_the_nodes_and_tasks_of_the_run(submitted, shared_project):
+    shared_project.write_runs("run\tnodes\ttasks_per_node\nbase\t4\t1\n")
+    line = submitted("slurm-cpu")
+    assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1"} <= set(line)

@@ -14,11 +14,14 @@ helpers.prepare_environment()
 try:
     # No `configfile:`, so that a value means the same here as in every `forge` command.
     RUNS = helpers.read_runs(workflow.config_settings, main=workflow.is_main_process)
-    ALLOCATION = Allocation(
-        workflow.resource_settings.overwrite_resources.get(jobs.TRAIN_RULE, {}),
-        RUNS,
-        workflow.basedir,
+    OF_PROFILE = workflow.resource_settings.overwrite_resources.get(jobs.TRAIN_RULE, {})
+    LAYOUTS = helpers.read_layouts(
+        workflow.config_settings, OF_PROFILE, main=workflow.is_main_process
     )
+    ALLOCATION = Allocation(OF_PROFILE, RUNS, LAYOUTS, workflow.basedir)
+    if LAYOUTS:
+        overwrites = workflow.resource_settings.overwrite_resources
+        overwrites[jobs.TRAIN_RULE] = type(OF_PROFILE)(ALLOCATION.of_profile)
 except ForgeError as err:
     raise WorkflowError(str(err)) from None
 
@@ -104,7 +107,7 @@ onstart:
         ALLOCATION.check_runs(workflow.dag.needrun_jobs(), FAILED)
         if submits:
             helpers.check_submission(workflow.dag, [RESULTS, DATA], logger.warning)
-            helpers.keep_for_jobs(RUNS)
+            helpers.keep_for_jobs(RUNS, LAYOUTS)
             job_watch.install(workflow.scheduler._executor)
         helpers.take_over(
             RUNS, ALLOCATION.machine.slurm, logger.info, submits=submits

@@ -2,11 +2,18 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from forge.cluster import allocation
-from forge.cluster.allocation import allocation_resources, sbatch_options
+from forge.cluster.allocation import (
+    Allocation,
+    allocation_resources,
+    run_layouts,
+    sbatch_options,
+)
+from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.machine import load_machine
 
@@ -111,3 +118,34 @@ def test_every_resource_that_the_executor_reads_is_known():
     ours = {"tasks", "mpi", "slurm_extra", "gpu"}  # refused with a reason of their own
     made = {"threads"}  # by Snakemake
     assert read - ours - made <= set(allocation._KNOWN_RESOURCES)
+
+
+# --- nodes and ranks by run ----------------------------------------------------------------------------
+
+
+def test_columns_of_the_sheet_win_over_the_profile_and_gpus_follow_the_ranks():
+    columns = {"a": {"nodes": 5}, "b": {"tasks_per_node": 2}, "c": {}}
+    assert run_layouts({**GPUS, "gres": "gpu:h100:4"}, columns) == {
+        "a": {"nodes": 5, "tasks_per_node": 4, "gres": "gpu:h100:4"},
+        "b": {"nodes": 2, "tasks_per_node": 2, "gres": "gpu:h100:2"},
+        "c": {"nodes": 2, "tasks_per_node": 4, "gres": "gpu:h100:4"},
+    }
+
+
+def test_without_such_columns_the_profile_stays_as_it_is():
+    assert run_layouts(GPUS, {"a": {}, "b": {}}) == {}
+
+
+def test_what_differs_between_runs_is_a_function_of_the_run(tmp_path):
+    runs = {name: Config(run=name, results=str(tmp_path)) for name in "ab"}
+    machine = tmp_path / "machine.yaml"
+    machine.write_text("launcher: srun\n")
+    profile = {**CPUS, "machine": str(machine), "runtime": 40}
+    layouts = run_layouts(profile, {"a": {}, "b": {"nodes": 5}})
+    made = Allocation(profile, runs, layouts, str(tmp_path))
+    assert made.of_profile == {"tasks_per_node": 3, "machine": str(machine), "runtime": 40}
+    for name, of_a, of_b in (("nodes", 2, 5), ("train_nodes", 2, 5), ("tasks", 6, 15)):
+        of_run = made.own[name]
+        assert [of_run(SimpleNamespace(run=run)) for run in "ab"] == [of_a, of_b]
+    assert made.whole["tasks_per_node"] == 3
+    assert made.layout("b").world_size == 15

@@ -137,3 +137,15 @@ def test_sheet_in_another_encoding_is_refused(tmp_path):
     path.write_bytes("run\na\n".encode("utf-16"))
     with pytest.raises(ConfigError, match="not UTF-8"):
         read_rows(path)
+
+
+def test_nodes_and_ranks_are_no_config_keys(sheet):
+    path = sheet("run\tnodes\ttasks_per_node\ttrain.seed\na\t3\t\t1\nb\t\t2\t1\n")
+    assert [row.layout for row in read_rows(path)] == [{"nodes": 3}, {"tasks_per_node": 2}]
+    assert [config.train.seed for config in run_configs({}, path).values()] == [1, 1]
+
+
+@pytest.mark.parametrize("cell", ["0", "-1", "two", "1.5"])
+def test_number_of_nodes_that_is_none_is_named(sheet, cell):
+    with pytest.raises(ConfigError, match=rf"line 2, column nodes: value '{cell}' is no number"):
+        read_rows(sheet(f"run\tnodes\na\t{cell}\n"))
