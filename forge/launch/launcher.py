@@ -13,14 +13,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from forge.cluster import slurm
+from forge.cluster import rendezvous, slurm
 from forge.cluster.placement import Placement, WorldLayout, launch_line
 from forge.core import events
 from forge.core.errors import Exit, ForgeError, UnfitError
 from forge.core.files import read_object_or_empty, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
-from forge.core.process import Process, free_port, hostname, stop_with_parent, user_threads
+from forge.core.process import Process, hostname, stop_with_parent, user_threads
 from forge.core.terminal import say
 from forge.launch.rank_output import Console
 from forge.launch.rank_records import (
@@ -65,7 +65,8 @@ def run_ranks(
     wait_for_orphans(paths)
     placement = placement or Placement.here()
     job = placement.job
-    master = _rendezvous_endpoint(placement, python) if job else None
+    head = placement.hosts[0]
+    master = rendezvous.endpoint(machine.fabric, job.id, head, python) if job else None
     spec = LaunchSpec(
         task=task,
         run=str(paths.root),
@@ -114,16 +115,6 @@ def _record_launch(paths: RunPaths, spec: LaunchSpec, placement: Placement, *, s
         restart=spec.restart if spec.job else None,
     )
     events.record(paths.events, event)
-
-
-def _rendezvous_endpoint(placement: Placement, python: str) -> tuple[str, int]:
-    """The first node and a port that is free there now. Raises UnfitError."""
-    head = placement.hosts[0]
-    if head == hostname():
-        return head, free_port()
-    assert placement.job
-    probe = "from forge.core.process import free_port; print(free_port())"
-    return head, int(slurm.output_on(placement.job.id, head, [python, "-c", probe]))
 
 
 def _run(

@@ -85,10 +85,10 @@ def rank_for_record(world_size: int) -> int:
     return min(int(number), world_size - 1) if number.isdecimal() else 0
 
 
-def set_rendezvous(proposed: tuple[str, int] | None) -> str:
-    """The host of the rendezvous. Sets MASTER_ADDR and MASTER_PORT to the launcher's proposal, unless
-    the user or torchrun has set them."""
-    if proposed:
-        for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), proposed, strict=True):
-            os.environ[name] = os.environ.get(name) or str(value)
+def set_rendezvous(chosen: tuple[str, int] | None) -> str:
+    """The host of the rendezvous. Sets MASTER_ADDR and MASTER_PORT to the launcher's choice, if any:
+    what the user exported is part of it."""
+    if chosen:
+        for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), chosen, strict=True):
+            os.environ[name] = str(value)
     return os.environ.get("MASTER_ADDR") or "127.0.0.1"

@@ -4,6 +4,7 @@ network over which the others are not reached. Ranks on the wrong interface hang
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from .job_run import Progress, machine
 
 LAB = Path(__file__).parents[2] / "config/labs/six-nodes"
 STEPS, INTERVAL = 20, 10
-ONE_RANK_A_NODE = "--nodes=6 --ranks-per-node=1"
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def connects(cluster: Cluster, source: str, address: str) -> bool:
     return cluster.run("bash", "-c", script, machine=source, check=False).returncode == 0
 
 
-def write_lab(folder: Path) -> tuple[Path, Path]:
+def write_lab(folder: Path, launcher: str, **fabric: object) -> tuple[Path, Path]:
     """The lab's config with few steps, and a machine.yaml."""
     values = yaml.safe_load((LAB / "config.yaml").read_text())
     del values["runs"]
@@ -45,32 +45,77 @@ def write_lab(folder: Path) -> tuple[Path, Path]:
     values["program"] |= {"source": str(LAB), "goal": STEPS, "command": command}
     config, file = folder / "config.yaml", folder / "machine.yaml"
     config.write_text(yaml.safe_dump(values))
-    file.write_text(yaml.safe_dump(machine("srun")))
+    # Imports of six ranks take their time on a busy machine; no rank of these tests is lost.
+    fabric |= {"backend": "gloo", "timeout_sec": 60}
+    file.write_text(yaml.safe_dump(machine(launcher, fabric=fabric)))
     return config, file
 
 
-def test_lab_runs_over_the_interface_of_each_node(cluster: Cluster, shared_folder: Path) -> None:
-    config, file = write_lab(shared_folder)
-    where = f"--run=ddp --results={shared_folder}"
-    script = (
-        f"set -e; python -m forge train {config} {where} --machine={file} {ONE_RANK_A_NODE}\n"
-        f"python -m forge validate {config} {where}"
-    )
-    output = shared_folder / "job.out"
-    job = cluster.submit(
-        *("--nodes=6", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=1800", "--time=5"),
-        *(f"--output={output}", f"--wrap={script}"),
-        env={"MASTER_ADDR": cluster.settings.address("node01"), "MASTER_PORT": "29500"},
-    )
-    ended = cluster.wait_for_state(job, "COMPLETED FAILED TIMEOUT", 120)
-    run = Progress(shared_folder / "ddp")
-    assert ended["JobState"] == "COMPLETED", output.read_text() + run.said()
-    for rank, node in enumerate(cluster.nodes):
-        log = (run.paths.logs / f"{job}.0.{node}.{rank}.log").read_text()
-        [banner] = re.findall(rf"^\[RANK {rank}\] WORLD_SIZE=6 host={node} .*$", log, re.MULTILINE)
-        assert f" interface={cluster.settings.interfaces[node]} " in banner
+@pytest.fixture
+def run_lab(cluster: Cluster, shared_folder: Path) -> Callable[..., tuple[Progress, str]]:
+    """run_lab(commands, config, machine_file): these subcommands as one job, with one rank on each of its
+    nodes; the run, and what the job printed."""
+
+    def run(
+        commands: list[str], config: Path, file: Path, nodes: int = 6, **exported: str
+    ) -> tuple[Progress, str]:
+        where = f"{config} --run=ddp --results={shared_folder}"
+        ranks = f"--machine={file} --nodes={nodes} --ranks-per-node=1"
+        lines = [
+            f"python -m forge {name} {where} {ranks if name != 'validate' else ''}"
+            for name in commands
+        ]
+        output = shared_folder / "job.out"
+        job = cluster.submit(
+            *(
+                f"--nodes={nodes}",
+                "--ntasks-per-node=1",
+                "--cpus-per-task=1",
+                "--mem=1800",
+                "--time=5",
+            ),
+            *(f"--output={output}", f"--wrap={' && '.join(lines)}"),
+            env=exported,
+        )
+        ended = cluster.wait_for_state(job, "COMPLETED FAILED TIMEOUT", 120)
+        progress = Progress(shared_folder / "ddp")
+        assert ended["JobState"] == "COMPLETED", output.read_text() + progress.said()
+        return progress, output.read_text()
+
+    return run
+
+
+def assert_each_on_its_interface(run: Progress, cluster: Cluster) -> None:
+    """The log of every rank names its node's interface, and no node has sent anything over its decoy."""
+    [launch] = run.events("launch")
+    for rank, node in enumerate(launch["nodes"]):
+        [log] = run.paths.logs.glob(f"*.{node}.{rank}.log")
+        found = re.findall(
+            rf"^\[RANK {rank}\] .* host={node} .* interface=(\S+)", log.read_text(), re.M
+        )
+        assert set(found) == {cluster.settings.interfaces[node]}
     assert [decoy_packets(cluster, node) for node in cluster.nodes] == [0] * 6
+
+
+def test_lab_passes_preflight_trains_and_is_validated_at_an_exported_address(
+    cluster: Cluster, shared_folder: Path, run_lab: Callable[..., tuple[Progress, str]]
+) -> None:
+    files = write_lab(shared_folder, "srun", infiniband="never", master_port="15000-20000")
+    address = cluster.settings.address("node01")
+    run, said = run_lab(["preflight", "train", "validate"], *files, MASTER_ADDR=address)
+    assert_each_on_its_interface(run, cluster)
+    assert f"keeping your exported MASTER_ADDR={address} (Forge would use node01)" in said
     assert read_json(run.paths.validation)["step"] == STEPS
+
+
+def test_torchrun_takes_the_address_of_the_machine_file(
+    cluster: Cluster, shared_folder: Path, run_lab: Callable[..., tuple[Progress, str]]
+) -> None:
+    address = cluster.settings.address("node01")
+    files = write_lab(shared_folder, "torchrun", master_addr=address)
+    run, _ = run_lab(["train"], *files, nodes=3)
+    assert_each_on_its_interface(run, cluster)
+    assert read_json(run.paths.trained)["step"] == STEPS
 
 
 def test_nodes_do_not_reach_each_other_over_the_decoy(cluster: Cluster) -> None:
