@@ -264,9 +264,12 @@ def _resolved(options: argparse.Namespace) -> ResolvedConfig:
 
 
 def _load_machine(options: argparse.Namespace) -> Any:
+    from forge.cluster.network import with_exported_timeout
     from forge.core.machine import load_machine
 
-    return load_machine(options.machine, options.machine_overrides)
+    machine = load_machine(options.machine, options.machine_overrides)
+    given = "fabric.timeout_sec" in options.machine_overrides
+    return machine if given else with_exported_timeout(machine)
 
 
 def _layout(options: argparse.Namespace) -> Any:

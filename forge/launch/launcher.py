@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from forge.cluster import rendezvous, slurm
+from forge.cluster import network, rendezvous, slurm
 from forge.cluster.placement import Placement, WorldLayout, launch_line
 from forge.core import events
 from forge.core.errors import Exit, ForgeError, UnfitError
@@ -127,7 +127,7 @@ def _run(
     killed_at = time.monotonic() + deadline_sec if deadline_sec else None
     with _stop_signals() as stopped:  # before the child exists, so that it misses none
         log.parent.mkdir(parents=True, exist_ok=True)
-        child = _start(command, log, slurm.environment() if spec.job else None)
+        child = _start(command, log, _environment(spec))
         try:
             register(spec, "launcher", child.pid)
             _watch(child, spec, stopped, grace_sec, killed_at)
@@ -167,9 +167,14 @@ def _watch(
             console.show()
 
 
-def _start(
-    command: list[str], log: Path, environment: dict[str, str] | None
-) -> subprocess.Popen[bytes]:
+def _environment(spec: LaunchSpec) -> dict[str, str]:
+    """The environment of the launch command."""
+    inherited = slurm.environment() if spec.job else dict(os.environ)
+    # Before torchrun sets another value.
+    return {network.LOST_PEER.name: network.LOST_PEER.value, **inherited}
+
+
+def _start(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     with open(log, "a") as output:
         return subprocess.Popen(
             command,

@@ -57,6 +57,15 @@ def test_rank_left_over_in_the_shell_is_refused_before_anything_starts(
     assert not results.exists()
 
 
+def test_timeout_on_the_command_line_wins_over_the_exported_one(monkeypatch, config):
+    monkeypatch.setenv("NCCL_TIMEOUT", "7")
+    parser = cli._parser()
+    options = parser.parse_args(["preflight", config])
+    for given, seconds in (({}, 7), ({"fabric.timeout_sec": 9}, 9)):
+        options.machine_overrides = given
+        assert cli._load_machine(options).fabric.timeout_sec == seconds
+
+
 # --- exit codes -----------------------------------------------------------------------------------
 
 
