@@ -17,8 +17,11 @@ from forge.core.config import Config
 from forge.core.machine import Machine
 from tools.config_docs import ROOT
 
-PAGES = ["README.md", *(f"docs/{n}.md" for n in ("new-cluster", "environment", "troubleshooting"))]
-FILES = {"yaml", "json", "jsonl", "tsv", "html"}  # report.html is no key
+PAGES = [
+    *("README.md", "config/labs/six-nodes/README.md"),
+    *(f"docs/{n}.md" for n in ("new-cluster", "environment", "troubleshooting")),
+]
+FILES = {"yaml", "json", "jsonl", "tsv", "html", "py"}  # report.html is no key
 GAP = "…"  # stands for names and numbers, in the pages as in the texts of the sources
 
 # What others say, as read in their sources: the pages may quote no more than this.
