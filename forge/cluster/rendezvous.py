@@ -8,6 +8,8 @@ import os
 import random
 import socket
 import sys
+import time
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -17,6 +19,9 @@ from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import Fabric, port_range
 from forge.core.process import free_port, hostname
 from forge.core.terminal import say
+
+# Ranks of an earlier launch, which were killed on another node, release their port within this time.
+PATIENCE_SEC = 3.0
 
 
 class EndpointError(UnfitError):
@@ -126,7 +131,8 @@ def _say_what_was_exported(fabric: Fabric, head: str) -> None:
         "MASTER_PORT": fabric.master_port or "any free port",
     }
     for name, value in own.items():
-        if exported := os.environ.get(name):
+        exported = os.environ.get(name)
+        if exported and exported != str(value):
             say(f"keeping your exported {name}={exported} (Forge would use {value})")
 
 
@@ -161,14 +167,15 @@ def _addresses() -> list[str]:
 
 
 def _free_port_of(ports: range) -> int | None:
-    # At random: jobs that start on one node at the same time rarely choose the same port.
-    for port in random.sample(ports, len(ports)):
-        try:
-            with socket.create_server(("", port)):
+    end = time.monotonic() + PATIENCE_SEC
+    while True:
+        # At random: jobs that start on one node at the same time rarely choose the same port.
+        for port in random.sample(ports, len(ports)):
+            with suppress(OSError), socket.create_server(("", port)):
                 return port
-        except OSError:
-            continue
-    return None
+        if time.monotonic() > end:
+            return None
+        time.sleep(PATIENCE_SEC / 10)
 
 
 if __name__ == "__main__":

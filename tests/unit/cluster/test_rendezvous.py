@@ -107,6 +107,7 @@ def test_free_port_of_the_range_is_taken(endpoint, taken):
 
 
 def test_range_without_a_free_port_is_named(endpoint, taken, monkeypatch):
+    monkeypatch.setattr(rendezvous, "PATIENCE_SEC", 0.1)
     which = f"no port of {taken}-{taken + 1} \\(fabric.master_port\\) is free on"
     with socket.create_server(("", taken + 1)), pytest.raises(EndpointError, match=which) as caught:
         endpoint(master_port=f"{taken}-{taken + 1}")
@@ -118,6 +119,14 @@ def test_range_without_a_free_port_is_named(endpoint, taken, monkeypatch):
     assert "unset MASTER_PORT" in caught.value.fix
 
 
+def test_port_that_is_released_soon_is_waited_for(monkeypatch):
+    server = socket.create_server(("", 0))
+    port = server.getsockname()[1]
+    monkeypatch.setattr(rendezvous, "PATIENCE_SEC", 30.0)
+    monkeypatch.setattr(rendezvous.time, "sleep", lambda _: server.close())  # at the first wait
+    assert rendezvous.probe("", [port, port]) == {"trouble": "", "port": port}
+
+
 def test_what_was_exported_wins_and_is_said(endpoint, taken, monkeypatch, capsys):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(taken + 1))
@@ -125,6 +134,8 @@ def test_what_was_exported_wins_and_is_said(endpoint, taken, monkeypatch, capsys
     said = capsys.readouterr().err
     assert "keeping your exported MASTER_ADDR=127.0.0.1 (Forge would use 10.0.0.1)" in said
     assert f"MASTER_PORT={taken + 1} (Forge would use {taken})" in said
+    endpoint(master_addr="127.0.0.1", master_port=taken + 1)
+    assert capsys.readouterr().err == ""  # it would use the same
 
 
 @pytest.mark.parametrize(
