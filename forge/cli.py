@@ -268,9 +268,12 @@ def _resolved(options: argparse.Namespace) -> ResolvedConfig:
 
 
 def _load_machine(options: argparse.Namespace) -> Any:
+    from forge.cluster.network import with_exported_timeout
     from forge.core.machine import load_machine
 
-    return load_machine(options.machine, options.machine_overrides)
+    machine = load_machine(options.machine, options.machine_overrides)
+    given = "fabric.timeout_sec" in options.machine_overrides
+    return machine if given else with_exported_timeout(machine)
 
 
 def _layout(options: argparse.Namespace) -> Any:
@@ -336,17 +339,21 @@ def _stage(options: argparse.Namespace) -> None:
 
 
 def _preflight(options: argparse.Namespace) -> None:
+    from forge.launch.rank import refuse_left_over
     from forge.preflight.preflight import preflight
     from forge.run.requeue import requeue_if_preempted
 
+    refuse_left_over()
     machine = _load_machine(options)
     with requeue_if_preempted(machine):
         preflight(_resolved(options), machine, _layout(options))
 
 
 def _train(options: argparse.Namespace) -> None:
+    from forge.launch.rank import refuse_left_over
     from forge.run.train import train
 
+    refuse_left_over()
     config, machine, layout = _resolved(options), _load_machine(options), _layout(options)
     train(config, machine, layout, require_checkpoint=options.require_checkpoint)
 

@@ -12,8 +12,11 @@ from pathlib import Path
 import psutil
 
 from forge.cluster.placement import WorldLayout
-from forge.core.machine import Fabric, Machine
+from forge.core.config import checked
+from forge.core.errors import ConfigError
+from forge.core.machine import MAX_SEC, Fabric, Machine
 from forge.core.process import hostname
+from forge.core.terminal import say
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,28 @@ def rank_settings(
     else:
         why = "fabric.infiniband: never" if fabric.infiniband == "never" else "no InfiniBand is up"
         settings.append(Setting("NCCL_IB_DISABLE", "1", why))
+    settings.append(LOST_PEER)
     if fabric.debug:
         settings += DEBUG
     return settings
+
+
+def with_exported_timeout(machine: Machine) -> Machine:
+    """The machine with NCCL_TIMEOUT, if exported, as fabric.timeout_sec. Raises ConfigError."""
+    exported, own = os.environ.get("NCCL_TIMEOUT"), machine.fabric.timeout_sec
+    if not exported:
+        return machine
+    try:
+        fabric = checked(Fabric, {**machine.fabric.model_dump(), "timeout_sec": exported}, "")
+    except ConfigError:
+        raise ConfigError(
+            f"NCCL_TIMEOUT={exported} is no time: it must be seconds, above 0 and at most {MAX_SEC}",
+            cause="exported in the shell",
+            fix="unset NCCL_TIMEOUT, and set fabric.timeout_sec in machine.yaml",
+        ) from None
+    if fabric.timeout_sec != own:
+        say(f"keeping your exported NCCL_TIMEOUT={exported} (fabric.timeout_sec is {own:g})")
+    return machine.model_copy(update={"fabric": fabric})
 
 
 def choose_interface(fabric: Fabric, master: str) -> tuple[str | None, str]:
@@ -108,6 +130,12 @@ OFFLINE = [
     Setting(name, "1", "ranks never access the internet")
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 ]
+
+# 3: torch's watchdog ends the process without aborting NCCL's communicators, which may hang itself.
+# It is torch's default, but torchrun sets 1 (abort, then end) where nothing is exported.
+LOST_PEER = Setting(
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", "a rank whose peer is lost ends, and does not hang"
+)
 
 DEBUG = [
     Setting("NCCL_DEBUG", "INFO", "fabric.debug"),

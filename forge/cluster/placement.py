@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge.cluster import slurm
+from forge.cluster import rendezvous, slurm
 from forge.core.config import Config, samples_per_rank
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import Machine
@@ -48,7 +48,8 @@ class Placement:
 
 
 def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
-    """ConfigError where the launcher cannot start these ranks, or they cannot share the batch evenly."""
+    """ConfigError where the launcher cannot start these ranks, they cannot meet at the endpoint that was
+    asked for, or they cannot share the batch evenly."""
     if layout.nodes < 1 or layout.ranks_per_node < 1:
         raise ConfigError(
             f"nodes {layout.nodes} and ranks per node {layout.ranks_per_node} must be 1 or more"
@@ -58,6 +59,7 @@ def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
             f"{layout.world_size} ranks with launcher single, which runs one",
             fix="set `launcher: torchrun` or `launcher: srun` in machine.yaml, or use one rank",
         )
+    rendezvous.check(machine.fabric, layout.nodes)
     if config.program is None:
         samples_per_rank(config.train.batch_size, layout.world_size)
 
@@ -124,7 +126,8 @@ def launch_line(
 ) -> list[str]:
     """The command that starts all ranks, each as `python -m forge.worker SPEC`.
 
-    placement: exactly layout.nodes hosts. master: host and free port for the rendezvous of torchrun.
+    placement: exactly layout.nodes hosts. master: host and free port for the rendezvous of torchrun, on
+    the first of them.
     """
     entry = ["-m", "forge.worker", str(spec)]
     job, ranks = placement.job, layout.ranks_per_node
@@ -150,16 +153,18 @@ def launch_line(
         cpus_per_task=job.cpus_per_task * ranks,
         options=_step_options(spec),
     )
-    rendezvous = [
+    # Not c10d: there the ranks meet at another port, on the node that sorts first by its own name, and
+    # nobody listens where a node's name does not lead to `master`.
+    meeting = [
         f"--nnodes={layout.nodes}",
-        "--rdzv-backend=c10d",
+        "--rdzv-backend=static",
         f"--rdzv-endpoint={master[0]}:{master[1]}",
         f"--rdzv-id={spec.parent.name}",
-        f"--rdzv-conf=join_timeout={machine.fabric.timeout_sec:.0f}",
+        f"--rdzv-conf=timeout={machine.fabric.timeout_sec:.0f}",
     ]
     once = [python, "-m", "forge.launch.first_signal"]
     torchrun = _torchrun(machine, ranks, python, signals="SIGHUP")
-    return [*line, *once, *torchrun, *rendezvous, *entry]
+    return [*line, *once, *torchrun, *meeting, *entry]
 
 
 def _step_options(spec: Path) -> tuple[str, ...]:

@@ -5,15 +5,25 @@ No setting here changes the result of training; the config digest leaves them ou
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from forge.core.config import FilePath, Section, apply_overrides, checked, read_values
 
 # 11 days. poll(2) counts milliseconds in 32 bits.
 MAX_SEC = 10**6
+
+
+def port_range(value: int | str) -> range:
+    """The ports in `29500` or `15000-20000`, both ends included. Raises ValueError."""
+    if numbers := re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", str(value)):
+        ports = range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
+        if ports and ports[0] >= 1 and ports[-1] <= 65535:
+            return ports
+    raise ValueError("Input should be a port from 1 to 65535, or a range such as 15000-20000")
 
 
 class Fabric(Section):
@@ -25,6 +35,12 @@ class Fabric(Section):
     """Network interface of the ranks; null: each node chooses its own."""
     interfaces: dict[str, str] = Field(default={})
     """Network interface by node name, for nodes where it has another name; overrides `interface`."""
+    master_addr: str | None = Field(None, min_length=1)
+    """Name or address of the first node, at which the ranks of a Slurm job meet (MASTER_ADDR); null: its
+    name."""
+    master_port: int | str | None = None
+    """Port of the first node at which they meet (MASTER_PORT), or a range such as `15000-20000`, of which
+    a free one is taken; null: any free port."""
     infiniband: Literal["auto", "never"] = "auto"
     """`auto`: use InfiniBand where one of its interfaces is up; `never`: do not use it."""
     gid_index: int | None = Field(None, ge=0)
@@ -33,6 +49,13 @@ class Fabric(Section):
     """Timeout of a collective in seconds; after it the rank ends with an error."""
     debug: bool = False
     """Verbose logs of NCCL and torch.distributed."""
+
+    @field_validator("master_port")
+    @classmethod
+    def _is_port_or_range(cls, value: int | str | None) -> int | str | None:
+        if value is not None:
+            port_range(value)
+        return value
 
 
 class Stage(Section):

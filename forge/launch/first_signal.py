@@ -1,4 +1,5 @@
-"""`python -m forge.launch.first_signal COMMAND …`: run torchrun, and pass a stop on to its ranks, once.
+"""`python -m forge.launch.first_signal COMMAND …`: run torchrun as the task of a node, and pass a stop
+on to its ranks, once.
 
 torchrun itself ignores stop signals: at a second one its agent gives up the wait for the ranks, which are
 then killed in the middle of their final save. Slurm may signal a step twice, or all of its processes at
@@ -8,6 +9,7 @@ once: on a preemption, at the time limit, and when the task of another node has 
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -31,6 +33,8 @@ def main(command: list[str]) -> int:
         received.append(number)
 
     stop_with_parent()
+    # torchrun's option --node-rank: srun starts the same words on all nodes.
+    os.environ["PET_NODE_RANK"] = os.environ.get("SLURM_NODEID", "0")
     for number in SIGNALS:
         signal.signal(number, receive)
     child = subprocess.Popen(command, preexec_fn=_before_exec)  # noqa: PLW1509  no threads run

@@ -13,14 +13,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from forge.cluster import slurm
+from forge.cluster import network, rendezvous, slurm
 from forge.cluster.placement import Placement, WorldLayout, launch_line
 from forge.core import events
 from forge.core.errors import Exit, ForgeError, UnfitError
 from forge.core.files import read_object_or_empty, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
-from forge.core.process import Process, free_port, hostname, stop_with_parent, user_threads
+from forge.core.process import Process, hostname, stop_with_parent, user_threads
 from forge.core.terminal import say
 from forge.launch.rank_output import Console
 from forge.launch.rank_records import (
@@ -65,7 +65,8 @@ def run_ranks(
     wait_for_orphans(paths)
     placement = placement or Placement.here()
     job = placement.job
-    master = _rendezvous_endpoint(placement, python) if job else None
+    head = placement.hosts[0]
+    master = rendezvous.endpoint(machine.fabric, job.id, head, python) if job else None
     spec = LaunchSpec(
         task=task,
         run=str(paths.root),
@@ -116,16 +117,6 @@ def _record_launch(paths: RunPaths, spec: LaunchSpec, placement: Placement, *, s
     events.record(paths.events, event)
 
 
-def _rendezvous_endpoint(placement: Placement, python: str) -> tuple[str, int]:
-    """The first node and a port that is free there now. Raises UnfitError."""
-    head = placement.hosts[0]
-    if head == hostname():
-        return head, free_port()
-    assert placement.job
-    probe = "from forge.core.process import free_port; print(free_port())"
-    return head, int(slurm.output_on(placement.job.id, head, [python, "-c", probe]))
-
-
 def _run(
     command: list[str], spec: LaunchSpec, log: Path, grace_sec: float, deadline_sec: float | None
 ) -> list[int]:
@@ -136,8 +127,7 @@ def _run(
     killed_at = time.monotonic() + deadline_sec if deadline_sec else None
     with _stop_signals() as stopped:  # before the child exists, so that it misses none
         log.parent.mkdir(parents=True, exist_ok=True)
-        inherited = slurm.exported(slurm.environment(), spec.machine.slurm.export)
-        child = _start(command, log, inherited if spec.job else None)
+        child = _start(command, log, _environment(spec))
         try:
             register(spec, "launcher", child.pid)
             _watch(child, spec, stopped, grace_sec, killed_at)
@@ -177,9 +167,16 @@ def _watch(
             console.show()
 
 
-def _start(
-    command: list[str], log: Path, environment: dict[str, str] | None
-) -> subprocess.Popen[bytes]:
+def _environment(spec: LaunchSpec) -> dict[str, str]:
+    """The environment of the launch command."""
+    inherited = dict(os.environ)
+    if spec.job:
+        inherited = slurm.exported(slurm.environment(), spec.machine.slurm.export)
+    # Before torchrun sets another value.
+    return {network.LOST_PEER.name: network.LOST_PEER.value, **inherited}
+
+
+def _start(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     with open(log, "a") as output:
         return subprocess.Popen(
             command,

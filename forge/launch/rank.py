@@ -24,6 +24,14 @@ class Rank:
         return self.rank == 0
 
 
+def refuse_left_over() -> None:
+    """ConfigError where a variable of a rank is set already. Called by processes that start ranks, before
+    anything else: each rank inherits the environment, and all of them would have the same number."""
+    inherited = _inherited()
+    if inherited:
+        raise _left_over(inherited, "which a launcher sets for each of its ranks")
+
+
 def this_rank(expected_world_size: int, ranks_per_node: int) -> Rank:
     """The rank of this process: RANK, LOCAL_RANK, WORLD_SIZE, else Slurm's variables, else a single rank.
 
@@ -32,7 +40,7 @@ def this_rank(expected_world_size: int, ranks_per_node: int) -> Rank:
     the values cannot be right (left over in a shell, they are the same for every rank).
     """
     environ = os.environ
-    inherited = {name: environ[name] for name in RANK_NAMES if environ.get(name)}
+    inherited = _inherited()
     for name, slurm_name, alone in (
         ("RANK", "SLURM_PROCID", "0"),
         ("LOCAL_RANK", "SLURM_LOCALID", "0"),
@@ -49,6 +57,10 @@ def this_rank(expected_world_size: int, ranks_per_node: int) -> Rank:
             fix="unset RANK, LOCAL_RANK and WORLD_SIZE, and check nodes and ranks per node",
         )
     return rank
+
+
+def _inherited() -> dict[str, str]:
+    return {name: os.environ[name] for name in RANK_NAMES if os.environ.get(name)}
 
 
 def _numbers(inherited: dict[str, str]) -> tuple[int, int, int]:
@@ -74,7 +86,8 @@ def _left_over(inherited: dict[str, str], problem: str) -> ConfigError:
     found = ", ".join(f"{name}={value}" for name, value in inherited.items())
     return ConfigError(
         f"the environment has {found}, {problem}",
-        cause="left over in the shell from another program",
+        cause="left over in the shell from another program, or torchrun started this command, although"
+        " Forge starts its ranks itself",
         fix=f"unset {' '.join(inherited)}, then rerun the same command",
     )
 
@@ -85,10 +98,10 @@ def rank_for_record(world_size: int) -> int:
     return min(int(number), world_size - 1) if number.isdecimal() else 0
 
 
-def set_rendezvous(proposed: tuple[str, int] | None) -> str:
-    """The host of the rendezvous. Sets MASTER_ADDR and MASTER_PORT to the launcher's proposal, unless
-    the user or torchrun has set them."""
-    if proposed:
-        for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), proposed, strict=True):
-            os.environ[name] = os.environ.get(name) or str(value)
+def set_rendezvous(chosen: tuple[str, int] | None) -> str:
+    """The host of the rendezvous. Sets MASTER_ADDR and MASTER_PORT to the launcher's choice, if any:
+    what the user exported is part of it."""
+    if chosen:
+        for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), chosen, strict=True):
+            os.environ[name] = str(value)
     return os.environ.get("MASTER_ADDR") or "127.0.0.1"

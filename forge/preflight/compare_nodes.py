@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from forge.cluster import rendezvous
 from forge.cluster.nodes import NodeFailure, NodePool
 from forge.cluster.placement import Placement
 from forge.core import checks
@@ -68,7 +69,8 @@ def inspect(
 ) -> list[Node]:
     """All nodes with their checks, in the order of `placement.hosts`, within about `sec` seconds.
 
-    python: the interpreter that runs Forge on the other nodes.
+    python: the interpreter that runs Forge on the other nodes. Raises EndpointError where the ranks would
+    look for rank 0 on another node.
     """
     head = placement.hosts[0]
     if placement.is_here:
@@ -78,7 +80,10 @@ def inspect(
         answers = pool.ask("check_node", each=each, timeout_sec=sec / 4)
         nodes = {host: _answered(host, answer) for host, answer in answers.items()}
         answered = [node for node in nodes.values() if node.facts]
-        links = _connect_all(pool, answered, machine, head, sec / 4)
+        if nodes[head].facts:
+            rendezvous.refuse(machine.fabric, head, nodes[head].facts["master_trouble"])
+        master = wanted[head].master
+        links = _connect_all(pool, answered, machine, head=head, master=master, sec=sec / 4)
     compare(list(nodes.values()), machine)
     check_links(nodes, links)
     check_clocks(nodes, links, machine.preflight.max_clock_skew_sec)
@@ -99,12 +104,12 @@ Links = dict[str, dict[str, dict[str, Any]]]  # from, to: trouble ("" for none),
 
 
 def _connect_all(
-    pool: NodePool, nodes: Sequence[Node], machine: Machine, head: str, sec: float
+    pool: NodePool, nodes: Sequence[Node], machine: Machine, *, head: str, master: str, sec: float
 ) -> Links:
     """Have every node connect to every other one. A node that cannot take part gets a failed check."""
     by_name = {node.name: node for node in nodes}
     settings = machine.model_dump(mode="json")
-    listening = pool.ask("listen", hosts=by_name, timeout_sec=sec, machine=settings, head=head)
+    listening = pool.ask("listen", hosts=by_name, timeout_sec=sec, machine=settings, master=master)
     listeners = _without_failed(listening, by_name)
     if len(listeners) < 2:
         return {}
@@ -114,6 +119,7 @@ def _connect_all(
         timeout_sec=sec + reach_sec(len(listeners), CONNECT_SEC),
         listeners=listeners,
         head=head,
+        master=master,
         patience_sec=CONNECT_SEC,
     )
     return _without_failed(links, by_name)

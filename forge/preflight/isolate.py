@@ -7,13 +7,15 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from forge.cluster import rendezvous
 from forge.cluster.placement import Placement, WorldLayout
+from forge.cluster.rendezvous import EndpointError
 from forge.core import checks
 from forge.core.checks import Check
 from forge.core.machine import Machine
@@ -33,6 +35,8 @@ TALK_SEC, TALK_SHARE = 10.0, 1 / 9
 FIRST_SHARE = 0.6
 # Longest and shortest time of a later trial, for which the page cache holds torch.
 TRY_SEC, SHORTEST_TRY_SEC = 30.0, 8.0
+# The check that fails where ranks cannot start at the endpoint that was asked for: no node is at fault.
+ENDPOINT = "endpoint"
 # Ranks of a preflight have nothing to save.
 GRACE_SEC = 5.0
 
@@ -53,15 +57,18 @@ class Trial:
     def run(self) -> list[Check]:
         """Launch the ranks; their checks, or a failed one that says why they did not complete."""
         started = time.time()
-        record = run_ranks(
-            PreflightTask(patience_sec=self.talk_sec, nccl_file=self.nccl_file),
-            RunPaths(self.folder),
-            self.machine,
-            self.layout,
-            placement=self.placement,
-            python=self.python,
-            deadline_sec=self.deadline_sec,
-        )
+        try:
+            record = run_ranks(
+                PreflightTask(patience_sec=self.talk_sec, nccl_file=self.nccl_file),
+                RunPaths(self.folder),
+                self.machine,
+                self.layout,
+                placement=self.placement,
+                python=self.python,
+                deadline_sec=self.deadline_sec,
+            )
+        except EndpointError as err:
+            return [Check(ENDPOINT, "fail", err.what, err.fix, err.cause)]
         if record.status == "completed":
             return list(rank_checks(record, self.layout, self.machine))
         late = time.time() - started >= self.deadline_sec
@@ -98,11 +105,14 @@ class Prober:
         *,
         python: str,
         end: float,
+        addresses: Mapping[str, str],
     ) -> None:
-        """python: the interpreter of the ranks. end: deadline of all trials, in time.monotonic()."""
+        """python: the interpreter of the ranks. end: deadline of all trials, in time.monotonic().
+        addresses: of the hosts, on the interface that their ranks use."""
         self._paths, self._ranks, self._placement = paths, ranks_per_node, placement
         self._python, self._end = python, end
         self._deadline_sec = machine.preflight.deadline_sec
+        self._addresses = addresses
         self._machine = _with_short_timeouts(machine)
         self.trials = paths.allocation / "trials"  # files and logs of the search
         self._tried: dict[frozenset[str], list[Check]] = {}
@@ -124,7 +134,7 @@ class Prober:
         context = multiprocessing.get_context("spawn")
         with (
             _nccl_log(self._paths.logs),
-            ProcessPoolExecutor(2, context, stop_with_parent) as pool,
+            ProcessPoolExecutor(2, context, _begin_trials) as pool,
         ):
             return find_broken(hosts, lambda groups: self._work(groups, pool))
 
@@ -162,12 +172,14 @@ class Prober:
         return [not _failure(self._tried[frozenset(group)]) for group in groups]
 
     def _trial(self, hosts: Sequence[str], folder: Path, sec: float) -> Trial:
-        talk_sec = min(TALK_SEC, self._deadline_sec * TALK_SHARE)
+        talk_sec, machine = min(TALK_SEC, self._deadline_sec * TALK_SHARE), self._machine
         if folder != self._paths.root:
             talk_sec /= 2
+            if rendezvous.host(machine.fabric, ""):  # which is the first node of all hosts
+                machine = _with_fabric(machine, master_addr=self._addresses[hosts[0]])
         return Trial(
             folder,
-            self._machine,
+            machine,
             self._ranks,
             self._placement.only(hosts),
             self._python,
@@ -189,13 +201,19 @@ def _failure(found: Sequence[Check]) -> str:
 def _with_short_timeouts(machine: Machine) -> Machine:
     """The machine with timeouts of a preflight: a rendezvous that fails must not take minutes."""
     rendezvous_sec = max(TALK_SEC, machine.preflight.deadline_sec / 3)
-    fabric = {"timeout_sec": min(machine.fabric.timeout_sec, rendezvous_sec)}
-    return machine.model_copy(
-        update={
-            "stop_grace_sec": min(machine.stop_grace_sec, GRACE_SEC),
-            "fabric": machine.fabric.model_copy(update=fabric),
-        }
-    )
+    machine = _with_fabric(machine, timeout_sec=min(machine.fabric.timeout_sec, rendezvous_sec))
+    grace_sec = min(machine.stop_grace_sec, GRACE_SEC)
+    return machine.model_copy(update={"stop_grace_sec": grace_sec})
+
+
+def _with_fabric(machine: Machine, **values: object) -> Machine:
+    return machine.model_copy(update={"fabric": machine.fabric.model_copy(update=values)})
+
+
+def _begin_trials() -> None:
+    """Start of a process for trials of some of the hosts: their machine says where the ranks meet."""
+    stop_with_parent()
+    os.environ.pop("MASTER_ADDR", None)
 
 
 def _nccl_file(logs: Path) -> str:

@@ -26,7 +26,7 @@ import blake3
 import psutil
 
 import forge
-from forge.cluster import network, slurm
+from forge.cluster import network, rendezvous, slurm
 from forge.core.checks import Check
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import atomic_open
@@ -57,7 +57,7 @@ class Wanted:
     program: dict[
         str, Any
     ]  # another training program: command, and directories that it reads; or {}
-    head: str  # the node with the rendezvous endpoint; "" where this node is the only one
+    master: str  # host name or address of the rendezvous; "" where this node is the only one
 
 
 def check_node(**wanted: Any) -> dict[str, Any]:
@@ -67,11 +67,13 @@ def check_node(**wanted: Any) -> dict[str, Any]:
     """
     needs = Wanted(**wanted)
     machine = Machine.model_validate(needs.machine)
-    interface, _ = network.choose_interface(machine.fabric, needs.head or "127.0.0.1")
+    interface, _ = network.choose_interface(machine.fabric, needs.master or "127.0.0.1")
     return {
         "checks": [asdict(check) for check in node_checks(needs, machine)],
         "versions": installed_versions(),
         "interface": interface,
+        "address": _address_of(interface),
+        "master_trouble": rendezvous.trouble(needs.master),
         "infiniband": network.infiniband_interface() is not None,
         "gpus": count_gpus(),
     }
@@ -111,13 +113,11 @@ def node_checks(wanted: Wanted, machine: Machine) -> Iterator[Check]:
         "ulimit -n 4096",
     )
     yield _cores(wanted.ranks_per_node)
-    yield _interface(machine, wanted.head)
+    yield _interface(machine, wanted.master)
     if network.infiniband_interface():
         yield _locked_memory()
     if machine.fabric.backend == "nccl":
         yield _gpus(wanted.ranks_per_node)
-    if wanted.head == hostname() and os.environ.get("MASTER_PORT"):
-        yield _port_is_free(int(os.environ["MASTER_PORT"]))
 
 
 def _name_resolves() -> Check:
@@ -240,7 +240,7 @@ def _cores(ranks: int) -> Check:
     return Check("cores", "ok", message)
 
 
-def _interface(machine: Machine, head: str) -> Check:
+def _interface(machine: Machine, master: str) -> Check:
     here = machine.fabric.interfaces.get(hostname())
     key = f"fabric.interfaces.{hostname()}" if here else "fabric.interface"
     wanted = here or machine.fabric.interface
@@ -253,14 +253,14 @@ def _interface(machine: Machine, head: str) -> Check:
             f"{wanted} ({key}) is {'down' if wanted in there else 'not there'}",
             f"set {key} to one that is up: {up}",
         )
-    chosen, reason = network.choose_interface(machine.fabric, head or "127.0.0.1")
-    if head and chosen in (None, "lo"):
+    chosen, reason = network.choose_interface(machine.fabric, master or "127.0.0.1")
+    if master and chosen in (None, "lo"):
         return Check(
             "interface",
             "fail",
             f"other nodes cannot reach {chosen or 'any interface'} ({reason})",
-            f"set fabric.interfaces.{hostname()}, or correct {head} in /etc/hosts",
-            cause=f"{head} does not resolve here, or to a loopback address",
+            f"set fabric.interfaces.{hostname()}, or correct {master} in /etc/hosts",
+            cause=f"{master} does not resolve here, or to a loopback address",
         )
     return Check("interface", "ok", f"{chosen}")
 
@@ -296,17 +296,6 @@ def _gpus(ranks: int) -> Check:
     )
 
 
-def _port_is_free(port: int) -> Check:
-    try:
-        with socket.create_server(("", port)):
-            return Check("port", "ok", f"port {port} (MASTER_PORT) is free")
-    except OSError as err:
-        message = f"cannot listen on port {port} (MASTER_PORT): {err.strerror}"
-        return Check(
-            "port", "fail", message, "unset MASTER_PORT: a free one is found", "it is in use"
-        )
-
-
 # --- connections to the other nodes ---------------------------------------------------------------
 
 
@@ -329,15 +318,14 @@ class _Server(socketserver.ThreadingTCPServer):
 _servers: list[_Server] = []  # keeps them open until the process ends
 
 
-def listen(machine: dict[str, Any], head: str) -> dict[str, Any]:
+def listen(machine: dict[str, Any], master: str) -> dict[str, Any]:
     """Accept connections of other nodes until this process ends; the address and the port.
 
     The address is that of the interface that ranks use. Raises UnfitError where it has none.
     """
-    interface, reason = network.choose_interface(Machine.model_validate(machine).fabric, head)
-    addresses = psutil.net_if_addrs().get(interface or "", [])
-    internet = [a.address for a in addresses if a.family == socket.AF_INET]
-    if not internet:
+    interface, reason = network.choose_interface(Machine.model_validate(machine).fabric, master)
+    address = _address_of(interface)
+    if not address:
         raise UnfitError(
             f"{interface or 'no interface'} ({reason}) has no IPv4 address",
             fix=f"set fabric.interfaces.{hostname()} in machine.yaml",
@@ -345,7 +333,13 @@ def listen(machine: dict[str, Any], head: str) -> dict[str, Any]:
     server = _Server(("", 0), _Echo)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     _servers.append(server)
-    return {"address": internet[0], "port": server.server_address[1]}
+    return {"address": address, "port": server.server_address[1]}
+
+
+def _address_of(interface: str | None) -> str:
+    """The first IPv4 address of an interface of this node; "" where it has none."""
+    addresses = psutil.net_if_addrs().get(interface or "", [])
+    return next((a.address for a in addresses if a.family == socket.AF_INET), "")
 
 
 def reach_sec(num_nodes: int, patience_sec: float) -> float:
@@ -354,31 +348,33 @@ def reach_sec(num_nodes: int, patience_sec: float) -> float:
 
 
 def reach(
-    listeners: dict[str, dict[str, Any]], head: str, patience_sec: float
+    listeners: dict[str, dict[str, Any]], head: str, master: str, patience_sec: float
 ) -> dict[str, dict[str, Any]]:
     """For each other node: `trouble`, why it cannot be reached ("" where it can), and `ahead_sec`, how
     far its clock is ahead (None where unknown).
 
-    listeners: the answer of `listen` on each node. Takes at most `reach_sec`, name resolution apart.
+    listeners: the answer of `listen` on each node. head: the node at which the ranks meet, under the name
+    or address `master`. Takes at most `reach_sec`, name resolution apart.
     """
     others = {name: at for name, at in listeners.items() if name != hostname()}
 
     def one(name: str) -> dict[str, Any]:
-        return _try(name, others[name], name == head, patience_sec)
+        return _try(others[name], master if name == head else "", patience_sec)
 
     with ThreadPoolExecutor(CONNECT_THREADS) as pool:
         return dict(zip(others, pool.map(one, others), strict=True))
 
 
-def _try(name: str, at: dict[str, Any], is_head: bool, patience_sec: float) -> dict[str, Any]:
+def _try(at: dict[str, Any], master: str, patience_sec: float) -> dict[str, Any]:
+    """master: of the node at which the ranks meet; "" for the others."""
     ahead: float | None = None
+    # Ranks connect to that node as `master`, and to each other by the address of the interface.
+    addresses = [at["address"]]
     try:
-        by_name = socket.gethostbyname(name), at["port"]
+        addresses += [socket.gethostbyname(master)] if master else []
     except OSError as err:
-        return {"trouble": f"its name does not resolve: {err.strerror}", "ahead_sec": ahead}
-    # Ranks connect to the head by name, and to each other by the address of the interface.
-    targets = [(at["address"], at["port"]), *([by_name] if is_head else [])]
-    for target in dict.fromkeys(targets):
+        return {"trouble": f"{master} does not resolve: {err.strerror}", "ahead_sec": ahead}
+    for target in dict.fromkeys((address, at["port"]) for address in addresses):
         doing = f"connect to {target[0]}"
         try:
             with socket.create_connection(target, patience_sec) as connection:

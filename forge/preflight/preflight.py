@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge.cluster import exclude
+from forge.cluster import exclude, rendezvous
 from forge.cluster.lock import lock
 from forge.cluster.placement import Placement, WorldLayout, check_layout, find_placement
 from forge.core import checks, events
@@ -26,7 +26,7 @@ from forge.data.inputs import InputSet
 from forge.preflight import compare_nodes
 from forge.preflight.bisection import Broken
 from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, Node, fewest_to_leave_out
-from forge.preflight.isolate import Prober
+from forge.preflight.isolate import ENDPOINT, Prober
 from forge.preflight.node_checks import Wanted
 from forge.staging.staged import StageRecord, staged_python
 
@@ -105,7 +105,10 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
             found.ranks = [Check("ranks", "ok", f"skipped: {reason}")]
         else:
             ranks = layout.ranks_per_node
-            prober = Prober(paths, machine, ranks, placement, python=python, end=end)
+            addresses = {node.name: node.facts["address"] for node in nodes if node.facts}
+            prober = Prober(
+                paths, machine, ranks, placement, python=python, end=end, addresses=addresses
+            )
             found.ranks = _check_ranks(found, prober)
         _write(paths, found)
         _print_summary(found)
@@ -150,6 +153,7 @@ def _wanted(
 ) -> dict[str, Wanted]:
     """What each node is checked for, by host."""
     record = StageRecord.read_if_there(paths.stage)
+    master = rendezvous.host(machine.fabric, placement.hosts[0])
     return {
         host: Wanted(
             results=str(paths.root.absolute()),
@@ -159,7 +163,7 @@ def _wanted(
             machine=machine.model_dump(mode="json"),
             ranks_per_node=layout.ranks_per_node,
             program=_program(config),
-            head="" if placement.is_here else placement.hosts[0],
+            master="" if placement.is_here else master,
         )
         for host in placement.hosts
     }
@@ -178,7 +182,7 @@ def _check_ranks(found: Findings, prober: Prober) -> list[Check]:
     if not everyone:
         return []
     ranks = prober.together(everyone)
-    if len(everyone) == 1 or not checks.failed(ranks):
+    if len(everyone) == 1 or not checks.failed(ranks) or ranks[0].name == ENDPOINT:
         return ranks
     broken = prober.search(everyone)
     _blame(found.nodes, broken, prober)

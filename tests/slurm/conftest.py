@@ -58,18 +58,33 @@ def pytest_runtest_makereport(
     return report
 
 
-@pytest.fixture(scope="session")
-def cluster_of_this_process() -> Iterator[Cluster]:
-    """A cluster that the tests of this process have for themselves, one after the other."""
+@contextlib.contextmanager
+def started(settings: Settings) -> Iterator[Cluster]:
+    """A new cluster, where tests on Slurm are wanted and can run."""
     wish = os.environ.get("FORGE_TEST_SLURM", "")
     if wish == "skip":
         pytest.skip("FORGE_TEST_SLURM=skip")
     if reason := why_not():
         (pytest.fail if wish == "required" else pytest.skip)(reason)
+    with temporary_cluster(base_folder(), uuid.uuid4().hex, settings) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def cluster_of_this_process() -> Iterator[Cluster]:
+    """A cluster that the tests of this process have for themselves, one after the other."""
     nodes = int(os.environ.get("FORGE_TEST_SLURM_NODES") or 6)
     # A busy machine needs its time to save and to call scontrol before a preempted job is killed.
-    settings = Settings(nodes=nodes, grace_sec=30)
-    with temporary_cluster(base_folder(), uuid.uuid4().hex, settings) as cluster:
+    with started(Settings(nodes=nodes, grace_sec=30)) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def cluster_on_two_networks() -> Iterator[Cluster]:
+    """Six nodes whose interfaces have different names, behind one that leads nowhere."""
+    names = ("ens1f1", "ens1f1", "ens1f0np0", "ens1f1", "ens1f0", "ens1f0np0")
+    interfaces = {f"node{number:02}": name for number, name in enumerate(names, 1)}
+    with started(Settings(nodes=6, interfaces=interfaces, decoy="eno1")) as cluster:
         yield cluster
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,32 @@ def failing(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(cli, "_report", action)
+
+
+@pytest.mark.parametrize("command", ["train", "preflight"])
+@pytest.mark.parametrize("left", [{"RANK": "3", "WORLD_SIZE": "8"}, {"LOCAL_RANK": "0"}])
+def test_rank_left_over_in_the_shell_is_refused_before_anything_starts(
+    monkeypatch, config, capsys, command, left
+):
+    results = Path(config).parent / "results"
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, left.get(name, ""))
+    for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"):  # as in any batch job
+        monkeypatch.setenv(name, "0")
+    assert main([command, config, f"--results={results}"]) == Exit.CONFIG
+    said = capsys.readouterr().err
+    assert f"the environment has {', '.join(f'{n}={v}' for n, v in left.items())}, which" in said
+    assert f"unset {' '.join(left)}, then rerun" in said
+    assert not results.exists()
+
+
+def test_timeout_on_the_command_line_wins_over_the_exported_one(monkeypatch, config):
+    monkeypatch.setenv("NCCL_TIMEOUT", "7")
+    parser = cli._parser()
+    options = parser.parse_args(["preflight", config])
+    for given, seconds in (({}, 7), ({"fabric.timeout_sec": 9}, 9)):
+        options.machine_overrides = given
+        assert cli._load_machine(options).fabric.timeout_sec == seconds
 
 
 # --- exit codes -----------------------------------------------------------------------------------

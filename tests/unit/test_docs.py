@@ -17,8 +17,11 @@ from forge.core.config import Config
 from forge.core.machine import Machine
 from tools.config_docs import ROOT
 
-PAGES = ["README.md", *(f"docs/{n}.md" for n in ("new-cluster", "environment", "troubleshooting"))]
-FILES = {"yaml", "json", "jsonl", "tsv", "html"}  # report.html is no key
+PAGES = [
+    *("README.md", "config/labs/six-nodes/README.md"),
+    *(f"docs/{n}.md" for n in ("new-cluster", "environment", "troubleshooting")),
+]
+FILES = {"yaml", "json", "jsonl", "tsv", "html", "py"}  # report.html is no key
 GAP = "…"  # stands for names and numbers, in the pages as in the texts of the sources
 
 # What others say, as read in their sources: the pages may quote no more than this.
@@ -120,7 +123,7 @@ def test_every_entry_tells_cause_what_to_do_and_a_test_that_exists(title: str) -
 
 
 def test_a_message_that_nobody_says_is_noticed() -> None:
-    assert is_said("could not join at") and is_said("cannot listen on port … (MASTER_PORT)")
+    assert is_said("could not join at") and is_said("port … (…) is in use on …")
     assert not is_said("ranks … are holding hands")
 
 
@@ -143,6 +146,7 @@ OF_PIP = re.compile(r"pip_setting ([A-Z_]+)")
 PASSED_THROUGH = {
     "CUDA_VISIBLE_DEVICES": "torch/cuda/__init__.py",
     "PYTORCH_CUDA_ALLOC_CONF": "torch/utils/collect_env.py",
+    "TORCH_NCCL_BLOCKING_WAIT": "torch/nn/parallel/distributed.py",
     "TORCHINDUCTOR_CACHE_DIR": "torch/_inductor/runtime/cache_dir_utils.py",
     "NO_COLOR": "rich/console.py",
     "FORCE_COLOR": "rich/console.py",

@@ -71,11 +71,16 @@ class Machines:
         if self._pid(name):
             return
         interface = interface or self.settings.interfaces.get(name, "eth0")
-        script = ["node_init.sh", str(self.folder), name, self.settings.address(name), interface]
-        words = [*script, str(self.settings.tmp_mib), *self._shared_paths()]
+        own = self.settings
+        script = ["node_init.sh", str(self.folder), name, own.address(name), interface]
+        decoy = (own.decoy, own.decoy_address(name))
+        words = [*script, *decoy, str(own.tmp_mib), *self._shared_paths()]
         rack = ["nsenter", "--net", "--pid", "--target", str(self._running(RACK))]
         self._start(name, ["--net", "--pid", "--mount", "--uts", "--ipc"], words, inside=rack)
-        self._plug_new_cable(name, interface)
+        if own.decoy_address(name):  # first, so that the kernel lists it first
+            self._new_cable(name, f"{name}-decoy", own.decoy)
+        self._new_cable(name, name, interface)
+        self._in_rack("ip", "link", "set", name, "master", "switch")
 
     def wait_ready(self, name: str) -> None:
         """Wait until the machine has booted. ClusterError with its messages when it does not."""
@@ -126,12 +131,12 @@ class Machines:
             )
         wait_until(lambda: self._pid(name), 10, f"started: {name}", (own / "init.log").read_text)
 
-    def _plug_new_cable(self, name: str, interface: str) -> None:
-        """A cable from the switch (its port has the machine's name) to the machine's interface."""
+    def _new_cable(self, name: str, port: str, interface: str) -> None:
+        """A cable from the machine's interface to a port in the rack, not connected to the switch."""
         end = ["peer", "name", interface, "netns", str(self._running(name))]
-        self._in_rack("ip", "link", "delete", name, check=False)
-        self._in_rack("ip", "link", "add", name, "type", "veth", *end)
-        self._in_rack("ip", "link", "set", name, "master", "switch", "up")
+        self._in_rack("ip", "link", "delete", port, check=False)
+        self._in_rack("ip", "link", "add", port, "type", "veth", *end)
+        self._in_rack("ip", "link", "set", port, "up")
 
     def _shared_paths(self) -> list[str]:
         """What stays visible although it lies below a folder that each machine has for itself."""

@@ -1,9 +1,10 @@
 #!/bin/bash
 # Pid 1 of one machine of the test cluster. cluster.py starts it in new net, uts, pid, ipc and mount
-# namespaces: usage: node_init.sh FOLDER NAME ADDRESS INTERFACE TMP_MIB [SHARED_PATH...]
+# namespaces: usage: node_init.sh FOLDER NAME ADDRESS INTERFACE DECOY DECOY_ADDRESS TMP_MIB [SHARED_PATH...]
+# DECOY_ADDRESS may be empty: then there is no such interface.
 set -eu
-folder=$1 name=$2 address=$3 interface=$4 tmp_mib=$5
-shift 5
+folder=$1 name=$2 address=$3 interface=$4 decoy=$5 decoy_address=$6 tmp_mib=$7
+shift 7
 own=$folder/machines/$name
 
 # /proc is still the host's, so this is the pid by which the host knows this process.
@@ -51,6 +52,12 @@ own_network() { # cluster.py plugs the cable in as soon as it knows the pid
   ip link set lo up
   ip address add "$address/24" dev "$interface"
   ip link set "$interface" up
+  if [ -n "$decoy_address" ]; then
+    # Without an IPv6 address the kernel itself sends nothing: each packet is one of a program.
+    ip link set "$decoy" addrgenmode none
+    ip address add "$decoy_address/24" dev "$decoy"
+    ip link set "$decoy" up
+  fi
 }
 
 start_munge() {

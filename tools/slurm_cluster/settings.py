@@ -8,6 +8,7 @@ from pathlib import Path
 
 CONTROLLER = "ctl"
 NETWORK = "10.78.0"
+DECOY_NETWORK = "10.79.0"
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class Settings:
     """Time between SIGTERM and SIGKILL when a job is preempted."""
     interfaces: dict[str, str] = field(default_factory=dict)
     """Name of a node's network interface where it is not eth0."""
+    decoy: str = ""
+    """Name of a second interface of every node, first in the kernel's list: up, with an address that the
+    node's name resolves to, but in a network over which no node reaches another."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= 12:
@@ -39,6 +43,11 @@ class Settings:
     def address(self, name: str) -> str:
         """The IPv4 address of a machine."""
         return f"{NETWORK}.{10 + self.machine_names.index(name)}"
+
+    def decoy_address(self, name: str) -> str:
+        """The IPv4 address of a node in the decoy network; "" where it has none."""
+        is_there = self.decoy and name != CONTROLLER
+        return f"{DECOY_NETWORK}.{10 + self.machine_names.index(name)}" if is_there else ""
 
 
 # Each line with the failure it prevents, where the value is not the obvious one.
@@ -138,7 +147,10 @@ def slurm_conf(settings: Settings, folder: Path, changes: Mapping[str, object] =
 
 def other_files(settings: Settings, folder: Path) -> dict[str, str]:
     """The rest of /etc, by file name."""
-    hosts = [f"{settings.address(name)} {name}" for name in settings.machine_names]
+    hosts = [
+        f"{settings.decoy_address(name) or settings.address(name)} {name}"
+        for name in settings.machine_names
+    ]
     dbd = {
         "AuthType": "auth/munge",
         "DbdHost": CONTROLLER,

@@ -7,6 +7,7 @@ from forge.cluster.allocation import Allocation
 from forge.core.config import RUN_NAME, as_overrides
 from forge.core.errors import ForgeError
 from forge.core.paths import inputs_folder, tokenizer_folder, tokens_folder
+from forge.launch.rank import refuse_left_over
 from forge.core.sample_sheet import shared_folders
 
 helpers.prepare_environment()
@@ -101,6 +102,7 @@ onstart:
     # Not in a dry run. Only here is it known where jobs will run.
     submits = workflow.executor_plugin.name == "slurm"
     try:
+        refuse_left_over()  # jobs inherit the environment
         ALLOCATION.check_profile(
             workflow.resource_settings.default_resources, workflow.global_resources
         )

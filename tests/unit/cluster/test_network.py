@@ -10,6 +10,7 @@ import pytest
 from forge.cluster import network
 from forge.cluster.network import Setting
 from forge.cluster.placement import WorldLayout
+from forge.core.errors import ConfigError
 from forge.core.machine import load_machine
 from forge.core.process import hostname
 
@@ -37,16 +38,23 @@ def interfaces(**interface):
     ]
 
 
+LOST_PEER = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "3",
+    "a rank whose peer is lost ends, and does not hang",
+)
 WITHOUT_INFINIBAND = [
     *COMMON,
     *interfaces(found=("eth7", "routes to 10.0.0.1")),
     ("NCCL_IB_DISABLE", "1", "no InfiniBand is up"),
+    LOST_PEER,
 ]
 WITH_INFINIBAND = [
     *COMMON,
     *interfaces(found=("ib0", "InfiniBand with an address")),
     ("NCCL_IB_DISABLE", "0", "this node has InfiniBand"),
     ("NCCL_NET_GDR_LEVEL", "2", "GPU direct RDMA within one PCIe switch"),
+    LOST_PEER,
 ]
 
 
@@ -83,7 +91,7 @@ def test_interface_of_the_machine_file_wins_and_infiniband_stays_on(node):
     assert settings(interface="bond0") == [
         *COMMON,
         *interfaces(found=("bond0", "fabric.interface")),
-        *WITH_INFINIBAND[-2:],
+        *WITH_INFINIBAND[-3:],
     ]
 
 
@@ -103,8 +111,9 @@ def test_threads_are_those_that_slurm_gave_a_rank(node):
 def test_gid_index_is_set_with_infiniband_only(node):
     node(infiniband="ib0")
     assert settings(gid_index=3) == [
-        *WITH_INFINIBAND,
+        *WITH_INFINIBAND[:-1],
         ("NCCL_IB_GID_INDEX", "3", "from machine.yaml"),
+        LOST_PEER,
     ]
     node()
     assert settings(gid_index=3) == WITHOUT_INFINIBAND
@@ -117,7 +126,7 @@ def test_debug_adds_its_variables(node):
 
 def test_unknown_route_leaves_the_choice_to_the_backend(node):
     node(towards=None)
-    assert settings() == [*COMMON, WITHOUT_INFINIBAND[-1]]
+    assert settings() == [*COMMON, *WITHOUT_INFINIBAND[-2:]]
 
 
 @pytest.mark.parametrize(("ranks", "threads"), [(1, "8"), (3, "2"), (8, "1"), (20, "1")])
@@ -136,6 +145,27 @@ def test_what_the_user_exported_wins_and_is_reported(monkeypatch):
     ]
     assert (os.environ["NCCL_IB_DISABLE"], os.environ["NCCL_DEBUG"]) == ("0", "INFO")
     monkeypatch.delenv("NCCL_DEBUG")
+
+
+def test_timeout_that_the_user_exported_wins_and_is_said(monkeypatch, capsys):
+    machine = load_machine(None, {"fabric.timeout_sec": 300, "fabric.debug": True})
+    monkeypatch.delenv("NCCL_TIMEOUT", raising=False)
+    assert network.with_exported_timeout(machine) == machine
+    monkeypatch.setenv("NCCL_TIMEOUT", "1800")
+    found = network.with_exported_timeout(machine)
+    assert (found.fabric.timeout_sec, found.fabric.debug) == (1800, True)
+    said = "keeping your exported NCCL_TIMEOUT=1800 (fabric.timeout_sec is 300)"
+    assert said in capsys.readouterr().err
+    assert network.with_exported_timeout(found) == found
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("value", ["half an hour", "0", "-5", "inf"])
+def test_exported_timeout_that_is_no_time_is_refused_by_name(monkeypatch, value):
+    monkeypatch.setenv("NCCL_TIMEOUT", value)
+    with pytest.raises(ConfigError, match=f"NCCL_TIMEOUT={value} is no time") as caught:
+        network.with_exported_timeout(load_machine(None))
+    assert caught.value.fix.startswith("unset NCCL_TIMEOUT")
 
 
 @pytest.mark.parametrize(("mine", "stays"), [(None, "4"), ("3", "3")])

@@ -79,10 +79,10 @@ def test_line_of_torchrun_on_two_nodes_is_one_task_a_node():
         "--signals-to-handle=SIGHUP",
         "--shutdown-timeout=50",
         "--nnodes=2",
-        "--rdzv-backend=c10d",
+        "--rdzv-backend=static",
         "--rdzv-endpoint=n1:29500",
         "--rdzv-id=20260101T000000-7",
-        "--rdzv-conf=join_timeout=300",
+        "--rdzv-conf=timeout=300",
         *ENTRY,
     ]
 

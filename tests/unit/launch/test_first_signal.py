@@ -50,5 +50,13 @@ def test_torchrun_itself_ignores_signals_that_reach_it():
     assert process.wait(60) == 0
 
 
+def test_torchrun_gets_the_number_of_its_node():
+    show = "import os; print(os.environ['PET_NODE_RANK'])"
+    line = [sys.executable, "-m", "forge.launch.first_signal", sys.executable, "-c", show]
+    for environ, number in (({"SLURM_NODEID": "3"}, "3"), ({}, "0")):
+        inherited = {k: v for k, v in os.environ.items() if k != "SLURM_NODEID"} | environ
+        assert subprocess.check_output(line, env=inherited, text=True).strip() == number
+
+
 def test_without_a_signal_the_status_is_that_of_the_command():
     assert start("", status=7).wait(60) == 7

@@ -87,6 +87,21 @@ def test_lost_ranks_are_named_with_what_the_others_saw():
     assert found.lost == (1, 3)
 
 
+@pytest.mark.parametrize(("exported", "value"), [(None, "3"), ("1", "1")])
+@pytest.mark.parametrize("job", [None, "17"])
+def test_torchrun_inherits_how_a_rank_ends_whose_peer_is_lost(
+    tmp_path, monkeypatch, job, exported, value
+):
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(name, raising=False)
+    if exported:
+        monkeypatch.setenv(name, exported)
+    monkeypatch.setenv("SLURM_NNODES", "7")  # of another step
+    found = launcher._environment(spec_of(tmp_path).model_copy(update={"job": job}))
+    assert found[name] == value
+    assert ("SLURM_NNODES" in found) == (job is None)
+
+
 def test_living_orphans_are_named_and_their_folder_stays(tmp_path, monkeypatch):
     paths = RunPaths(tmp_path)
     monkeypatch.setattr(launcher, "ORPHAN_WAIT_SEC", 0.1)

@@ -78,6 +78,24 @@ def test_variables_left_over_in_the_shell_are_named(monkeypatch, values, message
     assert 0 <= rank.rank_for_record(4) < 4
 
 
+def test_process_that_starts_ranks_may_be_in_a_batch_job_but_be_no_rank(monkeypatch):
+    export(monkeypatch, RANK="", WORLD_SIZE="", **SLURM)
+    rank.refuse_left_over()
+    export(monkeypatch, RANK="0", LOCAL_RANK="0")
+    with pytest.raises(ConfigError, match="RANK=0, LOCAL_RANK=0, which a launcher sets") as caught:
+        rank.refuse_left_over()
+    assert caught.value.fix.startswith("unset RANK LOCAL_RANK,")
+
+
+def test_ranks_meet_where_the_launcher_has_found_a_free_port(monkeypatch):
+    export(monkeypatch, MASTER_ADDR="", MASTER_PORT="1")
+    assert rank.set_rendezvous(("n1", 29500)) == "n1"
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("n1", "29500")
+    assert rank.set_rendezvous(None) == "n1"  # torchrun on this host alone has set them
+    monkeypatch.delenv("MASTER_ADDR")
+    assert rank.set_rendezvous(None) == "127.0.0.1"
+
+
 def test_ranks_of_torchrun_may_have_other_numbers_than_slurms_tasks(monkeypatch):
     export(monkeypatch, RANK="2", LOCAL_RANK="0", WORLD_SIZE="8", TORCHELASTIC_RUN_ID="x", **SLURM)
     assert this_rank(8, 1).rank == 2

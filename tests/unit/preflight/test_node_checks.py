@@ -6,6 +6,7 @@ import re
 import resource
 import shutil
 import socket
+import threading
 import time
 from collections import namedtuple
 from dataclasses import replace
@@ -38,7 +39,7 @@ def wanted(tmp_path):
     (tmp_path / "data/manifest.json").write_text("{}")
     folders = {"results": str(tmp_path / "results"), "data": str(tmp_path / "data")}
     facts = {"staged": "", "digest": "", "machine": {}, "ranks_per_node": 1, "program": {}}
-    return Wanted(**folders, **facts, head="")
+    return Wanted(**folders, **facts, master="")
 
 
 def checks(wanted, ranks=1, **limits):
@@ -179,7 +180,7 @@ def test_interface_of_this_node_in_the_map_wins_and_is_named_by_its_key(wanted):
 
 
 def test_loopback_is_no_interface_for_several_nodes(wanted):
-    check = problems(checks(replace(wanted, head="localhost")))["interface"]
+    check = problems(checks(replace(wanted, master="localhost")))["interface"]
     assert check.status == "fail"
     assert "other nodes cannot reach lo" in check.message
     assert "localhost does not resolve here, or to a loopback address" in check.cause
@@ -222,17 +223,6 @@ def test_staged_shards_that_are_gone_only_warn_where_the_shared_ones_are_readabl
     assert blind.status == "fail"
 
 
-def test_head_says_when_the_port_that_the_user_has_set_is_taken(wanted, monkeypatch):
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        at_head = replace(wanted, head=hostname())
-        check = problems(checks(at_head))["port"]
-        assert f"cannot listen on port {port} (MASTER_PORT)" in check.message
-        assert "port" not in checks(wanted)
-    assert checks(at_head)["port"].status == "ok"
-
-
 def test_gpus_are_counted_where_the_backend_needs_them(wanted, monkeypatch):
     monkeypatch.setattr(node_checks, "count_gpus", lambda: 3)
     assert checks(wanted, ranks=3, fabric__backend="nccl")["gpus"].status == "ok"
@@ -270,8 +260,8 @@ def listener(wanted):
     return node_checks.listen(machine, "localhost")
 
 
-def reach(listeners, head="", patience_sec=2):
-    return node_checks.reach(listeners, head, patience_sec)
+def reach(listeners, head="", master="", patience_sec=2):
+    return node_checks.reach(listeners, head, master or head, patience_sec)
 
 
 def test_node_that_listens_is_reached_and_sends_its_time(listener):
@@ -289,9 +279,23 @@ def test_clock_of_the_other_is_compared_with_ours():
         assert node_checks._Peer(ours, 2).clock_ahead() == pytest.approx(-7, abs=0.5)
 
 
-def test_name_that_does_not_resolve_is_reported(listener):
-    found = reach({"no-such-host.invalid": listener})
-    assert found["no-such-host.invalid"]["trouble"].startswith("its name does not resolve")
+def test_name_that_does_not_resolve_matters_only_where_the_ranks_look_for_it(listener):
+    nameless = "no-such-host.invalid"
+    trouble = reach({nameless: listener}, head=nameless)[nameless]["trouble"]
+    assert trouble.startswith(f"{nameless} does not resolve: ")
+    for given in ({}, {"head": nameless, "master": "127.0.0.1"}):
+        assert reach({nameless: listener}, **given)[nameless]["trouble"] == ""
+
+
+def test_node_of_the_rendezvous_is_reached_at_the_address_that_was_given(listener):
+    found = reach({"localhost": listener}, head="localhost", master="127.99.0.1")
+    assert found["localhost"]["trouble"] == ""
+    with node_checks._Server(("127.0.0.1", 0), node_checks._Echo) as own:  # at this address alone
+        threading.Thread(target=own.serve_forever, daemon=True).start()
+        at = {"address": "127.0.0.1", "port": own.server_address[1]}
+        found = reach({"localhost": at}, head="localhost", master="127.99.0.1")
+        own.shutdown()
+    assert found["localhost"]["trouble"] == "cannot connect to 127.99.0.1: Connection refused"
 
 
 def test_closed_port_is_reported():

@@ -162,7 +162,7 @@ class Nodes:
     def __init__(self, monkeypatch, config):
         self.config, self.down, self.broken = config, {}, None
         self.probed, self.restart, self.versions = [], 0, {"python": "3.11", "torch": "2.13"}
-        self.has_time = True
+        self.has_time, self.endpoint = True, []
         monkeypatch.setattr(preflight, "find_placement", lambda *_: self.placement)
         monkeypatch.setattr(compare_nodes, "inspect", self.inspect)
         monkeypatch.setattr(preflight, "Prober", lambda *_, **__: self)
@@ -173,11 +173,13 @@ class Nodes:
         return Placement(NAMES, job)
 
     def inspect(self, placement, wanted, machine, *, sec, python):
-        assert set(wanted) == set(NAMES) and {w.head for w in wanted.values()} == {"n1"}
+        assert set(wanted) == set(NAMES) and {w.master for w in wanted.values()} == {"n1"}
         return [
             Node(name, [self.down[name]], {})
             if name in self.down
-            else Node(name, [Check("project", "ok", "")], {"versions": self.versions})
+            else Node(
+                name, [Check("project", "ok", "")], {"versions": self.versions, "address": name}
+            )
             for name in placement.hosts
         ]
 
@@ -188,7 +190,7 @@ class Nodes:
     # The methods of Prober.
     def together(self, hosts):
         self.probed.append(list(hosts))
-        return HANG if self.bad(hosts) else GOOD
+        return self.endpoint or (HANG if self.bad(hosts) else GOOD)
 
     trials = "trials"
 
@@ -249,6 +251,15 @@ def test_too_few_healthy_nodes_name_all_that_are_not(nodes, paths, capsys):
     assert "see that it is up" in caught.value.fix
     assert exclude.read(paths.bad_nodes) == ["n2", "n4"]
     assert "cause: it is down   fix: see that it is up" in capsys.readouterr().err
+
+
+def test_endpoint_that_cannot_work_is_no_fault_of_a_node(nodes, paths):
+    nodes.endpoint = [Check("endpoint", "fail", "port 29500 is in use on n1", "unset MASTER_PORT")]
+    nodes.broken = Broken(nodes=["n4"])  # what a search would find
+    with pytest.raises(UnfitError, match="port 29500 is in use on n1") as caught:
+        nodes.run()
+    assert "unset MASTER_PORT" in caught.value.fix
+    assert event(paths)["left_out"] == {} and not paths.bad_nodes.exists()
 
 
 def test_after_a_search_the_rest_is_tried_together_before_it_trains(nodes):

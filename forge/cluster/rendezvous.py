@@ -1,0 +1,182 @@
+"""Rendezvous endpoint of the ranks: what the user asked for, and what their first node can offer."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import random
+import socket
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from forge.cluster import slurm
+from forge.core.errors import ConfigError, UnfitError
+from forge.core.machine import Fabric, port_range
+from forge.core.process import free_port, hostname
+from forge.core.terminal import say
+
+# Ranks of an earlier launch, which were killed on another node, release their port within this time.
+PATIENCE_SEC = 3.0
+
+
+class EndpointError(UnfitError):
+    """The endpoint that the user asked for cannot work on the first node of the ranks."""
+
+
+def host(fabric: Fabric, head: str) -> str:
+    """Name or address at which ranks look for rank 0: MASTER_ADDR, else fabric.master_addr, else `head`,
+    the first of their nodes."""
+    return os.environ.get("MASTER_ADDR") or fabric.master_addr or head
+
+
+def check(fabric: Fabric, nodes: int) -> None:
+    """ConfigError for an endpoint that cannot work on any nodes. nodes: number of them."""
+    _ports(fabric)
+    address = host(fabric, "")
+    if nodes > 1 and _is_loopback(address):
+        raise ConfigError(
+            f"{_asked_by('MASTER_ADDR')} is {address}, a loopback address, for ranks on {nodes} nodes",
+            cause="every node would look for rank 0 on itself",
+            fix=f"{_undo('MASTER_ADDR')} (Forge takes the first node), or give that node's address",
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address == "localhost"
+    return found.is_loopback or found.is_unspecified
+
+
+def _ports(fabric: Fabric) -> range | None:
+    """The ports to choose from: MASTER_PORT, else those of fabric.master_port; None for any."""
+    exported = os.environ.get("MASTER_PORT")
+    if not exported:
+        return None if fabric.master_port is None else port_range(fabric.master_port)
+    try:
+        return port_range(int(exported))
+    except ValueError:
+        raise ConfigError(
+            f"MASTER_PORT={exported} is no port: it must be a number from 1 to 65535",
+            cause="exported in the shell",
+            fix="unset MASTER_PORT; fabric.master_port in machine.yaml may be a range",
+        ) from None
+
+
+def _asked_by(name: str) -> str:
+    """The exported variable, or the key of machine.yaml, whose value is used."""
+    return name if os.environ.get(name) else f"fabric.{name.lower()}"
+
+
+def _undo(name: str) -> str:
+    return f"unset {name}" if os.environ.get(name) else f"remove {_asked_by(name)}"
+
+
+# --- on the first node ----------------------------------------------------------------------------
+
+
+def endpoint(fabric: Fabric, job_id: str, head: str, python: str) -> tuple[str, int]:
+    """Host of the rendezvous, and a port for it that is free on `head`, the first node of the ranks.
+
+    job_id: the Slurm job that has the node. python: the interpreter of the ranks. Raises EndpointError
+    where the host is not that node, or none of the ports that may be used is free there.
+    """
+    asked, ports = host(fabric, ""), _ports(fabric)
+    limits = [ports[0], ports[-1]] if ports else None
+    if head == hostname():
+        found = probe(asked, limits)
+    else:
+        words = ["-m", "forge.cluster.rendezvous", json.dumps([asked, limits])]
+        found = json.loads(slurm.output_on(job_id, head, [python, *words]))
+    refuse(fabric, head, found["trouble"])
+    if found["port"] is None:
+        raise _no_free_port(ports, head)
+    _say_what_was_exported(fabric, head)
+    return asked or head, int(found["port"])
+
+
+def refuse(fabric: Fabric, head: str, problem: str) -> None:
+    """EndpointError for a host that the user asked for and that has a problem (`trouble`) on `head`."""
+    asked = host(fabric, "")
+    if asked and problem:
+        raise EndpointError(
+            f"{_asked_by('MASTER_ADDR')} is {asked}, which {problem} {head}, the first node of the ranks",
+            cause="rank 0 listens there; the other ranks would look for it elsewhere until their timeout",
+            fix=f"{_undo('MASTER_ADDR')} (Forge takes {head}), or give an address of {head}",
+        )
+
+
+def _no_free_port(ports: range | None, head: str) -> EndpointError:
+    assert ports
+    asked_by = _asked_by("MASTER_PORT")
+    what = f"no port of {ports[0]}-{ports[-1]} ({asked_by}) is free on {head}"
+    if len(ports) == 1:
+        what = f"port {ports[0]} ({asked_by}) is in use on {head}"
+    return EndpointError(
+        f"{what}, the first node of the ranks",
+        cause="another program listens there, perhaps an earlier run that has not ended",
+        fix=f"{_undo('MASTER_PORT')} (Forge takes any free port), or give other ports",
+    )
+
+
+def _say_what_was_exported(fabric: Fabric, head: str) -> None:
+    own = {
+        "MASTER_ADDR": fabric.master_addr or head,
+        "MASTER_PORT": fabric.master_port or "any free port",
+    }
+    for name, value in own.items():
+        exported = os.environ.get(name)
+        if exported and exported != str(value):
+            say(f"keeping your exported {name}={exported} (Forge would use {value})")
+
+
+def probe(asked: str, limits: list[int] | None) -> dict[str, Any]:
+    """Called on the first node of the ranks: `trouble` of the host that was asked for ("" for none), and
+    a free `port` within the limits, both included (None: any port); None where there is none."""
+    port = free_port() if limits is None else _free_port_of(range(limits[0], limits[1] + 1))
+    return {"trouble": trouble(asked), "port": port}
+
+
+def trouble(address: str) -> str:
+    """Why this node is not at the address, in words before the name of the node; "" where it is, and for
+    no address."""
+    if not address:
+        return ""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return "does not resolve on"
+    with socket.socket(family, kind) as server:
+        try:
+            server.bind(place)  # only an address of this node can be bound
+        except OSError:
+            return f"is no address (those are {', '.join(_addresses())}) of"
+    return ""
+
+
+def _addresses() -> list[str]:
+    """The IPv4 addresses of this node, without the loopback interface."""
+    found = psutil.net_if_addrs()
+    return [a.address for n in found if n != "lo" for a in found[n] if a.family == socket.AF_INET]
+
+
+def _free_port_of(ports: range) -> int | None:
+    end = time.monotonic() + PATIENCE_SEC
+    while True:
+        # At random: jobs that start on one node at the same time rarely choose the same port.
+        for port in random.sample(ports, len(ports)):
+            with suppress(OSError), socket.create_server(("", port)):
+                return port
+        if time.monotonic() > end:
+            return None
+        time.sleep(PATIENCE_SEC / 10)
+
+
+if __name__ == "__main__":
+    print(json.dumps(probe(*json.loads(sys.argv[1]))))
