@@ -95,6 +95,17 @@ def test_what_was_never_sealed_is_moved_away(checkpoints, capsys):
     assert "checkpoint-9 is not used: it was never sealed" in capsys.readouterr().err
 
 
+def test_link_that_the_program_moves_to_its_newest_checkpoint_counts_for_nothing(checkpoints):
+    """KempnerForge points `latest` in the same directory to what it has just written."""
+    sealed(checkpoints, 5)
+    write(checkpoints, 9)
+    checkpoints.paths.latest.unlink()
+    checkpoints.paths.latest.symlink_to("checkpoint-9")
+    assert checkpoints.latest().step == 5
+    assert checkpoints.newest_verified().step == 5
+    assert checkpoints.paths.latest.readlink().name == "checkpoint-5"
+
+
 def test_edited_seal_is_noticed(checkpoints):
     folder = sealed(checkpoints, 5)[0]
     path = checkpoints.seal_of(folder)
