@@ -162,6 +162,30 @@ def test_hung_rank_is_named_and_the_ranks_start_again(program, tmp_path):
     assert history.seconds["recomputed"] > 6
 
 
+PRINTS = """
+import os, sys, time
+for step in range(int(sys.argv[1])):
+    if os.environ["RANK"] == "0":
+        print("step", step, flush=True)
+    time.sleep(0.5)
+time.sleep(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "steps", "hangs_sec", "code"),
+    [("any", 16, 0, 0), (True, 16, 0, Exit.FAILED), ("any", 1, 60, Exit.FAILED)],
+)
+def test_output_of_one_rank_may_be_the_heartbeat_of_all(program, log, steps, hangs_sec, code):
+    """As in KempnerForge, where rank 0 alone prints."""
+    command = [sys.executable, "-c", PRINTS, str(steps), str(hangs_sec)]
+    heartbeat = {"log": log, "timeout_sec": 3}
+    run = program(command=command, goal=None, checkpoints=None, heartbeat=heartbeat)
+    outcome = run.forge("train", *TWO_RANKS, "--machine.max_restarts_without_progress=1")
+    assert outcome.code == code, outcome.text
+    assert ("no heartbeat for 3 s" in outcome.text) == (code != 0)
+
+
 def test_kill_in_the_middle_of_a_save_leaves_nothing_that_is_resumed_from(program, tmp_path):
     run = program("--kill-in-save", 10, *once(tmp_path))
     outcome = run.forge("train", *TWO_RANKS)
