@@ -63,6 +63,7 @@ def test_kill_in_a_save_is_resumed_from_the_checkpoint_before(lab_run, tmp_path,
     assert read_json(run.paths.trained)["step"] == GOAL
     outcome = run.forge("validate")
     assert outcome.code == 0, outcome.text
+    assert "16 tensors in 2 files, all finite" in outcome.text
 
 
 def test_kempnerforge_saves_when_it_is_stopped_and_resumes_there(lab_run):

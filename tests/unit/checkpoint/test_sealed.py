@@ -4,23 +4,13 @@ import os
 import shutil
 
 import pytest
+from support.manifests import MADE_BY
 
-from forge.checkpoint.manifest import Code
-from forge.checkpoint.sealed import ProgramCheckpoints, SealLineage, signature
+from forge.checkpoint.sealed import ProgramCheckpoints, signature
 from forge.core.errors import ConfigError, OtherFormat
 from forge.core.files import read_json, write_json
 from forge.core.paths import RunPaths
 from forge.core.program import Checkpoints
-
-MADE_BY = SealLineage(
-    run="p",
-    config_digest="0" * 64,
-    command=["python"],
-    source=None,
-    inputs=None,
-    world_size=2,
-    code=Code(version="0.1.0", commit=None, dirty=None),
-)
 
 
 @pytest.fixture
