@@ -141,8 +141,9 @@ def _all_finite(folders: Sequence[Path]) -> Check:
                 files.add((folder, part.file))
                 bad += [] if part.is_finite() else [f"{part.name} in {part.file}"]
     except UnknownIndexError as err:
-        fix = "update Forge; until then program.validate can check them"
-        return Check("tensors", "warn", f"not checked: {err.what}", fix, "a newer torch wrote it")
+        fix = "let a command of yours check them: program.validate"
+        cause = "a newer torch, or the program's own kind of index"
+        return Check("tensors", "warn", f"not checked: {err.what}", fix, cause)
     except DataError as err:
         return Check("tensors", "fail", err.what, cause="an incomplete file")
     if bad:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import yaml
 from test_safe_reader import Planted
 
 from forge.checkpoint import storage
@@ -64,11 +65,10 @@ def test_index_that_runs_a_command_is_refused_and_does_not_run(folder, tmp_path)
     assert not isinstance(refused.value, UnknownIndexError) and not harm.exists()
 
 
-def test_index_of_a_newer_torch_is_told_apart_and_nothing_of_it_runs(folder):
-    (folder / ".metadata").write_bytes(pickle.dumps(Planted(torch.load, "x")))
-    with pytest.raises(
-        UnknownIndexError, match=r"torch\.serialization\.load, which Forge does not"
-    ):
+@pytest.mark.parametrize("function", [torch.load, yaml.load])
+def test_class_of_a_newer_torch_or_of_the_program_is_told_apart_and_not_called(folder, function):
+    (folder / ".metadata").write_bytes(pickle.dumps(Planted(function, "x")))
+    with pytest.raises(UnknownIndexError, match=r"(torch|yaml).*load, which Forge does not know"):
         list(floating_parts(folder))
 
 
