@@ -75,6 +75,7 @@ def test_kempnerforge_saves_when_it_is_stopped_and_resumes_there(lab_run):
     assert outcome.code == Exit.STOPPED, outcome.text
     step = int(run.paths.latest.readlink().name.removeprefix("step_"))
     assert f"stopped at step {step} of {ENDLESS} (SIGTERM)" in outcome.text
+    assert "the program gets SIGTERM, and is killed after" in outcome.text
     assert run.forge("train", *TWO_RANKS, f"--program.goal={step + 2}").code == 0
     assert starts(run) == [0, step]
 
@@ -88,6 +89,7 @@ def test_torchtitan_is_killed_when_it_is_stopped_and_resumes_from_its_last_seale
     started.process.send_signal(signal.SIGTERM)
     outcome = started.end()
     assert outcome.code == Exit.STOPPED, outcome.text
+    assert "the program is killed, since it cannot be asked to save" in outcome.text
     step = int(run.paths.latest.readlink().name.removeprefix("step-"))
     assert run.forge("train", *TWO_RANKS, f"--program.goal={step + 2}").code == 0
     assert starts(run) == [0, step]
