@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import forge
 from forge.core.errors import ConfigError, Exit
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
@@ -131,7 +132,7 @@ def _start(
         return subprocess.Popen(
             command,
             cwd=task.cwd,
-            env={**os.environ, **variables},
+            env={**_environment(), **variables},
             stdin=subprocess.DEVNULL,
             process_group=0,  # torchrun signals the group of the rank: the stop would come twice
             preexec_fn=stop_with_parent,  # noqa: PLW1509  no threads run yet
@@ -142,6 +143,17 @@ def _start(
             cause="program.command or program.source is wrong, or the file is not executable",
             fix="correct them; program.command is started without a shell",
         ) from None
+
+
+def _environment() -> dict[str, str]:
+    """The rank's, without what the staged Python sets for Forge alone (staging/environment.py): with
+    PYTHONSAFEPATH another Python does not look into the program's directory."""
+    environment = dict(os.environ)
+    of_forge = {"PYTHONPATH": str(Path(forge.__file__).parents[1]), "PYTHONSAFEPATH": "1"}
+    if of_forge.items() <= environment.items():
+        for name in of_forge:
+            del environment[name]
+    return environment
 
 
 @dataclass
