@@ -34,8 +34,10 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
@@ -337,7 +339,7 @@ class SafeReader(FileSystemReader):
     """DCP's reader for the files of TensorWriter. Reads the index without running code from it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = _read_index(Path(self.path) / ".metadata")
+        metadata = read_index(Path(self.path) / ".metadata")
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -387,11 +389,14 @@ class SafeReader(FileSystemReader):
         return narrow_tensor_by_index(tensor, offsets, lengths)
 
 
-def _read_index(path: Path) -> Metadata:
-    """A DCP index, its types checked before anything uses them. Raises DataError, OSError."""
+def read_index(path: Path, unpickler: type[IndexUnpickler] | None = None) -> Metadata:
+    """A DCP index, its types checked before anything uses them. Raises DataError, OSError.
+
+    unpickler: of another program's checkpoint; None for Forge's own.
+    """
     try:
         with open(path, "rb") as file:
-            index = IndexUnpickler(file).load()
+            index = (unpickler or IndexUnpickler)(file).load()
         trouble = _index_trouble(index)
     except (DataError, OSError):
         raise
@@ -415,6 +420,8 @@ def _index_trouble(index: Any) -> str:
     if not isinstance(entries, dict) or not isinstance(stored, dict):
         return "it lists no tensors"
     for name, entry in entries.items():
+        if isinstance(entry, BytesStorageMetadata):
+            continue  # of another program; the unpickler for Forge's own refuses the class
         is_tensor = (
             isinstance(name, str)
             and isinstance(entry, TensorStorageMetadata)
@@ -426,11 +433,18 @@ def _index_trouble(index: Any) -> str:
         )
         if not is_tensor:
             return f"{name!r:.60} is not a tensor"
-    for info in stored.values():
-        # A path with a slash could lead out of the checkpoint's directory.
-        if not isinstance(info, _StorageInfo) or "/" in info.relative_path:
+    for where, info in stored.items():
+        if not isinstance(where, MetadataIndex) or where.fqn not in entries:
+            return f"{where!r:.100} is not in its list"
+        if not isinstance(info, _StorageInfo) or not _is_in_its_directory(info):
             return f"{info!r:.100} is not in a file of its directory"
     return ""
+
+
+def _is_in_its_directory(info: _StorageInfo) -> bool:
+    # A path with a slash could lead out of the checkpoint's directory.
+    numbers = info.offset, info.length
+    return "/" not in info.relative_path and all(isinstance(n, int) and n >= 0 for n in numbers)
 
 
 class IndexUnpickler(pickle.Unpickler):

@@ -67,8 +67,9 @@ class Heartbeat(Section):
     file: FilePath | None = None
     """File that a rank touches, or writes its step into; `{run}` and `{rank}` stand for the run's
     directory and the rank. null: the one in FORGE_HEARTBEAT."""
-    log: bool = False
-    """Any output of a rank counts, too."""
+    log: bool | Literal["any"] = False
+    """true: any output of a rank counts as its heartbeat, too. any: output of any rank counts for all,
+    for programs whose rank 0 alone prints."""
     timeout_sec: float = Field(900, gt=0, le=10**6)
     """A rank without heartbeat for this long is hung: the ranks are killed and started again."""
 

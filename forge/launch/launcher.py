@@ -21,7 +21,7 @@ from forge.core.files import read_object_or_empty, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process, hostname, stop_with_parent, user_threads
-from forge.core.terminal import say
+from forge.core.terminal import duration, say
 from forge.launch.rank_output import Console
 from forge.launch.rank_records import (
     LaunchSpec,
@@ -155,7 +155,7 @@ def _watch(
                 forwarded = True
                 # srun forwards SIGUSR1 to its tasks; SIGTERM ends it and kills them.
                 child.send_signal(signal.SIGUSR1 if spec.job else stopped[0])
-                say("stopping: the ranks finish their step and commit a checkpoint …")
+                say(f"stopping: {_stopping(spec.task)} …")
                 killed_at = killed_at or time.monotonic() + grace_sec
             if killed_at is None and any(
                 record.status in ("failed", "lost") for record in written(spec)
@@ -174,6 +174,16 @@ def _environment(spec: LaunchSpec) -> dict[str, str]:
         inherited = slurm.exported(slurm.environment(), spec.machine.slurm.export)
     # Before torchrun sets another value.
     return {network.LOST_PEER.name: network.LOST_PEER.value, **inherited}
+
+
+def _stopping(task: Task) -> str:
+    """What the ranks do when they are asked to stop."""
+    if not isinstance(task, ProgramTask):
+        return "the ranks finish their step and commit a checkpoint"
+    stop = task.program.stop
+    if stop.signal == "none":
+        return "the program is killed, since it cannot be asked to save (program.stop.signal)"
+    return f"the program gets {stop.signal}, and is killed after {duration(stop.grace_sec)}"
 
 
 def _start(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import forge
 from forge.core.errors import ConfigError, Exit
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
@@ -38,6 +39,8 @@ TAIL_BYTES = 4096
 VICTIM_SEC = 5.0  # a rank that only waits for a hung one reports so much later than that one
 LOST = "peer lost"  # the cause after which ranks are started again, and the job is requeued
 
+Signs = tuple[tuple[int, int], ...]  # time of last change and size of each of some files
+
 
 def heartbeat_file(program: Program, paths: RunPaths, rank: int) -> Path:
     """The file that this rank of the program touches, or writes its step into."""
@@ -56,6 +59,11 @@ def saved_file(paths: RunPaths, rank: int) -> Path:
     """The file into which a rank writes the step of the last checkpoint that it has written its part
     of."""
     return paths.heartbeats.absolute() / f"{rank}.saved"
+
+
+def output_file(paths: RunPaths) -> Path:
+    """The file that a rank touches when its program has printed something, for the other ranks to see."""
+    return paths.heartbeats / "output"
 
 
 def read_step(path: Path) -> int | None:
@@ -140,7 +148,7 @@ def _start(
         return subprocess.Popen(
             command,
             cwd=task.cwd,
-            env={**os.environ, **variables},
+            env={**_environment(), **variables},
             stdin=subprocess.DEVNULL,
             process_group=0,  # torchrun signals the group of the rank: the stop would come twice
             preexec_fn=before_exec,  # noqa: PLW1509  no threads run yet
@@ -151,6 +159,17 @@ def _start(
             cause="program.command or program.source is wrong, or the file is not executable",
             fix="correct them; program.command is started without a shell",
         ) from None
+
+
+def _environment() -> dict[str, str]:
+    """The rank's, without what the staged Python sets for Forge alone (staging/environment.py): with
+    PYTHONSAFEPATH another Python does not look into the program's directory."""
+    environment = dict(os.environ)
+    of_forge = {"PYTHONPATH": str(Path(forge.__file__).parents[1]), "PYTHONSAFEPATH": "1"}
+    if of_forge.items() <= environment.items():
+        for name in of_forge:
+            del environment[name]
+    return environment
 
 
 @dataclass
@@ -166,6 +185,7 @@ class _Watch:
     beat: Path
     cause: str = field(default="", init=False)  # of the stop
     hung: str = field(default="", init=False)
+    printed: Signs = field(default=(), init=False)  # of its log, as the other ranks know it
 
     def until_it_ends(self) -> RankRecord:
         started, looked, killed_at = time.monotonic(), 0.0, float("inf")
@@ -226,17 +246,20 @@ class _Watch:
             os.killpg(self.child.pid, signal.SIGKILL)
         self.child.wait()
 
-    def _signs_of_life(self) -> tuple[object, ...]:
+    def _signs_of_life(self) -> Signs:
         heartbeat = self.task.program.heartbeat
-        files = [self.beat] if heartbeat else []
-        if heartbeat and heartbeat.log:
-            files.append(_log())
-        signs: list[object] = []
-        for path in files:
+        if heartbeat is None:
+            return ()
+        if heartbeat.log == "any":
+            self._tell_of_output()
+            return _signs(self.beat, output_file(self.paths))
+        return _signs(self.beat, _log()) if heartbeat.log else _signs(self.beat)
+
+    def _tell_of_output(self) -> None:
+        if (printed := _signs(_log())) != self.printed:
+            self.printed = printed
             with contextlib.suppress(OSError):
-                found = path.stat()
-                signs.append((found.st_mtime_ns, found.st_size))
-        return tuple(signs)
+                output_file(self.paths).touch()
 
     def _look_for_hang(self, now: float) -> None:
         heartbeat = self.task.program.heartbeat
@@ -278,6 +301,16 @@ class _Watch:
             return replace(record, status="failed", code=Exit.FAILED, cause="no restart")
         code = Exit.FAILED if status > 0 else Exit.UNFIT
         return replace(record, status="lost", code=code, cause=LOST)
+
+
+def _signs(*paths: Path) -> Signs:
+    """Of those of the files that are there."""
+    signs = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found = path.stat()
+            signs.append((found.st_mtime_ns, found.st_size))
+    return tuple(signs)
 
 
 def _log() -> Path:

@@ -181,10 +181,12 @@ def _program_visible(program: dict[str, Any]) -> Check:
             fix = "choose a directory that all nodes share"
             return Check("program", "fail", f"cannot read {folder}", fix)
     word = program["command"]
-    found = shutil.which(word) or shutil.which(str(Path(program["reads"][0]) / word))
+    # As the ranks start it: a path is relative to its directory, a plain name is looked up on the PATH.
+    found = shutil.which(str(Path(program["reads"][0], word)) if "/" in word else word)
     if not found:
         fix = "give its path, or install it on the nodes"
-        return Check("program", "fail", f"no command {word!r} on the PATH of the ranks", fix)
+        where = f"in {program['reads'][0]}" if "/" in word else "on the PATH of the ranks"
+        return Check("program", "fail", f"no command {word!r} {where}", fix)
     return Check("program", "ok", f"{found}, reads {', '.join(program['reads'])}")
 
 

@@ -1,4 +1,4 @@
-"""`forge validate` for another training program: digests, weights, the program's own check."""
+"""`forge validate` for another training program: digests, tensors, the program's own check."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from forge.core.program import Program, filled
 from forge.core.records import Trained, Validation
 from forge.core.terminal import Table, say
 
+DCP_INDEX = ".metadata"  # of torch.distributed.checkpoint, in each of its directories
 SAID_CHARACTERS = 300  # of the output of the program's own check, in a message
 
 
@@ -90,6 +91,7 @@ def _checks(
             return
         yield Check("digests", "ok", f"{len(latest.seal.files)} files as they were sealed")
         yield from _weights(latest)
+        yield from _dcp_tensors(latest)
     if program.validation:
         yield _own_check(config, program, paths, latest)
 
@@ -118,6 +120,36 @@ def _weights(latest: SealedCheckpoint) -> Iterator[Check]:
             yield Check("weights", "fail", f"{file.name}: {err}", cause="an incomplete file")
             return
     yield Check("weights", "ok", f"{tensors} tensors in {len(files)} files, all finite")
+
+
+def _dcp_tensors(latest: SealedCheckpoint) -> Iterator[Check]:
+    """That the tensors of torch.distributed.checkpoint can be read, and are finite."""
+    files = (latest.path / name for name in latest.seal.files)
+    if folders := [file.parent for file in files if file.name == DCP_INDEX]:
+        yield _all_finite(folders)
+
+
+def _all_finite(folders: Sequence[Path]) -> Check:
+    """Of the floating-point tensors in these directories of torch.distributed.checkpoint."""
+    from forge.checkpoint.program_tensors import UnknownIndexError, floating_parts
+
+    tensors, files, bad = set(), set(), []
+    try:
+        for folder in folders:
+            for part in floating_parts(folder):
+                tensors.add((folder, part.name))
+                files.add((folder, part.file))
+                bad += [] if part.is_finite() else [f"{part.name} in {part.file}"]
+    except UnknownIndexError as err:
+        fix = "let a command of yours check them: program.validate"
+        cause = "a newer torch, or the program's own kind of index"
+        return Check("tensors", "warn", f"not checked: {err.what}", fix, cause)
+    except DataError as err:
+        return Check("tensors", "fail", err.what, cause="an incomplete file")
+    if bad:
+        message = f"values that are not finite: {', '.join(bad[:5])} ({len(bad)} parts of tensors)"
+        return Check("tensors", "fail", message, cause="training diverged")
+    return Check("tensors", "ok", f"{len(tensors)} tensors in {len(files)} files, all finite")
 
 
 def _own_check(

@@ -14,8 +14,9 @@ from forge.core.errors import Exit
 from forge.core.files import read_json
 from forge.reporting.history import read_history
 
-COUNT = Path(__file__).parents[1] / "support/programs/count.py"
-LAB = Path(__file__).parents[2] / "config/labs/six-nodes"
+ROOT = Path(__file__).parents[2]
+COUNT = ROOT / "tests/support/programs/count.py"
+LAB = ROOT / "config/labs/six-nodes"
 GOAL = 20
 ENDLESS = 10**6  # stopped before
 TWO_RANKS = ("--machine.launcher=torchrun", "--ranks-per-node=2")
@@ -91,6 +92,20 @@ def test_program_gets_the_variables_of_the_contract(program, tmp_path):
     assert Path(found["FORGE_HEARTBEAT"]).name == "1"
 
 
+@pytest.mark.parametrize(("path", "kept"), [(ROOT, False), (f"{ROOT}:/more", True)])
+def test_python_of_a_program_searches_as_if_forge_were_not_staged(program, monkeypatch, path, kept):
+    """The staged Python runs with both variables, of which the second hides a program's own modules."""
+    monkeypatch.setenv("PYTHONPATH", str(path))
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    show = (
+        "import os; print('FOUND', os.environ.get('PYTHONPATH'), os.environ.get('PYTHONSAFEPATH'))"
+    )
+    run = program(command=[sys.executable, "-c", show], goal=None, checkpoints=None)
+    assert run.forge("train").code == 0
+    (log,) = run.paths.logs.glob("local.*.0.log")
+    assert (f"FOUND {path} 1" if kept else "FOUND None None") in log.read_text()
+
+
 def test_program_that_ends_early_with_status_0_is_a_failure(program):
     run = program("--exit-at", 7)
     outcome = run.forge("train")
@@ -160,6 +175,30 @@ def test_hung_rank_is_named_and_the_ranks_start_again(program, tmp_path):
     history = read_history(run.paths)
     assert [(one.resumed_step, one.last_step) for one in history.launches] == [(0, 7), (5, GOAL)]
     assert history.seconds["recomputed"] > 6
+
+
+PRINTS = """
+import os, sys, time
+for step in range(int(sys.argv[1])):
+    if os.environ["RANK"] == "0":
+        print("step", step, flush=True)
+    time.sleep(0.5)
+time.sleep(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "steps", "hangs_sec", "code"),
+    [("any", 16, 0, 0), (True, 16, 0, Exit.FAILED), ("any", 1, 60, Exit.FAILED)],
+)
+def test_output_of_one_rank_may_be_the_heartbeat_of_all(program, log, steps, hangs_sec, code):
+    """As in KempnerForge, where rank 0 alone prints."""
+    command = [sys.executable, "-c", PRINTS, str(steps), str(hangs_sec)]
+    heartbeat = {"log": log, "timeout_sec": 3}
+    run = program(command=command, goal=None, checkpoints=None, heartbeat=heartbeat)
+    outcome = run.forge("train", *TWO_RANKS, "--machine.max_restarts_without_progress=1")
+    assert outcome.code == code, outcome.text
+    assert ("no heartbeat for 3 s" in outcome.text) == (code != 0)
 
 
 def test_kill_in_the_middle_of_a_save_leaves_nothing_that_is_resumed_from(program, tmp_path):

@@ -20,6 +20,7 @@ from forge.checkpoint.manifest import (
     StoredFile,
     Versions,
 )
+from forge.checkpoint.sealed import SealLineage
 from forge.core.config import Ids, ResolvedConfig
 from forge.core.files import canonical, digest_bytes, read_json, write_json
 from forge.core.paths import RunPaths
@@ -33,6 +34,16 @@ NUMERICS = Numerics(
     gpu_products="ieee",
     cpu_products="onednn",
     cpu_capability="AVX2",
+)
+
+MADE_BY = SealLineage(  # a checkpoint of another program
+    run="p",
+    config_digest="0" * 64,
+    command=["python"],
+    source=None,
+    inputs=None,
+    world_size=2,
+    code=Code(version="0.1.0", commit=None, dirty=None),
 )
 
 

@@ -202,6 +202,22 @@ OTHER_INDEXES = {
     "no place": lambda index: pickle.dumps(
         with_parts(index, storage_data=dict.fromkeys(index.storage_data))
     ),
+    "another name": lambda index: pickle.dumps(
+        with_parts(
+            index,
+            storage_data={
+                replace(key, fqn="model.v"): place for key, place in index.storage_data.items()
+            },
+        )
+    ),
+    "before the file": lambda index: pickle.dumps(
+        with_parts(
+            index,
+            storage_data={
+                key: replace(place, offset=-1) for key, place in index.storage_data.items()
+            },
+        )
+    ),
     "a path": lambda index: pickle.dumps(
         with_parts(
             index,

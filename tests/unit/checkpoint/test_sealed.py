@@ -4,23 +4,13 @@ import os
 import shutil
 
 import pytest
+from support.manifests import MADE_BY
 
-from forge.checkpoint.manifest import Code
-from forge.checkpoint.sealed import ProgramCheckpoints, SealLineage, signature
+from forge.checkpoint.sealed import ProgramCheckpoints, signature
 from forge.core.errors import ConfigError, OtherFormat
 from forge.core.files import read_json, write_json
 from forge.core.paths import RunPaths
 from forge.core.program import Checkpoints
-
-MADE_BY = SealLineage(
-    run="p",
-    config_digest="0" * 64,
-    command=["python"],
-    source=None,
-    inputs=None,
-    world_size=2,
-    code=Code(version="0.1.0", commit=None, dirty=None),
-)
 
 
 @pytest.fixture
@@ -93,6 +83,17 @@ def test_what_was_never_sealed_is_moved_away(checkpoints, capsys):
     write(checkpoints, 9)
     assert checkpoints.newest_verified().step == 5
     assert "checkpoint-9 is not used: it was never sealed" in capsys.readouterr().err
+
+
+def test_link_that_the_program_moves_to_its_newest_checkpoint_counts_for_nothing(checkpoints):
+    """KempnerForge points `latest` in the same directory to what it has just written."""
+    sealed(checkpoints, 5)
+    write(checkpoints, 9)
+    checkpoints.paths.latest.unlink()
+    checkpoints.paths.latest.symlink_to("checkpoint-9")
+    assert checkpoints.latest().step == 5
+    assert checkpoints.newest_verified().step == 5
+    assert checkpoints.paths.latest.readlink().name == "checkpoint-5"
 
 
 def test_edited_seal_is_noticed(checkpoints):

@@ -1,7 +1,8 @@
 """When a checkpoint is sealed: never while a rank may still write it."""
 
 import pytest
-from test_sealed import MADE_BY, write
+from support.manifests import MADE_BY
+from test_sealed import write
 
 from forge.checkpoint.sealed import ProgramCheckpoints
 from forge.checkpoint.sealer import Progress, Sealer

@@ -319,14 +319,18 @@ def test_interface_without_an_address_cannot_listen():
         node_checks.listen(machine, "localhost")
 
 
-def test_program_is_found_on_the_path_or_in_its_directory_and_its_directories_are_readable(
+def test_program_is_looked_for_as_the_ranks_start_it_and_its_directories_are_readable(
     wanted, tmp_path
 ):
+    """A plain name is searched on the PATH alone, a path is relative to the program's directory."""
     (tmp_path / "train.sh").write_text("#!/bin/sh\n")
     (tmp_path / "train.sh").chmod(0o755)
     for command, folder, status in (
         ("sh", tmp_path, "ok"),
-        ("train.sh", tmp_path, "ok"),
+        ("./train.sh", tmp_path, "ok"),
+        (str(tmp_path / "train.sh"), tmp_path, "ok"),
+        ("train.sh", tmp_path, "fail"),
+        (".venv/bin/python", tmp_path, "fail"),  # Forge has one in its own directory
         ("no-such-program", tmp_path, "fail"),
         ("sh", tmp_path / "gone", "fail"),
     ):

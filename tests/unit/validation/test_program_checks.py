@@ -1,0 +1,104 @@
+"""`forge validate` of a program's run: which of its tensors are read, and what is said of them."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from support.manifests import MADE_BY
+
+from forge.checkpoint.sealed import ProgramCheckpoints
+from forge.core.config import Config, checked
+from forge.core.errors import DataError
+from forge.core.files import write_json
+from forge.core.paths import RunPaths
+from forge.core.records import Validation
+from forge.data.content_ids import resolve
+from forge.validation import program_checks
+
+NAN = float("nan")
+
+
+@pytest.fixture
+def config(tmp_path):
+    program = {"command": ["python"], "goal": 5, "checkpoints": {}}
+    values = {"results": str(tmp_path), "run": "p", "program": program}
+    return resolve(checked(Config, values, "the test"))
+
+
+@pytest.fixture
+def folder(config):
+    """Of the checkpoint that is validated."""
+    path = RunPaths.of(config).checkpoints / "checkpoint-5"
+    path.mkdir(parents=True)
+    return path
+
+
+def save(folder, weights):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # saving in a single process is meant
+        dcp.save({"model": weights, "lr": 0.1}, checkpoint_id=folder, no_dist=True)
+
+
+def messages(config):
+    """Message by name of each check, of a checkpoint that is sealed as it is now."""
+    paths = RunPaths.of(config)
+    checkpoints = ProgramCheckpoints(paths, config.program.checkpoints, world_size=1)
+    checkpoints.seal(paths.checkpoints / "checkpoint-5", 5, MADE_BY)
+    program_checks.validate(config)
+    return {check.name: check.message for check in Validation.read(paths.validation).checks}
+
+
+def test_tensors_of_dcp_are_counted_in_every_directory_that_has_an_index(config, folder):
+    """As KempnerForge saves them with pipeline stages."""
+    save(folder / "pp0", {"w": torch.ones(3), "b": torch.ones(3)})
+    save(folder / "pp1", {"w": torch.ones(3), "ids": torch.arange(3)})
+    (folder / "train_state.pt").write_bytes(b"a pickle that nobody reads")
+    found = messages(config)
+    assert set(found) == {"digests", "tensors"}
+    assert found["tensors"] == "3 tensors in 2 files, all finite"
+
+
+def test_nan_in_a_tensor_of_dcp_names_tensor_and_file(config, folder):
+    save(folder, {"w": torch.tensor([1.0, NAN]), "b": torch.ones(3)})
+    with pytest.raises(DataError, match=r"not finite: model\.w in __0_0\.distcp \(1 parts"):
+        messages(config)
+
+
+def test_corrupt_index_is_invalid(config, folder):
+    save(folder, {"w": torch.ones(3)})
+    (folder / ".metadata").write_bytes(b"no pickle")
+    with pytest.raises(DataError, match="is not the index of a checkpoint"):
+        messages(config)
+
+
+def test_index_of_a_newer_torch_is_a_warning(config, folder):
+    save(folder, {"w": torch.ones(3)})
+    data = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(data.replace(b"TensorProperties", b"NewProperties___"))
+    assert messages(config)["tensors"].startswith("not checked: its index names torch.distributed")
+
+
+def test_weights_in_safetensors_files_are_checked(config, folder):
+    save_file({"w": torch.ones(3)}, folder / "model.safetensors")
+    assert messages(config)["weights"] == "1 tensors in 1 files, all finite"
+    save_file({"w": torch.tensor([NAN])}, folder / "model.safetensors")
+    with pytest.raises(DataError, match=r"w in model\.safetensors has values that are not finite"):
+        messages(config)
+
+
+def test_torch_is_not_imported_where_no_tensors_are(config, folder):
+    (folder / "model.pt").write_bytes(b"a pickle that nobody reads")
+    assert set(messages(config)) == {"digests"}
+    write_json(RunPaths.of(config).config, config.to_json())
+    code = (
+        "import sys\nfrom forge import cli\n"
+        "assert cli.main(['validate', sys.argv[1]]) == 0\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    command = [sys.executable, "-c", code, str(RunPaths.of(config).config)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
