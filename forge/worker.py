@@ -77,6 +77,7 @@ def _prepare(spec: LaunchSpec, rank: Rank) -> None:
     banner = (
         f"[RANK {rank.rank}] WORLD_SIZE={rank.world_size} host={hostname()} pid={os.getpid()}"
         f" interface={interface} threads={os.environ['OMP_NUM_THREADS']} launch={spec.launch}"
+        f"{_of_job(spec)}"
     )
     lines = [banner, *(f"{s.name}={s.value}   {s.reason}" for s in settings)]
     with contextlib.suppress(OSError):  # a full disk must not end a rank because of its log
@@ -84,6 +85,19 @@ def _prepare(spec: LaunchSpec, rank: Rank) -> None:
     for setting in settings:
         if not setting.won:
             terminal.say(f"keeping your exported {setting.name}={setting.value}")
+
+
+def _of_job(spec: LaunchSpec) -> str:
+    """What Slurm says of this rank's job; "" outside of Slurm."""
+    if not spec.job:
+        return ""
+    environ = os.environ
+    index = environ.get("SLURM_ARRAY_TASK_ID")
+    return (
+        f" job={spec.job}{f'_{index}' if index else ''} restart={spec.restart}"
+        f" partition={environ.get('SLURM_JOB_PARTITION', '?')}"
+        f" master={environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    )
 
 
 def _attempt(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> RankRecord:

@@ -206,7 +206,9 @@ class ProgramCheckpoints:
         """
         known = {found.path: found for found in self.sealed()}
         for path in reversed(self.there().values()):
-            reasons = ["it was never sealed: its save was interrupted"]
+            reasons = [
+                "it was never sealed: the program ended before its save was known to be complete"
+            ]
             if self.seal_of(path).exists():
                 found = known.get(path)
                 reasons = list(found.bad_files()) if found else ["its seal cannot be read"]

@@ -89,6 +89,11 @@ def run_ranks(
     log = paths.logs / f"{spec.log_prefix}.{machine.launcher}.log"
     if isinstance(task, TrainTask | ProgramTask):
         _record_launch(paths, spec, placement, step=task.step)
+        if job and master:
+            say(
+                f"launch: job={job.id} nodes={','.join(placement.hosts)} NNODES={layout.nodes}"
+                f" ranks={layout.world_size} MASTER_ADDR={master[0]} MASTER_PORT={master[1]}"
+            )
     try:
         stopped = _run(command, spec, log, machine.stop_grace_sec, deadline_sec)
         record = verdict([RankRecord.read(spec, rank) for rank in range(layout.world_size)])

@@ -221,7 +221,7 @@ def test_struck_program_resumes_from_its_last_sealed_checkpoint(
         assert run.events("requeue") == []
     if event == "kill_in_a_save" and lab == "bert-cpu":
         assert run.events("quarantine")[0]["reasons"] == [
-            "it was never sealed: its save was interrupted"
+            "it was never sealed: the program ended before its save was known to be complete"
         ]
     if event == "power_cut":
         assert set(first["nodes"]) - set(again["nodes"])
