@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from forge.cluster import rdma
 from forge.cluster.placement import WorldLayout
 from forge.core.config import checked
 from forge.core.errors import ConfigError
@@ -67,16 +69,16 @@ def rank_settings(
         ),
         *OFFLINE,
     ]
-    infiniband = _usable_infiniband(fabric)
+    rdma_reason = uses_rdma(fabric)
     interface, reason = choose_interface(fabric, master)
     if interface:
         settings += [
             Setting("GLOO_SOCKET_IFNAME", interface, reason),
             Setting("NCCL_SOCKET_IFNAME", interface, reason),
         ]
-    if infiniband:
+    if rdma_reason:
         settings += [
-            Setting("NCCL_IB_DISABLE", "0", "this node has InfiniBand"),
+            Setting("NCCL_IB_DISABLE", "0", rdma_reason),
             Setting("NCCL_NET_GDR_LEVEL", "2", "GPU direct RDMA within one PCIe switch"),
         ]
         if fabric.gid_index is not None:
@@ -84,7 +86,8 @@ def rank_settings(
                 Setting("NCCL_IB_GID_INDEX", str(fabric.gid_index), "from machine.yaml")
             )
     else:
-        why = "fabric.infiniband: never" if fabric.infiniband == "never" else "no InfiniBand is up"
+        never = fabric.infiniband == "never"
+        why = "fabric.infiniband: never" if never else "no port of InfiniBand or RoCE is active"
         settings.append(Setting("NCCL_IB_DISABLE", "1", why))
     settings.append(LOST_PEER)
     if fabric.debug:
@@ -110,19 +113,50 @@ def with_exported_timeout(machine: Machine) -> Machine:
     return machine.model_copy(update={"fabric": fabric})
 
 
+def has_rdma() -> bool:
+    """Whether this node has an active port of InfiniBand or RoCE."""
+    # The second question because a container may hide /sys/class/infiniband.
+    return bool(rdma.active_ports()) or infiniband_interface() is not None
+
+
+def uses_rdma(fabric: Fabric) -> str:
+    """Why NCCL uses InfiniBand or RoCE on this node; "" where it does not."""
+    if fabric.infiniband == "never":
+        return ""
+    if ports := rdma.active_ports():
+        more = f" and {len(ports) - 1} more" if len(ports) > 1 else ""
+        return f"{ports[0]}{more}"
+    if found := infiniband_interface():
+        return f"{found} is InfiniBand"
+    return "fabric.infiniband: always" if fabric.infiniband == "always" else ""
+
+
 def choose_interface(fabric: Fabric, master: str) -> tuple[str | None, str]:
-    """This node's interface for the ranks, and why: the profile's, else InfiniBand, else the route's."""
+    """This node's interface for the ranks, and why: the one that the user exported, else the profile's,
+    else InfiniBand with an address, else the route's."""
+    if found := _exported_interface(fabric):
+        return found
     if named := fabric.interfaces.get(hostname()):
         return named, f"fabric.interfaces of {hostname()}"
     if fabric.interface:
         return fabric.interface, "fabric.interface"
-    if found := _usable_infiniband(fabric):
-        return found, "InfiniBand with an address"
+    if fabric.infiniband != "never" and (infiniband := infiniband_interface()):
+        return infiniband, "InfiniBand with an address"
     return interface_towards(master), f"routes to {master}"
 
 
-def _usable_infiniband(fabric: Fabric) -> str | None:
-    return None if fabric.infiniband == "never" else infiniband_interface()
+def _exported_interface(fabric: Fabric) -> tuple[str, str] | None:
+    """The interface in GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME (of the backend first) or IB_IFNAME, and
+    the variable's name. NCCL's lists, prefixes and exclusions name none, and are left to NCCL."""
+    names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
+    if fabric.backend == "nccl":
+        names.reverse()
+    for name in (*names, "IB_IFNAME"):
+        value = os.environ.get(name, "")
+        is_name = re.fullmatch(r"[\w.-]+", value)
+        if is_name and (name != "NCCL_SOCKET_IFNAME" or value in psutil.net_if_addrs()):
+            return value, f"your exported {name}"
+    return None
 
 
 # Compute nodes have no internet access: a download would wait for minutes, then fail.

@@ -41,10 +41,11 @@ class Fabric(Section):
     master_port: int | str | None = None
     """Port of the first node at which they meet (MASTER_PORT), or a range such as `15000-20000`, of which
     a free one is taken; null: any free port."""
-    infiniband: Literal["auto", "never"] = "auto"
-    """`auto`: use InfiniBand where one of its interfaces is up; `never`: do not use it."""
+    infiniband: Literal["auto", "always", "never"] = "auto"
+    """`auto`: NCCL uses InfiniBand or RoCE where a port is active; `always`: preflight also refuses a
+    node without one; `never`: it uses sockets."""
     gid_index: int | None = Field(None, ge=0)
-    """NCCL_IB_GID_INDEX, for clusters that need one."""
+    """NCCL_IB_GID_INDEX, for clusters that need one. Preflight looks it up in the ports' tables."""
     timeout_sec: float = Field(300, gt=0, le=MAX_SEC)
     """Timeout of a collective in seconds; after it the rank ends with an error."""
     debug: bool = False

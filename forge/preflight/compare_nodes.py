@@ -264,7 +264,7 @@ def _same_hardware(node: Node, nodes: Sequence[Node], machine: Machine) -> Itera
         yield Check(
             "infiniband",
             "warn" if machine.fabric.backend == "gloo" else "fail",
-            f"no InfiniBand interface with an address is up; {with_ib} other nodes have one",
+            f"no port of InfiniBand or RoCE is active; {with_ib} other nodes have one",
             f"leave {node.name} out, or see ibstat there",
             cause="its port is down; NCCL would wait forever for a network that both ends have",
         )

@@ -26,11 +26,11 @@ import blake3
 import psutil
 
 import forge
-from forge.cluster import network, rendezvous, slurm
+from forge.cluster import network, rdma, rendezvous, slurm
 from forge.core.checks import Check
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import atomic_open
-from forge.core.machine import Machine
+from forge.core.machine import Fabric, Machine
 from forge.core.process import hostname, node_local_folder
 from forge.data.shards import MANIFEST, ShardSet
 
@@ -74,7 +74,7 @@ def check_node(**wanted: Any) -> dict[str, Any]:
         "interface": interface,
         "address": _address_of(interface),
         "master_trouble": rendezvous.trouble(needs.master),
-        "infiniband": network.infiniband_interface() is not None,
+        "infiniband": network.has_rdma(),
         "gpus": count_gpus(),
     }
 
@@ -114,7 +114,8 @@ def node_checks(wanted: Wanted, machine: Machine) -> Iterator[Check]:
     )
     yield _cores(wanted.ranks_per_node)
     yield _interface(machine, wanted.master)
-    if network.infiniband_interface():
+    if network.uses_rdma(machine.fabric):
+        yield _rdma(machine.fabric)
         yield _locked_memory()
     if machine.fabric.backend == "nccl":
         yield _gpus(wanted.ranks_per_node)
@@ -265,6 +266,29 @@ def _interface(machine: Machine, master: str) -> Check:
             cause=f"{master} does not resolve here, or to a loopback address",
         )
     return Check("interface", "ok", f"{chosen}")
+
+
+def _rdma(fabric: Fabric) -> Check:
+    """Whether a port is active where the machine asks for RDMA, and has the GID that is asked for."""
+    ports = rdma.active_ports()
+    if fabric.infiniband == "always" and not network.has_rdma():
+        return Check(
+            "infiniband",
+            "fail",
+            "no port of InfiniBand or RoCE is active, and fabric.infiniband is always",
+            "leave this node out, or see ibstat there",
+            cause="its cable or port is down, or it has no such card",
+        )
+    exported = os.environ.get("NCCL_IB_GID_INDEX", "")
+    index = int(exported) if exported.isdecimal() else fabric.gid_index
+    asked_by = "NCCL_IB_GID_INDEX" if exported.isdecimal() else "fabric.gid_index"
+    troubles = [] if index is None else [rdma.gid_trouble(port, index) for port in ports]
+    if trouble := next(filter(None, troubles), ""):
+        fix = (
+            "take the index that `show_gids` or `ibv_devinfo -v` lists for RoCE v2, or leave it out"
+        )
+        return Check("infiniband", "fail", f"{asked_by} is {index}: {trouble}", fix)
+    return Check("infiniband", "ok", ", ".join(map(str, ports)) or network.uses_rdma(fabric))
 
 
 def _locked_memory() -> Check:

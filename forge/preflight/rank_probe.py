@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from forge.cluster.network import infiniband_interface
+from forge.cluster.network import has_rdma
 from forge.core.errors import Exit
 from forge.core.process import hostname
 from forge.core.provenance import versions
@@ -116,7 +116,7 @@ def _facts(world: World, nccl_file: str) -> dict[str, Any]:
         "host": hostname(),
         "device": str(world.device),
         "versions": versions(),
-        "infiniband": infiniband_interface() is not None,
+        "infiniband": has_rdma(),
         "network": _network(nccl_file),
     }
 

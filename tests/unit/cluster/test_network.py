@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from forge.cluster import network
+from forge.cluster import network, rdma
 from forge.cluster.network import Setting
 from forge.cluster.placement import WorldLayout
 from forge.core.errors import ConfigError
@@ -46,24 +46,30 @@ LOST_PEER = (
 WITHOUT_INFINIBAND = [
     *COMMON,
     *interfaces(found=("eth7", "routes to 10.0.0.1")),
-    ("NCCL_IB_DISABLE", "1", "no InfiniBand is up"),
+    ("NCCL_IB_DISABLE", "1", "no port of InfiniBand or RoCE is active"),
     LOST_PEER,
 ]
 WITH_INFINIBAND = [
     *COMMON,
     *interfaces(found=("ib0", "InfiniBand with an address")),
-    ("NCCL_IB_DISABLE", "0", "this node has InfiniBand"),
+    ("NCCL_IB_DISABLE", "0", "ib0 is InfiniBand"),
     ("NCCL_NET_GDR_LEVEL", "2", "GPU direct RDMA within one PCIe switch"),
     LOST_PEER,
 ]
+
+
+IB_PORT = rdma.Port("mlx5_1", "1", "InfiniBand", "400 Gb/sec (4X NDR)", {0: ""})
 
 
 @pytest.fixture
 def node(monkeypatch):
     """A node with 8 cores; the function it gives says what the node's network is."""
     monkeypatch.setattr(network, "available_cores", lambda: 8)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "IB_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
 
-    def with_network(infiniband=None, towards="eth7"):
+    def with_network(infiniband=None, towards="eth7", ports=()):
+        monkeypatch.setattr(rdma, "active_ports", lambda: list(ports))
         monkeypatch.setattr(network, "infiniband_interface", lambda: infiniband)
         monkeypatch.setattr(network, "interface_towards", lambda _: towards)
 
@@ -99,6 +105,48 @@ def test_interface_of_the_nodes_own_line_wins_over_all(node):
     node(infiniband="ib0")
     found = settings(interface="bond0", interfaces={hostname(): "em4", "other": "eno1"})
     assert interfaces(found=("em4", f"fabric.interfaces of {hostname()}"))[0] in found
+
+
+def test_rdma_without_an_address_is_used_over_the_interface_of_the_route(node):
+    """As RoCE, and InfiniBand without IPoIB."""
+    node(ports=[rdma.Port("mlx5_0", "1", "Ethernet", "100 Gb/sec"), IB_PORT])
+    assert settings() == [
+        *COMMON,
+        *interfaces(found=("eth7", "routes to 10.0.0.1")),
+        ("NCCL_IB_DISABLE", "0", "mlx5_0 port 1 (RoCE, 100 Gb/sec) and 1 more"),
+        *WITH_INFINIBAND[-2:],
+    ]
+
+
+def test_rdma_may_be_switched_off_and_asked_for_where_there_is_none(node):
+    node(infiniband="ib0", ports=[IB_PORT])
+    found = settings(infiniband="never")
+    assert ("NCCL_IB_DISABLE", "1", "fabric.infiniband: never") in found
+    assert interfaces(found=("eth7", "routes to 10.0.0.1"))[0] in found
+    node()
+    found = settings(infiniband="always")
+    assert ("NCCL_IB_DISABLE", "0", "fabric.infiniband: always") in found
+
+
+@pytest.mark.parametrize(
+    ("exported", "backend", "chosen"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "em4"}, "gloo", "em4"),
+        ({"GLOO_SOCKET_IFNAME": "em4", "NCCL_SOCKET_IFNAME": "lo"}, "nccl", "lo"),
+        ({"GLOO_SOCKET_IFNAME": "em4", "NCCL_SOCKET_IFNAME": "lo"}, "gloo", "em4"),
+        ({"IB_IFNAME": "ib7"}, "nccl", "ib7"),
+        ({"NCCL_SOCKET_IFNAME": "^docker,lo"}, "nccl", "eth7"),  # NCCL's own choice by exclusion
+        ({"NCCL_SOCKET_IFNAME": "eth"}, "nccl", "eth7"),  # NCCL's prefix
+    ],
+)
+def test_exported_interface_is_the_one_that_preflight_tests_too(
+    node, monkeypatch, exported, backend, chosen
+):
+    node()
+    for name, value in exported.items():
+        monkeypatch.setenv(name, value)
+    fabric = load_machine(None, {"fabric.backend": backend, "fabric.interface": "eth7"}).fabric
+    assert network.choose_interface(fabric, "10.0.0.1")[0] == chosen
 
 
 def test_threads_are_those_that_slurm_gave_a_rank(node):

@@ -19,7 +19,7 @@ import pytest
 from support.shards import make
 
 import forge
-from forge.cluster import network
+from forge.cluster import network, rdma
 from forge.core.checks import Check
 from forge.core.errors import UnfitError
 from forge.core.machine import load_machine
@@ -236,6 +236,25 @@ def test_locked_memory_is_asked_for_where_there_is_infiniband(wanted, monkeypatc
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 * 2**20, 8 * 2**20))
     check = checks(wanted)["locked memory"]
     assert (check.status, check.message) == ("warn", "at most 8.0 MiB of memory can be locked")
+
+
+def test_infiniband_that_must_be_there_and_is_not_fails(wanted, monkeypatch):
+    monkeypatch.setattr(rdma, "active_ports", list)
+    monkeypatch.setattr(network, "infiniband_interface", lambda: None)
+    assert checks(wanted, fabric__infiniband="always")["infiniband"].status == "fail"
+    assert "infiniband" not in checks(wanted)
+
+
+def test_gid_index_that_no_port_has_fails_by_its_name(wanted, monkeypatch):
+    port = rdma.Port("mlx5_0", "1", "Ethernet", "100 Gb/sec", {0: "IB/RoCE v1", 3: "RoCE v2"})
+    monkeypatch.setattr(rdma, "active_ports", lambda: [port])
+    monkeypatch.delenv("NCCL_IB_GID_INDEX", raising=False)
+    assert checks(wanted, fabric__gid_index=3)["infiniband"].status == "ok"
+    check = checks(wanted, fabric__gid_index=5)["infiniband"]
+    assert check.status == "fail" and "fabric.gid_index is 5: mlx5_0 port 1" in check.message
+    monkeypatch.setenv("NCCL_IB_GID_INDEX", "0")  # which wins
+    check = checks(wanted, fabric__gid_index=3)["infiniband"]
+    assert check.status == "fail" and "NCCL_IB_GID_INDEX is 0: GID 0 of" in check.message
 
 
 def test_versions_change_with_the_code(monkeypatch, tmp_path):
