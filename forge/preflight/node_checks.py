@@ -33,6 +33,7 @@ from forge.core.files import atomic_open
 from forge.core.machine import Machine
 from forge.core.process import hostname, node_local_folder
 from forge.data.shards import MANIFEST, ShardSet
+from forge.launch.rank_records import ProgramFolders
 
 PACKAGES = ("torch", "numpy", "tokenizers", "blake3")
 
@@ -54,9 +55,9 @@ class Wanted:
     digest: str  # of the staged shards
     machine: dict[str, Any]
     ranks_per_node: int
-    program: dict[
-        str, Any
-    ]  # another training program: command, and directories that it reads; or {}
+    # Another training program: command, and the directories that its ranks read, `staged` and `shared`
+    # as in ProgramFolders; or {}.
+    program: dict[str, Any]
     master: str  # host name or address of the rendezvous; "" where this node is the only one
 
 
@@ -176,18 +177,24 @@ def _data_visible(wanted: Wanted) -> Check:
 
 def _program_visible(program: dict[str, Any]) -> Check:
     """Whether this node sees the directories of another program, and has the command that starts it."""
-    for folder in program["reads"]:
-        if not os.access(folder, os.R_OK | os.X_OK):
-            fix = "choose a directory that all nodes share"
-            return Check("program", "fail", f"cannot read {folder}", fix)
+    staged, shared = (ProgramFolders(**program[key]) for key in ("staged", "shared"))
+    gone = ", ".join(staged.unreadable)
+    reads = shared if gone else staged  # as the ranks do
+    if reads.unreadable:
+        fix = "choose a directory that all nodes share, or let stage copy it (stage.mode, stage.project)"
+        return Check("program", "fail", f"cannot read {', '.join(reads.unreadable)}", fix)
     word = program["command"]
     # As the ranks start it: a path is relative to its directory, a plain name is looked up on the PATH.
-    found = shutil.which(str(Path(program["reads"][0], word)) if "/" in word else word)
+    found = shutil.which(str(Path(reads.cwd, word)) if "/" in word else word)
     if not found:
         fix = "give its path, or install it on the nodes"
-        where = f"in {program['reads'][0]}" if "/" in word else "on the PATH of the ranks"
+        where = f"in {reads.cwd}" if "/" in word else "on the PATH of the ranks"
         return Check("program", "fail", f"no command {word!r} {where}", fix)
-    return Check("program", "ok", f"{found}, reads {', '.join(program['reads'])}")
+    used = ", ".join(folder for folder in (reads.cwd, reads.data, reads.hub) if folder)
+    if gone:
+        message = f"staged files are gone from {gone}; ranks read {used}"
+        return Check("program", "warn", message, "run: forge stage", "this disk was cleaned up")
+    return Check("program", "ok", f"{found}, reads {used}")
 
 
 def _staged(folder: Path, digest: str) -> Check:

@@ -26,7 +26,8 @@ from forge.core.errors import ConfigError, UnfitError
 from forge.core.files import short_id
 from forge.core.machine import Machine, Stage
 from forge.core.terminal import say
-from forge.staging.archive import DIRECTORIES, SUMS, Archive, Member, make_archive
+from forge.data.file_set import Member
+from forge.staging.archive import DIRECTORIES, SUMS, Archive, make_archive
 from forge.staging.on_node import SPARE_BYTES, link_mbit
 from forge.staging.sbcast import COMPRESS_PROGRAMS_BELOW, Broadcast, Broken, is_slower
 

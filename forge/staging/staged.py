@@ -1,8 +1,9 @@
-"""The stage record (stage.json): where the ranks of each node read the shards, and their removal."""
+"""The stage record (stage.json): where the ranks of each node read, and the removal of copies."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field
@@ -10,10 +11,14 @@ from pydantic import Field
 from forge.cluster import slurm
 from forge.cluster.nodes import NodeFailure, NodePool
 from forge.cluster.placement import Placement
-from forge.core.paths import RunPaths
+from forge.core.config import ResolvedConfig
+from forge.core.paths import RunPaths, inputs_folder
 from forge.core.process import hostname
 from forge.core.records import Record
 from forge.core.terminal import say
+from forge.data.input_set import InputSet, copy_folders
+from forge.data.source import source_folder
+from forge.launch.rank_records import ProgramFolders
 from forge.staging import on_node
 
 REMOVE_SEC = 60.0
@@ -25,9 +30,9 @@ class StageRecord(Record):
     FIX: ClassVar[str] = "run forge stage again"
 
     digest: str
-    """Of the shards."""
+    """Of the shards, or of a program's inputs; "" for a program without inputs."""
     bytes: int
-    """Of the shards."""
+    """Of these files."""
     folders: dict[str, str]
     """The directory that the ranks of each node read: a copy on its disk, or the shared one."""
     sent: list[str]
@@ -41,11 +46,37 @@ class StageRecord(Record):
     phase_sec: dict[str, float] = Field(default_factory=dict)
     """Seconds of archiving, sending and verifying."""
 
+    @classmethod
+    def of_no_files(cls, job: str | None) -> StageRecord:
+        """The record of a program without inputs."""
+        return cls(digest="", bytes=0, folders={}, sent=[], job=job, roots={})
+
 
 def staged_folders(paths: RunPaths) -> dict[str, str]:
-    """The directory of the shards by node; {} where the run was not staged."""
+    """The directory of shards or inputs by node; {} where the run was not staged."""
     record = StageRecord.read_if_there(paths.stage)
     return record.folders if record else {}
+
+
+def program_folders(config: ResolvedConfig) -> tuple[dict[str, ProgramFolders], ProgramFolders]:
+    """What the ranks of a program read: by node where it was staged, and the shared directories, for
+    other nodes."""
+    cwd = str(source_folder(config))
+    if not config.ids.inputs:
+        return {}, ProgramFolders(cwd=cwd, data="", hub="")
+    inputs = InputSet.open(inputs_folder(config.data, config.ids.inputs))
+    shared = ProgramFolders(cwd=cwd, data=inputs.data, hub=inputs.hub)
+    staged = {
+        host: _in_copy(inputs, folder, cwd)
+        for host, folder in staged_folders(RunPaths.of(config)).items()
+        if Path(folder) != inputs.folder.resolve()  # else this node reads in place
+    }
+    return staged, shared
+
+
+def _in_copy(inputs: InputSet, folder: str, cwd: str) -> ProgramFolders:
+    data, hub = copy_folders(folder, inputs.manifest)
+    return ProgramFolders(cwd=cwd, data=data, hub=hub)
 
 
 def staged_python(paths: RunPaths) -> str:
@@ -55,8 +86,8 @@ def staged_python(paths: RunPaths) -> str:
 
 
 def remove_staged(paths: RunPaths, placement: Placement) -> None:
-    """Remove the shards that `stage` copied to the nodes of this job for this run, unless they are kept
-    (`stage.keep`) or another run of the job reads them.
+    """Remove what `stage` copied to the nodes of this job for this run, unless it is kept (`stage.keep`)
+    or another run of the job reads it.
 
     A failure is printed, not raised: the next `stage` on that node removes what is left.
     """
@@ -74,4 +105,4 @@ def remove_staged(paths: RunPaths, placement: Placement) -> None:
         answers = pool.ask("unmark", timeout_sec=REMOVE_SEC, each=wanted)
     for host, reply in answers.items():
         if isinstance(reply, NodeFailure):
-            say(f"stage: could not remove the shards from {host}: {reply.message}")
+            say(f"stage: could not remove the staged files from {host}: {reply.message}")

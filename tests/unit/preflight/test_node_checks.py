@@ -334,7 +334,33 @@ def test_program_is_looked_for_as_the_ranks_start_it_and_its_directories_are_rea
         ("no-such-program", tmp_path, "fail"),
         ("sh", tmp_path / "gone", "fail"),
     ):
-        program = {"command": command, "reads": [str(folder)]}
+        reads = {"cwd": str(folder), "data": "", "hub": ""}
+        program = {"command": command, "staged": reads, "shared": reads}
         found = checks(replace(wanted, data="", program=program))
         assert found["program"].status == status, command
         assert "data" not in found
+
+
+@pytest.mark.parametrize(
+    ("there", "status", "said"),
+    [
+        (("cwd", "staged", "in"), "ok", "reads {here}/cwd, {here}/staged"),
+        (("cwd", "staged"), "ok", "reads {here}/cwd, {here}/staged"),
+        (("cwd", "in"), "warn", "gone from {here}/staged; ranks read {here}/cwd, {here}/in"),
+        (("cwd",), "fail", "cannot read {here}/in"),
+    ],
+)
+def test_program_is_checked_for_the_directories_that_its_ranks_on_this_node_read(
+    wanted, tmp_path, there, status, said
+):
+    for name in there:
+        (tmp_path / name).mkdir()
+    reads = {name: f"{tmp_path}/{name}" for name in ("cwd", "staged", "in")}
+    program = {
+        "command": "sh",
+        "staged": {"cwd": reads["cwd"], "data": reads["staged"], "hub": ""},
+        "shared": {"cwd": reads["cwd"], "data": reads["in"], "hub": ""},
+    }
+    check = checks(replace(wanted, data="", program=program))["program"]
+    assert check.status == status
+    assert said.format(here=tmp_path) in check.message

@@ -1,0 +1,14 @@
+"""The code of another program: which files belong to it, and that a change of them is another digest."""
+
+from forge.data.source import source_digest
+
+
+def test_code_has_another_digest_when_it_changes_and_keys_are_no_part_of_it(tmp_path):
+    (tmp_path / "train.py").write_text("1")
+    before = source_digest(tmp_path)
+    for name in (".git/HEAD", ".env", "key.pem", "__pycache__/x.pyc"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("secret")
+    assert source_digest(tmp_path) == before
+    (tmp_path / "train.py").write_text("2")
+    assert source_digest(tmp_path) != before
