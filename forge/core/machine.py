@@ -69,7 +69,7 @@ class Stage(Section):
     keep: bool = False
     """Keep the copies when the job ends, for the next run on the same nodes."""
     project: bool = False
-    """Also copy Forge and its Python environment, for nodes that do not see them."""
+    """Also copy Forge, its Python environment and `program.source`, for nodes that do not see them."""
 
 
 class Preflight(Section):

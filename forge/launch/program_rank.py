@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import forge
 from forge.core.errors import ConfigError, Exit
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
@@ -158,7 +157,7 @@ def _start(
         return subprocess.Popen(
             command,
             cwd=cwd,
-            env={**_environment(), **variables},
+            env=_environment(variables),
             stdin=subprocess.DEVNULL,
             process_group=0,  # torchrun signals the group of the rank: the stop would come twice
             preexec_fn=before_exec,  # noqa: PLW1509  no threads run yet
@@ -171,15 +170,16 @@ def _start(
         ) from None
 
 
-def _environment() -> dict[str, str]:
-    """The rank's, without what the staged Python sets for Forge alone (staging/environment.py): with
-    PYTHONSAFEPATH another Python does not look into the program's directory."""
-    environment = dict(os.environ)
-    of_forge = {"PYTHONPATH": str(Path(forge.__file__).parents[1]), "PYTHONSAFEPATH": "1"}
-    if of_forge.items() <= environment.items():
-        for name in of_forge:
-            del environment[name]
-    return environment
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """That of this process, with these variables. What restricts the staged Python (`stage.project`) to
+    its own packages is taken back: the program has the job's PYTHONPATH, and Forge behind it."""
+    found = {**os.environ, **variables}
+    of_job = found.pop("FORGE_JOB_PYTHONPATH", None)
+    if of_job is not None:
+        del found["PYTHONSAFEPATH"]  # a script imports the modules beside it
+        paths = [of_job, found["PYTHONPATH"]]
+        found["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return found
 
 
 @dataclass

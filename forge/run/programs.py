@@ -33,7 +33,12 @@ from forge.launch.program_rank import (
 )
 from forge.launch.rank_records import ProgramTask, RankRecord, TrainTask
 from forge.run.step_log import StepLog
-from forge.staging.staged import program_folders, staged_folders, staged_python
+from forge.staging.staged import (
+    program_folders,
+    staged_folders,
+    staged_python,
+    staged_source_digest,
+)
 
 
 @dataclass(frozen=True)
@@ -333,14 +338,15 @@ class OtherProgram:
     def _lineage(self) -> SealLineage:
         """What makes the checkpoints of this launch."""
         source, inputs, config = self.program.source, self._inputs, self.config
-        outputs = (config.results, config.data)
+        digest = ""
+        if source:
+            outputs = (config.results, config.data)
+            digest = staged_source_digest(self.paths) or source_digest(Path(source), outputs)
         return SealLineage(
             run=config.run,
             config_digest=provenance.config_digest(config),
             command=self.program.command,
-            source=Artifact(id=source, digest=source_digest(Path(source), outputs))
-            if source
-            else None,
+            source=Artifact(id=source, digest=digest) if source else None,
             inputs=Artifact(id=config.ids.inputs, digest=inputs.digest) if inputs else None,
             world_size=self.layout.world_size,
             code=Code(**provenance.code()),

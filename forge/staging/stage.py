@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from forge.cluster.placement import WorldLayout, find_placement
+from forge.cluster.placement import WorldLayout, check_source, find_placement
 from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.machine import Machine
@@ -22,10 +22,12 @@ def stage(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path
 
     A node that has a valid copy keeps it. stage.json has the directory that the ranks of each node read.
     Raises UnfitError for a full disk, a directory that another user could tamper with, and nodes that do
-    not respond; DataError for corrupt shards, and for inputs that have changed.
+    not respond; DataError for corrupt shards, and for inputs that have changed; ConfigError as
+    `check_source`.
     """
     started = time.time()
     paths = RunPaths.of(config)
+    check_source(machine, layout, config)
     placement = find_placement(machine, layout)
     source = _files(config)
     record = stage_nodes(source, config, machine, placement, min_nodes=layout.nodes)

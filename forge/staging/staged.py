@@ -20,6 +20,7 @@ from forge.data.input_set import InputSet, copy_folders
 from forge.data.source import source_folder
 from forge.launch.rank_records import ProgramFolders
 from forge.staging import on_node
+from forge.staging.environment import StagedProject
 
 REMOVE_SEC = 60.0
 
@@ -43,13 +44,22 @@ class StageRecord(Record):
     """The private directory of the job's copies, by node; {} where nothing is to be removed."""
     python: str | None = None
     """The Python on the nodes that runs Forge there, with `stage.project`."""
+    source: str = ""
+    """The directory on the nodes in which another training program runs, with `stage.project`."""
+    source_digest: str = ""
+    """Of the files in `source`, when they were copied."""
     phase_sec: dict[str, float] = Field(default_factory=dict)
     """Seconds of archiving, sending and verifying."""
 
     @classmethod
-    def of_no_files(cls, job: str | None) -> StageRecord:
+    def of_no_files(cls, job: str | None, roots: dict[str, str]) -> StageRecord:
         """The record of a program without inputs."""
-        return cls(digest="", bytes=0, folders={}, sent=[], job=job, roots={})
+        return cls(digest="", bytes=0, folders={}, sent=[], job=job, roots=roots)
+
+    def with_project(self, project: StagedProject) -> StageRecord:
+        """The record, with what `stage.project` has copied."""
+        copied = {name: getattr(project, name) for name in ("python", "source", "source_digest")}
+        return self.model_copy(update=copied)
 
 
 def staged_folders(paths: RunPaths) -> dict[str, str]:
@@ -61,17 +71,24 @@ def staged_folders(paths: RunPaths) -> dict[str, str]:
 def program_folders(config: ResolvedConfig) -> tuple[dict[str, ProgramFolders], ProgramFolders]:
     """What the ranks of a program read: by node where it was staged, and the shared directories, for
     other nodes."""
-    cwd = str(source_folder(config))
+    record = StageRecord.read_if_there(RunPaths.of(config).stage)
+    cwd = record.source if record and record.source else str(source_folder(config))
     if not config.ids.inputs:
         return {}, ProgramFolders(cwd=cwd, data="", hub="")
     inputs = InputSet.open(inputs_folder(config.data, config.ids.inputs))
     shared = ProgramFolders(cwd=cwd, data=inputs.data, hub=inputs.hub)
     staged = {
         host: _in_copy(inputs, folder, cwd)
-        for host, folder in staged_folders(RunPaths.of(config)).items()
+        for host, folder in (record.folders if record else {}).items()
         if Path(folder) != inputs.folder.resolve()  # else this node reads in place
     }
     return staged, shared
+
+
+def staged_source_digest(paths: RunPaths) -> str:
+    """Of the directory in which a program's ranks run; "" where they run in the shared one."""
+    record = StageRecord.read_if_there(paths.stage)
+    return record.source_digest if record else ""
 
 
 def _in_copy(inputs: InputSet, folder: str, cwd: str) -> ProgramFolders:

@@ -38,25 +38,25 @@ def stage_nodes(
     *,
     min_nodes: int,
 ) -> StageRecord:
-    """Copy the files to every node of the placement that needs a copy; with `stage.project`, Forge and
-    its Python, too. source: None for a program without inputs.
+    """Copy the files to every node of the placement that needs a copy; with `stage.project`, Forge,
+    its Python and the program's directory, too. source: None for a program without inputs.
 
     A node that fails is left out. Raises UnfitError that names those nodes when fewer than min_nodes
     remain.
     """
     job = placement.job.id if placement.job else slurm.this_job_id()
-    python = None
+    project = None
     if machine.stage.project and not placement.is_here:
-        python = stage_project(config, machine, placement)
+        project = stage_project(config, machine, placement)
     if source is None:
-        record = StageRecord.of_no_files(job)
+        record = StageRecord.of_no_files(job, project.roots if project else {})
     elif placement.is_here:
         here = ThisHost(placement)
         record = _stage(_Staging(here, source, config, machine.stage, min_nodes=min_nodes))
     else:
-        with NodePool(placement, python=python or sys.executable) as pool:
+        with NodePool(placement, python=project.python if project else sys.executable) as pool:
             record = _stage(_Staging(pool, source, config, machine.stage, min_nodes=min_nodes))
-    return record.model_copy(update={"python": python})
+    return record.with_project(project) if project else record
 
 
 class ThisHost:

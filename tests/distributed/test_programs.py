@@ -15,9 +15,8 @@ from forge.core.errors import Exit
 from forge.core.files import read_json
 from forge.reporting.history import read_history
 
-ROOT = Path(__file__).parents[2]
-COUNT = ROOT / "tests/support/programs/count.py"
-LAB = ROOT / "config/labs/six-nodes"
+COUNT = Path(__file__).parents[1] / "support/programs/count.py"
+LAB = Path(__file__).parents[2] / "config/labs/six-nodes"
 GOAL = 20
 ENDLESS = 10**6  # stopped before
 TWO_RANKS = ("--machine.launcher=torchrun", "--ranks-per-node=2")
@@ -91,20 +90,6 @@ def test_program_gets_the_variables_of_the_contract(program, tmp_path):
     wanted = {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"}
     assert wanted <= {name for name, value in found.items() if value}
     assert Path(found["FORGE_HEARTBEAT"]).name == "1"
-
-
-@pytest.mark.parametrize(("path", "kept"), [(ROOT, False), (f"{ROOT}:/more", True)])
-def test_python_of_a_program_searches_as_if_forge_were_not_staged(program, monkeypatch, path, kept):
-    """The staged Python runs with both variables, of which the second hides a program's own modules."""
-    monkeypatch.setenv("PYTHONPATH", str(path))
-    monkeypatch.setenv("PYTHONSAFEPATH", "1")
-    show = (
-        "import os; print('FOUND', os.environ.get('PYTHONPATH'), os.environ.get('PYTHONSAFEPATH'))"
-    )
-    run = program(command=[sys.executable, "-c", show], goal=None, checkpoints=None)
-    assert run.forge("train").code == 0
-    (log,) = run.paths.logs.glob("local.*.0.log")
-    assert (f"FOUND {path} 1" if kept else "FOUND None None") in log.read_text()
 
 
 def test_ranks_read_inputs_from_the_staged_copy_until_it_disappears(program, tmp_path):

@@ -1,6 +1,10 @@
 """The code of another program: which files belong to it, and that a change of them is another digest."""
 
-from forge.data.source import source_digest
+import pytest
+
+from forge.core.config import Config, checked
+from forge.core.errors import ConfigError
+from forge.data.source import source_digest, source_files, source_folder
 
 
 def test_code_has_another_digest_when_it_changes_and_keys_are_no_part_of_it(tmp_path):
@@ -12,3 +16,20 @@ def test_code_has_another_digest_when_it_changes_and_keys_are_no_part_of_it(tmp_
     assert source_digest(tmp_path) == before
     (tmp_path / "train.py").write_text("2")
     assert source_digest(tmp_path) != before
+
+
+def test_outputs_below_the_directory_and_what_links_to_directories_lead_to_are_no_code(tmp_path):
+    source = tmp_path / "source"
+    for name in ("train.py", "results/p/log.txt", "lib/results/x.py"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).touch()
+    (source / "linked").symlink_to(tmp_path)
+    found = source_files(source, [str(source / "results")])
+    assert found == [source / "lib/results/x.py", source / "train.py"]
+    assert source_digest(source, [str(source / "results")]) != source_digest(source)
+
+
+def test_missing_directory_is_named(tmp_path):
+    values = {"program": {"command": ["x"], "source": str(tmp_path / "gone")}}
+    with pytest.raises(ConfigError, match=r"gone': there is no such directory"):
+        source_folder(checked(Config, values, "config.yaml"))
