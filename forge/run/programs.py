@@ -236,8 +236,8 @@ class OtherProgram:
 
     def prepare(self, start: Start) -> int | None:
         source_folder(self.config)  # raises where it is missing
-        if self._inputs:
-            self._inputs.check_unchanged()
+        if inputs := self._inputs:
+            inputs.check_unchanged()
         if self.checkpoints:
             self.checkpoints.refuse_other_pattern()
         step = self.resume_step()

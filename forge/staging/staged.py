@@ -77,9 +77,10 @@ def program_folders(config: ResolvedConfig) -> tuple[dict[str, ProgramFolders], 
         return {}, ProgramFolders(cwd=cwd, data="", hub="")
     inputs = InputSet.open(inputs_folder(config.data, config.ids.inputs))
     shared = ProgramFolders(cwd=cwd, data=inputs.data, hub=inputs.hub)
+    folders = record.folders if record and record.digest == inputs.digest else {}
     staged = {
         host: _in_copy(inputs, folder, cwd)
-        for host, folder in (record.folders if record else {}).items()
+        for host, folder in folders.items()
         if Path(folder) != inputs.folder.resolve()  # else this node reads in place
     }
     return staged, shared

@@ -16,12 +16,14 @@ from support.shards import make
 from forge.cluster import slurm
 from forge.cluster.placement import Placement, WorldLayout
 from forge.core import json_lines
-from forge.core.config import Ids, load_config
+from forge.core.config import Config, Ids, load_config
 from forge.core.errors import DataError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths, inputs_folder, tokens_folder
 from forge.core.process import hostname
+from forge.data import content_ids
 from forge.data.content_ids import resolve
+from forge.data.inputs import make_inputs
 from forge.staging import on_node, stage
 from forge.staging.staged import program_folders, remove_staged
 
@@ -381,3 +383,12 @@ def test_program_without_inputs_reads_its_directory_only(program, machine, root)
     facts = staged(bare, machine)
     assert (facts["bytes"], facts["folders"], root.exists()) == (0, {}, False)
     assert ranks_read(bare) == ("", "")
+
+
+def test_copy_of_earlier_inputs_is_not_read(program, machine, tmp_path):
+    staged(program, machine)
+    (tmp_path / "in/more.csv").write_text("4,d\n")
+    content_ids._inputs_id.cache_clear()
+    later = resolve(Config.model_validate({**program.to_json(), "ids": None}))
+    make_inputs(later)
+    assert ranks_read(later)[0] == f"{tmp_path}/in"
