@@ -26,7 +26,7 @@ from forge.core.files import digest_file, write_json
 from forge.core.paths import RunPaths, tokens_folder
 from forge.data.content_ids import resolve
 from forge.data.shards import Manifest, ShardEntry, ShardSet, Total
-from forge.staging.archive import Archive, Member, make_archive
+from forge.staging.archive import Archive, make_archive
 from forge.staging.sbcast import Broadcast
 
 NODES = 4
@@ -130,7 +130,7 @@ def write_run(folder: Path, mib: int) -> Path:
 def compare(run: Path) -> dict[str, float]:
     """Seconds of each way to bring the shards to all nodes of this job."""
     source = ShardSet.open(next((run.parents[1] / "data" / "tokens").iterdir()))
-    shards = [Member(s.path, s.path.name, s.num_bytes) for s in source.train]
+    shards = source.members
     archives = run / "archives"
     one = archives / "one" / "all.tar"
     one.parent.mkdir(parents=True, exist_ok=True)

@@ -188,7 +188,7 @@ def _add_subcommands(subcommands: Any) -> None:
         "--workers", type=int, metavar="N", help="processes (default and most: one per core)"
     )
     add_with_config("inputs", _inputs, "read the input files of a program, and write their digests")
-    _machine(add_with_config("stage", _stage, "copy the shards to the nodes' local disks"))
+    _machine(add_with_config("stage", _stage, "copy shards or inputs to the nodes' local disks"))
     _machine(add_with_config("preflight", _preflight, "check nodes and ranks before training"))
     train = add_with_config(
         "train", _train, "train up to the goal, resuming from the last checkpoint"

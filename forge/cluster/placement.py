@@ -62,6 +62,23 @@ def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
     rendezvous.check(machine.fabric, layout.nodes)
     if config.program is None:
         samples_per_rank(config.train.batch_size, layout.world_size)
+    check_source(machine, layout, config)
+
+
+def check_source(machine: Machine, layout: WorldLayout, config: Config) -> None:
+    """ConfigError where another training program would have no directory to run in on the nodes."""
+    has_none = config.program and config.program.source is None
+    if has_none and machine.stage.project and _needs_slurm(machine, layout):
+        raise ConfigError(
+            "stage.project is true and program.source is not set: the program would have no directory"
+            " to run in on the nodes",
+            cause="without program.source it runs in the project's directory, which is not copied",
+            fix="set program.source to the directory that has the program",
+        )
+
+
+def _needs_slurm(machine: Machine, layout: WorldLayout) -> bool:
+    return machine.launcher == "srun" or layout.nodes > 1
 
 
 # --- nodes ---------------------------------------------------------------------------------------
@@ -72,8 +89,7 @@ def find_placement(machine: Machine, layout: WorldLayout) -> Placement:
 
     Raises UnfitError where the ranks need a job and there is none, or one with too few nodes or cores.
     """
-    needs_slurm = machine.launcher == "srun" or layout.nodes > 1
-    if not needs_slurm:
+    if not _needs_slurm(machine, layout):
         return Placement.here()
     job = slurm.this_job()
     if job is None or not job.nodes:

@@ -43,7 +43,8 @@ class Timed(Event):
 
 
 class Stage(Timed):
-    """`forge stage` has ended. sent: the nodes that got a copy of the shards."""
+    """`forge stage` has ended. bytes, digest: of shards, or of a program's inputs. sent: the nodes that
+    got a copy."""
 
     bytes: int
     digest: str

@@ -60,17 +60,17 @@ class Fabric(Section):
 
 
 class Stage(Section):
-    """Copies of the token shards on the nodes' local disks."""
+    """Copies of the token shards, or of a program's inputs, on the nodes' local disks."""
 
     mode: Literal["auto", "always", "never"] = "auto"
-    """`auto`: copy the shards, unless they are on the file system of the staging directory, or on a
-    shared one that is fast enough as measured on the node (1000 random reads/s, 500 MiB/s)."""
+    """`auto`: copy the shards or inputs, unless they are on the file system of the staging directory, or
+    on a shared one that is fast enough as measured on the node (1000 random reads/s, 500 MiB/s)."""
     folder: FilePath | None = None
     """Staging directory on each node; null: $SLURM_TMPDIR, else $TMPDIR, else /tmp."""
     keep: bool = False
     """Keep the copies when the job ends, for the next run on the same nodes."""
     project: bool = False
-    """Also copy Forge and its Python environment, for nodes that do not see them."""
+    """Also copy Forge, its Python environment and `program.source`, for nodes that do not see them."""
 
 
 class Preflight(Section):

@@ -89,7 +89,8 @@ class Program(Section):
     """Step at which the run is complete, or `{epochs: 3, steps_per_epoch: 250}`. null: complete when
     every rank exits with 0; only without `checkpoints`."""
     source: FilePath | None = None
-    """Directory in which the program runs; null: the project's. Its files are recorded in every seal."""
+    """Directory in which the program runs; null: the project's. Its files are recorded in every seal, and
+    copied to the nodes with `stage.project`, which needs it."""
     inputs: list[FilePath] = Field(default=[])
     """Files, directories and globs that the program reads; FORGE_DATA is the directory that has all of
     them. Files of the Hugging Face hub as `hf://owner/name@revision/file` or

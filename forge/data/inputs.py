@@ -1,4 +1,4 @@
-"""Input files of another program (`program.inputs`) and their digests; the digest of its code."""
+"""`forge inputs`: find or download the input files of another program, and write their manifest."""
 
 from __future__ import annotations
 
@@ -8,66 +8,19 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Self
 
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.files import canonical, digest_bytes, digest_file, disk_trouble
 from forge.core.paths import inputs_folder
-from forge.core.records import Record
 from forge.core.terminal import Progress, progress, say
 from forge.data import corpus, hub
 from forge.data.corpus import InputFile
 from forge.data.hub import HubFiles
+from forge.data.input_set import HUB, InputManifest, InputSet
 from forge.data.shards import MANIFEST, InputEntry
 
-HUB = "hub"  # directory of downloads, beside the manifest
 THREADS = 4
-# Directories and files that are no part of a program's code, or must not be read by others.
-NOT_CODE = (".git", ".env", "__pycache__", ".venv", ".snakemake")
-NOT_CODE_SUFFIXES = (".pem", ".key", ".pyc")
-
-
-class InputSet(Record):
-    """manifest.json in `data/inputs/{id}`: the input files of a program. Local ones stay where they are;
-    those of a hub are in `data/inputs/{id}/hub`."""
-
-    FIX: ClassVar[str] = "remove it and rerun the same command"
-
-    root: str
-    """The deepest directory that has all local files: FORGE_DATA; "" without any."""
-    files: list[InputEntry]
-    """Local files, by path below `root`."""
-    hub: str
-    """The directory of all downloads: FORGE_HUB; "" without any."""
-    downloads: list[InputEntry]
-    """Files of a hub, by path below `hub`: owner/name/file or datasets/owner/name/file."""
-    commits: dict[str, str]
-    """Repository at the revision of the config -> commit that was downloaded."""
-    digest: str
-    """blake3 of names, sizes and digests of all files."""
-
-    @property
-    def paths(self) -> list[Path]:
-        """All files."""
-        local = [Path(self.root) / entry.name for entry in self.files]
-        return local + [Path(self.hub) / entry.name for entry in self.downloads]
-
-    def check_unchanged(self, folder: Path) -> None:
-        """DataError for a file that was removed, or changed after the manifest in `folder` was made."""
-        written = (folder / MANIFEST).stat().st_mtime_ns
-        for path in self.paths:
-            if not path.is_file() or path.stat().st_mtime_ns > written:
-                raise DataError(
-                    f"{path} has changed since its digest was made",
-                    cause="the file was edited or removed",
-                    fix=f"restore it; or remove {folder}, and give the run a new name",
-                )
-
-    @classmethod
-    def open(cls, folder: Path) -> Self:
-        """Raises DataError where the manifest is missing or corrupt."""
-        return cls.read(folder / MANIFEST)
 
 
 def list_inputs(inputs: Sequence[str]) -> list[InputFile]:
@@ -93,28 +46,35 @@ def make_inputs(config: ResolvedConfig) -> Path:
     path = folder / MANIFEST
     local, remote = list_inputs(config.program.inputs), of_hub(config.program.inputs)
     if path.exists():
-        made = InputSet.open(folder)
-        made.check_unchanged(folder)
+        InputSet.open(folder).check_unchanged()
         say(f"inputs: {path} is there: nothing to do")
         return path
     commits: dict[str, str] = {}
     downloads = [file for files in remote for file in _download(files, folder / HUB, commits)]
-    root = os.path.commonpath([file.path.absolute().parent for file in local]) if local else ""
+    root = os.path.commonpath([_absolute(file.path).parent for file in local]) if local else ""
     total = sum(file.size for file in local + downloads)
     with progress("inputs", total, "bytes") as report:
         files = _entries(local, Path(root), report, 0)
         done = sum(file.size for file in local)
         downloaded = _entries(downloads, folder / HUB, report, done)
-    InputSet(
+    InputManifest(
         root=root,
         files=files,
         hub=str((folder / HUB).absolute()) if downloads else "",
         downloads=downloaded,
         commits=commits,
-        digest=digest_bytes(canonical([e.model_dump() for e in files + downloaded])),
+        digest=_digest(files, downloaded),
     ).write(path)
     say(f"inputs: {len(local + downloads)} files, {total / 2**20:,.1f} MiB")
     return path
+
+
+def _digest(files: list[InputEntry], downloads: list[InputEntry]) -> str:
+    """Which files are downloads counts, too: a copy has them in another directory."""
+    listed = {"files": files, "downloads": downloads}
+    return digest_bytes(
+        canonical({k: [entry.model_dump() for entry in found] for k, found in listed.items()})
+    )
 
 
 def _download(files: HubFiles, to: Path, commits: dict[str, str]) -> list[InputFile]:
@@ -152,7 +112,7 @@ def _entries(files: list[InputFile], root: Path, report: Progress, done: int) ->
     """Digests of the files, by path below `root`. done: bytes that were reported before these."""
     entries = []
     with ThreadPoolExecutor(THREADS) as pool:
-        digested = pool.map(lambda file: _entry(file, root.absolute()), files)
+        digested = pool.map(lambda file: _entry(file, _absolute(root)), files)
         for file, entry in zip(files, digested, strict=True):
             entries.append(entry)
             done += file.size
@@ -163,17 +123,10 @@ def _entries(files: list[InputFile], root: Path, report: Progress, done: int) ->
 
 def _entry(file: InputFile, root: Path) -> InputEntry:
     with disk_trouble(file.path, "read"):
-        name = str(file.path.absolute().relative_to(root))
+        name = str(_absolute(file.path).relative_to(root))
         return InputEntry(name=name, size=file.size, digest=digest_file(file.path))
 
 
-def source_digest(folder: Path) -> str:
-    """blake3 of the names and contents of a program's files, without version control, environments and
-    keys."""
-    found = []
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder)
-        is_code = not set(name.parts) & set(NOT_CODE) and path.suffix not in NOT_CODE_SUFFIXES
-        if is_code and path.is_file():
-            found.append((str(name), digest_file(path)))
-    return digest_bytes(canonical(found))
+def _absolute(path: Path) -> Path:
+    """Without `..`, by which a name would lead out of the directory that has all files."""
+    return Path(os.path.abspath(path))  # noqa: PTH100 (links stay as they are named)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import blake3
 import numpy as np
@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from forge.core.errors import DataError
 from forge.core.files import atomic_open, digest_bytes, digest_file, read_json
+from forge.data.file_set import Kind, Member
 
 FORMAT: Literal[1] = 1
 MANIFEST = "manifest.json"
@@ -180,6 +181,8 @@ class Shard:
 class ShardSet:
     """The shards of a corpus, as listed by the manifest of their directory."""
 
+    kind: ClassVar[Kind] = "shards"
+
     folder: Path
     manifest: Manifest
     digest: str  # of manifest.json; checkpoints record it in their lineage
@@ -208,6 +211,10 @@ class ShardSet:
     @property
     def vocab_size(self) -> int:
         return self.manifest.vocab_size
+
+    @property
+    def members(self) -> list[Member]:
+        return [Member(s.path, s.path.name, s.num_bytes) for s in self.train + self.val]
 
     @property
     def num_bytes(self) -> int:

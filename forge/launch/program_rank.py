@@ -16,18 +16,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import forge
 from forge.core.errors import ConfigError, Exit
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.process import free_port, hostname, stop_with_parent
 from forge.core.program import Program, filled
 from forge.core.tail import last_lines
-from forge.core.terminal import duration
+from forge.core.terminal import duration, say
 from forge.launch.launcher import register
 from forge.launch.rank import Rank
 from forge.launch.rank_output import MESSAGES, START, RankProgress
-from forge.launch.rank_records import LaunchSpec, ProgramTask, RankRecord
+from forge.launch.rank_records import LaunchSpec, ProgramFolders, ProgramTask, RankRecord
 from forge.launch.stop_signal import StopFlag
 
 POLL_SEC = 0.1
@@ -79,23 +78,33 @@ def run(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> RankRe
     """Run the program to its end; the record of this rank. Raises ConfigError where it cannot start."""
     task = spec.task
     assert isinstance(task, ProgramTask)
-    variables = rank_variables(spec, task, paths, rank)
+    if rank.is_main:
+        _show_output(spec)
+    folders = _folders(task)
+    variables = rank_variables(spec, task, folders, paths, rank)
     values = {name.removeprefix("FORGE_").lower(): value for name, value in variables.items()}
     words = [*task.program.command, *(task.program.resume if task.resume else [])]
     command = [filled(word, values) for word in words]
-    if rank.is_main:
-        _show_output(spec)
     print(f"starting: {command}", flush=True)
     beat = heartbeat_file(task.program, paths, rank.rank)
     with disk_trouble(beat):
         beat.parent.mkdir(parents=True, exist_ok=True)
-    child = _start(command, task, variables)
+    child = _start(command, folders.cwd, task, variables)
     register(spec, f"rank-{rank.rank}.program", child.pid)
     return _Watch(spec, task, paths, rank, stop, child, beat).until_it_ends()
 
 
+def _folders(task: ProgramTask) -> ProgramFolders:
+    """What this rank reads: copies on this node's disk, unless they have disappeared."""
+    staged = task.staged.get(hostname(), task.shared)
+    if not staged.unreadable or staged == task.shared:
+        return staged
+    say(f"warning: cannot read {', '.join(staged.unreadable)}, using the shared directories")
+    return task.shared
+
+
 def rank_variables(
-    spec: LaunchSpec, task: ProgramTask, paths: RunPaths, rank: Rank
+    spec: LaunchSpec, task: ProgramTask, folders: ProgramFolders, paths: RunPaths, rank: Rank
 ) -> dict[str, str]:
     """The variables of the contract for this rank, besides those of network and threads."""
     environ = os.environ
@@ -108,8 +117,8 @@ def rank_variables(
         "FORGE_RUN": str(paths.root.absolute()),
         "FORGE_CHECKPOINTS": str(paths.checkpoints.absolute()),
         "FORGE_RESUME": task.resume,
-        "FORGE_DATA": task.staged.get(hostname(), task.shared),
-        "FORGE_HUB": task.hub,
+        "FORGE_DATA": folders.data,
+        "FORGE_HUB": folders.hub,
         "FORGE_GOAL": str(task.goal),
         "FORGE_RESTART": str(task.restart),
         "FORGE_DEADLINE": f"{task.deadline:.0f}" if task.deadline else "",
@@ -135,7 +144,7 @@ def _show_output(spec: LaunchSpec) -> None:
 
 
 def _start(
-    command: list[str], task: ProgramTask, variables: Mapping[str, str]
+    command: list[str], cwd: str, task: ProgramTask, variables: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     def before_exec() -> None:
         stop_with_parent()
@@ -147,29 +156,30 @@ def _start(
     try:
         return subprocess.Popen(
             command,
-            cwd=task.cwd,
-            env={**_environment(), **variables},
+            cwd=cwd,
+            env=_environment(variables),
             stdin=subprocess.DEVNULL,
             process_group=0,  # torchrun signals the group of the rank: the stop would come twice
             preexec_fn=before_exec,  # noqa: PLW1509  no threads run yet
         )
     except OSError as err:
         raise ConfigError(
-            f"cannot start {command[0]!r} in {task.cwd} on {hostname()}: {err.strerror}",
+            f"cannot start {command[0]!r} in {cwd} on {hostname()}: {err.strerror}",
             cause="program.command or program.source is wrong, or the file is not executable",
             fix="correct them; program.command is started without a shell",
         ) from None
 
 
-def _environment() -> dict[str, str]:
-    """The rank's, without what the staged Python sets for Forge alone (staging/environment.py): with
-    PYTHONSAFEPATH another Python does not look into the program's directory."""
-    environment = dict(os.environ)
-    of_forge = {"PYTHONPATH": str(Path(forge.__file__).parents[1]), "PYTHONSAFEPATH": "1"}
-    if of_forge.items() <= environment.items():
-        for name in of_forge:
-            del environment[name]
-    return environment
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """That of this process, with these variables. What restricts the staged Python (`stage.project`) to
+    its own packages is taken back: the program has the job's PYTHONPATH, and Forge behind it."""
+    found = {**os.environ, **variables}
+    of_job = found.pop("FORGE_JOB_PYTHONPATH", None)
+    if of_job is not None:
+        del found["PYTHONSAFEPATH"]  # a script imports the modules beside it
+        paths = [of_job, found["PYTHONPATH"]]
+        found["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return found
 
 
 @dataclass

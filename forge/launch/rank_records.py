@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -44,19 +45,31 @@ class TrainTask(_Task):
     own_deadline: float | None = None  # from max_minutes alone
 
 
+class ProgramFolders(_Task):
+    """The directories that a rank of another program reads; "" for none."""
+
+    cwd: str  # in which it runs
+    data: str  # of local inputs: FORGE_DATA
+    hub: str  # of downloads: FORGE_HUB
+
+    @property
+    def unreadable(self) -> list[str]:
+        """Those that this host cannot read."""
+        named = [folder for folder in (self.cwd, self.data, self.hub) if folder]
+        return [folder for folder in named if not os.access(folder, os.R_OK | os.X_OK)]
+
+
 class ProgramTask(_Task):
     """Run another training program. Times are seconds since the epoch."""
 
     name: Literal["program"] = "program"
     program: Program
-    cwd: str  # directory in which it runs
     step: int  # of the checkpoint to resume from; 0 without one
     resume: str  # path of that checkpoint; "" without one
     goal: int
     restart: int  # launches of this run before this one
-    staged: dict[str, str]  # host -> directory of the inputs on its own disk
-    shared: str  # directory of the inputs for the other hosts
-    hub: str  # directory of the downloads
+    staged: dict[str, ProgramFolders]  # host -> those with copies on its own disk
+    shared: ProgramFolders  # for the other hosts
     deadline: float | None = None  # from max_minutes or the job's time limit, whichever is earlier
 
 

@@ -32,7 +32,10 @@ from forge.core.errors import DataError, UnfitError
 from forge.core.files import atomic_open
 from forge.core.machine import Fabric, Machine
 from forge.core.process import hostname, node_local_folder
-from forge.data.shards import MANIFEST, ShardSet
+from forge.data.file_set import Kind
+from forge.data.shards import MANIFEST
+from forge.launch.rank_records import ProgramFolders
+from forge.staging.on_node import open_copy
 
 PACKAGES = ("torch", "numpy", "tokenizers", "blake3")
 
@@ -50,13 +53,13 @@ class Wanted:
 
     results: str  # the run's directory
     data: str  # the shards on the shared file system; "" where another program trains
-    staged: str  # the shards on this node's own disk; "" where they are not staged
-    digest: str  # of the staged shards
+    staged: str  # the shards or inputs on this node's own disk; "" where they are not staged
+    digest: str  # of them
     machine: dict[str, Any]
     ranks_per_node: int
-    program: dict[
-        str, Any
-    ]  # another training program: command, and directories that it reads; or {}
+    # Another training program: command, and the directories that its ranks read, `staged` and `shared`
+    # as in ProgramFolders; or {}.
+    program: dict[str, Any]
     master: str  # host name or address of the rendezvous; "" where this node is the only one
 
 
@@ -88,7 +91,7 @@ def node_checks(wanted: Wanted, machine: Machine) -> Iterator[Check]:
     if wanted.data:
         yield _data_visible(wanted)
     if wanted.program:
-        yield _program_visible(wanted.program)
+        yield _program_visible(wanted)
     yield _results_writable(results)
     yield at_least(
         "disk",
@@ -166,7 +169,7 @@ def installed_versions() -> dict[str, str]:
 def _data_visible(wanted: Wanted) -> Check:
     folder, staged = Path(wanted.data), Path(wanted.staged)
     if wanted.staged and (staged / MANIFEST).exists():
-        return _staged(staged, wanted.digest)
+        return _staged("data", "shards", wanted)
     if not os.access(folder / MANIFEST, os.R_OK):
         return Check("data", "fail", f"cannot read {folder}/{MANIFEST}", "run: forge tokenize")
     if wanted.staged:
@@ -175,31 +178,41 @@ def _data_visible(wanted: Wanted) -> Check:
     return Check("data", "ok", f"shards in {folder}")
 
 
-def _program_visible(program: dict[str, Any]) -> Check:
+def _program_visible(wanted: Wanted) -> Check:
     """Whether this node sees the directories of another program, and has the command that starts it."""
-    for folder in program["reads"]:
-        if not os.access(folder, os.R_OK | os.X_OK):
-            fix = "choose a directory that all nodes share"
-            return Check("program", "fail", f"cannot read {folder}", fix)
+    program = wanted.program
+    staged, shared = (ProgramFolders(**program[key]) for key in ("staged", "shared"))
+    gone = ", ".join(staged.unreadable)
+    reads = shared if gone else staged  # as the ranks do
+    if reads != shared and (copy := _staged("program", "inputs", wanted)).status != "ok":
+        return copy
+    if reads.unreadable:
+        fix = "choose a directory that all nodes share, or let stage copy it (stage.mode, stage.project)"
+        return Check("program", "fail", f"cannot read {', '.join(reads.unreadable)}", fix)
     word = program["command"]
     # As the ranks start it: a path is relative to its directory, a plain name is looked up on the PATH.
-    found = shutil.which(str(Path(program["reads"][0], word)) if "/" in word else word)
+    found = shutil.which(str(Path(reads.cwd, word)) if "/" in word else word)
     if not found:
         fix = "give its path, or install it on the nodes"
-        where = f"in {program['reads'][0]}" if "/" in word else "on the PATH of the ranks"
+        where = f"in {reads.cwd}" if "/" in word else "on the PATH of the ranks"
         return Check("program", "fail", f"no command {word!r} {where}", fix)
-    return Check("program", "ok", f"{found}, reads {', '.join(program['reads'])}")
+    used = ", ".join(folder for folder in (reads.cwd, reads.data, reads.hub) if folder)
+    if gone:
+        message = f"staged files are gone from {gone}; ranks read {used}"
+        return Check("program", "warn", message, "run: forge stage", "this disk was cleaned up")
+    return Check("program", "ok", f"{found}, reads {used}")
 
 
-def _staged(folder: Path, digest: str) -> Check:
+def _staged(name: str, kind: Kind, wanted: Wanted) -> Check:
+    folder, digest = Path(wanted.staged), wanted.digest
     try:
-        found = ShardSet.open(folder).digest
+        found = open_copy(kind, folder).digest
     except DataError as err:
-        return Check("data", "fail", f"staged shards: {err.what}", "run: forge stage", err.cause)
+        return Check(name, "fail", f"staged {kind}: {err.what}", "run: forge stage", err.cause)
     if found != digest:
-        message = f"staged shards in {folder} have digest {found[:12]}, not {digest[:12]}"
-        return Check("data", "fail", message, "run: forge stage", "staged for other data")
-    return Check("data", "ok", f"staged shards in {folder}")
+        message = f"staged {kind} in {folder} have digest {found[:12]}, not {digest[:12]}"
+        return Check(name, "fail", message, "run: forge stage", "staged for other data")
+    return Check(name, "ok", f"staged {kind} in {folder}")
 
 
 def _results_writable(folder: Path) -> Check:

@@ -18,17 +18,16 @@ from forge.core.config import ResolvedConfig
 from forge.core.errors import UnfitError
 from forge.core.files import atomic_open
 from forge.core.machine import Machine
-from forge.core.paths import RunPaths, inputs_folder, tokens_folder
+from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
 from forge.core.records import NodeResult, PreflightPass, PreflightResult, RanksResult
 from forge.core.terminal import say
-from forge.data.inputs import InputSet
 from forge.preflight import compare_nodes
 from forge.preflight.bisection import Broken
 from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, Node, fewest_to_leave_out
 from forge.preflight.isolate import ENDPOINT, Prober
 from forge.preflight.node_checks import Wanted
-from forge.staging.staged import StageRecord, staged_python
+from forge.staging.staged import StageRecord, program_folders, staged_python
 
 # The nodes' own checks may take this share of the deadline. Where a node is down they take all of it.
 NODES_SHARE = 0.5
@@ -129,15 +128,20 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
     return paths.preflight_pass
 
 
-def _program(config: ResolvedConfig) -> dict[str, Any]:
-    """Its command, and the directories that it reads; {} where Forge's own trainer trains."""
+def _programs(config: ResolvedConfig, placement: Placement) -> dict[str, dict[str, Any]]:
+    """What a node must know of another program, by host: its command, the directories that its ranks read
+    there, and the shared ones; {} where Forge's own trainer trains."""
     if config.program is None:
-        return {}
-    reads = [str(Path(config.program.source or ".").absolute())]
-    if config.ids.inputs:
-        inputs = InputSet.open(inputs_folder(config.data, config.ids.inputs))
-        reads += [folder for folder in (inputs.root, inputs.hub) if folder]
-    return {"command": config.program.command[0], "reads": reads}
+        return {host: {} for host in placement.hosts}
+    staged, shared = program_folders(config)
+    return {
+        host: {
+            "command": config.program.command[0],
+            "staged": staged.get(host, shared).model_dump(),
+            "shared": shared.model_dump(),
+        }
+        for host in placement.hosts
+    }
 
 
 def _shards(config: ResolvedConfig) -> Path:
@@ -154,6 +158,7 @@ def _wanted(
     """What each node is checked for, by host."""
     record = StageRecord.read_if_there(paths.stage)
     master = rendezvous.host(machine.fabric, placement.hosts[0])
+    programs = _programs(config, placement)
     return {
         host: Wanted(
             results=str(paths.root.absolute()),
@@ -162,7 +167,7 @@ def _wanted(
             digest=record.digest if record else "",
             machine=machine.model_dump(mode="json"),
             ranks_per_node=layout.ranks_per_node,
-            program=_program(config),
+            program=programs[host],
             master="" if placement.is_here else master,
         )
         for host in placement.hosts

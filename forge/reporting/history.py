@@ -30,7 +30,7 @@ PHASES = {
     "eval": "validation loss",
     "save": "stalls while a checkpoint is written",
     "init": "launch to first step: imports, rendezvous, model, compile",
-    "stage": "token shards to node-local storage",
+    "stage": "shards or inputs to node-local storage",
     "preflight": "checks of nodes, fabric and ranks",
     "validate": "independent check of the final checkpoint",
     "recomputed": "steps that a restart trained again, or that were never saved",

@@ -21,7 +21,8 @@ from forge.core.paths import RunPaths, inputs_folder, tokens_folder
 from forge.core.program import Program
 from forge.core.records import Trained
 from forge.core.terminal import say
-from forge.data.inputs import InputSet, source_digest
+from forge.data.input_set import InputSet
+from forge.data.source import source_digest, source_folder
 from forge.launch.launcher import run_ranks
 from forge.launch.program_rank import (
     heartbeat_file,
@@ -32,7 +33,12 @@ from forge.launch.program_rank import (
 )
 from forge.launch.rank_records import ProgramTask, RankRecord, TrainTask
 from forge.run.step_log import StepLog
-from forge.staging.staged import staged_folders, staged_python
+from forge.staging.staged import (
+    program_folders,
+    staged_folders,
+    staged_python,
+    staged_source_digest,
+)
 
 
 @dataclass(frozen=True)
@@ -229,8 +235,9 @@ class OtherProgram:
         return ProgramCheckpoints(self.paths, settings, self.layout.world_size)
 
     def prepare(self, start: Start) -> int | None:
-        self._require_source()
-        self._require_inputs()
+        source_folder(self.config)  # raises where it is missing
+        if inputs := self._inputs:
+            inputs.check_unchanged()
         if self.checkpoints:
             self.checkpoints.refuse_other_pattern()
         step = self.resume_step()
@@ -244,19 +251,6 @@ class OtherProgram:
             )
         directory.clean(self.paths)
         return step
-
-    def _require_inputs(self) -> None:
-        if self._inputs:
-            self._inputs.check_unchanged(inputs_folder(self.config.data, self.config.ids.inputs))
-
-    def _require_source(self) -> None:
-        source = self.program.source
-        if source and not Path(source).is_dir():
-            raise ConfigError(
-                f"program.source is {source!r}: there is no such directory",
-                cause=f"paths are relative to {Path.cwd()}",
-                fix="name the directory that has the program",
-            )
 
     def _changed(self) -> str:
         """Which artifact is another than the one that the checkpoint was made with; "" for none."""
@@ -300,17 +294,16 @@ class OtherProgram:
 
     def _task(self, start: Start, step: int | None) -> ProgramTask:
         latest = None if step is None else self.checkpoints and self.checkpoints.latest()
+        staged, shared = program_folders(self.config)
         launches = [e for e in events.read(self.paths.events) if isinstance(e, events.Launch)]
         return ProgramTask(
             program=self.program,
-            cwd=str(Path(self.program.source or ".").absolute()),
             step=latest.step if latest else 0,
             resume=str(latest.path.absolute()) if latest else "",
             goal=self.config.goal,
             restart=len(launches),
-            staged=staged_folders(self.paths),
-            shared=self._inputs.root if self._inputs else "",
-            hub=self._inputs.hub if self._inputs else "",
+            staged=staged,
+            shared=shared,
             deadline=start.deadline,
         )
 
@@ -345,11 +338,15 @@ class OtherProgram:
     def _lineage(self) -> SealLineage:
         """What makes the checkpoints of this launch."""
         source, inputs, config = self.program.source, self._inputs, self.config
+        digest = ""
+        if source:
+            outputs = (config.results, config.data)
+            digest = staged_source_digest(self.paths) or source_digest(Path(source), outputs)
         return SealLineage(
             run=config.run,
             config_digest=provenance.config_digest(config),
             command=self.program.command,
-            source=Artifact(id=source, digest=source_digest(Path(source))) if source else None,
+            source=Artifact(id=source, digest=digest) if source else None,
             inputs=Artifact(id=config.ids.inputs, digest=inputs.digest) if inputs else None,
             world_size=self.layout.world_size,
             code=Code(**provenance.code()),

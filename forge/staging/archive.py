@@ -25,6 +25,7 @@ from forge.core.errors import DataError
 from forge.core.files import disk_trouble, read_json, write_json
 from forge.core.process import hostname
 from forge.core.terminal import progress
+from forge.data.file_set import Member
 
 # Chunks sent in parallel use every link of the broadcast tree: half the time of one file (see bench).
 PARALLEL_CHUNKS = 8
@@ -34,15 +35,6 @@ ABANDONED_SEC = 24 * 3600
 COPY_BYTES = 2**22
 SUMS = "SHA256SUMS"
 DIRECTORIES = "000.tar"
-
-
-@dataclass(frozen=True)
-class Member:
-    """A file or link to archive, and its name in the archive."""
-
-    path: Path
-    name: str
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -75,8 +67,9 @@ def make_archive(
 ) -> Archive:
     """Write the archive `folder` of these files, unless it exists.
 
-    compress: zstd, level 1. tree: names have directories, and nodes without Python unpack several
-    chunks at once with tar; adds the chunk with the directories, and SHA256SUMS.
+    compress: zstd, level 1. tree: nodes without Python unpack several chunks at once with tar; adds the
+    chunk with the directories, and SHA256SUMS. Links are archived as links in a tree, else as the files
+    that they lead to.
     Of runs that write the same archive at once, the first to finish wins. Raises UnfitError for a full
     disk.
     """
@@ -89,7 +82,7 @@ def make_archive(
         try:
             if tree:
                 _write_directories(temporary / DIRECTORIES, members)
-            _write_chunks(temporary, members, compress, first=int(tree))
+            _write_chunks(temporary, members, compress, tree=tree)
             if tree:
                 _write_sums(temporary)
             sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
@@ -120,21 +113,21 @@ def _write_directories(path: Path, members: Sequence[Member]) -> None:
     of them fails with "Cannot open: No such file or directory" (1.34, src/extract.c: maybe_recoverable
     gives up where it has not made the directory itself)."""
     above = {parent for member in members for parent in PurePosixPath(member.name).parents}
-    with _tar(path, compress=False) as tar:
+    with _tar(path, compress=False, dereference=False) as tar:
         for name in sorted(map(str, above - {PurePosixPath()})):
             entry = tarfile.TarInfo(name)
             entry.type, entry.mode = tarfile.DIRTYPE, 0o755
             tar.addfile(entry)
 
 
-def _write_chunks(folder: Path, members: Sequence[Member], compress: bool, *, first: int) -> None:
+def _write_chunks(folder: Path, members: Sequence[Member], compress: bool, *, tree: bool) -> None:
     total = sum(member.num_bytes for member in members)
     size = min(max(total // (2 * PARALLEL_CHUNKS), MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
     done = 0
     with progress("archive", total / 2**20, "MiB") as report:
-        for number, group in enumerate(_groups(members, size), start=first):
+        for number, group in enumerate(_groups(members, size), start=int(tree)):
             path = folder / (f"{number:03d}.tar" + ".zst" * compress)
-            with _tar(path, compress) as tar:
+            with _tar(path, compress, dereference=not tree) as tar:
                 for member in group:
                     tar.add(member.path, member.name, recursive=False)
             done += sum(member.num_bytes for member in group)
@@ -156,7 +149,7 @@ def _groups(members: Sequence[Member], size: int) -> Iterator[list[Member]]:
 
 
 @contextlib.contextmanager
-def _tar(path: Path, compress: bool) -> Iterator[tarfile.TarFile]:
+def _tar(path: Path, compress: bool, *, dereference: bool) -> Iterator[tarfile.TarFile]:
     with contextlib.ExitStack() as stack:
         if compress:
             import pyarrow
@@ -166,6 +159,7 @@ def _tar(path: Path, compress: bool) -> Iterator[tarfile.TarFile]:
             tar = stack.enter_context(tarfile.open(fileobj=stream, mode="w|"))
         else:
             tar = stack.enter_context(tarfile.open(path, "x"))
+        tar.dereference = dereference
         tar.copybufsize = COPY_BYTES  # type: ignore[attr-defined]  # else 16 KiB
         yield tar
 

@@ -1,10 +1,11 @@
-"""Copy Forge and its Python to nodes that do not see them (`stage.project`).
+"""Copy Forge, its Python and a program's directory to nodes that do not see them (`stage.project`).
 
 - `python-{digest}/env`: the virtual environment; `base`: the Python it was made from, unless the
   system's
 - `project-{digest}`: Forge itself, and `python`, a script that runs it in this environment only
+- `source-{digest}/source`: the directory in which another training program runs
 
-There are two archives because the code changes every day, and the gigabytes of the environment do not.
+The environment has an archive of its own because the code changes every day, and its gigabytes do not.
 A node has no Python before they arrive, so that it unpacks them with sh, tar and sha256sum.
 """
 
@@ -13,8 +14,10 @@ from __future__ import annotations
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import forge
@@ -26,7 +29,9 @@ from forge.core.errors import ConfigError, UnfitError
 from forge.core.files import short_id
 from forge.core.machine import Machine, Stage
 from forge.core.terminal import say
-from forge.staging.archive import DIRECTORIES, SUMS, Archive, Member, make_archive
+from forge.data.file_set import Member
+from forge.data.source import source_digest, source_files, source_folder
+from forge.staging.archive import DIRECTORIES, SUMS, Archive, make_archive
 from forge.staging.on_node import SPARE_BYTES, link_mbit
 from forge.staging.sbcast import COMPRESS_PROGRAMS_BELOW, Broadcast, Broken, is_slower
 
@@ -62,6 +67,7 @@ cd .. && rmdir chunks || exit 1
 PYTHON_READY = rf"""
 home=$2/base/bin; [ -d base ] || home=/usr/bin
 mkdir env/bin && ln -s "$home/{VERSION}" env/bin/{VERSION} || exit 1
+for name in python python3; do ln -s {VERSION} env/bin/$name || exit 1; done
 printf 'home = %s\ninclude-system-site-packages = false\n' "$home" > env/pyvenv.cfg
 mv "$1" "$2" && "$2/env/bin/{VERSION}" -c 'import pydantic'
 """
@@ -70,6 +76,8 @@ cat > python <<END
 #!/bin/sh
 # The staged Python. It uses its own directories only, whatever the job's environment says.
 unset PYTHONHOME VIRTUAL_ENV
+export PATH="$3/env/bin:\$PATH"
+export FORGE_JOB_PYTHONPATH="\$PYTHONPATH"  # for another training program
 export PYTHONPATH="$2"
 export PYTHONSAFEPATH=1  # not the current directory, which may be the project
 export LD_LIBRARY_PATH="$3/base/lib\${{LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}}"
@@ -77,34 +85,60 @@ exec "$3/env/bin/{VERSION}" "\$@"
 END
 chmod 755 python && mv "$1" "$2" && "$2/python" -c 'import forge.node_agent'
 """
+SOURCE_READY = 'mkdir -p source && mv "$1" "$2"'
+
+# $1: the job's directory. $2: the name that marks a run which uses it, see on_node.mark.
+CLAIM = 'mkdir -p "$1" && touch "$1/$2"'
 
 
-def stage_project(config: Config, machine: Machine, placement: Placement) -> str:
-    """Copy Forge and its Python to every node of the placement, and return the path of that Python.
+@dataclass(frozen=True)
+class StagedProject:
+    """What `stage.project` has copied, at the same paths on all nodes."""
 
-    The path is the same on all nodes. Raises UnfitError that names the nodes on which this failed.
+    python: str  # runs Forge there
+    source: str = ""  # the directory in which another training program runs
+    source_digest: str = ""
+    roots: dict[str, str] = field(default_factory=dict)  # as in StageRecord
+
+
+def stage_project(config: Config, machine: Machine, placement: Placement) -> StagedProject:
+    """Copy Forge, its Python and the source of the config's program to every node of the placement.
+
+    Raises UnfitError that names the nodes on which this failed, and ConfigError where there is no such
+    source, or no virtual environment.
     """
-    archives, settings = Path(config.data) / "archives", machine.stage
-    python = _put("python", list(_python()), archives, settings, placement, ready=PYTHON_READY)
-    code = _put(
-        "project", list(_code()), archives, settings, placement, ready=PROJECT_READY, python=python
-    )
-    return f"{code}/python"
+    put = partial(_put, Path(config.data) / "archives", machine.stage, placement)
+    python = put("python", list(_python()), ready=PYTHON_READY)
+    code = put("project", list(_code()), ready=PROJECT_READY, python=python)
+    source = digest = ""
+    if config.program:
+        folder, outputs = source_folder(config), (config.results, config.data)
+        digest = source_digest(folder, outputs)
+        source = put("source", list(_source(folder, outputs)), ready=SOURCE_READY) + "/source"
+    roots = {} if machine.stage.keep else _claim(Path(code).parent, config.run, placement)
+    return StagedProject(f"{code}/python", source, digest, roots)
+
+
+def _claim(folder: Path, run: str, placement: Placement) -> dict[str, str]:
+    """Mark on each node that this run uses the job's directory there, which is removed after the last run
+    of the job. Returns the private directory of each node."""
+    _on_each(placement, CLAIM, [str(folder), f"used-by-{run}"], ASK_SEC, "staging the project")
+    return dict.fromkeys(placement.hosts, str(folder.parent))
 
 
 def _put(
-    what: str,
-    members: list[Member],
     archives: Path,
     settings: Stage,
     placement: Placement,
+    what: str,
+    members: list[Member],
     *,
     ready: str,
     python: str = "",
 ) -> str:
     """Copy these files to the nodes that lack them, and return their directory there."""
     assert placement.job
-    digest = short_id([[m.name, m.num_bytes, _version(m.path)] for m in members])
+    digest = short_id([ready, *([m.name, m.num_bytes, _version(m.path)] for m in members)])
     name = f"{what}-{digest}" if settings.keep else f"job-{placement.job.id}/{what}-{digest}"
     found = _look(placement, settings.folder or "", name)
     root = _common_root({host: lines[0] for host, lines in found.items()})
@@ -153,6 +187,12 @@ def _python() -> Iterator[Member]:
         yield from _tree(base / f"lib/{VERSION}", f"base/lib/{VERSION}", skip=_is_unused)
         for path in sorted((base / "lib").glob("lib*.so*")):
             yield _file(path, f"base/lib/{path.name}")
+
+
+def _source(folder: Path, outputs: Collection[str]) -> Iterator[Member]:
+    """The files of another program, in place of links to them."""
+    for path in source_files(folder, outputs):
+        yield _file(path.resolve(), f"source/{path.relative_to(folder)}")
 
 
 def _tree(

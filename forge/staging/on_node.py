@@ -2,9 +2,10 @@
 
 Everything is in a private directory, `forge-{uid}`:
 
-- `{digest}`: shards to keep (`stage.keep`), or staged outside of Slurm
-- `job-{id}/{digest}`: shards that are removed at the end of the job; `job-{id}/used-by-{run}` marks
-  each run that reads them
+- `{digest}`: a set of files to keep (`stage.keep`), or staged outside of Slurm: token shards, or the
+  inputs of a program
+- `job-{id}/{digest}`: a set that is removed at the end of the job; `job-{id}/used-by-{run}` marks each
+  run that reads it
 - `job-{id}/writing-…` and `.writing-{digest}`: incomplete copies, sent by another host or made by
   this one
 """
@@ -31,7 +32,9 @@ from forge.core.errors import DataError, UnfitError
 from forge.core.files import disk_trouble, read_json, write_json
 from forge.core.process import node_local_folder
 from forge.core.terminal import progress
-from forge.data.shards import MANIFEST, Shard, ShardSet
+from forge.data.file_set import FileSet, Kind, Member
+from forge.data.input_set import InputSet
+from forge.data.shards import MANIFEST, ShardSet
 
 SPARE_BYTES = 256 * 2**20  # left free for other users of the node
 STAMP = ".stamp.json"
@@ -48,6 +51,19 @@ MIN_READS_PER_SEC = 1000
 MIN_MIB_PER_SEC = 500
 SAMPLE_READS, SAMPLE_READ_BYTES = 64, 2**14
 SAMPLE_BYTES = 64 * 2**20
+
+
+# --- sets of files --------------------------------------------------------------------------------
+
+
+def open_shared(kind: Kind, folder: Path) -> FileSet:
+    """The set whose manifest is in this directory of the shared file system. Raises DataError."""
+    return InputSet.open(folder) if kind == "inputs" else ShardSet.open(folder)
+
+
+def open_copy(kind: Kind, folder: Path) -> FileSet:
+    """The copy of a set in a directory of this node. Raises DataError."""
+    return InputSet.open_copy(folder) if kind == "inputs" else ShardSet.open(folder)
 
 
 # --- directories----------------------------------------------------------------------------------
@@ -80,52 +96,52 @@ def private_root(base: Path) -> Path:
 
 
 def set_folder(root: Path, digest: str, job: str | None) -> Path:
-    """The directory of the shards. job: the Slurm job with which they are removed; None to keep them."""
+    """The directory of a set. job: the Slurm job with which it is removed; None to keep it."""
     return (root / f"job-{job}" if job else root) / digest[:32]
 
 
-# --- are the shards complete? --------------------------------------------------------------------
+# --- is a copy complete? -------------------------------------------------------------------------
 
 
-def is_complete(folder: Path, digest: str) -> bool:
-    """Whether the directory has these shards with valid digests. Raises DataError where it is corrupt.
+def is_complete(kind: Kind, folder: Path, digest: str) -> bool:
+    """Whether the directory has this set with valid digests. Raises DataError where it is corrupt.
 
     Files that have not changed since their digests were verified in the same boot are not read again:
     the kernel sets ctime at every change. Ranks verify their shards once more when they start.
     """
     if not folder.exists():
         return False
-    shards = ShardSet.open(folder)
-    if shards.digest != digest:
+    found = open_copy(kind, folder)
+    if found.digest != digest:
         return False
-    if not _is_stamped(shards):
-        verify(shards)
-        stamp(shards)
+    if not _is_stamped(found):
+        verify(found)
+        stamp(found)
     return True
 
 
-def verify(shards: ShardSet) -> None:
+def verify(files: FileSet) -> None:
     """Verify all digests, on VERIFY_THREADS cores. Raises DataError."""
     with ThreadPoolExecutor(VERIFY_THREADS) as pool:
         shares = [(index, VERIFY_THREADS) for index in range(VERIFY_THREADS)]
-        list(pool.map(shards.verify, shares))
+        list(pool.map(files.verify, shares))
 
 
-def stamp(shards: ShardSet) -> None:
+def stamp(files: FileSet) -> None:
     """Record that all digests are valid, with the state of the files."""
-    write_json(shards.folder / STAMP, _state(shards))
+    write_json(files.folder / STAMP, _state(files))
 
 
-def _is_stamped(shards: ShardSet) -> bool:
-    path = shards.folder / STAMP
-    return path.exists() and read_json(path) == _state(shards)
+def _is_stamped(files: FileSet) -> bool:
+    path = files.folder / STAMP
+    return path.exists() and read_json(path) == _state(files)
 
 
-def _state(shards: ShardSet) -> dict[str, Any]:
-    files = [*(shard.path for shard in shards.train + shards.val), shards.folder / MANIFEST]
-    found = {path.name: path.stat() for path in files}
+def _state(files: FileSet) -> dict[str, Any]:
+    paths = {member.name: member.path for member in files.members}
+    found = {n: path.stat() for n, path in {**paths, MANIFEST: files.folder / MANIFEST}.items()}
     return {
-        "digest": shards.digest,
+        "digest": files.digest,
         # After a power failure a file may have its size, but zeros as content.
         "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "files": {n: [s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns] for n, s in found.items()},
@@ -135,21 +151,23 @@ def _state(shards: ShardSet) -> dict[str, Any]:
 # --- is the shared file system fast enough? -------------------------------------------------------
 
 
-def shared_verdict(shared: Path, digest: str, root: Path, mode: str) -> tuple[bool, str]:
-    """Whether to read the shards in place from the shared file system, and why."""
+def shared_verdict(
+    kind: Kind, shared: Path, digest: str, root: Path, mode: str
+) -> tuple[bool, str]:
+    """Whether to read the set in place from the shared file system, and why."""
     if mode == "always":
         return False, "stage.mode is always"
     try:
-        shards = ShardSet.open(shared)
-    except (DataError, OSError) as err:
-        return False, f"cannot read the shards there ({err})"
-    if shards.digest != digest:
-        return False, f"{shared} has shards with another digest on this node"
+        files = open_shared(kind, shared)
+    except (DataError, UnfitError, OSError) as err:
+        return False, f"cannot read the {kind} there ({err})"
+    if files.digest != digest:
+        return False, f"{shared} has {kind} with another digest on this node"
     if mode == "never":
         return True, "stage.mode is never"
-    if shared.stat().st_dev == root.stat().st_dev:
+    if {member.path.stat().st_dev for member in files.members} == {root.stat().st_dev}:
         return True, f"{root} is on the same file system"
-    reads, rate = _measure(shards)
+    reads, rate = _measure(files.members)
     enough = reads >= MIN_READS_PER_SEC and rate >= MIN_MIB_PER_SEC
     return enough, (
         f"the shared file system gives {reads:.0f} random reads/s and {rate:.0f} MiB/s,"
@@ -157,20 +175,19 @@ def shared_verdict(shared: Path, digest: str, root: Path, mode: str) -> tuple[bo
     )
 
 
-def _measure(shards: ShardSet) -> tuple[float, float]:
+def _measure(files: list[Member]) -> tuple[float, float]:
     """Random reads per second, and MiB per second of a sequential read, without the page cache."""
-    files = shards.train + shards.val
     rng = random.Random(0)
     sample = [_random_read(rng.choice(files), rng) for _ in range(SAMPLE_READS)]
     reads = SAMPLE_READS / _seconds(sample)
-    largest = max(files, key=lambda shard: shard.num_bytes)
+    largest = max(files, key=lambda file: file.num_bytes)
     length = min(largest.num_bytes, SAMPLE_BYTES)
     return reads, length / 2**20 / _seconds([(largest.path, 0, length)])
 
 
-def _random_read(shard: Shard, rng: random.Random) -> tuple[Path, int, int]:
-    offset = rng.randrange(max(1, shard.num_bytes - SAMPLE_READ_BYTES))
-    return shard.path, offset, SAMPLE_READ_BYTES
+def _random_read(file: Member, rng: random.Random) -> tuple[Path, int, int]:
+    offset = rng.randrange(max(1, file.num_bytes - SAMPLE_READ_BYTES))
+    return file.path, offset, SAMPLE_READ_BYTES
 
 
 def _seconds(reads: list[tuple[Path, int, int]]) -> float:
@@ -192,21 +209,29 @@ def _seconds(reads: list[tuple[Path, int, int]]) -> float:
 
 
 def look(
-    *, base: str | None, digest: str, job: str | None, sender: str | None, shared: str, mode: str
+    *,
+    base: str | None,
+    kind: Kind,
+    digest: str,
+    job: str | None,
+    sender: str | None,
+    shared: str,
+    mode: str,
 ) -> dict[str, Any]:
-    """What `forge stage` must know of this node: directory of the shards, their state, space, speed.
+    """What `forge stage` must know of this node: directory of the copy, its state, space, speed.
 
-    base: stage.folder. job: with which the shards are removed; None to keep them. sender: the host that
-    would send them; None where nothing is sent. mode: stage.mode.
+    base: stage.folder. job: with which the copy is removed; None to keep it. sender: the host that
+    would send it; None where nothing is sent. shared: the directory of the set on the shared file
+    system. mode: stage.mode.
     """
     root = private_root(Path(base or node_local_folder()))
     folder = set_folder(root, digest, job)
     problem = ""
     try:
-        complete = is_complete(folder, digest)
+        complete = is_complete(kind, folder, digest)
     except DataError as err:
         complete, problem = False, err.what
-    in_place, why = shared_verdict(Path(shared), digest, root, mode)
+    in_place, why = shared_verdict(kind, Path(shared), digest, root, mode)
     return {
         "root": str(root),
         "folder": str(folder),
@@ -226,20 +251,24 @@ def link_mbit(host: str) -> int:
     return stats.speed if stats else 0
 
 
-def copy(*, shared: str, folder: str, digest: str) -> bool:
-    """Copy the shards from the shared directory to `folder`; False where another run of this host has
-    done so meanwhile. Raises DataError for corrupt shards."""
-    target = Path(folder)
+def copy(*, kind: Kind, shared: str, folder: str, digest: str) -> bool:
+    """Copy the set from the shared file system to `folder`; False where another run of this host has done
+    so meanwhile. Raises DataError for a corrupt set."""
+    target, source = Path(folder), open_shared(kind, Path(shared))
     with _alone(target.parent):
-        if _came_meanwhile(target, digest):
+        if _came_meanwhile(kind, target, digest):
             return False
         for leftover in target.parent.glob(".writing-*"):
             shutil.rmtree(leftover)
         temporary = target.with_name(f".writing-{target.name}")
         begin(temporary=str(temporary))
         with disk_trouble(temporary):
-            _copy_files(ShardSet.open(Path(shared)), temporary)
-        finish(temporary=str(temporary), folder=folder, digest=digest)
+            _copy_files(source, temporary)
+        try:
+            finish(kind=kind, temporary=str(temporary), folder=folder, digest=digest)
+        except DataError:
+            verify(source)  # names the file that is corrupt there, not its copy
+            raise
     return True
 
 
@@ -255,16 +284,18 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _copy_files(source: ShardSet, target: Path) -> None:
-    shards = source.train + source.val
+def _copy_files(source: FileSet, target: Path) -> None:
+    members = source.members
+    for folder in {(target / member.name).parent for member in members}:
+        folder.mkdir(parents=True, exist_ok=True)
     done = 0
     with (
         progress("stage", source.num_bytes / 2**20, "MiB") as report,
         ThreadPoolExecutor(COPY_THREADS) as pool,
     ):
-        copies = pool.map(lambda shard: _copy_file(shard.path, target / shard.path.name), shards)
-        for shard, _ in zip(shards, copies, strict=True):
-            done += shard.num_bytes
+        copies = pool.map(lambda member: _copy_file(member.path, target / member.name), members)
+        for member, _ in zip(members, copies, strict=True):
+            done += member.num_bytes
             report(done / 2**20)
     shutil.copyfile(source.folder / MANIFEST, target / MANIFEST)
 
@@ -305,34 +336,34 @@ def unpack(*, temporary: str, chunk: str) -> None:
         path.unlink()
 
 
-def finish(*, temporary: str, folder: str, digest: str) -> None:
+def finish(*, kind: Kind, temporary: str, folder: str, digest: str) -> None:
     """Verify every digest, then rename the directory to its final name. Raises DataError."""
     arrived, target = Path(temporary), Path(folder)
     try:
         (arrived / CHUNKS).rmdir()
-        shards = ShardSet.open(arrived)
-        if shards.digest != digest:
-            raise DataError(f"{arrived} has digest {shards.digest[:12]}…, not {digest[:12]}…")
-        verify(shards)
+        files = open_copy(kind, arrived)
+        if files.digest != digest:
+            raise DataError(f"{arrived} has digest {files.digest[:12]}…, not {digest[:12]}…")
+        verify(files)
         with disk_trouble(arrived):
-            stamp(shards)
-            if not _came_meanwhile(target, digest):
+            stamp(files)
+            if not _came_meanwhile(kind, target, digest):
                 shutil.rmtree(target, ignore_errors=True)  # corrupt
                 arrived.rename(target)
     finally:
         shutil.rmtree(arrived, ignore_errors=True)
 
 
-def _came_meanwhile(target: Path, digest: str) -> bool:
-    """Whether another run has staged these shards since this one began."""
+def _came_meanwhile(kind: Kind, target: Path, digest: str) -> bool:
+    """Whether another run has staged this set since this one began."""
     try:
-        return is_complete(target, digest)
+        return is_complete(kind, target, digest)
     except DataError:
         return False
 
 
 def mark(*, root: str, job: str, run: str) -> None:
-    """Record that this run reads the job's shards on this node."""
+    """Record that this run reads what the job has staged on this node."""
     folder = Path(root) / f"job-{job}"
     with disk_trouble(folder):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -340,7 +371,7 @@ def mark(*, root: str, job: str, run: str) -> None:
 
 
 def unmark(*, root: str, job: str, run: str) -> None:
-    """Undo `mark`; the last run removes the job's shards."""
+    """Undo `mark`; the last run removes what the job has staged."""
     folder = Path(root) / f"job-{job}"
     (folder / f"used-by-{run}").unlink(missing_ok=True)
     if not list(folder.glob("used-by-*")):

@@ -1,8 +1,9 @@
-"""The stage record (stage.json): where the ranks of each node read the shards, and their removal."""
+"""The stage record (stage.json): where the ranks of each node read, and the removal of copies."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field
@@ -10,11 +11,16 @@ from pydantic import Field
 from forge.cluster import slurm
 from forge.cluster.nodes import NodeFailure, NodePool
 from forge.cluster.placement import Placement
-from forge.core.paths import RunPaths
+from forge.core.config import ResolvedConfig
+from forge.core.paths import RunPaths, inputs_folder
 from forge.core.process import hostname
 from forge.core.records import Record
 from forge.core.terminal import say
+from forge.data.input_set import InputSet, copy_folders
+from forge.data.source import source_folder
+from forge.launch.rank_records import ProgramFolders
 from forge.staging import on_node
+from forge.staging.environment import StagedProject
 
 REMOVE_SEC = 60.0
 
@@ -25,9 +31,9 @@ class StageRecord(Record):
     FIX: ClassVar[str] = "run forge stage again"
 
     digest: str
-    """Of the shards."""
+    """Of the shards, or of a program's inputs; "" for a program without inputs."""
     bytes: int
-    """Of the shards."""
+    """Of these files."""
     folders: dict[str, str]
     """The directory that the ranks of each node read: a copy on its disk, or the shared one."""
     sent: list[str]
@@ -38,14 +44,57 @@ class StageRecord(Record):
     """The private directory of the job's copies, by node; {} where nothing is to be removed."""
     python: str | None = None
     """The Python on the nodes that runs Forge there, with `stage.project`."""
+    source: str = ""
+    """The directory on the nodes in which another training program runs, with `stage.project`."""
+    source_digest: str = ""
+    """Of the files in `source`, when they were copied."""
     phase_sec: dict[str, float] = Field(default_factory=dict)
     """Seconds of archiving, sending and verifying."""
 
+    @classmethod
+    def of_no_files(cls, job: str | None, roots: dict[str, str]) -> StageRecord:
+        """The record of a program without inputs."""
+        return cls(digest="", bytes=0, folders={}, sent=[], job=job, roots=roots)
+
+    def with_project(self, project: StagedProject) -> StageRecord:
+        """The record, with what `stage.project` has copied."""
+        copied = {name: getattr(project, name) for name in ("python", "source", "source_digest")}
+        return self.model_copy(update=copied)
+
 
 def staged_folders(paths: RunPaths) -> dict[str, str]:
-    """The directory of the shards by node; {} where the run was not staged."""
+    """The directory of shards or inputs by node; {} where the run was not staged."""
     record = StageRecord.read_if_there(paths.stage)
     return record.folders if record else {}
+
+
+def program_folders(config: ResolvedConfig) -> tuple[dict[str, ProgramFolders], ProgramFolders]:
+    """What the ranks of a program read: by node where it was staged, and the shared directories, for
+    other nodes."""
+    record = StageRecord.read_if_there(RunPaths.of(config).stage)
+    cwd = record.source if record and record.source else str(source_folder(config))
+    if not config.ids.inputs:
+        return {}, ProgramFolders(cwd=cwd, data="", hub="")
+    inputs = InputSet.open(inputs_folder(config.data, config.ids.inputs))
+    shared = ProgramFolders(cwd=cwd, data=inputs.data, hub=inputs.hub)
+    folders = record.folders if record and record.digest == inputs.digest else {}
+    staged = {
+        host: _in_copy(inputs, folder, cwd)
+        for host, folder in folders.items()
+        if Path(folder) != inputs.folder.resolve()  # else this node reads in place
+    }
+    return staged, shared
+
+
+def staged_source_digest(paths: RunPaths) -> str:
+    """Of the directory in which a program's ranks run; "" where they run in the shared one."""
+    record = StageRecord.read_if_there(paths.stage)
+    return record.source_digest if record else ""
+
+
+def _in_copy(inputs: InputSet, folder: str, cwd: str) -> ProgramFolders:
+    data, hub = copy_folders(folder, inputs.manifest)
+    return ProgramFolders(cwd=cwd, data=data, hub=hub)
 
 
 def staged_python(paths: RunPaths) -> str:
@@ -55,8 +104,8 @@ def staged_python(paths: RunPaths) -> str:
 
 
 def remove_staged(paths: RunPaths, placement: Placement) -> None:
-    """Remove the shards that `stage` copied to the nodes of this job for this run, unless they are kept
-    (`stage.keep`) or another run of the job reads them.
+    """Remove what `stage` copied to the nodes of this job for this run, unless it is kept (`stage.keep`)
+    or another run of the job reads it.
 
     A failure is printed, not raised: the next `stage` on that node removes what is left.
     """
@@ -74,4 +123,4 @@ def remove_staged(paths: RunPaths, placement: Placement) -> None:
         answers = pool.ask("unmark", timeout_sec=REMOVE_SEC, each=wanted)
     for host, reply in answers.items():
         if isinstance(reply, NodeFailure):
-            say(f"stage: could not remove the shards from {host}: {reply.message}")
+            say(f"stage: could not remove the staged files from {host}: {reply.message}")

@@ -1,4 +1,4 @@
-"""Copy token shards to the nodes, or to this host, if it is the only one: inspect, send, verify."""
+"""Copy a set of files to the nodes, or to this host, if it is the only one: inspect, send, verify."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from forge.core.errors import UnfitError
 from forge.core.machine import Machine, Stage
 from forge.core.process import hostname
 from forge.core.terminal import progress, say
-from forge.data.shards import MANIFEST, ShardSet
+from forge.data.file_set import FileSet, Member
+from forge.data.shards import MANIFEST
 from forge.staging import on_node
-from forge.staging.archive import Archive, Member, make_archive
+from forge.staging.archive import Archive, make_archive
 from forge.staging.environment import stage_project
 from forge.staging.on_node import CHUNKS, SPARE_BYTES
 from forge.staging.sbcast import COMPRESS_SHARDS_BELOW, Broadcast, Broken, is_slower
@@ -30,31 +31,32 @@ MIN_DISK_BYTES_PER_SEC = 50 * 2**20  # a local disk that is slower counts as bro
 
 
 def stage_nodes(
-    source: ShardSet, config: Config, machine: Machine, placement: Placement, *, min_nodes: int
+    source: FileSet | None,
+    config: Config,
+    machine: Machine,
+    placement: Placement,
+    *,
+    min_nodes: int,
 ) -> StageRecord:
-    """Copy the shards to every node of the placement that needs a copy.
+    """Copy the files to every node of the placement that needs a copy; with `stage.project`, Forge,
+    its Python and the program's directory, too. source: None for a program without inputs.
 
     A node that fails is left out. Raises UnfitError that names those nodes when fewer than min_nodes
     remain.
     """
-    if placement.is_here:
-        here = ThisHost(placement)
-        return _stage(_Staging(here, source, config, machine.stage, min_nodes=min_nodes))
-    python = stage_project(config, machine, placement) if machine.stage.project else None
-    with NodePool(placement, python=python or sys.executable) as pool:
-        record = _stage(_Staging(pool, source, config, machine.stage, min_nodes=min_nodes))
-    return record.model_copy(update={"python": python})
-
-
-def stage_for_program(config: Config, machine: Machine, placement: Placement) -> StageRecord:
-    """The stage record of another program, which reads its inputs in place. With `stage.project`, Forge
-    and its Python are copied to the nodes."""
-    project = machine.stage.project and not placement.is_here
-    python = stage_project(config, machine, placement) if project else None
     job = placement.job.id if placement.job else slurm.this_job_id()
-    return StageRecord(
-        digest="", bytes=0, folders={}, sent=[], job=job, roots={}, python=python, phase_sec={}
-    )
+    project = None
+    if machine.stage.project and not placement.is_here:
+        project = stage_project(config, machine, placement)
+    if source is None:
+        record = StageRecord.of_no_files(job, project.roots if project else {})
+    elif placement.is_here:
+        here = ThisHost(placement)
+        record = _stage(_Staging(here, source, config, machine.stage, min_nodes=min_nodes))
+    else:
+        with NodePool(placement, python=project.python if project else sys.executable) as pool:
+            record = _stage(_Staging(pool, source, config, machine.stage, min_nodes=min_nodes))
+    return record.with_project(project) if project else record
 
 
 class ThisHost:
@@ -99,7 +101,7 @@ class _Staging:
     def __init__(
         self,
         pool: NodePool | ThisHost,
-        source: ShardSet,
+        source: FileSet,
         config: Config,
         settings: Stage,
         *,
@@ -121,10 +123,10 @@ class _Staging:
         """Ask every node for its state, decide where its ranks read, and print that."""
         self._found = self._ask(
             "look",
-            "looking for the shards",
+            f"looking for the {self._kind}",
             self._read_all_sec,
             base=self.settings.folder,
-            digest=self._source.digest,
+            **self._set,
             job=None if self.settings.keep else self._job,
             sender=None if self._is_here else hostname(),
             shared=str(self._source.folder.resolve()),
@@ -141,16 +143,18 @@ class _Staging:
                 unseen[host] = NodeFailure(found["why"], "stage.mode is never", fix)
             elif found["complete"]:
                 self._folders[host] = found["folder"]
-                messages.setdefault(f"has the shards in {found['folder']}", []).append(host)
+                messages.setdefault(f"has the {self._kind} in {found['folder']}", []).append(host)
             else:
                 why = found["problem"] and f"replacing a corrupt copy: {found['problem']}"
-                messages.setdefault(why or f"gets the shards: {found['why']}", []).append(host)
+                why = why or f"gets the {self._kind}: {found['why']}"
+                messages.setdefault(why, []).append(host)
         for message, hosts in messages.items():
             say(f"stage: {', '.join(hosts)}: {message}")
-        self._drop(unseen, "reading the shards in place")
+        self._drop(unseen, f"reading the {self._kind} in place")
         if self._is_here and any(found["in_place"] for found in self._found.values()):
-            # Only here: on several nodes, each rank verifies its part of the shards when it starts.
-            self._source.verify()
+            # Only here: on several nodes, each rank verifies its part of the shards when it starts, and
+            # of inputs in place only sizes and times are compared.
+            on_node.verify(self._source)
 
     def claim(self) -> None:
         """Mark on each node that this run uses the job's directory there."""
@@ -158,7 +162,7 @@ class _Staging:
             self._ask("mark", "staging", ASK_SEC, each=self._roots(), **self._claim)
 
     def withdraw(self) -> None:
-        """Undo `claim` on every node. Shards to keep are in another directory."""
+        """Undo `claim` on every node. What is to be kept is in another directory."""
         if self._job:
             each = {host: {"root": found["root"]} for host, found in self._found.items()}
             self._pool.ask("unmark", timeout_sec=ASK_SEC, hosts=each, each=each, **self._claim)
@@ -188,7 +192,7 @@ class _Staging:
     # --- copying to nodes ------------------------------------------------------------------------
 
     def send(self, hosts: list[str]) -> None:
-        """Try once to copy the shards to these nodes. Nodes that fail are dropped before the next try."""
+        """Try once to copy the set to these nodes. Nodes that fail are dropped before the next try."""
         hosts = self._with_space(hosts)
         if not hosts:
             return
@@ -200,13 +204,13 @@ class _Staging:
             self._send_below(root, [h for h in hosts if self._found[h]["root"] == root], archive)
 
     def _with_space(self, hosts: list[str]) -> list[str]:
-        # Archive and unpacked shards are on the disk at the same time.
+        # The archive and what is unpacked of it are on the disk at the same time.
         archive, copies = ("", 1) if self._is_here else (" and their archive", 2)
         needed = copies * self._source.num_bytes + SPARE_BYTES
         full = {
             host: NodeFailure(
-                f"{found['root']} has {found['free'] / 2**30:.2f} GiB free, the shards{archive} need"
-                f" {needed / 2**30:.2f} GiB",
+                f"{found['root']} has {found['free'] / 2**30:.2f} GiB free, the {self._kind}{archive}"
+                f" need {needed / 2**30:.2f} GiB",
                 "other jobs or older staged sets fill this disk",
                 "remove old sets there, choose another stage.folder, or set stage.mode to never",
             )
@@ -218,10 +222,10 @@ class _Staging:
 
     def _copy(self, hosts: list[str]) -> None:
         """Copy on this host, the only one, without an archive."""
-        shared, digest = str(self._source.folder.resolve()), self._source.digest
+        shared = str(self._source.folder.resolve())
         each = {host: {"folder": self._found[host]["folder"]} for host in hosts}
         copied = self._ask(
-            "copy", "copying", self._read_all_sec, hosts, each=each, shared=shared, digest=digest
+            "copy", "copying", self._read_all_sec, hosts, each=each, shared=shared, **self._set
         )
         self._arrived(copied)
 
@@ -232,11 +236,10 @@ class _Staging:
         folder = Path(self._config.data) / "archives" / (source.digest[:32] + "-zstd" * compress)
         archive = Archive.open(folder)
         if archive is None:
-            source.verify()
-            shards = [Member(s.path, s.path.name, s.num_bytes) for s in source.train + source.val]
+            on_node.verify(source)
             manifest = source.folder / MANIFEST
-            shards.append(Member(manifest, MANIFEST, manifest.stat().st_size))
-            archive = make_archive(folder, shards, compress=compress)
+            members = [*source.members, Member(manifest, MANIFEST, manifest.stat().st_size)]
+            archive = make_archive(folder, members, compress=compress)
         self._seconds["archive"] += time.monotonic() - started
         return archive
 
@@ -274,13 +277,13 @@ class _Staging:
     def _finish(self, temporary: str, hosts: list[str]) -> None:
         started = time.monotonic()
         each = {host: {"folder": self._found[host]["folder"]} for host in hosts}
-        common = {"temporary": temporary, "digest": self._source.digest}
+        common = {"temporary": temporary, **self._set}
         done = self._ask("finish", "verifying", self._read_all_sec, hosts, each=each, **common)
         self._seconds["verify"] += time.monotonic() - started
         self._arrived(dict.fromkeys(done, True))
 
     def _arrived(self, hosts: Mapping[str, bool]) -> None:
-        """These nodes have valid shards now; False where another run has copied them."""
+        """These nodes have a valid copy now; False where another run has made it."""
         for host, is_ours in hosts.items():
             self._folders[host] = self._found[host]["folder"]
             if is_ours:
@@ -305,12 +308,21 @@ class _Staging:
         )
 
     @property
+    def _kind(self) -> str:
+        return self._source.kind
+
+    @property
+    def _set(self) -> dict[str, Any]:
+        """What requests must know of the set."""
+        return {"kind": self._source.kind, "digest": self._source.digest}
+
+    @property
     def _is_here(self) -> bool:
         return self._pool.placement.is_here
 
     @property
     def _read_all_sec(self) -> float:
-        """Timeout for reading all shards on a node: its disk is broken if that takes longer."""
+        """Timeout for reading the whole set on a node: its disk is broken if that takes longer."""
         return ASK_SEC + self._source.num_bytes / MIN_DISK_BYTES_PER_SEC
 
     def _roots(self) -> dict[str, dict[str, str]]:

@@ -1,6 +1,7 @@
 """Another training program under `forge train`: what its run ends with, and what it resumes from."""
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -14,9 +15,8 @@ from forge.core.errors import Exit
 from forge.core.files import read_json
 from forge.reporting.history import read_history
 
-ROOT = Path(__file__).parents[2]
-COUNT = ROOT / "tests/support/programs/count.py"
-LAB = ROOT / "config/labs/six-nodes"
+COUNT = Path(__file__).parents[1] / "support/programs/count.py"
+LAB = Path(__file__).parents[2] / "config/labs/six-nodes"
 GOAL = 20
 ENDLESS = 10**6  # stopped before
 TWO_RANKS = ("--machine.launcher=torchrun", "--ranks-per-node=2")
@@ -92,18 +92,23 @@ def test_program_gets_the_variables_of_the_contract(program, tmp_path):
     assert Path(found["FORGE_HEARTBEAT"]).name == "1"
 
 
-@pytest.mark.parametrize(("path", "kept"), [(ROOT, False), (f"{ROOT}:/more", True)])
-def test_python_of_a_program_searches_as_if_forge_were_not_staged(program, monkeypatch, path, kept):
-    """The staged Python runs with both variables, of which the second hides a program's own modules."""
-    monkeypatch.setenv("PYTHONPATH", str(path))
-    monkeypatch.setenv("PYTHONSAFEPATH", "1")
-    show = (
-        "import os; print('FOUND', os.environ.get('PYTHONPATH'), os.environ.get('PYTHONSAFEPATH'))"
-    )
-    run = program(command=[sys.executable, "-c", show], goal=None, checkpoints=None)
-    assert run.forge("train").code == 0
-    (log,) = run.paths.logs.glob("local.*.0.log")
-    assert (f"FOUND {path} 1" if kept else "FOUND None None") in log.read_text()
+def test_ranks_read_inputs_from_the_staged_copy_until_it_disappears(program, tmp_path):
+    (tmp_path / "in/two words").mkdir(parents=True)
+    for name in ("one.txt", "two words/größe.txt"):
+        (tmp_path / "in" / name).write_text("text")
+    code = "import pathlib, sys; print('READS', *pathlib.Path(sys.argv[1]).glob('*/*.txt'))"
+    command = [sys.executable, "-c", code, "{data}"]
+    inputs = {"inputs": [str(tmp_path / "in")], "goal": None, "checkpoints": None}
+    run = program(command=command, **inputs)
+    made, disk = f"--data={tmp_path}/made", f"--machine.stage.folder={tmp_path}/disk"
+    assert run.forge("inputs", made).code == 0
+    assert run.forge("stage", made, disk, "--machine.stage.mode=always").code == 0
+    (copy,) = tmp_path.glob("disk/forge-*/*/data")
+    for folder in (copy, tmp_path / "in"):
+        outcome = run.forge("train", made)
+        assert f"READS {folder}/two words/größe.txt" in outcome.text, outcome.text
+        shutil.rmtree(copy, ignore_errors=True)
+    assert f"warning: cannot read {copy}, using the shared directories" in outcome.text
 
 
 def test_program_that_ends_early_with_status_0_is_a_failure(program):

@@ -12,12 +12,14 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from forge.data.source import source_digest
 from tools.slurm_cluster.cluster import Cluster
 
 ROOT = f"/tmp/forge-{os.getuid()}"
@@ -58,6 +60,11 @@ class Allocation:
             check=False,
             timeout=120,
         )
+
+    def make_inputs(self, python: Path) -> None:
+        """On the login node, where the inputs are seen."""
+        done = self.cluster.run(python, "-m", "forge", "inputs", self.config, check=False)
+        assert done.returncode == 0, done.stderr
 
     def stage(self, *options: str, **keys: Any) -> dict[str, Any]:
         done = self.forge("stage", *options, **keys)
@@ -228,7 +235,8 @@ def _imported_packages() -> list[Path]:
     """Top folders and files in site-packages behind the command and a node, with their libraries."""
     site = Path(sysconfig.get_path("purelib"))
     code = (
-        "import sys, forge.staging.stage, forge.node_agent\n"
+        "import sys, forge.cli, forge.data.inputs, forge.staging.stage, forge.run.train\n"
+        "import forge.node_agent, forge.worker\n"
         "files = [getattr(m, '__file__', None) or '' for m in list(sys.modules.values())]\n"
         "print(*files, sep='\\n')"
     )
@@ -274,3 +282,78 @@ def test_node_that_does_not_see_the_project_gets_it(allocate, lean_project):
         "project and Python"
         not in here.stage("--machine.stage.project=true", python=python)["said"]
     )
+
+
+# --- another training program ----------------------------------------------------------------------
+
+NAMES = ("one.txt", "größe/two words.txt")  # of inputs, whose content is their name
+READS = """
+import json, os, socket, sys
+from pathlib import Path
+from named import contents  # a module beside this one
+
+saw = {
+    **{"host": socket.gethostname(), "cwd": str(Path.cwd()), "python": sys.executable},
+    **{"data": os.environ["FORGE_DATA"], "content": contents(Path(os.environ["FORGE_DATA"]))},
+    "shared": [path for path in sys.argv[1:] if any(Path(path).iterdir())],
+}
+Path(os.environ["FORGE_RUN"], f"saw-{os.environ['RANK']}.json").write_text(json.dumps(saw))
+if os.environ["RANK"] == "0":
+    Path(os.environ["FORGE_CHECKPOINTS"], "checkpoint-1.json").write_text("{}")
+"""
+CONTENTS = """
+def contents(folder):
+    return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
+"""
+
+
+def write_program(folder: Path, *hidden: Path) -> Path:
+    """A program, its inputs and its config. hidden: directories that its ranks must not see."""
+    for name, text in (("train.py", READS), ("named.py", CONTENTS), ("key.pem", "secret")):
+        (folder / "source").mkdir(exist_ok=True)
+        (folder / "source" / name).write_text(text)
+    for name in NAMES:
+        (folder / "inputs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "inputs" / name).write_text(name)
+    source, inputs = folder / "source", folder / "inputs"
+    program = {
+        "command": ["python", "train.py", *map(str, (source, inputs, *hidden))],
+        **{"source": str(source), "inputs": [str(inputs)], "goal": 1},
+        "checkpoints": {"pattern": "checkpoint-{step}.json"},
+    }
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump({"data": str(folder / "data"), "program": program}))
+    return config
+
+
+def test_program_runs_on_nodes_that_see_neither_its_source_nor_its_inputs(
+    allocate, lean_project, shared_folder
+):
+    hidden = [lean_project, shared_folder / "source", shared_folder / "inputs"]
+    config = write_program(shared_folder, lean_project)
+    here = replace(allocate(2), config=config)
+    lean = {"python": lean_project / ".venv" / "bin" / "python"}
+    options = ("--machine.stage.project=true", "--program.stop.grace_sec=20")
+    here.make_inputs(lean["python"])
+    for host in here.hosts:
+        for folder in hidden:
+            here.cluster.hide(host, folder)
+    try:
+        facts = here.stage(*options, **lean)
+        done = here.forge("train", *options, **lean)
+    finally:
+        for host in here.hosts:
+            for folder in hidden:
+                here.cluster.unhide(host, folder)
+    assert done.returncode == 0, done.stderr
+    assert (facts["sent"], facts["bytes"]) == (here.hosts, sum(len(n.encode()) for n in NAMES))
+    own = f"{ROOT}/job-{here.job}"
+    for rank, host in enumerate(here.hosts):
+        saw = json.loads((here.results / f"base/saw-{rank}.json").read_text())
+        assert (saw["host"], saw["data"]) == (host, f"{own}/{facts['digest'][:32]}/data")
+        assert saw["content"] == {name: name for name in NAMES}
+        assert saw["cwd"].startswith(f"{own}/source-") and saw["python"].startswith(own)
+        assert saw["shared"] == []
+        assert here.content(host) == []
+    seal = json.loads((here.results / "base/checkpoints/checkpoint-1.json.forge.json").read_text())
+    assert seal["lineage"]["source"]["digest"] == source_digest(shared_folder / "source")

@@ -10,8 +10,9 @@ import sys, time
 from forge.program import Run
 run = Run()
 assert "torch" not in sys.modules and "pydantic" not in sys.modules
-print(run.resume, run.checkpoints, run.goal, flush=True)
 step = 0
+run.heartbeat(step)
+print(run.resume, run.checkpoints, run.goal, flush=True)
 while not run.stop_requested() and step < 1000:
     step += 1
     run.heartbeat(step)

@@ -125,3 +125,25 @@ def test_batch_must_share_out_among_all_nodes():
     config = Config.model_validate({"run": "base", "train": {"batch_size": 8}})
     with pytest.raises(ConfigError, match="world of 6 ranks"):
         placement.check_layout(load_machine(None, {"launcher": "srun"}), WorldLayout(3, 2), config)
+
+
+@pytest.mark.parametrize(
+    ("source", "project", "nodes", "refused"),
+    [
+        (None, True, 2, True),
+        ("src", True, 2, False),
+        (None, False, 2, False),
+        (None, True, 1, False),
+    ],
+)
+def test_program_needs_a_directory_that_is_copied_to_nodes_that_do_not_see_the_project(
+    source, project, nodes, refused
+):
+    machine = load_machine(None, {"launcher": "torchrun", "stage.project": project})
+    config = Config.model_validate({"program": {"command": ["x"], "source": source}})
+    try:
+        placement.check_layout(machine, WorldLayout(nodes, 1), config)
+    except ConfigError as err:
+        assert refused and "set program.source" in err.fix
+    else:
+        assert not refused

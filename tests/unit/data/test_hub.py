@@ -13,7 +13,7 @@ from forge.core.errors import ConfigError
 from forge.core.files import digest_bytes
 from forge.data.content_ids import resolve
 from forge.data.hub import HubFiles
-from forge.data.inputs import InputSet
+from forge.data.input_set import InputSet
 
 BERT = "hf://google/tiny-bert@main"
 NEWS = "hf://datasets/team/news@main"
@@ -69,14 +69,20 @@ def test_files_and_globs_of_models_and_data_sets_are_downloaded_with_their_commi
     code, output = forge_inputs([local, f"{BERT}/vocab.txt", f"{NEWS}/data/*.parquet"])
     assert code == 0, output
     found = made(tmp_path)
-    assert (found.root, [entry.name for entry in found.files]) == (str(tmp_path), ["labels.txt"])
-    assert {entry.name: entry.digest for entry in found.downloads} == {
+    assert (found.data, [entry.name for entry in found.manifest.files]) == (
+        str(tmp_path),
+        ["labels.txt"],
+    )
+    assert {entry.name: entry.digest for entry in found.manifest.downloads} == {
         "datasets/team/news/data/train-0.parquet": digest_bytes(b"one"),
         "datasets/team/news/data/train-1.parquet": digest_bytes(b"two"),
         "google/tiny-bert/vocab.txt": digest_bytes(b"[PAD]\n[UNK]\n"),
     }
-    assert found.commits == {"google/tiny-bert@main": COMMIT, "datasets/team/news@main": COMMIT}
-    assert all(path.is_file() for path in found.paths)
+    assert found.manifest.commits == {
+        "google/tiny-bert@main": COMMIT,
+        "datasets/team/news@main": COMMIT,
+    }
+    assert all(member.path.is_file() for member in found.members)
     hub.asked.clear()
     code, output = forge_inputs([local, f"{BERT}/vocab.txt", f"{NEWS}/data/*.parquet"])
     assert (code, "nothing to do" in output, hub.asked) == (0, True, [])
@@ -85,7 +91,7 @@ def test_files_and_globs_of_models_and_data_sets_are_downloaded_with_their_commi
 def test_without_a_file_name_the_whole_repository_is_meant(forge_inputs, tmp_path):
     code, output = forge_inputs([BERT])
     assert code == 0, output
-    names = [entry.name for entry in made(tmp_path).downloads]
+    names = [entry.name for entry in made(tmp_path).manifest.downloads]
     assert names == ["google/tiny-bert/config.json", "google/tiny-bert/vocab.txt"]
 
 

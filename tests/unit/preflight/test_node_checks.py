@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from support import inputs
 from support.shards import make
 
 import forge
@@ -23,10 +24,13 @@ from forge.cluster import network, rdma
 from forge.core.checks import Check
 from forge.core.errors import UnfitError
 from forge.core.machine import load_machine
+from forge.core.paths import inputs_folder
 from forge.core.process import hostname
+from forge.data.input_set import InputSet
 from forge.data.shards import ShardSet
 from forge.preflight import node_checks
 from forge.preflight.node_checks import Wanted
+from forge.staging import on_node
 
 MODEST = {"preflight.min_free_disk_gib": 0, "preflight.min_free_memory_gib": 0}
 
@@ -353,7 +357,55 @@ def test_program_is_looked_for_as_the_ranks_start_it_and_its_directories_are_rea
         ("no-such-program", tmp_path, "fail"),
         ("sh", tmp_path / "gone", "fail"),
     ):
-        program = {"command": command, "reads": [str(folder)]}
+        reads = {"cwd": str(folder), "data": "", "hub": ""}
+        program = {"command": command, "staged": reads, "shared": reads}
         found = checks(replace(wanted, data="", program=program))
         assert found["program"].status == status, command
         assert "data" not in found
+
+
+@pytest.fixture
+def staged_inputs(wanted, tmp_path, monkeypatch):
+    """A node whose ranks read a copy of the inputs of a program in `disk`."""
+    config = inputs.make(tmp_path, monkeypatch)
+    shared = InputSet.open(inputs_folder(config.data, config.ids.inputs))
+    copy = {"folder": str(tmp_path / "disk"), "digest": shared.digest}
+    on_node.copy(kind="inputs", shared=str(shared.folder), **copy)
+    folders = {"data": f"{tmp_path}/disk/data", "hub": f"{tmp_path}/disk/hub"}
+    program = {
+        "command": "sh",
+        "staged": {"cwd": str(tmp_path), **folders},
+        "shared": {"cwd": str(tmp_path), "data": shared.data, "hub": shared.hub},
+    }
+    copy = {"staged": copy["folder"], "digest": shared.digest}
+    return replace(wanted, data="", program=program, **copy)
+
+
+@pytest.mark.parametrize(
+    ("lost", "status", "said"),
+    [
+        ((), "ok", "reads {here}, {here}/disk/data, {here}/disk/hub"),
+        (("in",), "ok", "reads {here}, {here}/disk/data, {here}/disk/hub"),
+        (
+            ("disk",),
+            "warn",
+            "gone from {here}/disk/data, {here}/disk/hub; ranks read {here}, {here}/in",
+        ),
+        (("disk", "in"), "fail", "cannot read {here}/in"),
+        (("disk/data/train.csv",), "fail", "staged inputs: {here}/disk/data/train.csv has changed"),
+    ],
+)
+def test_program_is_checked_for_what_its_ranks_on_this_node_read(
+    staged_inputs, tmp_path, lost, status, said
+):
+    for name in lost:
+        (tmp_path / name).rename(tmp_path / "away" if name == "in" else tmp_path / "lost")
+    check = checks(staged_inputs)["program"]
+    assert check.status == status
+    assert said.format(here=tmp_path) in check.message
+
+
+def test_staged_inputs_of_another_config_fail(staged_inputs):
+    check = checks(replace(staged_inputs, digest="0" * 64))["program"]
+    assert (check.status, check.fix) == ("fail", "run: forge stage")
+    assert "have digest" in check.message

@@ -9,8 +9,9 @@ import tarfile
 import pytest
 
 from forge.core.process import hostname
+from forge.data.file_set import Member
 from forge.staging import archive, environment, on_node
-from forge.staging.archive import Archive, Member, make_archive
+from forge.staging.archive import Archive, make_archive
 
 
 @pytest.fixture

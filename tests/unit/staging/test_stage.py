@@ -1,4 +1,4 @@
-"""A node's copy of the shards: never a corrupt one, never one that another user could tamper with."""
+"""A node's copy of shards or inputs: never a corrupt one, never one that another user could change."""
 
 import json
 import os
@@ -10,19 +10,22 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from support import inputs
 from support.shards import make
 
 from forge.cluster import slurm
 from forge.cluster.placement import Placement, WorldLayout
 from forge.core import json_lines
-from forge.core.config import Ids, load_config
+from forge.core.config import Config, Ids, load_config
 from forge.core.errors import DataError, UnfitError
 from forge.core.machine import load_machine
-from forge.core.paths import RunPaths, tokens_folder
+from forge.core.paths import RunPaths, inputs_folder, tokens_folder
 from forge.core.process import hostname
+from forge.data import content_ids
 from forge.data.content_ids import resolve
+from forge.data.inputs import make_inputs
 from forge.staging import on_node, stage
-from forge.staging.staged import remove_staged
+from forge.staging.staged import program_folders, remove_staged
 
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
 
@@ -187,7 +190,7 @@ def _other_device_below(folder):
             return found
         fields = list(found)
         fields[2] += 1  # st_dev
-        return os.stat_result(fields)
+        return os.stat_result(fields, {"st_mtime_ns": found.st_mtime_ns})
 
     return patched
 
@@ -289,3 +292,103 @@ def test_runs_that_stage_at_once_on_one_node_wait_for_each_other(config, machine
     ]
     assert sorted(facts["sent"] for facts in results) == [[], [hostname()]]
     assert len(copies(root)) == 1
+
+
+# --- inputs of a program --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """The config of a program with inputs in directories, from a hub, and with a link among them."""
+    return inputs.make(tmp_path, monkeypatch)
+
+
+def ranks_read(config):
+    """What the ranks on this host get as FORGE_DATA and FORGE_HUB."""
+    by_host, shared = program_folders(config)
+    found = by_host.get(hostname(), shared)
+    return found.data, found.hub
+
+
+def test_inputs_are_copied_with_their_directories_and_ranks_read_the_copy(program, machine, root):
+    facts = staged(program, machine)
+    folder = folder_of(facts)
+    assert inputs.content(folder) == inputs.CONTENT
+    assert ranks_read(program) == (f"{folder}/data", f"{folder}/hub")
+    assert (folder, facts["sent"]) == (root / facts["digest"][:32], [hostname()])
+    event = json_lines.read(RunPaths.of(program).events)[-1]
+    num_bytes = sum(len(text.encode()) for text in inputs.CONTENT.values())
+    assert (event["bytes"], event["folders"]) == (num_bytes, facts["folders"])
+    assert staged(program, machine) == {**facts, "sent": []}
+
+
+@pytest.mark.parametrize("mode", ["never", "auto"])
+def test_inputs_are_read_in_place_when_a_copy_gains_nothing(program, machine, root, tmp_path, mode):
+    # auto: they and the node folder are on one file system.
+    here = load_machine(None, {"stage.mode": mode, "stage.folder": machine.stage.folder})
+    facts = staged(program, here)
+    shared = inputs_folder(program.data, program.ids.inputs)
+    assert (folder_of(facts), facts["sent"], copies(root)) == (shared, [], [])
+    assert ranks_read(program) == (f"{tmp_path}/in", f"{shared}/hub")
+
+
+def test_inputs_on_another_file_system_than_their_manifest_are_measured(
+    program, machine, monkeypatch, tmp_path
+):
+    auto = load_machine(None, {"stage.mode": "auto", "stage.folder": machine.stage.folder})
+    monkeypatch.setattr(Path, "stat", _other_device_below(f"{tmp_path}/in"))
+    monkeypatch.setattr(on_node, "_measure", lambda _: (999, 500))
+    assert folder_of(staged(program, auto)).is_relative_to(machine.stage.folder)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
+@pytest.mark.parametrize("name", ["manifest.json", *list(inputs.CONTENT)[1:3]])
+def test_corrupt_copy_of_inputs_is_replaced(program, machine, name, damage):
+    file = folder_of(staged(program, machine)) / name
+    good = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(good[:-9] if damage == "cut" else bytes([good[0] ^ 1]) + good[1:])
+    assert staged(program, machine)["sent"] == [hostname()]
+    assert file.read_bytes() == good
+
+
+@pytest.mark.parametrize("change", ["size", "time", "content"])
+def test_input_that_has_changed_is_named_and_nothing_is_copied(
+    program, machine, root, tmp_path, change
+):
+    path = tmp_path / "in/train.csv"
+    before = path.stat()
+    path.write_text("1,b,c\n" if change == "size" else "1,b\n")
+    late = 2**62 if change == "time" else before.st_mtime_ns
+    os.utime(path, ns=(late, late))
+    with pytest.raises(DataError, match=r"in/train\.csv has changed since its digest was made"):
+        staged(program, machine)
+    assert not root.exists() or not [n for n in copies(root) if not n.startswith(".writing-")]
+    assert not RunPaths.of(program).stage.exists()
+
+
+def test_copy_of_inputs_goes_with_the_job(program, machine, root, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert folder_of(staged(program, machine)).parent == root / "job-7"
+    remove_staged(RunPaths.of(program), Placement.here())
+    assert copies(root) == []
+
+
+def test_program_without_inputs_reads_its_directory_only(program, machine, root):
+    bare = program.model_copy(
+        update={"program": program.program.model_copy(update={"inputs": []}), "ids": Ids()}
+    )
+    facts = staged(bare, machine)
+    assert (facts["bytes"], facts["folders"], root.exists()) == (0, {}, False)
+    assert ranks_read(bare) == ("", "")
+
+
+def test_copy_of_earlier_inputs_is_not_read(program, machine, tmp_path):
+    staged(program, machine)
+    (tmp_path / "in/more.csv").write_text("4,d\n")
+    content_ids._inputs_id.cache_clear()
+    later = resolve(Config.model_validate({**program.to_json(), "ids": None}))
+    make_inputs(later)
+    assert ranks_read(later)[0] == f"{tmp_path}/in"

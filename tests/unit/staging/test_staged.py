@@ -4,10 +4,19 @@ import sys
 
 import pytest
 
+from forge.core.config import Config, checked
 from forge.core.errors import DataError
 from forge.core.files import read_json, write_json
 from forge.core.paths import RunPaths
-from forge.staging.staged import StageRecord, staged_folders, staged_python
+from forge.data.content_ids import resolve
+from forge.staging.environment import StagedProject
+from forge.staging.staged import (
+    StageRecord,
+    program_folders,
+    staged_folders,
+    staged_python,
+    staged_source_digest,
+)
 
 RECORD = StageRecord(
     **{"digest": "d" * 64, "bytes": 7200, "folders": {"n1": "/tmp/x"}, "sent": ["n1"]},
@@ -37,3 +46,20 @@ def test_record_of_another_format_is_refused_by_name(paths):
     with pytest.raises(DataError, match=r"stage\.json has format 2, this .* reads 1") as caught:
         StageRecord.read(paths.stage)
     assert caught.value.fix == "run forge stage again"
+
+
+def test_program_runs_in_the_copy_of_its_source_on_every_node(tmp_path):
+    (tmp_path / "src").mkdir()
+    program = {"command": ["x"], "source": str(tmp_path / "src")}
+    values = {"results": str(tmp_path), "program": program}
+    config = resolve(checked(Config, values, "config.yaml"))
+    paths = RunPaths.of(config)
+    for job_files in (RECORD, StageRecord.of_no_files("7", {"n1": "/tmp"})):
+        job_files.write(paths.stage)
+        assert program_folders(config)[1].cwd == str(tmp_path / "src")
+        assert staged_source_digest(paths) == ""
+        staged = job_files.with_project(StagedProject("/tmp/python", "/tmp/source", "e" * 64))
+        staged.write(paths.stage)
+        by_host, shared = program_folders(config)
+        assert (by_host, shared.cwd) == ({}, "/tmp/source")
+        assert staged_source_digest(paths) == "e" * 64

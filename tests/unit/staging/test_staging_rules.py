@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,37 +29,37 @@ def verified(monkeypatch):
 
 
 def test_untouched_set_is_not_read_again(shards, verified):
-    assert on_node.is_complete(shards.folder, shards.digest)
-    assert on_node.is_complete(shards.folder, shards.digest)
+    assert on_node.is_complete("shards", shards.folder, shards.digest)
+    assert on_node.is_complete("shards", shards.folder, shards.digest)
     assert verified == [shards.folder]
 
 
 def test_touched_set_is_read_again(shards, verified):
-    assert on_node.is_complete(shards.folder, shards.digest)
+    assert on_node.is_complete("shards", shards.folder, shards.digest)
     path = shards.train[0].path
     before = path.stat()
     data = path.read_bytes()
     path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as cp -p and rsync do
     with pytest.raises(DataError, match="train-00000-000"):
-        on_node.is_complete(shards.folder, shards.digest)
+        on_node.is_complete("shards", shards.folder, shards.digest)
 
 
 def test_set_is_read_again_after_a_boot(shards, verified, monkeypatch):
-    assert on_node.is_complete(shards.folder, shards.digest)
+    assert on_node.is_complete("shards", shards.folder, shards.digest)
     real = Path.read_text
 
     def read_text(path, *args, **options):
         return "other" if path.name == "boot_id" else real(path, *args, **options)
 
     monkeypatch.setattr(Path, "read_text", read_text)
-    assert on_node.is_complete(shards.folder, shards.digest)
+    assert on_node.is_complete("shards", shards.folder, shards.digest)
     assert len(verified) == 2
 
 
 def test_set_with_another_digest_is_not_ours(shards, verified):
-    assert not on_node.is_complete(shards.folder, "0" * 64)
-    assert not on_node.is_complete(shards.folder.with_name("nothing"), shards.digest)
+    assert not on_node.is_complete("shards", shards.folder, "0" * 64)
+    assert not on_node.is_complete("shards", shards.folder.with_name("nothing"), shards.digest)
     assert verified == []
 
 
@@ -71,18 +72,18 @@ def test_shared_file_system_is_read_in_place_if_it_is_fast(
 ):
     monkeypatch.setattr(on_node, "_measure", lambda _: (reads, rate))
     elsewhere = Path("/proc")  # another file system
-    found, why = on_node.shared_verdict(shards.folder, shards.digest, elsewhere, "auto")
+    found, why = on_node.shared_verdict("shards", shards.folder, shards.digest, elsewhere, "auto")
     assert found == enough
     assert f"{reads} random reads/s and {rate} MiB/s, required are 1000 and 500" in why
 
 
 def test_speed_is_measured_on_the_files_themselves(shards):
-    reads, rate = on_node._measure(shards)
+    reads, rate = on_node._measure(shards.members)
     assert reads > 0 and rate > 0
 
 
 def test_shared_folder_with_other_or_no_shards_is_never_read(shards, tmp_path):
-    verdict = on_node.shared_verdict
+    verdict = partial(on_node.shared_verdict, "shards")
     for mode in ("auto", "never"):
         assert verdict(shards.folder, "0" * 64, tmp_path, mode)[0] is False
         assert verdict(tmp_path / "none", shards.digest, tmp_path, mode)[0] is False
@@ -98,7 +99,7 @@ def test_set_that_came_meanwhile_is_kept(shards, tmp_path):
     temporary = tmp_path / "root" / "writing"
     shutil.copytree(shards.folder, temporary)
     (temporary / "chunks").mkdir()
-    on_node.finish(temporary=str(temporary), folder=str(place), digest=shards.digest)
+    on_node.finish(kind="shards", temporary=str(temporary), folder=str(place), digest=shards.digest)
     assert (place / "manifest.json").stat().st_ino == inode
     assert not temporary.exists()
 
@@ -110,7 +111,9 @@ def test_set_that_arrived_corrupt_is_refused_and_removed(shards, tmp_path):
     (temporary / "val-00000-000.bin").write_bytes(b"\1" * 1200)
     place = tmp_path / "root" / "set"
     with pytest.raises(DataError, match="val-00000-000"):
-        on_node.finish(temporary=str(temporary), folder=str(place), digest=shards.digest)
+        on_node.finish(
+            kind="shards", temporary=str(temporary), folder=str(place), digest=shards.digest
+        )
     assert list(tmp_path.glob("root/*")) == []
 
 

@@ -1,19 +1,23 @@
-"""A node of an allocation gets the shards as an archive. Here its process runs on this host, and a copy
-stands for sbcast; tests/slurm/test_staging.py does it with real ones."""
+"""A node of an allocation gets shards or inputs as an archive. Here its process runs on this host, and
+a copy stands for sbcast; tests/slurm/test_staging.py does it with real ones."""
 
 import os
 import shutil
 import sys
+from functools import partial
 
 import pytest
+from support import inputs
 from support.shards import make
 
 from forge.cluster.nodes import NodePool
 from forge.cluster.placement import Placement
 from forge.cluster.slurm import Job
 from forge.core.config import Config
-from forge.core.errors import UnfitError
+from forge.core.errors import DataError, UnfitError
 from forge.core.machine import load_machine
+from forge.core.paths import inputs_folder
+from forge.data.input_set import InputSet
 from forge.staging import to_nodes
 from forge.staging.to_nodes import stage_nodes
 
@@ -39,19 +43,23 @@ class Copies:
 
 
 @pytest.fixture
-def staged(tmp_path, monkeypatch):
-    """staged(keep=True): the record of staging the shards of tmp_path/shards on the node n1."""
+def stage(tmp_path, monkeypatch):
+    """stage(source, config, keep=True): the record of staging these files on the node n1."""
     monkeypatch.setattr(NodePool, "_command", lambda *_: [sys.executable, "-m", "forge.node_agent"])
     monkeypatch.setattr(to_nodes, "Broadcast", Copies)
-    source = make(tmp_path / "shards")
-    config = Config(data=str(tmp_path / "data"))
 
-    def run(**keys):
+    def run(source, config, **keys):
         folder = {"folder": str(tmp_path / "node"), "mode": "always"}
         machine = load_machine(None, {f"stage.{key}": v for key, v in {**folder, **keys}.items()})
         return stage_nodes(source, config, machine, Placement(("n1",), JOB), min_nodes=1)
 
     return run
+
+
+@pytest.fixture
+def staged(tmp_path, stage):
+    """staged(keep=True): the record of staging the shards of tmp_path/shards on the node n1."""
+    return partial(stage, make(tmp_path / "shards"), Config(data=str(tmp_path / "data")))
 
 
 @pytest.fixture
@@ -93,3 +101,29 @@ def test_node_in_trouble_is_named_and_nothing_is_left_on_it(staged, root, monkey
     ):
         staged()
     assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize("link_mbit", [0, 1000], ids=["plain", "compressed"])
+def test_node_gets_the_inputs_of_a_program_with_their_directories(
+    stage, root, tmp_path, monkeypatch, link_mbit
+):
+    config = inputs.make(tmp_path, monkeypatch)
+    source = InputSet.open(inputs_folder(config.data, config.ids.inputs))
+    monkeypatch.setattr(to_nodes, "is_slower", lambda *_: link_mbit > 0)
+    record = stage(source, config)
+    folder = root / "job-7" / record.digest[:32]
+    assert (record.folders, record.sent) == ({"n1": str(folder)}, ["n1"])
+    assert inputs.content(folder) == inputs.CONTENT
+    assert not (folder / "data/linked.csv").is_symlink()
+    assert stage(source, config).sent == []
+
+
+def test_input_that_has_changed_is_named_before_anything_is_sent(
+    stage, root, tmp_path, monkeypatch
+):
+    config = inputs.make(tmp_path, monkeypatch)
+    source = InputSet.open(inputs_folder(config.data, config.ids.inputs))
+    (tmp_path / "in/train.csv").write_text("9,z\n")
+    with pytest.raises(DataError, match=r"in/train\.csv has changed"):
+        stage(source, config)
+    assert not list(root.iterdir()) and not (tmp_path / "made/archives").exists()

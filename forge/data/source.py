@@ -1,0 +1,50 @@
+"""The directory of another program (`program.source`): its files, and the digest of its code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from forge.core.config import Config
+from forge.core.errors import ConfigError
+from forge.core.files import canonical, digest_bytes, digest_file
+
+# Directories and files that are no part of a program's code, or must not be read by others.
+NOT_CODE = (".git", ".env", "__pycache__", ".venv", ".snakemake")
+NOT_CODE_SUFFIXES = (".pem", ".key", ".pyc")
+
+
+def source_folder(config: Config) -> Path:
+    """The directory in which the program of the config runs. Raises ConfigError where there is none."""
+    assert config.program
+    source = config.program.source or "."
+    if not Path(source).is_dir():
+        raise ConfigError(
+            f"program.source is {source!r}: there is no such directory",
+            cause=f"paths are relative to {Path.cwd()}",
+            fix="name the directory that has the program",
+        )
+    return Path(source).absolute()
+
+
+def source_files(folder: Path, outputs: Collection[str] = ()) -> list[Path]:
+    """The files of a program's code, sorted: without version control, environments and keys, and without
+    what lies behind links to directories. outputs: directories that are left out too, such as results."""
+    left_out = {Path(path).resolve() for path in outputs}
+    found = []
+    for top, below, names in os.walk(folder):
+        here = Path(top)
+        below[:] = [n for n in below if n not in NOT_CODE and (here / n).resolve() not in left_out]
+        found += [here / name for name in names if _is_code(here / name)]
+    return sorted(found)
+
+
+def _is_code(path: Path) -> bool:
+    return path.name not in NOT_CODE and path.suffix not in NOT_CODE_SUFFIXES and path.is_file()
+
+
+def source_digest(folder: Path, outputs: Collection[str] = ()) -> str:
+    """blake3 of the names and contents of `source_files`."""
+    files = source_files(folder, outputs)
+    return digest_bytes(canonical([(str(p.relative_to(folder)), digest_file(p)) for p in files]))
