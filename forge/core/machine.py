@@ -88,6 +88,9 @@ class Preflight(Section):
     """Warn when the clocks of two nodes differ by more than this."""
     slow_factor: float = Field(2, gt=1)
     """Warn about a node that is slower than the median of the nodes by this factor."""
+    packages: list[str] = Field(default=[])
+    """Python packages that every node must be able to import, such as `[transformers, accelerate]`;
+    with the Python of another program where its command begins with one."""
     spare_nodes: int = Field(0, ge=0)
     """Nodes to request beyond those that train; they replace unhealthy nodes."""
 

@@ -14,6 +14,7 @@ from forge.cluster.placement import Placement
 from forge.core import checks
 from forge.core.checks import Check
 from forge.core.machine import Machine
+from forge.preflight import packages
 from forge.preflight.node_checks import Wanted, check_node, reach_sec
 
 # TCP sends a lost SYN again after 1 s, and again 2 s later.
@@ -57,7 +58,7 @@ class Node:
         parts += [f"torch {versions['torch']}"] if versions.get("torch") else []
         shown = {
             **{"project": "proj", "packages": "pkgs", "data": "data", "disk": "disk"},
-            **{"reach": "net", "answers": "answers"},
+            **{"imports": "imports", "reach": "net", "answers": "answers"},
         }
         by_name = {check.name: check.status for check in self.checks}
         parts += [f"{short}={by_name[name]}" for name, short in shown.items() if name in by_name]
@@ -73,13 +74,22 @@ def inspect(
     look for rank 0 on another node.
     """
     head = placement.hosts[0]
+    imports = _wanted_imports(wanted, machine, sec / 2)
     if placement.is_here:
-        return [_answered(head, check_node(**asdict(wanted[head])))]
+        node = _answered(head, check_node(**asdict(wanted[head])))
+        if imports:
+            node.checks.append(packages.as_check(packages.import_packages(**imports[head])))
+        return [node]
     with NodePool(placement, python=python, start_sec=sec / 2) as pool:
         each = {host: asdict(wish) for host, wish in wanted.items()}
         answers = pool.ask("check_node", each=each, timeout_sec=sec / 4)
         nodes = {host: _answered(host, answer) for host, answer in answers.items()}
         answered = [node for node in nodes.values() if node.facts]
+        if imports:
+            hosts = [node.name for node in answered]
+            found = pool.ask("import_packages", each=imports, hosts=hosts, timeout_sec=sec)
+            for node in answered:
+                _add_imports(node, found[node.name])
         if nodes[head].facts:
             rendezvous.refuse(machine.fabric, head, nodes[head].facts["master_trouble"])
         master = wanted[head].master
@@ -88,6 +98,33 @@ def inspect(
     check_links(nodes, links)
     check_clocks(nodes, links, machine.preflight.max_clock_skew_sec)
     return list(nodes.values())
+
+
+def _wanted_imports(
+    wanted: Mapping[str, Wanted], machine: Machine, sec: float
+) -> dict[str, dict[str, Any]]:
+    """Arguments of `import_packages` by host; {} where nothing is to be imported."""
+    names = machine.preflight.packages
+    if not names:
+        return {}
+    return {
+        host: {
+            "names": names,
+            "command": wish.program.get("command", ""),
+            "cwd": wish.program["staged"]["cwd"] if wish.program else ".",
+            "sec": sec,
+        }
+        for host, wish in wanted.items()
+    }
+
+
+def _add_imports(node: Node, answer: Any) -> None:
+    if isinstance(answer, NodeFailure):
+        check = Check("imports", "fail", answer.message, answer.fix, answer.cause)
+    else:
+        check = packages.as_check(answer)
+        node.facts["versions"] |= answer["versions"]
+    node.checks.append(check)
 
 
 def _answered(host: str, answer: Any) -> Node:
@@ -235,6 +272,7 @@ def compare(nodes: Sequence[Node], machine: Machine) -> None:
         return
     for node in answered:
         node.checks.append(_same_versions(node, answered))
+        node.checks += _same_environment(node, answered)
         node.checks += _same_hardware(node, answered, machine)
 
 
@@ -243,7 +281,7 @@ def _same_versions(node: Node, nodes: Sequence[Node]) -> Check:
     mine: dict[str, str] = node.facts["versions"]
     other = []
     for name, number in mine.items():
-        counts = Counter(each.facts["versions"][name] for each in nodes)
+        counts = Counter(each.facts["versions"].get(name, "") for each in nodes)
         usual, times = counts.most_common(1)[0]
         if number != usual:
             other.append(f"{name} {number or 'missing'} here, {usual} on {times} nodes")
@@ -256,6 +294,25 @@ def _same_versions(node: Node, nodes: Sequence[Node]) -> Check:
         "use one environment and one checkout on all nodes",
         cause=f"{node.name} sees another disk, or an old copy of it",
     )
+
+
+def _same_environment(node: Node, nodes: Sequence[Node]) -> Iterator[Check]:
+    """Warnings where variables of NCCL, Gloo and torch, or the driver, are not those of most nodes."""
+    mine: dict[str, str] = node.facts["exported"]
+    other = []
+    for name in sorted({name for each in nodes for name in each.facts["exported"]}):
+        usual, times = Counter(each.facts["exported"].get(name) for each in nodes).most_common(1)[0]
+        if mine.get(name) != usual:
+            here, there = mine.get(name, "not set"), "not set" if usual is None else usual
+            other.append(f"{name} is {here} here, {there} on {times} nodes")
+    if other:
+        fix = "unset it, or export it in the shell of the submission, which all nodes inherit"
+        cause = "set by a file that only this node reads, such as /etc/profile.d or a module"
+        yield Check("environment", "warn", "; ".join(other), fix, cause)
+    drivers = Counter(driver for each in nodes if (driver := each.facts["driver"]))
+    if node.facts["driver"] and node.facts["driver"] != (usual := drivers.most_common(1)[0][0]):
+        message = f"NVIDIA driver {node.facts['driver']}, {usual} on {drivers[usual]} nodes"
+        yield Check("driver", "warn", message, f"leave {node.name} out, if NCCL fails")
 
 
 def _same_hardware(node: Node, nodes: Sequence[Node], machine: Machine) -> Iterator[Check]:

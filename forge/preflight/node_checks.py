@@ -35,6 +35,7 @@ from forge.core.process import hostname, node_local_folder
 from forge.data.file_set import Kind
 from forge.data.shards import MANIFEST
 from forge.launch.rank_records import ProgramFolders
+from forge.preflight import packages
 from forge.staging.on_node import open_copy
 
 PACKAGES = ("torch", "numpy", "tokenizers", "blake3")
@@ -79,6 +80,8 @@ def check_node(**wanted: Any) -> dict[str, Any]:
         "master_trouble": rendezvous.trouble(needs.master),
         "infiniband": network.has_rdma(),
         "gpus": count_gpus(),
+        "driver": packages.driver_version(),
+        "exported": packages.exported(),
     }
 
 
@@ -163,7 +166,8 @@ def installed_versions() -> dict[str, str]:
     folder = Path(forge.__file__).parent
     for path in sorted(folder.rglob("*.py")):
         hasher.update(str(path.relative_to(folder)).encode() + path.read_bytes())
-    return {**found, "forge": forge.__version__, "forge code": hasher.hexdigest()[:12]}
+    of_forge = {"forge": forge.__version__, "forge code": hasher.hexdigest()[:12]}
+    return {**found, **packages.cuda_versions(), **of_forge}
 
 
 def _data_visible(wanted: Wanted) -> Check:
@@ -462,6 +466,7 @@ class _Peer:
 
 REQUESTS: dict[str, Callable[..., Any]] = {
     "check_node": check_node,
+    "import_packages": packages.import_packages,
     "listen": listen,
     "reach": reach,
 }

@@ -47,7 +47,8 @@ def write_lab(folder: Path, launcher: str, **fabric: object) -> tuple[Path, Path
     config.write_text(yaml.safe_dump(values))
     # Imports of six ranks take their time on a busy machine; no rank of these tests is lost.
     fabric |= {"backend": "gloo", "timeout_sec": 60}
-    file.write_text(yaml.safe_dump(machine(launcher, fabric=fabric)))
+    preflight = {"packages": ["yaml"]}
+    file.write_text(yaml.safe_dump(machine(launcher, fabric=fabric, preflight=preflight)))
     return config, file
 
 
@@ -105,6 +106,7 @@ def test_lab_passes_preflight_trains_and_is_validated_at_an_exported_address(
     run, said = run_lab(["preflight", "train", "validate"], *files, MASTER_ADDR=address)
     assert_each_on_its_interface(run, cluster)
     assert f"keeping your exported MASTER_ADDR={address} (Forge would use node01)" in said
+    assert said.count("imports=ok") == 6
     assert read_json(run.paths.validation)["step"] == STEPS
 
 

@@ -20,8 +20,11 @@ VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "forge code": "abc"}
 FAIL = Check("disk", "fail", "0.1 GiB free", "free space")
 
 
+ALIKE = {"infiniband": False, "gpus": 0, "driver": "", "exported": {}}
+
+
 def node(name="n0", *checks, **facts):
-    return Node(name, list(checks), {"versions": VERSIONS, "infiniband": False, "gpus": 0, **facts})
+    return Node(name, list(checks), {"versions": VERSIONS, **ALIKE, **facts})
 
 
 def last(node):
@@ -151,6 +154,18 @@ def test_clock_that_differs_from_the_others_only_warns(ahead, word):
 def compared(*nodes, **keys):
     compare(nodes, load_machine(None, keys))
     return [[check.name for check in node.failed] for node in nodes]
+
+
+def test_variable_and_driver_that_differ_are_a_warning_with_both_values():
+    odd = node("n2", exported={"NCCL_DEBUG": "INFO"}, driver="550.1")
+    alike = [node("n0", driver="560.2"), node("n1", driver="560.2"), node("n3")]  # n3 has no GPU
+    assert compared(*alike, odd) == [[], [], [], []]  # a warning excludes no node
+    said = {check.name: check.message for check in odd.checks if check.status == "warn"}
+    assert said == {
+        "environment": "NCCL_DEBUG is INFO here, not set on 3 nodes",
+        "driver": "NVIDIA driver 550.1, 560.2 on 2 nodes",
+    }
+    assert [check.name for each in alike for check in each.checks if check.status == "warn"] == []
 
 
 def test_node_with_other_versions_than_most_is_unfit():

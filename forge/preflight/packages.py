@@ -1,0 +1,99 @@
+"""Packages that a node must import (`preflight.packages`); what else must be alike on nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from forge.core.checks import Check
+
+# In a process of its own: the Python of another program may be another one, and an import may crash.
+IMPORT = """
+import importlib, json, sys
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = [str(getattr(importlib.import_module(name), "__version__", "")), ""]
+    except BaseException as err:
+        found[name] = ["", f"{type(err).__name__}: {err}"]
+print(json.dumps([sys.version.split()[0], found]))
+"""
+# Libraries that come with a CUDA build of torch, under the names of its packages.
+CUDA = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime")
+COMPARED = re.compile(r"(NCCL|GLOO|TORCH|PYTORCH)_\w+")
+DRIVER = Path("/sys/module/nvidia/version")
+
+
+def import_packages(*, names: Sequence[str], command: str, cwd: str, sec: float) -> dict[str, Any]:
+    """Import each package on this node: the check `imports` as JSON, and the versions by name.
+
+    command: first word of another program's command; its Python is asked where it is one, else this one.
+    cwd: the directory that the ranks run in.
+    """
+    python = (shutil.which(command) if is_python(command) else None) or sys.executable
+    try:
+        done = subprocess.run(
+            [python, "-c", IMPORT, *names],
+            cwd=cwd,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=sec,
+        )
+        number, found = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        message = f"importing {', '.join(names)} takes longer than {sec:.0f} s"
+        fix = "raise preflight.deadline_sec, or copy the environment to the nodes (stage.project)"
+        return _failed(message, fix, "the file system of the packages is slow on this node")
+    except (OSError, IndexError, ValueError) as err:
+        trouble = done.stderr.strip()[-200:] if isinstance(err, IndexError) else str(err)
+        return _failed(f"{python} imports nothing: {trouble}", f"try it there: {python} -V")
+    missing = [f"{name} ({trouble})" for name, (_, trouble) in found.items() if trouble]
+    if missing:
+        fix = f"install them for {python}, or correct preflight.packages"
+        return _failed(f"cannot import {', '.join(missing)}", fix)
+    versions = {name: text for name, (text, _) in found.items()}
+    said = ", ".join(f"{name} {text}".strip() for name, text in versions.items())
+    return {"check": ["ok", f"Python {number}, {said}", "", ""], "versions": versions}
+
+
+def is_python(command: str) -> bool:
+    return bool(re.fullmatch(r"python[\d.]*", Path(command).name))
+
+
+def _failed(message: str, fix: str, cause: str = "") -> dict[str, Any]:
+    return {"check": ["fail", message, fix, cause], "versions": {}}
+
+
+def as_check(answer: dict[str, Any]) -> Check:
+    """The check in what `import_packages` gave."""
+    return Check("imports", *answer["check"])
+
+
+def cuda_versions() -> dict[str, str]:
+    """Versions of the libraries of CUDA that are installed as packages."""
+    found = {}
+    for name in CUDA:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def driver_version() -> str:
+    """Of NVIDIA's driver; "" without one."""
+    return DRIVER.read_text().strip() if DRIVER.exists() else ""
+
+
+def exported() -> dict[str, str]:
+    """What this process inherited for NCCL, Gloo and torch."""
+    return {name: value for name, value in os.environ.items() if COMPARED.fullmatch(name)}

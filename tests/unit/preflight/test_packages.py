@@ -1,0 +1,49 @@
+"""Packages are really imported on a node, in a process of their own."""
+
+import sys
+
+import pytest
+
+from forge.preflight.packages import as_check, import_packages
+
+
+def imports(*names, command="", cwd=".", sec=60.0):
+    answer = import_packages(names=names, command=command, cwd=str(cwd), sec=sec)
+    return as_check(answer), answer["versions"]
+
+
+def test_versions_of_what_was_imported_are_told():
+    check, versions = imports("yaml", "json")
+    assert check.status == "ok"
+    assert f"Python {sys.version.split()[0]}, yaml {versions['yaml']}, json" in check.message
+
+
+def test_missing_package_and_one_that_breaks_at_import_are_named(tmp_path):
+    (tmp_path / "broken.py").write_text("raise OSError('libcudart.so.12: cannot open')")
+    check, _ = imports("json", "broken", "no_such_package", cwd=tmp_path)
+    assert check.status == "fail"
+    assert "broken (OSError: libcudart.so.12: cannot open), no_such_package" in check.message
+    assert "json" not in check.message
+
+
+def test_import_that_ends_the_process_is_told(tmp_path):
+    (tmp_path / "crash.py").write_text(
+        "import os; os.write(2, b'illegal instruction'); os._exit(1)"
+    )
+    check, _ = imports("crash", cwd=tmp_path)
+    assert (check.status, "imports nothing: illegal instruction" in check.message) == ("fail", True)
+
+
+def test_import_that_takes_too_long_is_told(tmp_path):
+    (tmp_path / "slow.py").write_text("import time; time.sleep(600)")
+    check, _ = imports("slow", cwd=tmp_path, sec=0.5)
+    assert "importing slow takes longer than" in check.message
+
+
+@pytest.mark.parametrize(("command", "asked"), [("python3.99", True), ("train.sh", False)])
+def test_python_of_the_programs_command_is_asked(tmp_path, monkeypatch, command, asked):
+    program = tmp_path / command
+    program.write_text("#!/bin/sh\necho '[\"3.99.0\", {}]'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert ("3.99.0" in imports(command=command)[0].message) is asked
