@@ -13,7 +13,7 @@ import os
 import pwd
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ SACCT_SEC = 5.0
 # A cancellation reaches accounting a moment after squeue.
 WHO_SEC = 3.0
 
+MAX_NAME = 40  # characters of the runs' names in the name of a job
 RERUN = "Rerun the same command to submit it again; training resumes from its last checkpoint."
 # Meaning of Slurm's job states after which the job itself could write no error, and what to do.
 ENDS = {
@@ -49,9 +50,11 @@ AWAY = (slurm.CONTROLLER_AWAY, "Connection refused")
 PASSING = ("NODE_FAIL", "PREEMPTED")
 
 
-def install(executor: Any) -> None:
-    """Replace the status checks of this Snakemake's Slurm executor. Called once, before the first job is
-    submitted."""
+def install(executor: Any, runs: Iterable[str]) -> None:
+    """Replace the status checks of this Snakemake's Slurm executor, and let its jobs be called after the
+    runs in squeue. Called once, before the first job is submitted."""
+    # The plugin gives all jobs of a Snakemake one name, and asks for them by it.
+    executor.run_uuid = f"{'-'.join(runs)[:MAX_NAME]}_{executor.run_uuid}"
     watch = JobWatch(executor)
     executor.run_job = watch.submit
     executor._report_job_error_threadsafe = watch.note_refusal

@@ -110,7 +110,7 @@ onstart:
         if submits:
             helpers.check_submission(workflow.dag, [RESULTS, DATA], logger.warning)
             helpers.keep_for_jobs(RUNS, LAYOUTS)
-            job_watch.install(workflow.scheduler._executor)
+            job_watch.install(workflow.scheduler._executor, RUNS)
         helpers.take_over(
             RUNS, ALLOCATION.machine.slurm, logger.info, submits=submits
         )

@@ -307,10 +307,14 @@ def refusing(monkeypatch):
                 executor.submitted.append(job)
 
         executor.run_job = run_job
-        job_watch.install(executor)
+        job_watch.install(executor, ["base", "wide"])
         return executor
 
     return make
+
+
+def test_jobs_are_called_after_the_runs_in_squeue(refusing):
+    assert refusing().run_uuid == "base-wide_uuid"
 
 
 def test_job_that_cannot_be_submitted_fails_with_what_sbatch_said(refusing):
@@ -330,7 +334,7 @@ def test_job_whose_submission_raises_fails_instead_of_being_waited_for(tmp_path)
             raise AttributeError("'GroupJob' object has no attribute 'rule'")  # noqa: B904
 
     executor.run_job = run_job
-    job_watch.install(executor)
+    job_watch.install(executor, ["base", "wide"])
     executor.run_job(job)
     assert "no such account" in executor.said[-1] and executor.failure == [job]
 
@@ -354,7 +358,7 @@ def test_jobs_are_cancelled_while_they_are_asked_for(command, info):
     executor = Recorder()
     cancelled = []
     executor.cancel_jobs = cancelled.extend
-    job_watch.install(executor)
+    job_watch.install(executor, ["base", "wide"])
     other = SimpleNamespace(job=Job(), external_jobid="18", aux={})
     lists(command, "RUNNING")
 
