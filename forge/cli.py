@@ -339,6 +339,7 @@ def _stage(options: argparse.Namespace) -> None:
 
 
 def _preflight(options: argparse.Namespace) -> None:
+    from forge.core.paths import RunPaths, place_logs
     from forge.launch.rank import refuse_left_over
     from forge.preflight.preflight import preflight
     from forge.run.requeue import requeue_if_preempted
@@ -346,15 +347,19 @@ def _preflight(options: argparse.Namespace) -> None:
     refuse_left_over()
     machine = _load_machine(options)
     with requeue_if_preempted(machine):
-        preflight(_resolved(options), machine, _layout(options))
+        config = _resolved(options)
+        place_logs(RunPaths.of(config))
+        preflight(config, machine, _layout(options))
 
 
 def _train(options: argparse.Namespace) -> None:
+    from forge.core.paths import RunPaths, place_logs
     from forge.launch.rank import refuse_left_over
     from forge.run.train import train
 
     refuse_left_over()
     config, machine, layout = _resolved(options), _load_machine(options), _layout(options)
+    place_logs(RunPaths.of(config))
     train(config, machine, layout, require_checkpoint=options.require_checkpoint)
 
 

@@ -27,6 +27,7 @@ from forge.core.paths import (
     WORKFLOW_RUNS,
     RunPaths,
     inputs_folder,
+    place_logs,
     tokenizer_folder,
     tokens_folder,
 )
@@ -153,7 +154,10 @@ def keep_for_jobs(
 
 
 def write_down(runs: dict[str, ResolvedConfig]) -> None:
-    """Let `forge status`, `logs`, `show` and `export` find these runs, whatever set `results`."""
+    """Let `forge status`, `logs`, `show` and `export` find these runs, whatever set `results`; and put
+    their logs where FORGE_LOG_DIR says."""
+    for config in runs.values():
+        place_logs(RunPaths.of(config))
     folders = {name: str(RunPaths.of(settings).root) for name, settings in runs.items()}
     WorkflowRuns(folders=folders).write(WORKFLOW_RUNS)
 

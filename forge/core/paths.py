@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from forge.core.config import Config
+from forge.core.files import disk_trouble
 
 CONFIG, SHEET = "config/config.yaml", "config/runs.tsv"  # of a project
 # Files of workflow commands: for their jobs, and what the last command was about.
@@ -74,6 +76,23 @@ class RunPaths:
     launches = _Below(".launch")  # files between launcher and ranks, in a directory per launch
     heartbeats = _Below(".launch/heartbeats")  # of the ranks of another program
     stop = _Below("STOP")  # a file of this name stops training
+
+
+def place_logs(paths: RunPaths) -> None:
+    """Put the logs of a run into `$FORGE_LOG_DIR/{run}`, with a link to it in the run's directory.
+
+    Does nothing without the variable, and for a run that has logs. Raises UnfitError where a directory
+    cannot be made.
+    """
+    place = os.environ.get("FORGE_LOG_DIR")
+    if not place or os.path.lexists(paths.logs):
+        return
+    target = Path(place).absolute() / paths.root.name
+    with disk_trouble(target):
+        target.mkdir(parents=True, exist_ok=True)
+    with disk_trouble(paths.logs):
+        paths.root.mkdir(parents=True, exist_ok=True)
+        paths.logs.symlink_to(target)
 
 
 CHECKPOINT_PREFIX = "step-"

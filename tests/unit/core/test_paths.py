@@ -2,7 +2,8 @@
 
 import pytest
 
-from forge.core.paths import by_step, checkpoint_name, checkpoint_step
+from forge.core.errors import UnfitError
+from forge.core.paths import RunPaths, by_step, checkpoint_name, checkpoint_step, place_logs
 
 
 @pytest.mark.parametrize("step", [0, 1, 99_999_999, 100_000_000, 10**12])
@@ -22,3 +23,22 @@ def test_names_sort_by_step_and_second_copies_after_the_first(tmp_path):
     names = ["step-100000000", "step-00000020.2", "step-99999999", "best", "step-00000020"]
     found = sorted((tmp_path / name for name in names), key=by_step)
     assert [folder.name for folder in found] == [names[i] for i in (3, 4, 1, 2, 0)]
+
+
+def test_logs_of_a_new_run_go_where_the_variable_says(tmp_path, monkeypatch):
+    paths, old = RunPaths(tmp_path / "results/base"), RunPaths(tmp_path / "results/old")
+    old.logs.mkdir(parents=True)
+    monkeypatch.setenv("FORGE_LOG_DIR", str(tmp_path / "logs"))
+    for _ in range(2):
+        place_logs(paths)
+        place_logs(old)
+    (paths.logs / "train.log").write_text("said")
+    assert (tmp_path / "logs/base/train.log").read_text() == "said"
+    assert not old.logs.is_symlink()
+
+
+def test_directory_for_logs_that_cannot_be_made_is_named(tmp_path, monkeypatch):
+    (tmp_path / "logs").write_text("a file")
+    monkeypatch.setenv("FORGE_LOG_DIR", str(tmp_path / "logs"))
+    with pytest.raises(UnfitError, match="logs/base"):
+        place_logs(RunPaths(tmp_path / "results/base"))
