@@ -254,8 +254,17 @@ def cancel_step(job_id: str, name: str) -> None:
 def accounted_state(job_id: str, *, timeout_sec: float) -> str:
     """The job's state in Slurm's accounting, such as `CANCELLED by 1000` (a uid); "" when accounting
     does not respond or does not have the job."""
+    return _accounted(job_id, "State", timeout_sec)
+
+
+def accounted_end(job_id: str, *, timeout_sec: float) -> str:
+    """How accounting says that the job ended, such as `OUT_OF_MEMORY, exit code 0:125`; "" as above."""
+    return _accounted(job_id, "State,ExitCode", timeout_sec).replace("|", ", exit code ")
+
+
+def _accounted(job_id: str, fields: str, timeout_sec: float) -> str:
     line = ["sacct", "--jobs", job_id, "--allocations", "--noheader", "--parsable2"]
-    lines = run([*line, "--format=State"], timeout_sec=timeout_sec)[0].splitlines()
+    lines = run([*line, f"--format={fields}"], timeout_sec=timeout_sec)[0].splitlines()
     return lines[-1].strip() if lines else ""
 
 

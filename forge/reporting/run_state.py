@@ -53,7 +53,8 @@ _TONES: dict[State, Tone] = {
 # On a terminal.
 COLORS: dict[Tone, str] = {"good": "green", "bad": "red", "busy": "cyan", "open": "yellow"}
 
-ASK_SEC = 3.0  # how long squeue may take: an answer a little later is better than a wrong one
+# How long squeue and sacct may take: an answer a little later is better than a wrong one.
+ASK_SEC = 3.0
 
 # No new step for this long, and for so many times the usual, is worth a look.
 STALL_SEC = 60.0
@@ -167,8 +168,21 @@ def _judged(files: RunFiles, job: QueuedJob | None, queue: Queue) -> _Found:
             who = f"its process on {files.lock and files.lock.host} cannot be asked from here"
             return _Found("unknown", f"{who}; last sign of life {since} ago")
         case "gone":
-            return _Found("cut off", "its process is gone", "rerun the command")
-    return _ended(files)
+            found = _Found("cut off", "its process is gone", "rerun the command")
+        case _:
+            found = _ended(files)
+    if found.state == "cut off":
+        return found._replace(reason=found.reason + _slurm_says(files, queue))
+    return found
+
+
+def _slurm_says(files: RunFiles, queue: Queue) -> str:
+    """How the last job ended, from Slurm's accounting: more than files tell of a job that was killed."""
+    if queue is None or not files.job_ids:
+        return ""
+    (job,) = files.job_ids
+    told = slurm.accounted_end(job, timeout_sec=ASK_SEC)
+    return f"; Slurm says of job {job}: {told}" if told else ""
 
 
 def _holder(files: RunFiles, job: QueuedJob | None, queue: Queue) -> str:

@@ -200,6 +200,21 @@ def test_a_command_that_works_on_the_run_is_named(run, command):
     assert found.state == "running" and now(found).startswith(f"{command} for")
 
 
+@pytest.fixture
+def fake_slurm(tmp_path, monkeypatch):
+    """fake_slurm(sacct=TEXT): commands of Slurm on the PATH that print a text."""
+
+    def make(**texts):
+        for name, text in texts.items():
+            script = tmp_path / "bin" / name
+            script.parent.mkdir(exist_ok=True)
+            script.write_text(f"#!/bin/sh\necho '{text}'\n")
+            script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+
+    return make
+
+
 def test_a_run_whose_process_died_is_cut_off(run):
     train(run)
     hold(run, dead())
@@ -318,6 +333,16 @@ def test_a_holder_whose_job_has_left_the_queue_is_gone(run):
     hold(run, elsewhere("17"))
     assert judged(run, [queued(id="18", run="other")]).state == "cut off"
     assert judged(run, None).state == "unknown"  # Slurm was not asked
+
+
+def test_what_accounting_says_of_a_job_that_left_without_a_word_is_told(run, fake_slurm):
+    train(run, job="17")
+    hold(run, elsewhere("17"))
+    fake_slurm(sacct="OUT_OF_MEMORY|0:125")
+    said = "Slurm says of job 17: OUT_OF_MEMORY, exit code 0:125"
+    assert said in now(judged(run, []))
+    fake_slurm(sacct="")  # it forgets jobs, or is not set up
+    assert "Slurm says" not in now(judged(run, []))
 
 
 def test_a_requeued_job_waits_though_its_dead_start_left_its_lock(run):
