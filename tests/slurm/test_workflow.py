@@ -13,7 +13,7 @@ from forge.core.config import Train
 from forge.core.files import read_json
 from tools.slurm_cluster.cluster import Cluster
 
-from .job_run import SCIENCE, Uninterrupted
+from .job_run import GOAL, SCIENCE, Uninterrupted
 from .project import Project
 
 Nodes = Callable[[int], list[str]]
@@ -23,10 +23,15 @@ NewProject = Callable[..., Project]
 def test_raw_text_becomes_a_validated_checkpoint_on_several_nodes_beside_a_run_that_fails(
     new_project: NewProject, shared_folder: Path, uninterrupted: Uninterrupted
 ) -> None:
-    project = new_project(values={"data": str(shared_folder / "data"), "validate": {}})
+    few = SCIENCE["train"] | {"max_steps": 20}
+    project = new_project(
+        values={"data": str(shared_folder / "data"), "validate": {}, "train": few}
+    )
+    # Snakemake delivers texts; the job must get them as numbers, too.
+    goal = ("--config", f"train={{max_steps: {GOAL}}}")
     sheet = project.folder / "config/runs.tsv"
     sheet.write_text(f"run\ttrain.lr\tnodes\nbad\t1e30\t1\nbase\t{Train().lr}\t\n")
-    assert project.end(project.start()) != 0
+    assert project.end(project.start("train", *goal)) != 0
     bad, base = project.run("bad"), project.run()
     assert bad.events("failed") and not bad.paths.trained.exists()
     assert read_json(base.paths.validated)["status"] == "valid", project.said()
@@ -39,7 +44,7 @@ def test_raw_text_becomes_a_validated_checkpoint_on_several_nodes_beside_a_run_t
     ranks = sorted(path.name for path in base.paths.logs.glob(f"{job}.0.node*.log"))
     assert [name.rsplit(".", 2)[1] for name in ranks] == ["0", "1"]
     sheet.write_text("run\nbase\n")
-    assert project.end(project.start()) == 0
+    assert project.end(project.start("train", *goal)) == 0
     assert "Nothing to be done" in project.output()
 
 
