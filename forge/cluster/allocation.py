@@ -42,8 +42,9 @@ class Allocation:
         machine = self.given.get("machine", local)
         self.machine: Machine = load_machine(machine)
         self._made: dict[str, dict[str, Any]] = {}  # run -> resources
+        of_profile = {**held_allocation(self.given, self.machine), **self.given}
         for run in runs:
-            given = {**self.given, **layouts.get(run, {})}
+            given = {**of_profile, **layouts.get(run, {})}
             made = {"machine": machine, **allocation_resources(given, self.machine)}
             self._made[run] = {**made, "train_nodes": int(given.get("nodes", 1))}
         by_run = {name for layout in layouts.values() for name in layout}
@@ -108,6 +109,23 @@ class Allocation:
                 check_layout(self.machine, self.layout(name), self._runs[name])
             except ConfigError as err:
                 raise ConfigError(f"run {name}: {err.what}", cause=err.cause, fix=err.fix) from None
+
+
+def held_allocation(given: Mapping[str, Any], machine: Machine) -> dict[str, int]:
+    """Nodes, and ranks on each, of the allocation that this shell holds (salloc), for a profile that does
+    not set both: a rank for each GPU, or without GPUs one for each task. {} outside of one.
+
+    given: what the profile sets. Raises SlurmSilent.
+    """
+    both = "nodes" in given and "tasks_per_node" in given
+    job = None if both or machine.launcher == "single" else slurm.this_job()
+    if job is None or not job.nodes:
+        return {}
+    ranks = job.gpus_per_node or max(1, job.tasks // len(job.nodes))
+    return {
+        "nodes": max(1, len(job.nodes) - machine.preflight.spare_nodes),
+        "tasks_per_node": ranks,
+    }
 
 
 def run_layouts(

@@ -48,6 +48,8 @@ class Job:
     end_time: float | None  # seconds since the epoch; None: no time limit
     is_preempted: bool = False
     cpus: tuple[tuple[str, int], ...] = ()  # node, number of cores allocated there
+    tasks: int = 1  # that the job was asked for, on all nodes
+    gpus_per_node: int = 0
 
     @property
     def is_living(self) -> bool:
@@ -109,7 +111,15 @@ def parse_job(text: str) -> Job:
             for names, ids in re.findall(r"\sNodes=(\S+) CPU_IDs=([\d,-]+)", text)
             for name in expand(names)
         ),
+        tasks=int(field("NumTasks", "1")),
+        gpus_per_node=_num_gpus(field("TresPerNode")),
     )
+
+
+def _num_gpus(tres: str) -> int:
+    """GPUs in `gres:gpu:2`, `gres/gpu:h100=4` or `gres:gpu`, as versions of Slurm write them."""
+    found = re.search(r"\bgpu(?::[A-Za-z]\w*)?(?:[:=](\d+))?(?:,|$)", tres)
+    return int(found.group(1) or 1) if found else 0
 
 
 def _num_ids(ids: str) -> int:

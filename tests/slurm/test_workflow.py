@@ -101,6 +101,11 @@ def test_interactive_profile_trains_inside_an_allocation(
     new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:
     project = new_project(profile="interactive")
+    # As shipped, it has no nodes and ranks: those of the allocation are taken.
+    profile = project.profile_folder / "config.yaml"
+    values = yaml.safe_load(profile.read_text())
+    values["set-resources"]["train_run"] = {"machine": "profiles/interactive/machine.yaml"}
+    profile.write_text(yaml.safe_dump(values))
     others = project.excluded()
     command = cluster.popen(
         *("salloc", "--nodes=2", "--ntasks-per-node=1", "--mem=1800", "--time=10"),
@@ -111,6 +116,8 @@ def test_interactive_profile_trains_inside_an_allocation(
     out, _ = command.communicate(timeout=400)
     assert command.returncode == 0, out + project.said()
     uninterrupted.equals(project.run())
+    [launch] = project.run().events("launch")
+    assert (len(launch["nodes"]), launch["world_size"]) == (2, 2)
     assert project.run().paths.report.exists()
 
 

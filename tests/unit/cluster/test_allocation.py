@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge.cluster import allocation
+from forge.cluster import allocation, slurm
 from forge.cluster.allocation import (
     Allocation,
     allocation_resources,
+    held_allocation,
     run_layouts,
     sbatch_options,
 )
@@ -149,3 +150,46 @@ def test_what_differs_between_runs_is_a_function_of_the_run(tmp_path):
         assert [of_run(SimpleNamespace(run=run)) for run in "ab"] == [of_a, of_b]
     assert made.whole["tasks_per_node"] == 3
     assert made.layout("b").world_size == 15
+
+
+# --- inside an allocation (salloc) ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def held(monkeypatch):
+    def hold(**facts):
+        usual = {"id": "7", "state": "RUNNING", "restarts": 0, "nodes": ("n1", "n2", "n3")}
+        more = {
+            "cpus_per_task": 1,
+            "partition": "p",
+            "name": "sh",
+            "batch": False,
+            "end_time": None,
+        }
+        job = slurm.Job(**{**usual, **more, **facts})
+        monkeypatch.setattr(slurm, "this_job", lambda: job)
+
+    return hold
+
+
+@pytest.mark.parametrize(
+    ("facts", "given", "found"),
+    [
+        ({"tasks": 6}, {}, (3, 2)),
+        ({"tasks": 3, "gpus_per_node": 4}, {}, (3, 4)),
+        ({"tasks": 1}, {}, (3, 1)),
+        ({"tasks": 6}, {"preflight.spare_nodes": 1}, (2, 2)),
+    ],
+)
+def test_profile_without_nodes_takes_those_of_the_allocation_that_the_shell_holds(
+    held, facts, given, found
+):
+    held(**facts)
+    machine = load_machine(None, {"launcher": "srun", **given})
+    assert tuple(held_allocation({}, machine).values()) == found
+
+
+def test_profile_that_sets_nodes_and_ranks_asks_nobody(monkeypatch):
+    monkeypatch.setattr(slurm, "this_job", lambda: pytest.fail("it was asked"))
+    assert held_allocation(CPUS, load_machine(None, {"launcher": "srun"})) == {}
+    assert held_allocation({}, load_machine(None)) == {}  # one rank on this host

@@ -23,6 +23,7 @@ PENDING = RUNNING.replace("JobState=RUNNING", "JobState=PENDING").replace(
 
 def test_a_running_job_is_read():
     job = slurm.parse_job(RUNNING)
+    assert (job.tasks, job.gpus_per_node) == (3, 0)
     assert (job.id, job.state, job.restarts, job.cpus_per_task) == ("8", "RUNNING", 2, 2)
     assert job.nodes == ("node01", "node02", "node07")
     assert job.is_living and job.batch and not job.is_waiting
@@ -110,6 +111,17 @@ def test_a_silent_controller_ends_with_what_to_do(monkeypatch):
     with pytest.raises(slurm.SlurmSilent, match="Unable to contact") as caught:
         slurm.show_job("8")
     assert "sinfo" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("tres", "gpus"),
+    [
+        *(("gres:gpu:2", 2), ("gres/gpu:4", 4), ("gres:gpu:h100:4", 4), ("gres/gpu:h100=8", 8)),
+        *(("gres:gpu", 1), ("gres:gpu:2,gres:nvme:1", 2), ("gres:nvme:1", 0), ("(null)", 0)),
+    ],
+)
+def test_gpus_of_a_job_are_read_as_versions_of_slurm_write_them(tres, gpus):
+    assert slurm.parse_job(f"{RUNNING} TresPerNode={tres}").gpus_per_node == gpus
 
 
 SHELL = {"PATH": "/bin", "NCCL_DEBUG": "INFO", "MY_MODE": "a", "MY_API_KEY": "s", "HF_TOKEN": "s"}
