@@ -42,7 +42,8 @@ class Allocation:
         machine = self.given.get("machine", local)
         self.machine: Machine = load_machine(machine)
         self._made: dict[str, dict[str, Any]] = {}  # run -> resources
-        of_profile = {**held_allocation(self.given, self.machine), **self.given}
+        known = {**self.given, **next(iter(layouts.values()), {})}
+        of_profile = {**held_allocation(known, self.machine), **self.given}
         for run in runs:
             given = {**of_profile, **layouts.get(run, {})}
             made = {"machine": machine, **allocation_resources(given, self.machine)}

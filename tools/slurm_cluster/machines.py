@@ -104,8 +104,9 @@ class Machines:
 
     def power_cut(self, name: str) -> None:
         """A machine loses its power: all its processes end at once, its /tmp is lost."""
-        self._kill(name)
+        # The cable first: a machine without power sends no word of how its tasks ended.
         self._in_rack("ip", "link", "delete", name, check=False)
+        self._kill(name)
 
     def cut_all(self) -> None:
         """All machines lose their power, the rack too."""
