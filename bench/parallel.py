@@ -27,7 +27,7 @@ BEST_KNOWN = {REFERENCE: 1.0, "DDP, 2 ranks": 1.03, "FSDP2, 2 ranks": 1.08}
 def ways(num_ranks: int) -> dict[str, list[str]]:
     """What is compared, each with its options of `forge train`."""
     world = ["--machine.launcher=torchrun", f"--ranks-per-node={num_ranks}"]
-    world += ["--machine.fabric.backend=gloo"]
+    world += ["--machine.device=cpu"]
     return {
         REFERENCE: [],
         f"DDP, {num_ranks} ranks": [*world, "--train.parallel=ddp"],

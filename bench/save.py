@@ -29,7 +29,7 @@ from bench.manifests import manifest_of
 from forge.checkpoint import storage
 from forge.checkpoint.async_saver import Saver
 from forge.core.config import Model, Train
-from forge.core.machine import Fabric
+from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.launch.process_group import World, joined
 from forge.launch.rank import Rank
@@ -80,7 +80,7 @@ def measure(number: int, plan: Plan) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     cpu.keep_freed_memory()
     rank = Rank(number, number, ranks, ranks)
-    with joined(rank, Fabric(backend="gloo")) as world:
+    with joined(rank, Machine(device="cpu")) as world:
         bench = Bench(world, folder, mib)
         for _ in range(1 + rounds):  # the first round apart: it makes the buffers
             bench.round()

@@ -140,7 +140,7 @@ def _do(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> RankRe
     from forge.launch.process_group import joined
 
     task = spec.task
-    with joined(rank, spec.machine.fabric) as world:
+    with joined(rank, spec.machine) as world:
         if isinstance(task, PreflightTask):
             with fast_imports():
                 from forge.preflight import rank_probe

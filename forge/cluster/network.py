@@ -205,6 +205,11 @@ def _file_cache(cgroup: Path) -> int:
     return int(facts["active_file"]) + int(facts["inactive_file"])
 
 
+def count_gpus() -> int:
+    """NVIDIA GPUs of this node by their device files, whether or not this process may use them."""
+    return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.is_char_device()])
+
+
 def infiniband_interface() -> str | None:
     """The first InfiniBand interface that is up and has an IPv4 address."""
     up = psutil.net_if_stats()

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from forge.core.config import FilePath, Section, apply_overrides, checked, read_values
 
@@ -30,7 +30,8 @@ class Fabric(Section):
     """The network between the ranks."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Process group backend; `auto`: nccl where every rank has a GPU, else gloo."""
+    """Process group backend; `auto`: nccl on GPUs, gloo on CPUs. gloo on GPUs, for networks on which NCCL
+    fails, needs `train.shard: none`."""
     interface: str | None = None
     """Network interface of the ranks; null: each node chooses its own."""
     interfaces: dict[str, str] = Field(default={})
@@ -121,6 +122,9 @@ class Machine(Section):
     launcher: Literal["single", "torchrun", "srun"] = "single"
     """`single`: one rank on this host; `torchrun`: one torchrun per node, which srun starts under Slurm;
     `srun`: one srun task per rank."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What the ranks compute on. `auto`: a GPU of its own for each rank; the CPU only where no node has
+    GPUs, so that a rank that cannot use its GPU is an error and not a slow run."""
     stop_grace_sec: float = Field(60, gt=0, le=MAX_SEC)
     """Seconds that ranks have after a stop signal to commit a checkpoint, before they are killed."""
     async_save: bool = True
@@ -135,6 +139,19 @@ class Machine(Section):
     stage: Stage = Stage()
     preflight: Preflight = Preflight()
     slurm: Slurm = Slurm()
+
+    @model_validator(mode="after")
+    def _backend_fits_device(self) -> Self:
+        if self.device == "cpu" and self.fabric.backend == "nccl":
+            raise ValueError(
+                "fabric.backend nccl needs GPUs, and device is cpu: remove one of them"
+            )
+        return self
+
+    @property
+    def needs_gpus(self) -> bool:
+        """Whether each rank must have a GPU, without a look at the nodes."""
+        return self.device == "cuda" or self.fabric.backend == "nccl"
 
 
 def load_machine(path: str | Path | None, overrides: dict[str, Any] | None = None) -> Machine:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from forge.core.errors import ConfigError, UnfitError
-from forge.core.machine import Fabric
+from forge.core.errors import UnfitError
+from forge.core.machine import Machine
+from forge.launch.device import Seen, choose
 from forge.launch.rank import Rank
 
 T = TypeVar("T")
@@ -189,26 +191,30 @@ class World:
 
 
 @contextmanager
-def joined(rank: Rank, fabric: Fabric) -> Iterator[World]:
+def joined(rank: Rank, machine: Machine) -> Iterator[World]:
     """Rendezvous of all ranks within fabric.timeout_sec; leaves the group at the end. All call it.
 
-    Raises UnfitError when the rendezvous fails, ConfigError when the backend cannot work here.
+    Raises UnfitError when the rendezvous fails, and as device.choose does.
     """
-    gpus = torch.cuda.device_count()
-    enough = gpus >= rank.local_world_size
-    backend = fabric.backend if fabric.backend != "auto" else ("nccl" if enough else "gloo")
-    if backend == "nccl" and not enough:
-        raise ConfigError(
-            f"backend nccl with {rank.local_world_size} ranks on a node that shows {gpus} GPUs",
-            cause="the job asked for fewer GPUs than ranks, or CUDA_VISIBLE_DEVICES hides some",
-            fix="give each rank a GPU, or set fabric.backend to gloo",
-        )
-    device = torch.device("cuda", rank.local_rank) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    timeout = timedelta(seconds=fabric.timeout_sec)
+    timeout = timedelta(seconds=machine.fabric.timeout_sec)
+    seen = Seen.here(rank, machine.device)
     try:
-        _init(backend, rank, timeout, device)
+        store = _store(rank, timeout)
+        device = choose(_exchanged(seen, rank, store), rank, machine)
+        on_gpu = device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(device)
+        backend = machine.fabric.backend
+        if backend == "auto":
+            backend = "nccl" if on_gpu else "gloo"
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("default", store),
+            rank=rank.rank,
+            world_size=rank.world_size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
         control = dist.group.WORLD
         if backend != "gloo":  # the default timeout of a new group is 30 minutes
             control = dist.new_group(backend="gloo", timeout=timeout)
@@ -226,11 +232,17 @@ def joined(rank: Rank, fabric: Fabric) -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def _init(backend: str, rank: Rank, timeout: timedelta, device: torch.device) -> None:
+def _store(rank: Rank, timeout: timedelta) -> dist.Store:
+    """The key-value store at the rendezvous endpoint of the environment, through which ranks meet."""
     if rank.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        # A single rank needs no port, so none can be taken.
-        store = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-        return
-    bound = device if device.type == "cuda" else None
-    dist.init_process_group(backend, timeout=timeout, device_id=bound)
+        return dist.HashStore()  # a single rank needs no port, so none can be taken
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return store
+
+
+def _exchanged(mine: Seen, rank: Rank, store: dist.Store) -> list[Seen]:
+    """What each rank sees, by rank. Through the store: no backend works before the device is chosen."""
+    store.set(f"seen by {rank.rank}", json.dumps(asdict(mine)))
+    everyone = (store.get(f"seen by {number}") for number in range(rank.world_size))
+    return [Seen(**json.loads(text)) for text in everyone]

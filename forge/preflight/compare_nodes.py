@@ -326,7 +326,7 @@ def _same_hardware(node: Node, nodes: Sequence[Node], machine: Machine) -> Itera
             cause="its port is down; NCCL would wait forever for a network that both ends have",
         )
     most = max(each.facts["gpus"] for each in nodes)
-    if node.facts["gpus"] < most and machine.fabric.backend != "gloo":
+    if node.facts["gpus"] < most and machine.device != "cpu":
         yield Check(
             "gpus",
             "fail",

@@ -79,7 +79,7 @@ def check_node(**wanted: Any) -> dict[str, Any]:
         "address": _address_of(interface),
         "master_trouble": rendezvous.trouble(needs.master),
         "infiniband": network.has_rdma(),
-        "gpus": count_gpus(),
+        "gpus": network.count_gpus(),
         "driver": packages.driver_version(),
         "exported": packages.exported(),
     }
@@ -123,7 +123,7 @@ def node_checks(wanted: Wanted, machine: Machine) -> Iterator[Check]:
     if network.uses_rdma(machine.fabric):
         yield _rdma(machine.fabric)
         yield _locked_memory()
-    if machine.fabric.backend == "nccl":
+    if machine.needs_gpus:
         yield _gpus(wanted.ranks_per_node)
 
 
@@ -321,13 +321,8 @@ def _locked_memory() -> Check:
     )
 
 
-def count_gpus() -> int:
-    """NVIDIA GPUs of this node, whether or not this process may use them."""
-    return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.is_char_device()])
-
-
 def _gpus(ranks: int) -> Check:
-    found = count_gpus()
+    found = network.count_gpus()
     if found >= ranks:
         return Check("gpus", "ok", f"{found} GPUs for {ranks} ranks")
     return Check(

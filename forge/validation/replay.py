@@ -20,7 +20,7 @@ from forge.core.checks import Check
 from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import DataError, Exit, TrainingError, UnfitError
 from forge.core.files import write_json
-from forge.core.machine import Fabric, Machine
+from forge.core.machine import Machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.provenance import cpu_name, versions
 from forge.launch.launcher import run_ranks
@@ -81,9 +81,7 @@ def _run(
     lineage = checkpoint.manifest.lineage
     shards = tokens_folder(config.data, config.ids.tokens).resolve()
     task = ReplayTask(checkpoint=str(checkpoint.folder.resolve()), shards=str(shards))
-    machine = Machine(
-        launcher="torchrun" if num_ranks > 1 else "single", fabric=Fabric(backend="gloo")
-    )
+    machine = Machine(launcher="torchrun" if num_ranks > 1 else "single", device="cpu")
     with tempfile.TemporaryDirectory(prefix="forge-reload-") as scratch:
         # A run's directory in scratch: that of the checkpoint may be read-only, or not of a run.
         values = apply_overrides(

@@ -54,7 +54,7 @@ class Allocation:
                 "--run=base",
             ),
             *(f"--nodes={len(self.hosts)}", "--machine.launcher=srun"),
-            *("--machine.fabric.backend=gloo", "--machine.stage.mode=always", *options),
+            *("--machine.device=cpu", "--machine.stage.mode=always", *options),
             env={"SLURM_JOB_ID": self.job},
             cwd=cwd,
             check=False,

@@ -183,7 +183,7 @@ def test_hardware_that_only_one_node_misses_makes_it_unfit(fact, name):
     nodes = node("n0", **fact), node("n1", **fact), node("n2")
     assert compared(*nodes, **{"fabric.backend": "nccl"}) == [[], [], [name]]
     nodes = node("n0", **fact), node("n1", **fact), node("n2")
-    assert compared(*nodes, **{"fabric.backend": "gloo"}) == [[], [], []]
+    assert compared(*nodes, **{"fabric.backend": "gloo", "device": "cpu"}) == [[], [], []]
 
 
 # --- nodes to exclude -----------------------------------------------------------------------------

@@ -228,7 +228,7 @@ def test_staged_shards_that_are_gone_only_warn_where_the_shared_ones_are_readabl
 
 
 def test_gpus_are_counted_where_the_backend_needs_them(wanted, monkeypatch):
-    monkeypatch.setattr(node_checks, "count_gpus", lambda: 3)
+    monkeypatch.setattr(network, "count_gpus", lambda: 3)
     assert checks(wanted, ranks=3, fabric__backend="nccl")["gpus"].status == "ok"
     check = checks(wanted, ranks=4, fabric__backend="nccl")["gpus"]
     assert (check.status, check.message) == ("fail", "3 GPUs for 4 ranks")

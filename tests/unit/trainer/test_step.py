@@ -5,7 +5,7 @@ import torch
 from support import shards
 
 from forge.core.config import Model, Train
-from forge.core.machine import Fabric
+from forge.core.machine import Machine
 from forge.launch.process_group import joined
 from forge.launch.rank import Rank
 from forge.trainer.llama import Decoder
@@ -24,7 +24,7 @@ def make(tmp_path, monkeypatch):
     """make(**settings): the training step of a new model on one rank."""
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     data = shards.make(tmp_path)
-    with joined(Rank(0, 0, 1, 1), Fabric(backend="gloo")) as world:
+    with joined(Rank(0, 0, 1, 1), Machine(device="cpu")) as world:
 
         def make(**settings):
             train = Train(**SIZES, **settings)
