@@ -7,14 +7,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from forge.cluster import slurm
+from forge.core import events
 from forge.core.errors import UnfitError
+from forge.core.paths import RunPaths
 from forge.launch.rank_records import LaunchSpec
 
-# The estimate for a save that was never measured: fp32 weights and optimizer state (12 bytes a weight)
-# at 100 MB/s, which most disks exceed.
+# The estimate for a run that has saved nothing yet: fp32 weights and optimizer state (12 bytes a weight),
+# which all nodes write at once, each at 100 MB/s, which most disks and network file systems exceed.
 UNMEASURED_SEC, UNMEASURED_SEC_PER_WEIGHT = 5.0, 12 / 100e6
+RECENT_SAVES = 3
 # Added to what was measured: for the agreement of the ranks, a loaded file system, and process exit.
 MARGIN_SEC, MARGIN = 5.0, 1.1
 # Slurm checks time limits about twice a minute (sched_params), so its signal may be this late.
@@ -35,7 +39,7 @@ class ShutdownBudget:
     evaluation_sec: float = 0.0
     save_sec: float | None = None
     stall_sec: float = 0.0
-    num_weights: int = 0
+    expected_save_sec: float = UNMEASURED_SEC  # until this launch has measured a save
     in_flight: bool = False  # async_save: a stop may have to wait for the save that is under way
     _warned: float = field(default=0.0, init=False)
 
@@ -58,7 +62,7 @@ class ShutdownBudget:
             windows,
             task.deadline,
             read_deadline,
-            num_weights=num_weights,
+            expected_save_sec=_expected_save_sec(spec, num_weights),
             in_flight=machine.async_save,
         )
 
@@ -78,7 +82,7 @@ class ShutdownBudget:
         """Seconds that a stop takes at worst: an evaluation and the step after it, the save that is under
         way, and the final save."""
         if self.save_sec is None:
-            saves = UNMEASURED_SEC + UNMEASURED_SEC_PER_WEIGHT * self.num_weights
+            saves = self.expected_save_sec  # none is under way before the first
         else:
             saves = self.save_sec * (2 if self.in_flight else 1)
         return (self.evaluation_sec + self.step_sec + saves) * MARGIN + MARGIN_SEC
@@ -109,3 +113,12 @@ class ShutdownBudget:
             " allows no more, a stop loses the steps since the last checkpoint: set"
             f" train.checkpoint_minutes to {max(minutes, 0.1):.1f}"
         )
+
+
+def _expected_save_sec(spec: LaunchSpec, num_weights: int) -> float:
+    """Seconds that a save will take: the slowest of the run's last ones, else an estimate."""
+    log = events.read(RunPaths(Path(spec.run)).events)
+    saves = [event.seconds for event in log if isinstance(event, events.Save)]
+    if saves:
+        return max(saves[-RECENT_SAVES:])
+    return UNMEASURED_SEC + UNMEASURED_SEC_PER_WEIGHT * num_weights / spec.nodes

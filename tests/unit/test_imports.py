@@ -24,7 +24,13 @@ MODULES = {
 }
 
 TENSORS = {
-    *("data.loader", "launch.device", "launch.process_group", "checkpoint.storage", "checkpoint.async_saver"),
+    *(
+        "data.loader",
+        "launch.device",
+        "launch.process_group",
+        "checkpoint.storage",
+        "checkpoint.async_saver",
+    ),
     "checkpoint.program_tensors",
     *("trainer.cpu", "trainer.loss", "trainer.llama", "trainer.numerics", "trainer.optim"),
     *("trainer.parallel", "trainer.step", "trainer.loop", "trainer.export"),

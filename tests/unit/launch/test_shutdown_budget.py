@@ -6,7 +6,9 @@ import time
 import pytest
 
 from forge.cluster import slurm
+from forge.core import events
 from forge.core.machine import load_machine
+from forge.core.paths import RunPaths
 from forge.core.process import Process
 from forge.launch import shutdown_budget
 from forge.launch.rank_records import LaunchSpec, TrainTask
@@ -61,10 +63,31 @@ def test_the_same_need_is_reported_once_and_a_greater_one_again():
     assert "stop_grace_sec gives 60 s, slurm.warn_sec gives 30 s" in told
 
 
-def test_a_save_that_was_never_measured_is_guessed_from_the_size_of_the_model():
-    small, large = (ShutdownBudget({}, num_weights=number) for number in (10**6, 10**9))
-    assert small.needed < 15
-    assert 120 < large.needed < 200
+def spec_of(run, nodes=1, **task):
+    values = {"step": 0, "started": time.time(), "staged": {}, "shared": "", "deadline": None}
+    return LaunchSpec(
+        **{"task": TrainTask(**{**values, **task}), "run": str(run), "launch": "", "job": "42"},
+        **{"machine": load_machine(None), "nodes": nodes, "ranks_per_node": 1},
+        launcher=Process.current(),
+    )
+
+
+def test_the_first_save_of_a_run_is_guessed_from_the_size_of_the_model_and_the_nodes(tmp_path):
+    def needed(num_weights, nodes):
+        return ShutdownBudget.of(spec_of(tmp_path, nodes), num_weights).needed
+
+    assert needed(10**6, 1) < 15
+    assert 120 < needed(10**9, 1) < 200
+    # 70B on 32 nodes: five minutes, where one node would take 2.5 hours.
+    assert 250 < needed(70 * 10**9, 32) < 330
+
+
+def test_a_launch_expects_saves_as_slow_as_the_last_ones_of_the_run(tmp_path):
+    for seconds in (900.0, 30.0, 60.0, 40.0):
+        save = events.Save(step=1, seconds=seconds, stall=0.1, bytes=10**9)
+        events.record(RunPaths(tmp_path).events, save)
+    needed = ShutdownBudget.of(spec_of(tmp_path), 70 * 10**9).needed
+    assert needed == pytest.approx(60 * shutdown_budget.MARGIN + shutdown_budget.MARGIN_SEC)
 
 
 def test_an_evaluation_may_come_before_the_stop():
@@ -88,17 +111,11 @@ def test_deadline_that_was_put_off_is_asked_for_before_training_stops():
     assert not found.is_due()  # and not asked again before it is near
 
 
-def test_a_limit_of_ones_own_holds_though_the_job_may_continue(monkeypatch):
+def test_a_limit_of_ones_own_holds_though_the_job_may_continue(tmp_path, monkeypatch):
     now = time.time()
     job = slurm.Job("42", "RUNNING", 0, ("n1",), 1, "gpu", "x", True, now + 10_000)
     monkeypatch.setattr(slurm, "show_job", lambda *_, **__: job)
-    task = TrainTask(
-        step=0, started=now, staged={}, shared="", deadline=now + 3, own_deadline=now + 3
-    )
-    spec = LaunchSpec(
-        **{"task": task, "run": "", "launch": "", "machine": load_machine(None), "job": "42"},
-        **{"nodes": 1, "ranks_per_node": 1, "launcher": Process.current()},
-    )
+    spec = spec_of(tmp_path, deadline=now + 3, own_deadline=now + 3)
     assert ShutdownBudget.of(spec, 10).is_due()
-    spec = spec.model_copy(update={"task": task.model_copy(update={"own_deadline": None})})
+    spec = spec.model_copy(update={"task": spec.task.model_copy(update={"own_deadline": None})})
     assert not ShutdownBudget.of(spec, 10).is_due()
