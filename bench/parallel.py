@@ -30,8 +30,8 @@ def ways(num_ranks: int) -> dict[str, list[str]]:
     world += ["--machine.device=cpu"]
     return {
         REFERENCE: [],
-        f"DDP, {num_ranks} ranks": [*world, "--train.parallel=ddp"],
-        f"FSDP2, {num_ranks} ranks": [*world, "--train.parallel=fsdp2"],
+        f"DDP, {num_ranks} ranks": [*world, "--train.shard=none"],
+        f"FSDP2, {num_ranks} ranks": [*world, "--train.shard=all"],
     }
 
 

@@ -34,7 +34,7 @@ from forge.core.paths import RunPaths
 from forge.launch.process_group import World, joined
 from forge.launch.rank import Rank
 from forge.trainer import cpu
-from forge.trainer.llama import Decoder
+from forge.trainer.initialize import initialized
 from forge.trainer.optim import make_optimizer
 
 MIB = 2**20
@@ -236,7 +236,7 @@ def leaves(state: dict[str, Any]) -> Iterator[torch.Tensor]:
 
 def training_step() -> Callable[[], None]:
     """A step of a small model on all threads, some 10 ms long."""
-    model = Decoder(Model(dim=128, layers=2), 512, seed=0)
+    model = initialized(Model(dim=128, layers=2), 512)
     optimizer = make_optimizer(model, Train())
     tokens = torch.randint(512, (4, 129), generator=torch.Generator().manual_seed(0))
 

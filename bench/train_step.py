@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from forge.core.config import Model, Train
 from forge.trainer.cpu import keep_freed_memory, product_error, use_fast_fp32
+from forge.trainer.initialize import initialized
 from forge.trainer.llama import Decoder
 from forge.trainer.optim import make_optimizer
 
@@ -135,7 +136,7 @@ def build(name: str, sizes: Sizes) -> tuple[Step, int]:
         return nanogpt_step(gpt, train), sum(p.numel() for p in gpt.parameters())
     use_fast_fp32()
     keep_freed_memory()
-    decoder = Decoder(sizes.model, sizes.vocab_size)
+    decoder = initialized(sizes.model, sizes.vocab_size)
     fast = name == BF16
     return forge_step(decoder, train, bf16=fast, compiled=fast), decoder.num_parameters()
 

@@ -18,13 +18,13 @@ from pydantic import (
     model_serializer,
 )
 
-from forge.core.config import ResolvedConfig
+from forge.core.config import ResolvedConfig, Shard
 from forge.core.errors import DataError, OtherFormat
 from forge.core.files import canonical, digest_bytes, read_json, write_json
 from forge.core.process import hostname
 from forge.core.provenance import code, config_digest, cpu_name, versions
 
-FORMAT: Literal[2] = 2
+FORMAT: Literal[3] = 3
 MANIFEST = "checkpoint.json"
 
 # Steps, sizes and counts fit into 64 bits.
@@ -81,7 +81,7 @@ class RecordedModel(Part):
 class RecordedTrain(Part):
     """`train` of the recorded config."""
 
-    parallel: str
+    shard: Shard
     compile: bool
 
 
@@ -202,7 +202,7 @@ class Manifest(Part):
     reference: ReferenceLosses = Field(validation_alias="probe", serialization_alias="probe")
     lineage: Lineage
     files: dict[FileName, StoredFile]
-    format: Literal[2] = FORMAT
+    format: Literal[3] = FORMAT
     digest: str = ""
     """Over all else; empty until the manifest is sealed."""
 

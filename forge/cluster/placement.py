@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge.cluster import rendezvous, slurm
-from forge.core.config import Config, samples_per_rank
+from forge.core.config import Config, ranks_per_copy, samples_per_rank
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import Machine
 from forge.core.process import hostname
@@ -62,6 +62,7 @@ def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
     rendezvous.check(machine.fabric, layout.nodes)
     if config.program is None:
         samples_per_rank(config.train.batch_size, layout.world_size)
+        ranks_per_copy(config.train.shard, layout.world_size, layout.ranks_per_node)
     check_source(machine, layout, config)
 
 

@@ -32,6 +32,9 @@ OF_FORGES_TRAINER = ("tokenizer", "tokenize", "model", "train")
 
 MAX_MIB = 2**30  # a PiB
 
+# Of train.shard.
+Shard = Literal["none", "node", "all"] | Annotated[int, Field(ge=2)]
+
 AnySection = TypeVar("AnySection", bound=Section)
 
 
@@ -163,8 +166,12 @@ class Train(Section):
     """With `skip`, the run ends (exit 70) after this many skipped steps in a row."""
     precision: Literal["fp32", "bf16"] | None = None
     """Precision of forward and backward (weights are stored in fp32); null: fp32 on CPU, bf16 on GPU."""
-    parallel: Literal["ddp", "fsdp2"] = Field("ddp", json_schema_extra=FREE)
-    """Replicate the model on every rank (`ddp`) or shard it (`fsdp2`)."""
+    shard: Shard = Field("none", json_schema_extra=FREE)
+    """Ranks that hold one copy of weights and optimizer state together (FSDP2): `none`: each rank has a
+    copy of its own; `node`: the ranks of a node; `all`; or a number of ranks. Copies are kept alike."""
+    recompute: Literal["none", "selective", "full"] = Field("none", json_schema_extra=FREE)
+    """Activation checkpointing, block by block: the backward pass recomputes norms, rotary positions and
+    the wide half of the feed-forward (`selective`), or the whole block (`full`), for less memory."""
     compile: bool = Field(False, json_schema_extra=FREE)
     """Use torch.compile; without a compiler, warn and train uncompiled."""
     log_every: int = Field(5, ge=1, json_schema_extra=FREE)
@@ -427,6 +434,21 @@ def samples_per_rank(batch_size: int, world_size: int) -> int:
         cause="every rank must have the same number of samples",
         fix=f"use {', '.join(map(str, divisors))} ranks, or set train.batch_size to "
         f"{' or '.join(str(n) for n in (below, below + world_size) if n)}",
+    )
+
+
+def ranks_per_copy(shard: Shard, world_size: int, ranks_per_node: int) -> int:
+    """Ranks that hold one copy of the model together (train.shard); 1 where each has its own. ConfigError
+    where the ranks are not a multiple of it."""
+    named = {"none": 1, "node": ranks_per_node, "all": world_size}
+    ranks = shard if isinstance(shard, int) else named[shard]
+    if world_size % ranks == 0:
+        return ranks
+    divisors = [n for n in range(2, world_size + 1) if world_size % n == 0]
+    raise ConfigError(
+        f"train.shard {shard} does not divide a world of {world_size} ranks into copies of the model",
+        cause="every copy must be held by the same number of ranks",
+        fix=f"set train.shard to none, all{''.join(f', {n}' for n in divisors)}",
     )
 
 

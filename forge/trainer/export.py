@@ -36,7 +36,8 @@ from forge.core.paths import RunPaths, tokenizer_folder
 from forge.core.records import Trained, Validation
 from forge.core.terminal import progress, say
 from forge.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, LoadedTokenizer, load_tokenizer
-from forge.trainer.llama import INIT_STD, Trunk
+from forge.trainer.initialize import INIT_STD
+from forge.trainer.llama import Trunk
 
 CARD = "README.md"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -1,4 +1,4 @@
-"""The model: a compact Llama-style decoder, its initialization, and sampling from it.
+"""The model: a compact Llama-style decoder, and sampling from it.
 
 Parameters have the names and the rotary convention of Hugging Face's Llama, so that an export is a
 copy. Shape suffixes: B batch, T tokens of a sample, D model width, H heads, K head width, V
@@ -7,7 +7,6 @@ vocabulary.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,8 +16,6 @@ from torch import Tensor, nn
 from forge.core.config import Model
 from forge.core.errors import ConfigError
 from forge.trainer.loss import linear_cross_entropy
-
-INIT_STD = 0.02  # GPT-2, also used by Llama's Hugging Face config (`initializer_range`)
 
 
 class Attention(nn.Module):
@@ -100,40 +97,22 @@ class Trunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The language model. `settings` and `seed` determine its initial weights.
+    """The language model, without memory for its weights: `to_empty` gives it some, and
+    initialize.initialize or a checkpoint the values.
 
     With tied embeddings there is no `lm_head`, so that a checkpoint has the matrix once. To shard it
     with FSDP2, apply fully_shard to each of `model.layers` and then to the Decoder itself: `forward`
     reads the weight of the output layer without calling it, so it must belong to the root.
     """
 
-    def __init__(self, settings: Model, vocab_size: int, *, seed: int = 0) -> None:
+    def __init__(self, settings: Model, vocab_size: int) -> None:
         super().__init__()
         self.settings = settings
-        # On meta: torch's own initialization would draw from the global generator.
+        # On meta: a sharded model must never be on one device as a whole.
         with torch.device("meta"):
             self.model = Trunk(settings, vocab_size)
             tied = settings.tie_embeddings
             self.lm_head = None if tied else nn.Linear(settings.dim, vocab_size, bias=False)
-        self.to_empty(device="cpu")
-        self.init_weights(seed)
-
-    @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
-        """Fill every parameter; drawn on the CPU, so that each device starts from the same weights.
-
-        Normal(0, 0.02); output projections of attention and feed-forward are scaled by
-        1/sqrt(2 layers), as in GPT-2 (Radford et al. 2019, section 2.3).
-        """
-        generator = torch.Generator().manual_seed(seed)
-        residual_std = INIT_STD / math.sqrt(2 * self.settings.layers)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1)  # norms
-                continue
-            std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else INIT_STD
-            drawn = torch.empty(parameter.shape, device="cpu").normal_(0, std, generator=generator)
-            parameter.copy_(drawn)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Logits [B, T, V], or with targets their mean cross entropy, a scalar in fp32."""

@@ -36,6 +36,7 @@ from forge.launch.rank_records import LaunchSpec, RankRecord, TrainTask
 from forge.launch.shutdown_budget import ShutdownBudget
 from forge.launch.stop_signal import CAUSES, StopFlag
 from forge.trainer import metrics, optim
+from forge.trainer.initialize import initialize
 from forge.trainer.llama import Decoder
 from forge.trainer.nonfinite import Skipped, diverged
 from forge.trainer.numerics import (
@@ -78,7 +79,7 @@ class Trainer:
         self.precision = precision(self.settings.precision, world.device)
         self.loader = train_loader(shards, self.settings, world.rank)
         self.val_windows = Windows(shards.val, self.settings.seq_len, split="val")
-        self.model = Decoder(config.model, shards.vocab_size, seed=self.settings.seed)
+        self.model = Decoder(config.model, shards.vocab_size)
         self.parallel = ParallelModel(self.model, self.settings, world, self.precision)
         self.optimizer = optim.make_optimizer(self.model, self.settings)
         self.num_parameters = self.model.num_parameters()
@@ -108,8 +109,8 @@ class Trainer:
     # --- start ---------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Load the newest valid checkpoint, else the parent's, if there is one. DataError if it was
-        trained on other data."""
+        """Load the newest valid checkpoint, else the parent's, else draw the initial weights. DataError
+        if the checkpoint was trained on other data."""
         require = self.spec.train_task.require_checkpoint
         own = resume.newest_verified(
             self.paths, self.world, require_checkpoint=require, parent_name=self.config.parent
@@ -117,7 +118,9 @@ class Trainer:
         found = own or resume.verified_parent(self.config, self.world)
         self.decay_steps = compatibility.frozen_decay_steps(self.config, own)
         self.lineage = self._lineage(parent.recorded(self.config, own, found))
-        if found is not None:
+        if found is None:
+            initialize(self.model, self.settings.seed)
+        else:
             same_data = functools.partial(resume.check_same_data, found, self.lineage)
             self.world.on_main(same_data, "check of the lineage")
             storage.load_state(self.model, self.optimizer, found.folder, self.world)

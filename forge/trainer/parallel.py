@@ -9,12 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from forge.core.config import Train, samples_per_rank
+from forge.core.config import Train, ranks_per_copy, samples_per_rank
+from forge.core.errors import ConfigError
 from forge.core.terminal import say
 from forge.data.loader import split
 from forge.launch.process_group import World, named
+from forge.trainer import recompute
 from forge.trainer.llama import Decoder
 
 
@@ -25,16 +29,25 @@ class ParallelModel:
     """
 
     def __init__(self, decoder: Decoder, settings: Train, world: World, precision: str) -> None:
-        """Shards the decoder in place for fsdp2, so create the optimizer after this."""
+        """Takes a decoder on the meta device, and gives it memory on this rank's device, for this rank's
+        rows only where it is sharded. Replaces its parameters, so create the optimizer after this.
+
+        Raises ConfigError where train.shard does not divide the ranks, or the backend cannot shard.
+        """
         self.decoder, self.settings, self.world, self.precision = (
-            decoder.to(world.device),
+            decoder,
             settings,
             world,
             precision,
         )
-        self.is_sharded = settings.parallel == "fsdp2"
+        rank = world.rank
+        ranks = ranks_per_copy(settings.shard, rank.world_size, rank.local_world_size)
+        self.is_sharded = ranks > 1
+        recompute.apply(decoder, settings.recompute)
         if self.is_sharded:
-            _shard(decoder, world, precision)
+            _refuse_gloo_on_gpus(world, settings)
+            _shard(decoder, _mesh(world, ranks), precision)
+        decoder.to_empty(device=world.device)
         self.forward: torch.nn.Module = decoder
 
     @property
@@ -150,13 +163,16 @@ class ParallelModel:
 
     @contextmanager
     def _synchronized(self, last: bool) -> Iterator[None]:
-        """Gradients are averaged over ranks in the last micro-batch only."""
+        """Gradients are averaged over the copies of the model in the last micro-batch only.
+
+        The ranks of one copy reduce theirs in each: a rank has memory for the gradients of its rows.
+        """
         if isinstance(self.forward, DistributedDataParallel):
             with nullcontext() if last else self.forward.no_sync():
                 yield
         else:
             if self.is_sharded:
-                self.decoder.set_requires_gradient_sync(last)  # type: ignore[operator]
+                self.decoder.set_requires_all_reduce(last)  # type: ignore[operator]
             yield
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -166,12 +182,25 @@ class ParallelModel:
         return nullcontext()
 
 
-def _shard(model: Decoder, world: World, precision: str) -> None:
-    """Apply FSDP2: each block is a unit; with bf16 the fp32 shards are cast when they are gathered."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+def _refuse_gloo_on_gpus(world: World, settings: Train) -> None:
+    if world.backend == "gloo" and world.device.type == "cuda":
+        raise ConfigError(
+            f"train.shard is {settings.shard}, and Gloo cannot shard a model over GPUs",
+            cause="fabric.backend is gloo; Gloo has no all-gather for GPUs",
+            fix="set fabric.backend to nccl or auto, or train.shard to none",
+        )
 
-    mesh = init_device_mesh(world.device.type, (world.rank.world_size,))
+
+def _mesh(world: World, ranks: int) -> DeviceMesh:
+    """Ranks that hold a copy of the model together are neighbors: on a node first."""
+    copies, device = world.rank.world_size // ranks, world.device.type
+    if copies == 1:
+        return init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
+    return init_device_mesh(device, (copies, ranks), mesh_dim_names=("replicate", "shard"))
+
+
+def _shard(model: Decoder, mesh: DeviceMesh, precision: str) -> None:
+    """Apply FSDP2: each block is a unit; with bf16 the fp32 shards are cast when they are gathered."""
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

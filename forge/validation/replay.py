@@ -17,7 +17,7 @@ from forge.cluster.network import available_cores, available_memory
 from forge.cluster.placement import WorldLayout
 from forge.core import events
 from forge.core.checks import Check
-from forge.core.config import ResolvedConfig, apply_overrides, checked
+from forge.core.config import ResolvedConfig, apply_overrides, checked, ranks_per_copy
 from forge.core.errors import DataError, Exit, TrainingError, UnfitError
 from forge.core.files import write_json
 from forge.core.machine import Machine
@@ -199,7 +199,8 @@ def _too_large(checkpoint: directory.Checkpoint) -> str:
         return f"saved by {ranks} ranks, this host has {cores} cores"
     # A checkpoint has three of the four tensors of each weight in training: all but the gradient.
     stored = sum(file.bytes for file in checkpoint.manifest.files.values())
-    replicas = ranks if checkpoint.manifest.lineage.config.train.parallel == "ddp" else 1
+    shard = checkpoint.manifest.lineage.config.train.shard
+    replicas = ranks // ranks_per_copy(shard, ranks, ranks_per_node=ranks)
     needed, free = stored / 3 * BYTES_OF_STATE * replicas, available_memory()
     if needed > free:
         return f"{ranks} ranks need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"

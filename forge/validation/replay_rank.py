@@ -7,8 +7,6 @@ import math
 from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from forge.checkpoint import directory, storage
 from forge.core.config import ResolvedConfig
@@ -40,10 +38,7 @@ def check(world: World, config: ResolvedConfig, checkpoint: Path, shards: Path) 
 def _load(world: World, config: ResolvedConfig, checkpoint: Path, shards: ShardSet) -> str | None:
     """Load weights and optimizer state sharded over these ranks; the weights' digest on rank 0."""
     model = Decoder(config.model, shards.vocab_size)
-    mesh = init_device_mesh("cpu", (world.rank.world_size,))
-    for block in model.model.layers:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    ParallelModel(model, config.train.model_copy(update={"shard": "all"}), world, "fp32")
     optimizer = optim.make_optimizer(model, config.train)
     storage.load_state(model, optimizer, checkpoint, world)
     return storage.weights_digest(model)

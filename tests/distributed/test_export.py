@@ -108,7 +108,7 @@ def tokenizer_of(run: Run) -> LoadedTokenizer:
 
 
 def ours(run: Run) -> Decoder:
-    model = Decoder(config_of(run).model, tokenizer_of(run).vocab_size, seed=7)
+    model = Decoder(config_of(run).model, tokenizer_of(run).vocab_size).to_empty(device="cpu")
     model.load_state_dict(stored(latest(run)))
     return model.eval()
 

@@ -31,15 +31,19 @@ def next_sample(run):
 # --- how many ranks, how they share the model -------------------------------------------------------
 
 
-def test_fsdp2_ddp_and_one_rank_with_accumulation_give_the_same_losses(runs, solo, tmp_path):
-    run = runs("shared", "--train.max_steps=3", "--train.parallel=fsdp2")
-    assert run.forge("train", *TWO_RANKS).code == 0
-    assert next_sample(run) == (3, 24, 2)
+def test_sharded_replicated_and_one_rank_with_accumulation_give_the_same_losses(
+    runs, solo, tmp_path
+):
+    # Two copies of the model, each held by two ranks that recompute.
+    sharded = ("--train.shard=2", "--train.recompute=selective")
+    run = runs("shared", "--train.max_steps=3", *sharded)
+    outcome = run.forge("train", "--machine.launcher=torchrun", "--ranks-per-node=4")
+    assert outcome.code == 0, outcome.text
+    assert next_sample(run) == (3, 24, 4)
     narrow = run.copy(tmp_path / "narrow")
 
-    # The checkpoint that two ranks sharded goes on on one rank, in micro-batches, and on two that
-    # replicate the model.
-    settings = ("--train.max_steps=6", "--train.parallel=ddp")
+    # From its checkpoint training resumes on one rank, in micro-batches, and on two that replicate.
+    settings = ("--train.max_steps=6", "--train.shard=none")
     started = narrow.fork("train", *settings, "--train.micro_batch_size=2")
     replicated = run.forge("train", *settings, *TWO_RANKS)
     assert replicated.code == 0, replicated.text

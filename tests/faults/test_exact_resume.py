@@ -1,7 +1,7 @@
 """Against a resume that is nearly exact: sums over ranks, or compiled graphs, of another order.
 
 Two ranks have one order of adding; from three ranks on the order shows in the last bit. The cases of
-`make faults` together have every pair of world size, ddp or fsdp2, accumulation, compile and dropout;
+`make faults` together have every pair of world size, sharding, accumulation, compile and dropout;
 `make test` has three of them, one of which compiles: compilers take minutes of a small machine.
 """
 
@@ -30,7 +30,7 @@ SIZES = (
 )
 DEADLINE_SEC = 500.0
 DROPOUT, NO_DROPOUT = "--model.dropout=0.1", "--model.dropout=0"
-COMPILE = "--train.compile=true"
+COMPILE, RECOMPUTE = "--train.compile=true", "--train.recompute=selective"
 
 
 def accumulate(micro: int) -> str:
@@ -38,32 +38,34 @@ def accumulate(micro: int) -> str:
 
 
 CHOSEN = [
-    (2, "fsdp2", (accumulate(5), COMPILE, DROPOUT)),  # 5 + 5 + 2 samples: graphs of two shapes
-    (3, "fsdp2", (accumulate(3), NO_DROPOUT)),
-    (4, "ddp", (accumulate(4), DROPOUT)),
+    (2, "all", (accumulate(5), COMPILE, DROPOUT)),  # 5 + 5 + 2 samples: graphs of two shapes
+    (3, "none", (accumulate(3), DROPOUT)),
+    (4, 2, (accumulate(4), RECOMPUTE, DROPOUT)),  # two copies, of two ranks each
 ]
 OTHERS = [
-    (2, "ddp", (NO_DROPOUT,)),
-    (3, "ddp", (COMPILE, DROPOUT)),
-    (4, "fsdp2", (COMPILE, NO_DROPOUT)),
-    (8, "ddp", (accumulate(1), NO_DROPOUT)),
-    (8, "ddp", (accumulate(1), COMPILE, NO_DROPOUT)),
-    (8, "fsdp2", (DROPOUT,)),
+    (2, "none", (NO_DROPOUT,)),
+    (3, "none", (COMPILE, DROPOUT)),
+    (3, "all", (accumulate(3), NO_DROPOUT)),
+    (4, "all", (COMPILE, RECOMPUTE, NO_DROPOUT)),
+    (8, "none", (accumulate(1), NO_DROPOUT)),
+    (8, "none", (accumulate(1), COMPILE, NO_DROPOUT)),
+    (8, "all", (DROPOUT,)),
+    (8, 4, (accumulate(1), COMPILE, RECOMPUTE, DROPOUT)),
 ]
 
 
 @pytest.mark.timeout(1100)
 @pytest.mark.parametrize(
-    ("ranks", "parallel", "settings"), [*CHOSEN, *OTHERS] if EVERYTHING else CHOSEN
+    ("ranks", "shard", "settings"), [*CHOSEN, *OTHERS] if EVERYTHING else CHOSEN
 )
 def test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(
     ranks: int,
-    parallel: str,
+    shard: str | int,
     settings: tuple[str, ...],
     runs: Callable[..., FaultyRun],
     tmp_path: Path,
 ) -> None:
-    whole = runs("whole", ranks, *SIZES, f"--train.parallel={parallel}", *settings)
+    whole = runs("whole", ranks, *SIZES, f"--train.shard={shard}", *settings)
     ended = whole.start_train().end(DEADLINE_SEC)
     assert ended.code == Exit.DONE, ended.text
     assert "training without torch.compile" not in ended.text

@@ -35,7 +35,12 @@ def test_changed_science_is_refused_by_key_and_value(paths):
 
 def test_free_keys_may_change(paths):
     saved = save(paths, 10)
-    changed = {"train.max_steps": 900, "train.log_every": 1, "train.parallel": "fsdp2"}
+    changed = {
+        "train.max_steps": 900,
+        "train.log_every": 1,
+        "train.shard": "all",
+        "train.recompute": "full",
+    }
     check_compatible(config_of(**changed), saved)
 
 

@@ -8,13 +8,14 @@ from pydantic import ValidationError
 from support.manifests import IDS, manifest_of, stored, write_as_another_program
 
 import forge
-from forge.checkpoint.manifest import MANIFEST, Lineage, Manifest, ParentCheckpoint
+from forge.checkpoint.manifest import FORMAT, MANIFEST, Lineage, Manifest, ParentCheckpoint
 from forge.core import provenance
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, OtherFormat
 from forge.core.files import canonical, read_json
 
-# Written by a training of the commit before the manifest was typed; host and paths are made up.
+# Written by a training of the commit before the manifest was typed; host and paths are made up, and the
+# keys that were renamed since are the new ones.
 RECORDED = Path(__file__).parent / "recorded"
 HUGE = "9" * 5000
 
@@ -29,7 +30,7 @@ def folder(tmp_path):
 def test_recorded_manifest_opens_and_is_written_again_with_the_same_bytes_and_digest(tmp_path):
     found = Manifest.read(RECORDED)
     assert found.sealed() == found
-    assert found.digest == "8418e9452ef94f17103e804d7190385d872c9729ddfbe181fe1ca8cbe7748416"
+    assert found.digest == "e51591019fbd8cc0c5a8345eb5a85dfa43e730e8a1c72ec8fd5e926831d7cf5e"
     assert found.write(tmp_path) == found
     assert (tmp_path / MANIFEST).read_bytes() == (RECORDED / MANIFEST).read_bytes()
 
@@ -109,8 +110,8 @@ def test_changed_manifest_does_not_match_its_digest(folder, old, new):
 
 def test_manifest_of_another_format_is_refused_by_name_with_what_to_do(folder):
     text = (folder / MANIFEST).read_text()
-    (folder / MANIFEST).write_text(text.replace('"format": 2', '"format": 9'))
-    with pytest.raises(OtherFormat, match="is a checkpoint of format 9, not 2") as caught:
+    (folder / MANIFEST).write_text(text.replace(f'"format": {FORMAT}', '"format": 9'))
+    with pytest.raises(OtherFormat, match=f"is a checkpoint of format 9, not {FORMAT}") as caught:
         Manifest.read(folder)
     assert "train under a new run name" in str(caught.value)
 

@@ -146,7 +146,7 @@ def test_keys_that_are_changed_after_a_divergence_may_differ(base, config_of):
         },
         **{"train__weight_decay": 0.0, "train__beta2": 0.99, "train__grad_clip": 0.5},
         **{"train__decay_steps": 500, "train__max_steps": 400, "train__precision": "bf16"},
-        **{"model__dropout": 0.1, "train__parallel": "fsdp2"},
+        **{"model__dropout": 0.1, "train__shard": "all"},
     }
     assert parent.find(config_of(parent="base@50", **changed)).step == 50
 

@@ -11,7 +11,7 @@ import pytest
 from support.manifests import IDS, manifest_of, names, save, write_as_another_program
 
 from forge.checkpoint import directory, resume
-from forge.checkpoint.manifest import MANIFEST
+from forge.checkpoint.manifest import FORMAT, MANIFEST
 from forge.core import failpoints, json_lines
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, UnfitError
@@ -218,8 +218,8 @@ def test_without_a_valid_checkpoint_training_starts_at_step_0_with_a_warning_or_
 def test_checkpoint_of_another_version_is_refused_and_stays_where_it_is(paths):
     saved = save(paths, 10)
     manifest = saved.folder / MANIFEST
-    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 9'))
-    with pytest.raises(DataError, match="of format 9, not 2"):
+    manifest.write_text(manifest.read_text().replace(f'"format": {FORMAT}', '"format": 9'))
+    with pytest.raises(DataError, match=f"of format 9, not {FORMAT}"):
         resume.repaired_latest(paths)
     assert saved.folder.is_dir()
 

@@ -8,7 +8,7 @@ import pytest
 
 from forge.cluster import placement, slurm
 from forge.cluster.placement import Placement, WorldLayout
-from forge.core.config import Config
+from forge.core.config import Config, ranks_per_copy
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.process import hostname
@@ -125,6 +125,23 @@ def test_batch_must_share_out_among_all_nodes():
     config = Config.model_validate({"run": "base", "train": {"batch_size": 8}})
     with pytest.raises(ConfigError, match="world of 6 ranks"):
         placement.check_layout(load_machine(None, {"launcher": "srun"}), WorldLayout(3, 2), config)
+
+
+@pytest.mark.parametrize(
+    ("shard", "ranks"), [("none", 1), ("node", 4), ("all", 12), (2, 2), (6, 6), (12, 12)]
+)
+def test_copies_of_the_model_share_out_the_ranks(shard, ranks):
+    config = Config.model_validate({"train": {"batch_size": 12, "shard": shard}})
+    placement.check_layout(load_machine(None, {"launcher": "srun"}), WorldLayout(3, 4), config)
+    assert ranks_per_copy(config.train.shard, 12, ranks_per_node=4) == ranks
+
+
+@pytest.mark.parametrize("shard", [5, 8, 24])
+def test_copies_of_the_model_that_ranks_cannot_hold_are_refused_before_a_job_is_submitted(shard):
+    config = Config.model_validate({"train": {"batch_size": 12, "shard": shard}})
+    with pytest.raises(ConfigError, match=f"shard {shard} does not divide a world of 12") as error:
+        placement.check_layout(load_machine(None, {"launcher": "srun"}), WorldLayout(3, 4), config)
+    assert "none, all, 2, 3, 4, 6, 12" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import forge.trainer.loss
 from forge.core.config import Model
 from forge.core.errors import ConfigError
 from forge.trainer.cpu import use_fast_fp32
+from forge.trainer.initialize import initialized
 from forge.trainer.llama import Decoder, sample
 from forge.trainer.loss import linear_cross_entropy
 
@@ -59,7 +60,7 @@ def test_chunked_loss_and_gradients_equal_those_of_full_logits(
     monkeypatch.setattr(forge.trainer.loss, "LOGITS_BYTES_CPU", 4 * VOCAB * rows)
     tokens = tokens_of(3, 11)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    model = Decoder(SMALL.model_copy(update={"tie_embeddings": tied}), VOCAB)
+    model = initialized(SMALL.model_copy(update={"tie_embeddings": tied}), VOCAB)
     expected = plain_loss(model, inputs, targets)
     (3 * expected).backward()  # a factor as of gradient accumulation
     expected_grads = grads_of(model)
@@ -91,7 +92,7 @@ def test_non_finite_activations_make_a_non_finite_loss(bad: float) -> None:
 
 def test_bf16_keeps_an_fp32_loss_and_fp32_gradients_close_to_the_true_ones() -> None:
     tokens = tokens_of(4, 33)
-    model = Decoder(SMALL, VOCAB)
+    model = initialized(SMALL, VOCAB)
     model(tokens[:, :-1], tokens[:, 1:]).backward()
     true_grads = grads_of(model)
     model.zero_grad()
@@ -114,7 +115,7 @@ def test_loss_operator_obeys_the_rules_of_torch_compile() -> None:
 
 
 def test_no_token_sees_a_later_one() -> None:
-    model = Decoder(SMALL, VOCAB)
+    model = initialized(SMALL, VOCAB)
     tokens = tokens_of(2, 12)
     changed = tokens.clone()
     changed[:, 7] = (tokens[:, 7] + 1) % VOCAB
@@ -137,7 +138,7 @@ def test_attention_depends_on_the_distance_of_tokens_and_not_on_their_position()
 
 def test_grouped_heads_equal_repeated_key_and_value_heads() -> None:
     full = SMALL.model_copy(update={"kv_heads": None})
-    grouped, repeated = Decoder(SMALL, VOCAB), Decoder(full, VOCAB)
+    grouped, repeated = initialized(SMALL, VOCAB), initialized(full, VOCAB)
     state = grouped.state_dict()
     for name in state:
         if "k_proj" in name or "v_proj" in name:
@@ -147,7 +148,7 @@ def test_grouped_heads_equal_repeated_key_and_value_heads() -> None:
 
 
 def test_weights_are_named_and_shaped_as_in_hugging_face_llama() -> None:
-    shapes = {name: tuple(p.shape) for name, p in Decoder(SMALL, VOCAB).state_dict().items()}
+    shapes = {name: tuple(p.shape) for name, p in initialized(SMALL, VOCAB).state_dict().items()}
     assert {name: shape for name, shape in shapes.items() if ".layers.1." not in name} == {
         "model.embed_tokens.weight": (101, 32),
         "model.layers.0.input_layernorm.weight": (32,),
@@ -161,49 +162,25 @@ def test_weights_are_named_and_shaped_as_in_hugging_face_llama() -> None:
         "model.layers.0.mlp.down_proj.weight": (32, 128),
         "model.norm.weight": (32,),
     }
-    untied = Decoder(SMALL.model_copy(update={"tie_embeddings": False}), VOCAB)
+    untied = initialized(SMALL.model_copy(update={"tie_embeddings": False}), VOCAB)
     assert untied.state_dict().keys() - shapes.keys() == {"lm_head.weight"}
 
 
-def test_seed_alone_decides_the_initial_weights() -> None:
-    def weights(seed: int) -> torch.Tensor:
-        model = Decoder(Model(dim=64, layers=8, heads=2), 1000, seed=seed)
-        return torch.cat([parameter.flatten() for parameter in model.parameters()]).detach()
-
-    torch.manual_seed(1)
-    first, state = weights(0), torch.get_rng_state()
-    torch.manual_seed(2)
-    assert torch.equal(weights(0), first)
-    assert not torch.equal(weights(1), first)
-    torch.manual_seed(1)
-    assert torch.equal(torch.get_rng_state(), state)  # the global generator is left alone
-
-
-def test_initial_spread_is_0_02_and_smaller_towards_the_residual_stream() -> None:
-    model = Decoder(Model(dim=256, layers=8, heads=4), 1000)
-    weights = {name: weight for name, weight in model.named_parameters() if "layers.3" in name}
-    for name, weight in weights.items():
-        if "norm" in name:
-            assert torch.equal(weight, torch.ones(256))
-            continue
-        std = 0.02 / 4 if "o_proj" in name or "down_proj" in name else 0.02  # 4 = sqrt(2 * layers)
-        assert weight.std().item() == pytest.approx(std, rel=0.02)
-    assert model.model.embed_tokens.weight.std().item() == pytest.approx(0.02, rel=0.02)
-
-
 def test_dropout_acts_in_training_only() -> None:
-    model = Decoder(SMALL.model_copy(update={"dropout": 0.5}), VOCAB)
+    model = initialized(SMALL.model_copy(update={"dropout": 0.5}), VOCAB)
     tokens = tokens_of(2, 9)
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
     assert torch.equal(model(tokens), model(tokens))
-    assert torch.equal(model(tokens), Decoder(SMALL, VOCAB)(tokens))
+    assert torch.equal(model(tokens), initialized(SMALL, VOCAB)(tokens))
 
 
 def test_flops_count_every_product_of_the_forward_pass_three_times() -> None:
     tokens = tokens_of(2, 16)
     for tied in (True, False):
-        model = Decoder(SMALL.model_copy(update={"tie_embeddings": tied, "kv_heads": None}), VOCAB)
+        model = initialized(
+            SMALL.model_copy(update={"tie_embeddings": tied, "kv_heads": None}), VOCAB
+        )
         # the plain kernel of attention, because torch counts no products of the CPU's fused one
         with (
             FlopCounterMode(display=False) as counter,
@@ -220,7 +197,7 @@ def test_flops_count_every_product_of_the_forward_pass_three_times() -> None:
 
 
 def test_compiled_model_has_no_graph_break_and_the_same_gradients() -> None:
-    model = Decoder(SMALL, VOCAB)
+    model = initialized(SMALL, VOCAB)
     tokens = tokens_of(2, 17)
     loss = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
@@ -244,7 +221,7 @@ def test_ddp_and_fsdp2_have_the_gradients_of_the_bare_model(one_rank: None, tied
         loss.backward()
         return loss
 
-    bare, copied, sharded = (Decoder(settings, VOCAB) for _ in range(3))
+    bare, copied, sharded = (initialized(settings, VOCAB) for _ in range(3))
     loss = train(bare)
     assert torch.equal(train(DistributedDataParallel(copied)), loss)
     torch.testing.assert_close(grads_of(copied), grads_of(bare))
@@ -262,7 +239,7 @@ def test_ddp_and_fsdp2_have_the_gradients_of_the_bare_model(one_rank: None, tied
 
 
 def test_fsdp2_in_bf16_keeps_master_weights_and_gradients_in_fp32(one_rank: None) -> None:
-    model = Decoder(SMALL, VOCAB)
+    model = initialized(SMALL, VOCAB)
     tokens = tokens_of(2, 17)
     true_loss = model(tokens[:, :-1], tokens[:, 1:])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -333,7 +310,7 @@ print(before, kept, faults())
 
 
 def test_samples_repeat_with_their_seed_and_leave_the_model_in_training() -> None:
-    model = Decoder(SMALL.model_copy(update={"dropout": 0.5}), VOCAB)
+    model = initialized(SMALL.model_copy(update={"dropout": 0.5}), VOCAB)
     first = sample(model, [1, 2, 3], 12, context=64, seed=0)
     assert len(first) == 12
     assert all(0 <= token < VOCAB for token in first)
@@ -343,7 +320,7 @@ def test_samples_repeat_with_their_seed_and_leave_the_model_in_training() -> Non
 
 
 def test_samples_at_temperature_0_take_the_most_likely_token() -> None:
-    model = Decoder(SMALL, VOCAB).eval()
+    model = initialized(SMALL, VOCAB).eval()
     ids = [5]
     for _ in range(4):
         ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
@@ -353,12 +330,12 @@ def test_samples_at_temperature_0_take_the_most_likely_token() -> None:
 
 def test_empty_prompt_is_refused() -> None:
     with pytest.raises(ConfigError, match="no tokens"):
-        sample(Decoder(SMALL, VOCAB), [], 4, context=64, seed=0)
+        sample(initialized(SMALL, VOCAB), [], 4, context=64, seed=0)
 
 
 def test_samples_beyond_the_context_use_the_last_tokens():
     """At positions beyond train.seq_len the model was never trained."""
-    model = Decoder(SMALL, VOCAB)
+    model = initialized(SMALL, VOCAB)
     seen = []
     model.register_forward_pre_hook(lambda _model, inputs: seen.append(inputs[0].tolist()[0]))
     made = sample(model, [1, 2, 3], 6, context=4, seed=0)

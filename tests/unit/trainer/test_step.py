@@ -8,6 +8,7 @@ from forge.core.config import Model, Train
 from forge.core.machine import Machine
 from forge.launch.process_group import joined
 from forge.launch.rank import Rank
+from forge.trainer.initialize import initialize
 from forge.trainer.llama import Decoder
 from forge.trainer.nonfinite import Skipped
 from forge.trainer.optim import learning_rate, make_optimizer
@@ -28,8 +29,9 @@ def make(tmp_path, monkeypatch):
 
         def make(**settings):
             train = Train(**SIZES, **settings)
-            model = Decoder(MODEL, data.vocab_size, seed=0)
+            model = Decoder(MODEL, data.vocab_size)
             parallel = ParallelModel(model, train, world, "fp32")
+            initialize(model, seed=0)
             loader = train_loader(data, train, world.rank)
             optimizer = make_optimizer(model, train)
             return TrainStep(parallel, optimizer, loader, DECAY_STEPS, Skipped())

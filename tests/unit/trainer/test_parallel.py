@@ -1,0 +1,18 @@
+"""A model over the ranks. Against settings that fail at the first step of a job that waited a week."""
+
+import pytest
+import torch
+
+from forge.core.config import Model, Train
+from forge.core.errors import ConfigError
+from forge.launch.process_group import World
+from forge.launch.rank import Rank
+from forge.trainer.llama import Decoder
+from forge.trainer.parallel import ParallelModel
+
+
+def test_a_model_sharded_over_gpus_by_gloo_is_refused():
+    world = World(Rank(0, 0, 2, 2), torch.device("cuda", 0), "gloo", None)
+    decoder = Decoder(Model(dim=32, layers=1, heads=2), 100)
+    with pytest.raises(ConfigError, match="Gloo cannot shard a model over GPUs"):
+        ParallelModel(decoder, Train(shard="all"), world, "bf16")
