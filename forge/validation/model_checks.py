@@ -23,10 +23,9 @@ from forge.data.loader import Windows, eval_batches, split
 from forge.trainer import llama
 from forge.trainer.numerics import numerics, prepare, reference_samples
 from forge.validation.checkpoint_checks import Data
-from forge.validation.estimates import recomputed_ranks
+from forge.validation.estimates import VALIDATION_BATCH, recomputed_ranks
 from forge.validation.replay import load_on_two_ranks, same_arithmetic, tolerance_for
 
-VALIDATION_BATCH = 8  # samples in one forward pass
 # Optimizer state read at a time, or one larger tensor. A read costs some milliseconds.
 GROUP_BYTES = 2**25
 OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for each parameter

@@ -26,6 +26,7 @@ from forge.core.provenance import cpu_name, versions
 from forge.launch.launcher import run_ranks
 from forge.launch.rank_records import RankRecord, ReplayTask
 from forge.trainer import metrics
+from forge.validation.estimates import BYTES_OF_STATE
 
 # Largest difference of a recomputed and a recorded loss where device, number of threads or arithmetic
 # differ. Under equal conditions they must be bitwise equal.
@@ -34,9 +35,6 @@ TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
 MOST_STEPS = 10
 DEADLINE_SEC = 600.0
 RANKS_PER_CORE = 2
-# Memory by that of the fp32 weights: these, gradients and AdamW's two states, a quarter more for
-# activations.
-BYTES_OF_STATE = 4 * 1.25
 NOT_RECORDED, NOT_DONE = "not recorded", "not done"
 OTHER_DROPOUT = (
     "dropout masks differ from those of the training (device, launch, compile or torch differ)"
