@@ -11,6 +11,9 @@ VALIDATION_BATCH = 8  # samples in one forward pass
 # Memory by that of the fp32 weights, of ranks that train from a checkpoint: these, gradients and AdamW's
 # two states, a quarter more for activations.
 BYTES_OF_STATE = 4 * 1.25
+# FLOPs a second of a core in a forward pass, cautious: 50e9 to 95e9 in fp32 with AVX-512.
+CORE_FLOPS = 20e9
+
 BASE_BYTES = 10**9  # Python and torch take 0.4 GB of it
 
 
@@ -41,3 +44,8 @@ def _activation_bytes(config: ResolvedConfig) -> int:
     """Of a token in the forward pass of a block, in fp32. The factors cover what was measured with
     samples of 256 and of 2048 tokens (profiles/README.md)."""
     return 4 * (4 * config.model.inner_dim + 12 * config.model.dim)
+
+
+def cpu_seconds(parameters: float, tokens: float, cores: int) -> float:
+    """Time of a forward pass on cores of a CPU: 2 FLOPs for each weight and token."""
+    return 2 * parameters * tokens / (CORE_FLOPS * cores)
