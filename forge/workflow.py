@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 from forge.checkpoint import compatibility, parent, resume
 from forge.cluster import jobs, submission
-from forge.cluster.allocation import run_layouts
+from forge.cluster.allocation import plain, run_layouts
 from forge.cluster.job_requests import requests_of
 from forge.cluster.lock import WORKFLOW_LOCK, lock
 from forge.core.config import OF_FORGES_TRAINER, ResolvedConfig, checked, read_values
@@ -37,10 +38,12 @@ from forge.core.terminal import say
 from forge.data.content_ids import resolve
 from forge.reporting.workflow_end import print_end
 from forge.run import programs, train
+from forge.validation.estimates import memory_bytes
 
 # Names the file with the runs as they were submitted, for the Snakemake inside a job.
 SUBMITTED = "FORGE_SUBMITTED"
 QUEUE_POLL_SEC = 10.0
+PROGRAM_MB = 8000  # to validate what another program has trained, whose size is not known
 
 
 def prepare_environment() -> None:
@@ -258,6 +261,21 @@ def _data_configs(config: ResolvedConfig) -> dict[Path, dict[str, Any]]:
         tokenizer_folder(config.data, config.ids.tokenizer) / "config.json": of_data,
         tokens_folder(config.data, config.ids.tokens) / "config.json": of_data,
     }
+
+
+def validation_mem_mb(
+    config: ResolvedConfig, world_size: int, defaults: Mapping[str, Any] | None
+) -> int:
+    """Memory of validate_run in MB, by the size of the model; that of default-resources, if it is more.
+
+    world_size: ranks that train the run. defaults: default-resources of the profile, as Snakemake has
+    them.
+    """
+    given = plain((defaults or {}).get("mem_mb"))
+    of_profile = given if isinstance(given, int) else 0  # else a formula of Snakemake's own
+    if config.program:
+        return of_profile or PROGRAM_MB
+    return max(of_profile, math.ceil(memory_bytes(config, world_size) / 10**6))
 
 
 def resumable_steps(runs: dict[str, ResolvedConfig]) -> dict[str, int]:

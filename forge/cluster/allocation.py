@@ -36,7 +36,7 @@ class Allocation:
     ) -> None:
         """resources: of the profile for `train_run`, as Snakemake has them. layouts: as `run_layouts`
         gives them. workflow_folder: of the Snakefile, beside which the profiles lie."""
-        self.given = {name: _plain(value) for name, value in resources.items()}
+        self.given = {name: plain(value) for name, value in resources.items()}
         self._runs = runs
         local = os.path.relpath(Path(workflow_folder).parent / LOCAL_MACHINE)
         machine = self.given.get("machine", local)
@@ -89,9 +89,9 @@ class Allocation:
         that no resource has. custom: resources that the user gave a limit for (--resources)."""
         for place, values in (("default-resources", defaults or {}), (jobs.TRAIN_RULE, self.given)):
             for name, value in values.items():
-                if str(_plain(value)).startswith("EDIT_"):
+                if str(plain(value)).startswith("EDIT_"):
                     raise ConfigError(
-                        f"the profile still says {name}: {_plain(value)} ({place})",
+                        f"the profile still says {name}: {plain(value)} ({place})",
                         fix="edit this line in config.yaml of the profile: your account, and"
                         " partitions as `sinfo` lists them",
                     )
@@ -134,7 +134,7 @@ def run_layouts(
 ) -> dict[str, dict[str, Any]]:
     """Run -> nodes, ranks and GPUs of its allocation, where the sample sheet has such columns; {} where
     it has none. resources: what the profile sets for `train_run`, which holds for empty cells."""
-    given = {name: _plain(value) for name, value in resources.items()}
+    given = {name: plain(value) for name, value in resources.items()}
     names = {name for columns_of_run in columns.values() for name in columns_of_run}
     layouts: dict[str, dict[str, Any]] = {}
     for run, columns_of_run in columns.items():
@@ -147,8 +147,9 @@ def run_layouts(
     return layouts if names else {}
 
 
-def _plain(value: Any) -> Any:
-    """A resource of the profile as a number or text: on Snakemake's command line all are texts."""
+def plain(value: Any) -> Any:
+    """A resource of the profile as a number or text: on Snakemake's command line all are texts. None for
+    one that Snakemake computes."""
     raw = getattr(value, "raw", value)
     return int(raw) if isinstance(raw, str) and raw.isdigit() else raw
 

@@ -31,6 +31,8 @@ READ_AFTERWARDS = ("validate", "report")
 OF_FORGES_TRAINER = ("tokenizer", "tokenize", "model", "train")
 
 MAX_MIB = 2**30  # a PiB
+# Ids of a tokenizer that is not known yet: those of Gemma's, the largest in wide use.
+LARGE_VOCABULARY = 2**18
 
 # Of train.shard.
 Shard = Literal["none", "node", "all"] | Annotated[int, Field(ge=2)]
@@ -62,6 +64,12 @@ class Tokenizer(Section):
         if self.hub and not re.fullmatch(r"[\w.-]+/[\w.-]+@[\w./-]+", self.hub):
             raise ValueError(f"hub is {shown(self.hub)}; it must look like owner/name@revision")
         return self
+
+    @property
+    def expected_vocab_size(self) -> int:
+        """Number of ids, for estimates before the tokenizer exists: an upper bound for nearly every
+        tokenizer that is not trained here."""
+        return self.vocab_size if self.source == "train" else LARGE_VOCABULARY
 
 
 class Tokenize(Section):
@@ -122,6 +130,15 @@ class Model(Section):
     @property
     def inner_dim(self) -> int:
         return self.ffn_dim or -(-(8 * self.dim // 3) // 64) * 64
+
+    def num_parameters(self, vocab_size: int) -> int:
+        """Number of weights of the decoder; a tied matrix counts once."""
+        kv_dim = self.num_kv_heads * (self.dim // self.heads)
+        attention = 2 * self.dim * self.dim + 2 * self.dim * kv_dim
+        feed_forward = 3 * self.dim * self.inner_dim
+        norms = 2 * self.dim
+        embeddings = (1 if self.tie_embeddings else 2) * vocab_size * self.dim
+        return self.layers * (attention + feed_forward + norms) + self.dim + embeddings
 
 
 class Train(Section):

@@ -124,7 +124,7 @@ class Decoder(nn.Module):
 
     def num_parameters(self) -> int:
         """Number of weights; a tied matrix counts once."""
-        return sum(parameter.numel() for parameter in self.parameters())
+        return self.settings.num_parameters(self.model.embed_tokens.num_embeddings)
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of forward and backward per trained token: 6 N + 12 L H K T.

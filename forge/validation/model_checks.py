@@ -23,9 +23,9 @@ from forge.data.loader import Windows, eval_batches, split
 from forge.trainer import llama
 from forge.trainer.numerics import numerics, prepare, reference_samples
 from forge.validation.checkpoint_checks import Data
+from forge.validation.estimates import VALIDATION_BATCH, recomputed_ranks
 from forge.validation.replay import load_on_two_ranks, same_arithmetic, tolerance_for
 
-VALIDATION_BATCH = 8  # samples in one forward pass
 # Optimizer state read at a time, or one larger tensor. A read costs some milliseconds.
 GROUP_BYTES = 2**25
 OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
@@ -142,23 +142,28 @@ class ModelChecks:
 
     @torch.no_grad()
     def probe(self) -> str:
-        """Recompute the reference losses that the ranks recorded, on the same samples."""
+        """Recompute reference losses that ranks recorded, on the same samples."""
         recorded, then = self._manifest.reference.losses, self._manifest.lineage.numerics
         self._model.eval()
         self._windows = Windows(self._data.shards.val, self._config.train.seq_len, split="val")
         before = torch.get_num_threads()
         torch.set_num_threads(then.threads)  # the order of sums in a product depends on it
-        losses = [self._reference_loss(rank, then.precision) for rank in range(len(recorded))]
+        ranks = recomputed_ranks(len(recorded))
+        losses = [self._reference_loss(rank, then.precision) for rank in ranks]
         now = Numerics(**numerics(torch.device("cpu"), then.precision))
         torch.set_num_threads(before)
         # FSDP2 casts the weights to bf16, autocast casts the inputs of single operations.
         cast = then.precision == "bf16" and self._config.train.shard != "none"
         exact = same_arithmetic(self._manifest.lineage, now) and not cast
         tolerance, bound = tolerance_for(then.precision, exact)
-        apart = max(abs(a - b) for a, b in zip(losses, recorded, strict=True))
-        if not apart <= tolerance:  # also false for NaN
-            raise DataError(f"losses {losses}, recorded {recorded}; must be {bound}")
-        return f"{len(losses)} recorded losses recomputed, {bound}"
+        wrong = [
+            f"{loss} of rank {rank}, recorded {recorded[rank]}"
+            for rank, loss in zip(ranks, losses, strict=True)
+            if not abs(loss - recorded[rank]) <= tolerance  # also true for NaN
+        ]
+        if wrong:
+            raise DataError(f"losses {'; '.join(wrong)}; must be {bound}")
+        return f"{len(ranks)} of {len(recorded)} recorded losses recomputed, {bound}"
 
     def _reference_loss(self, rank: int, precision: str) -> float:
         samples = reference_samples(self._windows.num_samples, rank)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tempfile
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from forge.checkpoint import directory
 from forge.checkpoint.manifest import Lineage, Numerics
@@ -23,9 +23,11 @@ from forge.core.files import write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.provenance import cpu_name, versions
+from forge.core.terminal import duration
 from forge.launch.launcher import run_ranks
-from forge.launch.rank_records import RankRecord, ReplayTask
+from forge.launch.rank_records import RankRecord, ReplayTask, Task
 from forge.trainer import metrics
+from forge.validation.estimates import BYTES_OF_STATE, cpu_seconds
 
 # Largest difference of a recomputed and a recorded loss where device, number of threads or arithmetic
 # differ. Under equal conditions they must be bitwise equal.
@@ -34,9 +36,7 @@ TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
 MOST_STEPS = 10
 DEADLINE_SEC = 600.0
 RANKS_PER_CORE = 2
-# Memory by that of the fp32 weights: these, gradients and AdamW's two states, a quarter more for
-# activations.
-BYTES_OF_STATE = 4 * 1.25
+Device = Literal["cpu", "cuda"]
 NOT_RECORDED, NOT_DONE = "not recorded", "not done"
 OTHER_DROPOUT = (
     "dropout masks differ from those of the training (device, launch, compile or torch differ)"
@@ -44,9 +44,11 @@ OTHER_DROPOUT = (
 
 
 def same_arithmetic(lineage: Lineage, now: Numerics) -> bool:
-    """Whether a loss computed here with the numerics `now` is bitwise equal to that of the training."""
+    """Whether a loss computed here with the numerics `now` is bitwise equal to that of the training.
+    Never on a GPU, which adds in any order."""
     return (
         now == lineage.numerics
+        and now.device == "cpu"
         and lineage.versions.torch == versions()["torch"]
         and lineage.hardware.cpu == cpu_name()
     )
@@ -58,7 +60,59 @@ def tolerance_for(precision: str, exact: bool) -> tuple[float, str]:
     return tolerance, "bitwise equal" if exact else f"within {tolerance:g}"
 
 
-# --- another number of ranks -----------------------------------------------------------------------
+# --- fresh ranks -----------------------------------------------------------------------------------
+
+
+def visible_gpus(checkpoint: directory.Checkpoint) -> int:
+    """Number of GPUs that this process sees, for a checkpoint that GPUs have trained; else 0."""
+    if checkpoint.manifest.lineage.numerics.device != "cuda":
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def run_here(
+    task: Task,
+    config: ResolvedConfig,
+    checkpoint: directory.Checkpoint,
+    num_ranks: int,
+    device: Device,
+    *,
+    overrides: dict[str, Any] | None = None,
+    deadline_sec: float = DEADLINE_SEC,
+) -> RankRecord:
+    """Run a task in fresh ranks on this host; the record of the ranks.
+
+    config: where the data are. overrides: of the config in the checkpoint, which the ranks get.
+    """
+    machine = _machine(num_ranks, device)
+    with tempfile.TemporaryDirectory(prefix="forge-reload-") as scratch:
+        # A run's directory in scratch: that of the checkpoint may be read-only, or not of a run.
+        values = apply_overrides(
+            checkpoint.manifest.lineage.config.to_json(),
+            {
+                **{"run": "reload", "results": scratch, "data": config.data, "parent": None},
+                **(overrides or {}),
+            },
+        )
+        config_of_ranks = checked(ResolvedConfig, values, str(checkpoint.folder))
+        paths = RunPaths.of(config_of_ranks)
+        write_json(paths.config, config_of_ranks.to_json())
+        layout = WorldLayout(1, num_ranks)
+        record = run_ranks(task, paths, machine, layout, deadline_sec=deadline_sec)
+    if record.status == "stopped":
+        raise KeyboardInterrupt  # the user stopped validation; nothing is known of the checkpoint
+    return record
+
+
+def _machine(num_ranks: int, device: Device) -> Machine:
+    return Machine(launcher="torchrun" if num_ranks > 1 else "single", device=device)
+
+
+def shards_folder(config: ResolvedConfig) -> str:
+    """The shards of a config, for ranks in any working directory."""
+    return str(tokens_folder(config.data, config.ids.tokens).resolve())
 
 
 def load_on_two_ranks(config: ResolvedConfig, checkpoint: directory.Checkpoint) -> str:
@@ -66,7 +120,7 @@ def load_on_two_ranks(config: ResolvedConfig, checkpoint: directory.Checkpoint) 
 
     Raises DataError where it cannot be loaded, UnfitError where the ranks cannot be run.
     """
-    record = _run(config, checkpoint, 2, checkpoint.step)
+    record = _train_on(config, checkpoint, 2, checkpoint.step, "cpu")
     if record.status != "completed":
         kind = DataError if record.code == Exit.DATA else UnfitError
         raise kind(f"cannot be loaded by 2 ranks: {record.message}")
@@ -74,38 +128,26 @@ def load_on_two_ranks(config: ResolvedConfig, checkpoint: directory.Checkpoint) 
     return record.weights_digest
 
 
-def _run(
-    config: ResolvedConfig, checkpoint: directory.Checkpoint, num_ranks: int, step: int
+def _train_on(
+    config: ResolvedConfig,
+    checkpoint: directory.Checkpoint,
+    num_ranks: int,
+    step: int,
+    device: Device,
 ) -> RankRecord:
     """Load in fresh ranks on this host and train up to `step`; the record of the ranks."""
-    lineage = checkpoint.manifest.lineage
-    shards = tokens_folder(config.data, config.ids.tokens).resolve()
-    task = ReplayTask(checkpoint=str(checkpoint.folder.resolve()), shards=str(shards))
-    machine = Machine(launcher="torchrun" if num_ranks > 1 else "single", device="cpu")
-    with tempfile.TemporaryDirectory(prefix="forge-reload-") as scratch:
-        # A run's directory in scratch: that of the checkpoint may be read-only, or not of a run.
-        values = apply_overrides(
-            lineage.config.to_json(),
-            {
-                **{"run": "reload", "results": scratch, "data": config.data, "parent": None},
-                "train.max_steps": step,
-                "train.decay_steps": checkpoint.manifest.decay_steps,
-                "train.precision": lineage.numerics.precision,
-                # Compiling takes longer than the rest; the tolerance covers the difference.
-                "train.compile": False,
-                # Steps that training skipped are skipped here too, whatever the config said first.
-                "train.on_nonfinite": "skip",
-                "train.max_skipped_steps": MOST_STEPS,
-            },
-        )
-        replay_config = checked(ResolvedConfig, values, str(checkpoint.folder))
-        paths = RunPaths.of(replay_config)
-        write_json(paths.config, replay_config.to_json())
-        layout = WorldLayout(1, num_ranks)
-        record = run_ranks(task, paths, machine, layout, deadline_sec=DEADLINE_SEC)
-    if record.status == "stopped":
-        raise KeyboardInterrupt  # the user stopped validation; nothing is known of the checkpoint
-    return record
+    task = ReplayTask(checkpoint=str(checkpoint.folder.resolve()), shards=shards_folder(config))
+    overrides = {
+        "train.max_steps": step,
+        "train.decay_steps": checkpoint.manifest.decay_steps,
+        "train.precision": checkpoint.manifest.lineage.numerics.precision,
+        # Compiling takes longer than the rest; the tolerance covers the difference.
+        "train.compile": False,
+        # Steps that training skipped are skipped here too, whatever the config said first.
+        "train.on_nonfinite": "skip",
+        "train.max_skipped_steps": MOST_STEPS,
+    }
+    return run_here(task, config, checkpoint, num_ranks, device, overrides=overrides)
 
 
 # --- the next losses -------------------------------------------------------------------------------
@@ -154,7 +196,8 @@ def check_next_losses(
     config: ResolvedConfig, checkpoint: directory.Checkpoint, paths: RunPaths | None
 ) -> Check:
     """Train from a checkpoint in as many fresh ranks as saved it, and compare the losses with those
-    that the run recorded. The check says so where none was recorded or this host is too small.
+    that the run recorded. The check says so where none was recorded or this host is too small. On GPUs,
+    where they trained it and this host has one for each rank.
 
     paths: of the checkpoint's run; None for a checkpoint outside of a run.
     """
@@ -164,10 +207,13 @@ def check_next_losses(
         return Check("next loss", "ok", f"{NOT_RECORDED}: {where}")
     if _dropout_differs(checkpoint, _is_repeatable(checkpoint, recorded)):
         return _not_done(OTHER_DROPOUT)
-    if reason := _too_large(checkpoint):
+    ranks, last = checkpoint.manifest.world_size, max(recorded.losses)
+    device: Device = "cuda" if visible_gpus(checkpoint) >= ranks else "cpu"
+    if device == "cpu" and (
+        reason := _too_large(checkpoint) or _too_slow(config, checkpoint, last)
+    ):
         return _not_done(reason)
-    ranks = checkpoint.manifest.world_size
-    record = _run(config, checkpoint, ranks, max(recorded.losses))
+    record = _train_on(config, checkpoint, ranks, last, device)
     if record.status == "completed":
         return _compare(checkpoint, recorded, record.result)
     if record.cause in (TrainingError.__name__, DataError.__name__):
@@ -180,11 +226,11 @@ def _not_done(reason: str) -> Check:
 
 
 def _is_repeatable(checkpoint: directory.Checkpoint, recorded: Recorded) -> bool:
-    """Whether the replay computes the same sums. Another launch may have had another micro-batch size,
-    and a GPU adds in any order."""
+    """Whether the replay computes the same sums. Another launch may have had another micro-batch size, a
+    GPU adds in any order, and all ranks of the replay are on one node."""
     lineage = checkpoint.manifest.lineage
-    on_cpu = lineage.numerics.device == "cpu"
-    return recorded.by_maker and on_cpu and not lineage.config.train.compile
+    on_cpu, train = lineage.numerics.device == "cpu", lineage.config.train
+    return recorded.by_maker and on_cpu and not train.compile and train.shard != "node"
 
 
 def _dropout_differs(checkpoint: directory.Checkpoint, is_same: bool) -> bool:
@@ -193,18 +239,40 @@ def _dropout_differs(checkpoint: directory.Checkpoint, is_same: bool) -> bool:
 
 
 def _too_large(checkpoint: directory.Checkpoint) -> str:
-    """Why this host cannot train from the checkpoint; empty if it can."""
+    """Why this host cannot train from the checkpoint on its CPUs; empty if it can."""
     ranks, cores = checkpoint.manifest.world_size, available_cores()
     if ranks > RANKS_PER_CORE * cores:
-        return f"saved by {ranks} ranks, this host has {cores} cores"
-    # A checkpoint has three of the four tensors of each weight in training: all but the gradient.
-    stored = sum(file.bytes for file in checkpoint.manifest.files.values())
+        by_gpus = checkpoint.manifest.lineage.numerics.device == "cuda"
+        gpus = f" and {visible_gpus(checkpoint)} GPUs" if by_gpus else ""
+        return f"saved by {ranks} ranks, this host has {cores} cores{gpus}"
     shard = checkpoint.manifest.lineage.config.train.shard
-    replicas = ranks // ranks_per_copy(shard, ranks, ranks_per_node=ranks)
-    needed, free = stored / 3 * BYTES_OF_STATE * replicas, available_memory()
+    copies = ranks // ranks_per_copy(shard, ranks, ranks_per_node=ranks)
+    needed = _weight_bytes(checkpoint) * BYTES_OF_STATE * copies
+    free = available_memory()
     if needed > free:
         return f"{ranks} ranks need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
     return ""
+
+
+def _too_slow(config: ResolvedConfig, checkpoint: directory.Checkpoint, last_step: int) -> str:
+    """Why the CPUs of this host cannot repeat steps of GPUs within DEADLINE_SEC; empty if they can."""
+    if checkpoint.manifest.lineage.numerics.device == "cpu":
+        return ""
+    cores = available_cores()
+    tokens = (last_step - checkpoint.step) * config.train.batch_size * config.train.seq_len
+    # Backward takes twice as long as forward.
+    seconds = 3 * cpu_seconds(_weight_bytes(checkpoint) / 4, tokens, cores)
+    if seconds <= DEADLINE_SEC:
+        return ""
+    return (
+        f"trained on {checkpoint.manifest.world_size} GPUs, of which this job sees"
+        f" {visible_gpus(checkpoint)}; its {cores} cores would take about {duration(seconds)}"
+    )
+
+
+def _weight_bytes(checkpoint: directory.Checkpoint) -> float:
+    """A checkpoint has three of the four tensors of each weight in training: all but the gradient."""
+    return sum(file.bytes for file in checkpoint.manifest.files.values()) / 3
 
 
 def _compare(checkpoint: directory.Checkpoint, recorded: Recorded, result: dict[str, Any]) -> Check:

@@ -42,7 +42,7 @@ def test_good_run_is_valid_and_its_probe_equal_to_the_last_bit(uninterrupted, tm
     assert verdict["status"] == "valid"
     assert verdict["weights_digest"] == run.weights_digest()
     found = checks(verdict)
-    assert found["probe"] == ("ok", "2 recorded losses recomputed, bitwise equal")
+    assert found["probe"] == ("ok", "2 of 2 recorded losses recomputed, bitwise equal")
     assert found["world size"] == ("ok", "written by 2 ranks, loaded by 1")
     assert read_json(run.paths.validated)["checkpoint_digest"] == verdict["checkpoint_digest"]
 

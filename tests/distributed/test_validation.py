@@ -19,7 +19,7 @@ from support.live_run import GOAL, TWO_RANKS, forge
 from support.saved import make_digests_right, state_of
 
 from forge.checkpoint import directory, resume, storage
-from forge.checkpoint.manifest import FORMAT, MANIFEST
+from forge.checkpoint.manifest import FORMAT, MANIFEST, Manifest
 from forge.cluster.lock import lock
 from forge.core import failpoints
 from forge.core.files import read_json, write_json
@@ -34,6 +34,16 @@ def run(uninterrupted, tmp_path):
     copy = uninterrupted.copy(tmp_path / "copied")
     Validated(step=GOAL, checkpoint_digest="d" * 64).write(copy.paths.validated)
     return copy
+
+
+@pytest.fixture(scope="module")
+def ten_ranks(session_runs):
+    """A run of one step on ten ranks."""
+    steps = ("--train.max_steps=1", "--train.decay_steps=1", "--train.warmup_steps=0")
+    run = session_runs("ten", "--train.batch_size=10", *steps)
+    outcome = run.fork("train", "--machine.launcher=torchrun", "--ranks-per-node=10").end()
+    assert outcome.code == 0, outcome.text
+    return run
 
 
 @pytest.fixture
@@ -136,6 +146,27 @@ def test_checkpoint_that_training_prunes_meanwhile_is_not_called_invalid(run, ho
     assert table(capsys.readouterr().out)["195"].endswith("gone")
 
 
+# --- recorded losses ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rank", "code"), [(0, 65), (5, 65), (9, 65), (4, 0)])
+def test_wrong_loss_of_a_chosen_rank_is_found(ten_ranks, tmp_path, rank, code):
+    """Eight of ten ranks are chosen; 4 is not among them."""
+    run = ten_ranks.copy(tmp_path / "wrong")
+    folder = resume.latest(run.paths).folder
+    manifest = Manifest.read(folder)
+    losses = list(manifest.reference.losses)
+    losses[rank] += 1e-4
+    reference = manifest.reference.model_copy(update={"losses": losses})
+    manifest.model_copy(update={"reference": reference}).write(folder)
+    outcome = run.forge("validate")
+    assert outcome.code == code, outcome.text
+    if code:
+        assert f"of rank {rank}, recorded {losses[rank]}; must be bitwise equal" in outcome.text
+    else:
+        assert "ok   probe: 8 of 10 recorded losses recomputed, bitwise equal" in outcome.text
+
+
 # --- training on ----------------------------------------------------------------------------------
 
 
@@ -148,7 +179,7 @@ def test_optimizer_state_of_another_step_passes_the_probe_and_fails_the_next_los
     rewrite(folder, state)
     outcome = forge("validate", str(folder))
     assert outcome.code == 65, outcome.text
-    assert "ok   probe: 2 recorded losses recomputed, bitwise equal" in outcome.text
+    assert "ok   probe: 2 of 2 recorded losses recomputed, bitwise equal" in outcome.text
     assert "fail next loss: loss " in outcome.text
     assert (
         "of step 197, recorded " in outcome.text and "the optimizer state differs" in outcome.text

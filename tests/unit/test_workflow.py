@@ -64,3 +64,29 @@ def test_config_of_a_shared_artefact_has_its_inputs_and_ids_and_no_run(run):
             run.ids,
         )
         assert '"train": {' not in path.read_text()
+
+
+# --- memory of validate_run -----------------------------------------------------------------------
+
+
+def test_memory_of_validation_grows_with_the_model_and_is_never_below_that_of_the_profile(run):
+    small = workflow.validation_mem_mb(run, 2, None)
+    large = changed(run, "model", dim=2048, layers=16, heads=16)
+    added = 4 * (large.model.num_parameters(4096) - run.model.num_parameters(4096)) / 10**6
+    assert workflow.validation_mem_mb(large, 2, None) > small + added
+    assert workflow.validation_mem_mb(large, 2, {"mem_mb": 9}) > small + added
+    assert workflow.validation_mem_mb(run, 2, {"mem_mb": 10**6}) == 10**6
+
+
+def test_memory_of_validation_has_room_for_the_ranks_that_load_what_one_rank_has_trained(run):
+    large = changed(run, "model", dim=2048, layers=16, heads=16)
+    weights = 4 * large.model.num_parameters(4096) / 10**6
+    more = workflow.validation_mem_mb(large, 1, None) - workflow.validation_mem_mb(large, 2, None)
+    assert 4 * weights < more < 6 * weights
+
+
+def test_memory_of_validation_of_another_program_is_that_of_the_profile():
+    program = {"command": ["python"]}
+    config = resolve(checked(Config, {"program": program}, "the test"))
+    assert workflow.validation_mem_mb(config, 2, {"mem_mb": 300}) == 300
+    assert workflow.validation_mem_mb(config, 2, {}) == workflow.PROGRAM_MB

@@ -20,7 +20,8 @@ ANSWERS = {
 
 @pytest.fixture(scope="module")
 def submitted(shared_project):
-    """submitted(profile): the arguments of sbatch for the run's allocation."""
+    """submitted(profile): the arguments of sbatch for the run's allocation; submitted(profile, *target):
+    for the first job of another target."""
     project = shared_project
     code, output = project.snakemake("--until", "tokenize")
     assert code == 0, output
@@ -31,7 +32,7 @@ def submitted(shared_project):
         (bin_folder / name).write_text(text)
         (bin_folder / name).chmod(0o755)
 
-    def words(profile):
+    def words(profile, *target):
         config = project.root / "profiles" / profile / "config.yaml"
         config.write_text(config.read_text().replace("EDIT_", "my_"))
         environment = project.environment
@@ -39,7 +40,8 @@ def submitted(shared_project):
             "PATH": f"{bin_folder}:{environment['PATH']}",
             "SBATCH_LINE": str(line_file),
         }
-        command = [sys.executable, "-m", "snakemake", "--profile", f"profiles/{profile}", "train"]
+        command = [sys.executable, "-m", "snakemake", "--profile", f"profiles/{profile}"]
+        command += target or ("train",)
         done = subprocess.run(
             command,
             cwd=project.root,
@@ -123,3 +125,25 @@ def test_columns_of_the_sample_sheet_are_the_nodes_and_tasks_of_the_run(submitte
     shared_project.write_runs("run\tnodes\ttasks_per_node\nbase\t4\t1\n")
     line = submitted("slurm-cpu")
     assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1"} <= set(line)
+
+
+def memory_of_validation(submitted, project, *arguments):
+    """What sbatch is asked for, where the run is trained."""
+    for name in ("config.json", "trained.json"):
+        project.path(name).parent.mkdir(parents=True, exist_ok=True)
+        project.path(name).touch()
+    only = ("--allowed-rules", "validate_run")
+    line = submitted("slurm-cpu", *only, *arguments, "--", "results/base/validated.json")
+    return int(line[line.index("--mem") + 1])
+
+
+def test_memory_of_validation_is_that_of_the_model_or_of_the_profile(submitted, shared_project):
+    """4000 in default-resources is enough for a tiny model. What set-resources says is never raised."""
+    assert memory_of_validation(submitted, shared_project) == 4000
+    shared_project.write_config(model={"dim": 4096, "layers": 32, "heads": 32})
+    assert 40_000 > memory_of_validation(submitted, shared_project) > 26_000
+    own = ("--set-resources", "validate_run:mem_mb=5000")
+    assert memory_of_validation(submitted, shared_project, *own) == 5000
+    defaults = ("--default-resources", "slurm_account=my_account", "slurm_partition=my_partition")
+    large = (*defaults, "mem_mb=50000")
+    assert memory_of_validation(submitted, shared_project, *large) == 50_000

@@ -55,6 +55,14 @@ def allocation_extra(wildcards):
     return ALLOCATION.slurm_extra(wildcards.run)
 
 
+def validation_mem_mb(wildcards):
+    return helpers.validation_mem_mb(
+        RUNS[wildcards.run],
+        ALLOCATION.layout(wildcards.run).world_size,
+        workflow.resource_settings.default_resources,
+    )
+
+
 def tokenizer_manifest(settings):
     return tokenizer_folder(DATA, settings.ids.tokenizer) / "manifest.json"
 

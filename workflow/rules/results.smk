@@ -19,6 +19,9 @@ rule validate_run:
         "../envs/forge.yaml"
     params:
         overrides=lambda w: as_overrides(RUNS[w.run], "validate", "report"),
+    resources:
+        # Of one node. What set-resources of the profile says wins.
+        mem_mb=validation_mem_mb,
     shell:
         "exec forge validate {input.config:q} --log={log:q} {params.overrides:q}"
 

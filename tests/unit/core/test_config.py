@@ -172,3 +172,9 @@ def test_missing_and_broken_config_files_are_named(tmp_path):
     (tmp_path / "bad.yaml").write_text("a: [1")
     with pytest.raises(ConfigError, match=r"cannot read config file .*bad\.yaml"):
         load_config(tmp_path / "bad.yaml")
+
+
+def test_vocabulary_of_a_tokenizer_that_is_not_made_here_is_estimated_from_above():
+    assert config_of(**{"tokenizer.vocab_size": 999}).tokenizer.expected_vocab_size == 999
+    given = {"tokenizer.source": "path", "tokenizer.path": "t.json", "tokenizer.vocab_size": 999}
+    assert config_of(**given).tokenizer.expected_vocab_size >= 262_144

@@ -175,6 +175,18 @@ def test_dropout_acts_in_training_only() -> None:
     assert torch.equal(model(tokens), initialized(SMALL, VOCAB)(tokens))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kv_heads", [None, 1, 2])
+@pytest.mark.parametrize("ffn_dim", [None, 40])
+def test_number_of_parameters_is_known_without_a_decoder(
+    tied: bool, kv_heads: int | None, ffn_dim: int | None
+) -> None:
+    shape = {"tie_embeddings": tied, "kv_heads": kv_heads, "ffn_dim": ffn_dim}
+    settings = SMALL.model_copy(update=shape)
+    counted = sum(parameter.numel() for parameter in Decoder(settings, VOCAB).parameters())
+    assert settings.num_parameters(VOCAB) == counted
+
+
 def test_flops_count_every_product_of_the_forward_pass_three_times() -> None:
     tokens = tokens_of(2, 16)
     for tied in (True, False):

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from support import happenings
 from support.manifests import IDS, NUMERICS, lineage_of, manifest_of
 
@@ -10,11 +11,13 @@ from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Hardware, StoredFile, Versions
 from forge.cluster.network import available_cores
 from forge.core import events
-from forge.core.config import load_config
+from forge.core.config import ResolvedConfig, checked, load_config
 from forge.core.paths import RunPaths
 from forge.core.provenance import cpu_name, versions
 from forge.data.content_ids import resolve
+from forge.launch.rank_records import RankRecord
 from forge.trainer import metrics
+from forge.validation import replay
 from forge.validation.replay import Recorded, _compare, check_next_losses, recorded_losses
 
 VERSIONS = Versions(**versions())
@@ -117,6 +120,50 @@ def test_more_ranks_or_memory_than_this_host_has_only_warns(run):
         None, checkpoint(files={"a": StoredFile(bytes=2**50, digest="")}), run
     )
     assert check.status == "warn" and "GiB are free" in check.message
+
+
+# --- on GPUs --------------------------------------------------------------------------------------
+
+ON_GPUS = NUMERICS.model_copy(update={"device": "cuda", "device_name": "NVIDIA H100"})
+TRAINED = {"train": {"batch_size": 4096, "seq_len": 2048}, "made_by": {"numerics": ON_GPUS}}
+
+
+def replayed(run, monkeypatch, *, num_gpus, num_parameters=1e8, trained=TRAINED):
+    """The check, of a checkpoint of two ranks, and the device of the ranks that it started, if any."""
+    devices = []
+
+    def run_here(task, config, checkpoint, num_ranks, device, **_):
+        devices.append((num_ranks, device))
+        result = {"losses": list(loss("a", 11, 12).values()), "finite": True}
+        return RankRecord("completed", result={**result, "numerics": ON_GPUS.to_json()})
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(replay, "run_here", run_here)
+    log(run, "a", range(1, 20))
+    files = {"a": StoredFile(bytes=int(12 * num_parameters), digest="")}
+    made = checkpoint(files=files, **trained)
+    config = checked(ResolvedConfig, made.manifest.lineage.config.to_json(), "the test")
+    return check_next_losses(config, made, run), devices
+
+
+def test_steps_of_gpus_are_repeated_on_as_many(run, monkeypatch):
+    check, devices = replayed(run, monkeypatch, num_gpus=2)
+    assert (check.status, devices) == ("ok", [(2, "cuda")])
+    assert check.message == "replayed: step 11 within 0.001, step 12 within 0.001"
+
+
+def test_where_gpus_are_missing_the_cpu_repeats_what_takes_minutes(run, monkeypatch):
+    check, devices = replayed(run, monkeypatch, num_gpus=1)
+    assert (check.status, devices) == ("warn", [])
+    assert "not done: trained on 2 GPUs, of which this job sees 1; its" in check.message
+    check, devices = replayed(run, monkeypatch, num_gpus=1, num_parameters=1e3)
+    assert (check.status, devices) == ("ok", [(2, "cpu")])
+
+
+def test_steps_of_cpus_are_repeated_on_cpus_however_long_they_take(run, monkeypatch):
+    by_cpus = {**TRAINED, "made_by": {}}
+    check, devices = replayed(run, monkeypatch, num_gpus=8, trained=by_cpus)
+    assert (check.status, devices) == ("ok", [(2, "cpu")])
 
 
 # --- tolerance ------------------------------------------------------------------------------------

@@ -1,0 +1,51 @@
+"""How much of a checkpoint validation recomputes, and what that costs. No torch."""
+
+from __future__ import annotations
+
+from forge.core.config import ResolvedConfig
+
+# Ranks hold the same weights, so the losses of a few of them say as much as those of all.
+MAX_RECOMPUTED = 8
+VALIDATION_BATCH = 8  # samples in one forward pass
+
+# Memory by that of the fp32 weights, of ranks that train from a checkpoint: these, gradients and AdamW's
+# two states, a quarter more for activations.
+BYTES_OF_STATE = 4 * 1.25
+# FLOPs a second of a core in a forward pass, cautious: 50e9 to 95e9 in fp32 with AVX-512.
+CORE_FLOPS = 20e9
+
+BASE_BYTES = 10**9  # Python and torch take 0.4 GB of it
+
+
+def recomputed_ranks(world_size: int, most: int = MAX_RECOMPUTED) -> list[int]:
+    """The ranks whose recorded losses are recomputed: the first, the last, and others spread evenly.
+
+    most: how many at most; 1 is the first rank alone.
+    """
+    num_ranks = min(world_size, most)
+    return [index * (world_size - 1) // max(1, num_ranks - 1) for index in range(num_ranks)]
+
+
+def memory_bytes(config: ResolvedConfig, world_size: int) -> float:
+    """Memory of the host that validation needs on its CPUs, an estimate from above.
+
+    The fp32 weights, activations of a batch, and twice the largest tensor, which is how optimizer state
+    is read. world_size: of the training. What one rank has trained is also loaded by two, and replayed.
+    """
+    model, vocab_size = config.model, config.tokenizer.expected_vocab_size
+    weights = 4 * model.num_parameters(vocab_size)
+    largest = 4 * vocab_size * model.dim
+    tokens = VALIDATION_BATCH * config.train.seq_len
+    ranks = BYTES_OF_STATE * weights if world_size == 1 else 0
+    return BASE_BYTES + weights + 2 * largest + tokens * _activation_bytes(config) + ranks
+
+
+def _activation_bytes(config: ResolvedConfig) -> int:
+    """Of a token in the forward pass of a block, in fp32. The factors cover what was measured with
+    samples of 256 and of 2048 tokens (profiles/README.md)."""
+    return 4 * (4 * config.model.inner_dim + 12 * config.model.dim)
+
+
+def cpu_seconds(parameters: float, tokens: float, cores: int) -> float:
+    """Time of a forward pass on cores of a CPU: 2 FLOPs for each weight and token."""
+    return 2 * parameters * tokens / (CORE_FLOPS * cores)

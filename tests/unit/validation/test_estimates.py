@@ -1,0 +1,22 @@
+"""Against a validation that takes longer than the training: it recomputes a part of what was recorded."""
+
+import itertools
+
+import pytest
+
+from forge.validation.estimates import MAX_RECOMPUTED, recomputed_ranks
+
+
+@pytest.mark.parametrize("world_size", [*range(1, 40), 127, 128, 1000])
+def test_first_and_last_rank_and_others_in_between_are_recomputed(world_size):
+    ranks = recomputed_ranks(world_size)
+    assert len(ranks) == min(world_size, MAX_RECOMPUTED)
+    assert (ranks[0], ranks[-1]) == (0, world_size - 1)
+    gaps = [after - before for before, after in itertools.pairwise(ranks)]
+    assert all(gap >= 1 for gap in gaps)
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_a_smaller_number_is_kept_to():
+    assert recomputed_ranks(128, most=1) == [0]
+    assert recomputed_ranks(128, most=3) == [0, 63, 127]
