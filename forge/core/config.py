@@ -372,8 +372,13 @@ def read_values(path: str | Path) -> dict[str, Any]:
 
 
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
-    """The config in a file, with overrides applied. Raises ConfigError that names every bad key."""
-    return checked(Config, apply_overrides(read_values(path), overrides or {}), str(path))
+    """The config in a file, with overrides applied. Raises ConfigError that names every bad key.
+
+    The file may be the workflow's: its key `runs` names the sample sheet, which no single run reads.
+    """
+    values = read_values(path)
+    values.pop("runs", None)
+    return checked(Config, apply_overrides(values, overrides or {}), str(path))
 
 
 def checked(model: type[AnySection], values: dict[str, Any], where: str) -> AnySection:

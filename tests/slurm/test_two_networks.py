@@ -40,7 +40,6 @@ def connects(cluster: Cluster, source: str, address: str) -> bool:
 def write_lab(folder: Path, launcher: str, **fabric: object) -> tuple[Path, Path]:
     """The lab's config with few steps, and a machine.yaml."""
     values = yaml.safe_load((LAB / "config.yaml").read_text())
-    del values["runs"]
     command = ["python", "train.py", "--steps", "{goal}", "--save-every", str(INTERVAL)]
     values["program"] |= {"source": str(LAB), "goal": STEPS, "command": command}
     config, file = folder / "config.yaml", folder / "machine.yaml"
