@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -439,7 +439,7 @@ def is_boolean(section: type[Section], dotted: str) -> bool:
     """Whether the key with this dotted name takes true or false."""
     first, _, rest = dotted.partition(".")
     below = _fields(section).get(first)
-    return is_boolean(below, rest) if rest and below else below is bool
+    return is_boolean(below, rest) if rest and below else bool in (below, *get_args(below))
 
 
 def is_free(section: type[Section], key: str) -> bool:

@@ -69,8 +69,9 @@ class Stage(Section):
     """Staging directory on each node; null: $SLURM_TMPDIR, else $TMPDIR, else /tmp."""
     keep: bool = False
     """Keep the copies when the job ends, for the next run on the same nodes."""
-    project: bool = False
-    """Also copy Forge, its Python environment and `program.source`, for nodes that do not see them."""
+    project: Literal["auto"] | bool = False
+    """Also copy Forge, its Python environment and `program.source`: `true` to every node, `auto` to those
+    that do not see them (`proj=missing`, `pkgs=missing` or `source=missing` in what stage prints)."""
 
 
 class Preflight(Section):

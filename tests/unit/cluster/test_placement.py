@@ -134,6 +134,7 @@ def test_batch_must_share_out_among_all_nodes():
         ("src", True, 2, False),
         (None, False, 2, False),
         (None, True, 1, False),
+        (None, "auto", 2, False),  # the nodes may see it, which stage asks them
     ],
 )
 def test_program_needs_a_directory_that_is_copied_to_nodes_that_do_not_see_the_project(
