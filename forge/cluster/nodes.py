@@ -219,7 +219,7 @@ class _Member:
         return NodeFailure(
             f"its process ended: {' | '.join(lines[-LAST_LINES:]) or 'no output'}",
             cause="the node is down, or does not see this Python and the project",
-            fix="check that the node is up and sees the project directory (or set stage.project: true)",
+            fix="check that the node is up and sees the project directory (or set stage.project: auto)",
         )
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
 def check_source(machine: Machine, layout: WorldLayout, config: Config) -> None:
     """ConfigError where another training program would have no directory to run in on the nodes."""
     has_none = config.program and config.program.source is None
-    if has_none and machine.stage.project and _needs_slurm(machine, layout):
+    if has_none and machine.stage.project is True and _needs_slurm(machine, layout):
         raise ConfigError(
             "stage.project is true and program.source is not set: the program would have no directory"
             " to run in on the nodes",

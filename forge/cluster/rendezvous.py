@@ -9,6 +9,7 @@ import random
 import socket
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +23,12 @@ from forge.core.terminal import say
 
 # Ranks of an earlier launch, which were killed on another node, release their port within this time.
 PATIENCE_SEC = 3.0
+# A resolver that does not answer is asked for 10 s and more.
+RESOLVE_SEC = 30.0
+
+# Prints Slurm's name of a node that does not resolve the name $1. Without Python, which many nodes at
+# once start slowly from a shared file system.
+UNRESOLVED = 'getent ahosts "$1" >/dev/null || echo "$SLURMD_NODENAME"'
 
 
 class EndpointError(UnfitError):
@@ -81,13 +88,14 @@ def _undo(name: str) -> str:
 # --- on the first node ----------------------------------------------------------------------------
 
 
-def endpoint(fabric: Fabric, job_id: str, head: str, python: str) -> tuple[str, int]:
-    """Host of the rendezvous, and a port for it that is free on `head`, the first node of the ranks.
+def endpoint(fabric: Fabric, job_id: str, hosts: Sequence[str], python: str) -> tuple[str, int]:
+    """Host of the rendezvous, and a port for it that is free on the first node of the ranks.
 
-    job_id: the Slurm job that has the node. python: the interpreter of the ranks. Raises EndpointError
-    where the host is not that node, or none of the ports that may be used is free there.
+    job_id: the Slurm job that has the nodes. hosts: those of the ranks, in rank order. python: the
+    interpreter of the ranks. Raises EndpointError where the host is not the first node, or none of the
+    ports that may be used is free there.
     """
-    asked, ports = host(fabric, ""), _ports(fabric)
+    head, asked, ports = hosts[0], host(fabric, ""), _ports(fabric)
     limits = [ports[0], ports[-1]] if ports else None
     if head == hostname():
         found = probe(asked, limits)
@@ -98,7 +106,44 @@ def endpoint(fabric: Fabric, job_id: str, head: str, python: str) -> tuple[str, 
     if found["port"] is None:
         raise _no_free_port(ports, head)
     _say_what_was_exported(fabric, head)
-    return asked or head, int(found["port"])
+    chosen = asked or name_or_address(head, lambda name: _unresolved(job_id, hosts, name))
+    return chosen, int(found["port"])
+
+
+def name_or_address(head: str, unresolved: Callable[[str], Sequence[str]]) -> str:
+    """The name of the ranks' first node, or its address in Slurm (NodeAddr) where one of their nodes does
+    not resolve the name, which is printed.
+
+    unresolved: gives the nodes that do not resolve a name or address. Raises SlurmSilent.
+    """
+    without = unresolved(head)
+    if not without:
+        return head
+    address = slurm.node_address(head)
+    if address == head or unresolved(address):
+        return head
+    where = without[0] + (f" and {len(without) - 1} more" if len(without) > 1 else "")
+    say(f"MASTER_ADDR={address}, Slurm's address of {head}: the name does not resolve on {where}")
+    return address
+
+
+def _unresolved(job_id: str, hosts: Sequence[str], name: str) -> list[str]:
+    """The nodes that do not resolve a name; [] where they cannot be asked, which the launch will tell."""
+    if list(hosts) == [hostname()]:
+        return [] if resolves(name) else list(hosts)
+    line = slurm.srun(job_id, hosts, options=("--overlap", "--gres=none"))
+    command = [*line, "sh", "-c", UNRESOLVED, "sh", name]
+    output, _ = slurm.run(command, timeout_sec=RESOLVE_SEC)
+    return [node for node in hosts if node in output.split()]
+
+
+def resolves(name: str) -> bool:
+    """Whether this node knows an address for the name."""
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return False
+    return True
 
 
 def refuse(fabric: Fabric, head: str, problem: str) -> None:

@@ -133,6 +133,17 @@ def this_job() -> Job | None:
     return show_job(job_id) if job_id and is_here() else None
 
 
+def node_address(name: str) -> str:
+    """NodeAddr of a node, by which Slurm itself reaches it: an address or another name; by default its
+    name. Raises SlurmSilent, as `ask`."""
+    try:
+        text = ask("scontrol", "show", "node", "--oneliner", name)
+    except Refused as err:
+        raise silent(str(err)) from None
+    found = re.search(r"\sNodeAddr=(\S+)", text)
+    return found[1] if found else name
+
+
 def expand(hostlist: str) -> list[str]:
     """Names in a Slurm host list: `node[01-02],login` gives node01, node02, login."""
     names: list[str] = []

@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -396,8 +396,13 @@ def read_values(path: str | Path) -> dict[str, Any]:
 
 
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
-    """The config in a file, with overrides applied. Raises ConfigError that names every bad key."""
-    return checked(Config, apply_overrides(read_values(path), overrides or {}), str(path))
+    """The config in a file, with overrides applied. Raises ConfigError that names every bad key.
+
+    The file may be the workflow's: its key `runs` names the sample sheet, which no single run reads.
+    """
+    values = read_values(path)
+    values.pop("runs", None)
+    return checked(Config, apply_overrides(values, overrides or {}), str(path))
 
 
 def checked(model: type[AnySection], values: dict[str, Any], where: str) -> AnySection:
@@ -473,7 +478,7 @@ def is_boolean(section: type[Section], dotted: str) -> bool:
     """Whether the key with this dotted name takes true or false."""
     first, _, rest = dotted.partition(".")
     below = _fields(section).get(first)
-    return is_boolean(below, rest) if rest and below else below is bool
+    return is_boolean(below, rest) if rest and below else bool in (below, *get_args(below))
 
 
 def is_free(section: type[Section], key: str) -> bool:

@@ -38,7 +38,7 @@ class Fabric(Section):
     """Network interface by node name, for nodes where it has another name; overrides `interface`."""
     master_addr: str | None = Field(None, min_length=1)
     """Name or address of the first node, at which the ranks of a Slurm job meet (MASTER_ADDR); null: its
-    name."""
+    name, or its address in Slurm (NodeAddr) where one of their nodes does not resolve the name."""
     master_port: int | str | None = None
     """Port of the first node at which they meet (MASTER_PORT), or a range such as `15000-20000`, of which
     a free one is taken; null: any free port."""
@@ -70,8 +70,9 @@ class Stage(Section):
     """Staging directory on each node; null: $SLURM_TMPDIR, else $TMPDIR, else /tmp."""
     keep: bool = False
     """Keep the copies when the job ends, for the next run on the same nodes."""
-    project: bool = False
-    """Also copy Forge, its Python environment and `program.source`, for nodes that do not see them."""
+    project: Literal["auto"] | bool = False
+    """Also copy Forge, its Python environment and `program.source`: `true` to every node, `auto` to those
+    that do not see them (`proj=missing`, `pkgs=missing` or `source=missing` in what stage prints)."""
 
 
 class Preflight(Section):

@@ -65,8 +65,7 @@ def run_ranks(
     wait_for_orphans(paths)
     placement = placement or Placement.here()
     job = placement.job
-    head = placement.hosts[0]
-    master = rendezvous.endpoint(machine.fabric, job.id, head, python) if job else None
+    master = rendezvous.endpoint(machine.fabric, job.id, placement.hosts, python) if job else None
     spec = LaunchSpec(
         task=task,
         run=str(paths.root),

@@ -81,7 +81,8 @@ def inspect(
             node.checks.append(packages.as_check(packages.import_packages(**imports[head])))
         return [node]
     with NodePool(placement, python=python, start_sec=sec / 2) as pool:
-        each = {host: asdict(wish) for host, wish in wanted.items()}
+        master = _master(pool, machine, wanted[head].master, sec=sec / 4)
+        each = {host: {**asdict(wish), "master": master} for host, wish in wanted.items()}
         answers = pool.ask("check_node", each=each, timeout_sec=sec / 4)
         nodes = {host: _answered(host, answer) for host, answer in answers.items()}
         answered = [node for node in nodes.values() if node.facts]
@@ -92,12 +93,23 @@ def inspect(
                 _add_imports(node, found[node.name])
         if nodes[head].facts:
             rendezvous.refuse(machine.fabric, head, nodes[head].facts["master_trouble"])
-        master = wanted[head].master
         links = _connect_all(pool, answered, machine, head=head, master=master, sec=sec / 4)
     compare(list(nodes.values()), machine)
     check_links(nodes, links)
     check_clocks(nodes, links, machine.preflight.max_clock_skew_sec)
     return list(nodes.values())
+
+
+def _master(pool: NodePool, machine: Machine, wanted: str, *, sec: float) -> str:
+    """Name or address at which the ranks meet. wanted: the one that was asked for, else the name of their
+    first node, which some of the nodes may not resolve."""
+
+    def unresolved(name: str) -> list[str]:
+        answers = pool.ask("resolves", name=name, timeout_sec=sec)
+        return [host for host, answer in answers.items() if answer is False]
+
+    is_asked_for = rendezvous.host(machine.fabric, "")
+    return wanted if is_asked_for else rendezvous.name_or_address(wanted, unresolved)
 
 
 def _wanted_imports(

@@ -460,6 +460,7 @@ class _Peer:
 
 
 REQUESTS: dict[str, Callable[..., Any]] = {
+    "resolves": rendezvous.resolves,
     "check_node": check_node,
     "import_packages": packages.import_packages,
     "listen": listen,

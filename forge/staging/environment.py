@@ -1,9 +1,12 @@
-"""Copy Forge, its Python and a program's directory to nodes that do not see them (`stage.project`).
+"""Copy Forge, its Python and a program's directory to the nodes (`stage.project`).
 
 - `python-{digest}/env`: the virtual environment; `base`: the Python it was made from, unless the
   system's
 - `project-{digest}`: Forge itself, and `python`, a script that runs it in this environment only
 - `source-{digest}/source`: the directory in which another training program runs
+
+With `auto`, a node that sees one of them has a link in place of `env`, `forge` or `source`, since the
+ranks of all nodes are started with the same paths.
 
 The environment has an archive of its own because the code changes every day, and its gigabytes do not.
 A node has no Python before they arrive, so that it unpacks them with sh, tar and sha256sum.
@@ -11,6 +14,7 @@ A node has no Python before they arrive, so that it unpacks them with sh, tar an
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 import time
@@ -41,7 +45,19 @@ UNPACK_SEC = 600.0
 # Directories of a Python that are not needed at run time.
 UNUSED = ("test", "idlelib", "turtledemo", "ensurepip", "site-packages")
 
-# $1: stage.folder or "". $2: path below the root. Prints: root, free KiB, `there` or `lacks`.
+# $1: a file of Forge. $2: its Python. $3: a file of the program's directory, or "". Prints the state of
+# each, `ok` or `missing`.
+SEES = r"""
+state_of() { if "$@" >/dev/null 2>&1; then echo ok; else echo missing; fi; }
+state_of test -r "$1"
+state_of "$2" -c 'import pydantic'
+[ -z "$3" ] || state_of test -r "$3"
+"""
+# By part: its name in the line that shows these states.
+SHOWN = {"project": "proj", "python": "pkgs", "source": "source"}
+
+# $1: stage.folder or "". $2: path below the root. $3: directory in it. Prints: root, free KiB, and
+# `there`, `linked` or `lacks`.
 LOOK = r"""
 base=${1:-${SLURM_TMPDIR:-${TMPDIR:-/tmp}}}; root=$base/forge-$(id -u)
 mkdir -p "$base" && { mkdir -m 700 "$root" 2>/dev/null; true; }
@@ -51,13 +67,19 @@ if [ ! -O "$root" ] || [ "$(stat -c %a "$root")" != 700 ]; then
 fi
 echo "$root"
 df -Pk "$root" | awk 'NR == 2 {print $4}'
-if [ -d "$root/$2" ]; then echo there; else echo lacks; fi
+path=$root/$2/$3
+if [ ! -d "$path" ]; then echo lacks; elif [ -L "$path" ]; then echo linked; else echo there; fi
 """
 
 # $1: the temporary directory, made anew.
 BEGIN = r"""rm -rf "$1" && mkdir -p "$1/chunks" """
 
-# $1: the temporary directory. $2: its final name. $3: the directory of the staged Python, or "".
+# $1: the temporary directory. $2: its final name. $3: the directory of the staged Python, or "". $4: the
+# directory in it. $5: the shared directory of which that is a copy or a link.
+FORGET = 'if [ -L "$2/$4" ] || [ ! -d "$2/$4" ]; then rm -rf "$2"; fi\n'
+LINK = r"""
+rm -rf "$1" && mkdir -p "$1" && cd "$1" && ln -s "$5" "$4" || exit 1
+"""
 UNPACK = rf"""
 cd "$1/chunks" && sha256sum --check --quiet {SUMS} && rm {SUMS} || exit 1
 tar -C .. --no-same-owner -xf {DIRECTORIES} && rm {DIRECTORIES} || exit 1
@@ -65,10 +87,12 @@ ls | xargs -P 4 -I CHUNK sh -c 'tar -C .. --no-same-owner -xf CHUNK && rm CHUNK'
 cd .. && rmdir chunks || exit 1
 """
 PYTHON_READY = rf"""
-home=$2/base/bin; [ -d base ] || home=/usr/bin
-mkdir env/bin && ln -s "$home/{VERSION}" env/bin/{VERSION} || exit 1
-for name in python python3; do ln -s {VERSION} env/bin/$name || exit 1; done
-printf 'home = %s\ninclude-system-site-packages = false\n' "$home" > env/pyvenv.cfg
+if [ ! -L env ]; then
+    home=$2/base/bin; [ -d base ] || home=/usr/bin
+    mkdir env/bin && ln -s "$home/{VERSION}" env/bin/{VERSION} || exit 1
+    for name in python python3; do ln -s {VERSION} env/bin/$name || exit 1; done
+    printf 'home = %s\ninclude-system-site-packages = false\n' "$home" > env/pyvenv.cfg
+fi
 mv "$1" "$2" && "$2/env/bin/{VERSION}" -c 'import pydantic'
 """
 PROJECT_READY = rf"""
@@ -93,7 +117,7 @@ CLAIM = 'mkdir -p "$1" && touch "$1/$2"'
 
 @dataclass(frozen=True)
 class StagedProject:
-    """What `stage.project` has copied, at the same paths on all nodes."""
+    """What `stage.project` has copied or linked, at the same paths on all nodes."""
 
     python: str  # runs Forge there
     source: str = ""  # the directory in which another training program runs
@@ -101,22 +125,82 @@ class StagedProject:
     roots: dict[str, str] = field(default_factory=dict)  # as in StageRecord
 
 
-def stage_project(config: Config, machine: Machine, placement: Placement) -> StagedProject:
-    """Copy Forge, its Python and the source of the config's program to every node of the placement.
+@dataclass(frozen=True)
+class Part:
+    """A directory that nodes get as one archive, or as a link to the shared one."""
+
+    name: str  # of SHOWN
+    inside: str  # what it is in the directory `{name}-{digest}` of a node
+    shared: Path
+    members: list[Member]
+    ready: str  # the end of the script that unpacks or links it
+
+
+def stage_project(config: Config, machine: Machine, placement: Placement) -> StagedProject | None:
+    """Copy Forge, its Python and the source of the config's program to every node of the placement, or
+    with `auto` to those that do not see them; None where all do.
 
     Raises UnfitError that names the nodes on which this failed, and ConfigError where there is no such
-    source, or no virtual environment.
+    source, or no virtual environment to copy.
     """
+    blind = _blind_nodes(config, machine.stage, placement)
+    if not any(blind.values()):
+        return None
     put = partial(_put, Path(config.data) / "archives", machine.stage, placement)
-    python = put("python", list(_python()), ready=PYTHON_READY)
-    code = put("project", list(_code()), ready=PROJECT_READY, python=python)
+    if blind["python"]:
+        _require_virtual_environment()
+    python = put(_python(), blind["python"])
+    code = put(_code(), blind["project"], python=python)
     source = digest = ""
-    if config.program:
+    if blind["source"]:
         folder, outputs = source_folder(config), (config.results, config.data)
         digest = source_digest(folder, outputs)
-        source = put("source", list(_source(folder, outputs)), ready=SOURCE_READY) + "/source"
+        source = put(_source(folder, outputs), blind["source"]) + "/source"
     roots = {} if machine.stage.keep else _claim(Path(code).parent, config.run, placement)
     return StagedProject(f"{code}/python", source, digest, roots)
+
+
+def _blind_nodes(config: Config, settings: Stage, placement: Placement) -> dict[str, list[str]]:
+    """By part of the project: the nodes that are to get a copy of it."""
+    hosts, program = list(placement.hosts), config.program
+    if settings.project != "auto":
+        return {"project": hosts, "python": hosts, "source": hosts if program else []}
+    states = _states(config, placement)
+    _print_states(states)
+    blind = {part: [h for h in hosts if states[h].get(part) == "missing"] for part in SHOWN}
+    if program and program.source is None and blind["source"]:
+        raise ConfigError(
+            f"{', '.join(blind['source'])} cannot see {Path.cwd()}, in which the program runs",
+            cause="without program.source it runs in the project's directory, which is not copied",
+            fix="set program.source to the directory that has the program",
+        )
+    return blind
+
+
+def _states(config: Config, placement: Placement) -> dict[str, dict[str, str]]:
+    """By node and part of the project: whether the node sees it, `ok` or `missing`."""
+    of_source = str(_any_file(source_folder(config))) if config.program else ""
+    files = [forge.__file__, sys.executable, of_source]
+    answers = _on_each(placement, SEES, files, ASK_SEC, "looking for the project")
+    return {
+        host: dict(zip(SHOWN, answer.split(), strict=False)) for host, answer in answers.items()
+    }
+
+
+def _print_states(states: Mapping[str, Mapping[str, str]]) -> None:
+    lines: dict[str, list[str]] = {}
+    for host, state in states.items():
+        shown = " ".join(f"{SHOWN[part]}={word}" for part, word in state.items())
+        lines.setdefault(shown, []).append(host)
+    for shown, hosts in lines.items():
+        say(f"stage: {', '.join(hosts)}: {shown}")
+
+
+def _any_file(folder: Path) -> Path:
+    """A file below the directory, or the directory itself where it has none. Where a node does not mount
+    the file system, an empty directory may be in its place."""
+    files = (Path(top, name) for top, _, names in os.walk(folder) for name in names)
+    return next((file for file in files if os.access(file, os.R_OK)), folder)
 
 
 def _claim(folder: Path, run: str, placement: Placement) -> dict[str, str]:
@@ -130,54 +214,77 @@ def _put(
     archives: Path,
     settings: Stage,
     placement: Placement,
-    what: str,
-    members: list[Member],
+    part: Part,
+    blind: Collection[str],
     *,
-    ready: str,
     python: str = "",
 ) -> str:
-    """Copy these files to the nodes that lack them, and return their directory there."""
+    """Copy a part of the project to the blind nodes that lack it, link it on the others, and return its
+    directory there. python: that of the staged Python."""
     assert placement.job
-    digest = short_id([ready, *([m.name, m.num_bytes, _version(m.path)] for m in members)])
-    name = f"{what}-{digest}" if settings.keep else f"job-{placement.job.id}/{what}-{digest}"
-    found = _look(placement, settings.folder or "", name)
+    members = part.members
+    digest = short_id([part.ready, *([m.name, m.num_bytes, _version(m.path)] for m in members)])
+    below = f"{part.name}-{digest}"
+    name = below if settings.keep else f"job-{placement.job.id}/{below}"
+    found = _look(placement, settings.folder or "", name, part.inside)
     root = _common_root({host: lines[0] for host, lines in found.items()})
-    lacking = [host for host, lines in found.items() if lines[2] == "lacks"]
-    if lacking:
+    temporary, target = f"{root}/job-{placement.job.id}/writing-project", f"{root}/{name}"
+    arguments = [temporary, target, python, part.inside, str(part.shared)]
+    states = {host: lines[2] for host, lines in found.items()}
+    if linked := [h for h in states if h not in blind and states[h] == "lacks"]:
+        script = FORGET + LINK + part.ready
+        _on_each(placement.only(linked), script, arguments, ASK_SEC, f"linking the {part.name}")
+    if copied := [h for h in states if h in blind and states[h] != "there"]:
         content = sum(member.num_bytes for member in members)
-        _require_space({host: int(found[host][1]) * 1024 for host in lacking}, root, 2 * content)
+        _require_space({host: int(found[host][1]) * 1024 for host in copied}, root, 2 * content)
         started = time.monotonic()
         archive = make_archive(archives / digest, members, tree=True)
-        temporary = _send(placement.only(lacking), archive, root)
-        arguments = [temporary, f"{root}/{name}", python]
-        _on_each(
-            placement.only(lacking), UNPACK + ready, arguments, UNPACK_SEC, f"unpacking the {what}"
-        )
+        nodes = placement.only(copied)
+        _send(nodes, archive, temporary)
+        script = FORGET + UNPACK + part.ready
+        _on_each(nodes, script, arguments, UNPACK_SEC, f"unpacking the {part.name}")
         say(
-            f"stage: {what} ({content / 2**20:.1f} MiB) on {', '.join(lacking)}"
+            f"stage: {part.name} ({content / 2**20:.1f} MiB) on {', '.join(copied)}"
             f" in {time.monotonic() - started:.1f} s"
         )
-    return f"{root}/{name}"
+    return target
 
 
 # --- the files to copy -----------------------------------------------------------------------------
 
 
-def _code() -> Iterator[Member]:
-    """The files of Forge."""
-    yield from _tree(
-        Path(forge.__file__).parent, "forge", skip=lambda path: path.endswith("__pycache__")
-    )
+def _code() -> Part:
+    """Forge."""
+    folder = Path(forge.__file__).parent
+    files = _tree(folder, "forge", skip=lambda path: path.endswith("__pycache__"))
+    return Part("project", "forge", folder, list(files), PROJECT_READY)
 
 
-def _python() -> Iterator[Member]:
-    """The files of the virtual environment and of the Python that it was made from."""
-    env, base = Path(sys.prefix), Path(sys.base_prefix)
-    if env == base:
+def _python() -> Part:
+    """The Python of this process with its packages."""
+    return Part("python", "env", Path(sys.prefix), list(_python_files()), PYTHON_READY)
+
+
+def _source(folder: Path, outputs: Collection[str]) -> Part:
+    """The directory of another program, with files in place of links to them."""
+    members = [
+        _file(path.resolve(), f"source/{path.relative_to(folder)}")
+        for path in source_files(folder, outputs)
+    ]
+    return Part("source", "source", folder, members, SOURCE_READY)
+
+
+def _require_virtual_environment() -> None:
+    if sys.prefix == sys.base_prefix:
         raise ConfigError(
             f"stage.project needs a virtual environment, this Python is {sys.executable}",
             fix="run forge from the environment that `make setup` creates",
         )
+
+
+def _python_files() -> Iterator[Member]:
+    """The files of the virtual environment and of the Python that it was made from."""
+    base = Path(sys.base_prefix)
     for packages in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}):
         name = f"env/lib/{VERSION}/site-packages"
         # Without editable installs, which point back into the project.
@@ -187,12 +294,6 @@ def _python() -> Iterator[Member]:
         yield from _tree(base / f"lib/{VERSION}", f"base/lib/{VERSION}", skip=_is_unused)
         for path in sorted((base / "lib").glob("lib*.so*")):
             yield _file(path, f"base/lib/{path.name}")
-
-
-def _source(folder: Path, outputs: Collection[str]) -> Iterator[Member]:
-    """The files of another program, in place of links to them."""
-    for path in source_files(folder, outputs):
-        yield _file(path.resolve(), f"source/{path.relative_to(folder)}")
 
 
 def _tree(
@@ -226,9 +327,10 @@ def _version(path: Path) -> list[int]:
 # --- copying to the nodes --------------------------------------------------------------------------
 
 
-def _look(placement: Placement, base: str, name: str) -> dict[str, list[str]]:
-    """By node: its private root, free KiB there, and whether it has the files (`there` or `lacks`)."""
-    answers = _on_each(placement, LOOK, [base, name], ASK_SEC, "looking for space for the project")
+def _look(placement: Placement, base: str, name: str, inside: str) -> dict[str, list[str]]:
+    """By node: its private root, free KiB there, and whether it has the files, as LOOK says."""
+    arguments = [base, name, inside]
+    answers = _on_each(placement, LOOK, arguments, ASK_SEC, "looking for space for the project")
     return {host: text.splitlines() for host, text in answers.items()}
 
 
@@ -279,10 +381,9 @@ def _require_space(free: Mapping[str, int], root: str, needed: int) -> None:
         raise failed_on(full, "staging the project")
 
 
-def _send(placement: Placement, archive: Archive, root: str) -> str:
-    """Send the chunks, and return the temporary directory that has them on each node, in `chunks`."""
+def _send(placement: Placement, archive: Archive, temporary: str) -> None:
+    """Send the chunks to a temporary directory on each node, in which they are in `chunks`."""
     assert placement.job
-    temporary = f"{root}/job-{placement.job.id}/writing-project"
     _on_each(placement, BEGIN, [temporary], ASK_SEC, "staging the project")
     slow = is_slower([link_mbit(placement.hosts[-1])], COMPRESS_PROGRAMS_BELOW)
     try:
@@ -292,4 +393,3 @@ def _send(placement: Placement, archive: Archive, root: str) -> str:
                 pass
     except Broken as broken:
         raise failed_on(broken.failures, "sending the project") from None
-    return temporary

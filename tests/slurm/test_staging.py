@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -357,3 +358,39 @@ def test_program_runs_on_nodes_that_see_neither_its_source_nor_its_inputs(
         assert here.content(host) == []
     seal = json.loads((here.results / "base/checkpoints/checkpoint-1.json.forge.json").read_text())
     assert seal["lineage"]["source"]["digest"] == source_digest(shared_folder / "source")
+
+
+def test_auto_copies_the_project_to_the_node_that_does_not_see_it(
+    allocate, lean_project, shared_folder
+):
+    config = write_program(shared_folder, lean_project)
+    here = replace(allocate(2), config=config)
+    lean = {"python": lean_project / ".venv" / "bin" / "python"}
+    options = ("--machine.stage.project=auto", "--program.stop.grace_sec=20")
+    here.make_inputs(lean["python"])
+    seeing, blind = here.hosts
+    everywhere = here.stage(*options, **lean)
+    assert f"stage: {seeing}, {blind}: proj=ok pkgs=ok source=ok\n" in everywhere["said"]
+    assert (everywhere["python"], everywhere["source"]) == (None, "")
+    hidden = [lean_project, shared_folder / "source"]
+    for folder in hidden:
+        here.cluster.hide(blind, folder)
+    try:
+        facts = here.stage(*options, **lean)
+        done = here.forge("train", *options, **lean)
+    finally:
+        for folder in hidden:
+            here.cluster.unhide(blind, folder)
+    assert f"stage: {seeing}: proj=ok pkgs=ok source=ok\n" in facts["said"]
+    assert f"stage: {blind}: proj=missing pkgs=missing source=missing\n" in facts["said"]
+    for part in ("python", "project", "source"):
+        assert re.search(rf"stage: {part} \(.* MiB\) on {blind} in ", facts["said"])
+    assert done.returncode == 0, done.stderr
+    first, second = (
+        json.loads((here.results / f"base/saw-{rank}.json").read_text()) for rank in (0, 1)
+    )
+    assert (first["host"], second["host"]) == (seeing, blind)
+    assert first["cwd"] == str(shared_folder / "source")
+    assert second["cwd"].startswith(f"{ROOT}/job-{here.job}/source-")
+    assert second["shared"] == [str(shared_folder / "inputs")]
+    assert all(here.content(host) == [] for host in here.hosts)

@@ -4,7 +4,7 @@ network over which the others are not reached. Ranks on the wrong interface hang
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,7 +40,6 @@ def connects(cluster: Cluster, source: str, address: str) -> bool:
 def write_lab(folder: Path, launcher: str, **fabric: object) -> tuple[Path, Path]:
     """The lab's config with few steps, and a machine.yaml."""
     values = yaml.safe_load((LAB / "config.yaml").read_text())
-    del values["runs"]
     command = ["python", "train.py", "--steps", "{goal}", "--save-every", str(INTERVAL)]
     values["program"] |= {"source": str(LAB), "goal": STEPS, "command": command}
     config, file = folder / "config.yaml", folder / "machine.yaml"
@@ -117,6 +116,36 @@ def test_torchrun_takes_the_address_of_the_machine_file(
     files = write_lab(shared_folder, "torchrun", master_addr=address)
     run, _ = run_lab(["train"], *files, nodes=3)
     assert_each_on_its_interface(run, cluster)
+    assert read_json(run.paths.trained)["step"] == STEPS
+
+
+@pytest.fixture
+def without_names(cluster: Cluster, shared_folder: Path) -> Iterator[None]:
+    """The first three nodes resolve no name of a node; the first one resolves its own."""
+    own = f"{cluster.settings.address('node01')} node01\n"
+    for node in cluster.nodes[:3]:
+        file = shared_folder / f"hosts-{node}"
+        file.write_text(f"127.0.0.1 localhost\n{own if node == 'node01' else ''}")
+        cluster.run("mount", "--bind", file, "/etc/hosts", machine=node)
+    yield
+    for node in cluster.nodes[:3]:
+        cluster.run("umount", "--lazy", "/etc/hosts", machine=node)
+
+
+@pytest.mark.usefixtures("without_names")
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_names_that_do_not_resolve_give_way_to_slurms_addresses(
+    cluster: Cluster,
+    shared_folder: Path,
+    run_lab: Callable[..., tuple[Progress, str]],
+    launcher: str,
+) -> None:
+    run, said = run_lab(["preflight", "train"], *write_lab(shared_folder, launcher), nodes=3)
+    assert_each_on_its_interface(run, cluster)
+    address = cluster.settings.address("node01")
+    why = f"MASTER_ADDR={address}, Slurm's address of node01: the name does not resolve on node02"
+    assert f"{why} and 1 more" in said
+    assert f" NNODES=3 ranks=3 MASTER_ADDR={address} " in said
     assert read_json(run.paths.trained)["step"] == STEPS
 
 

@@ -212,9 +212,10 @@ def test_overrides_reach_config_and_machine(config, monkeypatch):
 
 
 def test_key_that_is_true_or_false_may_stand_alone(config, monkeypatch):
-    options = options_of(monkeypatch, config, "--train.compile", "--machine.fabric.debug")
+    machine = ("--machine.fabric.debug", "--machine.stage.project")
+    options = options_of(monkeypatch, config, "--train.compile", *machine)
     assert options.overrides == {"train.compile": True}
-    assert options.machine_overrides == {"fabric.debug": True}
+    assert options.machine_overrides == {"fabric.debug": True, "stage.project": True}
     assert options_of(monkeypatch, "--train.compile", config).overrides == {"train.compile": True}
     off = options_of(monkeypatch, config, "--train.compile", "off", "--train.seed=1")
     assert off.overrides == {"train.compile": "off", "train.seed": 1}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.core.config import read_values
+from forge.core.config import load_config, read_values
 from forge.core.program import filled
 from forge.core.sample_sheet import run_configs
 
@@ -28,6 +28,7 @@ def test_config_is_valid_and_has_the_run_of_its_name(lab):
     [(name, config)] = runs(lab).items()
     assert (name, config.run) == (lab, lab)
     assert config.program.checkpoints and config.goal
+    assert config == load_config(f"config/labs/{lab}/config.yaml", {"run": lab})
 
 
 @pytest.mark.parametrize("lab", LABS)

@@ -151,6 +151,7 @@ def test_copies_of_the_model_that_ranks_cannot_hold_are_refused_before_a_job_is_
         ("src", True, 2, False),
         (None, False, 2, False),
         (None, True, 1, False),
+        (None, "auto", 2, False),  # the nodes may see it, which stage asks them
     ],
 )
 def test_program_needs_a_directory_that_is_copied_to_nodes_that_do_not_see_the_project(

@@ -1,5 +1,6 @@
 """Ranks that look for rank 0 in the wrong place wait until their timeout: this is found out before."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -30,9 +31,10 @@ def endpoint(request, monkeypatch):
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     monkeypatch.setattr(slurm, "output_on", output_on)
+    monkeypatch.setattr(rendezvous, "_unresolved", lambda *_: [])
 
     def ask(**keys):
-        found = rendezvous.endpoint(fabric(**keys), "42", head, sys.executable)
+        found = rendezvous.endpoint(fabric(**keys), "42", [head], sys.executable)
         return found[0].replace(head, "HEAD"), found[1]
 
     return ask
@@ -155,3 +157,80 @@ def test_address_that_is_not_on_the_first_node_is_refused(endpoint, monkeypatch,
     with pytest.raises(EndpointError, match=f"MASTER_ADDR is {address}, which {trouble}") as caught:
         endpoint()
     assert "unset MASTER_ADDR" in caught.value.fix
+
+
+# --- a first node whose name does not resolve -----------------------------------------------------
+
+# As Slurm 22.05 prints it.
+SHOWN = "NodeName=n1 Arch=x86_64 CPUTot=8 NodeAddr={} NodeHostName=n1 Version=22.05.8 State=MIXED"
+GETENT = """#!/bin/sh
+case " $KNOWN " in *" $2 "*) echo "10.78.0.11 STREAM $2";; *) exit 2;; esac
+"""
+
+
+@pytest.fixture
+def find(monkeypatch, tmp_path):
+    """find("n1", n1="n1", n2=""): the endpoint where these are the nodes and the names that each of them
+    resolves, and where the first one is the address in Slurm."""
+    (tmp_path / "getent").write_text(GETENT)
+    (tmp_path / "getent").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(slurm, "output_on", lambda *_: '{"trouble": "", "port": 29500}')
+
+    def find(address, **known):
+        def run(command, **_):
+            if command[0] == "scontrol":
+                return SHOWN.format(address), ""
+            assert command[0] == "srun" and f"--nodelist={','.join(known)}" in command
+            said = [
+                subprocess.run(
+                    command[command.index("sh") :],
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                    env={**os.environ, "SLURMD_NODENAME": node, "KNOWN": names},
+                ).stdout
+                for node, names in known.items()
+            ]
+            return "".join(said), ""
+
+        monkeypatch.setattr(slurm, "run", run)
+        return rendezvous.endpoint(fabric(), "42", list(known), sys.executable)[0]
+
+    return find
+
+
+def test_name_that_every_node_resolves_is_kept(find, capsys):
+    assert find("10.78.0.11", n1="n1 n2", n2="n1 n2") == "n1"
+    assert capsys.readouterr().err == ""
+
+
+def test_name_that_a_node_does_not_resolve_gives_way_to_slurms_address_of_the_node(find, capsys):
+    address = "10.78.0.11"
+    assert find(address, n1=f"n1 {address}", n2=address, n3=f"n1 {address}", n4=address) == address
+    said = (
+        f"MASTER_ADDR={address}, Slurm's address of n1: the name does not resolve on n2 and 1 more"
+    )
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["n1", "n1-ib"])
+def test_name_is_kept_where_slurm_has_no_better_one(find, capsys, address):
+    assert find(address, n1="n1 n1-ib", n2="n2") == "n1"
+    assert capsys.readouterr().err == ""
+
+
+def test_exported_and_configured_addresses_win_over_slurms(find, monkeypatch):
+    monkeypatch.setattr(slurm, "node_address", lambda _: pytest.fail("Slurm was asked"))
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.9")
+    assert find("10.78.0.11", n1="", n2="") == "10.0.0.9"
+    monkeypatch.delenv("MASTER_ADDR")
+    own = rendezvous.endpoint(fabric(master_addr="10.0.0.8"), "42", ["n1", "n2"], sys.executable)
+    assert own[0] == "10.0.0.8"
+
+
+def test_this_host_alone_resolves_its_name_itself(monkeypatch):
+    monkeypatch.setattr(rendezvous, "resolves", lambda name: name != hostname())
+    monkeypatch.setattr(slurm, "run", lambda *_, **__: (SHOWN.format("10.78.0.11"), ""))
+    assert rendezvous.endpoint(fabric(), "42", [hostname()], sys.executable)[0] == "10.78.0.11"
+    assert not rendezvous._unresolved("42", [hostname()], "localhost")

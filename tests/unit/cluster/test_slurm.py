@@ -105,6 +105,16 @@ def test_a_restarting_controller_is_asked_again(monkeypatch):
     assert slurm.show_job("8").state == "RUNNING"
 
 
+def test_address_of_a_node_is_its_name_where_slurm_has_none(monkeypatch):
+    shown = "NodeName=node01 Arch=x86_64 Gres=gpu:2 NodeAddr=10.78.0.11 NodeHostName=n1 State=IDLE"
+    answer(monkeypatch, (0, shown, ""), (0, "NodeName=node01 CPUTot=8 State=DOWN*", ""))
+    assert slurm.node_address("node01") == "10.78.0.11"
+    assert slurm.node_address("node01") == "node01"
+    answer(monkeypatch, (1, "", "Node node01 not found"))
+    with pytest.raises(slurm.SlurmSilent, match="Node node01 not found"):
+        slurm.node_address("node01")
+
+
 def test_a_silent_controller_ends_with_what_to_do(monkeypatch):
     answer(monkeypatch, (1, "", "Unable to contact slurm controller"))
     monkeypatch.setattr(slurm, "PATIENCE_SEC", 0)

@@ -79,6 +79,15 @@ def test_overrides_win_over_the_file_and_leave_its_other_keys(tmp_path):
     assert (config.train.lr, config.train.seed) == (0.25, 7)
 
 
+def test_the_workflows_sample_sheet_is_named_in_its_file_and_nowhere_else(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("runs: sweep.tsv\ntrain: {seed: 7}\n")
+    assert load_config(file) == config_of(**{"train.seed": 7})
+    for key in ("runs", "train.runs"):
+        with pytest.raises(ConfigError, match=f"unknown key {key}"):
+            load_config(file, {key: "sweep.tsv"})
+
+
 def test_a_full_section_can_be_overridden_with_json():
     key, value = parse_override('--model={"dim": 64, "heads": 2}')
     assert config_of(**{key: value}).model.dim == 64

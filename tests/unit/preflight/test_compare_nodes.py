@@ -4,10 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forge.cluster import slurm
+from forge.cluster.nodes import NodeFailure
 from forge.core.checks import Check
 from forge.core.machine import load_machine
 from forge.preflight.compare_nodes import (
     Node,
+    _master,
     bad_nodes,
     check_clocks,
     check_links,
@@ -53,6 +56,32 @@ def test_line_of_an_unhealthy_node_says_which_part_failed():
 def test_line_of_a_node_without_an_answer():
     found = Node("n7", [Check("answers", "fail", "its process ended")])
     assert found.line == "NODE n7 FAIL answers=fail"
+
+
+# --- where ranks meet -----------------------------------------------------------------------------
+
+
+class Pool:
+    """Nodes, each with what it says whether it resolves a name or address."""
+
+    def __init__(self, **nodes):
+        self.nodes = nodes
+
+    def ask(self, request, *, name, timeout_sec):
+        assert (request, timeout_sec) == ("resolves", 5)
+        silent = NodeFailure("no answer")
+        return {node: known.get(name, silent) for node, known in self.nodes.items()}
+
+
+def test_ranks_meet_at_the_address_of_a_node_whose_name_does_not_resolve(monkeypatch):
+    monkeypatch.setattr(slurm, "node_address", lambda name: {"n0": "10.78.0.11"}[name])
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    machine, blind = load_machine(None), {"n0": False, "10.78.0.11": True}
+    assert _master(Pool(n0={"n0": True}, n1=blind), machine, "n0", sec=5) == "10.78.0.11"
+    # A node that does not answer says nothing of the name.
+    assert _master(Pool(n0={"n0": True}, n1={}), machine, "n0", sec=5) == "n0"
+    asked_for = load_machine(None, {"fabric.master_addr": "n0"})
+    assert _master(Pool(n0={"n0": True}, n1=blind), asked_for, "n0", sec=5) == "n0"
 
 
 # --- connections ----------------------------------------------------------------------------------

@@ -4,16 +4,21 @@ tests/slurm/test_staging.py does it with real ones."""
 import os
 import shutil
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+import forge
 from forge.cluster.placement import Placement
 from forge.cluster.slurm import Job
 from forge.core.config import Config, checked
+from forge.core.errors import ConfigError
 from forge.core.machine import load_machine
+from forge.data.source import source_digest
 from forge.staging import environment
+from forge.staging.environment import Part
 
 JOB = Job("7", "RUNNING", 0, ("n1", "n2"), 1, "partition", "forge", True, None)
 PLACEMENT = Placement(("n1", "n2"), JOB)
@@ -27,13 +32,10 @@ def on_this_host(placement, script, arguments, *_):
     return dict.fromkeys(placement.hosts, done.stdout)
 
 
-def send(placement, archive, root):
+def send(placement, archive, temporary):
     """As `_send`."""
-    temporary = Path(root) / f"job-{placement.job.id}" / "writing-project"
-    shutil.copytree(
-        archive.folder, temporary / "chunks", ignore=lambda *_: ["archive.json"], dirs_exist_ok=True
-    )
-    return str(temporary)
+    chunks = Path(temporary, "chunks")
+    shutil.copytree(archive.folder, chunks, ignore=lambda *_: ["archive.json"], dirs_exist_ok=True)
 
 
 @pytest.fixture
@@ -56,9 +58,9 @@ def source(tmp_path):
     return folder
 
 
-def put_source(put, source):
-    members = list(environment._source(source, [str(source / "results")]))
-    return Path(put("source", members, ready=environment.SOURCE_READY)) / "source"
+def put_source(put, source, blind=("n1",)):
+    part = environment._source(source, [str(source / "results")])
+    return Path(put(part, blind)) / "source"
 
 
 def test_source_arrives_without_keys_and_outputs_and_with_files_in_place_of_links(put, source):
@@ -82,6 +84,32 @@ def test_source_without_files_is_a_directory_to_run_in(put, tmp_path):
     assert put_source(put, tmp_path / "empty").is_dir()
 
 
+def test_node_that_sees_the_source_has_a_link_in_place_of_a_copy(put, source):
+    link = put_source(put, source, blind=[])
+    assert link.is_symlink() and link.resolve() == source
+    assert put_source(put, source, blind=[]) == link
+    assert put_source(put, source) == link  # the node has lost sight of it
+    assert not link.is_symlink() and (link / "train.py").read_text() == "train.py"
+    assert put_source(put, source, blind=[]) == link and not link.is_symlink()  # good, too
+
+
+def test_link_that_leads_nowhere_is_replaced(put, source):
+    link = put_source(put, source, blind=[])
+    link.unlink()
+    link.symlink_to("/nowhere")
+    assert put_source(put, source, blind=[]).resolve() == source
+
+
+def test_linked_python_and_project_are_those_that_the_node_sees(put):
+    python = put(environment._python(), [])
+    code = put(environment._code(), [], python=python)
+    asks = "import forge, sys; print(forge.__file__, sys.prefix)"
+    done = subprocess.run(
+        [f"{code}/python", "-c", asks], check=True, capture_output=True, text=True, cwd="/"
+    )
+    assert done.stdout.split() == [f"{code}/forge/__init__.py", f"{python}/env"]
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_project_is_marked_as_used_by_the_run_unless_it_is_kept(
     source, tmp_path, monkeypatch, keep
@@ -91,13 +119,15 @@ def test_project_is_marked_as_used_by_the_run_unless_it_is_kept(
     sent = []
 
     def put(*given, **_):
-        sent.append(given[3])
-        return f"{jobs}/{given[3]}"
+        part, blind = given[3:]
+        assert blind == ["n1", "n2"]
+        sent.append(part.name)
+        return f"{jobs}/{part.name}"
 
     monkeypatch.setattr(environment, "_on_each", on_this_host)
     monkeypatch.setattr(environment, "_put", put)
     values = {"run": "mine", "program": {"command": ["x"], "source": str(source)}}
-    machine = load_machine(None, {"stage.keep": keep})
+    machine = load_machine(None, {"stage.keep": keep, "stage.project": True})
     project = environment.stage_project(checked(Config, values, "config"), machine, PLACEMENT)
     assert sent == ["python", "project", "source"]
     assert (project.python, project.source) == (f"{jobs}/project/python", f"{jobs}/source/source")
@@ -105,3 +135,79 @@ def test_project_is_marked_as_used_by_the_run_unless_it_is_kept(
     assert (root / "job-7/used-by-mine").exists() != keep
     environment.stage_project(Config(), machine, PLACEMENT)
     assert sent[3:] == ["python", "project"]
+
+
+# --- only where a node sees none of it ------------------------------------------------------------
+
+
+@pytest.fixture
+def stage_auto(monkeypatch, tmp_path):
+    """stage_auto(["/lib"], ["/src"]): what is staged where n1 does not see paths that begin so, and n2
+    not those; its parts, each with the nodes that get a copy."""
+
+    def stage(*unseen, **program):
+        copied = {}
+
+        def ask(placement, script, arguments, *_):
+            assert script == environment.SEES and placement is PLACEMENT
+            answers = {}
+            for host, paths in zip(placement.hosts, unseen, strict=True):
+                seen = ["/nowhere" if path.startswith(tuple(paths)) else path for path in arguments]
+                answers |= on_this_host(placement.only([host]), script, seen)
+            return answers
+
+        def put(*given, **_):
+            copied[given[3].name] = given[4]
+            return f"/root/job-7/{given[3].name}"
+
+        monkeypatch.setattr(environment, "_on_each", ask)
+        monkeypatch.setattr(environment, "_put", put)
+        monkeypatch.setattr(environment, "_claim", lambda *_: {})
+        monkeypatch.setattr(environment, "_python", lambda: Part("python", "env", Path(), [], ""))
+        config = checked(Config, {"program": program} if program else {}, "config")
+        machine = load_machine(None, {"stage.project": "auto"})
+        return environment.stage_project(config, machine, PLACEMENT), copied
+
+    return stage
+
+
+CODE, PYTHON = str(Path(forge.__file__).parent), sys.prefix
+PROGRAM = {"command": ["x"]}
+
+
+def test_nothing_is_staged_where_every_node_sees_all_of_it(stage_auto, source, capsys):
+    assert stage_auto([], []) == (None, {})
+    assert "stage: n1, n2: proj=ok pkgs=ok\n" in capsys.readouterr().err
+    assert stage_auto([], [], **PROGRAM, source=str(source)) == (None, {})
+    assert "stage: n1, n2: proj=ok pkgs=ok source=ok\n" in capsys.readouterr().err
+
+
+def test_each_node_gets_a_copy_of_what_it_does_not_see(stage_auto, source, capsys):
+    program = {**PROGRAM, "source": str(source)}
+    project, copied = stage_auto([str(source)], [CODE, PYTHON, str(source)], **program)
+    assert copied == {"python": ["n2"], "project": ["n2"], "source": ["n1", "n2"]}
+    assert (project.source, project.source_digest) == (
+        "/root/job-7/source/source",
+        source_digest(source),
+    )
+    said = capsys.readouterr().err
+    assert "stage: n1: proj=ok pkgs=ok source=missing\n" in said
+    assert "stage: n2: proj=missing pkgs=missing source=missing\n" in said
+    project, copied = stage_auto([], [PYTHON], **program)
+    assert copied == {"python": ["n2"], "project": []}
+    assert (project.python, project.source) == ("/root/job-7/project/python", "")
+
+
+def test_program_without_a_source_must_be_seen(stage_auto, source, monkeypatch):
+    monkeypatch.chdir(source)
+    assert stage_auto([], [], **PROGRAM) == (None, {})
+    with pytest.raises(ConfigError, match=f"n2 cannot see {source}, in which the pro") as caught:
+        stage_auto([], [str(source)], **PROGRAM)
+    assert "set program.source" in caught.value.fix
+
+
+def test_only_a_virtual_environment_can_be_copied(stage_auto, monkeypatch):
+    monkeypatch.setattr(sys, "base_prefix", sys.prefix)
+    assert stage_auto([], [CODE])[1] == {"python": [], "project": ["n2"]}
+    with pytest.raises(ConfigError, match="needs a virtual environment"):
+        stage_auto([], [PYTHON])
