@@ -206,6 +206,9 @@ def _add_subcommands(subcommands: Any) -> None:
         "config.yaml, a run's config.json, or the directory of a run or of a checkpoint",
     )
     _validate_options(validate)
+    _machine(
+        add_with_config("plan", _plan, "show the memory, checkpoints and time a run will need")
+    )
     add_with_config("report", _report, "write the run's report.html")
     add_with_config("config", _config, "write the run's config.json, with every default filled in")
     show = add("show", _show, "show status, samples and lineage of runs", keys=False)
@@ -361,6 +364,12 @@ def _train(options: argparse.Namespace) -> None:
     config, machine, layout = _resolved(options), _load_machine(options), _layout(options)
     place_logs(RunPaths.of(config))
     train(config, machine, layout, require_checkpoint=options.require_checkpoint)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from forge.run.plan import plan
+
+    plan(_load(options), _load_machine(options), _layout(options))
 
 
 def _validate(options: argparse.Namespace) -> None:

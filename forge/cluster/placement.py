@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge.cluster import rendezvous, slurm
+from forge.core import memory
 from forge.core.config import Config, ranks_per_copy, samples_per_rank
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import Machine
+from forge.core.memory import Shape
 from forge.core.process import hostname
+from forge.core.terminal import say
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,20 @@ def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
     if config.program is None:
         samples_per_rank(config.train.batch_size, layout.world_size)
         ranks_per_copy(config.train.shard, layout.world_size, layout.ranks_per_node)
+        _check_memory(machine, layout, config)
     check_source(machine, layout, config)
+
+
+def _check_memory(machine: Machine, layout: WorldLayout, config: Config) -> None:
+    """ConfigError where the model cannot fit into the GPUs, a warning where a step may not. Without a
+    tokenizer of known size, the model is counted without its embeddings."""
+    if machine.gpu_memory_gib and machine.device != "cpu":
+        tokenizer = config.tokenizer
+        vocab_size = tokenizer.vocab_size if tokenizer.source == "train" else 0
+        shape = Shape.of(config, vocab_size, layout.world_size, layout.ranks_per_node)
+        memory.refuse_what_cannot_fit(shape, machine.gpu_memory_gib)
+        if warning := memory.warning(shape, machine.gpu_memory_gib):
+            say(f"warning: {warning}")
 
 
 def check_source(machine: Machine, layout: WorldLayout, config: Config) -> None:

@@ -36,6 +36,7 @@ LARGE_VOCABULARY = 2**18
 
 # Of train.shard.
 Shard = Literal["none", "node", "all"] | Annotated[int, Field(ge=2)]
+Recompute = Literal["none", "selective", "full"]
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -140,6 +141,16 @@ class Model(Section):
         embeddings = (1 if self.tie_embeddings else 2) * vocab_size * self.dim
         return self.layers * (attention + feed_forward + norms) + self.dim + embeddings
 
+    def flops_per_token(self, vocab_size: int, seq_len: int) -> float:
+        """FLOPs of forward and backward per trained token: 6 N + 12 L H K T.
+
+        PaLM (arXiv:2204.02311), appendix B. N does not count an untied input embedding, which is a
+        lookup. As in the paper, attention counts as if it were not causal.
+        """
+        looked_up = 0 if self.tie_embeddings else vocab_size * self.dim
+        attention = 12 * self.layers * self.dim * seq_len
+        return 6 * (self.num_parameters(vocab_size) - looked_up) + attention
+
 
 class Train(Section):
     """Optimization, evaluation and checkpoints."""
@@ -186,7 +197,7 @@ class Train(Section):
     shard: Shard = Field("none", json_schema_extra=FREE)
     """Ranks that hold one copy of weights and optimizer state together (FSDP2): `none`: each rank has a
     copy of its own; `node`: the ranks of a node; `all`; or a number of ranks. Copies are kept alike."""
-    recompute: Literal["none", "selective", "full"] = Field("none", json_schema_extra=FREE)
+    recompute: Recompute = Field("none", json_schema_extra=FREE)
     """Activation checkpointing, block by block: the backward pass recomputes norms, rotary positions and
     the wide half of the feed-forward (`selective`), or the whole block (`full`), for less memory."""
     compile: bool = Field(False, json_schema_extra=FREE)

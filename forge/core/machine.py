@@ -131,6 +131,9 @@ class Machine(Section):
     async_save: bool = True
     """Write checkpoints while training continues, from a copy of the state in host memory. With false, or
     too little memory, training waits for each save."""
+    gpu_memory_gib: float | None = Field(None, gt=0)
+    """Memory of one GPU in GiB. A run that cannot fit is refused before its job waits in the queue, and
+    `forge plan` shows what would; null: not compared."""
     max_minutes: float | None = Field(None, gt=0, le=10**7)
     """Stop with a checkpoint before this many minutes have passed, for machines that are reclaimed
     without warning; null: only Slurm's time limit counts."""

@@ -127,14 +127,8 @@ class Decoder(nn.Module):
         return self.settings.num_parameters(self.model.embed_tokens.num_embeddings)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """FLOPs of forward and backward per trained token: 6 N + 12 L H K T.
-
-        PaLM (arXiv:2204.02311), appendix B. N does not count an untied input embedding, which is a
-        lookup. As in the paper, attention counts as if it were not causal.
-        """
-        looked_up = 0 if self.lm_head is None else self.model.embed_tokens.weight.numel()
-        attention = 12 * self.settings.layers * self.settings.dim * seq_len
-        return 6 * (self.num_parameters() - looked_up) + attention
+        """As Model.flops_per_token."""
+        return self.settings.flops_per_token(self.model.embed_tokens.num_embeddings, seq_len)
 
 
 # --- rotary positions ---------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import (
@@ -12,10 +12,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from forge.core.config import Recompute
 from forge.trainer.llama import Decoder
 
 
-def apply(decoder: Decoder, how: Literal["none", "selective", "full"]) -> None:
+def apply(decoder: Decoder, how: Recompute) -> None:
     """Have the blocks of a decoder recompute their forward pass in the backward pass, with the same
     dropout masks and so the same gradients, bit by bit. Before the decoder is sharded or compiled.
 

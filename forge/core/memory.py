@@ -1,0 +1,230 @@
+"""How much GPU memory a rank needs to train a model: an estimate from shapes, without torch.
+
+Counted as PyTorch keeps it, without torch.compile, which needs less. Symbols: D width of the model, F of
+the feed-forward, KV of keys and of values, H heads, V vocabulary; a token is one of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from forge.core.config import (
+    Config,
+    Model,
+    Recompute,
+    Shard,
+    Train,
+    ranks_per_copy,
+    samples_per_rank,
+)
+from forge.core.errors import ConfigError
+
+GIB = 2**30
+WEIGHT, GRADIENT, ADAM = 4, 4, 8  # bytes a parameter, in fp32
+# CUDA context, cuBLAS workspaces and buffers of NCCL; and the share that the allocator cannot use.
+FIXED_BYTES, FRAGMENTS = 1.5 * GIB, 1.05
+# Of the loss: fp32 probabilities of a chunk of logits on a GPU (loss.LOGITS_BYTES_GPU), and its logits.
+CHUNK_BYTES = 2**29
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one rank at one moment of a step; `total` adds `fixed` and fragments to the parts."""
+
+    weights: float
+    optimizer: float  # AdamW's two moments
+    gradients: float  # those that this rank keeps
+    gathered: float  # copies of weights in the precision of the forward pass
+    activations: float  # kept for the backward pass
+    working: (
+        float  # of the loss or the block that is computed, and gradients before they are reduced
+    )
+    fixed: float = FIXED_BYTES
+
+    @property
+    def allocated(self) -> float:
+        """What PyTorch allocates: all but `fixed` and fragments."""
+        parts = self.gradients + self.gathered + self.activations + self.working
+        return self.weights + self.optimizer + parts
+
+    @property
+    def total(self) -> float:
+        return self.allocated * FRAGMENTS + self.fixed
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is trained on which ranks. precision: of forward and backward, fp32 or bf16."""
+
+    model: Model
+    vocab_size: int
+    train: Train
+    world_size: int
+    ranks_per_node: int
+    precision: str = "bf16"
+
+    @classmethod
+    def of(cls, config: Config, vocab_size: int, world_size: int, ranks_per_node: int) -> Shape:
+        """Of a config on GPUs."""
+        precision = config.train.precision or "bf16"
+        return cls(config.model, vocab_size, config.train, world_size, ranks_per_node, precision)
+
+    @property
+    def ranks_per_copy(self) -> int:
+        return ranks_per_copy(self.train.shard, self.world_size, self.ranks_per_node)
+
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens of a rank's micro-batch."""
+        share = samples_per_rank(self.train.batch_size, self.world_size)
+        return min(self.train.micro_batch_size or share, share) * self.train.seq_len
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step has several micro-batches."""
+        share = samples_per_rank(self.train.batch_size, self.world_size)
+        return self.micro_tokens < share * self.train.seq_len
+
+    @property
+    def num_parameters(self) -> int:
+        return self.model.num_parameters(self.vocab_size)
+
+    @property
+    def of_block(self) -> float:
+        """Parameters of one block."""
+        matrices = self.num_parameters - self.outside
+        return matrices / self.model.layers
+
+    @property
+    def outside(self) -> int:
+        """Parameters of embedding, output layer and last norm."""
+        tables = 1 if self.model.tie_embeddings else 2
+        return tables * self.vocab_size * self.model.dim + self.model.dim
+
+
+def estimate(shape: Shape) -> Memory:
+    """Memory of one rank at the peak of a training step."""
+    return max(_moments(shape), key=lambda moment: moment.total)
+
+
+def least(shape: Shape) -> float:
+    """Bytes that a rank needs at the very least, whatever its micro-batch and recomputation."""
+    return (WEIGHT + GRADIENT + ADAM) * shape.num_parameters / shape.ranks_per_copy + FIXED_BYTES
+
+
+def _moments(shape: Shape) -> Iterator[Memory]:
+    """The moments of a step that may be its peak."""
+    size = 2 if shape.precision == "bf16" else 4  # bytes of an activation
+    numbers, ranks, tokens = shape.num_parameters, shape.ranks_per_copy, shape.micro_tokens
+    kept, whole = _kept_per_token(shape, size)
+    activations = tokens * shape.model.layers * kept
+    own = {"weights": WEIGHT * numbers / ranks, "optimizer": ADAM * numbers / ranks}
+    gradients = GRADIENT * numbers / ranks
+    before = gradients if shape.accumulates else 0.0
+    # FSDP2 keeps embedding and output layer gathered; of blocks the computed one, and in the backward
+    # pass the next one too. Autocast keeps a copy of each weight.
+    is_sharded = ranks > 1
+    root = size * shape.outside
+    block = size * shape.of_block
+    casts = size * numbers if shape.precision == "bf16" else 0
+    # A gradient in the precision of the forward pass, and its fp32 copy that is reduced.
+    unreduced = (size + 4) if is_sharded else 0
+    at_loss = tokens * 2 * size * shape.model.dim + _loss_bytes(shape, size)
+    # Of one block: what is computed again, and gradients of its widest activations.
+    again = whole - kept
+    passing = 2 * size * (shape.model.inner_dim + shape.model.dim)
+    of_table = size * shape.vocab_size * shape.model.dim
+    yield Memory(  # the loss
+        **own,
+        gradients=before,
+        gathered=root + block if is_sharded else casts,
+        activations=activations,
+        working=at_loss,
+    )
+    yield Memory(  # the backward pass of the last block
+        **own,
+        gradients=before,
+        gathered=root + 2 * block if is_sharded else casts,
+        activations=activations,
+        working=tokens * (again + passing) + of_table + unreduced * shape.of_block,
+    )
+    yield Memory(  # the end of the backward pass
+        **own,
+        gradients=gradients,
+        gathered=root if is_sharded else casts,
+        activations=tokens * kept,
+        working=unreduced * shape.outside,
+    )
+
+
+def _kept_per_token(shape: Shape, size: int) -> tuple[float, float]:
+    """Bytes that a block keeps for its backward pass, per token: with train.recompute, and without."""
+    model = shape.model
+    width, wide, kv = model.dim, model.inner_dim, model.num_kv_heads * (model.dim // model.heads)
+    # Under autocast, without sharding, the residual stream is fp32; the inputs of blocks and of norms.
+    stream = 4 if shape.ranks_per_copy == 1 else size
+    statistics = 4 * model.heads + 8  # of attention and norms, in fp32
+    # Two inputs of norms; both outputs, queries and attention's output; keys and values; and of the
+    # feed-forward gate, its activation, up and their product.
+    whole = 2 * width * stream + size * (4 * width + 2 * kv + 4 * wide) + statistics
+    narrow = width * stream + size * (4 * width + 2 * kv) + statistics
+    by_setting = {"none": whole, "selective": narrow, "full": width * stream}
+    return by_setting[shape.train.recompute], whole
+
+
+def _loss_bytes(shape: Shape, size: int) -> float:
+    """Of linear_cross_entropy, beside its inputs: chunks of logits and probabilities, and the gradient of
+    the output layer, in fp32 and in the precision of the weight."""
+    chunk = min(CHUNK_BYTES, 4 * shape.micro_tokens * shape.vocab_size)
+    table = shape.vocab_size * shape.model.dim
+    return chunk * (1 + size / 4) + table * (4 + 2 * size)
+
+
+# --- does it fit? ----------------------------------------------------------------------------------
+
+
+def alternatives(shape: Shape) -> list[Shape]:
+    """The same training with each way to shard and to recompute, fastest first."""
+    shards: dict[int, Shard] = {}  # the first name for each number of ranks
+    for shard in ("none", "node", "all"):
+        ranks = ranks_per_copy(shard, shape.world_size, shape.ranks_per_node)
+        shards.setdefault(ranks, shard)
+    ways: list[Recompute] = ["none", "selective", "full"]
+    return [
+        replace(
+            shape, train=shape.train.model_copy(update={"shard": shard, "recompute": recompute})
+        )
+        for shard, recompute in itertools.product(shards.values(), ways)
+    ]
+
+
+def refuse_what_cannot_fit(shape: Shape, gpu_memory_gib: float) -> None:
+    """ConfigError where weights, gradients and optimizer state alone are larger than a GPU."""
+    if (needed := least(shape) / GIB) <= gpu_memory_gib:
+        return
+    fitting = [one for one in alternatives(shape) if estimate(one).total <= gpu_memory_gib * GIB]
+    setting = (
+        f"set train.shard: {fitting[0].train.shard} and train.recompute: {fitting[0].train.recompute}"
+        if fitting
+        else "use more ranks"
+    )
+    raise ConfigError(
+        f"a rank needs more than {needed:,.0f} GiB for weights, gradients and optimizer state"
+        f" of {shape.num_parameters:,} parameters, a GPU has {gpu_memory_gib:g} GiB",
+        cause=f"train.shard is {shape.train.shard}: a copy of the model is held by"
+        f" {shape.ranks_per_copy} of {shape.world_size} ranks",
+        fix=f"{setting}; forge plan CONFIG shows every combination",
+    )
+
+
+def warning(shape: Shape, gpu_memory_gib: float) -> str:
+    """A warning that a step may not fit into a GPU; "" where it should."""
+    needed = estimate(shape).total / GIB
+    if needed <= gpu_memory_gib:
+        return ""
+    return (
+        f"a step may need {needed:,.0f} GiB on each GPU of {gpu_memory_gib:g} GiB (an estimate): see"
+        " forge plan CONFIG, and set train.micro_batch_size, train.shard or train.recompute"
+    )

@@ -1,0 +1,76 @@
+"""`forge plan`, and the refusal of a run that cannot fit: against a job that waits for days and then runs
+out of memory in its first step."""
+
+import pytest
+
+from forge import cli
+from forge.cluster.placement import WorldLayout, check_layout
+from forge.core.config import Config
+from forge.core.errors import ConfigError
+from forge.core.machine import load_machine
+
+SEVEN_B = """
+model: {dim: 4096, layers: 32, heads: 32, ffn_dim: 11008, tie_embeddings: false}
+tokenizer: {vocab_size: 32000}
+train: {seq_len: 4096, batch_size: 512, micro_batch_size: 1, max_steps: 10000, shard: 2}
+"""
+H100 = {"launcher": "srun", "gpu_memory_gib": 79}
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    (tmp_path / "config.yaml").write_text(SEVEN_B)
+    return str(tmp_path / "config.yaml")
+
+
+def planned(capsys, *arguments):
+    code = cli.main(["plan", *arguments])
+    return code, capsys.readouterr()
+
+
+def test_plan_says_what_fits(config_file, capsys):
+    ranks = ("--nodes=2", "--ranks-per-node=4", "--machine.gpu_memory_gib=79")
+    code, printed = planned(capsys, config_file, *ranks)
+    assert code == 0
+    assert "6,738,415,616 parameters, vocabulary 32,000" in printed.out
+    assert "512 samples of 4096 = 2,097,152 tokens, 9.67e+16 FLOPs" in printed.out
+    assert "checkpoint: 80.9 GB" in printed.out
+    rows = [line.split() for line in printed.out.splitlines() if line.endswith((" yes", " no"))]
+    verdicts = {(row[0], row[-6]): row[-1] for row in rows}
+    assert verdicts["none", "none"] == verdicts["none", "full"] == "no"
+    assert verdicts["all", "none"] == verdicts["node", "full"] == "yes"
+    assert rows[0][:3] == ["2", "(config)", "none"]
+
+
+def test_plan_without_a_known_gpu_shows_sizes_only(config_file, capsys):
+    code, printed = planned(capsys, config_file, "--ranks-per-node=8")
+    assert code == 0 and "fits" not in printed.out
+
+
+def test_plan_refuses_ranks_that_cannot_share_the_batch(config_file, capsys):
+    code, printed = planned(capsys, config_file, "--ranks-per-node=6")
+    assert code == 78 and "cannot be shared by a world of 6" in printed.err
+
+
+def layout_checked(shard, **machine):
+    values = {"tokenizer": {"vocab_size": 32000}}
+    values["model"] = {"dim": 4096, "layers": 32, "heads": 32, "ffn_dim": 11008}
+    values["train"] = {"seq_len": 4096, "batch_size": 8, "shard": shard}
+    check_layout(load_machine(None, {**H100, **machine}), WorldLayout(2, 4), Config(**values))
+
+
+def test_a_model_that_cannot_fit_is_refused_with_a_setting_that_does():
+    with pytest.raises(ConfigError, match=r"more than \d+ GiB .* a GPU has 79 GiB") as error:
+        layout_checked("none")
+    assert "set train.shard: node and train.recompute: none" in str(error.value)
+
+
+def test_a_step_that_may_not_fit_is_a_warning(capsys):
+    layout_checked("all", gpu_memory_gib=20)
+    assert "a step may need" in capsys.readouterr().err
+    layout_checked("all")
+    assert capsys.readouterr().err == ""
+
+
+def test_ranks_on_cpus_are_not_compared_with_a_gpu():
+    layout_checked("none", device="cpu")

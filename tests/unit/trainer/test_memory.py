@@ -1,0 +1,128 @@
+"""The estimate of GPU memory, compared with what torch allocates for a step of the real model: on the
+CPU, with tensors without storage and a process group without peers. What a GPU adds is not seen here."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from forge.core import memory
+from forge.core.config import Model, Train
+from forge.core.memory import GIB, Shape
+from forge.launch.process_group import World
+from forge.launch.rank import Rank
+from forge.trainer.llama import Decoder
+from forge.trainer.optim import make_optimizer
+from forge.trainer.parallel import ParallelModel
+
+WIDE = Model(dim=2048, layers=8, heads=16, ffn_dim=5504, tie_embeddings=False)
+GROUPED = Model(dim=2048, layers=4, heads=16, kv_heads=4, ffn_dim=5504, tie_embeddings=True)
+SMALL = Model(dim=1024, layers=12, heads=16, ffn_dim=4096)
+VOCAB = 32000
+
+
+class FusedNorm(torch.autograd.Function):
+    """RMSNorm as on a GPU, where it keeps its input; the one of CPUs keeps fp32 copies, too."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, scale = ctx.saved_tensors
+        return grad * weight * scale, (grad * x * scale).flatten(0, -2).sum(0), None
+
+
+@pytest.fixture
+def world_of(monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    monkeypatch.setattr(
+        torch.nn.RMSNorm, "forward", lambda norm, x: FusedNorm.apply(x, norm.weight, norm.eps)
+    )
+    # The chunks of linear_cross_entropy are inside of an operator that tensors without storage skip.
+    monkeypatch.setattr(memory, "CHUNK_BYTES", 0)
+
+    def world_of(world_size: int) -> World:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        return World(Rank(0, 0, world_size, 8), torch.device("cpu"), "gloo", dist.group.WORLD)
+
+    yield world_of
+    dist.destroy_process_group()
+
+
+def peak_bytes(shape: Shape, world: World, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of all tensors during the second step; in the first one caches are filled."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    decoder, to_empty = Decoder(shape.model, shape.vocab_size), Decoder.to_empty
+
+    def to_empty_fake(decoder: Decoder, *, device: torch.device) -> Decoder:
+        with fake:
+            return to_empty(decoder, device=device)
+
+    monkeypatch.setattr(Decoder, "to_empty", to_empty_fake)
+    parallel = ParallelModel(decoder, shape.train, world, "bf16")
+    with fake:
+        optimizer = make_optimizer(decoder, shape.train)
+        tokens = torch.zeros(parallel.micro_size, shape.train.seq_len, dtype=torch.int64)
+
+        def step() -> None:
+            with parallel._synchronized(True), parallel._autocast():
+                parallel.forward(tokens, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        step()
+        tracker = MemTracker()
+        tracker.track_external(decoder, optimizer)
+        with tracker:
+            step()
+    [found] = tracker.get_tracker_snapshot("peak").values()
+    return found["Total"]
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "train"),
+    [
+        (WIDE, 8, {"seq_len": 2048, "batch_size": 32}),
+        (WIDE, 8, {"seq_len": 2048, "batch_size": 32, "recompute": "selective"}),
+        (WIDE, 8, {"seq_len": 2048, "batch_size": 32, "recompute": "full"}),
+        (WIDE, 1, {"seq_len": 2048, "batch_size": 1}),
+        (GROUPED, 16, {"seq_len": 2048, "batch_size": 64, "recompute": "selective"}),
+        (SMALL, 1, {"seq_len": 1024, "batch_size": 8, "recompute": "full"}),
+        (SMALL, 8, {"seq_len": 1024, "batch_size": 64, "shard": "node"}),
+    ],
+)
+def test_estimate_is_near_what_torch_allocates(
+    world_of, monkeypatch, model: Model, ranks: int, train: dict
+) -> None:
+    values = {"shard": "all" if ranks > 1 else "none", **train}
+    shape = Shape(model, VOCAB, Train(**values), ranks, 8)
+    found = peak_bytes(shape, world_of(ranks), monkeypatch)
+    assert memory.estimate(shape).allocated == pytest.approx(found, rel=0.15)
+
+
+def test_settings_that_save_memory_are_ordered() -> None:
+    train = Train(seq_len=2048, batch_size=64, micro_batch_size=2)
+    totals = {
+        (one.train.shard, one.train.recompute): memory.estimate(one).total / GIB
+        for one in memory.alternatives(Shape(WIDE, VOCAB, train, 16, 8))
+    }
+    for shard in ("none", "node", "all"):
+        assert totals[shard, "none"] > totals[shard, "selective"] > totals[shard, "full"]
+    for recompute in ("none", "selective", "full"):
+        assert totals["none", recompute] > totals["node", recompute] > totals["all", recompute]
+
+
+def test_a_larger_micro_batch_and_accumulation_need_more() -> None:
+    def total(batch_size: int, micro: int) -> float:
+        train = Train(seq_len=2048, batch_size=batch_size, micro_batch_size=micro, shard="all")
+        return memory.estimate(Shape(WIDE, VOCAB, train, 8, 8)).total
+
+    assert total(16, 2) > total(8, 1)
+    assert total(16, 1) > total(8, 1)  # gradients are kept from one micro-batch to the next
