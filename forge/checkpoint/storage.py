@@ -336,17 +336,23 @@ def read_tensors(state: dict[str, Any], folder: Path, **dcp_options: Any) -> Non
 
     Raises DataError when names, shapes or files do not fit, UnfitError when the disk reports an error.
     """
+    reader = SafeReader(folder)
     try:
         with warnings.catch_warnings():
             # Loading in a single process is intended.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(state, storage_reader=SafeReader(folder), **dcp_options)
+            dcp.load(state, storage_reader=reader, **dcp_options)
     except CheckpointException as err:
-        for failure in err.failures.values():
-            if isinstance(failure[0], OSError):
+        failures = [failure[0] for failure in err.failures.values()]
+        if reader.index_error:
+            failures = [reader.index_error]
+        for failure in failures:
+            if isinstance(failure, DataError):
+                raise failure from None
+            if isinstance(failure, OSError):
                 with suppress(OSError), disk_trouble(folder, "read"):
-                    raise failure[0] from None
-        reasons = sorted({repr(failure[0]) for failure in err.failures.values()})
+                    raise failure from None
+        reasons = sorted({repr(failure) for failure in failures})
         raise DataError(
             f"cannot load checkpoint {folder}: {'; '.join(reasons)}",
             cause="it was made by another model, or a file is corrupt",
@@ -355,10 +361,19 @@ def read_tensors(state: dict[str, Any], folder: Path, **dcp_options: Any) -> Non
 
 
 class SafeReader(FileSystemReader):
-    """DCP's reader for the files of TensorWriter. Reads the index without running code from it."""
+    """DCP's reader for the files of TensorWriter. Reads the index without running code from it.
+
+    index_error: why the index could not be read. DCP of torch 2.11 drops errors of `read_metadata`.
+    """
+
+    index_error: DataError | OSError | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_index(Path(self.path) / ".metadata")
+        try:
+            metadata = read_index(Path(self.path) / ".metadata")
+        except (DataError, OSError) as err:
+            self.index_error = err
+            raise
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -469,7 +484,7 @@ def _is_in_its_directory(info: _StorageInfo) -> bool:
 class IndexUnpickler(pickle.Unpickler):
     """Reads a DCP index; DataError for a class that no index of tensors needs."""
 
-    # All classes that torch 2.13 puts into an index of tensors.
+    # All classes that torch 2.11 and 2.13 put into an index of tensors.
     ALLOWED = frozenset(
         {
             ("torch", "Size"),
