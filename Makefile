@@ -2,6 +2,8 @@
 # make test    set up, run all tests        make check   lint, formats, types
 # make faults  every fault at every point of a checkpoint's way (6 minutes)
 # make labs    the programs of config/labs on a real Slurm, every event (25 minutes; root)
+# make gpu     check Forge on the GPU of this machine, with its own PyTorch (minutes; docs/gpu.md)
+# make gpu-wheels   download the packages that such a machine without internet lacks
 # make dag     draw the workflow            make bench   measure, side by side
 # make slurm-up, slurm-shell, slurm-down   a Slurm of four nodes on this machine (root)
 # make wheelhouse   download all packages; make train WHEELHOUSE=wheelhouse installs them without internet
@@ -10,13 +12,14 @@ SHELL := /bin/bash
 PROFILE ?= profiles/local
 BIN := .venv/bin
 
-.PHONY: train test faults labs check dag bench docs slurm-up slurm-shell slurm-down setup lock wheelhouse clean
+.PHONY: train test faults labs check dag bench docs slurm-up slurm-shell slurm-down setup lock wheelhouse gpu gpu-wheels clean
 
 train: .venv/ready
 	$(BIN)/snakemake --profile $(PROFILE) train
 
 # More processes than the two cores of CI: tests on Slurm wait more than they compute. Files in the
-# order of tests/conftest.py.
+# order of tests/conftest.py. Checks of a GPU run where they can on a CPU, at a small size.
+test: export FORGE_GPU_CHECKS := cpu
 test: .venv/ready
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
@@ -71,6 +74,13 @@ lock: .venv/ready
 
 wheelhouse:
 	tools/wheelhouse.sh
+
+# Without .venv/ready: with the Python and PyTorch of the machine that has the GPU.
+gpu:
+	@tools/gpu.sh $(PYTEST_ARGS)
+
+gpu-wheels:
+	@tools/gpu_wheels.sh
 
 clean:
 	rm -rf .venv .snakemake .pytest_cache .mypy_cache .ruff_cache

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 # The folders with the longest files first: at the end short files keep all processes busy.
-ORDER = ("slurm", "workflow", "distributed", "faults", "unit")
+ORDER = ("slurm", "workflow", "distributed", "faults", "gpu", "unit")
 HERE = Path(__file__).parent
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from forge.checkpoint import directory, storage
 from forge.checkpoint.manifest import Manifest
@@ -57,15 +56,7 @@ class Saver:
         self.world, self.writer_world, self.paths = world, world.with_own_group(), paths
         self.async_save, self.before_commit = async_save, before_commit
         self.in_progress: Save | None = None
-        gpu = world.device.type == "cuda"
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=gpu,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=gpu,
-            )
-        )
+        self._stager = storage.Stager(world.device)
         self._has_copied = False
 
     def start(
@@ -86,7 +77,7 @@ class Saver:
         save = Save(manifest.step, storage.state_bytes(state), time.perf_counter())
         live = last or not self._has_room(state)
         if not live:
-            state = self._stager.stage(state)  # type: ignore[assignment]
+            state = self._stager.stage(state)
             self._has_copied = True
         failpoints.reach("save.staged")
 

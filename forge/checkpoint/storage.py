@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     _split_by_size_and_type,
@@ -122,6 +123,24 @@ def is_finite(state: dict[str, Any]) -> bool:
         return True
     # The norm of large finite numbers overflows as well.
     return all(bool(torch.isfinite(end)) for part in parts for end in torch.aminmax(part))
+
+
+class Stager:
+    """Copies states of one model into host memory, which is kept for the next copy; pinned for a GPU.
+
+    torch's DefaultStager does the same, but that of torch 2.11 cannot be used twice.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device.type == "cuda"
+        self._copier = StateDictStager(pin_memory=self._gpu, share_memory=False)
+
+    def stage(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A complete copy of the state, valid until the next call."""
+        copy: dict[str, Any] = self._copier.stage(state, non_blocking=self._gpu)
+        if self._gpu:
+            torch.cuda.synchronize()
+        return copy
 
 
 def write_state(state: dict[str, Any], folder: Path, world: World) -> dict[str, StoredFile]:
@@ -317,17 +336,23 @@ def read_tensors(state: dict[str, Any], folder: Path, **dcp_options: Any) -> Non
 
     Raises DataError when names, shapes or files do not fit, UnfitError when the disk reports an error.
     """
+    reader = SafeReader(folder)
     try:
         with warnings.catch_warnings():
             # Loading in a single process is intended.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(state, storage_reader=SafeReader(folder), **dcp_options)
+            dcp.load(state, storage_reader=reader, **dcp_options)
     except CheckpointException as err:
-        for failure in err.failures.values():
-            if isinstance(failure[0], OSError):
+        failures = [failure[0] for failure in err.failures.values()]
+        if reader.index_error:
+            failures = [reader.index_error]
+        for failure in failures:
+            if isinstance(failure, DataError):
+                raise failure from None
+            if isinstance(failure, OSError):
                 with suppress(OSError), disk_trouble(folder, "read"):
-                    raise failure[0] from None
-        reasons = sorted({repr(failure[0]) for failure in err.failures.values()})
+                    raise failure from None
+        reasons = sorted({repr(failure) for failure in failures})
         raise DataError(
             f"cannot load checkpoint {folder}: {'; '.join(reasons)}",
             cause="it was made by another model, or a file is corrupt",
@@ -336,10 +361,19 @@ def read_tensors(state: dict[str, Any], folder: Path, **dcp_options: Any) -> Non
 
 
 class SafeReader(FileSystemReader):
-    """DCP's reader for the files of TensorWriter. Reads the index without running code from it."""
+    """DCP's reader for the files of TensorWriter. Reads the index without running code from it.
+
+    index_error: why the index could not be read. DCP of torch 2.11 drops errors of `read_metadata`.
+    """
+
+    index_error: DataError | OSError | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_index(Path(self.path) / ".metadata")
+        try:
+            metadata = read_index(Path(self.path) / ".metadata")
+        except (DataError, OSError) as err:
+            self.index_error = err
+            raise
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -450,7 +484,7 @@ def _is_in_its_directory(info: _StorageInfo) -> bool:
 class IndexUnpickler(pickle.Unpickler):
     """Reads a DCP index; DataError for a class that no index of tensors needs."""
 
-    # All classes that torch 2.13 puts into an index of tensors.
+    # All classes that torch 2.11 and 2.13 put into an index of tensors.
     ALLOWED = frozenset(
         {
             ("torch", "Size"),

@@ -214,5 +214,4 @@ def _torchrun(
         *(python, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"),
         # Without this option, SIGUSR1 kills the torchrun agent and orphans the ranks.
         f"--signals-to-handle={signals}",
-        f"--shutdown-timeout={max(5, round(machine.stop_grace_sec - 10))}",
     ]

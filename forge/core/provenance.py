@@ -12,7 +12,7 @@ import forge
 from forge.core.config import FOLDERS, ResolvedConfig
 from forge.core.files import canonical, digest_bytes
 
-PACKAGES = ("torch", "tokenizers", "numpy", "snakemake", "pydantic", "blake3")
+PACKAGES = ("torch", "tokenizers", "numpy", "pydantic", "blake3")
 
 
 def config_digest(config: ResolvedConfig) -> str:

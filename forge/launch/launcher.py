@@ -176,8 +176,12 @@ def _environment(spec: LaunchSpec) -> dict[str, str]:
     inherited = dict(os.environ)
     if spec.job:
         inherited = slurm.exported(slurm.environment(), spec.machine.slurm.export)
-    # Before torchrun sets another value.
-    return {network.LOST_PEER.name: network.LOST_PEER.value, **inherited}
+    return {
+        network.LOST_PEER.name: network.LOST_PEER.value,  # before torchrun sets another value
+        # Seconds until torchrun kills its ranks; torch 2.11 does not read it and waits for 30.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(5, round(spec.machine.stop_grace_sec - 10))),
+        **inherited,
+    }
 
 
 def _stopping(task: Task) -> str:

@@ -116,11 +116,10 @@ class World:
         what: name of this collective in the error when a rank does not take part.
         """
         mine = torch.tensor(values, dtype=torch.float64)
-        everyone = torch.empty(self.rank.world_size * len(values), dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(self.rank.world_size)]
         with named(what):
-            dist.all_gather_single(everyone, mine, group=self.control)
-        table: list[list[float]] = everyone.view(self.rank.world_size, len(values)).tolist()
-        return table
+            dist.all_gather(everyone, mine, group=self.control)
+        return [row.tolist() for row in everyone]
 
     def gather_objects(self, value: T, what: str) -> list[T]:
         """The value of every rank, by rank. All ranks call it."""

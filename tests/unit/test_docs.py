@@ -19,7 +19,7 @@ from tools.config_docs import ROOT
 
 PAGES = [
     *("README.md", "config/labs/six-nodes/README.md"),
-    *(f"docs/{n}.md" for n in ("new-cluster", "environment", "troubleshooting")),
+    *(f"docs/{n}.md" for n in ("new-cluster", "environment", "troubleshooting", "gpu")),
 ]
 FILES = {"yaml", "json", "jsonl", "tsv", "html", "py"}  # report.html is no key
 GAP = "…"  # stands for names and numbers, in the pages as in the texts of the sources
@@ -184,7 +184,8 @@ def read_from_environ(node: ast.Subscript | ast.Call) -> set[str]:
 def used() -> set[str]:
     """Variables of the package, the workflow and the tools, and of the test cluster."""
     found = used_in_python(sources()) | {"RANK"}  # of rank.py, one word among others
-    tests = used_in_python([*(ROOT / "tests/slurm").glob("*.py"), *(ROOT / "tools").rglob("*.py")])
+    folders = (ROOT / "tests/slurm", ROOT / "tests/gpu", ROOT / "tools")
+    tests = used_in_python([path for folder in folders for path in folder.rglob("*.py")])
     found |= {name for name in tests if name.startswith("FORGE_")}
     shell = [ROOT / "Makefile", *(ROOT / "tools").glob("*.sh"), *(ROOT / "workflow").rglob("*.smk")]
     for path in shell:
@@ -280,3 +281,17 @@ def test_architecture_names_every_module_and_no_other():
     assert listed == {name for name in there if not name.endswith("__init__")}
     for path in re.findall(r"`(\w+/[\w/]+\.(?:py|smk))`", text):
         assert (ROOT / path).exists() or (ROOT / "forge" / path).exists(), path
+
+
+# --- docs/gpu.md ---------------------------------------------------------------------------------
+
+
+def test_page_of_the_gpu_lists_every_check_and_no_other() -> None:
+    text = (ROOT / "docs/gpu.md").read_text()
+    listed = re.findall(r"^\| (\w+: .+?) \|", text, re.M)
+    checks = [
+        f"{path.stem.removeprefix('test_')}: {name.replace('_', ' ')}"
+        for path in sorted((ROOT / "tests/gpu").glob("test_*.py"))
+        for name in re.findall(r"^def test_(\w+)", path.read_text(), re.M)
+    ]
+    assert listed == checks

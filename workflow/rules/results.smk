@@ -17,11 +17,11 @@ rule validate_run:
         f"{RESULTS}/{{run}}/logs/validate.log",
     conda:
         "../envs/forge.yaml"
-    params:
-        overrides=lambda w: as_overrides(RUNS[w.run], "validate", "report"),
     resources:
         # Of one node. What set-resources of the profile says wins.
         mem_mb=validation_mem_mb,
+    params:
+        overrides=lambda w: as_overrides(RUNS[w.run], "validate", "report"),
     shell:
         "exec forge validate {input.config:q} --log={log:q} {params.overrides:q}"
 

@@ -4,6 +4,7 @@ Threat: somebody hands out a checkpoint whose `.metadata` names os.system. Readi
 validate it, must refuse before anything of it runs.
 """
 
+import errno
 import io
 import os
 import pickle
@@ -16,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata
 
 from forge.checkpoint import storage
-from forge.core.errors import DataError
+from forge.core.errors import DataError, UnfitError
 
 WEIGHTS = torch.arange(6.0).reshape(2, 3)
 
@@ -146,7 +147,16 @@ def test_allowed_module_does_not_lead_to_its_imports(folder, module, name):
 @pytest.mark.parametrize("content", [b"", b"\x80\x04half", b"no pickle"])
 def test_corrupt_index_is_bad_data(folder, content):
     (folder / ".metadata").write_bytes(content)
-    with pytest.raises(DataError, match="cannot load checkpoint"):
+    with pytest.raises(DataError, match=r"\.metadata is not the index"):
+        read(folder)
+
+
+def test_error_of_the_disk_while_the_index_is_read_is_no_bad_data(folder, monkeypatch):
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(storage, "read_index", fail)
+    with pytest.raises(UnfitError, match=r"\.metadata: Input/output error"):
         read(folder)
 
 

@@ -34,12 +34,9 @@ def test_line_of_one_process_is_as_recorded():
     assert line_of({}, WorldLayout(), Placement.here()) == [sys.executable, *ENTRY]
 
 
-@pytest.mark.parametrize(("grace", "shutdown"), [(60, 50), (8, 5)])
-def test_line_of_torchrun_on_this_host_is_as_recorded(grace, shutdown):
-    keys = {"launcher": "torchrun", "stop_grace_sec": grace}
-    assert line_of(keys, WorldLayout(1, 4), Placement.here()) == [
+def test_line_of_torchrun_on_this_host_is_as_recorded():
+    assert line_of({"launcher": "torchrun"}, WorldLayout(1, 4), Placement.here()) == [
         *TORCHRUN,
-        f"--shutdown-timeout={shutdown}",
         "--standalone",
         *ENTRY,
     ]
@@ -77,7 +74,6 @@ def test_line_of_torchrun_on_two_nodes_is_one_task_a_node():
         *(sys.executable, "-m", "forge.launch.first_signal"),
         *TORCHRUN[:-1],
         "--signals-to-handle=SIGHUP",
-        "--shutdown-timeout=50",
         "--nnodes=2",
         "--rdzv-backend=static",
         "--rdzv-endpoint=n1:29500",

@@ -102,6 +102,13 @@ def test_torchrun_inherits_how_a_rank_ends_whose_peer_is_lost(
     assert ("SLURM_NNODES" in found) == (job is None)
 
 
+@pytest.mark.parametrize(("grace_sec", "told"), [(60, "50"), (8, "5")])
+def test_torchrun_lets_ranks_save_before_the_launcher_kills_them(tmp_path, grace_sec, told):
+    machine = Machine(stop_grace_sec=grace_sec)
+    found = launcher._environment(spec_of(tmp_path).model_copy(update={"machine": machine}))
+    assert found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == told
+
+
 def test_living_orphans_are_named_and_their_folder_stays(tmp_path, monkeypatch):
     paths = RunPaths(tmp_path)
     monkeypatch.setattr(launcher, "ORPHAN_WAIT_SEC", 0.1)

@@ -1,0 +1,18 @@
+"""Against a preflight that nobody waits for: it starts torch, CUDA and NCCL before every training."""
+
+from __future__ import annotations
+
+import time
+
+# Half of it is the start of the processes; a user who waits longer than this switches preflight off.
+MAX_SEC = 20.0
+
+
+def test_preflight_of_one_rank_is_quick(device, new_run, measured):
+    run = new_run("checked")
+    started = time.perf_counter()
+    done = run.start("preflight").end()
+    seconds = time.perf_counter() - started
+    assert done.code == 0, done.text
+    measured("seconds", seconds)
+    assert seconds <= MAX_SEC or device.type == "cpu"  # which other tests may use, too

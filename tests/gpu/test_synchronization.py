@@ -1,0 +1,24 @@
+"""Against a GPU that waits for Python: each number that a step reads on the host stops the queue of
+kernels, and a small model then runs at the speed of Python.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.gpu import make_step
+
+from forge.core.config import Model, Train
+
+
+@pytest.mark.xfail(strict=False, reason="the step reads its loss on the host")
+def test_ten_steps_never_wait_for_the_gpu(gpu, world):
+    train = Train(seq_len=128, batch_size=8, micro_batch_size=4)
+    step = make_step(world, Model(dim=256, layers=2, heads=4), train, 1024, "bf16")
+    step(0)  # kernels are loaded and memory is allocated
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in range(1, 11):
+            step(number)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,40 @@
+"""Against a validation that refuses what a GPU has trained, misses what is corrupt, or takes so long that
+nobody calls it: it computes on the CPU what training has computed in bf16 on the GPU.
+"""
+
+from __future__ import annotations
+
+import time
+
+from forge.checkpoint import directory
+from forge.core.errors import Exit
+
+MAX_SEC = (
+    15.0  # a start of torch, the digests, a few forward passes, and one launch to replay steps
+)
+
+
+def flip_a_byte(folder):
+    """Change one bit in the middle of the largest file of a checkpoint."""
+    largest = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    return largest.name
+
+
+def test_trained_checkpoint_is_valid(device, trained, measured):
+    started = time.perf_counter()
+    done = trained.start("validate").end(180)
+    seconds = time.perf_counter() - started
+    assert done.code == 0, done.text
+    measured("seconds", seconds)
+    assert seconds <= MAX_SEC or device.type == "cpu"  # which other tests may use, too
+
+
+def test_flipped_bit_in_a_checkpoint_is_found(device, trained, tmp_path):
+    run = trained.copy(tmp_path / "flipped")
+    name = flip_a_byte(directory.latest_folder(run.paths))
+    done = run.start("validate").end()
+    assert done.code == Exit.DATA, done.text
+    assert f"{name} has another digest than the manifest" in done.text

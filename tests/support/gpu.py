@@ -1,0 +1,80 @@
+"""Models and training steps on the device of a check. Nothing else in tests/gpu constructs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from forge.core.config import Model, Train
+from forge.core.machine import Machine
+from forge.launch.process_group import World, joined
+from forge.launch.rank import Rank
+from forge.trainer.initialize import initialize, initialized
+from forge.trainer.llama import Decoder
+from forge.trainer.nonfinite import Skipped
+from forge.trainer.optim import make_optimizer
+from forge.trainer.parallel import ParallelModel
+from forge.trainer.step import TrainStep
+
+
+def one_rank(*, on_gpu: bool) -> AbstractContextManager[World]:
+    """This process as the only rank, with the backend that a run has on such a device."""
+    return joined(Rank(0, 0, 1, 1), Machine(device="cuda" if on_gpu else "cpu"))
+
+
+def make_model(settings: Model, vocab_size: int, device: torch.device) -> Decoder:
+    """A decoder with the initial weights of seed 0."""
+    return initialized(settings, vocab_size).to(device)
+
+
+@dataclass(frozen=True)
+class RandomBatches:
+    """Random tokens in the place of a Loader: the same batch for the same step."""
+
+    train: Train
+    vocab_size: int
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets on the CPU, int64 [batch_size, seq_len]."""
+        generator = torch.Generator().manual_seed(step)
+        size = (self.train.batch_size, self.train.seq_len + 1)
+        tokens = torch.randint(self.vocab_size, size, generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def make_step(
+    world: World, model: Model, train: Train, vocab_size: int, precision: str
+) -> TrainStep:
+    """The training step of a new model, compiled where `train` says so."""
+    decoder = Decoder(model, vocab_size)
+    parallel = ParallelModel(decoder, train, world, precision)
+    initialize(decoder, seed=0)
+    optimizer = make_optimizer(decoder, train)
+    parallel.wrap()
+    loader = RandomBatches(train, vocab_size)
+    return TrainStep(parallel, optimizer, loader, train.max_steps, Skipped())  # type: ignore[arg-type]
+
+
+def seconds_of(action: Callable[[], object], device: torch.device) -> float:
+    """Wall time of an action and of all its work on the device."""
+    synchronize(device)
+    started = time.perf_counter()
+    action()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what is expected, in fp64."""
+    expected = expected.double()
+    return float((found.double() - expected).norm() / expected.norm())

@@ -1,0 +1,58 @@
+"""`make gpu` on a machine that cannot run the checks says what to do, and does not end with success."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "gpu.sh"
+
+# Answers the script's question about imports and the GPU, and notes how it is called for the checks.
+PYTHON = """#!/bin/sh
+if [ "$1" = -c ]; then
+    echo "ModuleNotFoundError: No module named 'blake3'"
+    exit $ANSWER
+fi
+echo "$PYTHONPATH $*"
+exit 5
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run(**environ): the script with such a Python, and without wheels."""
+    python = tmp_path / "python3"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+
+    def run(**environ):
+        environ = {"PATH": os.environ["PATH"], "GPU_PYTHON": str(python), **environ}
+        environ["GPU_WHEELS"] = str(tmp_path / "wheels")
+        return subprocess.run(
+            [SCRIPT, "-k", "loss"], env=environ, capture_output=True, text=True, check=False
+        )
+
+    return run
+
+
+def test_missing_package_is_named_with_what_to_do(run):
+    done = run(ANSWER="1")
+    assert done.returncode == 69
+    assert "cannot import what Forge needs: ModuleNotFoundError: No module named" in done.stderr
+    assert "make gpu-wheels" in done.stderr
+
+
+def test_machine_without_a_gpu_is_refused(run):
+    done = run(ANSWER="3")
+    assert done.returncode == 69
+    assert "sees no GPU" in done.stderr
+    assert "FORGE_GPU_CHECKS=cpu" in done.stderr
+
+
+@pytest.mark.parametrize("environ", [{"ANSWER": "0"}, {"ANSWER": "3", "FORGE_GPU_CHECKS": "cpu"}])
+def test_checks_get_the_checkout_and_the_options_and_give_their_status(run, environ):
+    done = run(**environ)
+    assert done.returncode == 5
+    assert done.stdout.startswith(f"{SCRIPT.parents[1]}:")
+    assert done.stdout.endswith("-m pytest tests/gpu -p no:cacheprovider -k loss\n")
