@@ -230,7 +230,8 @@ class Validate(Section):
     """Which checks validation makes of the final checkpoint."""
 
     depth: Literal["digests", "load", "probe"] = "probe"
-    """`digests`: of all files; `load`: also load every tensor; `probe`: also recompute losses."""
+    """`digests`: of all files; `load`: also load every tensor; `probe`: also recompute losses, of
+    8 ranks at most."""
 
 
 class Report(Section):
