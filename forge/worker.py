@@ -20,6 +20,7 @@ from forge.launch.launcher import register
 from forge.launch.rank import Rank, rank_for_record, set_rendezvous, this_rank
 from forge.launch.rank_records import (
     LaunchSpec,
+    LossesTask,
     PreflightTask,
     ProgramTask,
     RankRecord,
@@ -152,6 +153,11 @@ def _do(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> RankRe
                 from forge.validation import replay_rank
 
             return replay_rank.check(world, config, Path(task.checkpoint), Path(task.shards))
+        if isinstance(task, LossesTask):
+            with fast_imports():
+                from forge.validation import rank_losses
+
+            return rank_losses.check(world, config, task)
         with fast_imports():
             from forge.trainer import loop
 

@@ -89,7 +89,23 @@ class ReplayTask(_Task):
     shards: str
 
 
-Task = Annotated[TrainTask | ProgramTask | PreflightTask | ReplayTask, Field(discriminator="name")]
+class LossesTask(_Task):
+    """Compute losses and samples of a checkpoint."""
+
+    name: Literal["losses"] = "losses"
+    checkpoint: str
+    shards: str
+    precision: Literal["fp32", "bf16"]  # of the training, for the reference losses
+    threads: int | None = None  # for the reference losses; None: those that the process has
+    ranks: list[int] = []  # whose reference losses are computed
+    eval_samples: int = 0  # of the validation loss; 0: neither that nor samples
+    prompts: list[list[int]] = []  # token ids
+    sample_tokens: int = 0
+
+
+Task = Annotated[
+    TrainTask | ProgramTask | PreflightTask | ReplayTask | LossesTask, Field(discriminator="name")
+]
 
 
 class LaunchSpec(Record):
@@ -153,7 +169,7 @@ class RankRecord:
     ended: float | None = None  # of another program: when, in seconds since the epoch
     result: dict[str, Any] = field(
         default_factory=dict
-    )  # measured by preflight or the replay check
+    )  # of preflight, the replay check or recomputed losses
 
     @property
     def what(self) -> str:

@@ -13,6 +13,8 @@ VALIDATION_BATCH = 8  # samples in one forward pass
 BYTES_OF_STATE = 4 * 1.25
 # FLOPs a second of a core in a forward pass, cautious: 50e9 to 95e9 in fp32 with AVX-512.
 CORE_FLOPS = 20e9
+# Time for the recorded losses of a model that GPUs trained, and again for its validation loss.
+CPU_SEC = 300.0
 
 BASE_BYTES = 10**9  # Python and torch take 0.4 GB of it
 
@@ -49,3 +51,8 @@ def _activation_bytes(config: ResolvedConfig) -> int:
 def cpu_seconds(parameters: float, tokens: float, cores: int) -> float:
     """Time of a forward pass on cores of a CPU: 2 FLOPs for each weight and token."""
     return 2 * parameters * tokens / (CORE_FLOPS * cores)
+
+
+def affordable(parameters: float, tokens: int, cores: int) -> int:
+    """How many forward passes of so many tokens fit into CPU_SEC; at least 1."""
+    return max(1, int(CPU_SEC / cpu_seconds(parameters, tokens, cores)))

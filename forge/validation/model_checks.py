@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import blake3
 import torch
@@ -15,20 +16,32 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge.checkpoint import directory, storage
 from forge.checkpoint.manifest import Numerics
+from forge.cluster.network import available_cores
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, UnfitError
 from forge.core.grouping import grouped
 from forge.core.records import Sample, Trained
-from forge.data.loader import Windows, eval_batches, split
+from forge.launch.rank_records import LossesTask
 from forge.trainer import llama
-from forge.trainer.numerics import numerics, prepare, reference_samples
+from forge.trainer.numerics import REFERENCE_SAMPLES, prepare
 from forge.validation.checkpoint_checks import Data
-from forge.validation.estimates import VALIDATION_BATCH, recomputed_ranks
-from forge.validation.replay import load_on_two_ranks, same_arithmetic, tolerance_for
+from forge.validation.estimates import MAX_RECOMPUTED, affordable, recomputed_ranks
+from forge.validation.rank_losses import Evaluation
+from forge.validation.replay import (
+    load_on_two_ranks,
+    run_here,
+    same_arithmetic,
+    shards_folder,
+    tolerance_for,
+    visible_gpus,
+)
 
 # Optimizer state read at a time, or one larger tensor. A read costs some milliseconds.
 GROUP_BYTES = 2**25
 OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
+
+# Of a load and its forward passes; a collective that hangs ends sooner.
+GPU_DEADLINE_SEC = 3600.0
 
 _prepare = functools.cache(prepare)  # settings of this process, once for all checkpoints
 
@@ -51,9 +64,18 @@ class ModelChecks:
         _prepare(torch.device("cpu"))
         self._checkpoint, self._config, self._data, self._goal = checkpoint, config, data, goal
         self._manifest = checkpoint.manifest
+        self._gpus = visible_gpus(checkpoint)  # that are used; 0 after they have failed
+        self._where = self._first_where()
         self.loss: float | None = None
         self.weights_digest: str | None = None
         self.samples: list[Sample] = []
+
+    def _first_where(self) -> str:
+        """Where losses are computed, for messages; empty for a checkpoint that CPUs trained."""
+        if self._gpus:
+            return f", on {self._gpus} GPUs"
+        by_cpus = self._manifest.lineage.numerics.device == "cpu"
+        return "" if by_cpus else ", on the CPU (faster on GPUs: profiles/README.md)"
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -140,67 +162,94 @@ class ModelChecks:
 
     # --- losses ----------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def probe(self) -> str:
         """Recompute reference losses that ranks recorded, on the same samples."""
         recorded, then = self._manifest.reference.losses, self._manifest.lineage.numerics
-        self._model.eval()
-        self._windows = Windows(self._data.shards.val, self._config.train.seq_len, split="val")
-        before = torch.get_num_threads()
-        torch.set_num_threads(then.threads)  # the order of sums in a product depends on it
         ranks = recomputed_ranks(len(recorded))
-        losses = [self._reference_loss(rank, then.precision) for rank in ranks]
-        now = Numerics(**numerics(torch.device("cpu"), then.precision))
-        torch.set_num_threads(before)
+        result = self._on_gpus(ranks=ranks)
+        if result is None:
+            ranks = recomputed_ranks(
+                len(recorded), self._at_most(MAX_RECOMPUTED, REFERENCE_SAMPLES)
+            )
+            result = self._here(ranks=ranks)
+        now = Numerics(**result["numerics"])
         # FSDP2 casts the weights to bf16, autocast casts the inputs of single operations.
         cast = then.precision == "bf16" and self._config.train.shard != "none"
         exact = same_arithmetic(self._manifest.lineage, now) and not cast
         tolerance, bound = tolerance_for(then.precision, exact)
         wrong = [
             f"{loss} of rank {rank}, recorded {recorded[rank]}"
-            for rank, loss in zip(ranks, losses, strict=True)
-            if not abs(loss - recorded[rank]) <= tolerance  # also true for NaN
+            for rank, loss in zip(ranks, result["reference"], strict=True)
+            if loss is None or not abs(loss - recorded[rank]) <= tolerance  # also true for NaN
         ]
         if wrong:
-            raise DataError(f"losses {'; '.join(wrong)}; must be {bound}")
-        return f"{len(ranks)} of {len(recorded)} recorded losses recomputed, {bound}"
+            raise DataError(f"losses {'; '.join(wrong)}; must be {bound}{self._where}")
+        return f"{len(ranks)} of {len(recorded)} recorded losses recomputed, {bound}{self._where}"
 
-    def _reference_loss(self, rank: int, precision: str) -> float:
-        samples = reference_samples(self._windows.num_samples, rank)
-        inputs, targets = split(self._windows.gather(samples))
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            return float(self._model(inputs, targets))
+    def _on_gpus(self, **wanted: Any) -> dict[str, Any] | None:
+        """What fresh ranks compute on the GPUs of this host, which share the weights; None where it has
+        none, or they fail. wanted: of LossesTask."""
+        if not self._gpus:
+            return None
+        record = run_here(
+            self._task(**wanted),
+            self._config,
+            self._checkpoint,
+            self._gpus,
+            "cuda",
+            deadline_sec=GPU_DEADLINE_SEC,
+        )
+        if record.status == "completed":
+            return record.result
+        reason = record.message.splitlines()[0]
+        self._gpus, self._where = 0, f", on the CPU, since it failed on {self._gpus} GPUs: {reason}"
+        return None
+
+    def _here(self, **wanted: Any) -> dict[str, Any]:
+        """What this process computes with the weights that it has read. wanted: of LossesTask."""
+        evaluation = Evaluation(self._model, self._data.shards, self._config)
+        return evaluation.compute(self._task(**wanted))
+
+    def _task(self, **wanted: Any) -> LossesTask:
+        then = self._manifest.lineage.numerics
+        return LossesTask(
+            checkpoint=str(self._checkpoint.folder.resolve()),
+            shards=shards_folder(self._config),
+            precision=then.precision,
+            # The order of sums in a product depends on it.
+            threads=then.threads if then.device == "cpu" else None,
+            **wanted,
+        )
+
+    def _at_most(self, wanted: int, num_samples: int) -> int:
+        """How many forward passes of so many samples this CPU makes: of a model that GPUs trained, as
+        many as take minutes."""
+        if self._manifest.lineage.numerics.device == "cpu":
+            return wanted
+        parameters = self._config.model.num_parameters(self._data.shards.vocab_size)
+        tokens = num_samples * self._config.train.seq_len
+        return min(wanted, affordable(parameters, tokens, available_cores()))
 
     # --- for the report --------------------------------------------------------------------------
 
-    @torch.no_grad()
     def validation_loss(self) -> str:
-        total, tokens = 0.0, 0
-        settings = self._config.train
-        batches = eval_batches(
-            self._windows, settings.eval_samples, rank=0, world_size=1, micro=VALIDATION_BATCH
-        )
-        for inputs, targets, counted in batches:
-            total += float(self._model(inputs, targets)) * counted
-            tokens += counted
-        self.loss = total / tokens
-        if not math.isfinite(self.loss):
-            raise DataError(f"{self.loss}")
-        return f"{self.loss:.4f} over {tokens:,} tokens"
+        report, num_samples = self._config.report, self._config.train.eval_samples
+        prompts = [self._data.tokenizer.encode(prompt) for prompt in report.prompts]
+        wanted = {"prompts": prompts, "sample_tokens": report.sample_tokens}
+        result = self._on_gpus(eval_samples=num_samples, **wanted)
+        if result is None:
+            result = self._here(eval_samples=self._at_most(num_samples, 1), **wanted)
+        self.loss, tokens = result["validation"]
+        if self.loss is None:
+            raise DataError("not finite")
+        self._continued = zip(report.prompts, prompts, result["samples"], strict=True)
+        return f"{self.loss:.4f} over {tokens:,} tokens{self._where}"
 
     def sample(self) -> str:
-        """Continue each of report.prompts with the model."""
+        """The continuations of report.prompts, computed with the validation loss."""
         report, context, longest = self._config.report, self._config.train.seq_len, 0
-        for number, prompt in enumerate(report.prompts):
-            prompt_ids = self._data.tokenizer.encode(prompt)
+        for prompt, prompt_ids, ids in self._continued:
             longest = max(longest, len(prompt_ids) + report.sample_tokens)
-            ids = llama.sample(
-                self._model,
-                prompt_ids,
-                report.sample_tokens,
-                context=context,
-                seed=number,
-            )
             self.samples.append(Sample(prompt=prompt, text=self._data.tokenizer.decode(ids)))
         # The last token of a sample is not an input.
         beyond = f", each token from the last {context} (seq_len)" if longest - 1 > context else ""

@@ -19,6 +19,7 @@ from forge.trainer.nonfinite import Skipped, diverged
 from forge.trainer.numerics import numerics, precision, prepare
 from forge.trainer.parallel import ParallelModel
 from forge.trainer.step import TrainStep, train_loader
+from forge.validation.rank_losses import sharded_decoder
 
 
 def check(world: World, config: ResolvedConfig, checkpoint: Path, shards: Path) -> RankRecord:
@@ -37,8 +38,7 @@ def check(world: World, config: ResolvedConfig, checkpoint: Path, shards: Path) 
 
 def _load(world: World, config: ResolvedConfig, checkpoint: Path, shards: ShardSet) -> str | None:
     """Load weights and optimizer state sharded over these ranks; the weights' digest on rank 0."""
-    model = Decoder(config.model, shards.vocab_size)
-    ParallelModel(model, config.train.model_copy(update={"shard": "all"}), world, "fp32")
+    model = sharded_decoder(config, shards, world)
     optimizer = optim.make_optimizer(model, config.train)
     storage.load_state(model, optimizer, checkpoint, world)
     return storage.weights_digest(model)

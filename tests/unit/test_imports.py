@@ -35,7 +35,8 @@ TENSORS = {
     *("trainer.cpu", "trainer.loss", "trainer.llama", "trainer.numerics", "trainer.optim"),
     *("trainer.initialize", "trainer.recompute"),
     *("trainer.parallel", "trainer.step", "trainer.loop", "trainer.export"),
-    *("preflight.rank_probe", "validation.replay_rank", "validation.model_checks", "hf_callback"),
+    *("preflight.rank_probe", "validation.replay_rank", "validation.rank_losses"),
+    *("validation.model_checks", "hf_callback"),
 }
 
 

@@ -127,13 +127,17 @@ def test_columns_of_the_sample_sheet_are_the_nodes_and_tasks_of_the_run(submitte
     assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1"} <= set(line)
 
 
-def memory_of_validation(submitted, project, *arguments):
-    """What sbatch is asked for, where the run is trained."""
+def trained(project):
+    """Arguments that submit the validation of the run, which is trained by now."""
     for name in ("config.json", "trained.json"):
         project.path(name).parent.mkdir(parents=True, exist_ok=True)
         project.path(name).touch()
-    only = ("--allowed-rules", "validate_run")
-    line = submitted("slurm-cpu", *only, *arguments, "--", "results/base/validated.json")
+    return ("--allowed-rules", "validate_run", "--", "results/base/validated.json")
+
+
+def memory_of_validation(submitted, project, *arguments):
+    """What sbatch is asked for."""
+    line = submitted("slurm-cpu", *arguments, *trained(project))
     return int(line[line.index("--mem") + 1])
 
 
@@ -147,3 +151,18 @@ def test_memory_of_validation_is_that_of_the_model_or_of_the_profile(submitted, 
     defaults = ("--default-resources", "slurm_account=my_account", "slurm_partition=my_partition")
     large = (*defaults, "mem_mb=50000")
     assert memory_of_validation(submitted, shared_project, *large) == 50_000
+
+
+def test_example_of_kempner_gives_validation_a_gpu(submitted, shared_project):
+    shared_project.write_config()
+    path = shared_project.root / "profiles/kempner/config.yaml"
+    profile = path.read_text()
+    example = "  # validate_run:\n  #   slurm_partition: kempner_h100\n" + '  #   gres: "gpu:1"\n'
+    assert example in profile
+    path.write_text(profile.replace(example, example.replace("  # ", "  ")))
+    line = submitted("kempner", *trained(shared_project))
+    path.write_text(profile)
+    assert line[len(COMMON) :] == [
+        *("rule_validate_run_wildcards_base", "-A", "my_kempner_lab", "-p", "kempner_h100"),
+        *("-t", "120", "--mem", "16000", "--requeue", "--cpus-per-task=8", "--gres=gpu:1"),
+    ]

@@ -9,6 +9,7 @@ from forge.core.process import Process
 from forge.launch import rank_records
 from forge.launch.rank_records import (
     LaunchSpec,
+    LossesTask,
     PreflightTask,
     RankRecord,
     ReplayTask,
@@ -19,6 +20,7 @@ TASKS = [
     TrainTask(step=40, started=1.5, staged={"node01": "/local"}, shared="/shared", deadline=9.0),
     PreflightTask(patience_sec=5, nccl_file="/tmp/%h.log"),
     ReplayTask(checkpoint="/run/step-00000040", shards="/shared"),
+    LossesTask(checkpoint="/c", shards="/s", precision="bf16", ranks=[0, 9], prompts=[[1, 2], [3]]),
 ]
 
 

@@ -1,0 +1,147 @@
+"""Losses and samples of a checkpoint, by this process alone or by ranks that share the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from forge.checkpoint import storage
+from forge.core.config import ResolvedConfig
+from forge.data.loader import Windows, eval_batches, split
+from forge.data.shards import ShardSet
+from forge.launch.process_group import World
+from forge.launch.rank_records import LossesTask, RankRecord
+from forge.trainer import llama
+from forge.trainer.numerics import numerics, prepare, reference_samples
+from forge.trainer.parallel import ParallelModel
+from forge.validation.estimates import VALIDATION_BATCH
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def check(world: World, config: ResolvedConfig, task: LossesTask) -> RankRecord:
+    """Load the weights, sharded over the ranks; the record has what `Evaluation.compute` returns. All
+    ranks call it."""
+    prepare(world.device)
+    shards = ShardSet.open(Path(task.shards))
+    model = sharded_decoder(config, shards, world)
+    state, folder = {"model": model.state_dict()}, Path(task.checkpoint)
+    world.patiently(
+        lambda: storage.read_tensors(state, folder, no_dist=True), "load of the weights"
+    )
+    result = Evaluation(model, shards, config, world).compute(task)
+    world.barrier()
+    return RankRecord("completed", world.rank.rank, result=result)
+
+
+def sharded_decoder(config: ResolvedConfig, shards: ShardSet, world: World) -> llama.Decoder:
+    """A decoder whose weights are sharded over the ranks, and not yet set. All ranks call it."""
+    model = llama.Decoder(config.model, shards.vocab_size)
+    sharded = config.train.model_copy(update={"shard": "all", "recompute": "none"})
+    ParallelModel(model, sharded, world, "fp32")
+    return model
+
+
+class Evaluation:
+    """Computes losses and samples with a decoder. Ranks divide the work; all of them call `compute`."""
+
+    def __init__(
+        self,
+        model: llama.Decoder,
+        shards: ShardSet,
+        config: ResolvedConfig,
+        world: World | None = None,
+    ) -> None:
+        """world: the ranks over which the model is sharded; None: the whole model is on the CPU."""
+        self._model, self._world, self._seq_len = model.eval(), world, config.train.seq_len
+        self._windows = Windows(shards.val, self._seq_len, split="val")
+        self._device = world.device if world else torch.device("cpu")
+        self._rank = world.rank.rank if world else 0
+        self._world_size = world.rank.world_size if world else 1
+
+    @torch.no_grad()
+    def compute(self, task: LossesTask) -> dict[str, Any]:
+        """What the task asks for, the same on all ranks: `reference`, the loss of each of its ranks, and
+        the `numerics` of this; `validation`, the mean loss and its number of tokens; `samples`, the ids
+        that continue each prompt. A loss that is not finite is None, and leaves no samples."""
+        result = self._reference(task) if task.ranks else {}
+        if task.eval_samples:
+            loss, num_tokens = self._validation(task.eval_samples)
+            result["validation"] = [_finite(loss), num_tokens]
+            if math.isfinite(loss):
+                result["samples"] = self._divided(
+                    list(enumerate(task.prompts)), lambda item: self._sample(*item, task)
+                )
+        return result
+
+    def _reference(self, task: LossesTask) -> dict[str, Any]:
+        before = torch.get_num_threads()
+        if task.threads:
+            torch.set_num_threads(task.threads)
+        try:
+            losses = self._divided(task.ranks, lambda rank: self._reference_loss(rank, task))
+            now = numerics(self._device, task.precision)
+        finally:
+            torch.set_num_threads(before)
+        return {"reference": [_finite(loss) for loss in losses], "numerics": now}
+
+    def _reference_loss(self, rank: int, task: LossesTask) -> float:
+        """As the rank computed it in training."""
+        inputs, targets = split(
+            self._windows.gather(reference_samples(self._windows.num_samples, rank))
+        )
+        # Without the cache, which would keep a copy of all weights in bf16.
+        is_bf16 = task.precision == "bf16"
+        with torch.autocast(
+            self._device.type, torch.bfloat16, enabled=is_bf16, cache_enabled=False
+        ):
+            return self._loss(inputs, targets)
+
+    def _validation(self, num_samples: int) -> tuple[float, int]:
+        """The mean loss over samples of the validation split, and the number of their tokens."""
+        total, num_tokens = 0.0, 0
+        # One sample on a GPU, where fp32 attention with grouped heads has no kernel that saves memory.
+        batch = VALIDATION_BATCH if self._device.type == "cpu" else 1
+        for inputs, targets, counted in eval_batches(
+            self._windows,
+            num_samples,
+            rank=self._rank,
+            world_size=self._world_size,
+            micro=batch,
+        ):
+            total += self._loss(inputs, targets) * counted
+            num_tokens += counted
+        table = self._of_all_ranks((total, num_tokens))
+        num_tokens = sum(row[1] for row in table)
+        return sum(row[0] for row in table) / num_tokens, num_tokens
+
+    def _sample(self, number: int, prompt_ids: list[int], task: LossesTask) -> list[int]:
+        return llama.sample(
+            self._model, prompt_ids, task.sample_tokens, context=self._seq_len, seed=number
+        )
+
+    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        return float(self._model(inputs.to(self._device), targets.to(self._device)))
+
+    def _divided(self, items: Sequence[T], action: Callable[[T], R]) -> list[R]:
+        """The results of an action on each item, of which every rank takes the same number: a forward
+        pass of the sharded model waits for all ranks. Some items may be done twice."""
+        size = self._world_size
+        rounds = range(-(-len(items) // size))
+        mine = [action(items[(number * size + self._rank) % len(items)]) for number in rounds]
+        table = self._of_all_ranks(mine)
+        return [table[number % size][number // size] for number in range(len(items))]
+
+    def _of_all_ranks(self, value: T) -> list[T]:
+        if self._world is None:
+            return [value]
+        return self._world.gather_objects(value, "losses")
+
+
+def _finite(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None
