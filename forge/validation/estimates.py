@@ -32,8 +32,11 @@ def memory_bytes(config: ResolvedConfig, world_size: int) -> float:
     """Memory of the host that validation needs on its CPUs, an estimate from above.
 
     The fp32 weights, activations of a batch, and twice the largest tensor, which is how optimizer state
-    is read. world_size: of the training. What one rank has trained is also loaded by two, and replayed.
+    is read; with validate.depth `digests` none of these. world_size: of the training. What one rank has
+    trained is also loaded by two, and replayed.
     """
+    if config.validation.depth == "digests":
+        return BASE_BYTES
     model, vocab_size = config.model, config.tokenizer.expected_vocab_size
     weights = 4 * model.num_parameters(vocab_size)
     largest = 4 * vocab_size * model.dim

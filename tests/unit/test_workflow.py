@@ -76,6 +76,8 @@ def test_memory_of_validation_grows_with_the_model_and_is_never_below_that_of_th
     assert workflow.validation_mem_mb(large, 2, None) > small + added
     assert workflow.validation_mem_mb(large, 2, {"mem_mb": 9}) > small + added
     assert workflow.validation_mem_mb(run, 2, {"mem_mb": 10**6}) == 10**6
+    of_files = changed(large, "validation", depth="digests")
+    assert workflow.validation_mem_mb(of_files, 2, None) < small
 
 
 def test_memory_of_validation_has_room_for_the_ranks_that_load_what_one_rank_has_trained(run):

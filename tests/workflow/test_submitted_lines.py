@@ -144,13 +144,14 @@ def memory_of_validation(submitted, project, *arguments):
 def test_memory_of_validation_is_that_of_the_model_or_of_the_profile(submitted, shared_project):
     """4000 in default-resources is enough for a tiny model. What set-resources says is never raised."""
     assert memory_of_validation(submitted, shared_project) == 4000
-    shared_project.write_config(model={"dim": 4096, "layers": 32, "heads": 32})
+    large = {"model": {"dim": 4096, "layers": 32, "heads": 32}, "validate": {"depth": "load"}}
+    shared_project.write_config(**large)
     assert 40_000 > memory_of_validation(submitted, shared_project) > 26_000
     own = ("--set-resources", "validate_run:mem_mb=5000")
     assert memory_of_validation(submitted, shared_project, *own) == 5000
     defaults = ("--default-resources", "slurm_account=my_account", "slurm_partition=my_partition")
-    large = (*defaults, "mem_mb=50000")
-    assert memory_of_validation(submitted, shared_project, *large) == 50_000
+    more = (*defaults, "mem_mb=50000")
+    assert memory_of_validation(submitted, shared_project, *more) == 50_000
 
 
 def test_example_of_kempner_gives_validation_a_gpu(submitted, shared_project):
