@@ -74,7 +74,7 @@ def work_on(run, precision="fp32"):
 def in_this_process(checkpoint, config, task, damage=lambda model: None):
     prepare(torch.device("cpu"))
     shards = ShardSet.open(Path(task.shards))
-    model = Decoder(config.model, shards.vocab_size)
+    model = Decoder(config.model, shards.vocab_size).to_empty(device="cpu")
     storage.read_tensors({"model": model.state_dict()}, checkpoint.folder, no_dist=True)
     damage(model)
     return Evaluation(model, shards, config).compute(task)
