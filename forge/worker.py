@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 from forge.cluster import network
@@ -15,7 +16,7 @@ from forge.core.errors import Exit, ForgeError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.process import fast_imports, hostname, stop_with_parent
-from forge.launch import program_rank, rank_output
+from forge.launch import gpu_errors, program_rank, rank_output
 from forge.launch.launcher import register
 from forge.launch.rank import Rank, rank_for_record, set_rendezvous, this_rank
 from forge.launch.rank_records import (
@@ -50,7 +51,7 @@ def main(spec_path: str) -> int:
         record = _attempt(spec, paths, rank, stop)
     except ForgeError as err:
         record = _failure(err, rank_for_record(spec.layout.world_size))
-    record.write(spec)
+    replace(record, host=hostname()).write(spec)
     if record.status not in ("completed", "stopped"):
         # os._exit, since a background thread may be waiting for other ranks in a save.
         sys.stdout.flush()
@@ -118,19 +119,25 @@ def _attempt(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> R
     except ForgeError as err:
         return _failure(err, rank.rank)
     except Exception as err:
-        lost = is_peer_loss(err)
-        if not lost:
-            terminal.say(traceback.format_exc())
-        message = str(err) if lost else f"{type(err).__name__}: {err}"
-        if type(err).__name__ == "OutOfMemoryError":  # torch's, for a GPU
-            message += "\n  fix:   lower train.micro_batch_size, or use more GPUs"
-        return RankRecord(
-            "failed",
-            rank.rank,
-            Exit.UNFIT if lost else Exit.FAILED,
-            cause="peer lost" if lost else "bug",
-            message=message,
+        if is_peer_loss(err):
+            return RankRecord("failed", rank.rank, Exit.UNFIT, cause="peer lost", message=str(err))
+        terminal.say(traceback.format_exc())
+        return _unexpected(err, rank)
+
+
+def _unexpected(err: Exception, rank: Rank) -> RankRecord:
+    """The record of an error that is no ForgeError: of the GPU, or a bug."""
+    cause = gpu_errors.cause_of(err)
+    if cause in (gpu_errors.FAULT, gpu_errors.ERROR):
+        message = f"{cause} on {hostname()} (rank {rank.rank}): {gpu_errors.first_line(err)}"
+        return RankRecord("failed", rank.rank, Exit.UNFIT, cause=cause, message=message)
+    message = f"{type(err).__name__}: {err}"
+    if cause == gpu_errors.OUT_OF_MEMORY:
+        message += (
+            "\n  fix:   lower train.micro_batch_size, set train.recompute or train.shard (forge plan"
+            " shows what each saves), or use more GPUs"
         )
+    return RankRecord("failed", rank.rank, Exit.FAILED, cause=cause or "bug", message=message)
 
 
 def _failure(err: ForgeError, rank: int) -> RankRecord:

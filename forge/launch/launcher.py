@@ -22,6 +22,7 @@ from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process, hostname, stop_with_parent, user_threads
 from forge.core.terminal import duration, say
+from forge.launch import gpu_errors
 from forge.launch.rank_output import Console
 from forge.launch.rank_records import (
     LaunchSpec,
@@ -277,13 +278,19 @@ def wait_for_orphans(paths: RunPaths) -> None:
 
 # --- the outcome -----------------------------------------------------------------------------------
 
+# Causes of a failed rank that another launch may not have.
+RESTARTED_CAUSES = ("peer lost", gpu_errors.FAULT, gpu_errors.ERROR)
+
 
 def verdict(records: list[RankRecord]) -> RankRecord:
     """One record for all ranks: that of a failure with a known code, else `lost`, else rank 0's."""
-    failed = [r for r in records if r.status == "failed" and r.cause != "peer lost"]
+    failed = [r for r in records if r.status == "failed" and r.cause not in RESTARTED_CAUSES]
     if failed:
         return failed[0]
     lost = [r for r in records if r.status == "lost"]
+    broken = [r for r in records if r.cause in (gpu_errors.FAULT, gpu_errors.ERROR)]
+    if broken:
+        return replace(broken[0], status="lost", lost=tuple(r.rank for r in (*broken, *lost)))
     if told := sorted((r for r in lost if r.ended), key=lambda r: r.ended or 0.0):
         # The program of a rank ended; those of the others ended because of it.
         return replace(told[0], lost=tuple(r.rank for r in lost))

@@ -166,6 +166,7 @@ class RankRecord:
     weights_digest: str | None = None  # of a completed training, from rank 0
     lost: tuple[int, ...] = ()  # ranks that exited without a record
     exit_status: int | None = None  # of another program; of all ranks: 0 where all are
+    host: str = ""  # on which the rank ran
     ended: float | None = None  # of another program: when, in seconds since the epoch
     result: dict[str, Any] = field(
         default_factory=dict

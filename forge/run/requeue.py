@@ -15,10 +15,11 @@ from forge.core.errors import ForgeError
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.terminal import say
+from forge.launch.launcher import RESTARTED_CAUSES
 from forge.launch.rank_records import RankRecord
 
 # Causes after which the job is requeued. Ctrl-C and a STOP file are the user's decision to stop.
-REQUEUED_CAUSES = ("deadline", "SIGUSR1", "SIGTERM", "peer lost")
+REQUEUED_CAUSES = ("deadline", "SIGUSR1", "SIGTERM", *RESTARTED_CAUSES)
 
 # Slurm ends a requeued job within its KillWait (30 s by default) plus a scheduling round.
 REQUEUE_WAIT_SEC = 180.0

@@ -17,6 +17,7 @@ from forge.core.paths import RunPaths
 from forge.core.provenance import config_digest
 from forge.core.records import PreflightPass
 from forge.core.terminal import say
+from forge.launch import gpu_errors
 from forge.launch.launcher import MAX_RESTARTS_AFTER_LOSS, RankFailure, wait_for_orphans
 from forge.launch.rank_records import RankRecord
 from forge.run import crash_loop, requeue
@@ -101,7 +102,7 @@ def refuse_known_failure(config: ResolvedConfig, paths: RunPaths) -> None:
 def _train_until_it_ends(
     program: TrainingProgram, start: Start, placement: Placement, step: int | None
 ) -> RankRecord:
-    """Launch the ranks; after the loss of one, launch again without unresponsive nodes, twice at most.
+    """Launch the ranks; after the loss of one, launch again without unhealthy nodes, twice at most.
 
     step: of the checkpoint that the first launch resumes from; None for a fresh start.
     """
@@ -128,10 +129,13 @@ def _train_until_it_ends(
         if record.status != "lost":
             break
         silent = nodes.unresponsive(hosts)
-        exclude.add(paths.bad_nodes, dict.fromkeys(silent, "does not start a process"))
+        unhealthy = dict.fromkeys(silent, "does not start a process")
+        if record.cause == gpu_errors.FAULT and placement.job:
+            unhealthy.setdefault(record.host, record.message)
+        exclude.add(paths.bad_nodes, unhealthy)
         lost = events.Lost(message=record.what, attempt=attempt, silent=silent)
         events.record(paths.events, lost)
-        healthy = placement.only([host for host in healthy.hosts if host not in silent])
+        healthy = placement.only([host for host in healthy.hosts if host not in unhealthy])
         hosts = requeue.pick_hosts(healthy, layout.nodes)
         if hosts is None or requeue.was_cancelled(placement):
             break
@@ -187,9 +191,12 @@ def _conclude(program: TrainingProgram, record: RankRecord) -> Path:
         )
     _record_failure(config, paths, record)
     if record.status == "lost" and (record.exit_status or 0) <= 0:
+        by_gpu = record.cause in (gpu_errors.FAULT, gpu_errors.ERROR)
         raise UnfitError(
             f"ranks were lost, and restarts did not help: {record.what}",
-            cause="the system killed them (out of memory?), or a node or the network fails",
+            cause=f"a GPU of {record.host} is broken (see nvidia-smi -q and dmesg there), or a kernel is"
+            if by_gpu
+            else "the system killed them (out of memory?), or a node or the network fails",
             fix=f"read the ranks' logs in {paths.logs}, then rerun the same command",
         )
     raise RankFailure(record, paths.logs)

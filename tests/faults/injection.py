@@ -110,6 +110,18 @@ def _fail(number: int) -> Callable[[Fault, Path | None], None]:
     return strike
 
 
+def _fail_gpu(what: str) -> Callable[[Fault, Path | None], None]:
+    """The error that torch raises at the call after a kernel has failed."""
+
+    def strike(_fault: Fault, _path: Path | None) -> None:
+        raise RuntimeError(
+            f"CUDA error: {what}\nCUDA kernel errors might be asynchronously reported at some other"
+            " API call, so the stacktrace below might be incorrect."
+        )
+
+    return strike
+
+
 def _truncate(_fault: Fault, path: Path | None) -> None:
     target = _file(path)
     os.truncate(target, target.stat().st_size // 2)
@@ -161,6 +173,9 @@ KINDS: dict[str, Callable[[Fault, Path | None], None]] = {
     "stop": _send(signal.SIGSTOP),
     "enospc": _fail(errno.ENOSPC),
     "eio": _fail(errno.EIO),
+    "ecc": _fail_gpu("uncorrectable ECC error encountered"),
+    "illegal": _fail_gpu("an illegal memory access was encountered"),
+    "assert": _fail_gpu("device-side assert triggered"),
     "truncate": _truncate,
     "empty": _empty,
     "flip": _flip,

@@ -105,6 +105,8 @@ def test_every_quoted_message_is_said(title: str) -> None:
 
 # Quotes that are put together from several texts; each was seen as it stands.
 COMPOSED = {
+    "GPU fault on … (rank …): CUDA error: …",
+    "GPU error on … (rank …): CUDA error: …",
     "NODE … FAIL answers=fail",
     "interface: ib9 (fabric.interface) is not there",
     "loss … and gradient norm … on rank … are not finite; the weights were not updated",

@@ -7,7 +7,7 @@ from forge.core.files import write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process
-from forge.launch import launcher
+from forge.launch import gpu_errors, launcher
 from forge.launch.rank_records import LaunchSpec, PreflightTask, RankRecord
 
 DONE = RankRecord("completed", step=100)
@@ -35,6 +35,10 @@ def lost(rank):
     return RankRecord("lost", rank, message="it exited without a record")
 
 
+def broken(rank, cause=gpu_errors.FAULT):
+    return RankRecord("failed", rank, Exit.UNFIT, cause=cause, message="CUDA error", host="n2")
+
+
 @pytest.mark.parametrize(
     ("records", "status", "rank", "code"),
     [
@@ -48,11 +52,19 @@ def lost(rank):
         ([STOPPED, lost(1)], "lost", 1, Exit.UNFIT),
         ([PEER, RankRecord("completed", 1), lost(2)], "lost", 2, Exit.UNFIT),
         ([PEER, RankRecord("completed", 1)], "lost", 0, Exit.UNFIT),
+        ([PEER, broken(1), lost(2)], "lost", 1, Exit.UNFIT),
+        ([PEER, broken(1, gpu_errors.ERROR)], "lost", 1, Exit.UNFIT),
+        ([broken(0), bad(1, Exit.DATA)], "failed", 1, Exit.DATA),
     ],
 )
 def test_verdict_over_all_ranks(records, status, rank, code):
     found = launcher.verdict(records)
     assert (found.status, found.rank, found.code) == (status, rank, code)
+
+
+def test_the_node_of_a_broken_gpu_is_known():
+    found = launcher.verdict([PEER, broken(1), lost(2)])
+    assert (found.cause, found.host, found.lost) == (gpu_errors.FAULT, "n2", (1, 2))
 
 
 def test_the_program_that_ended_first_is_named():

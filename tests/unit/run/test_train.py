@@ -4,11 +4,14 @@ import pytest
 from support import happenings
 
 from forge.cluster import slurm
+from forge.cluster.placement import Placement, WorldLayout
 from forge.core import events
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
+from forge.launch import gpu_errors
 from forge.launch.rank_records import RankRecord
 from forge.run import requeue, train
+from forge.run.programs import Start
 
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)
 LOST = RankRecord("lost", code=69, cause="peer lost", message="rank 1 of 2 exited without a record")
@@ -32,6 +35,71 @@ def test_why_a_job_stays_ended_is_said(paths, monkeypatch, capsys):
     monkeypatch.setattr(requeue, "requeue", lambda *_, **__: (False, "it was cancelled"))
     train._requeue(LOST, paths, JOB, load_machine(None))
     assert "not requeued: it was cancelled" in capsys.readouterr().err
+
+
+class Program:
+    """A program of which only the records of its launches matter."""
+
+    config, first_step = None, 0
+
+    def __init__(self, paths, *records):
+        self.paths, self.records, self.hosts = paths, list(records), []
+
+    def launch(self, start, placement, step):
+        self.hosts.append(placement.hosts)
+        return self.records.pop(0)
+
+    def resume_step(self):
+        return 0
+
+    def is_complete(self, step):
+        return False
+
+    def warnings(self):
+        return []
+
+
+@pytest.fixture
+def trained(paths, monkeypatch):
+    """trained(*records): launches on two of a job's three nodes; the program, and the last record."""
+    monkeypatch.setattr(train.nodes, "unresponsive", lambda hosts: [])
+    monkeypatch.setattr(requeue, "was_cancelled", lambda placement: False)
+
+    def trained(*records):
+        program = Program(paths, *records)
+        start = Start(load_machine(None, {"launcher": "srun"}), WorldLayout(2, 1))
+        placement = Placement(("n1", "n2", "n3"), JOB)
+        return program, train._train_until_it_ends(program, start, placement, 0)
+
+    return trained
+
+
+def of_gpu(cause, host="n2"):
+    message = f"{cause} on {host} (rank 1): CUDA error: …"
+    return RankRecord("lost", 1, 69, cause=cause, message=message, host=host)
+
+
+DONE = RankRecord("completed", step=10)
+
+
+def test_the_node_of_a_broken_gpu_is_left_out_and_named(trained, paths):
+    program, record = trained(of_gpu(gpu_errors.FAULT), DONE)
+    assert record == DONE
+    assert program.hosts == [("n1", "n2"), ("n1", "n3")]
+    assert "GPU fault on n2 (rank 1): CUDA error" in paths.bad_nodes.read_text()
+
+
+def test_an_error_that_a_kernel_may_have_made_blames_no_node(trained, paths):
+    program, record = trained(of_gpu(gpu_errors.ERROR), DONE)
+    assert record == DONE
+    assert program.hosts == [("n1", "n2")] * 2
+    assert not paths.bad_nodes.exists()
+
+
+def test_without_nodes_left_the_job_is_requeued(trained):
+    program, record = trained(*(of_gpu(gpu_errors.FAULT, host) for host in ("n2", "n1")))
+    assert program.hosts == [("n1", "n2"), ("n1", "n3")]
+    assert record.status == "lost" and record.cause in requeue.REQUEUED_CAUSES
 
 
 def test_launches_that_lose_ranks_are_counted_across_requeues(paths):
