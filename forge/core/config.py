@@ -194,6 +194,9 @@ class Train(Section):
     """With `skip`, the run ends (exit 70) after this many skipped steps in a row."""
     precision: Literal["fp32", "bf16"] | None = None
     """Precision of forward and backward (weights are stored in fp32); null: fp32 on CPU, bf16 on GPU."""
+    deterministic: bool = Field(False, json_schema_extra=FREE)
+    """On GPUs, only algorithms that give the same bits each time, so that a resumed run is bitwise equal
+    to an uninterrupted one; slower. On CPUs it always is."""
     shard: Shard = Field("none", json_schema_extra=FREE)
     """Ranks that hold one copy of weights and optimizer state together (FSDP2): `none`: each rank has a
     copy of its own; `node`: the ranks of a node; `all`; or a number of ranks. Copies are kept alike."""

@@ -402,7 +402,7 @@ def train(
     spec: LaunchSpec,
 ) -> RankRecord:
     """Train one run on this rank to train.max_steps or to a stop. All ranks call it."""
-    prepare(world.device)
+    prepare(world.device, deterministic=config.train.deterministic)
     shards = world.patiently(
         lambda: _open_verified(_shards_folder(spec.train_task), world), "check of shards"
     )

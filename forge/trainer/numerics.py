@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,19 @@ from forge.trainer import cpu
 REFERENCE_SAMPLES = 4
 
 
-def prepare(device: torch.device) -> None:
-    """Set this process up for exact and fast arithmetic. Called once, before any computation."""
+def prepare(device: torch.device, *, deterministic: bool = False) -> None:
+    """Set this process up for exact and fast arithmetic. Called once, before any computation.
+
+    deterministic: of train.deterministic, for a GPU.
+    """
     # True fp32 on a GPU: TF32 would have to be a value of train.precision.
     torch.backends.cuda.matmul.fp32_precision = "ieee"
-    torch.use_deterministic_algorithms(device.type == "cpu")
+    torch.use_deterministic_algorithms(deterministic or device.type == "cpu")
+    if deterministic and device.type == "cuda":
+        # cuBLAS reads it when it makes its first handle (docs, "Results Reproducibility").
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Every allocation would be filled with NaN, against reading memory that was never written.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.type == "cpu":
         cpu.use_fast_fp32()
         cpu.keep_freed_memory()

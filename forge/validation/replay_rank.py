@@ -48,7 +48,7 @@ def _train(
     world: World, config: ResolvedConfig, found: directory.Checkpoint, shards: ShardSet
 ) -> dict[str, object]:
     """The losses of the steps after a checkpoint, and whether the state after them is finite."""
-    prepare(world.device)
+    prepare(world.device, deterministic=config.train.deterministic)
     then = found.manifest.lineage.numerics
     torch.set_num_threads(then.threads)  # the order of sums in a product depends on it
     train_step = _step_after(world, config, found, shards)

@@ -80,6 +80,7 @@ SETTINGS = (
     *("--model.dropout=0.1", "--train.max_steps=120", "--train.decay_steps=120"),
     *("--train.checkpoint_every=15", "--train.keep_last=3", "--train.log_every=1"),
     "--validate.depth=probe",
+    "--train.deterministic=true",
 )
 
 
