@@ -97,11 +97,12 @@ def nanogpt_step(model: nn.Module, train: Train) -> Step:
 def forge_step(model: Decoder, train: Train, *, bf16: bool = False, compiled: bool = False) -> Step:
     """The same with Forge's model and optimizer."""
     optimizer = make_optimizer(model, train)
-    forward = torch.compile(model, fullgraph=True) if compiled else model
+    for block in model.model.layers if compiled else ():  # as ParallelModel does
+        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
 
     def step(inputs: Tensor, targets: Tensor) -> float:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss = forward(inputs, targets)
+            loss = model(inputs, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip)
         optimizer.step()

@@ -61,14 +61,12 @@ class ParallelModel:
         return samples_per_rank(self.settings.batch_size, self.world.rank.world_size)
 
     def wrap(self) -> None:
-        """Replicate and compile the model. Weights and optimizer do not change."""
-        replicated = not self.is_sharded and self.world.rank.world_size > 1
-        if replicated:
-            with named("replication of the model"):
-                self.forward = DistributedDataParallel(self.decoder, gradient_as_bucket_view=True)
+        """Compile and replicate the model. Weights and optimizer do not change."""
         if self.settings.compile:
             self._compile()
-        if replicated:
+        if not self.is_sharded and self.world.rank.world_size > 1:
+            with named("replication of the model"):
+                self.forward = DistributedDataParallel(self.decoder, gradient_as_bucket_view=True)
             with named("trial all-reduce of gradients"):
                 self._settle_buckets()
 
@@ -91,9 +89,13 @@ class ParallelModel:
         return inputs, targets
 
     def _compile(self) -> None:
-        """Compile the model, and try one forward and backward on every rank; if that fails on one, none
-        uses the compiled model."""
-        error = ""
+        """Compile each block, and try one forward and backward on every rank; if that fails on one, none
+        uses compiled blocks.
+
+        Blocks are alike, so one graph serves all of them. Their forward methods are compiled, inside of
+        FSDP2's hooks. Before DDP wraps the model: its order of buckets must be that of training.
+        """
+        error, plain = "", []
         missing = self.world.device.type == "cpu" and not (
             shutil.which("c++") or shutil.which("g++")
         )
@@ -101,9 +103,11 @@ class ParallelModel:
         if any(row[0] for row in self.world.gather([float(missing)], "look for a compiler")):
             error = "no C++ compiler on the PATH" if missing else ""
         else:
-            # One graph for each shape. With dynamic shapes the graph, and so the bits of a step, would
-            # depend on which shape came first in this launch.
-            self._use(torch.compile(self.decoder, dynamic=False))
+            plain = [block.forward for block in self.decoder.model.layers]
+            for block in self.decoder.model.layers:
+                # One graph for each shape. With dynamic shapes the graph, and so the bits of a step,
+                # would depend on which shape came first in this launch.
+                block.forward = torch.compile(block.forward, dynamic=False)
             try:
                 self._trial()
             except Exception as err:
@@ -112,20 +116,14 @@ class ParallelModel:
             self.decoder.zero_grad(set_to_none=True)
         if any(row[0] for row in self.world.gather([float(bool(error))], "end of compilation")):
             say(f"warning: training without torch.compile: {error or 'it failed on another rank'}")
-            self._use(self.decoder)
-
-    def _use(self, model: Any) -> None:
-        """Train with this module, the decoder or its compiled version."""
-        if isinstance(self.forward, DistributedDataParallel):
-            self.forward.module = model
-        else:
-            self.forward = model
+            for block, forward in zip(self.decoder.model.layers, plain, strict=False):
+                block.forward = forward
 
     def _trial(self) -> None:
-        """Forward and backward as in training. Replicas do not synchronize: one of them may fail."""
+        """Forward and backward as in training."""
         inputs, targets = (tokens.to(self.world.device) for tokens in self._blank_batch())
-        with self._synchronized(self.is_sharded), self._autocast():
-            self.forward(inputs, targets).backward()
+        with self._autocast():
+            self.decoder(inputs, targets).backward()
 
     def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """Compute gradients, averaged over ranks; the mean loss of this rank's samples.
@@ -152,8 +150,8 @@ class ParallelModel:
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """Mean loss, for evaluation. With FSDP2 all ranks gather the weights."""
-        # The plain decoder: a compiled or replicated wrapper adds nothing to FSDP2's hooks.
-        with self._autocast():
+        # Without torch.compile: validation recomputes this loss without it.
+        with self._autocast(), torch.compiler.set_stance("force_eager"):
             loss = self.decoder(inputs.to(self.world.device), targets.to(self.world.device))
         if self.is_sharded:
             # FSDP2 keeps the root's weights gathered for a backward, which does not follow here. The
