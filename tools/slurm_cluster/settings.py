@@ -100,7 +100,7 @@ SlurmctldTimeout=10
 SlurmdTimeout=10
 MessageTimeout=10
 InactiveLimit=0
-KillWait=10
+KillWait=20
 # `scontrol show job` still knows an ended job when a test asks.
 MinJobAge=300
 
