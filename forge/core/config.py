@@ -220,6 +220,14 @@ class Train(Section):
     keep_every: int | None = Field(None, ge=1, json_schema_extra=FREE)
     """Also keep every checkpoint whose step is a multiple of this; null: none."""
 
+    @field_validator("shard", mode="before")
+    @classmethod
+    def _is_shard(cls, value: Any) -> Any:
+        is_number = str(value).isdecimal() and int(value) >= 2
+        if value not in ("none", "node", "all") and not is_number:
+            raise ValueError("must be none, node, all, or a number of ranks, 2 or more")
+        return value
+
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
         if self.decay_steps is not None and self.warmup_steps > self.decay_steps:

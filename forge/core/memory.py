@@ -38,9 +38,7 @@ class Memory:
     gradients: float  # those that this rank keeps
     gathered: float  # copies of weights in the precision of the forward pass
     activations: float  # kept for the backward pass
-    working: (
-        float  # of the loss or the block that is computed, and gradients before they are reduced
-    )
+    working: float  # of the loss or the computed block, and gradients before they are reduced
     fixed: float = FIXED_BYTES
 
     @property

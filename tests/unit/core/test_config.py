@@ -11,6 +11,7 @@ from forge.core.config import (
     Section,
     apply_overrides,
     as_overrides,
+    checked,
     load_config,
     parse_override,
 )
@@ -187,3 +188,16 @@ def test_vocabulary_of_a_tokenizer_that_is_not_made_here_is_estimated_from_above
     assert config_of(**{"tokenizer.vocab_size": 999}).tokenizer.expected_vocab_size == 999
     given = {"tokenizer.source": "path", "tokenizer.path": "t.json", "tokenizer.vocab_size": 999}
     assert config_of(**given).tokenizer.expected_vocab_size >= 262_144
+
+
+@pytest.mark.parametrize("shard", ["nodes", 1, 0, -2, 2.5, True, None, "1"])
+def test_shard_that_is_no_number_of_ranks_is_refused_in_one_sentence(shard):
+    with pytest.raises(ConfigError) as error:
+        checked(Config, {"train": {"shard": shard}}, "config.yaml")
+    [line] = [line for line in str(error.value).splitlines() if "train.shard" in line]
+    assert line.endswith("must be none, node, all, or a number of ranks, 2 or more")
+
+
+@pytest.mark.parametrize("shard", ["none", "node", "all", 2, 128])
+def test_shard_is_a_name_or_a_number(shard):
+    assert checked(Config, {"train": {"shard": shard}}, "config.yaml").train.shard == shard
