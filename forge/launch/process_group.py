@@ -243,5 +243,9 @@ def _store(rank: Rank, timeout: timedelta) -> dist.Store:
 def _exchanged(mine: Seen, rank: Rank, store: dist.Store) -> list[Seen]:
     """What each rank sees, by rank. Through the store: no backend works before the device is chosen."""
     store.set(f"seen by {rank.rank}", json.dumps(asdict(mine)))
-    everyone = (store.get(f"seen by {number}") for number in range(rank.world_size))
-    return [Seen(**json.loads(text)) for text in everyone]
+    ranks = range(rank.world_size)
+    everyone = [Seen(**json.loads(store.get(f"seen by {number}"))) for number in ranks]
+    store.set(f"read by {rank.rank}", "")
+    if rank.is_main:  # it may raise next, and the store ends with its process
+        store.wait([f"read by {number}" for number in ranks])
+    return everyone
