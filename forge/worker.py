@@ -36,15 +36,15 @@ def main(spec_path: str) -> int:
     stop_with_parent()
     spec = LaunchSpec.read(Path(spec_path))
     paths = RunPaths(Path(spec.run))
-    stop = StopFlag(
-        paths.stop if isinstance(spec.task, TrainTask | ProgramTask) else None
-    ).install()
+    stop = StopFlag().install()
     launcher = spec.launcher
     if launcher.is_here and not launcher.is_alive():
         return 1  # the launcher died before stop_with_parent took effect
     try:
         rank = this_rank(spec.layout.world_size, spec.ranks_per_node)
         register(spec, f"rank-{rank.rank}", os.getpid())
+        if _looks_for_stop_file(spec, rank):
+            stop.stop_file = paths.stop
         with disk_trouble(paths.logs):
             _redirect(paths, spec, rank)
         _prepare(spec, rank)
@@ -57,6 +57,11 @@ def main(spec_path: str) -> int:
         sys.stdout.flush()
         os._exit(1)
     return 0
+
+
+def _looks_for_stop_file(spec: LaunchSpec, rank: Rank) -> bool:
+    """Ranks of the trainer tell each other in every step, so one of them asks the file system."""
+    return isinstance(spec.task, ProgramTask) or (isinstance(spec.task, TrainTask) and rank.is_main)
 
 
 def _redirect(paths: RunPaths, spec: LaunchSpec, rank: Rank) -> None:

@@ -41,10 +41,11 @@ class ShutdownBudget:
     stall_sec: float = 0.0
     expected_save_sec: float = UNMEASURED_SEC  # until this launch has measured a save
     in_flight: bool = False  # async_save: a stop may have to wait for the save that is under way
+    steps_ahead: int = 0  # steps that are launched before the ranks read that one of them stops
     _warned: float = field(default=0.0, init=False)
 
     @classmethod
-    def of(cls, spec: LaunchSpec, num_weights: int) -> ShutdownBudget:
+    def of(cls, spec: LaunchSpec, num_weights: int, *, steps_ahead: int = 0) -> ShutdownBudget:
         """As known when a launch begins: the windows of machine.yaml and the end of the job."""
         task, machine, job = spec.train_task, spec.machine, spec.job
         windows = {"stop_grace_sec": machine.stop_grace_sec}
@@ -64,6 +65,7 @@ class ShutdownBudget:
             read_deadline,
             expected_save_sec=_expected_save_sec(spec, num_weights),
             in_flight=machine.async_save,
+            steps_ahead=steps_ahead,
         )
 
     def measure_step(self, seconds: float) -> None:
@@ -79,13 +81,14 @@ class ShutdownBudget:
 
     @property
     def needed(self) -> float:
-        """Seconds that a stop takes at worst: an evaluation and the step after it, the save that is under
-        way, and the final save."""
+        """Seconds that a stop takes at worst: an evaluation, the step after it and those launched before
+        the stop is read, the save that is under way, and the final save."""
         if self.save_sec is None:
             saves = self.expected_save_sec  # none is under way before the first
         else:
             saves = self.save_sec * (2 if self.in_flight else 1)
-        return (self.evaluation_sec + self.step_sec + saves) * MARGIN + MARGIN_SEC
+        steps = (1 + self.steps_ahead) * self.step_sec
+        return (self.evaluation_sec + steps + saves) * MARGIN + MARGIN_SEC
 
     def is_due(self) -> bool:
         """Whether training must stop now in order to end before the deadline."""

@@ -26,7 +26,7 @@ class StopFlag:
 
     def __init__(self, stop_file: Path | None = None) -> None:
         self._cause = ""
-        self._stop_file = stop_file
+        self.stop_file = stop_file
 
     def install(self) -> StopFlag:
         """Install the signal handlers. Main thread only."""
@@ -40,6 +40,6 @@ class StopFlag:
     def cause(self) -> str:
         """Why to stop, one of CAUSES; "" to continue."""
         with suppress(OSError):  # a network file system that fails once is read again a step later
-            if not self._cause and self._stop_file and self._stop_file.exists():
+            if not self._cause and self.stop_file and self.stop_file.exists():
                 self._cause = "STOP file"
         return self._cause

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import time
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +30,7 @@ from forge.core.files import digest_file
 from forge.core.paths import RunPaths, tokenizer_folder
 from forge.core.process import hostname
 from forge.core.provenance import versions
-from forge.core.terminal import Progress, say
+from forge.core.terminal import say
 from forge.data.loader import Windows, eval_batches, split
 from forge.data.shards import MANIFEST, ShardSet
 from forge.launch.process_group import World, is_peer_loss
@@ -48,8 +51,11 @@ from forge.trainer.numerics import (
     reference_samples,
 )
 from forge.trainer.parallel import ParallelModel
-from forge.trainer.step import StepResult, TrainStep, train_loader
+from forge.trainer.step import LaunchedStep, StepResult, TrainStep, train_loader
 
+# Steps between two garbage collections. When Python chooses the moment, it differs from rank to rank, and
+# each time all ranks wait for one (torchtitan collects every 50 steps, too).
+COLLECT_EVERY = 50
 # After the loss of a rank, how long to wait for a save in progress that does not need that rank.
 PEERS_SAVE_SEC = 5.0
 
@@ -57,9 +63,18 @@ PEERS_SAVE_SEC = 5.0
 class Agreement(NamedTuple):
     """Decisions that all ranks share after a step."""
 
-    stop_cause: str  # the one that comes last in CAUSES of all ranks' causes; "" to continue
-    checkpoint_overdue: bool  # by the clock of rank 0
-    save_done: bool  # all ranks have written their part of the save in progress
+    stop_cause: str = ""  # the one that comes last in CAUSES of all ranks' causes; "" to continue
+    checkpoint_overdue: bool = False  # by the clock of rank 0
+    save_done: bool = False  # all ranks have written their part of the save in progress
+
+    @classmethod
+    def of(cls, flags: Sequence[Sequence[float]]) -> Agreement:
+        """flags: Trainer._flags of each rank, by rank."""
+        return cls(
+            stop_cause=CAUSES[int(max(row[0] for row in flags))],
+            checkpoint_overdue=bool(flags[0][1]),
+            save_done=all(row[2] for row in flags),
+        )
 
 
 class Trainer:
@@ -77,19 +92,23 @@ class Trainer:
         self.spec, self.launch = spec, spec.launch
         self.settings, self.shards = config.train, shards
         self.precision = precision(self.settings.precision, world.device)
-        self.loader = train_loader(shards, self.settings, world.rank)
+        self.loader = train_loader(shards, self.settings, world)
         self.val_windows = Windows(shards.val, self.settings.seq_len, split="val")
         self.model = Decoder(config.model, shards.vocab_size)
         self.parallel = ParallelModel(self.model, self.settings, world, self.precision)
         self.optimizer = optim.make_optimizer(self.model, self.settings)
         self.num_parameters = self.model.num_parameters()
 
-        self.step = 0  # completed steps
+        self.step = 0  # completed steps, those whose results are not read yet included
         self.first_step = 0  # completed steps when this launch began
         self.saved_step = 0  # of the newest checkpoint, whose save may be in progress
         self.saved_at = time.monotonic()
-        self.lr = self.settings.lr  # of the last step
+        self.lr = self.settings.lr  # of the last step whose result is read
         self.skipped = Skipped()
+        # A GPU always has the next step to compute while the host reads the results of the one before.
+        self.most_launched = 1 if world.runs_ahead else 0
+        self.launched: deque[LaunchedStep] = deque()
+        self.read_at = 0.0  # when the newest result was read, or the first of `launched` begun
 
         self.saver = Saver(
             world,
@@ -104,7 +123,7 @@ class Trainer:
             world_size=world.rank.world_size,
             peak_flops=metrics.peak_flops(device_name(world.device)),
         )
-        self.budget = ShutdownBudget.of(spec, self.num_parameters)
+        self.budget = ShutdownBudget.of(spec, self.num_parameters, steps_ahead=self.most_launched)
 
     # --- start ---------------------------------------------------------------------------------
 
@@ -130,9 +149,8 @@ class Trainer:
             if self.world.rank.is_main:
                 say(f"{'resume' if own else 'start'} from {found.folder}")
         self.parallel.wrap()
-        self.train_step = TrainStep(
-            self.parallel, self.optimizer, self.loader, self.decay_steps, self.skipped
-        )
+        self.train_step = TrainStep(self.parallel, self.optimizer, self.loader, self.decay_steps)
+        self.saver.hold_updates(self.optimizer)
 
     def _lineage(self, made_from: ParentCheckpoint | None) -> Lineage:
         """The lineage of this launch's checkpoints. Taken once: the code in memory does not change."""
@@ -156,18 +174,16 @@ class Trainer:
         would count as a step, so that the resumed run would end with other weights.
         """
         settings = self.settings
-        progress = RankProgress(
+        self.progress = RankProgress(
             self.spec.directory, f"train {self.config.run}", settings.max_steps, "steps"
         )
+        gc.disable()
         agreed = self._agree(stop)
         if self.step == 0 and not agreed.stop_cause:
             self.evaluate()
             agreed = self._agree(stop)
         while self.step < settings.max_steps and not agreed.stop_cause:
-            result = self._train_one_step()
-            if self._is_due(settings.log_every):
-                self._log(result, progress)
-            agreed = self._agree(stop)
+            agreed = self._train_one_step(stop)
             if agreed.save_done:
                 self._finish_save()
             # A stop has little time: no evaluation, and it is saved after the loop.
@@ -175,56 +191,74 @@ class Trainer:
                 self.evaluate()
             if self._checkpoint_is_due(agreed) and not agreed.stop_cause:
                 self.save()
+            if self.step % COLLECT_EVERY == 0:
+                gc.collect(1)
         if self.step > 0:
             self.save(last=True)
         return self._end(agreed.stop_cause)
 
-    def _is_due(self, every: int) -> bool:
-        """Whether an action that is done every `every` steps, and after the last step, is due."""
-        return self.step % every == 0 or self.step == self.settings.max_steps
+    def _is_due(self, every: int, step: int | None = None) -> bool:
+        """Whether an action that is done every `every` steps, and after the last step, is due after
+        `step` steps; by default now."""
+        step = self.step if step is None else step
+        return step % every == 0 or step == self.settings.max_steps
 
     def _checkpoint_is_due(self, agreed: Agreement) -> bool:
         """By steps or by the clock. Not after the last step, which is saved after the loop."""
         by_steps = self.step % self.settings.checkpoint_every == 0
         return self.step < self.settings.max_steps and (by_steps or agreed.checkpoint_overdue)
 
-    def _train_one_step(self) -> StepResult:
-        """One training step, timed. TrainingError if its loss or gradient norm is not finite, unless
-        train.on_nonfinite lets the update be skipped."""
-        started = time.perf_counter()
-        result = self.train_step(self.step)
-        self.lr = result.lr
-        if result.fatal:
-            raise self._diverged(result.fatal)
-        if result.skipped:
-            self._record_skipped(result.skipped)
+    def _train_one_step(self, stop: StopFlag) -> Agreement:
+        """Launch a step, and read the results of those that were launched early enough. What the ranks
+        agreed in the newest of these, if in any. Raises as `_take`."""
+        if not self.launched:
+            self.read_at = time.perf_counter()
+        flags = functools.partial(self._flags, stop)
+        self.launched.append(self.train_step(self.step, flags))
         self.step += 1
-        seconds = time.perf_counter() - started
+        pauses = self._is_due(self.settings.eval_every) or self._checkpoint_is_due(Agreement())
+        return self._read_results(0 if pauses else self.most_launched)
+
+    def _read_results(self, left: int = 0) -> Agreement:
+        """Read the results of all steps launched but the last `left`. Before anything that is to be done
+        after a step: it may be that this step must not be followed by anything. Raises as `_take`."""
+        agreed = Agreement()
+        while len(self.launched) > left:
+            agreed = self._take(self.launched.popleft().read())
+        return agreed
+
+    def _take(self, result: StepResult) -> Agreement:
+        """Count and log a step. TrainingError if its loss or gradient norm is not finite, unless
+        train.on_nonfinite lets the update be skipped."""
+        self.lr, done = result.lr, result.step + 1
+        now = time.perf_counter()
+        seconds, self.read_at = now - self.read_at, now
         self.throughput.add_step(seconds)
-        if self.step > self.first_step + 1:  # the first step of a launch is slower
+        if done > self.first_step + 1:  # the first step of a launch is slower
             self.budget.measure_step(seconds)
-        return result
-
-    def _record_skipped(self, trouble: str) -> None:
-        if self.world.rank.is_main:
+        if fatal := self.skipped.count(result.trouble, self.settings):
+            raise self._diverged(fatal, step=result.step)
+        if result.trouble and self.world.rank.is_main:
             in_a_row = self.skipped.in_a_row
-            self._record(events.Skipped(step=self.step + 1, in_a_row=in_a_row, reason=trouble))
-            say(f"warning: the update of step {self.step + 1} is skipped: {trouble}")
+            self._record(events.Skipped(step=done, in_a_row=in_a_row, reason=result.trouble))
+            say(f"warning: the update of step {done} is skipped: {result.trouble}")
+        if self._is_due(self.settings.log_every, done):
+            self._log(result, done)
+        return Agreement.of(result.flags)
 
-    def _agree(self, stop: StopFlag) -> Agreement:
-        """Decide together with all ranks whether to stop, to save, and to finish a save."""
+    def _flags(self, stop: StopFlag) -> list[float]:
+        """What this rank tells the others: why to stop, a checkpoint is overdue, its save is done."""
         mine, overdue = stop.cause(), False
         if self.world.rank.is_main:
             minutes = self.settings.checkpoint_minutes
             overdue = minutes is not None and time.monotonic() - self.saved_at > 60 * minutes
             mine = mine or ("deadline" if self.budget.is_due() else "")
-        found = [float(CAUSES.index(mine)), float(overdue), float(self.saver.is_done())]
-        table = self.world.gather(found, f"agreement after step {self.step}")
-        return Agreement(
-            stop_cause=CAUSES[int(max(row[0] for row in table))],
-            checkpoint_overdue=bool(table[0][1]),
-            save_done=all(row[2] for row in table),
-        )
+        return [float(CAUSES.index(mine)), float(overdue), float(self.saver.is_done())]
+
+    def _agree(self, stop: StopFlag) -> Agreement:
+        """Decide together with all ranks where no step carries the flags."""
+        what = f"agreement after step {self.step}"
+        return Agreement.of(self.world.gather(self._flags(stop), what))
 
     def _end(self, stop_cause: str) -> RankRecord:
         """The record of this rank: completed, or stopped before train.max_steps."""
@@ -245,28 +279,30 @@ class Trainer:
                 f"the reference losses {losses} are not finite; no checkpoint was committed"
             )
 
-    def _diverged(self, what: str) -> TrainingError:
-        return diverged(self.config, what, step=self.step, lr=self.lr, saved_step=self.saved_step)
+    def _diverged(self, what: str, step: int | None = None) -> TrainingError:
+        """step: completed ones; by default all."""
+        step = self.step if step is None else step
+        return diverged(self.config, what, step=step, lr=self.lr, saved_step=self.saved_step)
 
     # --- metrics and evaluation ----------------------------------------------------------------
 
-    def _log(self, result: StepResult, progress: Progress) -> None:
-        """Write a metrics line and update the progress bar."""
+    def _log(self, result: StepResult, step: int) -> None:
+        """Write a metrics line and update the progress bar. step: as counted from 1."""
         tokens_per_sec, mfu = self.throughput.measure()
         if not self.world.rank.is_main:
             return
         line = metrics.TrainLine(
             launch=self.launch,
-            step=self.step,
+            step=step,
             loss=result.loss,
             grad_norm=result.grad_norm,
             lr=result.lr,
             tokens_per_sec=round(tokens_per_sec, 1),
             mfu=mfu,
-            tokens=self.step * self.throughput.tokens_per_step,
+            tokens=step * self.throughput.tokens_per_step,
         )
         metrics.write(self.paths.metrics, line)
-        progress(self.step, f"loss {result.loss:.3f}, {tokens_per_sec:,.0f} tokens/s")
+        self.progress(step, f"loss {result.loss:.3f}, {tokens_per_sec:,.0f} tokens/s")
 
     def evaluate(self) -> None:
         """Write the validation loss to metrics and event log. TrainingError if it is not finite."""
@@ -308,6 +344,7 @@ class Trainer:
 
         last: no step follows, so wait for the commit.
         """
+        self._read_results()
         self._finish_save()
         if self.saved_step == self.step:
             return

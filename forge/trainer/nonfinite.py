@@ -28,8 +28,20 @@ class Skipped:
         """The counters in a checkpoint's manifest."""
         return cls(manifest.skipped.steps, manifest.skipped.in_a_row)
 
-    def refusal(self, settings: Train) -> str:
-        """Why the update of the next step may not be skipped; empty if it may.
+    def count(self, trouble: str, settings: Train) -> str:
+        """Count a step, whose update was left out if there is `trouble`. Why training must end; empty if
+        it continues."""
+        if not trouble:
+            self.in_a_row = 0
+            return ""
+        if refusal := self._refusal(settings):
+            return f"{trouble}; {refusal}"
+        self.steps += 1
+        self.in_a_row += 1
+        return ""
+
+    def _refusal(self, settings: Train) -> str:
+        """Why the update of a step may not be skipped; empty if it may.
 
         The limit is on steps in a row: single bad batches should not end a long run, while with
         broken weights every step fails.

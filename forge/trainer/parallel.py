@@ -125,8 +125,9 @@ class ParallelModel:
         with self._autocast():
             self.decoder(inputs, targets).backward()
 
-    def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        """Compute gradients, averaged over ranks; the mean loss of this rank's samples.
+    def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Compute gradients, averaged over ranks; the mean loss of this rank's samples, a scalar on its
+        device.
 
         inputs, targets: int64 [B / W, seq_len]; accumulated over micro-batches.
         """
@@ -141,12 +142,14 @@ class ParallelModel:
                 share = len(tokens) / len(inputs)
                 (loss * share).backward()
                 total += loss.detach() * share
-        return float(total)
+        return total
 
-    def clip_gradients(self, largest: float) -> float:
-        """Scale gradients to a norm of at most `largest` over all parameters; the norm before that."""
+    def clip_gradients(self, largest: float) -> torch.Tensor:
+        """Scale gradients to a norm of at most `largest` over all parameters; the norm before that, a
+        scalar on the device."""
         norm: Any = torch.nn.utils.clip_grad_norm_(self.decoder.parameters(), largest)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        full: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return full
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """Mean loss, for evaluation. With FSDP2 all ranks gather the weights."""

@@ -1,7 +1,12 @@
-"""One training step: batch, gradients, clipping, learning rate, and the update of the weights."""
+"""One training step: batch, gradients, clipping, learning rate, and the update of the weights.
+
+On a GPU the host runs ahead of the device: a step is launched without waiting for its results, and its
+loss, and what the ranks tell each other with it, are read while the next step runs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,44 +14,77 @@ import torch
 from forge.core import failpoints
 from forge.core.config import Train
 from forge.data.loader import Loader, Windows
+from forge.data.prefetch import Prefetcher
 from forge.data.shards import ShardSet
-from forge.launch.process_group import named
-from forge.launch.rank import Rank
-from forge.trainer.nonfinite import Skipped, not_finite
+from forge.launch.process_group import World, named
+from forge.trainer.nonfinite import not_finite
 from forge.trainer.optim import learning_rate
 from forge.trainer.parallel import ParallelModel
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Loss, gradient norm and learning rate of one step, and whether its update was applied."""
+    """What a step computed, equal on all ranks.
 
-    loss: float  # mean over ranks
-    grad_norm: float  # over all parameters, before clipping
+    step: counted from 0. loss: mean over ranks. grad_norm: over all parameters, before clipping.
+    trouble: which loss or gradient norm is not finite; the update was then left out. flags: those of
+    each rank, by rank.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
     lr: float
-    skipped: str = ""  # where the update was skipped: which loss or gradient norm is not finite
-    fatal: str = ""  # where it may not be skipped: the same, and why not
+    trouble: str
+    flags: list[list[float]]
+
+
+class LaunchedStep:
+    """A step whose results may still be on their way from the device."""
+
+    def __init__(self, step: int, lr: float, table: torch.Tensor) -> None:
+        """table: loss, gradient norm and flags of each rank, on the device."""
+        self._step, self._lr = step, lr
+        # From a GPU into pinned memory (at::native::_to_copy), without waiting for the copy.
+        self._table = table.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if table.is_cuda else None
+        if self._copied:
+            self._copied.record()
+
+    def read(self) -> StepResult:
+        """Wait until the step has been computed."""
+        if self._copied:
+            self._copied.synchronize()
+        rows = self._table.tolist()
+        return StepResult(
+            self._step,
+            loss=sum(row[0] for row in rows) / len(rows),
+            grad_norm=max(row[1] for row in rows),
+            lr=self._lr,
+            trouble=not_finite([row[:2] for row in rows]),
+            flags=[row[2:] for row in rows],
+        )
 
 
 @dataclass(frozen=True)
 class TrainStep:
     """Computes training steps. All ranks call it, with the same step.
 
-    optimizer: of the parameters of `parallel`. decay_steps: step from which on the learning rate is
-    at its minimum. skipped: counters, updated by each step.
+    optimizer: fused AdamW of the parameters of `parallel`. decay_steps: step from which on the learning
+    rate is at its minimum.
     """
 
     parallel: ParallelModel
     optimizer: torch.optim.Optimizer
-    loader: Loader
+    loader: Loader | Prefetcher
     decay_steps: int
-    skipped: Skipped
 
-    def __call__(self, step: int) -> StepResult:
+    def __call__(self, step: int, flags: Callable[[], Sequence[float]] = list) -> LaunchedStep:
         """Train on the batch of a step, counted from 0.
 
         If the loss or the gradient norm of any rank is not finite, no rank updates weights or
-        optimizer state. Where the result is `fatal`, the caller must not take another step.
+        optimizer state; the device decides that. flags: numbers of this rank that all shall read with
+        the result, exactly representable in fp32; asked for as late as possible.
         """
         settings, world = self.parallel.settings, self.parallel.world
         # Dropout depends on (seed, step, rank) only, so a resumed run draws the same masks.
@@ -56,45 +94,28 @@ class TrainStep:
             group["lr"] = lr
         with named(f"all-reduce of gradients in step {step + 1}"):
             failpoints.reach("data.read")
-            local_loss = self.parallel.backward(*self.loader.batch(step))
+            loss = self.parallel.backward(*self.loader.batch(step))
             grad_norm = self.parallel.clip_gradients(settings.grad_clip)
-        table = world.gather([local_loss, grad_norm], f"losses of step {step + 1}")
-        skipped = fatal = ""
-        if trouble := not_finite(table):
-            skipped, fatal = self._skip_update(trouble)
-        else:
-            self.optimizer.step()
-            self.skipped.in_a_row = 0
+        mine = torch.cat([torch.stack([loss, grad_norm]), world.on_device(flags())])
+        table = world.gather_on_device(mine, f"losses of step {step + 1}")
+        # The fused kernels leave weights and state alone where this is 1 (torch.amp does it so).
+        self.optimizer.found_inf = (~table[:, :2].isfinite().all()).float()  # type: ignore[attr-defined]
+        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = sum(row[0] for row in table) / len(table)
-        return StepResult(loss, grad_norm, lr, skipped, fatal)
-
-    def _skip_update(self, trouble: str) -> tuple[str, str]:
-        """Count a step without its update, if the config allows that; `skipped` and `fatal` of the
-        result.
-
-        The first update of a run is never skipped: before it AdamW has no state to save.
-        """
-        refusal = self.skipped.refusal(self.parallel.settings)
-        if not refusal and not self.optimizer.state:
-            refusal = "the first update of a run cannot be skipped"
-        if refusal:
-            return "", f"{trouble}; {refusal}"
-        self.skipped.steps += 1
-        self.skipped.in_a_row += 1
-        return trouble, ""
+        return LaunchedStep(step, lr, table)
 
 
-def train_loader(shards: ShardSet, settings: Train, rank: Rank) -> Loader:
+def train_loader(shards: ShardSet, settings: Train, world: World) -> Loader | Prefetcher:
     """This rank's batches. DataError if no shard holds a sequence, ConfigError if the ranks cannot
     share a batch."""
-    return Loader(
+    loader = Loader(
         Windows(shards.train, settings.seq_len),
         seed=settings.seed,
         batch_size=settings.batch_size,
-        rank=rank.rank,
-        world_size=rank.world_size,
+        rank=world.rank.rank,
+        world_size=world.rank.world_size,
     )
+    return Prefetcher(loader, world.device) if world.device.type == "cuda" else loader
 
 
 def _dropout_seed(seed: int, step: int, rank: int) -> int:

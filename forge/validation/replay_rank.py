@@ -52,7 +52,7 @@ def _train(
     then = found.manifest.lineage.numerics
     torch.set_num_threads(then.threads)  # the order of sums in a product depends on it
     train_step = _step_after(world, config, found, shards)
-    losses = _losses(config, train_step, found.step)
+    losses = _losses(config, train_step, found)
     state = storage.training_state(train_step.parallel.decoder, train_step.optimizer)
     finite = world.gather([float(storage.is_finite(state))], "check of numbers")
     return {
@@ -75,19 +75,20 @@ def _step_after(
     return TrainStep(
         parallel,
         optimizer,
-        train_loader(shards, settings, world.rank),
+        train_loader(shards, settings, world),
         found.manifest.decay_steps,
-        Skipped.of(found.manifest),
     )
 
 
-def _losses(config: ResolvedConfig, train_step: TrainStep, first: int) -> list[float | None]:
-    """Losses, averaged over ranks, of the steps from `first` up to train.max_steps; None where a loss
-    is not finite. TrainingError where the config does not allow skipping the update."""
-    losses = []
-    for step in range(first, config.train.max_steps):
-        result = train_step(step)
-        if result.fatal:
-            raise diverged(config, result.fatal, step=step, lr=result.lr, saved_step=0)
+def _losses(
+    config: ResolvedConfig, train_step: TrainStep, found: directory.Checkpoint
+) -> list[float | None]:
+    """Losses, averaged over ranks, of the steps after a checkpoint up to train.max_steps; None where a
+    loss is not finite. TrainingError where the config does not allow skipping the update."""
+    losses, skipped = [], Skipped.of(found.manifest)
+    for step in range(found.step, config.train.max_steps):
+        result = train_step(step).read()
+        if fatal := skipped.count(result.trouble, config.train):
+            raise diverged(config, fatal, step=step, lr=result.lr, saved_step=0)
         losses.append(result.loss if math.isfinite(result.loss) else None)
     return losses

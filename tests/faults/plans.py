@@ -28,6 +28,7 @@ class Plan:
     poison_step: int = 0
     poison_rank: int = 0
     points: bool = False  # write down each point that is reached
+    ahead: bool = False  # results are read a step late, as on GPUs with NCCL
 
     def arm(self, start: RankStart) -> None:
         """Make it happen in this process, and let it write down what it trains on."""
@@ -38,6 +39,10 @@ class Plan:
         failpoints.hook = _noting(injector, start.run) if self.points else injector
         if strikes and self.poison and start.rank == self.poison_rank:
             POISONS[self.poison](self.poison_step)
+        if self.ahead:
+            from forge.launch.process_group import World
+
+            World.runs_ahead = True  # type: ignore[assignment,method-assign]
         _record_samples(start)
 
 

@@ -6,16 +6,17 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from forge.core.config import Model, Train
 from forge.core.machine import Machine
+from forge.data.prefetch import Prefetcher
 from forge.launch.process_group import World, joined
 from forge.launch.rank import Rank
 from forge.trainer.initialize import initialize, initialized
 from forge.trainer.llama import Decoder
-from forge.trainer.nonfinite import Skipped
 from forge.trainer.optim import make_optimizer
 from forge.trainer.parallel import ParallelModel
 from forge.trainer.step import TrainStep
@@ -55,8 +56,10 @@ def make_step(
     initialize(decoder, seed=0)
     optimizer = make_optimizer(decoder, train)
     parallel.wrap()
-    loader = RandomBatches(train, vocab_size)
-    return TrainStep(parallel, optimizer, loader, train.max_steps, Skipped())  # type: ignore[arg-type]
+    loader: Any = RandomBatches(train, vocab_size)
+    if world.device.type == "cuda":
+        loader = Prefetcher(loader, world.device)
+    return TrainStep(parallel, optimizer, loader, train.max_steps)
 
 
 def seconds_of(action: Callable[[], object], device: torch.device) -> float:

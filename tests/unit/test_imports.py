@@ -26,6 +26,7 @@ MODULES = {
 TENSORS = {
     *(
         "data.loader",
+        "data.prefetch",
         "launch.device",
         "launch.process_group",
         "checkpoint.storage",

@@ -10,7 +10,6 @@ from forge.launch.process_group import joined
 from forge.launch.rank import Rank
 from forge.trainer.initialize import initialize
 from forge.trainer.llama import Decoder
-from forge.trainer.nonfinite import Skipped
 from forge.trainer.optim import learning_rate, make_optimizer
 from forge.trainer.parallel import ParallelModel
 from forge.trainer.step import TrainStep, train_loader
@@ -32,9 +31,8 @@ def make(tmp_path, monkeypatch):
             model = Decoder(MODEL, data.vocab_size)
             parallel = ParallelModel(model, train, world, "fp32")
             initialize(model, seed=0)
-            loader = train_loader(data, train, world.rank)
-            optimizer = make_optimizer(model, train)
-            return TrainStep(parallel, optimizer, loader, DECAY_STEPS, Skipped())
+            loader = train_loader(data, train, world)
+            return TrainStep(parallel, make_optimizer(model, train), loader, DECAY_STEPS)
 
         yield make
 
@@ -44,7 +42,7 @@ def poisoned(train_step, step):
     parameter = next(train_step.parallel.decoder.parameters())
     hook = parameter.register_hook(lambda gradient: gradient * torch.nan)
     try:
-        return train_step(step)
+        return train_step(step).read()
     finally:
         hook.remove()
 
@@ -56,6 +54,11 @@ def state(train_step):
     return [tensor.detach().clone() for tensor in (*parameters, *moments)]
 
 
+def weights(train_step):
+    """Copies of all weights."""
+    return [weight.detach().clone() for weight in train_step.parallel.decoder.parameters()]
+
+
 def equal(one, other):
     return all(a.equal(b) for a, b in zip(one, other, strict=True))
 
@@ -64,47 +67,40 @@ def test_dropout_of_a_step_does_not_depend_on_what_was_drawn_before(make):
     one, other = make(), make()
     for step in range(3):
         torch.rand(step + 1)
-        expected = one(step)
-        assert other(step) == expected
+        expected = one(step).read()
+        assert other(step).read() == expected
     assert equal(state(one), state(other))
 
 
 def test_result_has_the_rate_of_the_step_and_the_norm_before_clipping(make):
     train_step = make(grad_clip=1e-3)
     for step in range(4):
-        result = train_step(step)
+        result = train_step(step, flags=lambda: [3, 0]).read()
         lr = learning_rate(step, train_step.parallel.settings, DECAY_STEPS)
         assert result.lr == lr
         assert {group["lr"] for group in train_step.optimizer.param_groups} == {lr}
         assert result.grad_norm > 0.01
-        assert (result.skipped, result.fatal) == ("", "")
+        assert (result.trouble, result.flags) == ("", [[3, 0]])
 
 
-def test_skipped_update_leaves_weights_and_optimizer_state_and_is_counted(make):
-    train_step = make(on_nonfinite="skip")
-    train_step(0)
-    before = state(train_step)
-    result = poisoned(train_step, 1)
-    assert "gradient norm nan on rank 0 are not finite" in result.skipped and not result.fatal
-    assert equal(state(train_step), before)
-    assert train_step.skipped == Skipped(steps=1, in_a_row=1)
+@pytest.mark.parametrize("step", [0, 1])
+def test_update_that_is_not_finite_leaves_weights_and_optimizer_state(make, step):
+    train_step = make()
+    for earlier in range(step):
+        train_step(earlier)
+    before = weights(train_step) if step == 0 else state(train_step)
+    result = poisoned(train_step, step)
+    assert "gradient norm nan on rank 0 are not finite" in result.trouble
+    found = state(train_step)
+    assert equal(found[: len(before)], before)
+    assert not any(moments.any() for moments in found[len(before) :])  # of a first update
 
-    assert not train_step(2).skipped  # no gradient of the step before is left
-    assert not equal(state(train_step), before)
-    assert train_step.skipped == Skipped(steps=1, in_a_row=0)
-
-
-def test_update_that_may_not_be_skipped_is_fatal_and_says_why(make):
-    stop, skip = make(on_nonfinite="stop"), make(on_nonfinite="skip", max_skipped_steps=1)
-    for train_step in (stop, skip):
-        train_step(0)
-    assert poisoned(stop, 1).fatal.endswith("are not finite; the weights were not updated")
-    assert not poisoned(skip, 1).fatal
-    assert "the 1 steps before it were skipped already" in poisoned(skip, 2).fatal
-    assert stop.skipped == Skipped() and skip.skipped == Skipped(steps=1, in_a_row=1)
+    assert not train_step(step + 1).read().trouble  # no gradient of the step before is left
+    assert not equal(state(train_step), found)
 
 
-def test_first_update_of_a_run_is_never_skipped(make):
-    result = poisoned(make(on_nonfinite="skip"), 0)
-    assert result.fatal.endswith("the first update of a run cannot be skipped")
-    assert not result.skipped
+def test_results_may_be_read_steps_later(make):
+    late, soon = make(), make()
+    launched = [late(step) for step in range(3)]
+    expected = [soon(step).read() for step in range(3)]
+    assert [step.read() for step in launched] == expected
