@@ -83,6 +83,7 @@ class Saver:
 
         def work() -> directory.Checkpoint:
             if not live:
+                self._stager.wait()
                 # Training has priority where cores are short. Threads started here inherit this.
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICE)
             written = self._write(state, manifest, keep_last, keep_every, save.size)
@@ -95,6 +96,11 @@ class Saver:
             self._wait(save)
         save.stall = time.perf_counter() - save.started
         return save
+
+    def hold_updates(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the updates of an optimizer wait for a copy of its state that the GPU still makes; the host
+        waits for neither. Called once."""
+        optimizer.register_step_pre_hook(lambda *_: self._stager.hold_device())
 
     def is_done(self) -> bool:
         """Whether this rank's part of a save is written and waits for `finish`."""

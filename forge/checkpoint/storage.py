@@ -126,21 +126,41 @@ def is_finite(state: dict[str, Any]) -> bool:
 
 
 class Stager:
-    """Copies states of one model into host memory, which is kept for the next copy; pinned for a GPU.
+    """Copies states of one model into host memory, which is kept for the next copy.
 
-    torch's DefaultStager does the same, but that of torch 2.11 cannot be used twice.
+    From a GPU into pinned memory on a stream of its own, while the next step computes. torch's
+    DefaultStager does the same, but that of torch 2.11 cannot be used twice.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._gpu = device.type == "cuda"
-        self._copier = StateDictStager(pin_memory=self._gpu, share_memory=False)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied = torch.cuda.Event() if self._stream else None
+        self._copier = StateDictStager(pin_memory=self._stream is not None, share_memory=False)
 
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A complete copy of the state, valid until the next call."""
-        copy: dict[str, Any] = self._copier.stage(state, non_blocking=self._gpu)
-        if self._gpu:
-            torch.cuda.synchronize()
+        """A copy of the state, valid until the next call; complete after `wait`. What changes the state
+        is to be launched after `hold_device`."""
+        if self._stream is None or self._copied is None:
+            return self._copy(state)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            copy = self._copy(state)
+            self._copied.record()
         return copy
+
+    def _copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        copy: dict[str, Any] = self._copier.stage(state, non_blocking=self._stream is not None)
+        return copy
+
+    def hold_device(self) -> None:
+        """Let what is launched next on this device begin after the copy. The host does not wait."""
+        if self._copied:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def wait(self) -> None:
+        """Wait on the host until the copy is complete."""
+        if self._copied:
+            self._copied.synchronize()
 
 
 def write_state(state: dict[str, Any], folder: Path, world: World) -> dict[str, StoredFile]:
