@@ -37,6 +37,8 @@ LARGE_VOCABULARY = 2**18
 # Of train.shard.
 Shard = Literal["none", "node", "all"] | Annotated[int, Field(ge=2)]
 Recompute = Literal["none", "selective", "full"]
+# Of train.micro_batch_size.
+MicroBatch = Literal["auto"] | Annotated[int, Field(ge=1)] | None
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -161,9 +163,10 @@ class Train(Section):
     """Tokens per sample."""
     batch_size: int = Field(16, ge=1)
     """Global batch size: samples per step, over all ranks."""
-    micro_batch_size: int | None = Field(None, ge=1, json_schema_extra=FREE)
-    """Samples per forward pass of a rank; less than its share of the batch accumulates gradients.
-    null: the whole share."""
+    micro_batch_size: MicroBatch = Field("auto", json_schema_extra=FREE)
+    """Samples per forward pass of a rank; less than its share of the batch accumulates gradients. `auto`:
+    on GPUs the most that fit by the estimate of `forge plan`, on CPUs the whole share; null: the whole
+    share."""
     max_steps: int = Field(200, ge=1, json_schema_extra=FREE)
     """Train up to this step; may be raised later, which leaves the learning rate schedule as it is."""
     decay_steps: int | None = Field(None, ge=1)
@@ -226,6 +229,14 @@ class Train(Section):
         is_number = str(value).isdecimal() and int(value) >= 2
         if value not in ("none", "node", "all") and not is_number:
             raise ValueError("must be none, node, all, or a number of ranks, 2 or more")
+        return value
+
+    @field_validator("micro_batch_size", mode="before")
+    @classmethod
+    def _is_micro_batch(cls, value: Any) -> Any:
+        is_number = str(value).isdecimal() and int(value) >= 1
+        if value not in ("auto", None) and not is_number:
+            raise ValueError("must be auto, null, or a number of samples, 1 or more")
         return value
 
     @model_validator(mode="after")

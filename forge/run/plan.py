@@ -13,7 +13,8 @@ from forge.trainer.metrics import PEAK_BF16_FLOPS
 
 # What well-tuned trainers reach (torchtitan, KempnerForge: 40 to 58 % on H100 and H200).
 UTILIZATION = 0.4
-GPU = "H100"
+# The GPU of times, and of memory where machine.yaml has no gpu_memory_gib.
+GPU, GPU_GIB = "H100", 79.0
 
 
 def plan(config: Config, machine: Machine, layout: WorldLayout) -> None:
@@ -25,8 +26,11 @@ def plan(config: Config, machine: Machine, layout: WorldLayout) -> None:
         )
     vocab_size = config.tokenizer.expected_vocab_size
     shape = Shape.of(config, vocab_size, layout.world_size, layout.ranks_per_node)
-    print_plain("\n".join([*_facts(config, shape, layout), ""]))
-    _table(shape, machine.gpu_memory_gib).print()
+    gpu_gib = machine.gpu_memory_gib or GPU_GIB
+    print_plain(
+        "\n".join([*_facts(config, memory.with_micro_batch(shape, gpu_gib * GIB), layout), ""])
+    )
+    _table(shape, gpu_gib).print()
     print_plain(
         "GiB of GPU memory on each rank at the peak of a step, as PyTorch keeps it without torch.compile."
         "\nEstimated from shapes; not compared with a GPU yet."
@@ -43,34 +47,37 @@ def _facts(config: Config, shape: Shape, layout: WorldLayout) -> list[str]:
     saved = (WEIGHT + ADAM) * shape.num_parameters / 1e9
     known = "" if config.tokenizer.source == "train" else " (the tokenizer's is not known yet)"
     ranks = f"{layout.nodes} x {layout.ranks_per_node} (nodes x ranks per node)"
+    chosen = " (auto)" if train.micro_batch_size == "auto" else ""
     return [
         f"run {config.run}: {shape.num_parameters:,} parameters, vocabulary {shape.vocab_size:,}{known}",
         f"step: {train.batch_size} samples of {train.seq_len} = {tokens:,} tokens, {flops:.3g} FLOPs",
         f"goal: step {train.max_steps:,} = {train.max_steps * tokens:,} tokens",
         f"checkpoint: {saved:,.3g} GB, every {train.checkpoint_every} steps, {train.keep_last} kept",
-        f"ranks: {ranks}; micro-batch of {shape.micro_tokens // train.seq_len} samples",
+        f"ranks: {ranks}; micro-batch of {shape.micro_samples} samples{chosen}",
         f"time on {GPU} GPUs at {UTILIZATION:.0%} of their peak: {seconds:.3g} s a step,"
         f" {duration(seconds * train.max_steps)} in all",
     ]
 
 
-def _table(shape: Shape, gpu_memory_gib: float | None) -> Table:
-    fits = f"fits {gpu_memory_gib:g} GiB" if gpu_memory_gib else ""
-    heads = ("train.shard", "train.recompute", "state", "activations", "other", "total", fits)
-    table = Table(heads, numbers=heads[2:6])
+def _table(shape: Shape, gpu_gib: float) -> Table:
+    fits = f"fits {gpu_gib:g} GiB"
+    heads = (
+        *("train.shard", "train.recompute", "micro-batch"),
+        *("state", "activations", "other", "total", fits),
+    )
+    table = Table(heads, numbers=heads[2:7])
     own = shape.train.shard, shape.train.recompute
     rows = memory.alternatives(shape)
     if own not in [(row.train.shard, row.train.recompute) for row in rows]:
         rows.insert(0, shape)
-    for row in rows:
+    for row in (memory.with_micro_batch(row, gpu_gib * GIB) for row in rows):
         found = memory.estimate(row)
         state = found.weights + found.optimizer + found.gradients
         parts = (state, found.activations, found.total - state - found.activations, found.total)
         is_own = (row.train.shard, row.train.recompute) == own
-        verdict = ""
-        if gpu_memory_gib:
-            verdict = "yes" if found.total <= gpu_memory_gib * GIB else "no"
+        verdict = "yes" if found.total <= gpu_gib * GIB else "no"
         name = f"{row.train.shard}{' (config)' if is_own else ''}"
-        cells = (name, row.train.recompute, *(f"{part / GIB:,.1f}" for part in parts), verdict)
-        table.add(cells, {fits: {"yes": "green", "no": "red"}.get(verdict, "")})
+        samples = f"{row.micro_samples}"
+        cells = (name, row.train.recompute, samples, *(f"{part / GIB:,.1f}" for part in parts))
+        table.add((*cells, verdict), {fits: {"yes": "green", "no": "red"}[verdict]})
     return table

@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from forge.core.config import Train, ranks_per_copy, samples_per_rank
+from forge.core.config import Train, ranks_per_copy
 from forge.core.errors import ConfigError
 from forge.core.terminal import say
 from forge.data.loader import split
 from forge.launch.process_group import World, named
-from forge.trainer import recompute
+from forge.trainer import micro_batch, recompute
 from forge.trainer.llama import Decoder
 
 
@@ -47,18 +47,9 @@ class ParallelModel:
         if self.is_sharded:
             _refuse_gloo_on_gpus(world, settings)
             _shard(decoder, _mesh(world, ranks), precision)
+        self.micro_size = micro_batch.choose(decoder, settings, world, precision)
         decoder.to_empty(device=world.device)
         self.forward: torch.nn.Module = decoder
-
-    @property
-    def micro_size(self) -> int:
-        """Samples of one forward pass on a rank."""
-        return self.settings.micro_batch_size or self._rank_samples
-
-    @property
-    def _rank_samples(self) -> int:
-        """Samples of a step on a rank."""
-        return samples_per_rank(self.settings.batch_size, self.world.rank.world_size)
 
     def wrap(self) -> None:
         """Compile and replicate the model. Weights and optimizer do not change."""
@@ -84,8 +75,7 @@ class ParallelModel:
     def _blank_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """A micro-batch of token 0 with the shapes and strides of a real one, for which torch.compile
         specializes its graph."""
-        rows = min(self.micro_size, self._rank_samples)
-        inputs, targets = split(np.zeros((rows, self.settings.seq_len + 1), np.int64))
+        inputs, targets = split(np.zeros((self.micro_size, self.settings.seq_len + 1), np.int64))
         return inputs, targets
 
     def _compile(self) -> None:

@@ -36,15 +36,27 @@ def test_plan_says_what_fits(config_file, capsys):
     assert "512 samples of 4096 = 2,097,152 tokens, 9.67e+16 FLOPs" in printed.out
     assert "checkpoint: 80.9 GB" in printed.out
     rows = [line.split() for line in printed.out.splitlines() if line.endswith((" yes", " no"))]
-    verdicts = {(row[0], row[-6]): row[-1] for row in rows}
+    verdicts = {(row[0], row[-7]): row[-1] for row in rows}
     assert verdicts["none", "none"] == verdicts["none", "full"] == "no"
     assert verdicts["all", "none"] == verdicts["node", "full"] == "yes"
     assert rows[0][:3] == ["2", "(config)", "none"]
 
 
-def test_plan_without_a_known_gpu_shows_sizes_only(config_file, capsys):
+def test_plan_without_a_known_gpu_compares_with_an_h100(config_file, capsys):
     code, printed = planned(capsys, config_file, "--ranks-per-node=8")
-    assert code == 0 and "fits" not in printed.out
+    assert code == 0 and "fits 79 GiB" in printed.out and "time on H100 GPUs" in printed.out
+
+
+def test_auto_micro_batch_is_the_largest_that_fits_and_divides_the_share(config_file, capsys):
+    auto = ("--train.micro_batch_size=auto", "--nodes=2", "--ranks-per-node=4", "--train.shard=all")
+    code, printed = planned(capsys, config_file, *auto)
+    assert code == 0 and "samples (auto)" in printed.out
+    rows = [line.split() for line in printed.out.splitlines() if line.endswith((" yes", " no"))]
+    sizes = {(row[0], row[-7]): int(row[-6]) for row in rows}
+    of_sharded = [sizes["node", way] for way in ("none", "selective", "full")]
+    assert all(64 % size == 0 for size in sizes.values())
+    assert of_sharded == sorted(of_sharded) and of_sharded[0] < of_sharded[-1]
+    assert all(row[-1] == "yes" for row in rows if int(row[-6]) > 1)
 
 
 def test_plan_refuses_ranks_that_cannot_share_the_batch(config_file, capsys):

@@ -41,7 +41,7 @@ def rows_of(number: int, world_size: int, shard: str | int) -> dict:
     rank = Rank(number, number % RANKS_PER_NODE, world_size, RANKS_PER_NODE)
     world = World(rank, torch.device("cpu"), "gloo", dist.group.WORLD)
     model = Decoder(SMALL, VOCAB)
-    ParallelModel(model, Train(shard=shard), world, "fp32")
+    ParallelModel(model, Train(shard=shard, batch_size=world_size), world, "fp32")
     return {numbers: own_rows(model, numbers) for numbers in BLOCKS}
 
 
