@@ -59,6 +59,9 @@ class Preflight(Timed):
     failed: list[str]
     nodes: list[str]
     left_out: dict[str, str]  # node -> why
+    bytes_per_sec: float | None = (
+        None  # of the slowest node, when all wrote into the run's directory
+    )
 
 
 # --- one launch of the ranks -----------------------------------------------------------------------

@@ -16,8 +16,9 @@ from forge.core.paths import RunPaths
 from forge.launch.rank_records import LaunchSpec
 
 # The estimate for a run that has saved nothing yet: fp32 weights and optimizer state (12 bytes a weight),
-# which all nodes write at once, each at 100 MB/s, which most disks and network file systems exceed.
-UNMEASURED_SEC, UNMEASURED_SEC_PER_WEIGHT = 5.0, 12 / 100e6
+# which all nodes write at once, each at half the rate that preflight has measured with a small file, else
+# at 100 MB/s, which most disks and network file systems exceed.
+UNMEASURED_SEC, BYTES_OF_WEIGHT, UNMEASURED_RATE, OF_MEASURED_RATE = 5.0, 12, 100e6, 0.5
 RECENT_SAVES = 3
 # Added to what was measured: for the agreement of the ranks, a loaded file system, and process exit.
 MARGIN_SEC, MARGIN = 5.0, 1.1
@@ -119,9 +120,13 @@ class ShutdownBudget:
 
 
 def _expected_save_sec(spec: LaunchSpec, num_weights: int) -> float:
-    """Seconds that a save will take: the slowest of the run's last ones, else an estimate."""
+    """Seconds that a save will take: the slowest of the run's last ones, else an estimate from the rate
+    that preflight has measured."""
     log = events.read(RunPaths(Path(spec.run)).events)
     saves = [event.seconds for event in log if isinstance(event, events.Save)]
     if saves:
         return max(saves[-RECENT_SAVES:])
-    return UNMEASURED_SEC + UNMEASURED_SEC_PER_WEIGHT * num_weights / spec.nodes
+    preflight = events.last(log, events.Preflight)
+    measured = preflight.bytes_per_sec if isinstance(preflight, events.Preflight) else None
+    rate = OF_MEASURED_RATE * measured if measured else UNMEASURED_RATE
+    return UNMEASURED_SEC + BYTES_OF_WEIGHT * num_weights / (spec.nodes * rate)

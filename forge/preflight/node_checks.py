@@ -43,6 +43,10 @@ PACKAGES = ("torch", "numpy", "tokenizers", "blake3")
 # Ranks, shared memory of libraries and compiled kernels need at least this much of /tmp.
 LOCAL_MIB = 16
 
+# What a node writes into the run's directory: enough to tell the rate of a save, gone in a second. Random
+# bytes, because some file systems compress.
+RESULTS_MIB = 32
+
 # Larger than any packet: does not arrive where large packets are lost (MTU mismatch).
 PAYLOAD = 2**16
 CONNECT_THREADS = 32
@@ -72,8 +76,9 @@ def check_node(**wanted: Any) -> dict[str, Any]:
     needs = Wanted(**wanted)
     machine = Machine.model_validate(needs.machine)
     interface, _ = network.choose_interface(machine.fabric, needs.master or "127.0.0.1")
+    written = write_results(Path(needs.results))
     return {
-        "checks": [asdict(check) for check in node_checks(needs, machine)],
+        "checks": [asdict(check) for check in node_checks(needs, machine, written.check)],
         "versions": installed_versions(),
         "interface": interface,
         "address": _address_of(interface),
@@ -82,11 +87,12 @@ def check_node(**wanted: Any) -> dict[str, Any]:
         "gpus": network.count_gpus(),
         "driver": packages.driver_version(),
         "exported": packages.exported(),
+        "bytes_per_sec": written.bytes_per_sec,
     }
 
 
-def node_checks(wanted: Wanted, machine: Machine) -> Iterator[Check]:
-    """All checks that need no other node. They take milliseconds."""
+def node_checks(wanted: Wanted, machine: Machine, results_check: Check) -> Iterator[Check]:
+    """All checks that need no other node. results_check: of a write into the run's directory."""
     limits, results = machine.preflight, Path(wanted.results)
     yield _name_resolves()
     yield _project_visible()
@@ -95,7 +101,7 @@ def node_checks(wanted: Wanted, machine: Machine) -> Iterator[Check]:
         yield _data_visible(wanted)
     if wanted.program:
         yield _program_visible(wanted)
-    yield _results_writable(results)
+    yield results_check
     yield at_least(
         "disk",
         shutil.disk_usage(results).free / 2**30 if results.exists() else 0,
@@ -219,19 +225,36 @@ def _staged(name: str, kind: Kind, wanted: Wanted) -> Check:
     return Check(name, "ok", f"staged {kind} in {folder}")
 
 
-def _results_writable(folder: Path) -> Check:
-    probe = folder / f".writable-{hostname()}-{os.getpid()}"
+@dataclass(frozen=True)
+class Written:
+    """What came of a write into the run's directory. bytes_per_sec: until it was on disk; None where it
+    failed."""
+
+    check: Check
+    bytes_per_sec: float | None = None
+
+
+def write_results(folder: Path) -> Written:
+    """Write a file there and remove it, as quickly as a save could."""
+    probe, chunk = folder / f".writable-{hostname()}-{os.getpid()}", os.urandom(2**20)
+    started = time.perf_counter()
     try:
         with atomic_open(probe) as file:
-            file.write(b"x")
+            for _ in range(RESULTS_MIB):
+                file.write(chunk)
+        rate = RESULTS_MIB * 2**20 / (time.perf_counter() - started)
         probe.unlink()
     except UnfitError as err:
-        return Check("results", "fail", err.what, err.fix)
+        return Written(Check("results", "fail", err.what, err.fix))
+    return Written(_results(folder, rate), rate)
+
+
+def _results(folder: Path, rate: float) -> Check:
     if slurm.this_job_id() and folder.resolve().is_relative_to(Path.home().resolve()):
         # Home directories of clusters are small, slow and shared by all jobs of a user.
         fix = "set `results` and `data` in config.yaml to scratch storage"
         return Check("results", "warn", f"{folder} is in your home directory", fix)
-    return Check("results", "ok", f"{folder} is writable")
+    return Check("results", "ok", f"{folder} is writable, {rate / 1e6:,.0f} MB/s")
 
 
 def _local_disk() -> Check:

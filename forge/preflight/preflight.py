@@ -68,6 +68,12 @@ class Findings:
     def failed(self) -> list[Check]:
         return [check for node in self.nodes for check in node.failed] + self.failed_ranks
 
+    @property
+    def bytes_per_sec(self) -> float | None:
+        """At which the slowest node wrote into the run's directory, while the others did, too."""
+        rates = [node.facts.get("bytes_per_sec") for node in self.nodes if node.name in self.chosen]
+        return min((rate for rate in rates if rate), default=None)
+
     def result(self) -> PreflightResult:
         """The content of preflight.json."""
         return PreflightResult(
@@ -117,6 +123,7 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
             failed=[check.name for check in found.failed],
             nodes=found.chosen,
             left_out=found.left_out,
+            bytes_per_sec=found.bytes_per_sec,
         )
         events.record(paths.events, event)
         if not found.chosen:

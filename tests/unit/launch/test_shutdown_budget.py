@@ -4,6 +4,7 @@ import re
 import time
 
 import pytest
+from support.happenings import preflight
 
 from forge.cluster import slurm
 from forge.core import events
@@ -80,6 +81,17 @@ def test_the_first_save_of_a_run_is_guessed_from_the_size_of_the_model_and_the_n
     assert 120 < needed(10**9, 1) < 200
     # 70B on 32 nodes: five minutes, where one node would take 2.5 hours.
     assert 250 < needed(70 * 10**9, 32) < 330
+
+
+def test_the_first_save_is_expected_at_half_the_rate_that_preflight_has_measured(tmp_path):
+    def needed():
+        return ShutdownBudget.of(spec_of(tmp_path), 10**9).needed
+
+    unmeasured = needed()
+    events.record(RunPaths(tmp_path).events, preflight(bytes_per_sec=None))
+    assert needed() == unmeasured
+    events.record(RunPaths(tmp_path).events, preflight(bytes_per_sec=2e9))
+    assert needed() == pytest.approx((5 + 12) * 1.1 + 5)
 
 
 def test_a_launch_expects_saves_as_slow_as_the_last_ones_of_the_run(tmp_path):

@@ -46,9 +46,14 @@ def wanted(tmp_path):
     return Wanted(**folders, **facts, master="")
 
 
+def every_check(wanted, machine):
+    written = node_checks.write_results(Path(wanted.results))
+    return node_checks.node_checks(wanted, machine, written.check)
+
+
 def checks(wanted, ranks=1, **limits):
     machine = load_machine(None, {**MODEST, **{k.replace("__", "."): v for k, v in limits.items()}})
-    found = node_checks.node_checks(replace(wanted, ranks_per_node=ranks), machine)
+    found = every_check(replace(wanted, ranks_per_node=ranks), machine)
     return {check.name: check for check in found}
 
 
@@ -173,13 +178,13 @@ def test_interface_that_cannot_serve_fails_and_names_those_that_can(
 def test_interface_of_this_node_in_the_map_wins_and_is_named_by_its_key(wanted):
     key = f"fabric.interfaces.{hostname()}"
     machine = load_machine(None, {"fabric.interfaces": {hostname(): "none1"}})
-    (check,) = [c for c in node_checks.node_checks(wanted, machine) if c.name == "interface"]
+    (check,) = [c for c in every_check(wanted, machine) if c.name == "interface"]
     assert check.message == f"none1 ({key}) is not there"
     assert key in check.fix
     machine = load_machine(
         None, {"fabric.interface": "none0", "fabric.interfaces": {hostname(): "lo"}}
     )
-    (check,) = [c for c in node_checks.node_checks(wanted, machine) if c.name == "interface"]
+    (check,) = [c for c in every_check(wanted, machine) if c.name == "interface"]
     assert (check.status, check.message) == ("ok", "lo")
 
 
@@ -409,3 +414,13 @@ def test_staged_inputs_of_another_config_fail(staged_inputs):
     check = checks(replace(staged_inputs, digest="0" * 64))["program"]
     assert (check.status, check.fix) == ("fail", "run: forge stage")
     assert "have digest" in check.message
+
+
+def test_write_into_the_runs_directory_is_timed_and_leaves_nothing(wanted):
+    folder = Path(wanted.results)
+    written = node_checks.write_results(folder)
+    assert written.bytes_per_sec and written.bytes_per_sec > 0
+    assert f"{folder} is writable, {written.bytes_per_sec / 1e6:,.0f} MB/s" == written.check.message
+    assert list(folder.iterdir()) == []
+    (folder / "file").touch()
+    assert node_checks.write_results(folder / "file").bytes_per_sec is None
