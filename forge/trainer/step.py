@@ -10,6 +10,7 @@ from forge.core import failpoints
 from forge.core.config import Train
 from forge.data.loader import Loader, Windows
 from forge.data.shards import ShardSet
+from forge.launch.heartbeat import heartbeat
 from forge.launch.process_group import named
 from forge.launch.rank import Rank
 from forge.trainer.nonfinite import Skipped, not_finite
@@ -54,9 +55,9 @@ class TrainStep:
         lr = learning_rate(step, settings, self.decay_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        batch = self._read(step)
         with named(f"all-reduce of gradients in step {step + 1}"):
-            failpoints.reach("data.read")
-            local_loss = self.parallel.backward(*self.loader.batch(step))
+            local_loss = self.parallel.backward(*batch)
             grad_norm = self.parallel.clip_gradients(settings.grad_clip)
         table = world.gather([local_loss, grad_norm], f"losses of step {step + 1}")
         skipped = fatal = ""
@@ -68,6 +69,12 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         loss = sum(row[0] for row in table) / len(table)
         return StepResult(loss, grad_norm, lr, skipped, fatal)
+
+    def _read(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's inputs and targets of a step, int64 [B / W, seq_len]."""
+        heartbeat.begin_step(step + 1)
+        failpoints.reach("data.read")
+        return self.loader.batch(step)
 
     def _skip_update(self, trouble: str) -> tuple[str, str]:
         """Count a step without its update, if the config allows that; `skipped` and `fatal` of the
