@@ -86,6 +86,8 @@ def _is_stalled(record: RankRecord) -> bool:
 def _of_a_hang(suspects: list[RankRecord], world_size: int, missed: str) -> str:
     first = suspects[0]
     who = f"rank {_numbers(suspects)} of {world_size} on {first.host}"
+    if first.status == "failed" and not _is_stalled(first):
+        return f"{who} arrived too late at the {missed}"  # it was stopped, and then continued
     where = f"was {first.activity.where}" if first.activity else "does not respond"
     return f"{who} did not arrive at the {missed} and {where}" if missed else f"{who} {where}"
 

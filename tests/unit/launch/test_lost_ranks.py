@@ -55,7 +55,9 @@ def test_rank_whose_end_is_noticed_at_once_is_no_hang():
 
 def test_rank_that_comes_when_the_others_have_given_up_is_named():
     found = lost_ranks.judged([waiting(0), waiting(1, stalled=False)])
-    assert found.message.startswith("rank 1 of 2 on n1 did not arrive at the all-reduce")
+    assert found.message.startswith(
+        f"rank 1 of 2 on n1 arrived too late at the {COLLECTIVE}; rank 0 saw: "
+    )
     assert found.cause == "hang"
 
 
