@@ -17,7 +17,9 @@ from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.process import fast_imports, hostname, stop_with_parent
 from forge.launch import gpu_errors, program_rank, rank_output
+from forge.launch.heartbeat import heartbeat
 from forge.launch.launcher import register
+from forge.launch.lost_ranks import PEER_LOST
 from forge.launch.rank import Rank, rank_for_record, set_rendezvous, this_rank
 from forge.launch.rank_records import (
     LaunchSpec,
@@ -79,6 +81,7 @@ def _prepare(spec: LaunchSpec, rank: Rank) -> None:
     """Set the environment of this rank, before torch is imported, whose thread pool reads it."""
     master = set_rendezvous(spec.master)
     settings = network.rank_settings(spec.machine, spec.layout, master, cpus=spec.cpus_per_rank)
+    settings.append(_flight_recorder(spec))
     settings = network.apply(settings, user_threads=spec.threads)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "(torch chooses)")
     banner = (
@@ -92,6 +95,14 @@ def _prepare(spec: LaunchSpec, rank: Rank) -> None:
     for setting in settings:
         if not setting.won:
             terminal.say(f"keeping your exported {setting.name}={setting.value}")
+
+
+def _flight_recorder(spec: LaunchSpec) -> network.Setting:
+    """Where torch puts the last collectives of a rank; it appends the rank's number."""
+    prefix = RunPaths(Path(spec.run)).logs.absolute() / f"{spec.log_prefix}.flight-recorder."
+    return network.Setting(
+        network.FLIGHT_RECORDER, str(prefix), "with the other logs, not in ~/.cache"
+    )
 
 
 def _of_job(spec: LaunchSpec) -> str:
@@ -125,9 +136,17 @@ def _attempt(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> R
         return _failure(err, rank.rank)
     except Exception as err:
         if is_peer_loss(err):
-            return RankRecord("failed", rank.rank, Exit.UNFIT, cause="peer lost", message=str(err))
+            return _peer_lost(err, rank)
         terminal.say(traceback.format_exc())
         return _unexpected(err, rank)
+
+
+def _peer_lost(err: Exception, rank: Rank) -> RankRecord:
+    """The record of a rank that has done no wrong itself. An error outside of a named collective does not
+    know what the rank did."""
+    activity = getattr(err, "activity", heartbeat.activity)
+    record = RankRecord("failed", rank.rank, Exit.UNFIT, cause=PEER_LOST, message=str(err))
+    return replace(record, activity=activity)
 
 
 def _unexpected(err: Exception, rank: Rank) -> RankRecord:

@@ -171,6 +171,9 @@ LOST_PEER = Setting(
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", "a rank whose peer is lost ends, and does not hang"
 )
 
+# torch writes its flight recorder to this prefix and the rank's number; it records without being asked.
+FLIGHT_RECORDER = "TORCH_FR_DUMP_TEMP_FILE"
+
 DEBUG = [
     Setting("NCCL_DEBUG", "INFO", "fabric.debug"),
     Setting("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "fabric.debug"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +48,10 @@ class Placement:
     def only(self, hosts: Sequence[str]) -> Placement:
         """The placement with only these of its hosts."""
         return Placement(tuple(host for host in self.hosts if host in hosts), self.job)
+
+    def without(self, hosts: Collection[str]) -> Placement:
+        """The placement without these hosts."""
+        return Placement(tuple(host for host in self.hosts if host not in hosts), self.job)
 
 
 def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:

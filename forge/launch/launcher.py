@@ -22,7 +22,7 @@ from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process, hostname, stop_with_parent, user_threads
 from forge.core.terminal import duration, say
-from forge.launch import gpu_errors
+from forge.launch import gpu_errors, lost_ranks
 from forge.launch.rank_output import Console
 from forge.launch.rank_records import (
     LaunchSpec,
@@ -96,7 +96,9 @@ def run_ranks(
             )
     try:
         stopped = _run(command, spec, log, machine.stop_grace_sec, deadline_sec)
-        record = verdict([RankRecord.read(spec, rank) for rank in range(layout.world_size)])
+        records = [RankRecord.read(spec, rank) for rank in range(layout.world_size)]
+        hosts = placement.hosts
+        record = verdict(lost_ranks.with_hosts(records, hosts, layout.ranks_per_node))
         if stopped and record.status in ("lost", "stopped"):
             # Lost: the signal came before the ranks had their handlers. Stopped: the ranks know only the
             # signal that was forwarded, which may differ from the one received here. The record keeps
@@ -279,7 +281,12 @@ def wait_for_orphans(paths: RunPaths) -> None:
 # --- the outcome -----------------------------------------------------------------------------------
 
 # Causes of a failed rank that another launch may not have.
-RESTARTED_CAUSES = ("peer lost", gpu_errors.FAULT, gpu_errors.ERROR)
+RESTARTED_CAUSES = (
+    lost_ranks.PEER_LOST,
+    lost_ranks.HANG,
+    gpu_errors.FAULT,
+    gpu_errors.ERROR,
+)
 
 
 def verdict(records: list[RankRecord]) -> RankRecord:
@@ -294,23 +301,8 @@ def verdict(records: list[RankRecord]) -> RankRecord:
     if told := sorted((r for r in lost if r.ended), key=lambda r: r.ended or 0.0):
         # The program of a rank ended; those of the others ended because of it.
         return replace(told[0], lost=tuple(r.rank for r in lost))
-    orphaned = [r for r in records if r.status == "failed"]
-    if lost or orphaned:
-        numbers = ", ".join(str(r.rank) for r in lost)
-        gone = (
-            f"rank {numbers} of {len(records)} exited without a record"
-            if lost
-            else "ranks lost each other"
-        )
-        seen = f"; rank {orphaned[0].rank} saw: {orphaned[0].message}" if orphaned else ""
-        return RankRecord(
-            "lost",
-            rank=lost[0].rank if lost else orphaned[0].rank,
-            code=Exit.UNFIT,
-            cause="peer lost",
-            message=f"{gone}{seen}",
-            lost=tuple(r.rank for r in lost),
-        )
+    if lost or any(r.status == "failed" for r in records):
+        return lost_ranks.judged(records)
     first = next((r for r in records if r.status == "stopped"), records[0])
     bad = next((r.exit_status for r in records if r.exit_status), first.exit_status)
     return replace(first, exit_status=bad)

@@ -9,14 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
+from forge.cluster.network import FLIGHT_RECORDER
 from forge.core.errors import UnfitError
 from forge.core.machine import Machine
 from forge.launch.device import Seen, choose
+from forge.launch.heartbeat import heartbeat
 from forge.launch.rank import Rank
 
 T = TypeVar("T")
@@ -30,7 +34,12 @@ FAILURE_SEC = 5.0
 
 
 class PeerFailed(RuntimeError):
-    """Another rank failed (its record says why), is lost, or does not respond."""
+    """Another rank failed (its record says why), is lost, or does not respond. activity: what this rank
+    did when it noticed."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.activity = heartbeat.activity
 
 
 def is_peer_loss(error: BaseException) -> bool:
@@ -43,22 +52,36 @@ def is_peer_loss(error: BaseException) -> bool:
 
 @contextmanager
 def named(what: str) -> Iterator[None]:
-    """Name a collective: when it fails because of another rank, raise PeerFailed with `what`.
+    """Name a collective, for the heartbeat; when it fails because of another rank, raise PeerFailed with
+    `what`.
 
-    The launcher finds out which rank: the one without a record.
+    The launcher finds out which rank: the one that has no record, or was elsewhere.
     """
+    heartbeat.beat(what, waits=True)
     try:
         yield
     except RuntimeError as err:
         if not is_peer_loss(err) or isinstance(err, PeerFailed):
             raise
         raise PeerFailed(f"{what}: {_reason(err)}") from err
+    heartbeat.beat(f"work after {what}")
 
 
 def _reason(err: RuntimeError) -> str:
     """The error of Gloo, without its source file and its advice."""
     said = " ".join(str(err).split())
     return (said.partition("] ")[2] or said).partition(". This is typically")[0]
+
+
+def dump_collectives(world: World) -> None:
+    """Write torch's flight recorder, this rank's last collectives, to the file that torch itself writes
+    at a timeout of NCCL. `torchfrtrace` reads those of all ranks.
+
+    A rank that waits in the control group, which is Gloo's, may exit before NCCL's timeout has come.
+    """
+    # torch has no other way to ask for it; NCCL's recorder is another one than that of all others.
+    trace = getattr(c10d, "_dump_nccl_trace" if world.backend == "nccl" else "_dump_fr_trace")
+    Path(f"{os.environ[FLIGHT_RECORDER]}{world.rank.rank}").write_bytes(trace())
 
 
 class Background(Generic[T]):
@@ -159,6 +182,7 @@ class World:
         Raises the exception of `action`, or PeerFailed where it succeeded: those ranks would else wait
         in the next collective for a rank that has exited.
         """
+        heartbeat.beat(what)
         error: Exception | None = None
         try:
             outcome = action()
@@ -221,6 +245,7 @@ def joined(rank: Rank, machine: Machine) -> Iterator[World]:
     Raises UnfitError when the rendezvous fails, and as device.choose does.
     """
     timeout = timedelta(seconds=machine.fabric.timeout_sec)
+    heartbeat.timeout_sec = machine.fabric.timeout_sec
     seen = Seen.here(rank, machine.device)
     try:
         store = _store(rank, timeout)

@@ -18,6 +18,7 @@ from forge.core.paths import RunPaths
 from forge.core.process import Process
 from forge.core.program import Program
 from forge.core.records import Record, content
+from forge.launch.heartbeat import Activity
 
 FORMAT = 1
 SAME_VERSION = "install the same version on all nodes (forge preflight compares them)"
@@ -168,6 +169,7 @@ class RankRecord:
     exit_status: int | None = None  # of another program; of all ranks: 0 where all are
     host: str = ""  # on which the rank ran
     ended: float | None = None  # of another program: when, in seconds since the epoch
+    activity: Activity | None = None  # of Forge's trainer, where a rank hangs or lost a peer
     result: dict[str, Any] = field(
         default_factory=dict
     )  # of preflight, the replay check or recomputed losses
@@ -193,11 +195,15 @@ class RankRecord:
             with open(_reserve(path), "r+") as file:
                 file.write(json.dumps(values)[:RESERVED_BYTES])
 
+    def write_provisional(self, spec: LaunchSpec) -> None:
+        """Write the record that counts if this rank never writes another one."""
+        write_json(_provisional(_path(spec, self.rank)), {"format": FORMAT, **asdict(self)})
+
     @classmethod
     def read(cls, spec: LaunchSpec, rank: int) -> RankRecord:
         """The record of this rank; `lost` without one."""
         path = _path(spec, rank)
-        for file in (path, _reserve(path)):
+        for file in (path, _reserve(path), _provisional(path)):
             if file.exists() and file.read_text().strip():
                 return cls.read_file(file)
         return cls("lost", rank, message=NO_RECORD)
@@ -212,8 +218,13 @@ _RECORD = TypeAdapter(RankRecord)
 
 
 def written(spec: LaunchSpec) -> list[RankRecord]:
-    """The records so far, while ranks still run; without those in the reserved space."""
+    """The records so far, while ranks still run; without provisional ones and the reserved space."""
     return [RankRecord.read_file(path) for path in spec.directory.glob("rank-*.json")]
+
+
+def withdraw(spec: LaunchSpec, rank: int) -> None:
+    """Remove the provisional record of a rank."""
+    _provisional(_path(spec, rank)).unlink(missing_ok=True)
 
 
 def reserve(spec: LaunchSpec) -> None:
@@ -230,3 +241,7 @@ def _path(spec: LaunchSpec, rank: int) -> Path:
 
 def _reserve(path: Path) -> Path:
     return path.with_suffix(".reserve")
+
+
+def _provisional(path: Path) -> Path:
+    return path.with_suffix(".provisional")

@@ -135,6 +135,38 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
     return paths.preflight_pass
 
 
+def recheck(
+    config: ResolvedConfig, machine: Machine, layout: WorldLayout, placement: Placement
+) -> str:
+    """Why the only node of this placement must not train again, in one line; "" where it passes its own
+    checks and its ranks can communicate with each other.
+
+    Called by training, which holds the run's lock; takes preflight.deadline_sec at most.
+    """
+    end = time.monotonic() + machine.preflight.deadline_sec
+    sec = NODES_SHARE * machine.preflight.deadline_sec
+    paths = RunPaths.of(config)
+    python = staged_python(paths)
+    wanted = _wanted(config, paths, machine, layout, placement)
+    try:
+        [node] = compare_nodes.inspect(placement, wanted, machine, sec=sec, python=python)
+    except rendezvous.EndpointError:
+        return ""  # its ranks cannot meet at an endpoint that was asked for on another node
+    if not node.is_healthy:
+        return node.reason
+    addresses = {node.name: node.facts["address"]}
+    prober = Prober(
+        paths,
+        machine,
+        layout.ranks_per_node,
+        placement,
+        python=python,
+        end=end,
+        addresses=addresses,
+    )
+    return checks.summary(checks.failed(prober.together([node.name])))
+
+
 def _programs(config: ResolvedConfig, placement: Placement) -> dict[str, dict[str, Any]]:
     """What a node must know of another program, by host: its command, the directories that its ranks read
     there, and the shared ones; {} where Forge's own trainer trains."""

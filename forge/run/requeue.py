@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from forge.cluster import slurm
@@ -110,6 +110,9 @@ def _wait_for_the_end() -> None:
         time.sleep(0.1)
 
 
-def pick_hosts(placement: Placement, nodes: int) -> Placement | None:
-    """The first `nodes` hosts of the placement; None if there are too few."""
-    return placement.only(placement.hosts[:nodes]) if len(placement.hosts) >= nodes else None
+def pick_hosts(placement: Placement, nodes: int, avoid: Sequence[str] = ()) -> Placement | None:
+    """The first `nodes` hosts of the placement, those to avoid only where others are too few; None if
+    there are too few of both."""
+    if len(placement.hosts) < nodes:
+        return None
+    return placement.only(sorted(placement.hosts, key=lambda host: host in avoid)[:nodes])

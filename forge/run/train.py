@@ -17,9 +17,10 @@ from forge.core.paths import RunPaths
 from forge.core.provenance import config_digest
 from forge.core.records import PreflightPass
 from forge.core.terminal import say
-from forge.launch import gpu_errors
+from forge.launch import gpu_errors, lost_ranks
 from forge.launch.launcher import MAX_RESTARTS_AFTER_LOSS, RankFailure, wait_for_orphans
 from forge.launch.rank_records import RankRecord
+from forge.preflight.preflight import recheck
 from forge.run import crash_loop, requeue
 from forge.run.programs import Start, TrainingProgram, program_of
 from forge.staging.staged import remove_staged
@@ -119,6 +120,7 @@ def _train_until_it_ends(
         )
     for line in program.warnings():
         say(line)
+    hung: list[str] = []  # nodes of ranks that hung: spare nodes take their place, healthy or not
     for attempt in range(1 + MAX_RESTARTS_AFTER_LOSS):
         if attempt > 0:
             step = program.resume_step()
@@ -129,19 +131,36 @@ def _train_until_it_ends(
         if record.status != "lost":
             break
         silent = nodes.unresponsive(hosts)
-        unhealthy = dict.fromkeys(silent, "does not start a process")
-        if record.cause == gpu_errors.FAULT and placement.job:
-            unhealthy.setdefault(record.host, record.message)
-        exclude.add(paths.bad_nodes, unhealthy)
         lost = events.Lost(message=record.what, attempt=attempt, silent=silent)
         events.record(paths.events, lost)
-        healthy = placement.only([host for host in healthy.hosts if host not in unhealthy])
-        hosts = requeue.pick_hosts(healthy, layout.nodes)
+        unhealthy = dict.fromkeys(silent, "does not start a process")
+        unhealthy |= _at_fault(record, program.config, start, healthy.without(silent))
+        exclude.add(paths.bad_nodes, unhealthy)
+        if record.cause == lost_ranks.HANG:
+            hung.append(record.host)
+        healthy = healthy.without(unhealthy)
+        hosts = requeue.pick_hosts(healthy, layout.nodes, avoid=hung)
         if hosts is None or requeue.was_cancelled(placement):
             break
         if attempt < MAX_RESTARTS_AFTER_LOSS:
             say(f"lost a rank ({record.what}); restarting from the last checkpoint")
     return record
+
+
+def _at_fault(
+    record: RankRecord, config: ResolvedConfig, start: Start, placement: Placement
+) -> dict[str, str]:
+    """The node that the ranks' records blame, and why it must not train again; {} for none. A node whose
+    rank hung is checked."""
+    if placement.job is None or record.host not in placement.hosts:
+        return {}
+    if record.cause == gpu_errors.FAULT:
+        return {record.host: record.message}
+    if record.cause == lost_ranks.HANG:
+        say(f"checking {record.host}, on which a rank hung …")
+        trouble = recheck(config, start.machine, start.layout, placement.only([record.host]))
+        return {record.host: f"{record.message}; checked: {trouble}"} if trouble else {}
+    return {}
 
 
 def _end_if_stuck(program: TrainingProgram, machine: Machine, step: int) -> None:
@@ -191,15 +210,26 @@ def _conclude(program: TrainingProgram, record: RankRecord) -> Path:
         )
     _record_failure(config, paths, record)
     if record.status == "lost" and (record.exit_status or 0) <= 0:
-        by_gpu = record.cause in (gpu_errors.FAULT, gpu_errors.ERROR)
         raise UnfitError(
             f"ranks were lost, and restarts did not help: {record.what}",
-            cause=f"a GPU of {record.host} is broken (see nvidia-smi -q and dmesg there), or a kernel is"
-            if by_gpu
-            else "the system killed them (out of memory?), or a node or the network fails",
+            cause=_why_lost(record),
             fix=f"read the ranks' logs in {paths.logs}, then rerun the same command",
         )
     raise RankFailure(record, paths.logs)
+
+
+def _why_lost(record: RankRecord) -> str:
+    """The likely cause of a loss, for people."""
+    if record.cause in (gpu_errors.FAULT, gpu_errors.ERROR):
+        return (
+            f"a GPU of {record.host} is broken (see nvidia-smi -q and dmesg there), or a kernel is"
+        )
+    if record.cause == lost_ranks.HANG:
+        return (
+            f"a file system, a GPU or {record.host} itself does not respond; where the rank could tell,"
+            " the stacks of its threads are in its log"
+        )
+    return "the system killed them (out of memory?), or a node or the network fails"
 
 
 def _what_is_kept(record: RankRecord, step: int, first_step: int = 0) -> str:

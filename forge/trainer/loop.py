@@ -33,11 +33,13 @@ from forge.core.provenance import versions
 from forge.core.terminal import say
 from forge.data.loader import Windows, eval_batches, split
 from forge.data.shards import MANIFEST, ShardSet
-from forge.launch.process_group import World, is_peer_loss
+from forge.launch.heartbeat import heartbeat
+from forge.launch.process_group import World, dump_collectives, is_peer_loss
 from forge.launch.rank_output import RankProgress
 from forge.launch.rank_records import LaunchSpec, RankRecord, TrainTask
 from forge.launch.shutdown_budget import ShutdownBudget
 from forge.launch.stop_signal import CAUSES, StopFlag
+from forge.launch.watchdog import Watchdog
 from forge.trainer import metrics, optim
 from forge.trainer.initialize import initialize
 from forge.trainer.llama import Decoder
@@ -138,6 +140,7 @@ class Trainer:
         self.decay_steps = compatibility.frozen_decay_steps(self.config, own)
         self.lineage = self._lineage(parent.recorded(self.config, own, found))
         if found is None:
+            heartbeat.beat("draw of the initial weights")
             initialize(self.model, self.settings.seed)
         else:
             same_data = functools.partial(resume.check_same_data, found, self.lineage)
@@ -439,6 +442,7 @@ def train(
     spec: LaunchSpec,
 ) -> RankRecord:
     """Train one run on this rank to train.max_steps or to a stop. All ranks call it."""
+    Watchdog(spec, world.rank.rank, lambda: dump_collectives(world)).start()
     prepare(world.device, deterministic=config.train.deterministic)
     shards = world.patiently(
         lambda: _open_verified(_shards_folder(spec.train_task), world), "check of shards"

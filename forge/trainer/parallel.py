@@ -17,6 +17,7 @@ from forge.core.config import Train, ranks_per_copy
 from forge.core.errors import ConfigError
 from forge.core.terminal import say
 from forge.data.loader import split
+from forge.launch.heartbeat import heartbeat
 from forge.launch.process_group import World, named
 from forge.trainer import micro_batch, recompute
 from forge.trainer.llama import Decoder
@@ -98,6 +99,7 @@ class ParallelModel:
                 # One graph for each shape. With dynamic shapes the graph, and so the bits of a step,
                 # would depend on which shape came first in this launch.
                 block.forward = torch.compile(block.forward, dynamic=False)
+            heartbeat.beat("compilation")
             try:
                 self._trial()
             except Exception as err:
@@ -143,6 +145,7 @@ class ParallelModel:
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """Mean loss, for evaluation. With FSDP2 all ranks gather the weights."""
+        heartbeat.beat("evaluation", waits=self.is_sharded)
         # Without torch.compile: validation recomputes this loss without it.
         with self._autocast(), torch.compiler.set_stance("force_eager"):
             loss = self.decoder(inputs.to(self.world.device), targets.to(self.world.device))

@@ -16,6 +16,7 @@ from forge.core.config import Train
 from forge.data.loader import Loader, Windows
 from forge.data.prefetch import Prefetcher
 from forge.data.shards import ShardSet
+from forge.launch.heartbeat import heartbeat
 from forge.launch.process_group import World, named
 from forge.trainer.nonfinite import not_finite
 from forge.trainer.optim import learning_rate
@@ -53,8 +54,9 @@ class LaunchedStep:
 
     def read(self) -> StepResult:
         """Wait until the step has been computed."""
-        if self._copied:
-            self._copied.synchronize()
+        with named(f"results of step {self._step + 1}"):
+            if self._copied:
+                self._copied.synchronize()
         rows = self._table.tolist()
         return StepResult(
             self._step,
@@ -92,9 +94,9 @@ class TrainStep:
         lr = learning_rate(step, settings, self.decay_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        batch = self._read(step)
         with named(f"all-reduce of gradients in step {step + 1}"):
-            failpoints.reach("data.read")
-            loss = self.parallel.backward(*self.loader.batch(step))
+            loss = self.parallel.backward(*batch)
             grad_norm = self.parallel.clip_gradients(settings.grad_clip)
         mine = torch.cat([torch.stack([loss, grad_norm]), world.on_device(flags())])
         table = world.gather_on_device(mine, f"losses of step {step + 1}")
@@ -103,6 +105,12 @@ class TrainStep:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return LaunchedStep(step, lr, table)
+
+    def _read(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's inputs and targets of a step, int64 [B / W, seq_len]."""
+        heartbeat.begin_step(step + 1)
+        failpoints.reach("data.read")
+        return self.loader.batch(step)
 
 
 def train_loader(shards: ShardSet, settings: Train, world: World) -> Loader | Prefetcher:

@@ -98,6 +98,11 @@ def _send(number: signal.Signals) -> Callable[[Fault, Path | None], None]:
     return strike
 
 
+def _hang(_fault: Fault, _path: Path | None) -> None:
+    """A read that never returns. The process lives, and answers signals."""
+    threading.Event().wait()
+
+
 def _terminate_all(_fault: Fault, _path: Path | None) -> None:
     """SIGTERM to every rank and to the command that started them."""
     os.killpg(0, signal.SIGTERM)
@@ -171,6 +176,7 @@ KINDS: dict[str, Callable[[Fault, Path | None], None]] = {
     "term": _send(signal.SIGTERM),
     "term-all": _terminate_all,
     "stop": _send(signal.SIGSTOP),
+    "hang": _hang,
     "enospc": _fail(errno.ENOSPC),
     "eio": _fail(errno.EIO),
     "ecc": _fail_gpu("uncorrectable ECC error encountered"),

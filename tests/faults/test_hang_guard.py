@@ -1,6 +1,9 @@
-"""Against ranks that wait for ever for one that does not answer."""
+"""Against ranks that wait for ever for one that does not answer, and restarts that do not tell why."""
 
 from __future__ import annotations
+
+import pickle
+import re
 
 import pytest
 from cases import EVERYTHING, LOADING
@@ -9,6 +12,7 @@ from runs import IMPATIENT, IMPATIENT_SEC
 from support.forked import AFTER_FAILURE_SEC
 
 from forge.core.errors import Exit
+from forge.core.process import hostname
 
 # A start, the steps, the restart and the way to the goal, on a machine that does other things too; less
 # than the patience that would show in its place, of a minute.
@@ -34,10 +38,42 @@ def test_rank_that_is_stopped_is_named_with_the_collective(
     assert ended.code == Exit.DONE, ended.text
     assert ended.seconds < IMPATIENT_SEC + AFTER_FAILURE_SEC + MARGIN_SEC
     [lost] = run.events("lost")
-    assert f"rank {fault.rank} of 2 exited without a record" in lost["message"]
-    assert f"rank {1 - fault.rank} saw: {collective}: " in lost["message"]
+    assert lost["message"].startswith(
+        f"rank {fault.rank} of 2 on {hostname()} did not arrive at the {collective} and does not"
+        f" respond; rank {1 - fault.rank} saw: {collective}: "
+    )
     assert lost["message"] in ended.text
     assert run.story() == uninterrupted(2)
+    run.assert_whole()
+
+
+def test_rank_that_hangs_in_a_data_read_is_named_and_all_ranks_tell_where_they_are(
+    runs, uninterrupted
+):
+    run = runs("hangs", 4)
+    ended = run.train(Fault("hang", "data.read", at=8, rank=2), more=IMPATIENT)
+    assert ended.code == Exit.DONE, ended.text
+    [lost] = run.events("lost")
+    assert re.match(
+        rf"rank 2 of 4 on {hostname()} did not arrive at the all-reduce of gradients in step 8 and was in"
+        r" the data read of step 8 for \d+ s; rank \d saw: all-reduce of gradients in step 8: ",
+        lost["message"],
+    )
+    assert lost["message"] in ended.text
+    first, *_ = sorted(run.paths.logs.glob(f"*.{hostname()}.2.log"))
+    logs = [first.with_name(first.name.replace(".2.log", f".{n}.log")) for n in range(4)]
+    told = [log.read_text() for log in logs]
+    assert "rank 2 has been in the data read of step 8 for" in told[2]
+    assert "in _hang" in told[2] and "in _read" in told[2]  # the stack of the injected fault
+    for rank in (0, 1, 3):
+        assert f"rank {rank} has been in the all-reduce of gradients in step 8 for" in told[rank]
+        assert "in backward" in told[rank]
+    start = first.name.removesuffix(f".{hostname()}.2.log")
+    recorded = [run.paths.logs / f"{start}.flight-recorder.{rank}" for rank in range(4)]
+    groups = [pickle.loads(file.read_bytes())["pg_status"]["0"] for file in recorded]
+    begun = [group["last_enqueued_collective"] for group in groups]
+    assert begun == [begun[2] + 1, begun[2] + 1, begun[2], begun[2] + 1]
+    assert run.story() == uninterrupted(4)
     run.assert_whole()
 
 
@@ -47,7 +83,7 @@ def test_rank_that_dies_is_noticed_at_once(runs, uninterrupted):
     assert ended.code == Exit.DONE, ended.text
     assert ended.seconds < MARGIN_SEC
     [lost] = run.events("lost")
-    assert "rank 1 of 2 exited without a record" in lost["message"]
+    assert f"rank 1 of 2 exited without a record on {hostname()}" in lost["message"]
     assert "all-reduce of gradients in step 8: " in lost["message"] and "by peer" in lost["message"]
     assert "typically" not in lost["message"]  # Gloo's advice to look into logs
     assert run.story() == uninterrupted(2)

@@ -4,7 +4,11 @@ device-side assert each further call to CUDA fails, and libraries abort the proc
 
 from __future__ import annotations
 
+import pickle
 import shutil
+
+import pytest
+from support.live_run import TWO_RANKS, ranks, wait_until
 
 from forge.core.errors import Exit
 from forge.core.files import read_json, write_json
@@ -48,3 +52,26 @@ def test_gpu_without_enough_memory_is_recorded_with_what_to_do(gpu, new_run, mea
     measured("recorded", message.splitlines()[0][:100])
     assert "OutOfMemoryError" in message
     assert "lower train.micro_batch_size" in message
+
+
+def test_rank_that_stops_is_named_and_the_one_that_waits_leaves_its_collectives(
+    device, new_run, measured
+):
+    """With NCCL, torch ends the rank that waits from a thread of C++, which writes no record."""
+    if device.type == "cuda":
+        import torch
+
+        if torch.cuda.device_count() < 2:
+            pytest.skip("needs two GPUs")
+    run = new_run("stopped", "--machine.fabric.timeout_sec=20")
+    started = run.start("train", *TWO_RANKS)
+    wait_until(lambda: run.step() >= 3, "three steps")
+    ranks()[-1].suspend()
+    done = started.end(180)
+    assert done.code == Exit.DONE, done.text
+    [lost] = run.events("lost")
+    measured("recorded", lost["message"])
+    assert "exited without a record" not in lost["message"]
+    assert "does not respond; rank " in lost["message"]
+    files = list(run.paths.logs.glob("*.flight-recorder.*"))
+    assert files and all(pickle.loads(file.read_bytes())["entries"] for file in files)

@@ -3,6 +3,7 @@ last checkpoint at the latest, and ends with the weights of the uninterrupted ru
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -39,3 +40,26 @@ def test_killed_rank_restarts_inside_the_allocation_and_cut_off_nodes_send_the_j
     assert int(ended["Restarts"]) == len(cuts)
     uninterrupted.equals(run)
     assert max(map(run.steps_lost, times)) <= MOST_LOST
+
+
+def test_node_of_a_rank_that_hangs_is_checked_and_a_spare_takes_its_place(
+    new_run: NewRun, uninterrupted: Uninterrupted
+) -> None:
+    run = new_run("srun", on=3)
+    job = run.submit(nodes=3)
+    run.wait_for_pause()
+    run.ranks()[-1].suspend()
+    run.end_pause()
+    ended = run.wait_for_end(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0"), run.said()
+    [lost] = run.events("lost")
+    # Slurm continues the rank when the other one has failed, so that it arrives, too late.
+    found = re.match(
+        r"rank \d of 2 on (\w+) (did not arrive|arrived too late) at ", lost["message"]
+    )
+    assert found, lost["message"]
+    assert f"checking {found[1]}, on which a rank hung" in run.output.read_text()
+    before, after = (launch["nodes"] for launch in run.events("launch"))
+    assert found[1] in before and found[1] not in after
+    assert not run.paths.bad_nodes.exists()
+    uninterrupted.equals(run)

@@ -107,6 +107,9 @@ def test_every_quoted_message_is_said(title: str) -> None:
 COMPOSED = {
     "GPU fault on … (rank …): CUDA error: …",
     "GPU error on … (rank …): CUDA error: …",
+    "rank … of … on … did not arrive at the … and was in the … for … s; rank … saw: …",
+    "rank … of … on … did not arrive at the … and does not respond; rank … saw: …",
+    "rank … of … on … arrived too late at the …; rank … saw: …",
     "NODE … FAIL answers=fail",
     "interface: ib9 (fabric.interface) is not there",
     "loss … and gradient norm … on rank … are not finite; the weights were not updated",

@@ -7,6 +7,7 @@ from forge.core.files import read_json, write_json
 from forge.core.machine import Fabric, Machine
 from forge.core.process import Process
 from forge.launch import rank_records
+from forge.launch.heartbeat import Activity
 from forge.launch.rank_records import (
     LaunchSpec,
     LossesTask,
@@ -47,6 +48,22 @@ def test_rank_without_a_record_is_lost_and_records_survive_the_file(tmp_path):
     lost = RankRecord("lost", 1, message="it exited without a record")
     assert [RankRecord.read(spec, rank) for rank in range(3)] == [first, lost, last]
     assert sorted(rank_records.written(spec), key=lambda record: record.rank) == [first, last]
+
+
+def test_provisional_record_counts_until_the_rank_writes_another_one(tmp_path):
+    spec = spec_of(tmp_path)
+    spec.write(spec.path)
+    rank_records.reserve(spec)
+    activity = Activity(18, "data read of step 18", waits=False, sec=35.0, stalled=True)
+    stalled = RankRecord("lost", 1, 69, message="no progress", activity=activity)
+    stalled.write_provisional(spec)
+    assert RankRecord.read(spec, 1) == stalled
+    assert (
+        rank_records.written(spec) == []
+    )  # the rank has not ended: the launcher must not kill others
+    ended = RankRecord("completed", 1)
+    ended.write(spec)
+    assert RankRecord.read(spec, 1) == ended
 
 
 def test_record_fits_into_the_reserved_space_of_a_full_disk(tmp_path, monkeypatch):

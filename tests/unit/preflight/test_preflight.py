@@ -173,7 +173,8 @@ class Nodes:
         return Placement(NAMES, job)
 
     def inspect(self, placement, wanted, machine, *, sec, python):
-        assert set(wanted) == set(NAMES) and {w.master for w in wanted.values()} == {"n1"}
+        assert set(wanted) == set(placement.hosts)
+        assert {w.master for w in wanted.values()} == {placement.hosts[0]}
         return [
             Node(name, [self.down[name]], {})
             if name in self.down
@@ -289,6 +290,24 @@ def test_failure_that_does_not_repeat_is_tried_once_more(nodes):
     nodes.broken = Broken(among=NAMES, probes=3)
     nodes.bad = lambda hosts: len(nodes.probed) == 1
     assert nodes.run() == list(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("down", "broken", "trouble"),
+    [
+        ({}, None, ""),
+        ({"n3": DOWN}, None, "answers: its process ended"),
+        ({}, Broken(nodes=["n3"]), "rendezvous: "),
+    ],
+)
+def test_node_of_a_running_job_is_checked_alone_with_its_own_ranks(
+    nodes, config, down, broken, trouble
+):
+    nodes.down, nodes.broken = down, broken
+    machine, layout = load_machine(None, {"launcher": "srun"}), WorldLayout(4, 1)
+    found = preflight.recheck(config, machine, layout, nodes.placement.only(["n3"]))
+    assert found.startswith(trouble) and bool(found) == bool(trouble)
+    assert nodes.probed == ([] if down else [["n3"]])
 
 
 @pytest.mark.parametrize(("num_nodes", "num_lines"), [(16, 16), (17, 1)])

@@ -8,7 +8,7 @@ from forge.cluster.placement import Placement, WorldLayout
 from forge.core import events
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
-from forge.launch import gpu_errors
+from forge.launch import gpu_errors, lost_ranks
 from forge.launch.rank_records import RankRecord
 from forge.run import requeue, train
 from forge.run.programs import Start
@@ -87,6 +87,59 @@ def test_the_node_of_a_broken_gpu_is_left_out_and_named(trained, paths):
     assert record == DONE
     assert program.hosts == [("n1", "n2"), ("n1", "n3")]
     assert "GPU fault on n2 (rank 1): CUDA error" in paths.bad_nodes.read_text()
+
+
+@pytest.fixture
+def rechecked(monkeypatch):
+    """rechecked(trouble): what the check of any node finds; the nodes that were checked."""
+    hosts = []
+
+    def rechecked(trouble):
+        def recheck(config, machine, layout, placement):
+            hosts.extend(placement.hosts)
+            return trouble
+
+        monkeypatch.setattr(train, "recheck", recheck)
+        return hosts
+
+    return rechecked
+
+
+def hung_on(host):
+    message = (
+        f"rank 1 of 2 on {host} did not arrive at the agreement after step 8 and does not respond"
+    )
+    return RankRecord("lost", 1, 69, cause=lost_ranks.HANG, message=message, host=host)
+
+
+def test_a_spare_takes_over_from_the_node_of_a_hung_rank_even_where_its_checks_pass(
+    trained, rechecked, paths
+):
+    checked = rechecked("")
+    program, record = trained(hung_on("n2"), DONE)
+    assert record == DONE
+    assert checked == ["n2"]
+    assert program.hosts == [("n1", "n2"), ("n1", "n3")]
+    assert not paths.bad_nodes.exists()
+
+
+def test_without_a_spare_the_node_of_a_hung_rank_trains_again_if_its_checks_pass(
+    trained, rechecked
+):
+    checked = rechecked("")
+    program, _ = trained(hung_on("n2"), hung_on("n3"), DONE)
+    assert checked == ["n2", "n3"]
+    assert program.hosts == [("n1", "n2"), ("n1", "n3"), ("n1", "n2")]
+
+
+def test_the_node_of_a_hung_rank_that_fails_its_checks_is_excluded_with_both_reasons(
+    trained, rechecked, paths
+):
+    rechecked("gpus: 3 GPUs for 4 ranks")
+    program, record = trained(hung_on("n2"), hung_on("n1"))
+    assert program.hosts == [("n1", "n2"), ("n1", "n3")]
+    assert "does not respond; checked: gpus: 3 GPUs" in paths.bad_nodes.read_text()
+    assert record.cause in requeue.REQUEUED_CAUSES
 
 
 def test_an_error_that_a_kernel_may_have_made_blames_no_node(trained, paths):

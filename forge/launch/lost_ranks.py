@@ -1,0 +1,96 @@
+"""Which rank is to blame when ranks lost each other: one that ended, that hangs, or that is behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from forge.core.errors import Exit
+from forge.launch.rank_records import RankRecord
+
+PEER_LOST = "peer lost"
+# The cause where a rank did not arrive and was not seen to end: its node is checked before it is used
+# again.
+HANG = "hang"
+
+
+def judged(records: Sequence[RankRecord]) -> RankRecord:
+    """One `lost` record for all ranks, which names those to blame, the first of them with its host.
+
+    records: by rank; some are lost, or failed because of a lost peer, and no other has failed.
+    """
+    lost = [record for record in records if record.status == "lost"]
+    waiting = [record for record in records if record.status == "failed"]
+    suspects = _suspects(lost, waiting)
+    witness = _witness([record for record in waiting if record not in suspects])
+    missed = witness.activity.phase if witness and _is_stalled(witness) and witness.activity else ""
+    first, hangs = (suspects or waiting)[0], False
+    if not suspects:
+        what = "ranks lost each other"
+    elif first.activity or missed:
+        hangs, what = True, _of_a_hang(suspects, len(records), missed)
+    else:
+        on = f" on {first.host}" if first.host else ""
+        what = f"rank {_numbers(suspects)} of {len(records)} exited without a record{on}"
+    seen = f"; rank {witness.rank} saw: {witness.message}" if witness else ""
+    return RankRecord(
+        "lost",
+        rank=first.rank,
+        code=Exit.UNFIT,
+        cause=HANG if hangs else PEER_LOST,
+        message=f"{what}{seen}",
+        lost=tuple(record.rank for record in lost),
+        host=first.host if suspects else "",
+    )
+
+
+def with_hosts(
+    records: Sequence[RankRecord], hosts: Sequence[str], ranks_per_node: int
+) -> list[RankRecord]:
+    """The records, by rank, with the host of each as the placement names it. A rank without a record has
+    told none."""
+    return [
+        record if record.host in hosts else replace(record, host=hosts[rank // ranks_per_node])
+        for rank, record in enumerate(records)
+    ]
+
+
+def _suspects(lost: list[RankRecord], waiting: list[RankRecord]) -> list[RankRecord]:
+    """The ranks to blame, all of one kind; [] where nothing tells which."""
+    silent = [record for record in lost if record.activity is None]
+    hanging = [record for record in lost if record.activity]
+    if silent and not any(map(_is_stalled, waiting)):
+        return silent  # their peers noticed at once: they ended
+    return hanging or silent or _late(waiting)
+
+
+def _late(waiting: list[RankRecord]) -> list[RankRecord]:
+    """Ranks that came to a collective when the others had given it up, or that are at an earlier step."""
+    known = [record for record in waiting if record.activity]
+    late = [record for record in known if not _is_stalled(record)]
+    if late and len(late) < len(known):
+        return late
+    newest = max((record.activity.step for record in known if record.activity), default=0)
+    return [record for record in known if record.activity and record.activity.step < newest]
+
+
+def _witness(others: list[RankRecord]) -> RankRecord | None:
+    """The rank that tells what it waited for; one that waited long, if any."""
+    return next((record for record in others if _is_stalled(record)), others[0] if others else None)
+
+
+def _is_stalled(record: RankRecord) -> bool:
+    return record.activity is not None and record.activity.stalled
+
+
+def _of_a_hang(suspects: list[RankRecord], world_size: int, missed: str) -> str:
+    first = suspects[0]
+    who = f"rank {_numbers(suspects)} of {world_size} on {first.host}"
+    if first.status == "failed" and not _is_stalled(first):
+        return f"{who} arrived too late at the {missed}"  # it was stopped, and then continued
+    where = f"was {first.activity.where}" if first.activity else "does not respond"
+    return f"{who} did not arrive at the {missed} and {where}" if missed else f"{who} {where}"
+
+
+def _numbers(records: list[RankRecord]) -> str:
+    return ", ".join(str(record.rank) for record in records)

@@ -1,0 +1,92 @@
+"""Watchdog of one rank of the trainer: records where the rank is when it makes no progress. No torch.
+
+It ends no rank. Gloo raises at the timeout of a collective, and NCCL's watchdog ends the process without
+a record; what this one wrote before then tells where each rank was, the one that hangs included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import sys
+import threading
+from collections.abc import Callable
+
+from forge.core.errors import Exit, ForgeError
+from forge.core.process import hostname
+from forge.launch.heartbeat import Activity, Heartbeat, heartbeat
+from forge.launch.lost_ranks import PEER_LOST
+from forge.launch.rank_records import LaunchSpec, RankRecord, withdraw
+
+POLL_SEC = 1.0
+POLLS = 5  # at least, within the limit of a stall
+# A call into C that hangs may hold Python's GIL, so that no thread of Python runs: a thread of C then
+# writes the stacks, at this many times the limit.
+WITHOUT_PYTHON = 1.5
+
+
+class Watchdog:
+    """Looks at the heartbeat of one rank."""
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        rank: int,
+        dump: Callable[[], object],
+        beats: Heartbeat = heartbeat,
+    ) -> None:
+        """dump: writes what a library knows of the collectives, called once in each stall."""
+        self._spec, self._rank, self._dump, self._beats = spec, rank, dump, beats
+        self._stalled = False
+
+    def start(self) -> None:
+        """Look from now on until the process ends, in a thread."""
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+
+    def _run(self) -> None:
+        never = threading.Event()
+        while not never.wait(min(POLL_SEC, self._beats.limit_sec / POLLS)):
+            # A full disk must not end the watchdog; the next look tries again.
+            with contextlib.suppress(OSError, ForgeError):
+                self.look()
+
+    def look(self) -> None:
+        """Write a provisional record while the rank is stalled, and its stacks once; withdraw the record
+        when the rank makes progress again."""
+        activity = self._beats.activity
+        if activity.stalled:
+            provisional(self._rank, activity).write_provisional(self._spec)
+            if not self._stalled:
+                self._stalled = True
+                self._report(activity)
+        else:
+            faulthandler.dump_traceback_later(WITHOUT_PYTHON * self._beats.limit_sec)
+            if self._stalled:
+                self._stalled = False
+                withdraw(self._spec, self._rank)
+                _log(f"rank {self._rank} makes progress again: {activity.phase}")
+
+    def _report(self, activity: Activity) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        _log(f"rank {self._rank} has been {activity.where}; the stacks of its threads:")
+        faulthandler.dump_traceback()
+        self._dump()
+
+
+def provisional(rank: int, activity: Activity) -> RankRecord:
+    """The record of a rank that may never write one itself: `failed` where it waits for others, `lost`
+    where others wait for it."""
+    return RankRecord(
+        "failed" if activity.waits else "lost",
+        rank,
+        Exit.UNFIT,
+        cause=PEER_LOST,
+        message=f"no progress: {activity.where}",
+        host=hostname(),
+        activity=activity,
+    )
+
+
+def _log(line: str) -> None:
+    """Into this rank's log alone: a long phase need not be a hang, so nobody else is told."""
+    print(line, file=sys.stderr, flush=True)

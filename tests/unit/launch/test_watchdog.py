@@ -1,0 +1,141 @@
+"""Against a rank that hangs and says nothing, and a slow one that is taken for hung."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from forge.core.machine import Machine
+from forge.core.process import Process, hostname
+from forge.launch.heartbeat import Heartbeat
+from forge.launch.rank_records import LaunchSpec, PreflightTask, RankRecord
+from forge.launch.watchdog import Watchdog
+
+
+class Stalling(Heartbeat):
+    """A heartbeat whose clock stands until the test moves it."""
+
+    def __init__(self):
+        self.now = 0.0
+        super().__init__(lambda: self.now)
+        self.timeout_sec = 60.0
+
+
+@pytest.fixture
+def spec(tmp_path):
+    spec = LaunchSpec(
+        task=PreflightTask(patience_sec=5, nccl_file=""),
+        run=str(tmp_path),
+        launch="now",
+        machine=Machine(),
+        nodes=1,
+        ranks_per_node=4,
+        launcher=Process.current(),
+    )
+    spec.write(spec.path)
+    return spec
+
+
+@pytest.fixture
+def beats():
+    return Stalling()
+
+
+@pytest.fixture
+def dumps():
+    return []
+
+
+@pytest.fixture
+def watchdog(spec, beats, dumps, monkeypatch):
+    # Else it would write into the output of later tests.
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *_: None)
+    return Watchdog(spec, 2, lambda: dumps.append(1), beats)
+
+
+def test_rank_that_hangs_in_work_of_its_own_leaves_a_record_and_its_stacks(
+    watchdog, spec, beats, dumps, capfd
+):
+    beats.begin_step(18)
+    beats.now = 30.0
+    watchdog.look()
+    found = RankRecord.read(spec, 2)
+    assert (found.status, found.rank, found.host) == ("lost", 2, hostname())
+    assert found.message == "no progress: in the data read of step 18 for 30 s"
+    assert found.activity == beats.activity
+    said = capfd.readouterr().err
+    assert "rank 2 has been in the data read of step 18 for 30 s" in said
+    assert "test_rank_that_hangs_in_work_of_its_own" in said
+    assert dumps == [1]
+
+
+def test_rank_that_waits_for_others_leaves_the_record_of_one_that_lost_a_peer(
+    watchdog, spec, beats
+):
+    """NCCL's own watchdog ends the process later, without any record."""
+    beats.beat("all-reduce of gradients in step 18", waits=True)
+    beats.now = 30.0
+    watchdog.look()
+    found = RankRecord.read(spec, 2)
+    assert (found.status, found.cause) == ("failed", "peer lost")
+
+
+def test_stacks_are_written_once_and_the_record_follows(watchdog, spec, beats, dumps, capfd):
+    for now in (30.0, 40.0, 50.0):
+        beats.now = now
+        watchdog.look()
+    assert RankRecord.read(spec, 2).activity.sec == 50
+    assert capfd.readouterr().err.count("the stacks of its threads") == len(dumps) == 1
+
+
+def test_rank_that_was_only_slow_withdraws_its_record(watchdog, spec, beats, capfd):
+    beats.now = 30.0
+    watchdog.look()
+    beats.beat("evaluation")
+    watchdog.look()
+    assert RankRecord.read(spec, 2).message == "it exited without a record"
+    assert "rank 2 makes progress again: evaluation" in capfd.readouterr().err
+
+
+def test_rank_within_its_limit_leaves_nothing(watchdog, spec, beats, dumps, capfd):
+    beats.now = 29.0
+    watchdog.look()
+    assert RankRecord.read(spec, 2).activity is None
+    assert (dumps, capfd.readouterr().err) == ([], "")
+
+
+# pause(3) under PyDLL keeps the GIL.
+HOLDS_THE_GIL = """
+import ctypes, sys
+from pathlib import Path
+from forge.launch.heartbeat import heartbeat
+from forge.launch.rank_records import LaunchSpec
+from forge.launch.watchdog import Watchdog
+
+def hang_in_c():
+    ctypes.PyDLL(None).pause()
+
+watchdog = Watchdog(LaunchSpec.read(Path(sys.argv[1])), 2, lambda: None)
+heartbeat.timeout_sec = 4.0
+heartbeat.beat("work")
+watchdog.look()
+hang_in_c()
+"""
+
+
+def test_call_into_c_that_keeps_the_gil_is_in_the_log(spec, tmp_path):
+    log = tmp_path / "log"
+    with open(log, "w") as output:
+        rank = subprocess.Popen(
+            [sys.executable, "-c", HOLDS_THE_GIL, str(spec.path)], stderr=output
+        )
+    try:
+        end = time.monotonic() + 60
+        while "in hang_in_c" not in log.read_text():
+            assert rank.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+    finally:
+        rank.kill()
+        rank.wait()
