@@ -25,6 +25,9 @@ from forge.launch.rank import Rank
 
 T = TypeVar("T")
 
+# The name since torch 2.13, where the old one is deprecated.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 # Timeout for ranks that wait for the file access of others. A lost rank is detected sooner, see
 # World.wait_for.
 SLOWEST_DISK_SEC = 3600.0
@@ -166,7 +169,7 @@ class World:
         mine = values if self.runs_ahead else values.cpu()
         everyone = mine.new_empty(self.rank.world_size * len(mine))  # Gloo takes no table
         with named(what):
-            dist.all_gather_into_tensor(everyone, mine)
+            _all_gather(everyone, mine)
         return everyone.view(self.rank.world_size, -1).to(self.device)
 
     def gather_objects(self, value: T, what: str) -> list[T]:

@@ -40,7 +40,11 @@ class Watchdog:
         self._stalled = False
 
     def start(self) -> None:
-        """Look from now on until the process ends, in a thread."""
+        """Look from now on until the process ends, in a thread.
+
+        What was before is no part of a stall: the import of torch may take minutes.
+        """
+        self._beats.beat("start of training")
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def _run(self) -> None:
