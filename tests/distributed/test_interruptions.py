@@ -143,6 +143,27 @@ def test_run_hit_by_everything_ends_as_the_uninterrupted_one(battered, uninterru
     assert [entry for entry in losses if expected[entry[0]] != entry[1]] == []
 
 
+def test_rank_that_is_aborted_while_it_waits_has_left_a_record_before(runs):
+    """As NCCL does at its timeout, from a thread of C++."""
+    limits = ("--machine.fabric.timeout_sec=20", "--machine.stop_grace_sec=10")
+    run = runs("aborted", *ENDLESS, *limits)
+    started = run.start("train", *TWO_RANKS)
+    wait_for_step(run, 3)
+    waiting, stopped = ranks()
+    stopped.suspend()
+    wait_until(lambda: list(run.paths.launches.glob("*/rank-*.provisional")), "the watchdog")
+    waiting.send_signal(signal.SIGABRT)
+    wait_until(lambda: run.events("lost"), "the loss")
+    [lost] = run.events("lost")
+    assert re.search(
+        r"did not arrive at the .+ does not respond; rank \d saw: no progress: in the .+ for \d+ s$",
+        lost["message"],
+    )
+    wait_until(lambda: len(run.events("init")) == 2, "the restart")
+    started.process.send_signal(signal.SIGTERM)
+    assert started.end().code == 75
+
+
 def test_each_way_to_stop_ends_with_75_and_its_cause(runs):
     ways = {
         "SIGUSR1": lambda run, pid: os.kill(pid, signal.SIGUSR1),
