@@ -7,11 +7,7 @@ import gc
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
-
-import torch
 
 from forge.checkpoint import compatibility, parent, resume, storage
 from forge.checkpoint.async_saver import Saver
@@ -31,26 +27,26 @@ from forge.core.paths import RunPaths, tokenizer_folder
 from forge.core.process import hostname
 from forge.core.provenance import versions
 from forge.core.terminal import say
-from forge.data.loader import Windows, eval_batches, split
+from forge.data.loader import Windows
 from forge.data.shards import MANIFEST, ShardSet
 from forge.launch.heartbeat import heartbeat
 from forge.launch.process_group import World, dump_collectives, is_peer_loss
 from forge.launch.rank_output import RankProgress
 from forge.launch.rank_records import LaunchSpec, RankRecord, TrainTask
 from forge.launch.shutdown_budget import ShutdownBudget
-from forge.launch.stop_signal import CAUSES, StopFlag
+from forge.launch.stop_signal import StopFlag
 from forge.launch.watchdog import Watchdog
 from forge.trainer import metrics, optim
+from forge.trainer.agreement import Agreement, Flags
+from forge.trainer.evaluate import reference_losses, validation_loss
 from forge.trainer.initialize import initialize
 from forge.trainer.llama import Decoder
 from forge.trainer.nonfinite import Skipped, diverged
 from forge.trainer.numerics import (
-    REFERENCE_SAMPLES,
     device_name,
     numerics,
     precision,
     prepare,
-    reference_samples,
 )
 from forge.trainer.parallel import ParallelModel
 from forge.trainer.step import LaunchedStep, StepResult, TrainStep, train_loader
@@ -60,23 +56,6 @@ from forge.trainer.step import LaunchedStep, StepResult, TrainStep, train_loader
 COLLECT_EVERY = 50
 # After the loss of a rank, how long to wait for a save in progress that does not need that rank.
 PEERS_SAVE_SEC = 5.0
-
-
-class Agreement(NamedTuple):
-    """Decisions that all ranks share after a step."""
-
-    stop_cause: str = ""  # the one that comes last in CAUSES of all ranks' causes; "" to continue
-    checkpoint_overdue: bool = False  # by the clock of rank 0
-    save_done: bool = False  # all ranks have written their part of the save in progress
-
-    @classmethod
-    def of(cls, flags: Sequence[Sequence[float]]) -> Agreement:
-        """flags: Trainer._flags of each rank, by rank."""
-        return cls(
-            stop_cause=CAUSES[int(max(row[0] for row in flags))],
-            checkpoint_overdue=bool(flags[0][1]),
-            save_done=all(row[2] for row in flags),
-        )
 
 
 class Trainer:
@@ -250,13 +229,13 @@ class Trainer:
         return Agreement.of(result.flags)
 
     def _flags(self, stop: StopFlag) -> list[float]:
-        """What this rank tells the others: why to stop, a checkpoint is overdue, its save is done."""
+        """What this rank tells the others."""
         mine, overdue = stop.cause(), False
         if self.world.rank.is_main:
             minutes = self.settings.checkpoint_minutes
             overdue = minutes is not None and time.monotonic() - self.saved_at > 60 * minutes
             mine = mine or ("deadline" if self.budget.is_due() else "")
-        return [float(CAUSES.index(mine)), float(overdue), float(self.saver.is_done())]
+        return Flags(mine, overdue, self.saver.is_done()).numbers
 
     def _agree(self, stop: StopFlag) -> Agreement:
         """Decide together with all ranks where no step carries the flags."""
@@ -310,7 +289,7 @@ class Trainer:
     def evaluate(self) -> None:
         """Write the validation loss to metrics and event log. TrainingError if it is not finite."""
         started = time.perf_counter()
-        loss = self._validation_loss()
+        loss = validation_loss(self.parallel, self.val_windows)
         if not math.isfinite(loss):
             raise self._diverged(f"validation loss {loss} is not finite")
         if self.world.rank.is_main:
@@ -320,25 +299,6 @@ class Trainer:
             self.budget.measure_evaluation(seconds)
             self._record(events.Eval(step=self.step, seconds=seconds, loss=loss))
             say(f"step {self.step}: validation loss {loss:.4f}")
-
-    @torch.no_grad()
-    def _validation_loss(self) -> float:
-        """Mean loss over train.eval_samples fixed validation windows, split among the ranks."""
-        rank = self.world.rank
-        self.model.eval()
-        total, tokens = 0.0, 0
-        for inputs, targets, counted in eval_batches(
-            self.val_windows,
-            self.settings.eval_samples,
-            rank=rank.rank,
-            world_size=rank.world_size,
-            micro=self.parallel.micro_size,
-        ):
-            total += self.parallel.loss(inputs, targets) * counted
-            tokens += counted
-        self.model.train()
-        table = self.world.gather([total, float(tokens)], "validation losses")
-        return sum(row[0] for row in table) / sum(row[1] for row in table)
 
     # --- checkpoints ---------------------------------------------------------------------------
 
@@ -352,7 +312,7 @@ class Trainer:
         if self.saved_step == self.step:
             return
         started = time.perf_counter()
-        reference = self._reference_losses()
+        reference = reference_losses(self.parallel, self.val_windows)
         self._check_finite(reference.losses)
         state = storage.training_state(self.model, self.optimizer)
         settings = self.settings
@@ -393,17 +353,6 @@ class Trainer:
             lineage=self.lineage,
             files={},
         )
-
-    @torch.no_grad()
-    def _reference_losses(self) -> ReferenceLosses:
-        """Loss of each rank on its reference batch, which validation recomputes."""
-        rank = self.world.rank
-        samples = reference_samples(self.val_windows.num_samples, rank.rank)
-        self.model.eval()
-        loss = self.parallel.loss(*split(self.val_windows.gather(samples)))
-        self.model.train()
-        losses = [row[0] for row in self.world.gather([loss], "reference losses")]
-        return ReferenceLosses(samples=REFERENCE_SAMPLES, losses=losses)
 
     def announce(self, seconds: float) -> None:
         """Record and print the step, the model and the hardware that this launch begins with."""
