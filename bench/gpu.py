@@ -1,6 +1,6 @@
 """How fast is a training step on a GPU, beside those of nanoGPT, transformers and torchtitan?
 
-python -m bench.gpu [--quick]    at most 4 minutes on one H100; --quick also runs on a CPU, in a minute
+python -m bench.gpu [--quick]    made for 4 minutes at most on one H100; --quick also runs on a CPU
 """
 
 from __future__ import annotations
@@ -159,6 +159,7 @@ def introduce(bench: Bench) -> None:
     print(f"{bench.rates.bytes / 1e12:.3g} TB/s; peak of the data sheet: {known}")
     if bench.device.type == "cpu":
         print("compiled with the backend aot_eager, so times say nothing")
+    print("contenders take turns; each is built once and has the memory for itself in its turn")
     for name in bench.only:
         print(f"{name}: {FEATURES[name]}")
 

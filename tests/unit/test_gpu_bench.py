@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 
 from bench.contenders import hf_llama, nanogpt, ours, titan
 from bench.contenders.sizes import FULL, QUICK, TRAIN, Sizes, Step, fill
@@ -97,6 +98,22 @@ def test_a_step_asleep_has_no_weights_and_wakes_with_its_first_ones(uncompiled, 
         assert float(step.take()) == losses[0]
 
 
+@pytest.mark.parametrize("name", ["transformers", "torchtitan-like", "forge"])
+def test_one_graph_serves_all_blocks_also_after_waking(name: str) -> None:
+    """Past eight graphs of one function torch runs it uncompiled, and says nothing."""
+    deep = replace(TINY, model=TINY.model.model_copy(update={"layers": 10}))
+    torch.compiler.reset()
+    counters.clear()
+    with torch.compiler.set_stance("default", force_backend="aot_eager"), world_of(deep) as world:
+        step = MAKERS[name](deep, world)
+        float(step.take())
+        float(Sleeper(step).wake().take())
+    # Of the block; and of the loss, but for Forge's, whose loss is an operator.
+    assert counters["stats"]["unique_graphs"] == (1 if name == "forge" else 2)
+    assert not counters["graph_break"]
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("name", ["torchtitan-like", "forge"])
 def test_a_pretended_rank_trains_with_finite_numbers(uncompiled, name: str) -> None:
     """With torch 2.11 gradients were whatever was in memory."""
@@ -178,6 +195,15 @@ def test_a_loss_that_is_not_finite_is_a_fault() -> None:
         return small_step(sizes, world)._replace(take=lambda: math.nan)
 
     assert contest_of({"nan": contender})["nan"].failure == "failed: RuntimeError: the loss is nan"
+
+
+def test_a_step_of_forge_without_torch_compile_is_a_fault(monkeypatch, uncompiled) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: fails)
+    result = contest_of({"forge": ours.forge_step})["forge"]
+    assert result.is_fault and "torch.compile has failed" in result.failure
 
 
 def test_when_the_time_is_up_nothing_is_built() -> None:
