@@ -1,156 +1,236 @@
-"""How fast is one training step on a GPU, against transformers' Llama? Medians, utilization and memory.
+"""How fast is a training step on a GPU, beside those of nanoGPT, transformers and torchtitan?
 
-python -m bench.gpu [--quick]    some minutes on one GPU; --quick also runs on a CPU
+python -m bench.gpu [--quick]    made for 4 minutes at most on one H100; --quick also runs on a CPU
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import os
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
+# As torchtitan's launch script; before torch is imported. Models of many sizes follow each other.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+import numpy as np
 import torch
-import torch.nn.functional as F
 
-from forge.core.config import Model, Train
-from forge.core.machine import Machine
-from forge.launch.process_group import World, joined
-from forge.launch.rank import Rank
-from forge.trainer.initialize import initialize
-from forge.trainer.llama import Decoder
+from bench.contenders import hf_llama, nanogpt, ours, titan
+from bench.contenders.sizes import FULL, QUICK, Contender, Sizes
+from bench.contest import Contest, Result, world_of
+from bench.roofline import Rates, clocks, floor_seconds, measure
+from forge.core import memory
+from forge.core.memory import GIB
 from forge.trainer.metrics import flop_utilization, peak_flops
 from forge.trainer.numerics import device_name, prepare
-from forge.trainer.optim import make_optimizer
-from forge.trainer.parallel import ParallelModel
-from forge.trainer.step import TrainStep
 
-Step = Callable[[], object]
-WARM_UP = 5
-
-
-class Sizes(NamedTuple):
-    """What all contenders train on; about 150 million parameters."""
-
-    model: Model = Model(dim=768, layers=12, heads=12, ffn_dim=2048)
-    vocab_size: int = 50304
-    seq_len: int = 1024
-    batch_size: int = 16
-
-    def batch(self, _step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of every step, in the place of a loader."""
-        generator = torch.Generator().manual_seed(0)
-        size = (self.batch_size, self.seq_len + 1)
-        tokens = torch.randint(self.vocab_size, size, generator=generator)
-        return tokens[:, :-1], tokens[:, 1:]
-
-
-QUICK = Sizes(Model(dim=64, layers=2, heads=2), vocab_size=512, seq_len=32, batch_size=4)
-
-
-def llama_step(sizes: Sizes, world: World) -> Step:
-    """As in a script for one GPU: autocast to bf16, torch's SDPA, fused AdamW, eager."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shape, train = sizes.model, Train()
-    config = LlamaConfig(
-        vocab_size=sizes.vocab_size,
-        hidden_size=shape.dim,
-        intermediate_size=shape.inner_dim,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        max_position_embeddings=sizes.seq_len,
-        tie_word_embeddings=shape.tie_embeddings,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
-    model: Any = LlamaForCausalLM(config).to(world.device)
-    optimizer = make_optimizer(model, train)
-
-    def step() -> None:
-        inputs, targets = (tokens.to(world.device) for tokens in sizes.batch())
-        with torch.autocast(world.device.type, torch.bfloat16):
-            logits = model(input_ids=inputs).logits
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        loss.item()
-
-    return step
-
-
-def forge_step(sizes: Sizes, world: World, *, compiled: bool) -> Step:
-    """The step of `forge train`."""
-    train = Train(seq_len=sizes.seq_len, batch_size=sizes.batch_size, compile=compiled)
-    decoder = Decoder(sizes.model, sizes.vocab_size)
-    parallel = ParallelModel(decoder, train, world, "bf16")
-    initialize(decoder, seed=0)
-    optimizer = make_optimizer(decoder, train)
-    parallel.wrap()
-    loader: Any = sizes
-    step = TrainStep(parallel, optimizer, loader, train.max_steps)
-    return lambda: step(1).read()
-
-
-CONTENDERS: dict[str, Callable[[Sizes, World], Step]] = {
-    "transformers, eager": llama_step,
-    "forge, eager": lambda sizes, world: forge_step(sizes, world, compiled=False),
-    "forge, compiled": lambda sizes, world: forge_step(sizes, world, compiled=True),
+OURS, REFERENCE = "forge", "torchtitan-like"
+CONTENDERS: dict[str, Contender] = {
+    "nanoGPT": nanogpt.nanogpt_step,
+    "transformers": hf_llama.llama_step,
+    REFERENCE: titan.titan_step,
+    OURS: ours.forge_step,
 }
+FEATURES = {
+    "nanoGPT": nanogpt.FEATURES,
+    "transformers": hf_llama.FEATURES,
+    REFERENCE: titan.FEATURES,
+    OURS: ours.FEATURES,
+}
+GOALS = {"1.1B": 0.50, "7B/8": 0.58}  # MFU; besides, REFERENCE's speed at every size
+# Guesses, to share out the time: seconds to build and compile a contender, and MFU.
+BUILD_SEC, GUESSED_MFU = 12.0, 0.4
+TURN_SEC, MAX_ROUNDS = 1.0, 10
 
 
-def measure(
-    make: Callable[[Sizes, World], Step], sizes: Sizes, world: World, rounds: int
-) -> tuple[float, float]:
-    """Median seconds of a step, and GiB of GPU memory at most. Each contender has the GPU for itself."""
-    on_gpu = world.device.type == "cuda"
-    gc.collect()
-    if on_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    step, seconds = make(sizes, world), []
-    for _ in range(WARM_UP + rounds):
-        if on_gpu:
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        step()
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
-    return statistics.median(seconds[WARM_UP:]), peak
+class Bench(NamedTuple):
+    """How to measure, and on what."""
+
+    device: torch.device
+    rates: Rates
+    peak: float | None  # FLOP/s of the data sheet
+    quick: bool
+    only: Sequence[str]  # names of contenders
+    end: float  # by time.perf_counter
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> int:
+    """1 where a contender failed for another reason than memory, time or a missing package."""
+    options, began = parsed(), time.perf_counter()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu":
+        # All but the code of the kernels, which takes the C++ compiler minutes.
+        torch.compiler.set_stance("default", force_backend="aot_eager")
+    prepare(device)
+    rates, peak = measure(device, quick=options.quick), peak_flops(device_name(device))
+    bench = Bench(device, rates, peak, options.quick, options.only, began + options.seconds)
+    introduce(bench)
+    chosen = [one for one in (QUICK if options.quick else FULL) if one.name in options.sizes]
+    if how := options.recompute:
+        chosen = [replace(one, recompute=how, others_recompute=how) for one in chosen]
+    results: list[Result] = []
+    for number, sizes in enumerate(chosen):
+        results += compete(sizes, share(chosen[number:], bench), bench)
+    print(f"\n{time.perf_counter() - began:.0f} s")
+    return int(any(result.is_fault for result in results))
+
+
+def parsed() -> argparse.Namespace:
+    """Options, checked; `sizes` and `only` in their order here, all where none is named."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu", description=(__doc__ or "").splitlines()[0]
+    )
+    known = ",".join(one.name for one in FULL)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--sizes", metavar="A,B", help=f"of {known}")
+    parser.add_argument("--only", metavar="A,B", help=f"contenders, of {','.join(CONTENDERS)}")
+    parser.add_argument("--seconds", type=float, default=220, help="time to measure (%(default)s)")
+    ways = ["none", "selective", "full"]
+    parser.add_argument("--recompute", choices=ways, help="of all contenders, at all sizes")
     options = parser.parse_args()
     if not (options.quick or torch.cuda.is_available()):
         parser.error("there is no GPU; --quick runs on a CPU")
-    sizes = QUICK if options.quick else Sizes()
-    shape = Decoder(sizes.model, sizes.vocab_size)
-    flops, tokens = shape.flops_per_token(sizes.seq_len), sizes.batch_size * sizes.seq_len
-    with joined(Rank(0, 0, 1, 1), Machine()) as world:
-        prepare(world.device)
-        name = device_name(world.device)
-        print(f"{name}, torch {torch.__version__}, {shape.num_parameters():,} parameters,", end=" ")
-        print(f"T {sizes.seq_len}, B {sizes.batch_size}, vocabulary {sizes.vocab_size}, bf16")
-        print(f"{'step':22}{'ms':>9}{'tokens/s':>12}{'MFU':>7}{'GiB':>7}{'ratio':>7}")
-        reference = None
-        for contender, make in CONTENDERS.items():
-            seconds, peak = measure(make, sizes, world, 3 if options.quick else 30)
-            reference = reference or seconds
-            mfu = flop_utilization(tokens / seconds, flops, 1, peak_flops(name)) or 0  # unknown: 0
-            print(
-                f"{contender:22}{1e3 * seconds:9.2f}{tokens / seconds:12,.0f}"
-                f"{mfu:7.2f}{peak:7.1f}{reference / seconds:7.2f}",
-                flush=True,
-            )
+    sizes = [one.name for one in (QUICK if options.quick else FULL)]
+    for option, names in (("sizes", sizes), ("only", list(CONTENDERS))):
+        chosen = (getattr(options, option) or ",".join(names)).split(",")
+        if unknown := [name for name in chosen if name not in names]:
+            parser.error(f"--{option} has no {unknown[0]!r}; choose from {','.join(names)}")
+        setattr(options, option, [name for name in names if name in chosen])
+    return options
+
+
+# --- one size -------------------------------------------------------------------------------------
+
+
+def entrants(sizes: Sizes, bench: Bench) -> dict[str, Contender]:
+    """Who trains these sizes: nanoGPT's model is GPT-2, and transformers does not shard."""
+    can = {"nanoGPT": sizes.model.tie_embeddings, "transformers": sizes.ranks == 1}
+    return {name: CONTENDERS[name] for name in bench.only if can.get(name, True)}
+
+
+def guessed_seconds(sizes: Sizes, bench: Bench) -> float:
+    """About what a step takes."""
+    return sizes.flops / (GUESSED_MFU * (bench.peak or bench.rates.flops))
+
+
+def share(left: Sequence[Sizes], bench: Bench) -> float:
+    """When the first of these sizes is to end: each has a part of the time that is left, by what it
+    should take. What a size does not use is for those after it."""
+    now = time.perf_counter()
+    weights = [
+        len(entrants(one, bench)) * (BUILD_SEC + 2 * TURN_SEC + 4 * guessed_seconds(one, bench))
+        for one in left
+    ]
+    return now + (bench.end - now) * weights[0] / max(sum(weights), 1e-9)
+
+
+def compete(sizes: Sizes, deadline: float, bench: Bench) -> list[Result]:
+    """Measure these sizes, and print their table."""
+    num_steps = max(2, min(10, round(TURN_SEC / guessed_seconds(sizes, bench))))
+    rounds = MAX_ROUNDS
+    if bench.quick:
+        num_steps, rounds = 2, 2
+    before = clocks(bench.device)
+    with world_of(sizes) as world:
+        contest = Contest(entrants(sizes, bench), sizes, world)
+        contest.run(num_steps, rounds, deadline, bench.end)
+    describe(sizes, bench)
+    if before:
+        print(f"clocks, power, temperature: {before} before, {clocks(bench.device)} after")
+    print_rows(sizes, contest.results, bench)
+    if not bench.quick:
+        print_goals(sizes, contest.results, bench)
+    return list(contest.results.values())
+
+
+# --- what is printed ------------------------------------------------------------------------------
+
+
+def introduce(bench: Bench) -> None:
+    """The GPU, and what each contender does."""
+    allocator = os.environ["PYTORCH_ALLOC_CONF"]
+    print(f"{device_name(bench.device)}, torch {torch.__version__}, allocator: {allocator}")
+    print(f"measured: {bench.rates.flops / 1e12:.3g} TFLOP/s in bf16, ", end="")
+    known = f"{bench.peak / 1e12:.4g} TFLOP/s" if bench.peak else "not known, so no MFU"
+    print(f"{bench.rates.bytes / 1e12:.3g} TB/s; peak of the data sheet: {known}")
+    if bench.device.type == "cpu":
+        print("compiled with the backend aot_eager, so times say nothing")
+    print("contenders take turns; each is built once and has the memory for itself in its turn")
+    for name in bench.only:
+        print(f"{name}: {FEATURES[name]}")
+
+
+def describe(sizes: Sizes, bench: Bench) -> None:
+    parameters = sizes.model.num_parameters(sizes.vocab_size)
+    print(f"\n== {sizes.name}: {parameters:,} parameters,", end=" ")
+    print(f"vocabulary {sizes.vocab_size:,}, {sizes.samples} x {sizes.seq_len:,} tokens a step")
+    if sizes.ranks > 1:
+        print(f"rank 0 of {sizes.ranks} of which the others do not exist: without communication")
+    print(f"recomputed: {sizes.recompute} in {OURS}, {sizes.others_recompute} in others;", end=" ")
+    print(f"floor {1e3 * floor_seconds(sizes, bench.rates):,.1f} ms")
+
+
+HEADS = ("ms", "p90", "tokens/s", "MFU", "floor", "GiB", "estimate", "ratio", "loss", "steps")
+
+
+def print_rows(sizes: Sizes, results: dict[str, Result], bench: Bench) -> None:
+    """floor: its share of the median. estimate: forge.core.memory's. ratio: to REFERENCE's speed."""
+    print(f"{'step':16}" + "".join(f"{head:>10}" for head in HEADS))
+    for name, result in results.items():
+        cells = row(sizes, results, name, bench) if result.seconds else ()
+        print(f"{name:16}" + "".join(f"{cell:>10}" for cell in cells), result.failure, flush=True)
+
+
+def row(sizes: Sizes, results: dict[str, Result], name: str, bench: Bench) -> tuple[str, ...]:
+    """The cells of a contender below HEADS."""
+    result = results[name]
+    median = statistics.median(result.seconds)
+    mfu, ratio = utilization(sizes, median, bench), speed_ratio(results, name)
+    estimate = memory.estimate(ours.shape(sizes)).allocated / GIB
+    return (
+        f"{1e3 * median:.2f}",
+        f"{1e3 * np.percentile(result.seconds, 90):.2f}",
+        f"{sizes.tokens / median:,.0f}",
+        "-" if mfu is None else f"{mfu:.3f}",
+        f"{floor_seconds(sizes, bench.rates) / median:.2f}",
+        f"{result.peak_bytes / GIB:.1f}" if result.peak_bytes else "-",
+        f"{estimate:.1f}" if name == OURS else "",
+        "-" if ratio is None else f"{ratio:.2f}",
+        f"{result.loss:.3f}",
+        f"{result.turns}x{len(result.seconds) // result.turns}",
+    )
+
+
+def print_goals(sizes: Sizes, results: dict[str, Result], bench: Bench) -> None:
+    if OURS not in results or not (seconds := results[OURS].seconds):
+        return
+    mfu = utilization(sizes, statistics.median(seconds), bench)
+    for what, value, goal in (
+        (f"ratio to {REFERENCE}", speed_ratio(results, OURS), 1.0),
+        ("MFU", mfu, GOALS.get(sizes.name)),
+    ):
+        if value is not None and goal is not None:
+            verdict = "met" if value >= goal else "missed"
+            print(f"goal: {what} at least {goal:.2f}: {verdict} with {value:.3f}")
+
+
+def utilization(sizes: Sizes, seconds: float, bench: Bench) -> float | None:
+    """MFU of this rank's GPU."""
+    per_token = sizes.flops / sizes.tokens
+    return flop_utilization(sizes.tokens / seconds, per_token, 1, bench.peak)
+
+
+def speed_ratio(results: dict[str, Result], name: str) -> float | None:
+    """REFERENCE's median time over this one's; None where one of them was not measured."""
+    reference = results.get(REFERENCE)
+    if reference is None or not (reference.seconds and results[name].seconds):
+        return None
+    return statistics.median(reference.seconds) / statistics.median(results[name].seconds)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

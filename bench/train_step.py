@@ -16,72 +16,21 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.contenders import nanogpt
 from forge.core.config import Model, Train
 from forge.trainer.cpu import keep_freed_memory, product_error, use_fast_fp32
 from forge.trainer.initialize import initialized
 from forge.trainer.llama import Decoder
 from forge.trainer.optim import make_optimizer
 
-
-class GPTBlock(nn.Module):
-    """nanoGPT's block with its defaults: no bias, no dropout, GELU, 4x feed-forward."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.ln_1, self.ln_2 = nn.LayerNorm(dim, bias=False), nn.LayerNorm(dim, bias=False)
-        self.c_attn = nn.Linear(dim, 3 * dim, bias=False)
-        self.attn_proj = nn.Linear(dim, dim, bias=False)
-        self.c_fc = nn.Linear(dim, 4 * dim, bias=False)
-        self.mlp_proj = nn.Linear(4 * dim, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.c_attn(self.ln_1(x)).chunk(3, dim=-1)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attn_proj(y.transpose(1, 2).contiguous().flatten(-2))
-        return x + self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x))))
-
-
-class GPT(nn.Module):
-    """What nanoGPT trains (model.py at karpathy/nanoGPT): tied embeddings, learned positions."""
-
-    def __init__(self, dim: int, layers: int, heads: int, seq_len: int, vocab_size: int) -> None:
-        super().__init__()
-        self.wte, self.wpe = nn.Embedding(vocab_size, dim), nn.Embedding(seq_len, dim)
-        self.h = nn.ModuleList(GPTBlock(dim, heads) for _ in range(layers))
-        self.ln_f = nn.LayerNorm(dim, bias=False)
-        self.lm_head = nn.Linear(dim, vocab_size, bias=False)
-        self.wte.weight = self.lm_head.weight
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
-        for block in self.h:
-            x = block(x)
-        logits = self.lm_head(self.ln_f(x))
-        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
-
-
 Step = Callable[[Tensor, Tensor], float]
 
 
 def nanogpt_step(model: nn.Module, train: Train) -> Step:
     """One step as nanoGPT's train.py does it on a CPU: eager, AdamW not fused, true fp32."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": train.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2))
+    optimizer = nanogpt.make_optimizer(model, train, fused=False)
 
     def step(inputs: Tensor, targets: Tensor) -> float:
         loss = model(inputs, targets)
@@ -133,7 +82,7 @@ def build(name: str, sizes: Sizes) -> tuple[Step, int]:
     train = Train(seq_len=sizes.seq_len, lr=1e-3)
     if name == REFERENCE:
         shape = sizes.model
-        gpt = GPT(shape.dim, shape.layers, shape.heads, sizes.seq_len, sizes.vocab_size)
+        gpt = nanogpt.GPT(shape.dim, shape.layers, shape.heads, sizes.seq_len, sizes.vocab_size)
         return nanogpt_step(gpt, train), sum(p.numel() for p in gpt.parameters())
     use_fast_fp32()
     keep_freed_memory()
