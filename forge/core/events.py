@@ -145,7 +145,8 @@ class Stop(Event):
 
 
 class Lost(Event):
-    """A rank exited without a record, or hung. silent: unresponsive nodes, which start no process any more."""
+    """A rank exited without a record, or hung. silent: unresponsive nodes, which start no process any
+    more."""
 
     message: str
     attempt: int
