@@ -26,6 +26,7 @@ from support.live_run import (
 )
 
 from forge.checkpoint import resume
+from forge.core.files import read_object_or_empty
 
 ENDLESS = ("--train.max_steps=1000000", "--train.decay_steps=1000000", "--train.log_every=1")
 
@@ -151,7 +152,15 @@ def test_rank_that_is_aborted_while_it_waits_has_left_a_record_before(runs):
     wait_for_step(run, 3)
     waiting, stopped = ranks()
     stopped.suspend()
-    wait_until(lambda: list(run.paths.launches.glob("*/rank-*.provisional")), "the watchdog")
+
+    def is_recorded():
+        files = run.paths.launches.glob("*/rank-*.provisional")
+        # A start that takes long is recorded, too, until the watchdog looks again.
+        return any(
+            read_object_or_empty(file).get("activity", {}).get("waits", False) for file in files
+        )
+
+    wait_until(is_recorded, "the record of the watchdog")
     waiting.send_signal(signal.SIGABRT)
     wait_until(lambda: run.events("lost"), "the loss")
     [lost] = run.events("lost")
