@@ -88,6 +88,11 @@ class Shape:
         return min(size, self.share) if isinstance(size, int) else self.share
 
     @property
+    def uses_fsdp2(self) -> bool:
+        """Whether FSDP2 gathers the weights, as it does for copies in bf16 (fsdp.replicates)."""
+        return self.ranks_per_copy > 1 or self.precision == "bf16"
+
+    @property
     def micro_tokens(self) -> int:
         """Tokens of a rank's micro-batch."""
         return self.micro_samples * self.train.seq_len
@@ -137,39 +142,46 @@ def _moments(shape: Shape) -> Iterator[Memory]:
     own = {"weights": WEIGHT * numbers / ranks, "optimizer": ADAM * numbers / ranks}
     gradients = GRADIENT * numbers / ranks
     before = gradients if shape.accumulates else 0.0
-    # FSDP2 keeps embedding and output layer gathered; of blocks the computed one, and in the backward
-    # pass the next one too. Autocast keeps a copy of each weight.
-    is_sharded = ranks > 1
-    root = size * shape.outside
-    block = size * shape.of_block
-    casts = size * numbers if shape.precision == "bf16" else 0
-    # A gradient in the precision of the forward pass, and its fp32 copy that is reduced.
-    unreduced = (size + 4) if is_sharded else 0
+    # Of the blocks of a sharded model FSDP2 gathers the computed one, and in the backward pass the next
+    # one too; of copies it keeps each until its backward pass is over, and so the output layer in both
+    # cases. A tied matrix stays to the end.
+    tied = shape.model.tie_embeddings
+    table = shape.vocab_size * shape.model.dim
+    gathered = size if shape.uses_fsdp2 else 0
+    blocks = gathered * (numbers - shape.outside)
+    block = blocks / shape.model.layers
+    last = gathered * table if tied else 0
+    # A gradient in the precision of the forward pass, its copy that is reduced, and, where there is a
+    # sum of micro-batches already, what is added to it.
+    added = GRADIENT / ranks if shape.accumulates else 0.0
+    reduced = 2 if shape.train.reduce_dtype == "bf16" else 4
+    unreduced = size + reduced + added if shape.uses_fsdp2 else 0.0
     at_loss = tokens * 2 * size * shape.model.dim + _loss_bytes(shape, size)
     # Of one block: what is computed again, and gradients of its widest activations.
     again = whole - kept
     passing = 2 * size * (shape.model.inner_dim + shape.model.dim)
-    of_table = size * shape.vocab_size * shape.model.dim
+    # Of the output layer: its gradient, or the copy that is being reduced, which a tied matrix has later.
+    of_table = table * (reduced if shape.uses_fsdp2 and not tied else size)
     yield Memory(  # the loss
         **own,
         gradients=before,
-        gathered=root + block if is_sharded else casts,
+        gathered=gathered * table + (block if ranks > 1 else blocks),
         activations=activations,
         working=at_loss,
     )
     yield Memory(  # the backward pass of the last block
         **own,
         gradients=before,
-        gathered=root + 2 * block if is_sharded else casts,
+        gathered=last + (2 * block if ranks > 1 else blocks),
         activations=activations,
         working=tokens * (again + passing) + of_table + unreduced * shape.of_block,
     )
     yield Memory(  # the end of the backward pass
         **own,
         gradients=gradients,
-        gathered=root if is_sharded else casts,
+        gathered=last,
         activations=tokens * kept,
-        working=unreduced * shape.outside,
+        working=unreduced * table,
     )
 
 
@@ -177,14 +189,12 @@ def _kept_per_token(shape: Shape, size: int) -> tuple[float, float]:
     """Bytes that a block keeps for its backward pass, per token: with train.recompute, and without."""
     model = shape.model
     width, wide, kv = model.dim, model.inner_dim, model.num_kv_heads * (model.dim // model.heads)
-    # Under autocast, without sharding, the residual stream is fp32; the inputs of blocks and of norms.
-    stream = 4 if shape.ranks_per_copy == 1 else size
     statistics = 4 * model.heads + 8  # of attention and norms, in fp32
     # Two inputs of norms; both outputs, queries and attention's output; keys and values; and of the
     # feed-forward gate, its activation, up and their product.
-    whole = 2 * width * stream + size * (4 * width + 2 * kv + 4 * wide) + statistics
-    narrow = width * stream + size * (4 * width + 2 * kv) + statistics
-    by_setting = {"none": whole, "selective": narrow, "full": width * stream}
+    whole = size * (6 * width + 2 * kv + 4 * wide) + statistics
+    narrow = size * (5 * width + 2 * kv) + statistics
+    by_setting = {"none": whole, "selective": narrow, "full": size * width}
     return by_setting[shape.train.recompute], whole
 
 
