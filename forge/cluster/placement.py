@@ -9,7 +9,12 @@ from pathlib import Path
 
 from forge.cluster import rendezvous, slurm
 from forge.core import memory
-from forge.core.config import Config, ranks_per_copy, samples_per_rank
+from forge.core.config import (
+    Config,
+    ranks_per_copy,
+    refuse_bf16_of_ddp,
+    samples_per_rank,
+)
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import Machine
 from forge.core.memory import Shape
@@ -69,7 +74,10 @@ def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
     rendezvous.check(machine.fabric, layout.nodes)
     if config.program is None:
         samples_per_rank(config.train.batch_size, layout.world_size)
-        ranks_per_copy(config.train.shard, layout.world_size, layout.ranks_per_node)
+        ranks = ranks_per_copy(config.train.shard, layout.world_size, layout.ranks_per_node)
+        on_cpus = machine.device == "cpu" or machine.fabric.backend == "gloo"
+        if ranks == 1 < layout.world_size and (on_cpus or config.train.precision == "fp32"):
+            refuse_bf16_of_ddp(config.train)
         _check_memory(machine, layout, config)
     check_source(machine, layout, config)
 

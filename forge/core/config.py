@@ -512,6 +512,16 @@ def ranks_per_copy(shard: Shard, world_size: int, ranks_per_node: int) -> int:
     )
 
 
+def refuse_bf16_of_ddp(train: Train) -> None:
+    """ConfigError for a run whose copies of the model DDP keeps alike, if it is to reduce in bf16."""
+    if train.reduce_dtype == "bf16":
+        raise ConfigError(
+            "train.reduce_dtype is bf16, and the gradients of this run are averaged by DDP, in fp32 only",
+            cause="train.shard is none, and the ranks have no GPUs, or train.precision is fp32",
+            fix="remove train.reduce_dtype, or set train.shard",
+        )
+
+
 def is_boolean(section: type[Section], dotted: str) -> bool:
     """Whether the key with this dotted name takes true or false."""
     first, _, rest = dotted.partition(".")

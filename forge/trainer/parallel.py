@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from forge.core.config import Train, ranks_per_copy
-from forge.core.errors import ConfigError
+from forge.core.config import Train, ranks_per_copy, refuse_bf16_of_ddp
 from forge.core.terminal import say
 from forge.data.loader import split
 from forge.launch.heartbeat import heartbeat
@@ -47,7 +46,7 @@ class ParallelModel:
         if self.uses_fsdp2:
             fsdp.apply(decoder, world, settings, ranks, precision)
         elif rank.world_size > 1:
-            _refuse_bf16_of_ddp(settings)
+            refuse_bf16_of_ddp(settings)
         self.micro_size = micro_batch.choose(decoder, settings, world, precision)
         decoder.to_empty(device=world.device)
         self.forward: torch.nn.Module = decoder
@@ -175,12 +174,3 @@ class ParallelModel:
         if self.precision == "bf16" and not self.uses_fsdp2:
             return torch.autocast(self.world.device.type, torch.bfloat16)
         return nullcontext()
-
-
-def _refuse_bf16_of_ddp(settings: Train) -> None:
-    if settings.reduce_dtype == "bf16":
-        raise ConfigError(
-            "train.reduce_dtype is bf16, and the gradients of this run are averaged by DDP, in fp32 only",
-            cause="train.shard is none, and the ranks have no GPUs, or train.precision is fp32",
-            fix="remove train.reduce_dtype, or set train.shard",
-        )

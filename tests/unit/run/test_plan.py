@@ -86,3 +86,11 @@ def test_a_step_that_may_not_fit_is_a_warning(capsys):
 
 def test_ranks_on_cpus_are_not_compared_with_a_gpu():
     layout_checked("none", device="cpu")
+
+
+@pytest.mark.parametrize("where", [{"device": "cpu"}, {"fabric.backend": "gloo"}])
+def test_bf16_reduction_is_refused_before_the_queue_where_ddp_averages(where):
+    values = {"train": {"batch_size": 8, "reduce_dtype": "bf16"}}
+    with pytest.raises(ConfigError, match="averaged by DDP, in fp32 only"):
+        check_layout(load_machine(None, {**H100, **where}), WorldLayout(2, 4), Config(**values))
+    check_layout(load_machine(None, H100), WorldLayout(2, 4), Config(**values))
