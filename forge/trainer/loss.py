@@ -66,7 +66,7 @@ def _linear_cross_entropy(
         logits = logits_RV[: len(hidden)]
         torch.mm(hidden, weight.t(), out=logits)
         if compiled:
-            losses_N[rows], grad_logits = _compiled_chunk(logits, targets)
+            losses_N[rows], grad_logits = _compiled_chunk()(logits, targets)
         else:
             losses_N[rows], grad_logits = _chunk(logits, targets, probs_RV, with_grad)
         if not with_grad:
@@ -108,9 +108,15 @@ def _chunk(
     return losses_R, logits_RV
 
 
-@functools.partial(torch.compile, dynamic=False)
-def _compiled_chunk(logits_RV: Tensor, targets_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in two or three passes over the logits: fp32 only in registers, nothing is scattered."""
+@functools.cache
+def _compiled_chunk() -> Any:
+    # Not at import: torch.compile imports the compiler, which takes a second.
+    return torch.compile(_fused_chunk, dynamic=False)
+
+
+def _fused_chunk(logits_RV: Tensor, targets_R1: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in two or three passes over the logits, once it is compiled: fp32 only in registers,
+    nothing is scattered."""
     logits = logits_RV.float()
     log_sum_exp = logits.logsumexp(1, keepdim=True)
     losses_R1 = log_sum_exp - logits.gather(1, targets_R1)

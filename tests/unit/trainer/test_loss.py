@@ -125,12 +125,13 @@ def a_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 @needs_compiler
 def test_training_compiles_its_loss_and_evaluation_does_not(monkeypatch, make):
-    calls, compiled_chunk = [], forge.trainer.loss._compiled_chunk
-    monkeypatch.setattr(
-        forge.trainer.loss,
-        "_compiled_chunk",
-        lambda *chunk: calls.append(1) or compiled_chunk(*chunk),
-    )
+    calls = []
+
+    def chunk(*tensors):
+        calls.append(1)
+        return forge.trainer.loss._fused_chunk(*tensors)
+
+    monkeypatch.setattr(forge.trainer.loss, "_compiled_chunk", lambda: chunk)
     parallel = make()
     calls.clear()
     with torch.no_grad():
@@ -145,7 +146,7 @@ def test_loss_that_cannot_be_compiled_warns_and_trains_eager(monkeypatch, make, 
     def fail(*_):
         raise RuntimeError("no Triton")
 
-    monkeypatch.setattr(forge.trainer.loss, "_compiled_chunk", fail)
+    monkeypatch.setattr(forge.trainer.loss, "_compiled_chunk", lambda: fail)
     parallel = make()
     assert "training without torch.compile: RuntimeError: no Triton" in capsys.readouterr().err
     assert parallel.backward(*a_batch()) > 0
