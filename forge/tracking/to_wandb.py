@@ -58,7 +58,7 @@ class WeightsAndBiases:
             ),
         )
         if not self._offline:
-            return sent.model_copy(update={"step": self._run.step - 1, "folder": ""})
+            return sent.model_copy(update={"step": self._run.starting_step - 1, "folder": ""})
         step = sent.step
         if sent.folder and not _is_synced(Path(sent.folder)):
             shutil.rmtree(sent.folder, ignore_errors=True)

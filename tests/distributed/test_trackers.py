@@ -8,7 +8,8 @@ import json
 import struct
 
 import pytest
-from support.live_run import forge, living, wait_until
+from support.live_run import living, wait_until
+from support.wandb_server import wandb_server
 
 from forge.core import json_lines
 from forge.core.files import read_object_or_empty
@@ -25,7 +26,7 @@ def tracked(session_runs, tmp_path_factory):
     address = f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
     run = session_runs(
         "tracked",
-        *("--train.decay_steps=200", "--train.checkpoint_every=100"),
+        *("--train.decay_steps=1000000", "--train.checkpoint_every=100"),
         "--tracking.tensorboard=true",
         "--tracking.wandb={project: tests, mode: offline, tags: [a, b]}",
         f"--tracking.mlflow={{tracking_uri: '{address}'}}",
@@ -134,7 +135,23 @@ def test_sync_sends_the_rest_and_fails_clearly_where_there_is_no_key(
     run, _, _ = tracked
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    done = forge("sync", str(run.folder))
+    done = run.launch(["sync", str(run.folder)]).end()
     assert done.code == 69, done.text
     assert f"sent to tensorboard up to step {run.step()}" in done.text
     assert "tracking.wandb: ConnectionError: there is no API key" in done.text
+
+
+def test_sync_gives_the_server_each_step_once_under_the_id_of_the_offline_run(tracked):
+    run, _, _ = tracked
+    name = read_object_or_empty(run.paths.tracking / "wandb.json")["id"]
+    steps = sorted(numbers(run, "loss"))
+    with wandb_server() as server:
+        environ = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "k" * 40}
+        # The server has the first steps already, as after a connection that was lost.
+        server.runs[name] = [{"_step": step, "train/loss": 0.0} for step in steps[:7]]
+        first = run.launch(["sync", str(run.folder)], **environ).end()
+        again = run.launch(["sync", str(run.folder)], **environ).end()
+    assert (first.code, again.code) == (0, 0), first.text + again.text
+    assert [row["_step"] for row in server.runs[name] if "train/loss" in row] == steps
+    assert {one["name"] for one in server.upserted} == {name}
+    assert not list((run.folder / "wandb").glob("offline-run-*"))
