@@ -366,11 +366,11 @@ def _train(options: argparse.Namespace) -> None:
     refuse_left_over()
     config, machine, layout = _resolved(options), _load_machine(options), _layout(options)
     paths = RunPaths.of(config)
-    place_logs(paths)
-    if Path(options.config).absolute() != paths.config.absolute() or config.tracking.trackers:
-        # config.json has no trackers: they are as the workflow, or a command with config.yaml, set them.
-        refuse_missing_packages(config.tracking, options.config)
+    refuse_missing_packages(config.tracking, options.config)
+    # config.json has no trackers: they are as the workflow, or a command with config.yaml, set them.
+    if Path(options.config).resolve() != paths.config.resolve() or config.tracking.trackers:
         keep_settings(paths, config.tracking)
+    place_logs(paths)
     train(config, machine, layout, require_checkpoint=options.require_checkpoint)
 
 

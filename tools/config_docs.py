@@ -129,7 +129,7 @@ def _sections(name: str, model: type[Section]) -> Iterator[tuple[str, type[Secti
 def _may_change(name: str, section: type[Section], key: str) -> str:
     if not name:
         return "–" if key in FOLDERS else "no"  # names of folders are no part of any checkpoint
-    return "yes" if name.split(".")[0] in OUTSIDE_TRAINING or is_free(section, key) else "no"
+    return "yes" if name.partition(".")[0] in OUTSIDE_TRAINING or is_free(section, key) else "no"
 
 
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

@@ -125,7 +125,8 @@ class Sent(Record):
     complete: bool = False
     """Nothing was left to send when the sending process ended."""
     folder: str = ""
-    """Where the tracker records until it is finished, if that is lost with its process; else empty."""
+    """Name of the directory in which the tracker records until it is finished, if what is there is lost
+    with its process; else empty."""
     before: int = -1
     """`step` when that directory was begun."""
 

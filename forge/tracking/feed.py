@@ -11,15 +11,15 @@ import secrets
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
 from forge.cluster.lock import lock
-from forge.core.errors import ForgeError, UnfitError
+from forge.core.errors import ConfigError, ForgeError, UnfitError
 from forge.core.paths import RunPaths
 from forge.core.process import stop_with_parent
 from forge.core.records import Sent
@@ -56,11 +56,9 @@ class Feed:
         the tracker; what was not sent then is sent by the next call, of this process or of another."""
         path = sent_file(self.paths, self.name)
         sent = Sent.read_if_there(path) or Sent(id=secrets.token_hex(4))
-        sent.model_copy(update={"complete": False}).write(
-            path
-        )  # the id, before the tracker knows it
-        sent = self.tracker.open(TrackedRun.read(self.paths), sent)
         sent = sent.model_copy(update={"complete": False})
+        sent.write(path)  # the id, before the tracker knows it
+        sent = self.tracker.open(TrackedRun.read(self.paths), sent)
         sent.write(path)
         rows = Rows(self.paths)
         while True:
@@ -87,9 +85,8 @@ class Feed:
             except Exception as err:
                 traceback.print_exc()
                 if not told:
-                    tell(
-                        f"warning: tracking.{self.name}: {_in_a_line(err)}; training is not affected"
-                    )
+                    why = _in_a_line(err)
+                    tell(f"warning: tracking.{self.name}: {why}; training is not affected")
                 told = True
                 if isinstance(err, ForgeError) or self.is_over.is_set():
                     return
@@ -113,7 +110,10 @@ def sync(paths: RunPaths) -> None:
     """
     tracking = read_settings(paths)
     if not tracking.trackers:
-        say(f"{paths.root}: no trackers are on (tracking in config.yaml)")
+        raise ConfigError(
+            f"{paths.root} has no trackers",
+            fix="set the section tracking in config.yaml, and rerun the command that trains",
+        )
     refuse_missing_packages(tracking, str(paths.root))
     with lock(paths.tracking, "sync"):
         for name, tracker in trackers_of(tracking, say, must_send=True).items():
@@ -136,7 +136,7 @@ def sync(paths: RunPaths) -> None:
 
 
 def main(run: str) -> int:
-    """Send until standard input ends, and then the rest; 0 when all is sent."""
+    """Send until standard input ends, and then the rest. 69 where another process sent all the time."""
     stop_with_parent()
     parent = os.getppid()
     # A stop signal to the whole job is for the ranks: their last steps are to be sent, too.
@@ -151,13 +151,14 @@ def main(run: str) -> int:
     while True:
         try:
             with lock(paths.tracking, "tracking"):
-                return _send_all(paths, is_over, tell)
-        except UnfitError as err:
-            traceback.print_exc()
-            if is_over.is_set():
+                _send_all(paths, is_over, tell)
+            return 0
+        except (
+            UnfitError
+        ) as err:  # `forge sync`, or the process of a killed launcher, which ends soon
+            if is_over.wait(LOCK_RETRY_SEC):
                 tell(f"warning: tracking: {_in_a_line(err)}")
                 return int(err.code)
-        time.sleep(LOCK_RETRY_SEC)  # the process of a killed launcher is about to end
 
 
 def _messages() -> Callable[[str], None]:
@@ -168,7 +169,8 @@ def _messages() -> Callable[[str], None]:
 
     def tell(message: str) -> None:
         say(message)  # into the log
-        print(message, file=terminal, flush=True)
+        with suppress(OSError):  # its reader may have left
+            print(message, file=terminal, flush=True)
 
     return tell
 
@@ -178,7 +180,7 @@ def _wait_for_end(is_over: threading.Event) -> None:
     is_over.set()
 
 
-def _send_all(paths: RunPaths, is_over: threading.Event, tell: Callable[[str], None]) -> int:
+def _send_all(paths: RunPaths, is_over: threading.Event, tell: Callable[[str], None]) -> None:
     tracking = read_settings(paths)
     on = tracking.model_copy(update=dict.fromkeys(missing_packages(tracking)))  # the launcher warns
     feeds = [Feed(name, tracker, paths, is_over) for name, tracker in trackers_of(on, tell).items()]
@@ -187,7 +189,6 @@ def _send_all(paths: RunPaths, is_over: threading.Event, tell: Callable[[str], N
         thread.start()
     for thread in threads:
         thread.join()
-    return 0
 
 
 if __name__ == "__main__":

@@ -24,13 +24,24 @@ FINISH_SEC = 30.0
 @contextmanager
 def tracked(paths: RunPaths) -> Iterator[None]:
     """Send the numbers of the run while the body trains. Nothing that goes wrong with it is raised."""
-    tracking = _settings(paths)
-    child = _start(paths) if tracking.trackers else None
+    trackers = _settings(paths).trackers
+    before = {name: _written(paths, name) for name in trackers}
+    child = _start(paths) if trackers else None
     try:
         yield
     finally:
         if child:
-            _finish(child, paths, tracking)
+            _finish(child)
+        left = [
+            n
+            for n, then in before.items()
+            if _written(paths, n) == then or not _is_complete(paths, n)
+        ]
+        if left:
+            say(
+                f"warning: tracking: not everything was sent to {', '.join(left)};"
+                f" the next start sends the rest, or: forge sync {paths.root}"
+            )
 
 
 def _settings(paths: RunPaths) -> Tracking:
@@ -61,8 +72,8 @@ def _start(paths: RunPaths) -> subprocess.Popen[bytes] | None:
         return None
 
 
-def _finish(child: subprocess.Popen[bytes], paths: RunPaths, tracking: Tracking) -> None:
-    """Give it FINISH_SEC to send the rest, end it with all its children, and say what is left."""
+def _finish(child: subprocess.Popen[bytes]) -> None:
+    """Give it FINISH_SEC to send the rest, and end it with all its children."""
     assert child.stdin
     with suppress(OSError):
         child.stdin.close()  # tells it that training is over
@@ -71,11 +82,12 @@ def _finish(child: subprocess.Popen[bytes], paths: RunPaths, tracking: Tracking)
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
-    if left := [name for name in tracking.trackers if not _is_complete(paths, name)]:
-        say(
-            f"warning: tracking: not everything was sent to {', '.join(left)};"
-            f" the next start sends the rest, or: forge sync {paths.root}"
-        )
+
+
+def _written(paths: RunPaths, name: str) -> int:
+    """When the file of what this tracker was sent was written: each process writes it."""
+    path = sent_file(paths, name)
+    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def _is_complete(paths: RunPaths, name: str) -> bool:

@@ -36,6 +36,8 @@ class WeightsAndBiases:
     def open(self, run: TrackedRun, sent: Sent) -> Sent:
         import wandb
 
+        if wandb.run:  # of a first try, which failed later
+            wandb.run.finish()
         self._id, self._folder = sent.id, run.paths.root / "wandb"
         self._offline = self._is_offline()
         self._run = wandb.init(
@@ -59,11 +61,11 @@ class WeightsAndBiases:
         )
         if not self._offline:
             return sent.model_copy(update={"step": self._run.starting_step - 1, "folder": ""})
-        step = sent.step
-        if sent.folder and not _is_synced(Path(sent.folder)):
-            shutil.rmtree(sent.folder, ignore_errors=True)
+        step, folder = sent.step, Path(self._run.dir).parent.name
+        begun = self._folder / sent.folder
+        if sent.folder and sent.folder != folder and not _is_synced(begun):
+            shutil.rmtree(begun, ignore_errors=True)
             step = sent.before
-        folder = str(Path(self._run.dir).parent)
         return sent.model_copy(update={"step": step, "folder": folder, "before": step})
 
     def _is_offline(self) -> bool:

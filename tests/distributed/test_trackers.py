@@ -6,13 +6,18 @@ from __future__ import annotations
 
 import json
 import struct
+from unittest import mock
 
 import pytest
+from support import live_run
 from support.live_run import living, wait_until
 from support.wandb_server import wandb_server
 
 from forge.core import json_lines
 from forge.core.files import read_object_or_empty
+from forge.core.tracking import Tracking, Wandb
+from forge.tracking import process
+from forge.tracking.tracker import keep_settings
 
 
 def sent(run, name):
@@ -32,12 +37,15 @@ def tracked(session_runs, tmp_path_factory):
         f"--tracking.mlflow={{tracking_uri: '{address}'}}",
     )
     started = run.start("train", "--train.max_steps=1000000")
-    for name in ("tensorboard", "wandb", "mlflow"):
-        wait_until(lambda name=name: sent(run, name) >= 5, f"{name} is sent rows")
-    for process in living():
-        process.kill()
+    # MLflow makes its database first, at the lowest priority.
+    with mock.patch.object(live_run, "PATIENCE_SEC", 400):
+        for name in ("tensorboard", "wandb", "mlflow"):
+            wait_until(lambda name=name: sent(run, name) >= 5, f"{name} is sent rows")
+    for one in living():
+        one.kill()
     started.process.wait()
-    done = run.start("train", f"--train.max_steps={run.step() + 20}").end()
+    with mock.patch.object(process, "FINISH_SEC", 400):
+        done = run.forge("train", f"--train.max_steps={run.step() + 20}")
     assert done.code == 0, done.text
     return run, address, done.text
 
@@ -135,22 +143,23 @@ def test_sync_sends_the_rest_and_fails_clearly_where_there_is_no_key(
     run, _, _ = tracked
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    done = run.launch(["sync", str(run.folder)]).end()
+    done = run.launch(["sync", str(run.folder)]).end(400)
     assert done.code == 69, done.text
     assert f"sent to tensorboard up to step {run.step()}" in done.text
     assert "tracking.wandb: ConnectionError: there is no API key" in done.text
 
 
-def test_sync_gives_the_server_each_step_once_under_the_id_of_the_offline_run(tracked):
-    run, _, _ = tracked
+def test_sync_gives_the_server_each_step_once_under_the_id_of_the_offline_run(tracked, tmp_path):
+    run = tracked[0].copy(tmp_path / "tracked")
+    keep_settings(run.paths, Tracking(wandb=Wandb()))
     name = read_object_or_empty(run.paths.tracking / "wandb.json")["id"]
     steps = sorted(numbers(run, "loss"))
     with wandb_server() as server:
         environ = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "k" * 40}
         # The server has the first steps already, as after a connection that was lost.
         server.runs[name] = [{"_step": step, "train/loss": 0.0} for step in steps[:7]]
-        first = run.launch(["sync", str(run.folder)], **environ).end()
-        again = run.launch(["sync", str(run.folder)], **environ).end()
+        first = run.launch(["sync", str(run.folder)], **environ).end(400)
+        again = run.launch(["sync", str(run.folder)], **environ).end(400)
     assert (first.code, again.code) == (0, 0), first.text + again.text
     assert [row["_step"] for row in server.runs[name] if "train/loss" in row] == steps
     assert {one["name"] for one in server.upserted} == {name}

@@ -11,12 +11,15 @@ from unittest import mock
 
 import pytest
 
-from forge.core.config import load_config
+from forge import cli, workflow
+from forge.core.config import ResolvedConfig, load_config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.files import write_json
 from forge.core.paths import RunPaths
+from forge.core.provenance import config_digest
 from forge.core.records import Sent
 from forge.core.tracking import Tracking, Wandb
+from forge.run import train
 from forge.tracking import feed, process, to_wandb, tracker
 from forge.trainer import metrics
 from forge.trainer.metrics import EvalLine
@@ -164,6 +167,8 @@ def test_hanging_tracker_delays_the_end_by_the_bound_and_is_named_then(paths, ca
 
 def test_process_that_crashes_leads_to_one_warning(paths, capsys):
     tracker.keep_settings(paths, Tracking(tensorboard=True))
+    before = Sent(id="a", step=7, complete=True)  # of the launch before
+    before.write(feed.sent_file(paths, "tensorboard"))
     with mock.patch.object(process.sys, "executable", "/bin/false"), process.tracked(paths):
         pass
     assert capsys.readouterr().err.count("warning") == 1
@@ -216,6 +221,48 @@ def test_bad_settings_are_refused_by_key_and_value(tmp_path, text, problem):
     (tmp_path / "c.yaml").write_text(f"tracking: {text}")
     with pytest.raises(ConfigError, match=problem):
         load_config(tmp_path / "c.yaml")
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """`forge train CONFIG OPTIONS`, which trains nothing; the trackers that the run has then."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text("tracking: {tensorboard: true}")
+    monkeypatch.setattr(train, "train", lambda *_, **__: None)
+
+    def made(*arguments):
+        assert cli.main(["train", *arguments]) == 0
+        return tracker.read_settings(RunPaths(tmp_path / "results/base")).trackers
+
+    return made
+
+
+def test_config_json_trains_with_the_trackers_of_the_command_before(trained, tmp_path):
+    assert trained("c.yaml") == ("tensorboard",)
+    ids = {"tokenizer": "0" * 12, "tokens": "1" * 12}
+    write_json(tmp_path / "results/base/config.json", {"ids": ids})
+    assert trained("results/base/config.json") == ("tensorboard",)
+    assert trained("c.yaml", "--tracking.tensorboard=false") == ()
+
+
+def test_workflow_gives_each_run_its_trackers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ids = {"tokenizer": "0" * 12, "tokens": "1" * 12}
+    given = {"tracking": {"wandb": {"project": "p"}}}
+    for tracking in (given, {}):
+        config = ResolvedConfig.model_validate({"run": "a", "ids": ids, **tracking})
+        workflow.write_down({"a": config})
+        assert tracker.read_settings(RunPaths.of(config)) == config.tracking
+
+
+def test_trackers_change_neither_the_digest_of_a_config_nor_what_trains(tmp_path):
+    ids = {"tokenizer": "0" * 12, "tokens": "1" * 12}
+    plain = ResolvedConfig.model_validate({"ids": ids})
+    tracked = ResolvedConfig.model_validate({"ids": ids, "tracking": {"mlflow": {}}})
+    assert tracked.tracking.trackers == ("mlflow",)
+    assert config_digest(plain) == config_digest(tracked)
+    assert plain.of_training == tracked.of_training
+    assert plain.training_json() == tracked.training_json()
 
 
 def test_missing_package_is_refused_where_the_config_is_read():
