@@ -217,6 +217,8 @@ def _add_subcommands(subcommands: Any) -> None:
         add("logs", _logs, "show the logs of ranks and launcher, errors first", keys=False)
     )
     _status_options(add("status", _status, "show the current state of each run", keys=False))
+    sync = add("sync", _sync, "send to the trackers what they have not been sent", keys=False)
+    sync.add_argument("runs", nargs="+", metavar="RUN", help="directories or names of runs")
     _export_options(
         add_logged("export", _export, "write a checkpoint as a directory that others load")
     )
@@ -359,10 +361,16 @@ def _train(options: argparse.Namespace) -> None:
     from forge.core.paths import RunPaths, place_logs
     from forge.launch.rank import refuse_left_over
     from forge.run.train import train
+    from forge.tracking.tracker import keep_settings, refuse_missing_packages
 
     refuse_left_over()
     config, machine, layout = _resolved(options), _load_machine(options), _layout(options)
-    place_logs(RunPaths.of(config))
+    paths = RunPaths.of(config)
+    refuse_missing_packages(config.tracking, options.config)
+    # config.json has no trackers: they are as the workflow, or a command with config.yaml, set them.
+    if Path(options.config).resolve() != paths.config.resolve() or config.tracking.trackers:
+        keep_settings(paths, config.tracking)
+    place_logs(paths)
     train(config, machine, layout, require_checkpoint=options.require_checkpoint)
 
 
@@ -454,6 +462,14 @@ def _status(options: argparse.Namespace) -> None:
     from forge.reporting.status import status
 
     status(find_runs(options.runs), watch=options.watch, as_json=options.json)
+
+
+def _sync(options: argparse.Namespace) -> None:
+    from forge.reporting.find_runs import find_runs
+    from forge.tracking.feed import sync
+
+    for run in find_runs(options.runs):
+        sync(run)
 
 
 def _export(options: argparse.Namespace) -> None:

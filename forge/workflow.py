@@ -38,6 +38,7 @@ from forge.core.terminal import say
 from forge.data.content_ids import resolve
 from forge.reporting.workflow_end import print_end
 from forge.run import programs, train
+from forge.tracking.tracker import keep_settings, refuse_missing_packages
 from forge.validation.estimates import memory_bytes
 
 # Names the file with the runs as they were submitted, for the Snakemake inside a job.
@@ -105,6 +106,7 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
     shared_folders(runs)
     parent.refuse_circles(runs)
     for name, config in runs.items():
+        refuse_missing_packages(config.tracking, f"run {name}")
         if config.program:
             continue  # its checkpoints are verified before each launch
         paths = RunPaths.of(config)
@@ -158,9 +160,10 @@ def keep_for_jobs(
 
 def write_down(runs: dict[str, ResolvedConfig]) -> None:
     """Let `forge status`, `logs`, `show` and `export` find these runs, whatever set `results`; and put
-    their logs where FORGE_LOG_DIR says."""
+    their logs where FORGE_LOG_DIR says. Their trackers are as the last command has them."""
     for config in runs.values():
         place_logs(RunPaths.of(config))
+        keep_settings(RunPaths.of(config), config.tracking)
     folders = {name: str(RunPaths.of(settings).root) for name, settings in runs.items()}
     WorkflowRuns(folders=folders).write(WORKFLOW_RUNS)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge.core.config import FOLDERS, READ_AFTERWARDS, Config, is_free
+from forge.core.config import FOLDERS, OUTSIDE_TRAINING, Config, is_free
 from forge.core.errors import ConfigError
 from forge.core.files import atomic_open
 from forge.core.machine import Machine
@@ -129,7 +129,7 @@ def _sections(name: str, model: type[Section]) -> Iterator[tuple[str, type[Secti
 def _may_change(name: str, section: type[Section], key: str) -> str:
     if not name:
         return "–" if key in FOLDERS else "no"  # names of folders are no part of any checkpoint
-    return "yes" if name in READ_AFTERWARDS or is_free(section, key) else "no"
+    return "yes" if name.partition(".")[0] in OUTSIDE_TRAINING or is_free(section, key) else "no"
 
 
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

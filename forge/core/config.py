@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from forge.core.errors import ConfigError
 from forge.core.program import Program
 from forge.core.section import FREE, FilePath, Section, section_of
+from forge.core.tracking import Tracking
 from forge.core.values import as_cell, describe, read_cell, read_text, read_yaml, shown
 
 # Safe as a path, an option and a word of a shell; also the wildcard constraint of the workflow.
@@ -25,8 +26,8 @@ RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 PARENT = rf"({RUN_NAME})@([1-9][0-9]{{0,17}})"
 # Keys that do not change what is trained; the config digest leaves them out.
 FOLDERS = ("run", "results", "data")
-# Sections that are read when training is over; a checkpoint knows nothing of them.
-READ_AFTERWARDS = ("validate", "report")
+# Sections that training does not read; a checkpoint knows nothing of them.
+OUTSIDE_TRAINING = ("validate", "report", "tracking")
 # Sections that another program has no use for.
 OF_FORGES_TRAINER = ("tokenizer", "tokenize", "model", "train")
 
@@ -301,6 +302,7 @@ class Config(Section):
     # The key in the file is `validate`; a field of that name would hide a method of pydantic.
     validation: Validate = Field(Validate(), alias="validate")
     report: Report = Report()
+    tracking: Tracking = Tracking()
     ids: Ids | None = None
 
     @field_validator("results", "data")
@@ -367,13 +369,13 @@ class ResolvedConfig(Config):
 
     @property
     def of_training(self) -> ResolvedConfig:
-        """The same with the defaults of the sections that are read when training is over: equal for two
-        configs that train the same."""
+        """The same with the defaults of the sections that training does not read: equal for two configs
+        that train the same."""
         return ResolvedConfig(**self.training_json())
 
     def training_json(self) -> dict[str, Any]:
-        """What config.json holds: all but the sections that may change when training is over."""
-        return {key: value for key, value in self.to_json().items() if key not in READ_AFTERWARDS}
+        """What config.json holds: all but the sections that training does not read."""
+        return {key: value for key, value in self.to_json().items() if key not in OUTSIDE_TRAINING}
 
 
 # --- reading ------------------------------------------------------------------------------------

@@ -210,8 +210,14 @@ def read(log: Path) -> list[Event]:
 
     Raises DataError when another version of Forge wrote the log.
     """
-    lines = [line for line in json_lines.read(log) if isinstance(line.get("event"), str)]
-    return [event for line in lines if (event := _event(line, log)) is not None]
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return [event for line in lines if (event := parse(line, log)) is not None]
+
+
+def parse(line: str, log: Path) -> Event | None:
+    """The event in a line of this log; None where there is none. Raises DataError as `read`."""
+    value = json_lines.parse(line)
+    return _event(value, log) if value and isinstance(value.get("event"), str) else None
 
 
 def last(log: Sequence[Event], *kinds: type[Event]) -> Event | None:

@@ -72,6 +72,8 @@ class RunPaths:
     exports = _Below("export")  # a directory for each exported checkpoint
     exported = _Below("exported.json")
     bad_nodes = _Below("bad_nodes.txt")  # nodes that the next submission excludes, one per line
+    tracking = _Below("tracking")  # settings of the trackers, and what each has been sent
+    tensorboard = _Below("tensorboard")
     logs = _Below("logs")
     launches = _Below(".launch")  # files between launcher and ranks, in a directory per launch
     heartbeats = _Below(".launch/heartbeats")  # of the ranks of another program

@@ -16,8 +16,10 @@ PACKAGES = ("torch", "tokenizers", "numpy", "pydantic", "blake3")
 
 
 def config_digest(config: ResolvedConfig) -> str:
-    """Digest of a run's config, without its name and directories, which do not change what is trained."""
-    values = {key: value for key, value in config.to_json().items() if key not in FOLDERS}
+    """Digest of a run's config, without its name, directories and trackers, which do not change what is
+    trained."""
+    left_out = (*FOLDERS, "tracking")
+    values = {key: value for key, value in config.to_json().items() if key not in left_out}
     return digest_bytes(canonical(values))
 
 

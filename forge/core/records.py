@@ -14,6 +14,7 @@ from forge.core.checks import Check
 from forge.core.errors import DataError, OtherFormat
 from forge.core.files import read_object, write_json
 from forge.core.process import Process
+from forge.core.tracking import Tracking
 
 
 class Record(BaseModel):
@@ -100,6 +101,34 @@ class WorkflowRuns(Record):
 
     folders: dict[str, str]
     """Run name -> its directory, relative to the project's."""
+
+
+# --- trackers --------------------------------------------------------------------------------------
+
+
+class TrackingSettings(Record):
+    """tracking/settings.json: the trackers of a run, as its last command had them. They are no part of
+    config.json, so that changing them trains nothing again."""
+
+    tracking: Tracking
+
+
+class Sent(Record):
+    """tracking/NAME.json: what this tracker has been sent."""
+
+    FIX = "remove it: everything is then sent again, to a new run of the tracker"
+
+    id: str
+    """Of the tracked run, over all restarts."""
+    step: int = -1
+    """All rows up to this step are sent."""
+    complete: bool = False
+    """Nothing was left to send when the sending process ended."""
+    folder: str = ""
+    """Name of the directory in which the tracker records until it is finished, if what is there is lost
+    with its process; else empty."""
+    before: int = -1
+    """`step` when that directory was begun."""
 
 
 # --- preflight -------------------------------------------------------------------------------------

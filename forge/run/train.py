@@ -24,6 +24,7 @@ from forge.preflight.preflight import recheck
 from forge.run import crash_loop, requeue
 from forge.run.programs import Start, TrainingProgram, program_of
 from forge.staging.staged import remove_staged
+from forge.tracking.process import tracked
 
 
 class StoppedEarly(ForgeError):
@@ -63,13 +64,14 @@ def train(
             say(f"{paths.root} is complete at step {step}: nothing to train")
             remove_staged(paths, placement)
             return _write_trained(program, step)
-        try:
-            record = _train_until_it_ends(program, start, placement, step)
-        finally:
-            remove_staged(paths, placement)
-        if record.status in ("stopped", "lost") and job:
-            _requeue(record, paths, job, machine, step=program.committed_step())
-        return _conclude(program, record)
+        with tracked(paths):
+            try:
+                record = _train_until_it_ends(program, start, placement, step)
+            finally:
+                remove_staged(paths, placement)
+            if record.status in ("stopped", "lost") and job:
+                _requeue(record, paths, job, machine, step=program.committed_step())
+            return _conclude(program, record)
 
 
 def refuse_stop_file(paths: RunPaths) -> None:

@@ -148,15 +148,16 @@ def write(path: Path, line: Line) -> None:
 
 def read(path: Path) -> list[TrainLine | EvalLine | StepLine]:
     """All lines, oldest first; those that a crash has cut or a person has edited are passed over."""
-    return _typed(path.read_text(errors="replace").splitlines()) if path.exists() else []
+    return parse(path.read_text(errors="replace").splitlines()) if path.exists() else []
 
 
 def read_last(path: Path, num_bytes: int) -> list[TrainLine | EvalLine | StepLine]:
     """As `read`, of the lines in the last `num_bytes` of the file."""
-    return _typed(last_lines(path, num_bytes)[0])
+    return parse(last_lines(path, num_bytes)[0])
 
 
-def _typed(lines: Iterable[str]) -> list[TrainLine | EvalLine | StepLine]:
+def parse(lines: Iterable[str]) -> list[TrainLine | EvalLine | StepLine]:
+    """The typed lines of metrics.jsonl; others are passed over."""
     found = []
     for line in lines:
         with suppress(ValidationError):

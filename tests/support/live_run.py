@@ -84,11 +84,15 @@ class Run:
 
     def start(self, verb: str, *more: str, **environ: str) -> Started:
         """The command in a process of its own."""
+        return self.launch(self.arguments(verb, *more), **environ)
+
+    def launch(self, arguments: list[str], **environ: str) -> Started:
+        """As `start`, of a command that takes no config."""
         output = self.folder.parent / f"{self.folder.name}.{time.monotonic_ns()}.out"
         output.parent.mkdir(parents=True, exist_ok=True)
         with open(output, "w") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "forge", *self.arguments(verb, *more)],
+                [sys.executable, "-m", "forge", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

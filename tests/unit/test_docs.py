@@ -19,7 +19,7 @@ from tools.config_docs import ROOT
 
 PAGES = [
     *("README.md", "config/labs/six-nodes/README.md"),
-    *(f"docs/{n}.md" for n in ("new-cluster", "environment", "troubleshooting", "gpu")),
+    *(f"docs/{n}.md" for n in ("new-cluster", "environment", "troubleshooting", "gpu", "tracking")),
 ]
 FILES = {"yaml", "json", "jsonl", "tsv", "html", "py"}  # report.html is no key
 GAP = "…"  # stands for names and numbers, in the pages as in the texts of the sources
@@ -158,6 +158,11 @@ PASSED_THROUGH = {
     "HF_TOKEN": "huggingface_hub/constants.py",
     "HF_ENDPOINT": "huggingface_hub/constants.py",
     "SNAKEMAKE_PROFILE": "snakemake/cli.py",
+    "WANDB_BASE_URL": "wandb/env.py",
+    "MLFLOW_TRACKING_URI": "mlflow/environment_variables.py",
+    "MLFLOW_TRACKING_USERNAME": "mlflow/environment_variables.py",
+    "MLFLOW_TRACKING_PASSWORD": "mlflow/environment_variables.py",
+    "MLFLOW_TRACKING_TOKEN": "mlflow/environment_variables.py",
 }
 
 

@@ -13,8 +13,8 @@ import forge
 FOLDER = Path(forge.__file__).parent
 # In the order of the rule. Modules beside them (cli, workflow, …) start Forge and may import every one.
 PACKAGES = (
-    *("core", "cluster", "data", "launch", "checkpoint", "trainer", "staging", "preflight"),
-    *("run", "validation", "reporting"),
+    *("core", "cluster", "data", "launch", "checkpoint", "trainer", "tracking"),
+    *("staging", "preflight", "run", "validation", "reporting"),
 )
 
 MODULES = {

@@ -1,0 +1,195 @@
+"""The process that sends the numbers of a run to its trackers: `python -m forge.tracking.feed RUN`.
+
+It ends when all is sent after its standard input was closed, or at once with its launcher. Each tracker
+has a thread of its own, so that one that hangs delays no other.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from forge.cluster.lock import lock
+from forge.core.errors import ConfigError, ForgeError, UnfitError
+from forge.core.paths import RunPaths
+from forge.core.process import stop_with_parent
+from forge.core.records import Sent
+from forge.core.terminal import say
+from forge.tracking.rows import Rows
+from forge.tracking.tracker import (
+    TrackedRun,
+    Tracker,
+    missing_packages,
+    read_settings,
+    refuse_missing_packages,
+    trackers_of,
+)
+
+POLL_SEC = 5.0
+RETRY_SEC = 60.0
+LOCK_RETRY_SEC = 1.0
+ROWS = 100  # that are logged at once
+NICE = 19  # training comes first on every core
+
+
+@dataclass
+class Feed:
+    """Sends the rows of a run to one tracker."""
+
+    name: str
+    tracker: Tracker
+    paths: RunPaths
+    is_over: threading.Event = field(default_factory=threading.Event)
+    """Set when training has ended: what is there is the rest."""
+
+    def send(self) -> int:
+        """Send rows until training is over and all are sent; the last step. Any exception may come from
+        the tracker; what was not sent then is sent by the next call, of this process or of another."""
+        path = sent_file(self.paths, self.name)
+        sent = Sent.read_if_there(path) or Sent(id=secrets.token_hex(4))
+        sent = sent.model_copy(update={"complete": False})
+        sent.write(path)  # the id, before the tracker knows it
+        sent = self.tracker.open(TrackedRun.read(self.paths), sent)
+        sent.write(path)
+        rows = Rows(self.paths)
+        while True:
+            is_over = self.is_over.is_set()
+            new = (row for row in rows.new(is_over=is_over) if row.step > sent.step)
+            while batch := list(islice(new, ROWS)):
+                self.tracker.log(batch)
+                sent = sent.model_copy(update={"step": batch[-1].step})
+                sent.write(path)
+            if is_over:
+                self.tracker.finish(rows.state)
+                sent.model_copy(update={"complete": True, "folder": ""}).write(path)
+                return sent.step
+            self.is_over.wait(POLL_SEC)
+
+    def keep_sending(self, tell: Callable[[str], None]) -> None:
+        """As `send`, again and again after failures of the tracker, until all is sent or training is
+        over. The first failure is told."""
+        told = False
+        while True:
+            try:
+                self.send()
+                return
+            except Exception as err:
+                traceback.print_exc()
+                if not told:
+                    why = _in_a_line(err)
+                    tell(f"warning: tracking.{self.name}: {why}; training is not affected")
+                told = True
+                if isinstance(err, ForgeError) or self.is_over.is_set():
+                    return
+            self.is_over.wait(RETRY_SEC)
+
+
+def _in_a_line(err: Exception) -> str:
+    text = err.what if isinstance(err, ForgeError) else f"{type(err).__name__}: {err}"
+    return " ".join(text.split())[:300]
+
+
+def sent_file(paths: RunPaths, name: str) -> Path:
+    return paths.tracking / f"{name}.json"
+
+
+def sync(paths: RunPaths) -> None:
+    """`forge sync`: send everything that the trackers of a run have not been sent, in this process.
+
+    Raises ConfigError where no tracker is on, UnfitError where one cannot be reached, or another process
+    sends.
+    """
+    tracking = read_settings(paths)
+    if not tracking.trackers:
+        raise ConfigError(
+            f"{paths.root} has no trackers",
+            fix="set the section tracking in config.yaml, and rerun the command that trains",
+        )
+    refuse_missing_packages(tracking, str(paths.root))
+    with lock(paths.tracking, "sync"):
+        for name, tracker in trackers_of(tracking, say, must_send=True).items():
+            feed = Feed(name, tracker, paths)
+            feed.is_over.set()
+            try:
+                step = feed.send()
+            except ForgeError:
+                raise
+            except Exception as err:
+                raise UnfitError(
+                    f"{paths.root}: tracking.{name}: {_in_a_line(err)}",
+                    cause="no internet here, a wrong address, or no access",
+                    fix="run forge sync where the server can be reached; nothing was lost",
+                ) from err
+            say(f"{paths.root}: sent to {name} up to step {step}")
+
+
+# --- the process beside training -------------------------------------------------------------------
+
+
+def main(run: str) -> int:
+    """Send until standard input ends, and then the rest. 69 where another process sent all the time."""
+    stop_with_parent()
+    parent = os.getppid()
+    # A stop signal to the whole job is for the ranks: their last steps are to be sent, too.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(75) if os.getppid() != parent else None)
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(NICE)
+    paths = RunPaths(Path(run))
+    tell = _messages()
+    is_over = threading.Event()
+    threading.Thread(target=_wait_for_end, args=(is_over,), daemon=True).start()
+    while True:
+        try:
+            with lock(paths.tracking, "tracking"):
+                _send_all(paths, is_over, tell)
+            return 0
+        except (
+            UnfitError
+        ) as err:  # `forge sync`, or the process of a killed launcher, which ends soon
+            if is_over.wait(LOCK_RETRY_SEC):
+                tell(f"warning: tracking: {_in_a_line(err)}")
+                return int(err.code)
+
+
+def _messages() -> Callable[[str], None]:
+    """Prints to standard error as it is now. From here on, libraries write to the log of this process,
+    which is standard output."""
+    terminal = os.fdopen(os.dup(2), "w", buffering=1)
+    os.dup2(1, 2)
+
+    def tell(message: str) -> None:
+        say(message)  # into the log
+        with suppress(OSError):  # its reader may have left
+            print(message, file=terminal, flush=True)
+
+    return tell
+
+
+def _wait_for_end(is_over: threading.Event) -> None:
+    sys.stdin.buffer.read()
+    is_over.set()
+
+
+def _send_all(paths: RunPaths, is_over: threading.Event, tell: Callable[[str], None]) -> None:
+    tracking = read_settings(paths)
+    on = tracking.model_copy(update=dict.fromkeys(missing_packages(tracking)))  # the launcher warns
+    feeds = [Feed(name, tracker, paths, is_over) for name, tracker in trackers_of(on, tell).items()]
+    threads = [threading.Thread(target=feed.keep_sending, args=(tell,)) for feed in feeds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

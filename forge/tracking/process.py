@@ -1,0 +1,98 @@
+"""The sending process as the launcher starts and ends it; whatever happens to it, training goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from forge.core.errors import ForgeError
+from forge.core.paths import RunPaths
+from forge.core.records import Sent
+from forge.core.terminal import say
+from forge.core.tracking import Tracking
+from forge.tracking.feed import sent_file
+from forge.tracking.tracker import missing_packages, read_settings
+
+# After training, the process has this long to send the rest.
+FINISH_SEC = 30.0
+
+
+@contextmanager
+def tracked(paths: RunPaths) -> Iterator[None]:
+    """Send the numbers of the run while the body trains. Nothing that goes wrong with it is raised."""
+    trackers = _settings(paths).trackers
+    before = {name: _written(paths, name) for name in trackers}
+    child = _start(paths) if trackers else None
+    try:
+        yield
+    finally:
+        if child:
+            _finish(child)
+        left = [
+            n
+            for n, then in before.items()
+            if _written(paths, n) == then or not _is_complete(paths, n)
+        ]
+        if left:
+            say(
+                f"warning: tracking: not everything was sent to {', '.join(left)};"
+                f" the next start sends the rest, or: forge sync {paths.root}"
+            )
+
+
+def _settings(paths: RunPaths) -> Tracking:
+    try:
+        tracking = read_settings(paths)
+    except ForgeError as err:
+        say(f"warning: tracking: {err.what}")
+        return Tracking()
+    missing = missing_packages(tracking)
+    if missing:
+        say(
+            f"warning: tracking: Python has no package {', '.join(missing)} on this node;"
+            " training is not affected"
+        )
+    return tracking.model_copy(update=dict.fromkeys(missing))
+
+
+def _start(paths: RunPaths) -> subprocess.Popen[bytes] | None:
+    command = [sys.executable, "-m", "forge.tracking.feed", str(paths.root)]
+    try:
+        paths.logs.mkdir(parents=True, exist_ok=True)
+        with open(paths.logs / "tracking.log", "a") as log:
+            return subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, start_new_session=True
+            )
+    except OSError as err:
+        say(f"warning: tracking: {err}; training is not affected")
+        return None
+
+
+def _finish(child: subprocess.Popen[bytes]) -> None:
+    """Give it FINISH_SEC to send the rest, and end it with all its children."""
+    assert child.stdin
+    with suppress(OSError):
+        child.stdin.close()  # tells it that training is over
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(FINISH_SEC)
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _written(paths: RunPaths, name: str) -> int:
+    """When the file of what this tracker was sent was written: each process writes it."""
+    path = sent_file(paths, name)
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def _is_complete(paths: RunPaths, name: str) -> bool:
+    try:
+        sent = Sent.read_if_there(sent_file(paths, name))
+    except ForgeError:
+        return False
+    return bool(sent and sent.complete)

@@ -1,0 +1,118 @@
+"""Metrics, config and state of a run for Weights & Biases, online or as offline files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from forge.core.records import Sent
+from forge.core.tracking import Wandb
+from forge.tracking.rows import Row
+from forge.tracking.tracker import TrackedRun
+
+REACH_SEC = 5.0
+
+
+class WeightsAndBiases:
+    """The run keeps its id, and W&B resumes it.
+
+    Online, the server tells the last step it has, and everything after that is sent again. Offline, W&B
+    keeps most of what it was given in memory until the end: the directory of a process that was killed
+    is removed, and its rows are recorded again.
+    """
+
+    def __init__(
+        self, settings: Wandb, tell: Callable[[str], None], *, must_send: bool = False
+    ) -> None:
+        """must_send: online, whatever the settings say (`forge sync`)."""
+        self._settings = settings
+        self._tell = tell
+        self._must_send = must_send
+
+    def open(self, run: TrackedRun, sent: Sent) -> Sent:
+        import wandb
+
+        if wandb.run:  # of a first try, which failed later
+            wandb.run.finish()
+        self._id, self._folder = sent.id, run.paths.root / "wandb"
+        self._offline = self._is_offline()
+        self._run = wandb.init(
+            dir=str(run.paths.root),
+            id=sent.id,
+            resume="allow",
+            mode="offline" if self._offline else "online",
+            name=self._settings.name or run.name,
+            config=run.config,
+            allow_val_change=True,
+            **self._settings.model_dump(include={"project", "entity", "group", "tags"}),
+            # The process that sends is not what should be measured or recorded.
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                disable_git=True,
+                save_code=False,
+                x_disable_stats=True,
+                x_disable_meta=True,
+            ),
+        )
+        if not self._offline:
+            return sent.model_copy(update={"step": self._run.starting_step - 1, "folder": ""})
+        step, folder = sent.step, Path(self._run.dir).parent.name
+        begun = self._folder / sent.folder
+        if sent.folder and sent.folder != folder and not _is_synced(begun):
+            shutil.rmtree(begun, ignore_errors=True)
+            step = sent.before
+        return sent.model_copy(update={"step": step, "folder": folder, "before": step})
+
+    def _is_offline(self) -> bool:
+        """Raises ConnectionError where the server is wanted and is not to be reached."""
+        import wandb
+
+        if self._settings.mode == "offline" and not self._must_send:
+            return True
+        reason = _why_offline(str(wandb.setup().settings.base_url))
+        if reason and (self._must_send or self._settings.mode == "online"):
+            raise ConnectionError(reason)
+        if reason:
+            self._tell(f"tracking.wandb: {reason}; recording offline, `forge sync` sends it later")
+        return bool(reason)
+
+    def log(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._run.log({**row.values, "_timestamp": row.time}, step=row.step)
+
+    def finish(self, state: str) -> None:
+        """Online, returns when the server has everything."""
+        self._run.summary["state"] = state
+        self._run.finish(exit_code=1 if state.startswith("failed") else 0)
+        if not self._offline:
+            # The server has their rows now. `wandb sync` would send them a second time.
+            for folder in self._folder.glob(f"offline-run-*-{self._id}"):
+                if not _is_synced(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_synced(folder: Path) -> bool:
+    """Whether somebody has sent an offline directory with `wandb sync`."""
+    return any(folder.glob("*.wandb.synced"))
+
+
+def _why_offline(base_url: str) -> str:
+    """Why the server is not to be, or cannot be, reached from here; "" where it can."""
+    from requests.utils import get_netrc_auth
+
+    if os.environ.get("WANDB_MODE") in ("offline", "dryrun", "disabled"):
+        return f"WANDB_MODE is {os.environ['WANDB_MODE']}"
+    if not (os.environ.get("WANDB_API_KEY") or get_netrc_auth(base_url)):
+        return "there is no API key (WANDB_API_KEY, or `wandb login`)"
+    server = urlsplit(base_url)
+    port = server.port or (443 if server.scheme == "https" else 80)
+    try:
+        socket.create_connection((server.hostname or "", port), REACH_SEC).close()
+    except OSError as err:
+        return f"{server.hostname}:{port} cannot be reached ({err})"
+    return ""

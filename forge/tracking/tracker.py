@@ -1,0 +1,94 @@
+"""What a tracker does, and the run as it is told to one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Protocol, Self
+
+from forge.core.config import ResolvedConfig, checked
+from forge.core.errors import ConfigError
+from forge.core.files import read_object
+from forge.core.paths import RunPaths
+from forge.core.provenance import config_digest
+from forge.core.records import Sent, TrackingSettings
+from forge.core.tracking import Tracking
+from forge.tracking.rows import Row
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run that is tracked. config: with the digest of the config, and the ids of tokens and tokenizer
+    in `ids`."""
+
+    paths: RunPaths
+    name: str
+    config: dict[str, Any]
+
+    @classmethod
+    def read(cls, paths: RunPaths) -> Self:
+        """From the run's config.json. Raises DataError and ConfigError where it cannot be read."""
+        values = read_object(paths.config, "run", "ids")
+        config = checked(ResolvedConfig, values, str(paths.config))
+        return cls(paths, config.run, {**values, "config_digest": config_digest(config)})
+
+
+class Tracker(Protocol):
+    """A tracker of one run. Made of the settings; its package is imported by `open`. Any exception is
+    said once, and tried again later; a ForgeError is final."""
+
+    def open(self, run: TrackedRun, sent: Sent) -> Sent:
+        """Begin or continue the tracked run. The result says which rows it has, on the evidence."""
+
+    def log(self, rows: Sequence[Row]) -> None:
+        """Take these rows, which are later than all before."""
+
+    def finish(self, state: str) -> None:
+        """End for now, when all that was taken is safe. state: how the run has ended, from its events."""
+
+
+def trackers_of(
+    tracking: Tracking, tell: Callable[[str], None], *, must_send: bool = False
+) -> dict[str, Tracker]:
+    """Name -> tracker, of all that are on. tell: takes what people should know of one. must_send: to the
+    server, also where the settings would only record."""
+    from forge.tracking.to_mlflow import MLflow
+    from forge.tracking.to_tensorboard import TensorBoard
+    from forge.tracking.to_wandb import WeightsAndBiases
+
+    made: dict[str, Tracker] = {}
+    if tracking.tensorboard:
+        made["tensorboard"] = TensorBoard()
+    if tracking.wandb:
+        made["wandb"] = WeightsAndBiases(tracking.wandb, tell, must_send=must_send)
+    if tracking.mlflow:
+        made["mlflow"] = MLflow(tracking.mlflow)
+    return made
+
+
+def missing_packages(tracking: Tracking) -> list[str]:
+    """Trackers that are on, whose package is not installed here."""
+    return [name for name in tracking.trackers if find_spec(name) is None]
+
+
+def refuse_missing_packages(tracking: Tracking, where: str) -> None:
+    """ConfigError for a tracker whose package is not installed here. where: of the setting."""
+    if missing := missing_packages(tracking):
+        raise ConfigError(
+            f"{where}: tracking.{missing[0]} is set, but Python has no package {missing[0]} here",
+            fix="pip install 'forge[tracking]', or remove the key",
+        )
+
+
+def keep_settings(paths: RunPaths, tracking: Tracking) -> None:
+    """Write the settings for the processes that send. Raises UnfitError where the disk is full."""
+    path = paths.tracking / "settings.json"
+    if tracking.trackers or path.exists():
+        TrackingSettings(tracking=tracking).write(path)
+
+
+def read_settings(paths: RunPaths) -> Tracking:
+    """The settings that were kept. Raises DataError where the file is corrupt."""
+    kept = TrackingSettings.read_if_there(paths.tracking / "settings.json")
+    return kept.tracking if kept else Tracking()

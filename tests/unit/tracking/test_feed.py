@@ -1,0 +1,284 @@
+"""Against a tracker that fails or hangs: what it lacks is sent later, and training never waits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from unittest import mock
+
+import pytest
+
+from forge import cli, workflow
+from forge.core.config import ResolvedConfig, load_config
+from forge.core.errors import ConfigError, UnfitError
+from forge.core.files import write_json
+from forge.core.paths import RunPaths
+from forge.core.provenance import config_digest
+from forge.core.records import Sent
+from forge.core.tracking import Tracking, Wandb
+from forge.run import train
+from forge.tracking import feed, process, to_wandb, tracker
+from forge.trainer import metrics
+from forge.trainer.metrics import EvalLine
+
+
+@pytest.fixture
+def paths(tmp_path):
+    made = RunPaths(tmp_path / "run")
+    ids = {"tokenizer": "0" * 12, "tokens": "1" * 12}
+    write_json(made.config, {"run": "run", "results": str(tmp_path), "ids": ids})
+    return made
+
+
+def add(paths, *steps):
+    for step in steps:
+        metrics.write(paths.metrics, EvalLine(launch="a", step=step, loss=1.0))
+
+
+class Memory:
+    """A tracker that keeps what it takes, and fails while `broken`."""
+
+    def __init__(self):
+        self.steps, self.ids, self.ends, self.broken = [], [], [], False
+
+    def open(self, run, sent):
+        self.ids.append(sent.id)
+        assert run.config["config_digest"] and run.config["ids"]["tokens"] == "1" * 12
+        return sent
+
+    def log(self, rows):
+        if self.broken:
+            raise TimeoutError("no answer")
+        self.steps += [row.step for row in rows]
+
+    def finish(self, state):
+        self.ends.append(state)
+
+
+def send(paths, tracker):
+    one = feed.Feed("memory", tracker, paths)
+    one.is_over.set()
+    one.send()
+
+
+def test_restart_sends_what_follows_the_last_step_sent_under_the_same_id(paths):
+    memory = Memory()
+    add(paths, *range(250))
+    send(paths, memory)
+    add(paths, 249, 250, 251)
+    send(paths, memory)
+    assert memory.steps == list(range(252))
+    assert len(set(memory.ids)) == 1 and len(memory.ends) == 2
+    assert Sent.read(feed.sent_file(paths, "memory")).step == 251
+
+
+def test_what_a_failing_tracker_did_not_take_is_sent_later_and_the_failure_is_said_once(paths):
+    memory, said = Memory(), []
+    memory.broken = True
+    add(paths, 1, 2)
+    one = feed.Feed("memory", memory, paths)
+    with mock.patch.object(feed, "RETRY_SEC", 0.01), mock.patch.object(feed, "POLL_SEC", 0.01):
+        thread = threading.Thread(target=one.keep_sending, args=(said.append,))
+        thread.start()
+        end = time.monotonic() + 60
+        while len(memory.ids) < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        memory.broken = False
+        one.is_over.set()
+        thread.join(60)
+    assert memory.steps == [1, 2]
+    assert said == ["warning: tracking.memory: TimeoutError: no answer; training is not affected"]
+
+
+def test_position_moves_only_when_the_tracker_has_taken_the_rows(paths):
+    memory = Memory()
+    memory.broken = True
+    add(paths, 1)
+    with pytest.raises(TimeoutError):
+        send(paths, memory)
+    left = Sent.read(feed.sent_file(paths, "memory"))
+    assert left.step == -1 and not left.complete
+
+
+def test_sync_of_a_server_that_cannot_be_reached_fails_with_its_name(paths):
+    tracker.keep_settings(paths, Tracking(wandb=Wandb()))
+    broken = Memory()
+    broken.open = mock.Mock(side_effect=ConnectionError("api.wandb.ai: no route"))
+    with (
+        mock.patch.object(feed, "trackers_of", return_value={"wandb": broken}),
+        pytest.raises(
+            UnfitError, match=r"tracking\.wandb: ConnectionError: api\.wandb\.ai: no route"
+        ),
+    ):
+        feed.sync(paths)
+
+
+def test_sync_while_another_process_sends_names_it(paths):
+    tracker.keep_settings(paths, Tracking(tensorboard=True))
+    with feed.lock(paths.tracking, "tracking"):
+        done = subprocess.run(
+            [sys.executable, "-m", "forge", "sync", str(paths.root)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 69 and str(os.getpid()) in done.stderr, done.stderr
+
+
+# --- the process beside training ------------------------------------------------------------------
+
+HANGS = """
+import sys, time
+from forge.tracking import feed
+class Hangs:
+    def open(self, run, sent): time.sleep(3600)
+feed.trackers_of = lambda *_: {"tensorboard": Hangs()}
+sys.exit(feed.main(sys.argv[1]))
+"""
+
+
+def test_hanging_tracker_delays_the_end_by_the_bound_and_is_named_then(paths, capsys):
+    tracker.keep_settings(paths, Tracking(tensorboard=True))
+    real = subprocess.Popen
+    started = []
+
+    def hanging(command, **settings):
+        started.append(real([sys.executable, "-c", HANGS, command[-1]], **settings))
+        return started[0]
+
+    sent = feed.sent_file(paths, "tensorboard")
+    with (
+        mock.patch.object(process.subprocess, "Popen", hanging),
+        mock.patch.object(process, "FINISH_SEC", 0.5),
+    ):
+        with process.tracked(paths):
+            end = time.monotonic() + 60
+            while not sent.exists() and time.monotonic() < end:
+                time.sleep(0.01)
+            begun = time.monotonic()
+        took = time.monotonic() - begun
+    assert sent.exists() and 0.5 <= took < 20  # of 3600
+    assert started[0].returncode == -9
+    assert "not everything was sent to tensorboard; the next" in capsys.readouterr().err
+
+
+def test_process_that_crashes_leads_to_one_warning(paths, capsys):
+    tracker.keep_settings(paths, Tracking(tensorboard=True))
+    before = Sent(id="a", step=7, complete=True)  # of the launch before
+    before.write(feed.sent_file(paths, "tensorboard"))
+    with mock.patch.object(process.sys, "executable", "/bin/false"), process.tracked(paths):
+        pass
+    assert capsys.readouterr().err.count("warning") == 1
+
+
+def test_package_that_a_node_lacks_is_said_and_training_goes_on(paths, capsys):
+    tracker.keep_settings(paths, Tracking(tensorboard=True))
+    with mock.patch.object(tracker, "find_spec", return_value=None), process.tracked(paths):
+        pass
+    assert "Python has no package tensorboard on this node" in capsys.readouterr().err
+
+
+def test_corrupt_settings_are_said_and_training_goes_on(paths, capsys):
+    tracker.keep_settings(paths, Tracking(tensorboard=True))
+    (paths.tracking / "settings.json").write_text("{")
+    with process.tracked(paths):
+        pass
+    assert "warning: tracking:" in capsys.readouterr().err
+
+
+def test_run_without_trackers_starts_no_process(paths):
+    no_start = mock.patch.object(process.subprocess, "Popen", side_effect=AssertionError)
+    with no_start, process.tracked(paths):
+        pass
+    assert not paths.tracking.exists()
+
+
+def test_trackers_that_are_removed_from_the_config_are_off(paths):
+    tracker.keep_settings(paths, Tracking(tensorboard=True))
+    tracker.keep_settings(paths, Tracking())
+    assert tracker.read_settings(paths).trackers == ()
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{wandb: {mode: sometimes}}", r"tracking\.wandb\.mode is 'sometimes'"),
+        (
+            "{wandb: {projekt: x}}",
+            r"unknown key tracking\.wandb\.projekt \(did you mean project\?\)",
+        ),
+        ("{tensorbord: true}", r"unknown key tracking\.tensorbord \(did you mean tensorboard\?\)"),
+        ("{mlflow: {tracking_uri: ''}}", r"tracking\.mlflow\.tracking_uri is ''"),
+    ],
+)
+def test_bad_settings_are_refused_by_key_and_value(tmp_path, text, problem):
+    (tmp_path / "c.yaml").write_text(f"tracking: {text}")
+    with pytest.raises(ConfigError, match=problem):
+        load_config(tmp_path / "c.yaml")
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """`forge train CONFIG OPTIONS`, which trains nothing; the trackers that the run has then."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text("tracking: {tensorboard: true}")
+    monkeypatch.setattr(train, "train", lambda *_, **__: None)
+
+    def made(*arguments):
+        assert cli.main(["train", *arguments]) == 0
+        return tracker.read_settings(RunPaths(tmp_path / "results/base")).trackers
+
+    return made
+
+
+def test_config_json_trains_with_the_trackers_of_the_command_before(trained, tmp_path):
+    assert trained("c.yaml") == ("tensorboard",)
+    ids = {"tokenizer": "0" * 12, "tokens": "1" * 12}
+    write_json(tmp_path / "results/base/config.json", {"ids": ids})
+    assert trained("results/base/config.json") == ("tensorboard",)
+    assert trained("c.yaml", "--tracking.tensorboard=false") == ()
+
+
+def test_workflow_gives_each_run_its_trackers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ids = {"tokenizer": "0" * 12, "tokens": "1" * 12}
+    given = {"tracking": {"wandb": {"project": "p"}}}
+    for tracking in (given, {}):
+        config = ResolvedConfig.model_validate({"run": "a", "ids": ids, **tracking})
+        workflow.write_down({"a": config})
+        assert tracker.read_settings(RunPaths.of(config)) == config.tracking
+
+
+def test_trackers_change_neither_the_digest_of_a_config_nor_what_trains(tmp_path):
+    ids = {"tokenizer": "0" * 12, "tokens": "1" * 12}
+    plain = ResolvedConfig.model_validate({"ids": ids})
+    tracked = ResolvedConfig.model_validate({"ids": ids, "tracking": {"mlflow": {}}})
+    assert tracked.tracking.trackers == ("mlflow",)
+    assert config_digest(plain) == config_digest(tracked)
+    assert plain.of_training == tracked.of_training
+    assert plain.training_json() == tracked.training_json()
+
+
+def test_missing_package_is_refused_where_the_config_is_read():
+    with (
+        mock.patch.object(tracker, "find_spec", return_value=None),
+        pytest.raises(ConfigError, match=r"run base: tracking\.wandb is set, .* no package wandb"),
+    ):
+        tracker.refuse_missing_packages(Tracking(wandb=Wandb()), "run base")
+
+
+def test_wandb_is_offline_without_a_key_where_asked_and_where_nobody_answers(monkeypatch, tmp_path):
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert "no API key" in to_wandb._why_offline("https://api.wandb.ai")
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    assert "127.0.0.1:1 cannot be reached" in to_wandb._why_offline("http://127.0.0.1:1")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert to_wandb._why_offline("http://127.0.0.1:1") == "WANDB_MODE is offline"

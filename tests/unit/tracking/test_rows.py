@@ -1,0 +1,116 @@
+"""Against points that are doubled, lost or mixed up: rows are the same whenever somebody reads them."""
+
+from __future__ import annotations
+
+import pytest
+from support import happenings
+from support.recorded_run import RecordedRun
+
+from forge.core import events
+from forge.core.paths import RunPaths
+from forge.tracking.rows import Rows
+from forge.trainer import metrics
+from forge.trainer.metrics import EvalLine, StepLine, TrainLine
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return RunPaths(tmp_path)
+
+
+def train(paths, step, launch="a", **numbers):
+    usual = {"loss": 4.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_sec": 100.0, "mfu": None}
+    metrics.write(
+        paths.metrics, TrainLine(launch=launch, step=step, **{**usual, "tokens": step, **numbers})
+    )
+
+
+def steps(rows):
+    return [row.step for row in rows]
+
+
+def test_row_is_complete_when_a_later_step_follows_or_training_is_over(paths):
+    rows = Rows(paths)
+    assert steps(rows.new()) == []  # no files yet
+    train(paths, 1, loss=3.0)
+    assert steps(rows.new()) == []
+    metrics.write(paths.metrics, EvalLine(launch="a", step=1, loss=3.5))
+    train(paths, 2)
+    [first] = rows.new()
+    assert (first.step, first.values["train/loss"], first.values["val/loss"]) == (1, 3.0, 3.5)
+    assert steps(rows.new(is_over=True)) == [2]
+    assert steps(rows.new(is_over=True)) == []
+
+
+def test_half_written_last_line_is_read_when_it_is_complete(paths):
+    rows = Rows(paths)
+    train(paths, 1)
+    train(paths, 2)
+    text = paths.metrics.read_text()
+    paths.metrics.write_text(text[:-9])
+    assert steps(rows.new()) == []
+    paths.metrics.write_text(text)
+    assert steps(rows.new(is_over=True)) == [1, 2]
+
+
+def test_steps_that_a_resumed_launch_repeats_come_once(paths):
+    for launch, numbers in (("a", range(1, 6)), ("b", range(3, 8))):
+        events.record(paths.events, happenings.launch(numbers[0] - 1, launch=launch))
+        for step in numbers:
+            train(paths, step, launch)
+    found = list(Rows(paths).new(is_over=True))
+    assert steps(found) == [1, 2, 3, 4, 5, 6, 7]
+    restarts = {
+        row.step: row.values["run/launches"] for row in found if "run/launches" in row.values
+    }
+    assert restarts == {1: 1, 6: 2}
+
+
+def test_reader_that_begins_later_gets_the_same_rows(tmp_path):
+    run = RecordedRun(tmp_path / "run")
+    early, seen = Rows(run.paths), []
+    run.launch(0)
+    for step in (1, 2, 3):
+        run.time += 1
+        metrics.write(
+            run.paths.metrics,
+            TrainLine(
+                **{"time": run.time, "launch": run.id, "step": step, "loss": 1.0, "grad_norm": 1.0},
+                **{"lr": 1e-3, "tokens_per_sec": 9.0, "mfu": 0.5, "tokens": step},
+            ),
+        )
+        run.event(happenings.save(step))
+        seen += early.new()
+    seen += early.new(is_over=True)
+    assert seen == list(Rows(run.paths).new(is_over=True))
+    assert [row.values["checkpoint/step"] for row in seen] == [1, 2, 3]
+
+
+def test_numbers_that_were_not_finite_are_left_out(paths):
+    train(paths, 1, loss=float("nan"))
+    [row] = Rows(paths).new(is_over=True)
+    assert "train/loss" not in row.values and row.values["train/grad_norm"] == 1.0
+
+
+def test_program_that_tells_steps_only_has_these(paths):
+    metrics.write(paths.metrics, StepLine(launch="a", step=7))
+    [row] = Rows(paths).new(is_over=True)
+    assert row.values == {"train/step": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("last", "state"),
+    [
+        (happenings.completed(4), "completed"),
+        (happenings.stop("SIGTERM"), "stopped: SIGTERM"),
+        (happenings.failed("loss nan"), "failed: loss nan"),
+        (happenings.requeue("SIGUSR1"), "requeued: SIGUSR1"),
+        (happenings.launch(), "running"),
+    ],
+)
+def test_state_is_that_of_the_last_event_that_tells_one(paths, last, state):
+    for event in (happenings.stop("STOP file"), last, happenings.save()):
+        events.record(paths.events, event)
+    rows = Rows(paths)
+    list(rows.new())
+    assert rows.state == state
