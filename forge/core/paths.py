@@ -75,6 +75,7 @@ class RunPaths:
     tracking = _Below("tracking")  # settings of the trackers, and what each has been sent
     tensorboard = _Below("tensorboard")
     logs = _Below("logs")
+    tracking_log = _Below("logs/tracking.txt")  # no *.log: its errors are none of the run
     launches = _Below(".launch")  # files between launcher and ranks, in a directory per launch
     heartbeats = _Below(".launch/heartbeats")  # of the ranks of another program
     stop = _Below("STOP")  # a file of this name stops training

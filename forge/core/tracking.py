@@ -32,7 +32,7 @@ class Wandb(Section):
 
 
 class Mlflow(Section):
-    """MLflow."""
+    """MLflow, by a server or a database."""
 
     BOUND = ()
 
@@ -44,8 +44,7 @@ class Mlflow(Section):
 
 
 class Tracking(Section):
-    """Trackers that get the metrics of a run from a process beside the ranks, which training never waits
-    for. They need `pip install 'forge[tracking]'`."""
+    """Trackers of the run's numbers, which training never waits for. They need `forge[tracking]`."""
 
     BOUND = ()
 

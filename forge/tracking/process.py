@@ -63,7 +63,7 @@ def _start(paths: RunPaths) -> subprocess.Popen[bytes] | None:
     command = [sys.executable, "-m", "forge.tracking.feed", str(paths.root)]
     try:
         paths.logs.mkdir(parents=True, exist_ok=True)
-        with open(paths.logs / "tracking.log", "a") as log:
+        with open(paths.tracking_log, "a") as log:
             return subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, start_new_session=True
             )

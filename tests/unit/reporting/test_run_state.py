@@ -11,7 +11,7 @@ from support.run_states import GOAL, KINDS, QUEUE, dead, elsewhere, hold, new_ru
 from forge.cluster import jobs, slurm
 from forge.core import events
 from forge.core.files import read_json, write_json
-from forge.reporting import run_state, show, status, summary, workflow_end
+from forge.reporting import logs, run_state, show, status, summary, workflow_end
 from forge.reporting.report import render
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import judge
@@ -123,6 +123,17 @@ def test_the_log_of_training_repeats_its_event_and_is_no_second_reason(run):
     assert judged(run, None).reason == "rank 1: step 41: loss nan"
     log(run, "train.log", "forge train: preflight passed none of n1, training needs 1\n")
     assert judged(run, None).reason == "train: preflight passed none of n1, training needs 1"
+
+
+def test_error_of_a_tracker_is_no_error_of_the_run(run):
+    train(run)
+    run.event(happenings.stop("STOP file"))
+    before = judged(run, None)
+    log(
+        run, run.paths.tracking_log.name, "forge train: wandb has no key\nTimeoutError: no answer\n"
+    )
+    assert judged(run, None) == before
+    assert "no answer" not in str(logs.read_starts(run.paths))
 
 
 def test_tokens_that_cannot_be_made_fail_each_run_that_wants_them(run, tmp_path):

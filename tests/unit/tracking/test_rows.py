@@ -54,10 +54,11 @@ def test_half_written_last_line_is_read_when_it_is_complete(paths):
 
 
 def test_steps_that_a_resumed_launch_repeats_come_once(paths):
-    for launch, numbers in (("a", range(1, 6)), ("b", range(3, 8))):
-        events.record(paths.events, happenings.launch(numbers[0] - 1, launch=launch))
+    for time, launch, numbers in ((100.0, "a", range(1, 6)), (200.0, "b", range(3, 8))):
+        begun = happenings.launch(numbers[0] - 1, launch=launch, time=time)
+        events.record(paths.events, begun)
         for step in numbers:
-            train(paths, step, launch)
+            train(paths, step, launch, time=time + step)
     found = list(Rows(paths).new(is_over=True))
     assert steps(found) == [1, 2, 3, 4, 5, 6, 7]
     restarts = {
@@ -109,8 +110,8 @@ def test_program_that_tells_steps_only_has_these(paths):
     ],
 )
 def test_state_is_that_of_the_last_event_that_tells_one(paths, last, state):
-    for event in (happenings.stop("STOP file"), last, happenings.save()):
-        events.record(paths.events, event)
+    for time, event in enumerate((happenings.stop("STOP file"), last, happenings.save())):
+        events.record(paths.events, event.model_copy(update={"time": float(time)}))
     rows = Rows(paths)
     list(rows.new())
     assert rows.state == state
