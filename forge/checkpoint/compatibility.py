@@ -51,14 +51,14 @@ def _changed(section: str, model: type[Section], now: Section, then: Part) -> It
     for key in model.model_fields:
         if key == "decay_steps" or is_free(model, key):
             continue
-        if getattr(now, key) != (value := recorded_value(then, key)):
+        if getattr(now, key) != (value := recorded_value(model, then, key)):
             yield differs(f"{section}.{key}", getattr(now, key), value)
 
 
-def recorded_value(section: Part, key: str) -> object:
-    """The value of a key in a section of a recorded config; None where its version of Forge had no
-    such key."""
-    return getattr(section, key, None)
+def recorded_value(model: type[Section], section: Part, key: str) -> object:
+    """The value of a key in a section of a recorded config; where its version of Forge had no such key,
+    the default, which stands for what Forge did before."""
+    return getattr(section, key, model.model_fields[key].get_default(call_default_factory=True))
 
 
 def changed_ids(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:

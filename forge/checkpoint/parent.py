@@ -130,8 +130,9 @@ def _check_fits(config: ResolvedConfig, checkpoint: directory.Checkpoint) -> Non
 def _misfits(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:
     for section, keys in KEPT.items():
         for key in keys:
-            now = getattr(getattr(config, section), key)
-            then = compatibility.recorded_value(getattr(made_by, section), key)
+            mine = getattr(config, section)
+            now = getattr(mine, key)
+            then = compatibility.recorded_value(type(mine), getattr(made_by, section), key)
             if now != then:
                 yield compatibility.differs(f"{section}.{key}", now, then)
     yield from compatibility.changed_ids(config, made_by)

@@ -1,5 +1,6 @@
 """A config that no longer fits its checkpoint is refused by key, before anything is removed."""
 
+import json
 import re
 
 import pytest
@@ -10,6 +11,8 @@ from forge.checkpoint.compatibility import (
     frozen_decay_steps,
     schedule_warnings,
 )
+from forge.checkpoint.directory import Checkpoint
+from forge.checkpoint.manifest import MANIFEST, Manifest
 from forge.core.config import load_config
 from forge.core.errors import ConfigError
 from forge.core.paths import RunPaths
@@ -42,6 +45,18 @@ def test_free_keys_may_change(paths):
         "train.recompute": "full",
     }
     check_compatible(config_of(**changed), saved)
+
+
+def test_key_that_is_newer_than_the_checkpoint_must_have_its_default(paths):
+    """Else an update of Forge ends every run that was under way."""
+    written = json.loads((save(paths, 10).folder / MANIFEST).read_text())
+    del written["lineage"]["config"]["train"]["reduce_dtype"]
+    folder = save(paths, 20).folder
+    Manifest.model_validate({**written, "step": 20}).sealed().write(folder)
+    saved = Checkpoint.open(folder)
+    check_compatible(config_of(), saved)
+    with pytest.raises(ConfigError, match=r"reduce_dtype is 'bf16', the checkpoint has 'fp32'"):
+        check_compatible(config_of(**{"train.reduce_dtype": "bf16"}), saved)
 
 
 def test_decay_stays_as_at_the_first_start_when_the_goal_is_raised(paths):
