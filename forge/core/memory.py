@@ -74,6 +74,11 @@ class Shape:
         return ranks_per_copy(self.train.shard, self.world_size, self.ranks_per_node)
 
     @property
+    def uses_fsdp2(self) -> bool:
+        """Whether FSDP2 gathers the weights, as it does for copies in bf16 (fsdp.replicates)."""
+        return self.ranks_per_copy > 1 or self.precision == "bf16"
+
+    @property
     def micro_tokens(self) -> int:
         """Tokens of a rank's micro-batch."""
         share = samples_per_rank(self.train.batch_size, self.world_size)
@@ -121,14 +126,15 @@ def _moments(shape: Shape) -> Iterator[Memory]:
     own = {"weights": WEIGHT * numbers / ranks, "optimizer": ADAM * numbers / ranks}
     gradients = GRADIENT * numbers / ranks
     before = gradients if shape.accumulates else 0.0
-    # FSDP2 keeps embedding and output layer gathered; of blocks the computed one, and in the backward
-    # pass the next one too. Autocast keeps a copy of each weight.
-    is_sharded = ranks > 1
-    root = size * shape.outside
-    block = size * shape.of_block
-    casts = size * numbers if shape.precision == "bf16" else 0
-    # A gradient in the precision of the forward pass, and its fp32 copy that is reduced.
-    unreduced = (size + 4) if is_sharded else 0
+    # FSDP2 keeps embedding and output layer gathered; of the blocks of a sharded model the computed one,
+    # and in the backward pass the next one too; of copies each, until its backward pass is over.
+    root = size * shape.outside if shape.uses_fsdp2 else 0.0
+    blocks = size * (numbers - shape.outside) if shape.uses_fsdp2 else 0.0
+    block = blocks / shape.model.layers
+    # A gradient in the precision of the forward pass, its fp32 copy that is reduced, and, where there is a
+    # sum of micro-batches already, what is added to it.
+    added = GRADIENT / ranks if shape.accumulates else 0.0
+    unreduced = size + 4 + added if shape.uses_fsdp2 else 0.0
     at_loss = tokens * 2 * size * shape.model.dim + _loss_bytes(shape, size)
     # Of one block: what is computed again, and gradients of its widest activations.
     again = whole - kept
@@ -137,21 +143,21 @@ def _moments(shape: Shape) -> Iterator[Memory]:
     yield Memory(  # the loss
         **own,
         gradients=before,
-        gathered=root + block if is_sharded else casts,
+        gathered=root + (block if ranks > 1 else blocks),
         activations=activations,
         working=at_loss,
     )
     yield Memory(  # the backward pass of the last block
         **own,
         gradients=before,
-        gathered=root + 2 * block if is_sharded else casts,
+        gathered=root + (2 * block if ranks > 1 else blocks),
         activations=activations,
         working=tokens * (again + passing) + of_table + unreduced * shape.of_block,
     )
     yield Memory(  # the end of the backward pass
         **own,
         gradients=gradients,
-        gathered=root if is_sharded else casts,
+        gathered=root,
         activations=tokens * kept,
         working=unreduced * shape.outside,
     )
@@ -161,14 +167,12 @@ def _kept_per_token(shape: Shape, size: int) -> tuple[float, float]:
     """Bytes that a block keeps for its backward pass, per token: with train.recompute, and without."""
     model = shape.model
     width, wide, kv = model.dim, model.inner_dim, model.num_kv_heads * (model.dim // model.heads)
-    # Under autocast, without sharding, the residual stream is fp32; the inputs of blocks and of norms.
-    stream = 4 if shape.ranks_per_copy == 1 else size
     statistics = 4 * model.heads + 8  # of attention and norms, in fp32
     # Two inputs of norms; both outputs, queries and attention's output; keys and values; and of the
     # feed-forward gate, its activation, up and their product.
-    whole = 2 * width * stream + size * (4 * width + 2 * kv + 4 * wide) + statistics
-    narrow = width * stream + size * (4 * width + 2 * kv) + statistics
-    by_setting = {"none": whole, "selective": narrow, "full": width * stream}
+    whole = size * (6 * width + 2 * kv + 4 * wide) + statistics
+    narrow = size * (5 * width + 2 * kv) + statistics
+    by_setting = {"none": whole, "selective": narrow, "full": size * width}
     return by_setting[shape.train.recompute], whole
 
 

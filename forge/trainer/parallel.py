@@ -9,16 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from forge.core.config import Train, ranks_per_copy, samples_per_rank
-from forge.core.errors import ConfigError
 from forge.core.terminal import say
 from forge.data.loader import split
 from forge.launch.process_group import World, named
-from forge.trainer import recompute
+from forge.trainer import fsdp, recompute
 from forge.trainer.llama import Decoder
 
 
@@ -42,11 +39,10 @@ class ParallelModel:
         )
         rank = world.rank
         ranks = ranks_per_copy(settings.shard, rank.world_size, rank.local_world_size)
-        self.is_sharded = ranks > 1
+        self.uses_fsdp2 = ranks > 1 or fsdp.replicates(world, precision)
         recompute.apply(decoder, settings.recompute)
-        if self.is_sharded:
-            _refuse_gloo_on_gpus(world, settings)
-            _shard(decoder, _mesh(world, ranks), precision)
+        if self.uses_fsdp2:
+            fsdp.apply(decoder, world, settings, ranks, precision)
         decoder.to_empty(device=world.device)
         self.forward: torch.nn.Module = decoder
 
@@ -61,10 +57,11 @@ class ParallelModel:
         return samples_per_rank(self.settings.batch_size, self.world.rank.world_size)
 
     def wrap(self) -> None:
-        """Compile and replicate the model. Weights and optimizer do not change."""
+        """Compile the model, and replicate it with DDP unless FSDP2 does. Weights and optimizer do not
+        change."""
         if self.settings.compile:
             self._compile()
-        if not self.is_sharded and self.world.rank.world_size > 1:
+        if not self.uses_fsdp2 and self.world.rank.world_size > 1:
             with named("replication of the model"):
                 self.forward = DistributedDataParallel(self.decoder, gradient_as_bucket_view=True)
             with named("trial all-reduce of gradients"):
@@ -99,7 +96,7 @@ class ParallelModel:
         missing = self.world.device.type == "cpu" and not (
             shutil.which("c++") or shutil.which("g++")
         )
-        # The trial of a sharded model has collectives, so either all ranks try or none.
+        # The trial of a model under FSDP2 has collectives, so either all ranks try or none.
         if any(row[0] for row in self.world.gather([float(missing)], "look for a compiler")):
             error = "no C++ compiler on the PATH" if missing else ""
         else:
@@ -153,10 +150,8 @@ class ParallelModel:
         # Without torch.compile: validation recomputes this loss without it.
         with self._autocast(), torch.compiler.set_stance("force_eager"):
             loss = self.decoder(inputs.to(self.world.device), targets.to(self.world.device))
-        if self.is_sharded:
-            # FSDP2 keeps the root's weights gathered for a backward, which does not follow here. The
-            # optimizer state, which is read next, belongs to the shards.
-            self.decoder.reshard()  # type: ignore[operator]
+        if self.uses_fsdp2:
+            fsdp.reshard(self.decoder)
         return float(loss)
 
     @contextmanager
@@ -169,39 +164,12 @@ class ParallelModel:
             with nullcontext() if last else self.forward.no_sync():
                 yield
         else:
-            if self.is_sharded:
+            if self.uses_fsdp2:
                 self.decoder.set_requires_all_reduce(last)  # type: ignore[operator]
             yield
 
     def _autocast(self) -> AbstractContextManager[Any]:
         # FSDP2 casts by its own policy.
-        if self.precision == "bf16" and not self.is_sharded:
+        if self.precision == "bf16" and not self.uses_fsdp2:
             return torch.autocast(self.world.device.type, torch.bfloat16)
         return nullcontext()
-
-
-def _refuse_gloo_on_gpus(world: World, settings: Train) -> None:
-    if world.backend == "gloo" and world.device.type == "cuda":
-        raise ConfigError(
-            f"train.shard is {settings.shard}, and Gloo cannot shard a model over GPUs",
-            cause="fabric.backend is gloo; Gloo has no all-gather for GPUs",
-            fix="set fabric.backend to nccl or auto, or train.shard to none",
-        )
-
-
-def _mesh(world: World, ranks: int) -> DeviceMesh:
-    """Ranks that hold a copy of the model together are neighbors: on a node first."""
-    copies, device = world.rank.world_size // ranks, world.device.type
-    if copies == 1:
-        return init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
-    return init_device_mesh(device, (copies, ranks), mesh_dim_names=("replicate", "shard"))
-
-
-def _shard(model: Decoder, mesh: DeviceMesh, precision: str) -> None:
-    """Apply FSDP2: each block is a unit; with bf16 the fp32 shards are cast when they are gathered."""
-    policy = MixedPrecisionPolicy()
-    if precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.model.layers:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)

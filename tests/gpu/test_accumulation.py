@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.gpu import make_step, relative_error
+from support.gpu import full, make_step, relative_error
 
 from forge.core.config import Model, Train
 
@@ -19,7 +19,7 @@ def gradients(world, micro, precision):
     train = Train(seq_len=128, batch_size=8, micro_batch_size=micro)
     step = make_step(world, MODEL, train, VOCAB, precision)
     loss = float(step.parallel.backward(*step.loader.batch(0)))
-    grads = [parameter.grad.flatten() for parameter in step.parallel.decoder.parameters()]
+    grads = [full(p.grad).flatten() for p in step.parallel.decoder.parameters()]
     return loss, torch.cat(grads)
 
 

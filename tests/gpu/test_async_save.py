@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 import torch
-from support.gpu import make_step, seconds_of
+from support.gpu import full, make_step, seconds_of
 
 from bench.manifests import manifest_of
 from forge.checkpoint.async_saver import Saver
@@ -42,9 +42,8 @@ def saver_of(world, folder, *, async_save):
 
 
 def tensors_of(state):
-    return [t for tensors in state["optimizer"].values() for t in tensors.values()] + list(
-        state["model"].values()
-    )
+    parts = (*state["optimizer"].values(), state["model"])
+    return [full(tensor) for tensors in parts for tensor in tensors.values()]
 
 
 def digests_of(save):

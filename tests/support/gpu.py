@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from forge.core.config import Model, Train
 from forge.core.machine import Machine
@@ -72,6 +73,11 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that FSDP2 keeps, which is a DTensor even where one rank has all of it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -33,7 +33,7 @@ TENSORS = {
     ),
     "checkpoint.program_tensors",
     *("trainer.cpu", "trainer.loss", "trainer.llama", "trainer.numerics", "trainer.optim"),
-    *("trainer.initialize", "trainer.recompute"),
+    *("trainer.initialize", "trainer.recompute", "trainer.fsdp"),
     *("trainer.parallel", "trainer.step", "trainer.loop", "trainer.export"),
     *("preflight.rank_probe", "validation.replay_rank", "validation.rank_losses"),
     *("validation.model_checks", "hf_callback"),

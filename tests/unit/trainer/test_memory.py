@@ -15,6 +15,7 @@ from forge.core.config import Model, Train
 from forge.core.memory import GIB, Shape
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
+from forge.trainer import fsdp
 from forge.trainer.llama import Decoder
 from forge.trainer.optim import make_optimizer
 from forge.trainer.parallel import ParallelModel
@@ -47,6 +48,7 @@ def world_of(monkeypatch: pytest.MonkeyPatch) -> Iterator:
     )
     # The chunks of linear_cross_entropy are inside of an operator that tensors without storage skip.
     monkeypatch.setattr(memory, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(fsdp, "replicates", lambda world, precision: precision == "bf16")
 
     def world_of(world_size: int) -> World:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -71,14 +73,17 @@ def peak_bytes(shape: Shape, world: World, monkeypatch: pytest.MonkeyPatch) -> i
         optimizer = make_optimizer(decoder, shape.train)
         tokens = torch.zeros(parallel.micro_size, shape.train.seq_len, dtype=torch.int64)
 
+        tracker = MemTracker()
+
         def step() -> None:
-            with parallel._synchronized(True), parallel._autocast():
-                parallel.forward(tokens, tokens).backward()
+            for last in (False, True) if shape.accumulates else (True,):
+                tracker.reset_mod_stats()  # else it refuses a second forward pass
+                with parallel._synchronized(last), parallel._autocast():
+                    parallel.forward(tokens, tokens).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
         step()
-        tracker = MemTracker()
         tracker.track_external(decoder, optimizer)
         with tracker:
             step()
@@ -95,6 +100,8 @@ def peak_bytes(shape: Shape, world: World, monkeypatch: pytest.MonkeyPatch) -> i
         (WIDE, 1, {"seq_len": 2048, "batch_size": 1}),
         (GROUPED, 16, {"seq_len": 2048, "batch_size": 64, "recompute": "selective"}),
         (SMALL, 1, {"seq_len": 1024, "batch_size": 8, "recompute": "full"}),
+        (WIDE, 8, {"seq_len": 2048, "batch_size": 16, "micro_batch_size": 1, "shard": "none"}),
+        (WIDE, 8, {"seq_len": 2048, "batch_size": 64, "micro_batch_size": 4}),
         (SMALL, 8, {"seq_len": 1024, "batch_size": 64, "shard": "node"}),
     ],
 )
