@@ -194,6 +194,10 @@ class Train(Section):
     """With `skip`, the run ends (exit 70) after this many skipped steps in a row."""
     precision: Literal["fp32", "bf16"] | None = None
     """Precision of forward and backward (weights are stored in fp32); null: fp32 on CPU, bf16 on GPU."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which FSDP2 averages gradients over ranks: with `shard`, and on GPUs in bf16. `bf16`
+    halves the traffic and rounds to 8 bits what is sent; with several copies of the model also their
+    sums over micro-batches."""
     deterministic: bool = Field(False, json_schema_extra=FREE)
     """On GPUs, only algorithms that give the same bits each time, so that a resumed run is bitwise equal
     to an uninterrupted one; slower. On CPUs it always is."""

@@ -131,10 +131,11 @@ def _moments(shape: Shape) -> Iterator[Memory]:
     root = size * shape.outside if shape.uses_fsdp2 else 0.0
     blocks = size * (numbers - shape.outside) if shape.uses_fsdp2 else 0.0
     block = blocks / shape.model.layers
-    # A gradient in the precision of the forward pass, its fp32 copy that is reduced, and, where there is a
+    # A gradient in the precision of the forward pass, its copy that is reduced, and, where there is a
     # sum of micro-batches already, what is added to it.
     added = GRADIENT / ranks if shape.accumulates else 0.0
-    unreduced = size + 4 + added if shape.uses_fsdp2 else 0.0
+    reduced = 2 if shape.train.reduce_dtype == "bf16" else 4
+    unreduced = size + reduced + added if shape.uses_fsdp2 else 0.0
     at_loss = tokens * 2 * size * shape.model.dim + _loss_bytes(shape, size)
     # Of one block: what is computed again, and gradients of its widest activations.
     again = whole - kept

@@ -27,13 +27,15 @@ def apply(decoder: Decoder, world: World, settings: Train, ranks: int, precision
 
     ranks: those that hold a copy of the model together; with 1 the copy of the weights that forward
     and backward use stays from one to the other. With bf16 the weights are fp32, and cast when they are
-    gathered. Raises ConfigError where the backend cannot shard.
+    gathered; gradients are reduced in train.reduce_dtype. Raises ConfigError where the backend cannot
+    shard.
     """
     if ranks > 1:
         _refuse_gloo_on_gpus(world, settings)
-    policy = MixedPrecisionPolicy()
-    if precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if precision == "bf16" else None,
+        reduce_dtype=torch.bfloat16 if settings.reduce_dtype == "bf16" else torch.float32,
+    )
     mesh = _mesh(world, ranks)
     for block in decoder.model.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=ranks > 1)

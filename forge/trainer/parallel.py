@@ -12,6 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from forge.core.config import Train, ranks_per_copy, samples_per_rank
+from forge.core.errors import ConfigError
 from forge.core.terminal import say
 from forge.data.loader import split
 from forge.launch.process_group import World, named
@@ -29,7 +30,8 @@ class ParallelModel:
         """Takes a decoder on the meta device, and gives it memory on this rank's device, for this rank's
         rows only where it is sharded. Replaces its parameters, so create the optimizer after this.
 
-        Raises ConfigError where train.shard does not divide the ranks, or the backend cannot shard.
+        Raises ConfigError where train.shard does not divide the ranks, or the backend cannot shard or
+        reduce as the settings say.
         """
         self.decoder, self.settings, self.world, self.precision = (
             decoder,
@@ -43,6 +45,8 @@ class ParallelModel:
         recompute.apply(decoder, settings.recompute)
         if self.uses_fsdp2:
             fsdp.apply(decoder, world, settings, ranks, precision)
+        elif rank.world_size > 1:
+            _refuse_bf16_of_ddp(settings)
         decoder.to_empty(device=world.device)
         self.forward: torch.nn.Module = decoder
 
@@ -173,3 +177,12 @@ class ParallelModel:
         if self.precision == "bf16" and not self.uses_fsdp2:
             return torch.autocast(self.world.device.type, torch.bfloat16)
         return nullcontext()
+
+
+def _refuse_bf16_of_ddp(settings: Train) -> None:
+    if settings.reduce_dtype == "bf16":
+        raise ConfigError(
+            "train.reduce_dtype is bf16, and the gradients of this run are averaged by DDP, in fp32 only",
+            cause="train.shard is none, and the ranks have no GPUs, or train.precision is fp32",
+            fix="remove train.reduce_dtype, or set train.shard",
+        )

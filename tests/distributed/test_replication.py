@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,7 +40,9 @@ class Case:
     folder: Path
     precision: str
     tied: bool = False
-    threads: int = 1
+    reduce_dtype: str = "fp32"
+    shard: str = "none"
+    kept: str = "ddp"
 
     @property
     def model(self) -> Model:
@@ -64,7 +67,7 @@ def by(name: str) -> None:
 
 
 def joined(case: Case, rank: int) -> World:
-    torch.set_num_threads(case.threads)
+    torch.set_num_threads(1)
     store = dist.FileStore(str(case.folder / "store"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     group = dist.group.WORLD
@@ -74,7 +77,10 @@ def joined(case: Case, rank: int) -> World:
 
 def replicated(case: Case, world: World) -> ParallelModel:
     """A model that was initialized and wrapped; micro-batches of two of a rank's four samples."""
-    train = Train(seq_len=32, batch_size=4 * RANKS, micro_batch_size=2)
+    train = Train(
+        **{"seq_len": 32, "batch_size": 4 * RANKS, "micro_batch_size": 2},
+        **{"shard": case.shard, "reduce_dtype": case.reduce_dtype},
+    )
     decoder = Decoder(case.model, VOCAB)
     parallel = ParallelModel(decoder, train, world, case.precision)
     initialize(decoder, seed=0)
@@ -98,13 +104,17 @@ def gradients_of(case: Case, rank: int) -> dict:
         parallel = replicated(case, world)
         parallel.wrap()
         loss = float(parallel.backward(*batch(world, 0)))
-        grads = [full(p.grad).flatten() for p in parallel.decoder.parameters()]
         with torch.no_grad():
             evaluated = parallel.loss(*batch(world, 1))
         dtypes = {p.dtype for p in parallel.decoder.parameters()}
         assert dtypes == {torch.float32}
-        found[name] = torch.cat(grads).numpy().copy(), loss, evaluated
+        found[name] = all_gradients(parallel), loss, evaluated
     return found
+
+
+def all_gradients(parallel: ParallelModel) -> np.ndarray:
+    grads = [full(p.grad).flatten() for p in parallel.decoder.parameters()]
+    return torch.cat(grads).double().numpy()
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -112,13 +122,39 @@ def gradients_of(case: Case, rank: int) -> dict:
 def test_gradients_and_losses_are_those_of_ddp(on_ranks, tmp_path, precision, tied):
     case = Case(tmp_path, precision, tied)
     for found in on_ranks(gradients_of, case):
-        (expected, *losses), (grads, *others) = (
-            (torch.from_numpy(one[0]).double(), *one[1:]) for one in found.values()
-        )
-        error = float((grads - expected).norm() / expected.norm())
+        (expected, *losses), (grads, *others) = found.values()
+        error = relative(grads, expected)
         assert error <= LIMITS[precision]
         assert others == pytest.approx(losses, abs=LIMITS[precision])
         assert precision == "fp32" or error > 0  # bf16 is not what was compared with itself
+
+
+def relative(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def gradients_reduced_in_each(case: Case, rank: int) -> list[np.ndarray]:
+    """In fp32, then in bf16, by `case.kept`."""
+    world = joined(case, rank)
+    by(case.kept)
+    found = []
+    for reduce_dtype in ("fp32", "bf16"):
+        parallel = replicated(replace(case, reduce_dtype=reduce_dtype), world)
+        parallel.wrap()
+        parallel.backward(*batch(world, 0))
+        found.append(all_gradients(parallel))
+    return found
+
+
+@pytest.mark.parametrize(("kept", "shard"), [("fsdp2", "none"), ("ddp", "all")])
+def test_gradients_reduced_in_bf16_are_rounded_and_alike_on_all_ranks(
+    on_ranks, tmp_path, kept, shard
+):
+    case = Case(tmp_path, "fp32", kept=kept, shard=shard)
+    found = on_ranks(gradients_reduced_in_each, case)
+    for exact, rounded in found:
+        assert 1e-4 < relative(rounded, exact) < LIMITS["bf16"]
+    assert np.array_equal(found[0][1], found[1][1])
 
 
 # --- checkpoints ------------------------------------------------------------------------------------

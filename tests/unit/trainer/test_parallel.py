@@ -7,6 +7,7 @@ from forge.core.config import Model, Train
 from forge.core.errors import ConfigError
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
+from forge.trainer import fsdp
 from forge.trainer.llama import Decoder
 from forge.trainer.parallel import ParallelModel
 
@@ -16,3 +17,24 @@ def test_a_model_sharded_over_gpus_by_gloo_is_refused():
     decoder = Decoder(Model(dim=32, layers=1, heads=2), 100)
     with pytest.raises(ConfigError, match="Gloo cannot shard a model over GPUs"):
         ParallelModel(decoder, Train(shard="all"), world, "bf16")
+
+
+def test_gradients_in_bf16_are_refused_where_ddp_averages_them():
+    world = World(Rank(0, 0, 2, 2), torch.device("cpu"), "gloo", None)
+    decoder = Decoder(Model(dim=32, layers=1, heads=2), 100)
+    with pytest.raises(ConfigError, match="averaged by DDP, in fp32 only"):
+        ParallelModel(decoder, Train(reduce_dtype="bf16"), world, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "precision", "expected"),
+    [
+        ("cuda", "nccl", "bf16", True),
+        ("cuda", "nccl", "fp32", False),
+        ("cuda", "gloo", "bf16", False),
+        ("cpu", "gloo", "bf16", False),
+    ],
+)
+def test_fsdp2_replicates_on_gpus_in_bf16_only(device, backend, precision, expected):
+    world = World(Rank(0, 0, 2, 2), torch.device(device), backend, None)
+    assert fsdp.replicates(world, precision) == expected
