@@ -126,11 +126,15 @@ def _moments(shape: Shape) -> Iterator[Memory]:
     own = {"weights": WEIGHT * numbers / ranks, "optimizer": ADAM * numbers / ranks}
     gradients = GRADIENT * numbers / ranks
     before = gradients if shape.accumulates else 0.0
-    # FSDP2 keeps embedding and output layer gathered; of the blocks of a sharded model the computed one,
-    # and in the backward pass the next one too; of copies each, until its backward pass is over.
-    root = size * shape.outside if shape.uses_fsdp2 else 0.0
-    blocks = size * (numbers - shape.outside) if shape.uses_fsdp2 else 0.0
+    # Of the blocks of a sharded model FSDP2 gathers the computed one, and in the backward pass the next
+    # one too; of copies it keeps each until its backward pass is over, and so the output layer in both
+    # cases. A tied matrix stays to the end.
+    tied = shape.model.tie_embeddings
+    table = shape.vocab_size * shape.model.dim
+    gathered = size if shape.uses_fsdp2 else 0
+    blocks = gathered * (numbers - shape.outside)
     block = blocks / shape.model.layers
+    last = gathered * table if tied else 0
     # A gradient in the precision of the forward pass, its copy that is reduced, and, where there is a
     # sum of micro-batches already, what is added to it.
     added = GRADIENT / ranks if shape.accumulates else 0.0
@@ -140,27 +144,28 @@ def _moments(shape: Shape) -> Iterator[Memory]:
     # Of one block: what is computed again, and gradients of its widest activations.
     again = whole - kept
     passing = 2 * size * (shape.model.inner_dim + shape.model.dim)
-    of_table = size * shape.vocab_size * shape.model.dim
+    # Of the output layer: its gradient, or the copy that is being reduced, which a tied matrix has later.
+    of_table = table * (reduced if shape.uses_fsdp2 and not tied else size)
     yield Memory(  # the loss
         **own,
         gradients=before,
-        gathered=root + (block if ranks > 1 else blocks),
+        gathered=gathered * table + (block if ranks > 1 else blocks),
         activations=activations,
         working=at_loss,
     )
     yield Memory(  # the backward pass of the last block
         **own,
         gradients=before,
-        gathered=root + (2 * block if ranks > 1 else blocks),
+        gathered=last + (2 * block if ranks > 1 else blocks),
         activations=activations,
         working=tokens * (again + passing) + of_table + unreduced * shape.of_block,
     )
     yield Memory(  # the end of the backward pass
         **own,
         gradients=gradients,
-        gathered=root,
+        gathered=last,
         activations=tokens * kept,
-        working=unreduced * shape.outside,
+        working=unreduced * table,
     )
 
 

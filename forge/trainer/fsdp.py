@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -23,7 +26,12 @@ def replicates(world: World, precision: str) -> bool:
 
 
 def apply(decoder: Decoder, world: World, settings: Train, ranks: int, precision: str) -> None:
-    """Apply FSDP2 to a decoder on the meta device: each block is a unit. All ranks call it.
+    """Apply FSDP2 to a decoder on the meta device. All ranks call it.
+
+    Units, whose weights are gathered and whose gradients are reduced together: each block; the embedding;
+    and the last norm with the output layer. Tied embeddings stay with the decoder, as both use them. The
+    next unit is gathered while one is computed: forward because Python is ahead of the GPU, backward
+    because FSDP2 prefetches it. (Explicit prefetching of one unit only starts it earlier on the CPU.)
 
     ranks: those that hold a copy of the model together; with 1 the copy of the weights that forward
     and backward use stays from one to the other. With bf16 the weights are fp32, and cast when they are
@@ -36,10 +44,15 @@ def apply(decoder: Decoder, world: World, settings: Train, ranks: int, precision
         param_dtype=torch.bfloat16 if precision == "bf16" else None,
         reduce_dtype=torch.bfloat16 if settings.reduce_dtype == "bf16" else torch.float32,
     )
-    mesh = _mesh(world, ranks)
+    shard: Any = partial(fully_shard, mesh=_mesh(world, ranks), mp_policy=policy)
     for block in decoder.model.layers:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=ranks > 1)
-    fully_shard(decoder, mesh=mesh, mp_policy=policy)
+        shard(block, reshard_after_forward=ranks > 1)
+    if decoder.lm_head is not None:
+        # The backward pass of an embedding does not read it.
+        shard(decoder.model.embed_tokens, reshard_after_forward=True).set_unshard_in_backward(False)
+        # The backward pass begins here.
+        shard([decoder.model.norm, decoder.lm_head], reshard_after_forward=False)
+    shard(decoder)
 
 
 def reshard(decoder: Decoder) -> None:

@@ -96,13 +96,26 @@ class Trunk(nn.Module):
         return self.norm(x_BTD)
 
 
+class OutputLayer(nn.Linear):
+    """From the last hidden states to logits, or straight to the loss."""
+
+    def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """As Decoder.forward."""
+        return _logits_or_loss(x_BTD, self.weight, targets_BT)
+
+
+def _logits_or_loss(x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor | None) -> Tensor:
+    if targets_BT is None:
+        return F.linear(x_BTD, weight_VD)
+    return linear_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten())
+
+
 class Decoder(nn.Module):
     """The language model, without memory for its weights: `to_empty` gives it some, and
     initialize.initialize or a checkpoint the values.
 
-    With tied embeddings there is no `lm_head`, so that a checkpoint has the matrix once. To shard it
-    with FSDP2, apply fully_shard to each of `model.layers` and then to the Decoder itself: `forward`
-    reads the weight of the output layer without calling it, so it must belong to the root.
+    With tied embeddings there is no `lm_head`, so that a checkpoint has the matrix once. `forward` then
+    reads the weight of the embedding without calling it: for FSDP2 it must belong to the Decoder.
     """
 
     def __init__(self, settings: Model, vocab_size: int) -> None:
@@ -112,15 +125,14 @@ class Decoder(nn.Module):
         with torch.device("meta"):
             self.model = Trunk(settings, vocab_size)
             tied = settings.tie_embeddings
-            self.lm_head = None if tied else nn.Linear(settings.dim, vocab_size, bias=False)
+            self.lm_head = None if tied else OutputLayer(settings.dim, vocab_size, bias=False)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Logits [B, T, V], or with targets their mean cross entropy, a scalar in fp32."""
         x_BTD = self.model(tokens_BT)
-        weight_VD = (self.model.embed_tokens if self.lm_head is None else self.lm_head).weight
-        if targets_BT is None:
-            return F.linear(x_BTD, weight_VD)
-        return linear_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten())
+        if self.lm_head is None:
+            return _logits_or_loss(x_BTD, self.model.embed_tokens.weight, targets_BT)
+        return self.lm_head(x_BTD, targets_BT)
 
     def num_parameters(self) -> int:
         """Number of weights; a tied matrix counts once."""

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
@@ -16,8 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import forge.trainer.cpu
 import forge.trainer.loss
-from forge.core.config import Model
+from forge.core.config import Model, Train
 from forge.core.errors import ConfigError
+from forge.launch.process_group import World
+from forge.launch.rank import Rank
+from forge.trainer import fsdp
 from forge.trainer.cpu import use_fast_fp32
 from forge.trainer.initialize import initialized
 from forge.trainer.llama import Decoder, sample
@@ -42,10 +44,11 @@ def grads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
+def one_rank() -> Iterator[World]:
     """A process group with this process as its only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
+    assert dist.group.WORLD is not None
+    yield World(Rank(0, 0, 1, 1), torch.device("cpu"), "gloo", dist.group.WORLD)
     dist.destroy_process_group()
 
 
@@ -224,7 +227,7 @@ def test_compiled_model_has_no_graph_break_and_the_same_gradients() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_ddp_and_fsdp2_have_the_gradients_of_the_bare_model(one_rank: None, tied: bool) -> None:
+def test_ddp_and_fsdp2_have_the_gradients_of_the_bare_model(one_rank: World, tied: bool) -> None:
     settings = SMALL.model_copy(update={"tie_embeddings": tied})
     tokens = tokens_of(2, 17)
 
@@ -238,10 +241,7 @@ def test_ddp_and_fsdp2_have_the_gradients_of_the_bare_model(one_rank: None, tied
     assert torch.equal(train(DistributedDataParallel(copied)), loss)
     torch.testing.assert_close(grads_of(copied), grads_of(bare))
 
-    mesh = dist.init_device_mesh("cpu", (1,))
-    for block in sharded.model.layers:
-        fully_shard(block, mesh=mesh)
-    fully_shard(sharded, mesh=mesh)
+    fsdp.apply(sharded, one_rank, Train(), 1, "fp32")
     assert torch.equal(train(sharded), loss)
     gathered = {
         name: grad.full_tensor() if isinstance(grad, DTensor) else grad
@@ -250,15 +250,11 @@ def test_ddp_and_fsdp2_have_the_gradients_of_the_bare_model(one_rank: None, tied
     torch.testing.assert_close(gathered, grads_of(bare))
 
 
-def test_fsdp2_in_bf16_keeps_master_weights_and_gradients_in_fp32(one_rank: None) -> None:
+def test_fsdp2_in_bf16_keeps_master_weights_and_gradients_in_fp32(one_rank: World) -> None:
     model = initialized(SMALL, VOCAB)
     tokens = tokens_of(2, 17)
     true_loss = model(tokens[:, :-1], tokens[:, 1:])
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mesh = dist.init_device_mesh("cpu", (1,))
-    for block in model.model.layers:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    fsdp.apply(model, one_rank, Train(), 1, "bf16")
     loss = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
     assert loss.dtype == torch.float32
