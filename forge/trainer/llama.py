@@ -99,15 +99,20 @@ class Trunk(nn.Module):
 class OutputLayer(nn.Linear):
     """From the last hidden states to logits, or straight to the loss."""
 
-    def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """As Decoder.forward."""
-        return _logits_or_loss(x_BTD, self.weight, targets_BT)
+    def forward(
+        self, x_BTD: Tensor, targets_BT: Tensor | None = None, compiled: bool = False
+    ) -> Tensor:
+        """As Decoder.forward; compiled: of linear_cross_entropy."""
+        return _logits_or_loss(x_BTD, self.weight, targets_BT, compiled)
 
 
-def _logits_or_loss(x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor | None) -> Tensor:
+def _logits_or_loss(
+    x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor | None, compiled: bool
+) -> Tensor:
     if targets_BT is None:
         return F.linear(x_BTD, weight_VD)
-    return linear_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten())
+    hidden_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
+    return linear_cross_entropy(hidden_ND, weight_VD, targets_N, compiled=compiled)
 
 
 class Decoder(nn.Module):
@@ -116,11 +121,13 @@ class Decoder(nn.Module):
 
     With tied embeddings there is no `lm_head`, so that a checkpoint has the matrix once. `forward` then
     reads the weight of the embedding without calling it: for FSDP2 it must belong to the Decoder.
+    compiles_loss: whether the loss of a training step goes through torch.compile.
     """
 
     def __init__(self, settings: Model, vocab_size: int) -> None:
         super().__init__()
         self.settings = settings
+        self.compiles_loss = False
         # On meta: a sharded model must never be on one device as a whole.
         with torch.device("meta"):
             self.model = Trunk(settings, vocab_size)
@@ -131,8 +138,9 @@ class Decoder(nn.Module):
         """Logits [B, T, V], or with targets their mean cross entropy, a scalar in fp32."""
         x_BTD = self.model(tokens_BT)
         if self.lm_head is None:
-            return _logits_or_loss(x_BTD, self.model.embed_tokens.weight, targets_BT)
-        return self.lm_head(x_BTD, targets_BT)
+            weight_VD = self.model.embed_tokens.weight
+            return _logits_or_loss(x_BTD, weight_VD, targets_BT, self.compiles_loss)
+        return self.lm_head(x_BTD, targets_BT, self.compiles_loss)
 
     def num_parameters(self) -> int:
         """Number of weights; a tied matrix counts once."""

@@ -5,6 +5,7 @@ Shape suffixes: N tokens of a micro-batch, D model width, V vocabulary, R rows (
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,35 +17,44 @@ LOGITS_BYTES_CPU = 2**26
 LOGITS_BYTES_GPU = 2**29
 
 
-def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
+def worth_compiling(device: torch.device) -> bool:
+    """Whether linear_cross_entropy should be compiled: on a GPU, where passes over the logits take as
+    long as the products. A CPU spends its time in products."""
+    return device.type == "cuda"
+
+
+def linear_cross_entropy(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, compiled: bool = False
+) -> Tensor:
     """Mean cross entropy of hidden @ weight.T, a scalar in fp32.
 
     Gradients are computed in the forward pass, while the logits of a chunk are in memory. Under
     autocast the matrix products run in its dtype; the weight's gradient is still summed in fp32.
+    compiled: where there are gradients, by torch.compile; raises what it raises.
     """
     device = hidden_ND.device.type
     if torch.is_autocast_enabled(device):
         hidden_ND = hidden_ND.to(torch.get_autocast_dtype(device))
     with_grad = torch.is_grad_enabled()
-    loss, *_ = _linear_cross_entropy(hidden_ND, weight_VD, targets_N, with_grad)
+    compiled = compiled and with_grad
+    loss, *_ = _linear_cross_entropy(hidden_ND, weight_VD, targets_N, with_grad, compiled)
     return loss
 
 
 # An opaque operator, so that torch.compile does not unroll the loop into its graph.
 @torch.library.custom_op("forge::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, with_grad: bool
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, with_grad: bool, compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The mean loss, and its gradients by hidden and by weight (empty without `with_grad`).
 
     All chunks use the same buffers: on the CPU, new pages cost as much as a pass over them.
     """
     num_tokens, vocab_size = len(hidden_ND), len(weight_VD)
-    logits_bytes = LOGITS_BYTES_CPU if hidden_ND.device.type == "cpu" else LOGITS_BYTES_GPU
-    num_rows = -(-num_tokens // -(-4 * num_tokens * vocab_size // logits_bytes))
+    num_rows = _rows_of_chunk(num_tokens, vocab_size, hidden_ND.device.type)
     weight = weight_VD.to(hidden_ND.dtype)
     logits_RV = hidden_ND.new_empty(num_rows, vocab_size)
-    probs_RV = torch.empty_like(logits_RV, dtype=torch.float32)
+    probs_RV = torch.empty_like(logits_RV[: 0 if compiled else num_rows], dtype=torch.float32)
     losses_N = probs_RV.new_empty(num_tokens)
     grad_hidden_ND = torch.empty_like(hidden_ND if with_grad else hidden_ND[:0])
     grad_weight_VD = torch.zeros_like(weight if with_grad else weight[:0], dtype=torch.float32)
@@ -53,16 +63,14 @@ def _linear_cross_entropy(
     for start in range(0, num_tokens, num_rows):
         rows = slice(start, start + num_rows)
         hidden, targets = hidden_ND[rows], targets_N[rows, None]
-        logits, probs = logits_RV[: len(hidden)], probs_RV[: len(hidden)]
+        logits = logits_RV[: len(hidden)]
         torch.mm(hidden, weight.t(), out=logits)
-        torch.softmax(probs.copy_(logits), 1, out=probs)  # dtype= would make a copy
-        # log-sum-exp from the largest logit and its probability, which cannot underflow.
-        log_sum_exp = logits.amax(1, keepdim=True) - probs.amax(1, keepdim=True).log()
-        losses_N[rows] = (log_sum_exp - logits.gather(1, targets)).squeeze(1)
+        if compiled:
+            losses_N[rows], grad_logits = _compiled_chunk(logits, targets)
+        else:
+            losses_N[rows], grad_logits = _chunk(logits, targets, probs_RV, with_grad)
         if not with_grad:
             continue
-        probs.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=torch.float32))
-        grad_logits = logits.copy_(probs)
         torch.mm(grad_logits, weight, out=grad_hidden_ND[rows])
         if part_VD is None:
             grad_weight_VD.addmm_(grad_logits.t(), hidden)
@@ -73,8 +81,48 @@ def _linear_cross_entropy(
     return losses_N.mean(), grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype)
 
 
+def _rows_of_chunk(num_tokens: int, vocab_size: int, device: str) -> int:
+    """On a GPU chunks of one size, if up to twice as many have that: each size is compiled apart."""
+    logits_bytes = LOGITS_BYTES_CPU if device == "cpu" else LOGITS_BYTES_GPU
+    least = -(-4 * num_tokens * vocab_size // logits_bytes)
+    numbers = [least] if device == "cpu" else range(least, 2 * least + 1)
+    number = next((number for number in numbers if num_tokens % number == 0), least)
+    return -(-num_tokens // number)
+
+
+def _chunk(
+    logits_RV: Tensor, targets_R1: Tensor, probs_RV: Tensor, with_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Losses of a chunk, and with `with_grad` their gradients by the logits, in the place of these.
+
+    probs_RV: fp32, a buffer of at least as many rows.
+    """
+    probs = probs_RV[: len(logits_RV)]
+    torch.softmax(probs.copy_(logits_RV), 1, out=probs)  # dtype= would make a copy
+    # log-sum-exp from the largest logit and its probability, which cannot underflow.
+    log_sum_exp = logits_RV.amax(1, keepdim=True) - probs.amax(1, keepdim=True).log()
+    losses_R = (log_sum_exp - logits_RV.gather(1, targets_R1)).squeeze(1)
+    if with_grad:
+        probs.scatter_add_(1, targets_R1, torch.full_like(targets_R1, -1, dtype=torch.float32))
+        logits_RV.copy_(probs)
+    return losses_R, logits_RV
+
+
+@functools.partial(torch.compile, dynamic=False)
+def _compiled_chunk(logits_RV: Tensor, targets_R1: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in two or three passes over the logits: fp32 only in registers, nothing is scattered."""
+    logits = logits_RV.float()
+    log_sum_exp = logits.logsumexp(1, keepdim=True)
+    losses_R1 = log_sum_exp - logits.gather(1, targets_R1)
+    probs = (logits - log_sum_exp).exp()
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets_R1
+    return losses_R1.squeeze(1), (probs - is_target.float()).to(logits_RV.dtype)
+
+
 @_linear_cross_entropy.register_fake
-def _(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, with_grad: bool) -> Any:
+def _(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, with_grad: bool, compiled: bool
+) -> Any:
     return (
         hidden_ND.new_empty((), dtype=torch.float32),
         torch.empty_like(hidden_ND if with_grad else hidden_ND[:0]),
@@ -92,7 +140,7 @@ def _keep_grads(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _scale_grads(ctx: Any, grad_loss: Tensor, *_: Any) -> Any:
     grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
-    return grad_hidden_ND * grad_loss, grad_weight_VD * grad_loss, None, None
+    return grad_hidden_ND * grad_loss, grad_weight_VD * grad_loss, None, None, None
 
 
 _linear_cross_entropy.register_autograd(_scale_grads, setup_context=_keep_grads)

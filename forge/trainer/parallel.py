@@ -18,6 +18,7 @@ from forge.data.loader import split
 from forge.launch.process_group import World, named
 from forge.trainer import fsdp, recompute
 from forge.trainer.llama import Decoder
+from forge.trainer.loss import worth_compiling
 
 
 class ParallelModel:
@@ -90,8 +91,8 @@ class ParallelModel:
         return inputs, targets
 
     def _compile(self) -> None:
-        """Compile each block, and try one forward and backward on every rank; if that fails on one, none
-        uses compiled blocks.
+        """Compile each block, and on GPUs the loss, and try one forward and backward on every rank; if
+        that fails on one, none uses what was compiled.
 
         Blocks are alike, so one graph serves all of them. Their forward methods are compiled, inside of
         FSDP2's hooks. Before DDP wraps the model: its order of buckets must be that of training.
@@ -109,6 +110,7 @@ class ParallelModel:
                 # One graph for each shape. With dynamic shapes the graph, and so the bits of a step,
                 # would depend on which shape came first in this launch.
                 block.forward = torch.compile(block.forward, dynamic=False)
+            self.decoder.compiles_loss = worth_compiling(self.world.device)
             try:
                 self._trial()
             except Exception as err:
@@ -117,6 +119,7 @@ class ParallelModel:
             self.decoder.zero_grad(set_to_none=True)
         if any(row[0] for row in self.world.gather([float(bool(error))], "end of compilation")):
             say(f"warning: training without torch.compile: {error or 'it failed on another rank'}")
+            self.decoder.compiles_loss = False
             for block, forward in zip(self.decoder.model.layers, plain, strict=False):
                 block.forward = forward
 

@@ -111,7 +111,7 @@ def test_bf16_keeps_an_fp32_loss_and_fp32_gradients_close_to_the_true_ones() -> 
 def test_loss_operator_obeys_the_rules_of_torch_compile() -> None:
     hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
     operator = torch.ops.forge.linear_cross_entropy.default
-    torch.library.opcheck(operator, (hidden, weight, torch.arange(6) % 5, True))
+    torch.library.opcheck(operator, (hidden, weight, torch.arange(6) % 5, True, False))
 
 
 # --- model --------------------------------------------------------------------------------------
