@@ -67,6 +67,9 @@ def _step_after(
 ) -> TrainStep:
     """The training step with the state of a checkpoint."""
     settings = config.train
+    if world.device.type != found.manifest.lineage.numerics.device:
+        # CPUs replay copies of GPUs with DDP, which averages in fp32.
+        settings = settings.model_copy(update={"reduce_dtype": "fp32"})
     model = Decoder(config.model, shards.vocab_size)
     parallel = ParallelModel(model, settings, world, precision(settings.precision, world.device))
     optimizer = optim.make_optimizer(model, settings)

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from support.forked import DEADLINE_SEC, LEFT_OVER, RankStart
 from support.gpu import full
-from support.live_run import LONG, TWO_RANKS
+from support.live_run import LONG, TWO_RANKS, forge
+from support.manifests import of_gpus
 
 from forge.checkpoint import storage
 from forge.core.config import Model, Train
@@ -25,7 +26,6 @@ from forge.trainer.initialize import initialize
 from forge.trainer.llama import Decoder
 from forge.trainer.optim import make_optimizer
 from forge.trainer.parallel import ParallelModel
-from forge.validation import model_checks, replay
 
 RANKS, VOCAB = 2, 301
 MODEL = Model(dim=64, layers=3, heads=4, tie_embeddings=False)
@@ -220,7 +220,7 @@ def train_with_fsdp2(run, *more):
     return run
 
 
-def test_resumed_run_is_bitwise_equal_and_valid(runs, monkeypatch):
+def test_resumed_run_is_bitwise_equal(runs):
     settings = (*LONG, "--train.precision=bf16", "--train.micro_batch_size=2")
     short = (*settings, "--train.max_steps=4", "--train.checkpoint_every=100")
     at_once = train_with_fsdp2(runs("at-once", *short))
@@ -229,8 +229,12 @@ def test_resumed_run_is_bitwise_equal_and_valid(runs, monkeypatch):
     assert [event["step"] for event in resumed.events("init")] == [0, 2]
     assert dict(resumed.losses()) == dict(at_once.losses())
     assert resumed.weights_digest() == at_once.weights_digest()
-    # Validation computes with DDP and autocast here, on GPUs too with other arithmetic than training.
-    monkeypatch.setattr(model_checks, "same_arithmetic", lambda *_: False)
-    monkeypatch.setattr(replay, "same_arithmetic", lambda *_: False)
-    outcome = at_once.forge("validate")
+
+
+def test_run_of_gpus_is_valid_and_replayed_where_ddp_replicates(runs):
+    settings = ("--train.precision=bf16", "--train.reduce_dtype=bf16", "--train.max_steps=4")
+    run = train_with_fsdp2(runs("gpus", *settings, "--train.checkpoint_every=2"))
+    earlier = of_gpus(run).paths.checkpoints / "step-00000002"
+    outcome = forge("validate", str(earlier))
     assert outcome.code == 0, outcome.text
+    assert "replayed: step 3 within 0.02, step 4 within 0.02" in outcome.text

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.live_run import forge
+from support.manifests import of_gpus
 
 from forge.checkpoint import resume, storage
 from forge.checkpoint.directory import Checkpoint
@@ -21,17 +22,6 @@ from forge.validation import estimates, replay
 from forge.validation.rank_losses import Evaluation
 
 EARLIER = "step-00000006"
-
-
-def of_gpus(run):
-    """The same run, as if a GPU had trained its checkpoints."""
-    for folder in run.paths.checkpoints.glob("step-*"):
-        manifest = Manifest.read(folder)
-        numerics = manifest.lineage.numerics
-        on_gpu = numerics.model_copy(update={"device": "cuda", "device_name": "NVIDIA H100"})
-        lineage = manifest.lineage.model_copy(update={"numerics": on_gpu})
-        manifest.model_copy(update={"lineage": lineage}).write(folder)
-    return run
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from support.live_run import Run
+
 from forge.checkpoint import directory
 from forge.checkpoint.manifest import (
     MANIFEST,
@@ -110,3 +112,14 @@ def save(
 def names(folder: Path) -> set[str]:
     """Names of what is in a folder."""
     return {path.name for path in folder.iterdir()}
+
+
+def of_gpus(run: Run) -> Run:
+    """The same run, as if a GPU had trained its checkpoints."""
+    for folder in run.paths.checkpoints.glob("step-*"):
+        manifest = Manifest.read(folder)
+        numerics = manifest.lineage.numerics
+        on_gpu = numerics.model_copy(update={"device": "cuda", "device_name": "NVIDIA H100"})
+        lineage = manifest.lineage.model_copy(update={"numerics": on_gpu})
+        manifest.model_copy(update={"lineage": lineage}).write(folder)
+    return run
