@@ -25,7 +25,7 @@ from forge.core.tail import last_lines
 from forge.core.terminal import duration, say
 from forge.launch.launcher import register
 from forge.launch.rank import Rank
-from forge.launch.rank_output import MESSAGES, START, RankProgress
+from forge.launch.rank_output import RankProgress, send_log
 from forge.launch.rank_records import LaunchSpec, ProgramFolders, ProgramTask, RankRecord
 from forge.launch.stop_signal import StopFlag
 
@@ -135,12 +135,9 @@ def rank_variables(
 
 def _show_output(spec: LaunchSpec) -> None:
     """Let the launcher show the log of this rank, in place of messages of Forge's own trainer."""
-    messages = spec.directory / MESSAGES
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-        (spec.directory / START).write_text(str(_log().stat().st_size))
-        messages.unlink(missing_ok=True)
-        messages.symlink_to(_log())
+    send_log(spec.directory, _log())
 
 
 def _start(

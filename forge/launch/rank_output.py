@@ -20,6 +20,16 @@ START = (
 BAR_EVERY_SEC = 0.2
 
 
+def send_log(folder: Path, log: Path) -> None:
+    """Let the launcher show this log from its end on, in place of messages. Called by rank 0."""
+    messages, draft = folder / MESSAGES, folder / f"{START}.new"
+    with contextlib.suppress(OSError):  # on a full disk nothing is shown
+        draft.write_text(str(log.stat().st_size))
+        draft.replace(folder / START)  # complete when the launcher finds it
+        messages.unlink(missing_ok=True)
+        messages.symlink_to(log)
+
+
 def speak_to_launcher(folder: Path) -> None:
     """Also send all messages of this rank to the launcher. Called by rank 0."""
     terminal.copy_to(open(folder / MESSAGES, "a", buffering=1))  # noqa: SIM115  until the process ends

@@ -43,9 +43,9 @@ PACKAGES = ("torch", "numpy", "tokenizers", "blake3")
 # Ranks, shared memory of libraries and compiled kernels need at least this much of /tmp.
 LOCAL_MIB = 16
 
-# What a node writes into the run's directory: enough to tell the rate of a save, gone in a second. Random
-# bytes, because some file systems compress.
-RESULTS_MIB = 32
+# What a node writes into the run's directory: enough to tell the rate of a save, gone in a second. Of a
+# small disk only a part, which tells no rate: whether it suffices, training finds out.
+RESULTS_MIB, PART_OF_FREE = 32, 0.1
 
 # Larger than any packet: does not arrive where large packets are lost (MTU mismatch).
 PAYLOAD = 2**16
@@ -228,7 +228,7 @@ def _staged(name: str, kind: Kind, wanted: Wanted) -> Check:
 @dataclass(frozen=True)
 class Written:
     """What came of a write into the run's directory. bytes_per_sec: until it was on disk; None where it
-    failed."""
+    failed, or was small."""
 
     check: Check
     bytes_per_sec: float | None = None
@@ -236,25 +236,31 @@ class Written:
 
 def write_results(folder: Path) -> Written:
     """Write a file there and remove it, as quickly as a save could."""
-    probe, chunk = folder / f".writable-{hostname()}-{os.getpid()}", os.urandom(2**20)
+    probe = folder / f".writable-{hostname()}-{os.getpid()}"
+    free_mib = shutil.disk_usage(folder).free / 2**20 if folder.is_dir() else 0
+    num_mib = int(min(RESULTS_MIB, PART_OF_FREE * free_mib))
+    chunk = os.urandom(2**20)  # some file systems compress
     started = time.perf_counter()
     try:
         with atomic_open(probe) as file:
-            for _ in range(RESULTS_MIB):
+            file.write(b"x")
+            for _ in range(num_mib):
                 file.write(chunk)
-        rate = RESULTS_MIB * 2**20 / (time.perf_counter() - started)
+        seconds = time.perf_counter() - started
         probe.unlink()
     except UnfitError as err:
         return Written(Check("results", "fail", err.what, err.fix))
+    rate = num_mib * 2**20 / seconds if num_mib == RESULTS_MIB else None
     return Written(_results(folder, rate), rate)
 
 
-def _results(folder: Path, rate: float) -> Check:
+def _results(folder: Path, rate: float | None) -> Check:
     if slurm.this_job_id() and folder.resolve().is_relative_to(Path.home().resolve()):
         # Home directories of clusters are small, slow and shared by all jobs of a user.
         fix = "set `results` and `data` in config.yaml to scratch storage"
         return Check("results", "warn", f"{folder} is in your home directory", fix)
-    return Check("results", "ok", f"{folder} is writable, {rate / 1e6:,.0f} MB/s")
+    measured = f", {rate / 1e6:,.0f} MB/s" if rate else ""
+    return Check("results", "ok", f"{folder} is writable{measured}")
 
 
 def _local_disk() -> Check:

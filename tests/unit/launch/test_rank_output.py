@@ -1,6 +1,8 @@
 """What rank 0 says reaches the person once, also when it is read in the middle of a character."""
 
+import errno
 import json
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +90,29 @@ def test_bar_does_not_write_a_file_for_every_step(tmp_path, monkeypatch):
     for done in range(1, 10):
         bar(done)
     assert json.loads((tmp_path / BAR).read_text())["done"] == 1
+
+
+def test_log_is_shown_from_its_end_on(tmp_path, heard):
+    log = tmp_path / "rank.log"
+    log.write_text("before\n")
+    rank_output.send_log(tmp_path, log)
+    with Console(tmp_path), open(log, "a", buffering=1) as file:
+        file.write("after\n")
+    assert heard == ["after"]
+
+
+def test_full_disk_leaves_no_start_that_the_launcher_cannot_read(tmp_path, monkeypatch):
+    """The launcher once found an empty file, and ended with a traceback."""
+    log = tmp_path / "rank.log"
+    log.write_text("before\n")
+    (tmp_path / rank_output.MESSAGES).write_text("")
+
+    def full(path, text):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    rank_output.send_log(tmp_path, log)
+    assert not (tmp_path / rank_output.START).exists()
+    with Console(tmp_path) as launcher:
+        launcher.show()

@@ -29,7 +29,7 @@ from forge.core.process import hostname
 from forge.data.input_set import InputSet
 from forge.data.shards import ShardSet
 from forge.preflight import node_checks
-from forge.preflight.node_checks import Wanted
+from forge.preflight.node_checks import Wanted, Written
 from forge.staging import on_node
 
 MODEST = {"preflight.min_free_disk_gib": 0, "preflight.min_free_memory_gib": 0}
@@ -416,11 +416,17 @@ def test_staged_inputs_of_another_config_fail(staged_inputs):
     assert "have digest" in check.message
 
 
-def test_write_into_the_runs_directory_is_timed_and_leaves_nothing(wanted):
+def test_write_into_the_runs_directory_is_timed_and_leaves_nothing(wanted, monkeypatch):
     folder = Path(wanted.results)
     written = node_checks.write_results(folder)
     assert written.bytes_per_sec and written.bytes_per_sec > 0
     assert f"{folder} is writable, {written.bytes_per_sec / 1e6:,.0f} MB/s" == written.check.message
     assert list(folder.iterdir()) == []
+    monkeypatch.setattr(
+        node_checks, "PART_OF_FREE", 0.0
+    )  # as a small disk, which may be filled by it
+    assert node_checks.write_results(folder) == (
+        Written(Check("results", "ok", f"{folder} is writable"))
+    )
     (folder / "file").touch()
     assert node_checks.write_results(folder / "file").bytes_per_sec is None
