@@ -132,7 +132,7 @@ def sync(paths: RunPaths) -> None:
             say(f"{paths.root}: sent to {name} up to step {step}")
 
 
-# --- the process beside training -------------------------------------------------------------------
+# --- the process that runs while ranks train -------------------------------------------------------
 
 
 def main(run: str) -> int:

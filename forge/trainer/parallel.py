@@ -22,7 +22,7 @@ from forge.trainer.loss import worth_compiling
 
 
 class ParallelModel:
-    """One rank's part of a decoder, with train.parallel, train.compile and the precision applied.
+    """One rank's part of a decoder, with train.shard, train.compile and the precision applied.
 
     All ranks call every method.
     """
