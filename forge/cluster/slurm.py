@@ -50,6 +50,7 @@ class Job:
     cpus: tuple[tuple[str, int], ...] = ()  # node, number of cores allocated there
     tasks: int = 1  # that the job was asked for, on all nodes
     gpus_per_node: int = 0
+    excluded: tuple[str, ...] = ()  # nodes that it must not get
 
     @property
     def is_living(self) -> bool:
@@ -113,6 +114,7 @@ def parse_job(text: str) -> Job:
         ),
         tasks=int(field("NumTasks", "1")),
         gpus_per_node=_num_gpus(field("TresPerNode")),
+        excluded=tuple(expand(field("ExcNodeList"))) if field("ExcNodeList") else (),
     )
 
 
@@ -291,8 +293,17 @@ def _accounted(job_id: str, fields: str, timeout_sec: float) -> str:
 
 def requeue(job_id: str) -> str:
     """Requeue the job; "" or why Slurm refused."""
+    return _refusal("scontrol", "requeue", job_id)
+
+
+def exclude(job_id: str, names: Sequence[str]) -> str:
+    """Set the nodes that a pending job must not get; "" or why Slurm refused."""
+    return _refusal("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(names)}")
+
+
+def _refusal(*command: str) -> str:
     try:
-        ask("scontrol", "requeue", job_id)
+        ask(*command)
     except (Refused, SlurmSilent) as err:
         return str(err)
     return ""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from forge.cluster import slurm
+from forge.cluster import exclude, slurm
 from forge.cluster.placement import Placement
 from forge.core import events
 from forge.core.errors import ForgeError
@@ -37,9 +37,11 @@ def requeue_if_preempted(machine: Machine) -> Iterator[None]:
     except ForgeError:
         job = slurm.this_job()
         may = job and job.is_preempted and job.batch and job.restarts < machine.slurm.max_restarts
-        if job and may and not slurm.requeue(job.id):
-            say(f"job {job.id} is preempted: it is requeued and will start again")
-            _wait_for_the_end()
+        if job and may:
+            ended = _catch_signals()
+            if not slurm.requeue(job.id):
+                say(f"job {job.id} is preempted: it is requeued and will start again")
+                _wait_for_the_end(ended)
         raise
 
 
@@ -78,11 +80,24 @@ def requeue(
     if reason := _guard(paths, now, machine, sent_back=sent_back):
         return sent_back, reason
     events.record(paths.events, events.Requeue(job=job.id, cause=record.cause, step=step))
+    ended = _catch_signals()
     if refusal := slurm.requeue(job.id):
         return False, f"Slurm refused to requeue it: {refusal}"
+    _keep_off(exclude.read(paths.bad_nodes), now)
     say(f"job {job.id} is requeued and will resume from step {step}")
-    _wait_for_the_end()
+    _wait_for_the_end(ended)
     return True, ""
+
+
+def _keep_off(unhealthy: Sequence[str], job: slurm.Job) -> None:
+    """Let the requeued job start on other nodes: Slurm takes a node with a broken GPU for healthy, and
+    changes the nodes of a job only while it is pending."""
+    if not unhealthy:
+        return
+    names = sorted({*job.excluded, *unhealthy})
+    # Slurm is ending the job, and may end the first command with it.
+    if slurm.exclude(job.id, names) and (refusal := slurm.exclude(job.id, names)):
+        say(f"warning: job {job.id} may get {', '.join(unhealthy)} again: {refusal}")
 
 
 def _guard(paths: RunPaths, now: slurm.Job, machine: Machine, *, sent_back: bool) -> str:
@@ -100,11 +115,17 @@ def _guard(paths: RunPaths, now: slurm.Job, machine: Machine, *, sent_back: bool
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def _wait_for_the_end() -> None:
-    """Wait until Slurm ends this process: if it exited earlier, the rule would fail."""
+def _catch_signals() -> list[int]:
+    """The signals that will have come, for `_wait_for_the_end`. Slurm sends SIGTERM within milliseconds
+    of a requeue."""
     ended: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda n, _: ended.append(n))
+    return ended
+
+
+def _wait_for_the_end(ended: list[int]) -> None:
+    """Wait until Slurm ends this process: if it exited earlier, the rule would fail."""
     parent, end = os.getppid(), time.monotonic() + REQUEUE_WAIT_SEC
     while not ended and os.getppid() == parent and time.monotonic() < end:
         time.sleep(0.1)

@@ -138,6 +138,10 @@ class Progress:
         self.end_pause(step)
         return event_time
 
+    def fail_gpu(self, host: str, step: int = PAUSE) -> None:
+        """Let the ranks on this host fail after the pause, with PyTorch's error for a broken GPU."""
+        (self.folder / f".pause/{step}/gpu-fails-{host}").touch()
+
     def end_pause_when_told_to_stop(self, step: int = PAUSE, timeout: float = 90) -> None:
         """Let the ranks train on once each of them has its signal to stop."""
         wait_until(

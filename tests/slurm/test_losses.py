@@ -10,6 +10,8 @@ from functools import partial
 
 import pytest
 
+from forge.cluster import slurm
+
 from .job_run import MOST_LOST, PAUSES, JobRun, Uninterrupted
 
 NewRun = Callable[..., JobRun]
@@ -62,4 +64,22 @@ def test_node_of_a_rank_that_hangs_is_checked_and_a_spare_takes_its_place(
     before, after = (launch["nodes"] for launch in run.events("launch"))
     assert found[1] in before and found[1] not in after
     assert not run.paths.bad_nodes.exists()
+    uninterrupted.equals(run)
+
+
+def test_job_whose_gpu_fails_is_requeued_without_that_node(
+    new_run: NewRun, uninterrupted: Uninterrupted
+) -> None:
+    run = new_run("srun", on=3)
+    job = run.submit()
+    run.wait_for_pause()
+    excluded = set(slurm.expand(run.cluster.job(job)["ExcNodeList"]))
+    bad = run.events("launch")[0]["nodes"][1]
+    run.fail_gpu(bad)
+    run.end_pause()
+    ended = run.wait_for_end(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), run.said()
+    assert set(slurm.expand(ended["ExcNodeList"])) == excluded | {bad}
+    assert bad in run.paths.bad_nodes.read_text()
+    assert bad not in run.events("launch")[-1]["nodes"]
     uninterrupted.equals(run)

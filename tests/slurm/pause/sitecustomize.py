@@ -3,6 +3,8 @@
 FORGE_TEST_PAUSE holds the numbers of the steps. A rank that comes to one of them leaves a file
 waiting-NAME in RUN/.pause/STEP, and stopping-NAME once it has been told to stop, and waits until
 RUN/.pause/STEP/over is there; where it is there already, as in later launches, it does not wait.
+A rank on a host for which there is RUN/.pause/STEP/gpu-fails-HOST then fails as PyTorch does with a
+broken GPU.
 It waits in its main thread and between two collectives, so it handles signals as in a step.
 """
 
@@ -47,6 +49,8 @@ class Pause:
             if stop_flag.cause():
                 (folder / f"stopping-{name}").touch()
             time.sleep(0.05)
+        if (folder / f"gpu-fails-{os.uname().nodename}").exists():
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
 
 if "FORGE_TEST_PAUSE" in os.environ:

@@ -24,7 +24,8 @@ def slurm_says(monkeypatch):
     def set_state(job):
         monkeypatch.setattr(slurm, "show_job", lambda _: job)
         monkeypatch.setattr(slurm, "requeue", lambda job_id: requeued.append(job_id) or "")
-        monkeypatch.setattr(requeue, "_wait_for_the_end", lambda: None)
+        monkeypatch.setattr(requeue, "_catch_signals", list)
+        monkeypatch.setattr(requeue, "_wait_for_the_end", lambda _: None)
         return requeued
 
     return set_state
@@ -120,3 +121,15 @@ def test_error_before_training_sends_only_a_preempted_job_back(
     ):
         raise UnfitError("no answer")
     assert requeued == sent
+
+
+def test_requeued_job_keeps_off_unhealthy_nodes_and_those_it_excluded_before(
+    tmp_path, slurm_says, monkeypatch, capsys
+):
+    slurm_says(replace(JOB, excluded=("n9",)))
+    RunPaths(tmp_path).bad_nodes.write_text("n2   # GPU fault\n")
+    asked = []
+    monkeypatch.setattr(slurm, "exclude", lambda *call: asked.append(call) or "not allowed")
+    assert ask(tmp_path, "peer lost") == ""
+    assert set(map(str, asked)) == {"('42', ['n2', 'n9'])"}
+    assert "job 42 may get n2 again: not allowed" in capsys.readouterr().err
