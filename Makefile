@@ -18,10 +18,10 @@ train: .venv/ready
 	$(BIN)/snakemake --profile $(PROFILE) train
 
 # More processes than the two cores of CI: tests on Slurm wait more than they compute. Files in the
-# order of tests/conftest.py. Checks of a GPU run where they can on a CPU, at a small size.
+# order of tests/conftest.py, which mixes both. Checks of a GPU run where they can on a CPU, at a small size.
 test: export FORGE_GPU_CHECKS := cpu
 test: .venv/ready
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Every fault at every point, and random ones, whose seed is printed; renews the tables of docs/faults.md.
 faults: export FORGE_FAULTS := all

@@ -6,12 +6,21 @@ from pathlib import Path
 import pytest
 
 # The folders with the longest files first: at the end short files keep all processes busy.
-ORDER = ("slurm", "workflow", "distributed", "faults", "gpu", "unit")
+ORDER = ("workflow", "distributed", "faults", "gpu", "unit")
+# Tests that wait more than they compute: their files are spread among those before the last folder.
+WAITING = "slurm"
 HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: ORDER.index(item.path.relative_to(HERE).parts[0]))
+    folders = {item.path: item.path.relative_to(HERE).parts[0] for item in items}
+    waiting = [path for path, folder in folders.items() if folder == WAITING]
+    others = [path for path, folder in folders.items() if folder != WAITING]
+    others.sort(key=lambda path: ORDER.index(folders[path]))
+    before = sum(folders[path] != ORDER[-1] for path in others)
+    place = {path: float(number) for number, path in enumerate(others)}
+    place |= {path: number * before / len(waiting) for number, path in enumerate(waiting)}
+    items.sort(key=lambda item: place[item.path])
 
 
 @pytest.fixture(scope="module", autouse=True)
