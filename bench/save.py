@@ -35,7 +35,7 @@ from forge.launch.process_group import World, joined
 from forge.launch.rank import Rank
 from forge.trainer import cpu
 from forge.trainer.initialize import initialized
-from forge.trainer.optim import make_optimizer
+from forge.trainer.optim import make_optimizers
 
 MIB = 2**20
 Seconds = dict[str, list[float]]
@@ -237,7 +237,7 @@ def leaves(state: dict[str, Any]) -> Iterator[torch.Tensor]:
 def training_step() -> Callable[[], None]:
     """A step of a small model on all threads, some 10 ms long."""
     model = initialized(Model(dim=128, layers=2), 512)
-    optimizer = make_optimizer(model, Train())
+    (optimizer,) = make_optimizers(model, Train())
     tokens = torch.randint(512, (4, 129), generator=torch.Generator().manual_seed(0))
 
     def step() -> None:

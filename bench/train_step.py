@@ -23,7 +23,7 @@ from forge.core.config import Model, Train
 from forge.trainer.cpu import keep_freed_memory, product_error, use_fast_fp32
 from forge.trainer.initialize import initialized
 from forge.trainer.llama import Decoder
-from forge.trainer.optim import make_optimizer
+from forge.trainer.optim import make_optimizers
 
 Step = Callable[[Tensor, Tensor], float]
 
@@ -45,7 +45,7 @@ def nanogpt_step(model: nn.Module, train: Train) -> Step:
 
 def forge_step(model: Decoder, train: Train, *, bf16: bool = False, compiled: bool = False) -> Step:
     """The same with Forge's model and optimizer."""
-    optimizer = make_optimizer(model, train)
+    (optimizer,) = make_optimizers(model, train)
     for block in model.model.layers if compiled else ():  # as ParallelModel does
         block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
 

@@ -11,7 +11,7 @@ from forge.core.config import Train
 from forge.core.memory import Shape
 from forge.launch.process_group import World
 from forge.trainer.llama import Decoder
-from forge.trainer.optim import make_optimizer
+from forge.trainer.optim import make_optimizers
 from forge.trainer.parallel import ParallelModel
 from forge.trainer.step import LaunchedStep, TrainStep
 
@@ -74,13 +74,13 @@ def forge_step(sizes: Sizes, world: World) -> Step:
     decoder = Decoder(sizes.model, sizes.vocab_size)
     parallel = ParallelModel(decoder, train, world, "bf16")
     fill(decoder)
-    optimizer = make_optimizer(decoder, train)
+    optimizers = make_optimizers(decoder, train)
     plain = decoder.model.layers[0].forward
     parallel.wrap()
     if decoder.model.layers[0].forward == plain:  # Forge trains on, the bench would compare nothing
         raise RuntimeError("torch.compile has failed: see the warning")
     loader: Any = Batches(sizes, world)
-    train_step = TrainStep(parallel, optimizer, loader, train.max_steps)
+    train_step = TrainStep(parallel, optimizers, loader, train.max_steps)
     steps, last = itertools.count(), list[Taken]()
 
     def take() -> Taken:
@@ -90,4 +90,5 @@ def forge_step(sizes: Sizes, world: World) -> Step:
         last.append(taken)
         return taken
 
+    (optimizer,) = optimizers
     return Step(decoder, optimizer, take)

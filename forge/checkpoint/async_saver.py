@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,10 +97,11 @@ class Saver:
         save.stall = time.perf_counter() - save.started
         return save
 
-    def hold_updates(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the updates of an optimizer wait for a copy of its state that the GPU still makes; the host
+    def hold_updates(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Let the updates of optimizers wait for a copy of their state that the GPU still makes; the host
         waits for neither. Called once."""
-        optimizer.register_step_pre_hook(lambda *_: self._stager.hold_device())
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self._stager.hold_device())
 
     def is_done(self) -> bool:
         """Whether this rank's part of a save is written and waits for `finish`."""

@@ -20,9 +20,10 @@ from forge.core.paths import RunPaths, checkpoint_name, checkpoint_step
 
 # Keys that must equal the parent's: the tensors must fit, and the position in the data is the parent's
 # step times its batch size, in samples of seq_len tokens. Dropout may change: it has no tensors.
+# Another optimizer could not use the state.
 KEPT = {
     "model": tuple(key for key in Model.model_fields if key != "dropout"),
-    "train": ("seq_len", "batch_size"),
+    "train": ("seq_len", "batch_size", "optimizer"),
 }
 
 
@@ -115,7 +116,7 @@ def _check_fits(config: ResolvedConfig, checkpoint: directory.Checkpoint) -> Non
     if problems := list(_misfits(config, checkpoint.manifest.lineage.config)):
         raise ConfigError(
             f"run {config.run} cannot start from {config.parent}: {'; '.join(problems)}",
-            cause="a run must have the model, the data and the batch size of its parent",
+            cause="a run must have the model, the data, the batch size and the optimizer of its parent",
             fix="give these keys the parent's values, or leave out parent to start at step 0",
         )
     if config.train.max_steps <= checkpoint.step:

@@ -15,7 +15,7 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -76,15 +76,15 @@ FULL_MIB = 16  # with less than this free, a failed write is reported as a full 
 
 
 def training_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, dict[str, Any]]:
-    """Weights and optimizer state, by parameter name. All ranks call it; with FSDP2 the tensors are
-    sharded.
+    """Weights and optimizer state, by parameter name; no two optimizers share a parameter. All ranks call
+    it; with FSDP2 the tensors are sharded.
 
     Nothing else needs saving: learning rate and order of samples are pure functions of the step,
     dropout is one of (seed, step, rank).
     """
-    optimizer_state: Any = get_optimizer_state_dict(model, optimizer)["state"]
+    optimizer_state: Any = get_optimizer_state_dict(model, optimizers)["state"]
     return {"model": dict(get_model_state_dict(model)), "optimizer": dict(optimizer_state)}
 
 
@@ -327,15 +327,15 @@ def _write_error(err: CheckpointException, folder: Path) -> ForgeError:
 
 def load_state(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     folder: Path,
     world: World,
 ) -> None:
-    """Load a checkpoint of any world size into model and optimizer. All ranks call it.
+    """Load a checkpoint of any world size into model and optimizers. All ranks call it.
 
     Raises as `read_tensors` does.
     """
-    state = training_state(model, optimizer)
+    state = training_state(model, optimizers)
     group = world.with_own_group().control
     what = "load of the checkpoint"
 
@@ -345,9 +345,9 @@ def load_state(
 
     world.patiently(read, what)
     set_model_state_dict(model, state["model"])
-    groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
+    groups = get_optimizer_state_dict(model, optimizers)["param_groups"]
     set_optimizer_state_dict(
-        model, optimizer, optim_state_dict={"state": state["optimizer"], "param_groups": groups}
+        model, optimizers, optim_state_dict={"state": state["optimizer"], "param_groups": groups}
     )
 
 

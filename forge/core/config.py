@@ -183,8 +183,14 @@ class Train(Section):
     """Peak learning rate."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Final learning rate, as a fraction of the peak."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon` updates the matrices of the blocks, with updates as large as AdamW's, so that lr and
+    weight_decay keep their meaning; embeddings, output layer and norms stay with AdamW. It multiplies in
+    bf16, which is slow on CPUs without instructions for it."""
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    """Nesterov momentum of Muon."""
     weight_decay: float = Field(0.1, ge=0)
-    """AdamW weight decay, on matrices only."""
+    """Decoupled weight decay, on matrices only."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW beta1."""
     beta2: float = Field(0.95, ge=0, lt=1)

@@ -22,7 +22,7 @@ from forge.core.config import (
 from forge.core.errors import ConfigError
 
 GIB = 2**30
-WEIGHT, GRADIENT, ADAM = 4, 4, 8  # bytes a parameter, in fp32
+WEIGHT, GRADIENT, ADAM, MUON = 4, 4, 8, 4  # bytes a parameter, in fp32
 # CUDA context, cuBLAS workspaces and buffers of NCCL; and the share that the allocator cannot use.
 FIXED_BYTES, FRAGMENTS = 1.5 * GIB, 1.05
 # Of the loss: fp32 probabilities of a chunk of logits on a GPU (loss.LOGITS_BYTES_GPU), and its logits.
@@ -37,7 +37,7 @@ class Memory:
     """Bytes on one rank at one moment of a step; `total` adds `fixed` and fragments to the parts."""
 
     weights: float
-    optimizer: float  # AdamW's two moments
+    optimizer: float  # two moments of AdamW, one of Muon
     gradients: float  # those that this rank keeps
     gathered: float  # copies of weights in the precision of the forward pass
     activations: float  # kept for the backward pass
@@ -122,6 +122,12 @@ class Shape:
         tables = 1 if self.model.tie_embeddings else 2
         return tables * self.vocab_size * self.model.dim + self.model.dim
 
+    @property
+    def optimizer_bytes(self) -> float:
+        """Bytes of the optimizer state of one copy of the model."""
+        of_blocks = MUON if self.train.optimizer == "muon" else ADAM
+        return ADAM * self.outside + of_blocks * (self.num_parameters - self.outside)
+
 
 def estimate(shape: Shape) -> Memory:
     """Memory of one rank at the peak of a training step."""
@@ -130,7 +136,8 @@ def estimate(shape: Shape) -> Memory:
 
 def least(shape: Shape) -> float:
     """Bytes that a rank needs at the very least, whatever its micro-batch and recomputation."""
-    return (WEIGHT + GRADIENT + ADAM) * shape.num_parameters / shape.ranks_per_copy + FIXED_BYTES
+    of_weights = (WEIGHT + GRADIENT) * shape.num_parameters
+    return (of_weights + shape.optimizer_bytes) / shape.ranks_per_copy + FIXED_BYTES
 
 
 def _moments(shape: Shape) -> Iterator[Memory]:
@@ -139,7 +146,7 @@ def _moments(shape: Shape) -> Iterator[Memory]:
     numbers, ranks, tokens = shape.num_parameters, shape.ranks_per_copy, shape.micro_tokens
     kept, whole = _kept_per_token(shape, size)
     activations = tokens * shape.model.layers * kept
-    own = {"weights": WEIGHT * numbers / ranks, "optimizer": ADAM * numbers / ranks}
+    own = {"weights": WEIGHT * numbers / ranks, "optimizer": shape.optimizer_bytes / ranks}
     gradients = GRADIENT * numbers / ranks
     before = gradients if shape.accumulates else 0.0
     # Of the blocks of a sharded model FSDP2 gathers the computed one, and in the backward pass the next

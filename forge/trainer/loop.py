@@ -77,7 +77,7 @@ class Trainer:
         self.val_windows = Windows(shards.val, self.settings.seq_len, split="val")
         self.model = Decoder(config.model, shards.vocab_size)
         self.parallel = ParallelModel(self.model, self.settings, world, self.precision)
-        self.optimizer = optim.make_optimizer(self.model, self.settings)
+        self.optimizers = optim.make_optimizers(self.model, self.settings)
         self.num_parameters = self.model.num_parameters()
 
         self.step = 0  # completed steps, those whose results are not read yet included
@@ -124,15 +124,15 @@ class Trainer:
         else:
             same_data = functools.partial(resume.check_same_data, found, self.lineage)
             self.world.on_main(same_data, "check of the lineage")
-            storage.load_state(self.model, self.optimizer, found.folder, self.world)
+            storage.load_state(self.model, self.optimizers, found.folder, self.world)
             failpoints.reach("load.done", found.folder)
             self.step = self.saved_step = self.first_step = found.step
             self.skipped = Skipped.of(found.manifest)
             if self.world.rank.is_main:
                 say(f"{'resume' if own else 'start'} from {found.folder}")
         self.parallel.wrap()
-        self.train_step = TrainStep(self.parallel, self.optimizer, self.loader, self.decay_steps)
-        self.saver.hold_updates(self.optimizer)
+        self.train_step = TrainStep(self.parallel, self.optimizers, self.loader, self.decay_steps)
+        self.saver.hold_updates(self.optimizers)
 
     def _lineage(self, made_from: ParentCheckpoint | None) -> Lineage:
         """The lineage of this launch's checkpoints. Taken once: the code in memory does not change."""
@@ -314,7 +314,7 @@ class Trainer:
         started = time.perf_counter()
         reference = reference_losses(self.parallel, self.val_windows)
         self._check_finite(reference.losses)
-        state = storage.training_state(self.model, self.optimizer)
+        state = storage.training_state(self.model, self.optimizers)
         settings = self.settings
         begun = self.saver.start(
             state,

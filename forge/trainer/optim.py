@@ -1,4 +1,5 @@
-"""Optimizer and schedule: AdamW with two parameter groups, and the learning rate of every step."""
+"""Optimizers and schedule: AdamW, with Muon for the matrices of blocks or alone, and the learning rate
+of every step."""
 
 from __future__ import annotations
 
@@ -9,18 +10,70 @@ from torch import nn
 
 from forge.core.config import Train
 
+Optimizers = tuple[torch.optim.Optimizer, ...]
 
-def make_optimizer(model: nn.Module, train: Train) -> torch.optim.AdamW:
-    """Fused AdamW with weight decay on matrices, not on norms. TrainStep sets lr before each update.
 
-    All ranks call it, after the model is sharded: FSDP2 replaces the parameters.
+def make_optimizers(model: nn.Module, train: Train) -> Optimizers:
+    """Fused AdamW, and Muon if train.optimizer says so; each parameter has one of them. Weight decay is
+    on matrices, not on norms.
+
+    Muon: Jordan et al. 2024 (kellerjordan.github.io/posts/muon). Its updates are scaled to the size of
+    AdamW's (Liu et al. 2025, arXiv:2502.16982), so that both take the same learning rate and weight
+    decay. All ranks call it, after the model is sharded: FSDP2 replaces the parameters.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    of_muon = [p for name, p in named if _is_muons(name, p, train)]
+    others = [p for name, p in named if not _is_muons(name, p, train)]
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
+    adamw = torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
+    if not of_muon:
+        return (adamw,)
+    muon = torch.optim.Muon(
+        of_muon,
+        lr=train.lr,
+        weight_decay=train.weight_decay,
+        momentum=train.muon_momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return adamw, muon
+
+
+def _is_muons(name: str, weight: torch.Tensor, train: Train) -> bool:
+    """Whether Muon updates this parameter of a Decoder: a matrix of a block."""
+    return train.optimizer == "muon" and weight.dim() == 2 and name.startswith("model.layers.")
+
+
+def state_shapes(name: str, weight: torch.Tensor, train: Train) -> dict[str, tuple[int, ...]]:
+    """Shapes of the optimizer state of a parameter, all in fp32, by their names in a checkpoint."""
+    shape = tuple(weight.shape)
+    if _is_muons(name, weight, train):
+        return {"momentum_buffer": shape}
+    return {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
+
+
+def set_learning_rate(optimizers: Optimizers, lr: float) -> None:
+    """For the next update of all parameters."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+
+
+def update(optimizers: Optimizers, *, unless: torch.Tensor) -> None:
+    """Update weights and optimizer state, and drop the gradients.
+
+    unless: a boolean on the device of the weights; where it is true, weights and state stay as they are.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.AdamW):
+            # Its fused kernels look at this on the device (torch.amp does it so).
+            optimizer.found_inf = unless.float()  # type: ignore[attr-defined]
+            optimizer.step()
+        elif not unless:  # Muon has no such kernels: the host waits for the device here
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 def learning_rate(step: int, train: Train, decay_steps: int) -> float:

@@ -18,8 +18,8 @@ from forge.data.prefetch import Prefetcher
 from forge.data.shards import ShardSet
 from forge.launch.heartbeat import heartbeat
 from forge.launch.process_group import World, named
+from forge.trainer import optim
 from forge.trainer.nonfinite import not_finite
-from forge.trainer.optim import learning_rate
 from forge.trainer.parallel import ParallelModel
 
 
@@ -72,12 +72,12 @@ class LaunchedStep:
 class TrainStep:
     """Computes training steps. All ranks call it, with the same step.
 
-    optimizer: fused AdamW of the parameters of `parallel`. decay_steps: step from which on the learning
+    optimizers: of the parameters of `parallel`. decay_steps: step from which on the learning
     rate is at its minimum.
     """
 
     parallel: ParallelModel
-    optimizer: torch.optim.Optimizer
+    optimizers: optim.Optimizers
     loader: Loader | Prefetcher
     decay_steps: int
 
@@ -91,19 +91,15 @@ class TrainStep:
         settings, world = self.parallel.settings, self.parallel.world
         # Dropout depends on (seed, step, rank) only, so a resumed run draws the same masks.
         torch.manual_seed(_dropout_seed(settings.seed, step, world.rank.rank))
-        lr = learning_rate(step, settings, self.decay_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        lr = optim.learning_rate(step, settings, self.decay_steps)
+        optim.set_learning_rate(self.optimizers, lr)
         batch = self._read(step)
         with named(f"all-reduce of gradients in step {step + 1}"):
             loss = self.parallel.backward(*batch)
             grad_norm = self.parallel.clip_gradients(settings.grad_clip)
         mine = torch.cat([torch.stack([loss, grad_norm]), world.on_device(flags())])
         table = world.gather_on_device(mine, f"losses of step {step + 1}")
-        # The fused kernels leave weights and state alone where this is 1 (torch.amp does it so).
-        self.optimizer.found_inf = (~table[:, :2].isfinite().all()).float()  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        optim.update(self.optimizers, unless=~table[:, :2].isfinite().all())
         return LaunchedStep(step, lr, table)
 
     def _read(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ from forge.core.errors import DataError, UnfitError
 from forge.core.grouping import grouped
 from forge.core.records import Sample, Trained
 from forge.launch.rank_records import LossesTask
-from forge.trainer import llama
+from forge.trainer import llama, optim
 from forge.trainer.numerics import REFERENCE_SAMPLES, prepare
 from forge.validation.checkpoint_checks import Data
 from forge.validation.estimates import MAX_RECOMPUTED, affordable, recomputed_ranks
@@ -38,7 +38,6 @@ from forge.validation.replay import (
 
 # Optimizer state read at a time, or one larger tensor. A read costs some milliseconds.
 GROUP_BYTES = 2**25
-OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
 
 # Of a load and its forward passes; a collective that hangs ends sooner.
 GPU_DEADLINE_SEC = 3600.0
@@ -90,10 +89,7 @@ class ModelChecks:
         }
         weights = self._model.state_dict()
         wanted = {f"model.{n}": (tuple(t.shape), t.dtype) for n, t in weights.items()}
-        for name, tensor in weights.items():
-            for key in OPTIMIZER_KEYS:
-                shape = () if key == "step" else tuple(tensor.shape)
-                wanted[f"optimizer.{name}.{key}"] = (shape, torch.float32)
+        wanted |= {name: (shape, torch.float32) for name, shape in self._optimizer_shapes()}
         wrong = [
             f"{name} is {found.get(name, 'missing')}, the config says {wanted.get(name, 'nothing')}"
             for name in sorted(found.keys() | wanted.keys())
@@ -119,13 +115,16 @@ class ModelChecks:
 
     def _optimizer_groups(self) -> Iterator[dict[str, torch.Tensor]]:
         """Empty tensors for the optimizer state by name in the checkpoint, in groups of GROUP_BYTES."""
-        shapes = (
-            (f"optimizer.{name}.{key}", () if key == "step" else weight.shape)
-            for name, weight in self._model.state_dict().items()
-            for key in OPTIMIZER_KEYS
-        )
-        for group in grouped(shapes, lambda one: 4 * math.prod(one[1]), GROUP_BYTES):
+        for group in grouped(
+            self._optimizer_shapes(), lambda one: 4 * math.prod(one[1]), GROUP_BYTES
+        ):
             yield {name: torch.empty(shape) for name, shape in group}
+
+    def _optimizer_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names in the checkpoint and shapes of the optimizer state."""
+        for name, weight in self._model.state_dict().items():
+            for key, shape in optim.state_shapes(name, weight, self._config.train).items():
+                yield f"optimizer.{name}.{key}", shape
 
     def _not_finite(self, tensors: dict[str, torch.Tensor]) -> list[str]:
         """Fill the tensors from the checkpoint; names of those with a number that is not finite."""

@@ -39,8 +39,8 @@ def check(world: World, config: ResolvedConfig, checkpoint: Path, shards: Path) 
 def _load(world: World, config: ResolvedConfig, checkpoint: Path, shards: ShardSet) -> str | None:
     """Load weights and optimizer state sharded over these ranks; the weights' digest on rank 0."""
     model = sharded_decoder(config, shards, world)
-    optimizer = optim.make_optimizer(model, config.train)
-    storage.load_state(model, optimizer, checkpoint, world)
+    optimizers = optim.make_optimizers(model, config.train)
+    storage.load_state(model, optimizers, checkpoint, world)
     return storage.weights_digest(model)
 
 
@@ -53,7 +53,7 @@ def _train(
     torch.set_num_threads(then.threads)  # the order of sums in a product depends on it
     train_step = _step_after(world, config, found, shards)
     losses = _losses(config, train_step, found)
-    state = storage.training_state(train_step.parallel.decoder, train_step.optimizer)
+    state = storage.training_state(train_step.parallel.decoder, train_step.optimizers)
     finite = world.gather([float(storage.is_finite(state))], "check of numbers")
     return {
         "losses": losses,
@@ -69,12 +69,12 @@ def _step_after(
     settings = config.train
     model = Decoder(config.model, shards.vocab_size)
     parallel = ParallelModel(model, settings, world, precision(settings.precision, world.device))
-    optimizer = optim.make_optimizer(model, settings)
-    storage.load_state(model, optimizer, found.folder, world)
+    optimizers = optim.make_optimizers(model, settings)
+    storage.load_state(model, optimizers, found.folder, world)
     parallel.wrap()
     return TrainStep(
         parallel,
-        optimizer,
+        optimizers,
         train_loader(shards, settings, world),
         found.manifest.decay_steps,
     )

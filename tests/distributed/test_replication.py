@@ -20,10 +20,9 @@ from forge.checkpoint import storage
 from forge.core.config import Model, Train
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
-from forge.trainer import fsdp
+from forge.trainer import fsdp, optim
 from forge.trainer.initialize import initialize
 from forge.trainer.llama import Decoder
-from forge.trainer.optim import make_optimizer
 from forge.trainer.parallel import ParallelModel
 from forge.validation import model_checks, replay
 
@@ -180,20 +179,19 @@ def trained(case: Case, world: World, name: str, folder: Path, *, load: bool = F
     """Model and optimizer after two steps, or as loaded."""
     by(name)
     parallel = replicated(case, world)
-    optimizer = make_optimizer(parallel.decoder, parallel.settings)
+    optimizers = optim.make_optimizers(parallel.decoder, parallel.settings)
     if load:
-        storage.load_state(parallel.decoder, optimizer, folder, world)
+        storage.load_state(parallel.decoder, optimizers, folder, world)
     parallel.wrap()
     for step in () if load else range(2):
         parallel.backward(*batch(world, step))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optim.update(optimizers, unless=torch.tensor(False))
         parallel.loss(*batch(world, step))  # leaves nothing gathered for the save
-    return parallel.decoder, optimizer
+    return parallel.decoder, optimizers
 
 
-def moments_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    state = storage.training_state(model, optimizer)["optimizer"]
+def moments_of(model: torch.nn.Module, optimizers: optim.Optimizers) -> list[torch.Tensor]:
+    state = storage.training_state(model, optimizers)["optimizer"]
     return [full(tensor) for _, tensors in sorted(state.items()) for tensor in tensors.values()]
 
 

@@ -30,6 +30,7 @@ SIZES = (
 )
 DEADLINE_SEC = 500.0
 DROPOUT, NO_DROPOUT = "--model.dropout=0.1", "--model.dropout=0"
+MUON = "--train.optimizer=muon"
 COMPILE, RECOMPUTE = "--train.compile=true", "--train.recompute=selective"
 
 
@@ -40,12 +41,12 @@ def accumulate(micro: int) -> str:
 CHOSEN = [
     (2, "all", (accumulate(5), COMPILE, DROPOUT)),  # 5 + 5 + 2 samples: graphs of two shapes
     (3, "none", (accumulate(3), DROPOUT)),
-    (4, 2, (accumulate(4), RECOMPUTE, DROPOUT)),  # two copies, of two ranks each
+    (4, 2, (accumulate(4), RECOMPUTE, DROPOUT, MUON)),  # two copies, of two ranks each
 ]
 OTHERS = [
     (2, "none", (NO_DROPOUT,)),
     (3, "none", (COMPILE, DROPOUT)),
-    (3, "all", (accumulate(3), NO_DROPOUT)),
+    (3, "all", (accumulate(3), NO_DROPOUT, MUON)),
     (4, "all", (COMPILE, RECOMPUTE, NO_DROPOUT)),
     (8, "none", (accumulate(1), NO_DROPOUT)),
     (8, "none", (accumulate(1), COMPILE, NO_DROPOUT)),

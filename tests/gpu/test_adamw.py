@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from forge.core.config import Train
-from forge.trainer.optim import make_optimizer
+from forge.trainer.optim import make_optimizers
 
 TRAIN = Train(lr=0.01, weight_decay=0.1, beta1=0.9, beta2=0.95)
 EPS = 1e-8  # of torch's AdamW
@@ -36,7 +36,7 @@ def test_adamw_moves_weights_as_computed_in_fp64(device, measured):
     parameters = list(model.to(device).parameters())
     gradients = [[torch.randn_like(parameter) for _ in range(3)] for parameter in parameters]
     expected = [in_fp64(p.detach(), g) for p, g in zip(parameters, gradients, strict=True)]
-    optimizer = make_optimizer(model, TRAIN)
+    (optimizer,) = make_optimizers(model, TRAIN)
     for step in range(3):
         for parameter, of_steps in zip(parameters, gradients, strict=True):
             parameter.grad = of_steps[step].clone()

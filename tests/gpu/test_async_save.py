@@ -34,7 +34,7 @@ def step(world):
 
 
 def state_of(step):
-    return training_state(step.parallel.decoder, step.optimizer)
+    return training_state(step.parallel.decoder, step.optimizers)
 
 
 def saver_of(world, folder, *, async_save):
@@ -59,7 +59,7 @@ def test_save_during_five_steps_has_the_bytes_of_a_blocking_save(world, step, tm
     blocking.start(state_of(step), manifest_of(3), keep_last=1)
     expected = blocking.finish()
     saver = saver_of(world, tmp_path / "async", async_save=True)
-    saver.hold_updates(step.optimizer)
+    saver.hold_updates(step.optimizers)
     saver.start(state_of(step), manifest_of(3), keep_last=1)
     for number in range(3, 8):
         step(number)

@@ -18,7 +18,7 @@ from forge.launch.process_group import World, joined
 from forge.launch.rank import Rank
 from forge.trainer.initialize import initialize, initialized
 from forge.trainer.llama import Decoder
-from forge.trainer.optim import make_optimizer
+from forge.trainer.optim import make_optimizers
 from forge.trainer.parallel import ParallelModel
 from forge.trainer.step import TrainStep
 
@@ -55,12 +55,12 @@ def make_step(
     decoder = Decoder(model, vocab_size)
     parallel = ParallelModel(decoder, train, world, precision)
     initialize(decoder, seed=0)
-    optimizer = make_optimizer(decoder, train)
+    optimizers = make_optimizers(decoder, train)
     parallel.wrap()
     loader: Any = RandomBatches(train, vocab_size)
     if world.device.type == "cuda":
         loader = Prefetcher(loader, world.device)
-    return TrainStep(parallel, optimizer, loader, train.max_steps)
+    return TrainStep(parallel, optimizers, loader, train.max_steps)
 
 
 def seconds_of(action: Callable[[], object], device: torch.device) -> float:

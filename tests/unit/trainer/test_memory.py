@@ -17,7 +17,7 @@ from forge.launch.process_group import World
 from forge.launch.rank import Rank
 from forge.trainer import fsdp
 from forge.trainer.llama import Decoder
-from forge.trainer.optim import make_optimizer
+from forge.trainer.optim import make_optimizers
 from forge.trainer.parallel import ParallelModel
 
 WIDE = Model(dim=2048, layers=8, heads=16, ffn_dim=5504, tie_embeddings=False)
@@ -70,7 +70,7 @@ def peak_bytes(shape: Shape, world: World, monkeypatch: pytest.MonkeyPatch) -> i
     monkeypatch.setattr(Decoder, "to_empty", to_empty_fake)
     parallel = ParallelModel(decoder, shape.train, world, "bf16")
     with fake:
-        optimizer = make_optimizer(decoder, shape.train)
+        (optimizer,) = make_optimizers(decoder, shape.train)
         tokens = torch.zeros(parallel.micro_size, shape.train.seq_len, dtype=torch.int64)
 
         tracker = MemTracker()

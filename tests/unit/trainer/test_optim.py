@@ -3,8 +3,10 @@ import math
 import pytest
 import torch
 
-from forge.core.config import Train
-from forge.trainer.optim import learning_rate, make_optimizer
+from forge.checkpoint.storage import training_state
+from forge.core.config import Model, Train
+from forge.trainer.initialize import initialized
+from forge.trainer.optim import learning_rate, make_optimizers, state_shapes, update
 
 COSINE = Train(lr=1.0, warmup_steps=10, min_lr_ratio=0.1)
 WSD = Train(lr=1.0, warmup_steps=10, min_lr_ratio=0.1, schedule="wsd", wsd_decay_fraction=0.2)
@@ -43,7 +45,7 @@ def test_no_warm_up_starts_at_the_peak() -> None:
 def test_weight_decay_moves_matrices_and_not_norms() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.RMSNorm(4))
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = make_optimizer(model, Train(lr=0.1, weight_decay=0.5))
+    (optimizer,) = make_optimizers(model, Train(lr=0.1, weight_decay=0.5))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -58,7 +60,7 @@ def test_fused_adamw_moves_weights_like_the_plain_one() -> None:
     plain = torch.nn.Linear(8, 8, bias=False)
     plain.load_state_dict(fused.state_dict())
     optimizers = [
-        make_optimizer(fused, train),
+        *make_optimizers(fused, train),
         torch.optim.AdamW(
             plain.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, foreach=False
         ),
@@ -69,3 +71,34 @@ def test_fused_adamw_moves_weights_like_the_plain_one() -> None:
             model.weight.grad = grad.clone()
             optimizer.step()
     torch.testing.assert_close(fused.weight, plain.weight)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_state_has_the_names_and_shapes_that_validation_expects(optimizer: str) -> None:
+    train = Train(optimizer=optimizer)
+    model = initialized(Model(dim=16, layers=2, heads=2, tie_embeddings=False), 32)
+    state = training_state(model, make_optimizers(model, train))["optimizer"]
+    found = {
+        name: {key: tuple(tensor.shape) for key, tensor in of_weight.items()}
+        for name, of_weight in state.items()
+    }
+    assert found == {
+        name: state_shapes(name, weight, train) for name, weight in model.state_dict().items()
+    }
+    of_muon = {name for name, keys in found.items() if "momentum_buffer" in keys}
+    assert len(of_muon) == (0 if optimizer == "adamw" else 2 * 7)
+    assert all(name.endswith("_proj.weight") for name in of_muon)
+
+
+def test_muon_moves_a_matrix_about_as_far_as_adamw() -> None:
+    """Liu et al. 2025 (arXiv:2502.16982), section 2.2: 0.2 lr, the usual size of AdamW's updates."""
+    train = Train(optimizer="muon", lr=0.1, weight_decay=0.0)
+    model = initialized(Model(dim=64, layers=1, heads=2, ffn_dim=192), 32)
+    name, matrix = "model.layers.0.mlp.up_proj.weight", model.model.layers[0].mlp.up_proj.weight
+    assert dict(model.named_parameters())[name] is matrix
+    before = matrix.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape)
+    update(make_optimizers(model, train), unless=torch.tensor(False))
+    moved = (matrix.detach() - before).square().mean().sqrt() / train.lr
+    assert 0.1 < moved < 0.3

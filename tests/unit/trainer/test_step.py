@@ -10,7 +10,7 @@ from forge.launch.process_group import joined
 from forge.launch.rank import Rank
 from forge.trainer.initialize import initialize
 from forge.trainer.llama import Decoder
-from forge.trainer.optim import learning_rate, make_optimizer
+from forge.trainer.optim import learning_rate, make_optimizers
 from forge.trainer.parallel import ParallelModel
 from forge.trainer.step import TrainStep, train_loader
 
@@ -32,7 +32,7 @@ def make(tmp_path, monkeypatch):
             parallel = ParallelModel(model, train, world, "fp32")
             initialize(model, seed=0)
             loader = train_loader(data, train, world)
-            return TrainStep(parallel, make_optimizer(model, train), loader, DECAY_STEPS)
+            return TrainStep(parallel, make_optimizers(model, train), loader, DECAY_STEPS)
 
         yield make
 
@@ -50,8 +50,13 @@ def poisoned(train_step, step):
 def state(train_step):
     """Copies of all weights and of all of the optimizer's state."""
     parameters = list(train_step.parallel.decoder.parameters())
-    moments = [value for p in parameters for value in train_step.optimizer.state[p].values()]
+    moments = [value for p in parameters for value in state_of(train_step, p)]
     return [tensor.detach().clone() for tensor in (*parameters, *moments)]
+
+
+def state_of(train_step, parameter):
+    """The optimizer state of a parameter."""
+    return [v for one in train_step.optimizers for v in one.state.get(parameter, {}).values()]
 
 
 def weights(train_step):
@@ -78,14 +83,15 @@ def test_result_has_the_rate_of_the_step_and_the_norm_before_clipping(make):
         result = train_step(step, flags=lambda: [3, 0]).read()
         lr = learning_rate(step, train_step.parallel.settings, DECAY_STEPS)
         assert result.lr == lr
-        assert {group["lr"] for group in train_step.optimizer.param_groups} == {lr}
+        assert {group["lr"] for one in train_step.optimizers for group in one.param_groups} == {lr}
         assert result.grad_norm > 0.01
         assert (result.trouble, result.flags) == ("", [[3, 0]])
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("step", [0, 1])
-def test_update_that_is_not_finite_leaves_weights_and_optimizer_state(make, step):
-    train_step = make()
+def test_update_that_is_not_finite_leaves_weights_and_optimizer_state(make, step, optimizer):
+    train_step = make(optimizer=optimizer)
     for earlier in range(step):
         train_step(earlier)
     before = weights(train_step) if step == 0 else state(train_step)
