@@ -225,6 +225,11 @@ def _add_subcommands(subcommands: Any) -> None:
             "config.yaml, directory or name of a run, or directory of one of its checkpoints",
         )
     )
+    compare = add("compare", _compare, "show runs side by side: configs, losses, cost", keys=False)
+    compare.add_argument("runs", nargs="*", metavar="RUN", help=RUNS)
+    compare.add_argument("--json", action="store_true", help="print JSON")
+    compare.add_argument("--html", metavar="FILE", type=Path, help="write a page instead")
+    compare.add_argument("--log", metavar="FILE", help="also append all messages to FILE")
     sync = add("sync", _sync, "send to the trackers what they have not been sent", keys=False)
     sync.add_argument("runs", nargs="+", metavar="RUN", help="directories or names of runs")
     _export_options(
@@ -520,6 +525,13 @@ def _to_evaluate(options: argparse.Namespace) -> tuple[Any, Path | None, Config]
         if checkpoint_step(folder.name) is not None:
             paths, checkpoint = RunPaths(folder.parent.parent), folder
     return paths, checkpoint, load_config(paths.config, kept_overrides(paths) | options.overrides)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from forge.reporting.compare import compare
+    from forge.reporting.find_runs import find_runs
+
+    compare(find_runs(options.runs), as_json=options.json, page=options.html)
 
 
 def _sync(options: argparse.Namespace) -> None:

@@ -23,6 +23,7 @@ from forge.core.paths import tokenizer_folder
 from forge.core.records import Evaluation, Evaluations, Score
 from forge.data.tokenizer import load_tokenizer
 from forge.evaluation import evaluate as evaluation
+from forge.reporting.compare import comparison, to_json
 from forge.trainer.llama import Decoder
 
 TASKS = Path(__file__).parent / "tasks"
@@ -244,3 +245,11 @@ def test_run_without_tasks_is_refused(own):
     refused = forge("evaluate", str(own.folder))
     assert refused.code == 78
     assert "evaluate.tasks is []" in refused.text
+
+
+def test_comparison_and_show_have_the_scores(evaluated, solo, capsys):
+    mine, theirs = to_json(comparison([evaluated.paths, solo.paths]))
+    acc = accuracies(evaluated, 12)["acc"]
+    assert mine["scores"]["words acc"]["value"] == acc and theirs["scores"] == {}
+    assert forge("show", str(evaluated.folder)).code == 0
+    assert f"{acc:.4f}" in capsys.readouterr().out

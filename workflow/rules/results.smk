@@ -2,6 +2,7 @@
 localrules:
     report_run,
     evaluate_data,
+    compare_runs,
 
 
 rule validate_run:
@@ -84,6 +85,26 @@ rule evaluate_run:
         overrides=lambda w: as_overrides(RUNS[w.run], "evaluate"),
     shell:
         "exec forge evaluate {input.config:q} --log={log:q} {params.overrides:q}"
+
+
+rule compare_runs:
+    input:
+        files_of([run for run in RUNS if run not in FAILED], "validated.json"),
+        files_of([run for run in EVALUATED if run not in FAILED], "evaluation.json"),
+    output:
+        report(
+            f"{RESULTS}/compare.html",
+            caption="../report/compare.rst",
+            category="comparison",
+        ),
+    log:
+        f"{RESULTS}/compare.log",
+    conda:
+        "../envs/forge.yaml"
+    params:
+        runs=[f"{RESULTS}/{run}" for run in RUNS],
+    shell:
+        "exec forge compare {params.runs:q} --html={output:q} --log={log:q}"
 
 
 rule report_run:
