@@ -181,7 +181,7 @@ def keep_evaluations(
     own = settings.overwrite_resources.get(rule, {})
     resources = {**(settings.default_resources or {}), **own}
     given = {name: plain(value) for name, value in resources.items()}
-    threads = settings.overwrite_threads.get(rule, 1)
+    threads = plain(settings.overwrite_threads.get(rule)) or 1
     for name, config in runs.items():
         asked = given if "mem_mb" in own else {**given, "mem_mb": memory(name)}
         options = Request.of_rule(rule, asked, threads).options if submits else None

@@ -60,8 +60,9 @@ def _submit_until(paths: RunPaths, settings: EvaluationSettings, over: Event) ->
             if is_last:
                 return
     except (ForgeError, OSError) as err:
+        what = err.what if isinstance(err, ForgeError) else err
         say(
-            f"warning: evaluate: no job was submitted: {err}; the target `evaluate` makes up for it,"
+            f"warning: evaluate: no job was submitted: {what}; the target `evaluate` makes up for it,"
             " training is not affected"
         )
 
@@ -85,7 +86,7 @@ def _submitted_file(paths: RunPaths, folder: Path) -> Path:
 
 
 def submit(paths: RunPaths, settings: EvaluationSettings, folder: Path) -> None:
-    """Submit the job that evaluates this checkpoint. Raises UnfitError where sbatch fails.
+    """Submit the job that evaluates this checkpoint. Raises ForgeError where sbatch fails.
 
     The caller holds the run's lock. What is submitted is written down before, so that a launcher that is
     killed in between never leads to a second job.
@@ -98,7 +99,7 @@ def submit(paths: RunPaths, settings: EvaluationSettings, folder: Path) -> None:
         # Where Slurm was silent it may have taken the job, which the target would not repeat.
         if isinstance(err, slurm.Refused):
             marker.unlink(missing_ok=True)
-        raise ForgeError(f"sbatch: {err}") from None
+        raise ForgeError(err.what if isinstance(err, ForgeError) else str(err)) from None
     job = job.strip().partition(";")[0]  # ID;CLUSTER
     SubmittedEvaluation(job=job).write(marker)
     say(f"evaluate: job {job} for {folder.name}")
@@ -106,6 +107,7 @@ def submit(paths: RunPaths, settings: EvaluationSettings, folder: Path) -> None:
 
 def sbatch_line(paths: RunPaths, settings: EvaluationSettings, folder: Path) -> list[str]:
     """The sbatch command of the job that evaluates this checkpoint."""
+    # The log is no *.log: an error in it is none of the run, whose state would be `failed`.
     threads = user_threads()
     environment = [*(f"--unset={name}" for name in OF_THE_RULE)]
     environment += [f"OMP_NUM_THREADS={threads}"] if threads else []
@@ -118,7 +120,7 @@ def sbatch_line(paths: RunPaths, settings: EvaluationSettings, folder: Path) -> 
             f"--job-name=evaluate-{paths.root.name}-{folder.name}",
         ),
         *(f"--chdir={Path.cwd()}", "--open-mode=append"),
-        f"--output={paths.logs.absolute()}/evaluate-{folder.name}.log",
+        f"--output={paths.logs.absolute()}/evaluate-{folder.name}.txt",
         *(settings.sbatch or ()),
         f"--wrap=exec {shlex.join(['env', *environment, *command])}",
     ]

@@ -102,7 +102,7 @@ def resources(**of_evaluation):
     return SimpleNamespace(
         default_resources=defaults,
         overwrite_resources={"evaluate_run": of_evaluation},
-        overwrite_threads={"evaluate_run": 8},
+        overwrite_threads={"evaluate_run": SimpleNamespace(raw="8")},  # a Resource of Snakemake
     )
 
 

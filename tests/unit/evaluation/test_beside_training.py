@@ -147,7 +147,7 @@ def test_job_has_the_resources_of_the_profile_and_nothing_of_the_rule_that_train
     line = sbatch_line(paths, read_settings(paths), folder)
     assert line[0] == "sbatch" and set(OPTIONS) < set(line)
     assert f"--chdir={Path.cwd()}" in line
-    assert f"--output={paths.logs}/evaluate-step-00000010.log" in line
+    assert f"--output={paths.logs}/evaluate-step-00000010.txt" in line
     words = shlex.split(line[-1].removeprefix("--wrap=exec "))
     assert words[:4] == [
         *("env", "--unset=FORGE_IN_WORKFLOW", "--unset=FORGE_SUBMITTED", "--unset=OMP_NUM_THREADS"),
