@@ -217,6 +217,19 @@ def _add_subcommands(subcommands: Any) -> None:
         add("logs", _logs, "show the logs of ranks and launcher, errors first", keys=False)
     )
     _status_options(add("status", _status, "show the current state of each run", keys=False))
+    _evaluate_options(
+        add_with_config(
+            "evaluate",
+            _evaluate,
+            "score checkpoints of a run by tasks of the lm-evaluation-harness",
+            "config.yaml, directory or name of a run, or directory of one of its checkpoints",
+        )
+    )
+    compare = add("compare", _compare, "show runs side by side: configs, losses, cost", keys=False)
+    compare.add_argument("runs", nargs="*", metavar="RUN", help=RUNS)
+    compare.add_argument("--json", action="store_true", help="print JSON")
+    compare.add_argument("--html", metavar="FILE", type=Path, help="write a page instead")
+    compare.add_argument("--log", metavar="FILE", help="also append all messages to FILE")
     sync = add("sync", _sync, "send to the trackers what they have not been sent", keys=False)
     sync.add_argument("runs", nargs="+", metavar="RUN", help="directories or names of runs")
     _export_options(
@@ -250,6 +263,14 @@ def _status_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="*", metavar="RUN", help=RUNS)
     parser.add_argument("--watch", action="store_true", help="refresh every few seconds")
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _evaluate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--download",
+        action="store_true",
+        help="only put the data of the tasks into the cache, on a node with internet",
+    )
 
 
 def _export_options(parser: argparse.ArgumentParser) -> None:
@@ -359,6 +380,7 @@ def _preflight(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     from forge.core.paths import RunPaths, place_logs
+    from forge.evaluation.settings import keep_settings as keep_evaluations
     from forge.launch.rank import refuse_left_over
     from forge.run.train import train
     from forge.tracking.tracker import keep_settings, refuse_missing_packages
@@ -370,6 +392,8 @@ def _train(options: argparse.Namespace) -> None:
     # config.json has no trackers: they are as the workflow, or a command with config.yaml, set them.
     if Path(options.config).resolve() != paths.config.resolve() or config.tracking.trackers:
         keep_settings(paths, config.tracking)
+    if Path(options.config).resolve() != paths.config.resolve():
+        keep_evaluations(paths, config.evaluate)
     place_logs(paths)
     train(config, machine, layout, require_checkpoint=options.require_checkpoint)
 
@@ -462,6 +486,52 @@ def _status(options: argparse.Namespace) -> None:
     from forge.reporting.status import status
 
     status(find_runs(options.runs), watch=options.watch, as_json=options.json)
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    from forge.evaluation.settings import refuse_missing_package
+    from forge.evaluation.tasks import download, go_offline
+
+    paths, checkpoint, config = _to_evaluate(options)
+    refuse_missing_package(config.evaluate, options.config)
+    if options.download:
+        download(paths, config.evaluate)
+        return
+    go_offline()
+    from forge.evaluation.evaluate import evaluate_checkpoint, evaluate_run
+
+    if checkpoint:
+        evaluate_checkpoint(checkpoint, config.evaluate, config.data)
+    else:
+        evaluate_run(paths, config.evaluate, config.data)
+
+
+def _to_evaluate(options: argparse.Namespace) -> tuple[Any, Path | None, Config]:
+    """Paths of the run, the checkpoint if one is named, and the config. config.json has no tasks: they
+    are as the workflow, or a command with config.yaml, set them."""
+    from forge.core.paths import RunPaths, checkpoint_step
+    from forge.evaluation.settings import kept_overrides
+    from forge.reporting.find_runs import find_runs
+
+    checkpoint = None
+    if Path(options.config).is_file():
+        config = _load(options)
+        paths = RunPaths.of(config)
+        if Path(options.config).resolve() != paths.config.resolve():
+            return paths, None, config
+    else:
+        (paths,) = find_runs([options.config])
+        folder = paths.root.resolve()
+        if checkpoint_step(folder.name) is not None:
+            paths, checkpoint = RunPaths(folder.parent.parent), folder
+    return paths, checkpoint, load_config(paths.config, kept_overrides(paths) | options.overrides)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from forge.reporting.compare import compare
+    from forge.reporting.find_runs import find_runs
+
+    compare(find_runs(options.runs), as_json=options.json, page=options.html)
 
 
 def _sync(options: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from forge.checkpoint import compatibility, parent, resume
 from forge.cluster import jobs, submission
 from forge.cluster.allocation import plain, run_layouts
-from forge.cluster.job_requests import requests_of
+from forge.cluster.job_requests import Request, requests_of
 from forge.cluster.lock import WORKFLOW_LOCK, lock
 from forge.core.config import OF_FORGES_TRAINER, ResolvedConfig, checked, read_values
 from forge.core.errors import TrainingError, UnfitError
@@ -36,6 +36,8 @@ from forge.core.records import WorkflowRuns
 from forge.core.sample_sheet import read_rows, run_configs, shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import resolve
+from forge.evaluation import settings as evaluation
+from forge.evaluation.tasks import find_tasks
 from forge.reporting.workflow_end import print_end
 from forge.run import programs, train
 from forge.tracking.tracker import keep_settings, refuse_missing_packages
@@ -71,7 +73,8 @@ def read_config(settings: Any) -> dict[str, Any]:
         merged = read_values(CONFIG)
     for values in (*map(read_values, settings.configfiles), settings.config):
         if values.get("program"):  # config.yaml may be about Forge's own trainer
-            merged = {name: old for name, old in merged.items() if name not in OF_FORGES_TRAINER}
+            unused = (*OF_FORGES_TRAINER, "evaluate")
+            merged = {name: old for name, old in merged.items() if name not in unused}
         _merge(merged, values)
     return merged
 
@@ -107,6 +110,7 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
     parent.refuse_circles(runs)
     for name, config in runs.items():
         refuse_missing_packages(config.tracking, f"run {name}")
+        evaluation.refuse_missing_package(config.evaluate, f"run {name}")
         if config.program:
             continue  # its checkpoints are verified before each launch
         paths = RunPaths.of(config)
@@ -166,6 +170,29 @@ def write_down(runs: dict[str, ResolvedConfig]) -> None:
         keep_settings(RunPaths.of(config), config.tracking)
     folders = {name: str(RunPaths.of(settings).root) for name, settings in runs.items()}
     WorkflowRuns(folders=folders).write(WORKFLOW_RUNS)
+
+
+def keep_evaluations(
+    runs: dict[str, ResolvedConfig], settings: Any, memory: Callable[[str], int], *, submits: bool
+) -> None:
+    """Write what is evaluated of each run beside its results, for `forge evaluate RUN` and for the jobs
+    beside training. settings: Snakemake's ResourceSettings. memory: of a run's model, in MB."""
+    rule = "evaluate_run"
+    own = settings.overwrite_resources.get(rule, {})
+    resources = {**(settings.default_resources or {}), **own}
+    given = {name: plain(value) for name, value in resources.items()}
+    threads = plain(settings.overwrite_threads.get(rule)) or 1
+    for name, config in runs.items():
+        asked = given if "mem_mb" in own else {**given, "mem_mb": memory(name)}
+        options = Request.of_rule(rule, asked, threads).options if submits else None
+        evaluation.keep_settings(RunPaths.of(config), config.evaluate, options)
+
+
+def check_tasks(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:
+    """ConfigError for an unknown task, before anything is submitted. due: jobs that will run."""
+    asked = {job.wildcards.run for job in due if job.rule.name == "evaluate_data"}
+    for name in sorted(asked):
+        find_tasks(runs[name].evaluate)
 
 
 def end_with_table(workflow: Any, runs: dict[str, ResolvedConfig]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,23 @@ class Request:
             tasks_per_node=tasks,
             cpus_per_task=cpus,
             mem_mb=_int(asked("mem_mb")) or _int(asked("mem_mb_per_cpu")) * cpus * tasks,
+            account=str(asked("slurm_account") or ""),
+            partition=str(asked("slurm_partition") or ""),
+            gres=str(asked("gres") or ""),
+            constraint=str(asked("constraint") or ""),
+            qos=str(asked("qos") or ""),
+            extra=str(asked("slurm_extra") or ""),
+        )
+
+    @classmethod
+    def of_rule(cls, rule: str, resources: Mapping[str, Any], threads: int) -> Request:
+        """The request of a rule of one task, from the resources that the profile gives it."""
+        asked = resources.get
+        return cls(
+            rules=(rule,),
+            minutes=_int(asked("runtime")),
+            cpus_per_task=_int(asked("cpus_per_task")) or threads,
+            mem_mb=_int(asked("mem_mb")),
             account=str(asked("slurm_account") or ""),
             partition=str(asked("slurm_partition") or ""),
             gres=str(asked("gres") or ""),

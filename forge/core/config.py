@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from forge.core.errors import ConfigError
+from forge.core.evaluation import Evaluate
 from forge.core.program import Program
 from forge.core.section import FREE, FilePath, Section, section_of
 from forge.core.tracking import Tracking
@@ -27,7 +28,7 @@ PARENT = rf"({RUN_NAME})@([1-9][0-9]{{0,17}})"
 # Keys that do not change what is trained; the config digest leaves them out.
 FOLDERS = ("run", "results", "data")
 # Sections that training does not read; a checkpoint knows nothing of them.
-OUTSIDE_TRAINING = ("validate", "report", "tracking")
+OUTSIDE_TRAINING = ("validate", "report", "evaluate", "tracking")
 # Sections that another program has no use for.
 OF_FORGES_TRAINER = ("tokenizer", "tokenize", "model", "train")
 
@@ -308,6 +309,7 @@ class Config(Section):
     # The key in the file is `validate`; a field of that name would hide a method of pydantic.
     validation: Validate = Field(Validate(), alias="validate")
     report: Report = Report()
+    evaluate: Evaluate = Evaluate()
     tracking: Tracking = Tracking()
     ids: Ids | None = None
 
@@ -348,6 +350,21 @@ class Config(Section):
             raise ValueError(
                 f"program takes the place of Forge's own trainer, and {', '.join(given)} would have no"
                 " effect: remove one or the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluated_checkpoints_are_kept(self) -> Self:
+        evaluate, kept = self.evaluate, self.train.keep_every
+        if evaluate.tasks and self.program:
+            raise ValueError(
+                f"evaluate.tasks is {shown(evaluate.tasks)}, and only checkpoints of Forge's own trainer"
+                " can be evaluated: remove evaluate, or program"
+            )
+        if evaluate.tasks and evaluate.every and (not kept or evaluate.every % kept):
+            raise ValueError(
+                f"evaluate.every is {evaluate.every}, and such checkpoints are not kept: train.keep_every"
+                f" is {shown(kept)}; set it to {evaluate.every} or a divisor of it"
             )
         return self
 

@@ -43,7 +43,8 @@ class _Below:
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Everything in `results/{run}/`. Snakemake outputs: config, trained, validated, report."""
+    """Everything in `results/{run}/`. Snakemake outputs: config, trained, validated, report,
+    exported, evaluation."""
 
     root: Path
 
@@ -71,6 +72,8 @@ class RunPaths:
     report = _Below("report.html")
     exports = _Below("export")  # a directory for each exported checkpoint
     exported = _Below("exported.json")
+    evaluation = _Below("evaluation.json")
+    evaluations = _Below("evaluations")  # a record for each evaluated checkpoint, and the settings
     bad_nodes = _Below("bad_nodes.txt")  # nodes that the next submission excludes, one per line
     tracking = _Below("tracking")  # settings of the trackers, and what each has been sent
     tensorboard = _Below("tensorboard")

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from forge.core.checks import Check
 from forge.core.errors import DataError, OtherFormat
+from forge.core.evaluation import Evaluate
 from forge.core.files import read_object, write_json
 from forge.core.process import Process
 from forge.core.tracking import Tracking
@@ -237,3 +238,89 @@ class Validation(Validated):
     def short(self) -> Validated:
         """The part that later steps of the workflow depend on."""
         return Validated.model_validate(self.model_dump(include=set(Validated.model_fields)))
+
+
+# --- evaluation ------------------------------------------------------------------------------------
+
+
+class EvaluationSettings(Record):
+    """evaluations/settings.json: the section `evaluate` as the last command had it, which is no part of
+    config.json, so that changing a task trains nothing again."""
+
+    evaluate: Evaluate
+    sbatch: list[str] | None = None
+    """Options for the jobs of `evaluate.every`, from the profile; None without Slurm."""
+
+
+class SubmittedEvaluation(Record):
+    """evaluations/step-….job.json: the job that was submitted to evaluate this checkpoint."""
+
+    job: str
+    """Empty until sbatch has answered."""
+
+
+class EvaluationData(Record):
+    """evaluations/data.json: the data of these tasks is in the cache of `datasets`."""
+
+    harness: str
+    """Version of lm-eval."""
+    task_files: str
+    """Digest of the files in evaluate.include_path; empty without them."""
+    documents: dict[str, int]
+    """Task -> number of documents."""
+
+
+class Score(BaseModel):
+    """One metric of one task, or of a group of tasks."""
+
+    task: str
+    metric: str
+    """As the harness names it; with its filter behind a comma, unless that is `none`."""
+    value: float | None
+    """None where it is not finite."""
+    stderr: float | None = None
+    higher_is_better: bool | None = None
+    num_documents: int
+    num_fewshot: int | None = None
+    """None for a group whose tasks differ."""
+    version: str = ""
+    """Of the task."""
+    data_digest: str = ""
+    """Of all documents, prompts and targets; empty for a group."""
+
+
+class Evaluated(BaseModel):
+    """Everything that scores depend on besides the device: equal values give equal scores."""
+
+    checkpoint_digest: str
+    """blake3 of checkpoint.json."""
+    tasks: list[str]
+    task_files: str
+    """Digest of the files in evaluate.include_path; empty without them."""
+    num_fewshot: int | None
+    limit: int | None
+    harness: str
+    """Version of lm-eval."""
+
+
+class Evaluation(Record):
+    """evaluations/step-….json: the scores of one checkpoint."""
+
+    step: int
+    of: Evaluated
+    scores: list[Score]
+    device: str
+    precision: str
+    seconds: float
+    versions: dict[str, str]
+
+
+class Evaluations(Record):
+    """evaluation.json: the scores of the last checkpoint, and of every k-th one (evaluate.every)."""
+
+    run: str
+    step: int
+    """Of the last checkpoint."""
+    evaluate: Evaluate
+    evaluations: list[Evaluation]
+    """By step; the last one is of `step`."""

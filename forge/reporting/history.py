@@ -188,6 +188,46 @@ def read_history(paths: RunPaths) -> History:
     )
 
 
+def facts(history: History) -> dict[str, Any]:
+    """The numbers of a run in short; None for what was not measured."""
+    train, evals = history.train, history.evals["loss"].dropna()
+    speed, mfu = train["tokens_per_sec"].dropna(), train["mfu"].dropna()
+    return {
+        "step": int(train["step"].iloc[-1]) if len(train) else _last_step(history),
+        "tokens": train["tokens"].max() if train["tokens"].notna().any() else None,
+        "train_loss": train["loss"].dropna().iloc[-1] if train["loss"].notna().any() else None,
+        "loss_from": evals.iloc[0] if len(evals) else None,
+        "loss_to": evals.iloc[-1] if len(evals) else None,
+        # The median: the first steps after a start are slow (compilation, cold caches).
+        "tokens_per_sec": speed.median() if len(speed) else None,
+        "mfu": mfu.median() if len(mfu) else None,
+        "wall_sec": history.wall_sec,
+        "goodput": history.goodput,
+    }
+
+
+def _last_step(history: History) -> int | None:
+    """Of a program that tells no losses; None before its first step."""
+    return history.launches[-1].last_step or None if history.launches else None
+
+
+def device_hours(launches: Iterable[Launch]) -> dict[str, float]:
+    """Hours that GPUs, and cores of CPUs, have spent in launches, from their start to their end; of a
+    program, which does not tell what it uses, ranks. Keys: gpu_hours, core_hours, rank_hours."""
+    hours: dict[str, float] = defaultdict(float)
+    for launch in launches:
+        start, init = launch.first(events.Launch), launch.first(events.Init)
+        if start is None:
+            continue
+        numerics = init.numerics if init else {}
+        name = {"cuda": "gpu_hours", "cpu": "core_hours"}.get(
+            numerics.get("device", ""), "rank_hours"
+        )
+        cores = numerics.get("threads", 1) if name == "core_hours" else 1
+        hours[name] += start.world_size * cores * (launch.end - launch.start) / 3600
+    return dict(hours)
+
+
 # --- launches -----------------------------------------------------------------------------------
 
 

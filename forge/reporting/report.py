@@ -16,7 +16,8 @@ from forge.core.files import atomic_open, read_json
 from forge.core.paths import RunPaths
 from forge.core.terminal import duration
 from forge.reporting.charts import loss_chart, throughput_chart, time_blocks, time_ticks
-from forge.reporting.history import PHASES, History, Launch, read_history
+from forge.reporting.history import PHASES, History, Launch, facts, read_history
+from forge.reporting.scores import read_scores
 from forge.reporting.summary import Summary, preflight_checks, summarize, validation_checks
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -37,28 +38,34 @@ def write_report(paths: RunPaths) -> Path:
 
 def render(paths: RunPaths) -> str:
     """The page as text."""
-    environment = Environment(
+    return environment().get_template("report.html.j2").render(**_context(paths))
+
+
+def environment() -> Environment:
+    """The templates of pages, with filters for numbers and times."""
+    made = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
+    made.filters |= {
         "duration": partial(duration, precise=True),
         "count": "{:,.0f}".format,
         "utc": utc,
     }
-    return environment.get_template("report.html.j2").render(**_context(paths))
+    return made
 
 
 def _context(paths: RunPaths) -> dict[str, Any]:
     summary, history = summarize(paths), read_history(paths)
     return {
         "summary": summary,
-        "facts": _facts(history),
+        "facts": facts(history),
         "missing": _missing(paths, summary, history),
         "charts": _charts(history),
+        "scores": read_scores(paths),
         "restarts": history.restarts,
         "phases": list(PHASES),
         "time": _time(history),
@@ -78,28 +85,6 @@ def _config_text(paths: RunPaths) -> str:
 
 
 # --- pieces of the page -------------------------------------------------------------------------
-
-
-def _facts(history: History) -> dict[str, Any]:
-    """The numbers of the headline; None for what was not measured."""
-    train, evals = history.train, history.evals["loss"].dropna()
-    speed, mfu = train["tokens_per_sec"].dropna(), train["mfu"].dropna()
-    return {
-        "step": int(train["step"].iloc[-1]) if len(train) else _last_step(history),
-        "tokens": train["tokens"].max() if train["tokens"].notna().any() else None,
-        "loss_from": evals.iloc[0] if len(evals) else None,
-        "loss_to": evals.iloc[-1] if len(evals) else None,
-        # The median: the first steps after a start are slow (compilation, cold caches).
-        "tokens_per_sec": speed.median() if len(speed) else None,
-        "mfu": mfu.median() if len(mfu) else None,
-        "wall_sec": history.wall_sec,
-        "goodput": history.goodput,
-    }
-
-
-def _last_step(history: History) -> int | None:
-    """Of a program that tells no losses; None before its first step."""
-    return history.launches[-1].last_step or None if history.launches else None
 
 
 def _missing(paths: RunPaths, summary: Summary, history: History) -> list[str]:

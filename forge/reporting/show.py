@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from forge.core.paths import RunPaths
 from forge.core.terminal import is_terminal, print_plain
 from forge.reporting.run_state import COLORS
+from forge.reporting.scores import read_scores
 from forge.reporting.summary import Summary, summarize
 from forge.trainer import metrics
 
@@ -40,6 +41,9 @@ def _rows(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
     rows = [("reason" if i == 0 else "", note) for i, note in enumerate(summary.notes)]
     rows += [("next", summary.state.next)] if summary.state.next else []
     rows += [("checkpoint", checkpoint), ("report", report), ("validation loss", _losses(paths))]
+    for number, row in enumerate(read_scores(paths)):
+        at = f"{row.label} at step {max(row.by_step)}"
+        rows.append(("evaluation" if number == 0 else "", f"{row.text()} {at}"))
     for number, sample in enumerate(summary.samples[:SAMPLES]):
         clipped = sample if len(sample) <= SAMPLE_WIDTH else sample[: SAMPLE_WIDTH - 1] + "…"
         rows.append(("samples" if number == 0 else "", clipped))

@@ -17,6 +17,7 @@ from forge.core.paths import RunPaths
 from forge.core.provenance import config_digest
 from forge.core.records import PreflightPass
 from forge.core.terminal import say
+from forge.evaluation.beside_training import evaluated
 from forge.launch import gpu_errors, lost_ranks
 from forge.launch.launcher import MAX_RESTARTS_AFTER_LOSS, RankFailure, wait_for_orphans
 from forge.launch.rank_records import RankRecord
@@ -64,7 +65,7 @@ def train(
             say(f"{paths.root} is complete at step {step}: nothing to train")
             remove_staged(paths, placement)
             return _write_trained(program, step)
-        with tracked(paths):
+        with tracked(paths), evaluated(paths):
             try:
                 record = _train_until_it_ends(program, start, placement, step)
             finally:

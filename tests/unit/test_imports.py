@@ -13,7 +13,7 @@ import forge
 FOLDER = Path(forge.__file__).parent
 # In the order of the rule. Modules beside them (cli, workflow, …) start Forge and may import every one.
 PACKAGES = (
-    *("core", "cluster", "data", "launch", "checkpoint", "trainer", "tracking"),
+    *("core", "cluster", "data", "launch", "checkpoint", "trainer", "tracking", "evaluation"),
     *("staging", "preflight", "run", "validation", "reporting"),
 )
 
@@ -37,7 +37,7 @@ TENSORS = {
     *("trainer.initialize", "trainer.recompute", "trainer.micro_batch", "trainer.fsdp"),
     *("trainer.parallel", "trainer.evaluate", "trainer.step", "trainer.loop", "trainer.export"),
     *("preflight.rank_probe", "validation.replay_rank", "validation.rank_losses"),
-    *("validation.model_checks", "hf_callback"),
+    *("validation.model_checks", "hf_callback", "evaluation.harness", "evaluation.evaluate"),
 }
 
 

@@ -7,8 +7,9 @@ import pytest
 
 from forge import workflow
 from forge.core.config import Config, ResolvedConfig, checked, load_config
-from forge.core.paths import tokenizer_folder, tokens_folder
+from forge.core.paths import RunPaths, tokenizer_folder, tokens_folder
 from forge.data.content_ids import resolve
+from forge.evaluation.settings import read_settings
 
 
 @pytest.fixture
@@ -28,6 +29,7 @@ def test_name_of_a_runs_config_changes_with_what_training_depends_on_and_nothing
     name = workflow.training_config(run)
     assert workflow.training_config(changed(run, "validation", depth="load")) == name
     assert workflow.training_config(changed(run, "report", sample_tokens=4)) == name
+    assert workflow.training_config(changed(run, "evaluate", tasks=["words"])) == name
     assert workflow.training_config(changed(run, "train", max_steps=7)) != name
     assert workflow.training_config(changed(run, "tokenize", val_fraction=0.5)) != name
 
@@ -92,3 +94,37 @@ def test_memory_of_validation_of_another_program_is_that_of_the_profile():
     config = resolve(checked(Config, {"program": program}, "the test"))
     assert workflow.validation_mem_mb(config, 2, {"mem_mb": 300}) == 300
     assert workflow.validation_mem_mb(config, 2, {}) == workflow.PROGRAM_MB
+
+
+def resources(**of_evaluation):
+    """Snakemake's ResourceSettings, of a profile that sets these for evaluate_run."""
+    defaults = {"slurm_account": "lab", "slurm_partition": "cpu", "mem_mb": 4000, "runtime": 60}
+    return SimpleNamespace(
+        default_resources=defaults,
+        overwrite_resources={"evaluate_run": of_evaluation},
+        overwrite_threads={"evaluate_run": SimpleNamespace(raw="8")},  # a Resource of Snakemake
+    )
+
+
+def kept(run, settings, *, submits=True):
+    run = changed(run, "evaluate", tasks=["words"])
+    workflow.keep_evaluations({run.run: run}, settings, lambda name: 5000, submits=submits)
+    found = read_settings(RunPaths.of(run))
+    assert found.evaluate == run.evaluate
+    return found.sbatch
+
+
+def test_jobs_beside_training_ask_for_what_the_profile_gives_evaluate_run(run):
+    gpu = {"slurm_partition": "gpu", "gres": "gpu:1", "mem_mb": "90000", "runtime": 120}
+    assert kept(run, resources(**gpu)) == [
+        *("--account=lab", "--partition=gpu", "--nodes=1", "--cpus-per-task=8", "--mem=90000"),
+        *("--time=120", "--gres=gpu:1"),
+    ]
+    of_the_model = kept(run, resources())
+    assert "--partition=cpu" in of_the_model and "--mem=5000" in of_the_model
+    assert kept(run, resources(), submits=False) is None
+
+
+def test_runs_without_tasks_get_no_directory_of_evaluations(run):
+    workflow.keep_evaluations({run.run: run}, resources(), lambda name: 5000, submits=True)
+    assert not RunPaths.of(run).evaluations.exists()

@@ -4,6 +4,7 @@ A run that starts from another one is refused until it can, then trained like an
 """
 
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from forge.core.records import WorkflowRuns
 
 pytestmark = pytest.mark.xdist_group("life")
 
+TASKS = Path(__file__).parents[1] / "distributed/tasks"
 BASE = "run\tparent\ttrain.lr\nbase\t\t\n"
 
 
@@ -129,6 +131,33 @@ def test_new_prompts_validate_again_and_train_nothing(shared_project):
     assert "rule train_run" not in output
     assert "validated" not in output.splitlines()[-1]  # nothing was done: no table
     shared_project.write_config()
+
+
+def test_tasks_score_every_kept_checkpoint_on_this_machine_and_train_nothing(
+    shared_project, monkeypatch
+):
+    monkeypatch.setenv("HF_HOME", str(shared_project.root / "tmp/hub"))
+    tasks = shared_project.root / "tasks"
+    tasks.mkdir()
+    shutil.copy(TASKS / "words.jsonl", tasks)
+    task = (TASKS / "words.yaml").read_text().replace("DATA", "tasks/words.jsonl")
+    (tasks / "words.yaml").write_text(task)
+    evaluate = {"tasks": ["words"], "include_path": "tasks", "every": 8}
+    shared_project.write_config(evaluate=evaluate)
+    code, output = shared_project.snakemake("evaluate", "compare")
+    assert code == 0, output
+    assert "rule evaluate_data:" in output and "rule train_run:" not in output
+    found = shared_project.read("evaluation.json")
+    assert [one["step"] for one in found["evaluations"]] == [8, 12]
+    page = (shared_project.root / "results/compare.html").read_text()
+    assert "words acc (0-shot, 8 documents)" in page
+
+    code, output = shared_project.snakemake("-n", "evaluate", "compare")
+    assert "Nothing to be done" in output
+    shared_project.write_config()
+    code, output = shared_project.snakemake("-n", "evaluate")
+    assert code != 0
+    assert "nothing to evaluate: evaluate.tasks is [] for base" in output
 
 
 def test_goal_below_latest_is_refused_before_anything_is_removed(shared_project):

@@ -7,8 +7,10 @@ from forge.cluster.allocation import Allocation
 from forge.core.config import RUN_NAME, as_overrides
 from forge.core.errors import ForgeError
 from forge.core.paths import inputs_folder, tokenizer_folder, tokens_folder
+from forge.evaluation.settings import task_files
 from forge.launch.rank import refuse_left_over
 from forge.core.sample_sheet import shared_folders
+from forge.core.values import as_cell
 
 helpers.prepare_environment()
 
@@ -34,6 +36,9 @@ RESULTS, DATA = shared_folders(RUNS)
 TOKENS = {
     settings.ids.tokens: settings for settings in RUNS.values() if not settings.program
 }
+# Runs with tasks (evaluate.tasks), and those of which checkpoints are evaluated while they train.
+EVALUATED = [run for run, settings in RUNS.items() if settings.evaluate.tasks]
+EVALUATED_BESIDE = [run for run in EVALUATED if RUNS[run].evaluate.every]
 # Runs whose config has failed before, with the message: no allocation is spent on them.
 FAILED = helpers.known_failures(RUNS) if workflow.is_main_process else {}
 RESUMED = {}  # run name -> step, filled when `resume` is the target
@@ -55,12 +60,16 @@ def allocation_extra(wildcards):
     return ALLOCATION.slurm_extra(wildcards.run)
 
 
-def validation_mem_mb(wildcards):
+def model_mem_mb(run):
     return helpers.validation_mem_mb(
-        RUNS[wildcards.run],
-        ALLOCATION.layout(wildcards.run).world_size,
+        RUNS[run],
+        ALLOCATION.layout(run).world_size,
         workflow.resource_settings.default_resources,
     )
+
+
+def validation_mem_mb(wildcards):
+    return model_mem_mb(wildcards.run)
 
 
 def tokenizer_manifest(settings):
@@ -93,6 +102,21 @@ def files_of(runs, *names):
     ]
 
 
+def task_files_of(wildcards):
+    """The user's own tasks and their data: a change evaluates again."""
+    return task_files(RUNS[wildcards.run].evaluate)
+
+
+def evaluation_files(wildcards):
+    """What the target `evaluate` asks for."""
+    if not EVALUATED:
+        raise WorkflowError(
+            f"nothing to evaluate: evaluate.tasks is [] for {', '.join(RUNS)}.\n"
+            "Set it in config/config.yaml, such as `evaluate: {tasks: [hellaswag]}`."
+        )
+    return files_of(EVALUATED, "evaluation.json")
+
+
 def resumed_files(wildcards):
     """What `train` asks for, of the runs that have a checkpoint."""
     RESUMED.update(helpers.resumable_steps(RUNS))
@@ -115,6 +139,7 @@ onstart:
             workflow.resource_settings.default_resources, workflow.global_resources
         )
         ALLOCATION.check_runs(workflow.dag.needrun_jobs(), FAILED)
+        helpers.check_tasks(RUNS, workflow.dag.needrun_jobs())
         if submits:
             helpers.check_submission(workflow.dag, [RESULTS, DATA], logger.warning)
             helpers.keep_for_jobs(RUNS, LAYOUTS)
@@ -124,6 +149,9 @@ onstart:
         )
         helpers.write_configs(RUNS, workflow.dag.needrun_jobs())
         helpers.write_down(RUNS)
+        helpers.keep_evaluations(
+            RUNS, workflow.resource_settings, model_mem_mb, submits=submits
+        )
     except ForgeError as err:
         raise WorkflowError(str(err)) from None
     # Who asks to resume a run that a STOP file has stopped wants it to train. Not in a dry run.

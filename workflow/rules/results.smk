@@ -1,6 +1,8 @@
 # What is said of a trained run: an independent validation, and a page to look at.
 localrules:
     report_run,
+    evaluate_data,
+    compare_runs,
 
 
 rule validate_run:
@@ -40,6 +42,69 @@ rule export_run:
         run=lambda w: f"{RESULTS}/{w.run}",
     shell:
         "exec forge export {params.run:q} --log={log:q}"
+
+
+# On this machine, since nodes of a cluster have no internet: the data of the tasks, into the cache of
+# Hugging Face's `datasets`.
+rule evaluate_data:
+    input:
+        config=f"{RESULTS}/{{run}}/config.json",
+        tasks=task_files_of,
+    output:
+        f"{RESULTS}/{{run}}/evaluations/data.json",
+    log:
+        f"{RESULTS}/{{run}}/logs/evaluate_data.log",
+    conda:
+        "../envs/forge.yaml"
+    params:
+        tasks=lambda w: [
+            f"--evaluate.tasks={as_cell(RUNS[w.run].evaluate.tasks)}",
+            f"--evaluate.include_path={as_cell(RUNS[w.run].evaluate.include_path)}",
+        ],
+    shell:
+        "exec forge evaluate {input.config:q} --download --log={log:q} {params.tasks:q}"
+
+
+# Not part of `train`: the last checkpoint, and what jobs beside training have not evaluated.
+rule evaluate_run:
+    input:
+        config=f"{RESULTS}/{{run}}/config.json",
+        trained=f"{RESULTS}/{{run}}/trained.json",
+        data=f"{RESULTS}/{{run}}/evaluations/data.json",
+        tasks=task_files_of,
+    output:
+        f"{RESULTS}/{{run}}/evaluation.json",
+    log:
+        f"{RESULTS}/{{run}}/logs/evaluate.log",
+    conda:
+        "../envs/forge.yaml"
+    resources:
+        # As much as validation needs. What set-resources of the profile says wins.
+        mem_mb=validation_mem_mb,
+    params:
+        overrides=lambda w: as_overrides(RUNS[w.run], "evaluate"),
+    shell:
+        "exec forge evaluate {input.config:q} --log={log:q} {params.overrides:q}"
+
+
+rule compare_runs:
+    input:
+        files_of([run for run in RUNS if run not in FAILED], "validated.json"),
+        files_of([run for run in EVALUATED if run not in FAILED], "evaluation.json"),
+    output:
+        report(
+            f"{RESULTS}/compare.html",
+            caption="../report/compare.rst",
+            category="comparison",
+        ),
+    log:
+        f"{RESULTS}/compare.log",
+    conda:
+        "../envs/forge.yaml"
+    params:
+        runs=[f"{RESULTS}/{run}" for run in RUNS],
+    shell:
+        "exec forge compare {params.runs:q} --html={output:q} --log={log:q}"
 
 
 rule report_run:

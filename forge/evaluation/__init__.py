@@ -1,0 +1,1 @@
+"""Evaluation: scores of checkpoints by tasks of the lm-evaluation-harness."""

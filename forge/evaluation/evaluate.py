@@ -1,0 +1,185 @@
+"""`forge evaluate`: score checkpoints of a run by tasks of the lm-evaluation-harness, each once."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge.checkpoint import directory, export_folder, manifest, resume
+from forge.cluster import slurm
+from forge.cluster.lock import lock
+from forge.core.errors import ConfigError, DataError, UnfitError
+from forge.core.evaluation import Evaluate
+from forge.core.files import digest_file
+from forge.core.paths import RunPaths, checkpoint_step
+from forge.core.records import Evaluated, Evaluation, Evaluations, Score
+from forge.core.terminal import duration, say
+from forge.evaluation import harness, tasks
+from forge.evaluation.settings import record_file, task_digest
+from forge.trainer import numerics
+from forge.trainer.export import export
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+POLL_SEC = 10.0
+PACKAGES = ("torch", "transformers", "datasets")
+
+
+def evaluate_run(paths: RunPaths, evaluate: Evaluate, data: str) -> None:
+    """Score the last checkpoint of a run and each one that evaluate.every names, where that was not done
+    yet, and write evaluation.json. data: the directory with its tokenizer.
+
+    Raises ConfigError (no tasks, unknown ones), DataError (no checkpoint, or a corrupt one) and
+    UnfitError (data of a task is not cached, disk full, someone else evaluates).
+    """
+    _refuse_no_tasks(paths, evaluate)
+    last = resume.required(paths)
+    chosen = {last.step: last}
+    for folder in directory.committed(paths.checkpoints) if evaluate.every else ():
+        step = checkpoint_step(folder.name)
+        if step and evaluate.every and step % evaluate.every == 0:
+            chosen[step] = directory.Checkpoint.open(folder)
+    evaluator = _Evaluator(paths, evaluate, data)
+    found = [evaluator.evaluation(chosen[step]) for step in sorted(chosen)]
+    run = paths.root.resolve().name
+    record = Evaluations(run=run, step=last.step, evaluate=evaluate, evaluations=found)
+    record.write(paths.evaluation)
+
+
+def evaluate_checkpoint(folder: Path, evaluate: Evaluate, data: str) -> None:
+    """Score one checkpoint of a run. Raises as `evaluate_run`."""
+    paths = RunPaths(folder.parent.parent)
+    _refuse_no_tasks(paths, evaluate)
+    _Evaluator(paths, evaluate, data).evaluation(resume.named(folder))
+
+
+def _refuse_no_tasks(paths: RunPaths, evaluate: Evaluate) -> None:
+    if not evaluate.tasks:
+        raise ConfigError(
+            f"no tasks to evaluate {paths.root} with: evaluate.tasks is []",
+            fix="set it in config/config.yaml, or --evaluate.tasks=[hellaswag,arc_easy]",
+        )
+
+
+@dataclass(frozen=True)
+class _Evaluator:
+    """Scores checkpoints of one run. data: the directory with its tokenizer."""
+
+    paths: RunPaths
+    evaluate: Evaluate
+    data: str
+
+    @cached_property
+    def index(self) -> TaskManager:
+        """The tasks, once it is known that each has its data: before a model is exported."""
+        index = tasks.find_tasks(self.evaluate)
+        tasks.load(index, self.evaluate, self.paths)
+        return index
+
+    def evaluation(self, checkpoint: directory.Checkpoint) -> Evaluation:
+        """The evaluation of this checkpoint, made now where there is none."""
+        identity = _identity(checkpoint, self.evaluate)
+        with _held(self.paths, checkpoint.step):
+            if done := _done(self.paths, checkpoint.step, identity):
+                say(f"evaluation of step {checkpoint.step}: nothing to do")
+                return done
+            return self._evaluate(checkpoint, identity)
+
+    def _evaluate(self, checkpoint: directory.Checkpoint, identity: Evaluated) -> Evaluation:
+        index, began = self.index, time.monotonic()
+        train = checkpoint.manifest.lineage.config.to_json()["train"]
+        precision = numerics.precision(train["precision"], harness.device())
+        with _exported(self.paths, checkpoint, self.data) as folder:
+            scores, device = harness.score(folder, self.evaluate, index, precision)
+        record = Evaluation(
+            step=checkpoint.step,
+            of=identity,
+            scores=scores,
+            device=device,
+            precision=precision,
+            seconds=round(time.monotonic() - began, 1),
+            versions={name: version(name) for name in PACKAGES},
+        )
+        record.write(record_file(self.paths, checkpoint.step))
+        say(f"step {checkpoint.step} in {duration(record.seconds)}: {in_short(scores)}")
+        return record
+
+
+def _identity(checkpoint: directory.Checkpoint, evaluate: Evaluate) -> Evaluated:
+    return Evaluated(
+        checkpoint_digest=digest_file(checkpoint.folder / manifest.MANIFEST),
+        tasks=sorted(evaluate.tasks),
+        task_files=task_digest(evaluate),
+        num_fewshot=evaluate.num_fewshot,
+        limit=evaluate.limit,
+        harness=tasks.harness_version(),
+    )
+
+
+def _done(paths: RunPaths, step: int, identity: Evaluated) -> Evaluation | None:
+    """The evaluation that was made of exactly this; None where it is due."""
+    try:
+        found = Evaluation.read_if_there(record_file(paths, step))
+    except DataError as err:
+        say(f"{err.what}: evaluating again")
+        return None
+    return found if found and found.of == identity else None
+
+
+@contextmanager
+def _held(paths: RunPaths, step: int) -> Iterator[None]:
+    """Hold the right to evaluate this checkpoint. A job waits for another one that does; elsewhere
+    UnfitError names who does."""
+    name = f".{record_file(paths, step).stem}.lock"
+    paths.evaluations.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(lock(paths.evaluations, "evaluate", name=name))
+                break
+            except UnfitError as err:
+                if slurm.this_job_id() is None:
+                    raise
+                say(f"waiting: {err.what}")
+                time.sleep(POLL_SEC)
+        yield
+
+
+def in_short(scores: list[Score]) -> str:
+    """`colors acc 0.75 ± 0.11, …`."""
+    return ", ".join(
+        f"{s.task} {s.metric} {'not finite' if s.value is None else f'{s.value:.4g}'}"
+        + (f" ± {s.stderr:.2g}" if s.stderr else "")
+        for s in scores
+    )
+
+
+@contextmanager
+def _exported(paths: RunPaths, checkpoint: directory.Checkpoint, data: str) -> Iterator[Path]:
+    """A directory with the exported checkpoint: that of `forge export`, else one for as long as it is
+    used. A killed evaluation leaves it, and the next one of this checkpoint uses and removes it."""
+    existing = paths.exports / checkpoint.folder.name
+    if _is_export_of(existing, checkpoint):
+        yield existing
+        return
+    temporary = paths.evaluations / f".export-{checkpoint.folder.name}"
+    try:
+        yield export(checkpoint.folder, temporary, "fp32", {"data": data})
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _is_export_of(folder: Path, checkpoint: directory.Checkpoint) -> bool:
+    digest = digest_file(checkpoint.folder / manifest.MANIFEST)
+    try:
+        return export_folder.is_exported(folder, {"checkpoint_digest": digest, "dtype": "fp32"})
+    except ConfigError:
+        return False  # in bf16, or of another training

@@ -1,0 +1,255 @@
+"""Threat: scores of another model, of other questions, or of half an evaluation. A real run, its real
+export and the real harness, against log-likelihoods by Forge's own model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from support import live_run
+from support.live_run import MARK, MARK_VALUE, Run, forge, wait_until
+
+from forge.checkpoint import directory, storage
+from forge.cluster.lock import lock
+from forge.core.config import Config
+from forge.core.errors import UnfitError
+from forge.core.evaluation import Evaluate
+from forge.core.files import digest_file, read_json
+from forge.core.paths import tokenizer_folder
+from forge.core.records import Evaluation, Evaluations, Score
+from forge.data.tokenizer import load_tokenizer
+from forge.evaluation import evaluate as evaluation
+from forge.reporting.compare import comparison, to_json
+from forge.trainer.llama import Decoder
+
+TASKS = Path(__file__).parent / "tasks"
+DOCUMENTS = [json.loads(line) for line in (TASKS / "words.jsonl").read_text().splitlines()]
+EVERY = ("--train.keep_every=6", "--evaluate.every=6")
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory) -> Path:
+    """The tasks, with the path of their data."""
+    folder = tmp_path_factory.mktemp("tasks")
+    shutil.copytree(TASKS, folder, dirs_exist_ok=True)
+    for path in folder.glob("*.yaml"):
+        path.write_text(path.read_text().replace("DATA", str(folder / "words.jsonl")))
+    return folder
+
+
+def options(tasks: Path, task: str = "words") -> tuple[str, ...]:
+    return (f"--evaluate.tasks=[{task}]", f"--evaluate.include_path={tasks}", *EVERY)
+
+
+@pytest.fixture(scope="module")
+def own(solo, tmp_path_factory) -> Run:
+    """A copy of the run, with checkpoints at 6 and 12."""
+    return solo.copy(tmp_path_factory.mktemp("evaluated") / "solo")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> dict[str, str]:
+    """An empty cache of Hugging Face."""
+    return {"HF_HOME": str(tmp_path_factory.mktemp("hub")), MARK: MARK_VALUE}
+
+
+@pytest.fixture(scope="module")
+def evaluated(own, tasks, home) -> Run:
+    """Evaluated after an evaluation that was killed when the model had answered."""
+    killed = own.start("evaluate", *options(tasks, "held"), **home)
+    with mock.patch.object(live_run, "PATIENCE_SEC", 400):
+        wait_until(
+            lambda: (tasks / "reached").exists() or killed.process.poll() is not None,
+            "the model answers",
+        )
+    killed.process.kill()
+    killed.process.wait()
+    assert (tasks / "reached").exists(), killed.output.read_text()
+    assert not own.paths.evaluation.exists()
+    assert not list(own.paths.evaluations.glob("step-*"))
+    done = own.start("evaluate", *options(tasks), **home).end(400)
+    assert done.code == 0, done.text
+    assert not list(own.paths.evaluations.glob(".export-step-*")), "an export was left"
+    return own
+
+
+def model_at(run: Run, step: int) -> Decoder:
+    folder = run.paths.checkpoints / f"step-{step:08}"
+    index = storage.SafeReader(folder).read_metadata()
+    state = {
+        name: torch.empty(entry.size)
+        for name, entry in index.state_dict_metadata.items()
+        if name.startswith("model.")
+    }
+    storage.read_tensors(state, folder, no_dist=True)
+    config = config_at(run, step)
+    size = load_tokenizer(tokenizer_folder(config.data, config.ids.tokenizer)).vocab_size
+    model = Decoder(config.model, size).to_empty(device="cpu")
+    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
+    return model.eval()
+
+
+def config_at(run: Run, step: int) -> Config:
+    found = directory.Checkpoint.open(run.paths.checkpoints / f"step-{step:08}")
+    return Config.model_validate(found.manifest.lineage.config.to_json())
+
+
+def log_likelihoods(model: Decoder, config: Config, text: str, choices: list[str]) -> list[float]:
+    """Of each choice behind a blank, as the harness asks; the beginning of a long text is lost."""
+    tokenizer = load_tokenizer(tokenizer_folder(config.data, config.ids.tokenizer))
+    found = []
+    for choice in choices:
+        whole = tokenizer.tokenizer.encode(f"{text} {choice}").ids
+        given = len(tokenizer.tokenizer.encode(text).ids)
+        if not text:  # nothing is given: the token between documents is
+            whole = [tokenizer.eos_id, *tokenizer.tokenizer.encode(f" {choice}").ids]
+            given = 1
+        num_asked = len(whole) - given
+        whole = whole[-(config.train.seq_len + 1) :]
+        with torch.no_grad():
+            logs = model(torch.tensor([whole[:-1]])).log_softmax(-1)[0]
+        asked = torch.tensor(whole[-num_asked:])
+        found.append(logs[-num_asked:].gather(1, asked[:, None]).sum().item())
+    return found
+
+
+def accuracies(run: Run, step: int) -> dict[str, float]:
+    """acc: the choice with the highest log-likelihood is right; acc_norm: per letter."""
+    right = {"acc": 0, "acc_norm": 0}
+    model, config = model_at(run, step), config_at(run, step)
+    for document in DOCUMENTS:
+        choices = document["choices"]
+        sums = log_likelihoods(model, config, document["text"], choices)
+        lengths = map(len, choices)
+        for metric, values in (
+            ("acc", sums),
+            ("acc_norm", [value / length for value, length in zip(sums, lengths, strict=True)]),
+        ):
+            best, second, *_ = sorted(values, reverse=True)
+            assert best - second > 1e-3, "too close to compare sums in another order"
+            right[metric] += values.index(best) == document["answer"]
+    return {metric: number / len(DOCUMENTS) for metric, number in right.items()}
+
+
+@pytest.mark.parametrize("step", [6, 12])
+def test_scores_are_those_of_forges_own_model(evaluated, step):
+    found = Evaluation.read(evaluated.paths.evaluations / f"step-{step:08}.json")
+    scores = {score.metric: score for score in found.scores}
+    assert {name: score.value for name, score in scores.items()} == accuracies(evaluated, step)
+    assert 0 < scores["acc"].value < 1, "such a score tells nothing"
+    for score in scores.values():
+        assert (score.task, score.version, score.num_fewshot) == ("words", "3", 0)
+        assert score.num_documents == len(DOCUMENTS) and score.stderr and score.data_digest
+
+
+def test_record_has_all_steps_each_with_the_digest_of_its_checkpoint(evaluated):
+    record = Evaluations.read(evaluated.paths.evaluation)
+    assert record.step == 12
+    for found, step in zip(record.evaluations, (6, 12), strict=True):
+        manifest = evaluated.paths.checkpoints / f"step-{step:08}/checkpoint.json"
+        assert (found.step, found.of.checkpoint_digest) == (step, digest_file(manifest))
+        assert (found.precision, found.device) == ("fp32", "cpu")
+
+
+def test_same_command_has_nothing_to_do(evaluated, tasks):
+    before = evaluated.paths.evaluation.read_bytes()
+    done = evaluated.forge("evaluate", *options(tasks), "--evaluate.batch_size=2")
+    assert done.code == 0
+    assert done.text.count("nothing to do") == 2
+    assert json.loads(before)["evaluations"] == read_json(evaluated.paths.evaluation)["evaluations"]
+
+
+@pytest.fixture
+def scored(monkeypatch) -> list[Path]:
+    """Exports that were scored, by a stand-in for the harness."""
+    seen: list[Path] = []
+
+    def score(exported, evaluate, index, precision):
+        assert (exported / "model.safetensors").exists()
+        seen.append(exported)
+        return [Score(task="words", metric="acc", value=0.5, num_documents=8)], "cpu"
+
+    monkeypatch.setattr(evaluation.harness, "score", score)
+    monkeypatch.setattr(evaluation.tasks, "find_tasks", lambda evaluate: None)
+    monkeypatch.setattr(evaluation.tasks, "load", lambda *arguments: {})
+    return seen
+
+
+def evaluate(run: Run, folder: Path, **changed: object) -> None:
+    settings = Evaluate(tasks=["words"], include_path=str(folder)).model_copy(update=changed)
+    evaluation.evaluate_run(run.paths, settings, config_at(run, 12).data)
+
+
+@pytest.mark.parametrize("changed", [{"limit": 3}, {"num_fewshot": 1}, {"tasks": ["held"]}])
+def test_changed_settings_are_scored_again_once(solo, tasks, tmp_path, scored, changed):
+    run = solo.copy(tmp_path / "solo")
+    evaluate(run, tasks)
+    evaluate(run, tasks, batch_size=2)
+    assert len(scored) == 1
+    evaluate(run, tasks, **changed)
+    evaluate(run, tasks, **changed)
+    assert len(scored) == 2
+
+
+def test_changed_files_of_tasks_and_corrupt_records_are_scored_again(solo, tasks, tmp_path, scored):
+    run = solo.copy(tmp_path / "solo")
+    shutil.copytree(tasks, tmp_path / "tasks")
+    evaluate(run, tmp_path / "tasks")
+    with open(tmp_path / "tasks/words.jsonl", "a") as file:
+        file.write('{"text": "a", "choices": ["b", "c"], "answer": 0}\n')
+    evaluate(run, tmp_path / "tasks")
+    assert len(scored) == 2
+    record = run.paths.evaluations / "step-00000012.json"
+    record.write_text(record.read_text()[:40])
+    evaluate(run, tmp_path / "tasks")
+    assert len(scored) == 3 and Evaluation.read(record)
+
+
+def test_existing_export_is_used_and_kept_but_not_one_in_bf16(solo, tasks, tmp_path, scored):
+    run = solo.copy(tmp_path / "solo")
+    kept = run.paths.exports / "step-00000012"
+    for dtype, used in (("bf16", False), ("fp32", True)):
+        assert forge("export", str(run.folder), f"--dtype={dtype}").code == 0
+        evaluate(run, tasks, limit=1 + used)
+        assert (scored[-1] == kept) == used
+        shutil.rmtree(kept)  # fails if it was removed
+
+
+def test_second_evaluation_of_a_checkpoint_is_refused_and_names_the_first(
+    solo, tasks, tmp_path, scored
+):
+    run = solo.copy(tmp_path / "solo")
+    with (
+        lock(run.paths.evaluations, "evaluate", name=".step-00000012.lock"),
+        pytest.raises(UnfitError, match="is being written by `forge evaluate`"),
+    ):
+        evaluate(run, tasks)
+    assert not scored
+
+
+def test_data_that_is_not_cached_is_refused_offline_with_the_command_that_downloads_it(
+    own, tasks, home
+):
+    refused = own.start("evaluate", *options(tasks, "absent"), **home).end(400)
+    assert refused.code == 69
+    assert "the data of task absent is not in the cache" in refused.text
+    assert f"forge evaluate --download {own.folder} '--evaluate.tasks=[absent]'" in refused.text
+    assert "Traceback" not in refused.text
+
+
+def test_run_without_tasks_is_refused(own):
+    refused = forge("evaluate", str(own.folder))
+    assert refused.code == 78
+    assert "evaluate.tasks is []" in refused.text
+
+
+def test_comparison_and_show_have_the_scores(evaluated, solo, capsys):
+    mine, theirs = to_json(comparison([evaluated.paths, solo.paths]))
+    acc = accuracies(evaluated, 12)["acc"]
+    assert mine["scores"]["words acc"]["value"] == acc and theirs["scores"] == {}
+    assert forge("show", str(evaluated.folder)).code == 0
+    assert f"{acc:.4f}" in capsys.readouterr().out

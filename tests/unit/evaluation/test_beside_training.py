@@ -1,0 +1,155 @@
+"""Threat: a checkpoint that is evaluated twice or never, and a queue that disturbs training."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge.checkpoint.manifest import MANIFEST
+from forge.cluster import slurm
+from forge.core.evaluation import Evaluate
+from forge.core.paths import RunPaths
+from forge.core.records import SubmittedEvaluation
+from forge.evaluation import beside_training
+from forge.evaluation.beside_training import evaluated, sbatch_line
+from forge.evaluation.settings import keep_settings, read_settings, record_file
+
+OPTIONS = ["--partition=gpu", "--gres=gpu:1", "--time=60"]
+
+
+@pytest.fixture
+def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
+    """A run in a Slurm job, whose checkpoints at 10 and 20 are evaluated."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(beside_training, "POLL_SEC", 0.01)
+    paths = RunPaths(tmp_path / "base")
+    keep_settings(paths, Evaluate(tasks=["words"], every=10), OPTIONS)
+    return paths
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The sbatch commands, which a stand-in for Slurm takes."""
+    lines: list[list[str]] = []
+
+    def ask(*line: str, **options: float) -> str:
+        lines.append(list(line))
+        return f"{100 + len(lines)};cluster\n"
+
+    monkeypatch.setattr(slurm, "ask", ask)
+    return lines
+
+
+def commit(paths: RunPaths, *steps: int) -> None:
+    for step in steps:
+        folder = paths.checkpoints / f"step-{step:08}"
+        folder.mkdir(parents=True)
+        (folder / MANIFEST).touch()
+
+
+def train(paths: RunPaths, *steps: int) -> None:
+    """A launch that commits these checkpoints."""
+    with evaluated(paths):
+        commit(paths, *steps)
+
+
+def steps_of(lines: list[list[str]]) -> list[str]:
+    return [word for line in lines for word in line if word.startswith("--job-name")]
+
+
+def test_each_kth_checkpoint_gets_one_job_also_after_a_requeue(
+    paths: RunPaths, submitted: list[list[str]]
+) -> None:
+    train(paths, 5, 10)
+    assert steps_of(submitted) == ["--job-name=evaluate-base-step-00000010"]
+    kept = SubmittedEvaluation.read(paths.evaluations / "step-00000010.job.json")
+    assert kept.job == "101"
+    train(paths, 15, 20)
+    assert steps_of(submitted)[1:] == ["--job-name=evaluate-base-step-00000020"]
+    train(paths)
+    assert len(submitted) == 2
+
+
+def test_a_checkpoint_that_was_evaluated_by_hand_gets_no_job(
+    paths: RunPaths, submitted: list[list[str]]
+) -> None:
+    record_file(paths, 10).touch()
+    train(paths, 10)
+    assert submitted == []
+
+
+@pytest.mark.parametrize("job", [None, "7"])
+def test_outside_of_slurm_and_without_a_profile_nothing_is_submitted(
+    paths: RunPaths, submitted: list[list[str]], monkeypatch: pytest.MonkeyPatch, job: str | None
+) -> None:
+    if job:
+        keep_settings(paths, Evaluate(tasks=["words"], every=10), None)
+    else:
+        monkeypatch.delenv("SLURM_JOB_ID")
+    train(paths, 10)
+    assert submitted == []
+
+
+def test_failing_sbatch_is_one_warning_and_the_next_launch_tries_again(
+    paths: RunPaths,
+    submitted: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    works = slurm.ask
+
+    def fails(*line: str, **options: float) -> str:
+        raise slurm.Refused("sbatch: error: Access denied")
+
+    monkeypatch.setattr(slurm, "ask", fails)
+    train(paths, 10, 20)
+    said = capsys.readouterr().err
+    assert said.count("warning: evaluate: no job was submitted") == 1 and "Access denied" in said
+    monkeypatch.setattr(slurm, "ask", works)
+    train(paths)
+    assert len(submitted) == 2
+
+
+def test_a_job_that_slurm_may_have_taken_is_not_submitted_again(
+    paths: RunPaths, submitted: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = slurm.ask
+
+    def silent(*line: str, **options: float) -> str:
+        raise slurm.silent("sbatch: no answer within 20 s")
+
+    monkeypatch.setattr(slurm, "ask", silent)
+    train(paths, 10)
+    monkeypatch.setattr(slurm, "ask", works)
+    train(paths)
+    assert submitted == []
+
+
+def test_corrupt_settings_are_a_warning(
+    paths: RunPaths, submitted: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (paths.evaluations / "settings.json").write_text("{")
+    train(paths, 10)
+    assert "warning: evaluate: " in capsys.readouterr().err
+    assert submitted == []
+
+
+def test_job_has_the_resources_of_the_profile_and_nothing_of_the_rule_that_trains(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORGE_IN_WORKFLOW", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "99")
+    monkeypatch.setenv("FORGE_USER_OMP_NUM_THREADS", "")
+    folder = paths.checkpoints / "step-00000010"
+    line = sbatch_line(paths, read_settings(paths), folder)
+    assert line[0] == "sbatch" and set(OPTIONS) < set(line)
+    assert f"--chdir={Path.cwd()}" in line
+    assert f"--output={paths.logs}/evaluate-step-00000010.txt" in line
+    words = shlex.split(line[-1].removeprefix("--wrap=exec "))
+    assert words[:4] == [
+        *("env", "--unset=FORGE_IN_WORKFLOW", "--unset=FORGE_SUBMITTED", "--unset=OMP_NUM_THREADS"),
+    ]
+    assert words[4:] == [sys.executable, "-m", "forge", "evaluate", str(folder)]

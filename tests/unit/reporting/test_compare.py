@@ -1,0 +1,175 @@
+"""Comparison and scores. Threats: a difference that is not shown, scores of other questions side by side,
+and GPU hours that leave out what a restart has cost."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from support import happenings
+from support.recorded_run import RecordedRun, interrupted_run, loss_at
+
+from forge.core.config import ResolvedConfig
+from forge.core.errors import ConfigError
+from forge.core.files import digest_file, read_json, write_json
+from forge.core.records import Evaluated, Evaluation, Score
+from forge.evaluation.settings import record_file
+from forge.reporting.compare import Row, compare, comparison, to_json
+from forge.reporting.history import device_hours, read_launches
+from forge.reporting.report import render
+from forge.reporting.scores import read_scores
+from forge.reporting.show import show
+
+
+def evaluate(run: RecordedRun, step: int, acc: float | None, **changed: object) -> None:
+    """The evaluation of this step, by the task `words` with 1000 documents."""
+    usual = {"checkpoint_digest": "d" * 64, "tasks": ["words"], "task_files": ""}
+    made = Evaluated(
+        **{**usual, "num_fewshot": None, "limit": None, "harness": "0.4.13", **changed}
+    )
+    score = Score(task="words", metric="acc", value=acc, stderr=0.01, num_documents=1000)
+    Evaluation(
+        **{"step": step, "of": made, "scores": [score], "device": "cpu", "precision": "fp32"},
+        **{"seconds": 1.0, "versions": {}},
+    ).write(record_file(run.paths, step))
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> RecordedRun:
+    return interrupted_run(tmp_path / "first")
+
+
+@pytest.fixture
+def second(tmp_path: Path) -> RecordedRun:
+    """Ten steps with another seed, one key more, and other directories."""
+    run = RecordedRun(tmp_path / "second")
+    run.launch(0)
+    run.steps(1, 10)
+    run.evaluate(10)
+    values = read_json(tmp_path / "first/config.json") | {"run": "second", "data": "/elsewhere"}
+    values["train"] |= {"seed": 7}
+    values["later"] = {"key": [1, 2]}
+    write_json(run.paths.config, values)
+    return run
+
+
+def rows(lines: list[Row]) -> dict[str, list[str]]:
+    return {row.label: row.texts for row in lines}
+
+
+def test_only_keys_that_differ_are_shown_and_missing_ones_differ(first, second):
+    compared = comparison([first.paths, second.paths])
+    assert rows(compared.keys) == {"train.seed": ["0", "7"], "later.key": ["–", "[1, 2]"]}
+    assert comparison([first.paths, first.paths]).keys == []
+
+
+def test_results_are_those_of_status_report_and_checkpoint(first, second):
+    found = rows(comparison([first.paths, second.paths]).results)
+    assert found["state"] == ["validated", "cut off"]
+    assert found["step"] == ["200", "10"]
+    assert found["validation loss"] == [f"{loss_at(step) + 0.1:.4f}" for step in (200, 10)]
+    assert found["launches"] == ["2", "1"]
+    manifest = first.paths.latest / "checkpoint.json"
+    assert found["checkpoint digest"] == [digest_file(manifest)[:12], "–"]
+    assert "GPU hours" not in found and "core hours" in found
+
+
+def test_gpu_hours_count_every_rank_of_every_launch(tmp_path):
+    run = RecordedRun(tmp_path / "gpu")
+    gpu = {"device": "cuda", "precision": "bf16"}
+    for name, seconds in (("launch-1", 1800.0), ("launch-2", 3600.0)):
+        run.event(happenings.launch(0, launch=name, world_size=8), after=500.0)
+        run.event(happenings.init(0, launch=name, seconds=10.0, numerics=gpu))
+        run.event(happenings.stop(), after=seconds - 10.0)
+    assert device_hours(read_launches(run.paths)) == {"gpu_hours": pytest.approx(8 * 1.5)}
+
+
+def test_cores_of_cpus_count_by_their_threads_and_programs_by_ranks(tmp_path):
+    run = RecordedRun(tmp_path / "cpu")
+    run.event(happenings.launch(0, launch="launch-1", world_size=2))
+    run.event(happenings.init(0, seconds=1800.0, numerics={"device": "cpu", "threads": 4}))
+    run.event(happenings.stop(), after=1800.0)
+    assert device_hours(read_launches(run.paths)) == {"core_hours": pytest.approx(2 * 4 * 1.0)}
+    program = RecordedRun(tmp_path / "program")
+    program.event(happenings.launch(0, launch="launch-1", world_size=3))
+    program.event(happenings.stop(), after=7200.0)
+    assert device_hours(read_launches(program.paths)) == {"rank_hours": pytest.approx(6.0)}
+
+
+def test_scores_over_steps_are_those_that_were_made_alike(first):
+    evaluate(first, 50, 0.25, limit=10)
+    evaluate(first, 100, 0.5)
+    evaluate(first, 200, 0.75)
+    (row,) = read_scores(first.paths)
+    assert list(row.by_step) == [100, 200] and row.text() == "0.7500 ± 0.0100"
+    evaluate(first, 200, None)
+    assert read_scores(first.paths)[0].text() == "not finite ± 0.0100"
+
+
+def test_a_record_that_cannot_be_read_hides_scores_and_no_page(first, capsys):
+    evaluate(first, 200, 0.5)
+    record_file(first.paths, 200).write_text("{")
+    assert read_scores(first.paths) == []
+    show([first.paths])
+    assert "validated at step 200" in capsys.readouterr().out
+
+
+def test_scores_are_in_report_show_and_comparison(first, second, capsys):
+    evaluate(first, 100, 0.5)
+    evaluate(first, 200, 0.625)
+    page = render(first.paths)
+    assert "<h2>Evaluation</h2>" in page and "step 100" in page and "0.6250 ± 0.0100" in page
+    assert "<h2>Evaluation</h2>" not in render(second.paths)
+    show([first.paths])
+    assert "0.6250 ± 0.0100 words acc (1,000 documents) at step 200" in capsys.readouterr().out
+    found = rows(comparison([first.paths, second.paths]).scores)
+    assert found == {"words acc (1,000 documents)": ["0.6250 ± 0.0100", "–"]}
+
+
+def test_json_is_for_scripts(first, second, capsys):
+    evaluate(first, 200, 0.5)
+    compare([first.paths, second.paths], as_json=True)
+    mine, theirs = json.loads(capsys.readouterr().out)
+    assert mine["scores"]["words acc"]["value"] == 0.5 and mine["step"] == 200
+    assert (mine["config"], theirs["config"]["train.seed"]) == ({"train.seed": 0}, 7)
+    assert theirs["checkpoint_digest"] is None
+
+
+def test_page_opens_offline_with_all_runs(first, second, tmp_path, capsys):
+    page = tmp_path / "sub/compare.html"
+    compare([first.paths, second.paths], page=page)
+    assert capsys.readouterr().out == ""
+    text = page.read_text()
+    for word in ("first: validated at step 200", "second: ", "train.seed", "core hours"):
+        assert word in text
+    tags: list[str] = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attrs: tags.append(tag)  # type: ignore[method-assign]
+    parser.feed(text)
+    assert "table" in tags and not set(tags) & {"script", "link", "iframe", "img"}
+    assert "http" not in text and "url(" not in text
+
+
+def test_table_has_a_column_for_each_run(first, second, capsys):
+    compare([first.paths, second.paths])
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["first", "second"]
+    assert ["train.seed", "0", "7"] in [line.split() for line in lines]
+
+
+def test_program_appears_with_what_it_has(tmp_path):
+    run = RecordedRun(tmp_path / "program")
+    program = {"command": ["python", "train.py"]}
+    values = ResolvedConfig(run="program", program=program, ids={}).training_json()
+    write_json(run.paths.config, values)
+    run.event(happenings.launch(0, launch="launch-1", world_size=3))
+    run.event(happenings.stop(), after=7200.0)
+    (found,) = to_json(comparison([run.paths]))
+    assert found["rank_hours"] == pytest.approx(6.0) and found["train_loss"] is None
+
+
+def test_no_runs_are_refused():
+    with pytest.raises(ConfigError, match="there are no runs to compare"):
+        compare([])
