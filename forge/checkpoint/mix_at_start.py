@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import RecordedMix, RecordedStage, SourceUse
 from forge.core.config import ResolvedConfig
-from forge.core.errors import ConfigError
 from forge.core.mix import Stage, stages
 
 
@@ -44,13 +43,9 @@ class MixAtStart:
 
     @classmethod
     def recorded(cls, checkpoint: Checkpoint) -> MixAtStart:
-        """As a checkpoint was trained. ConfigError where that was without sources."""
+        """As a checkpoint with sources was trained."""
         mix = checkpoint.manifest.mix
-        if mix is None:
-            raise ConfigError(
-                f"{checkpoint.folder} was trained without sources, and this run has tokenize.sources",
-                fix="give the run a new name and no parent, or take the sources out of its config",
-            )
+        assert mix, "the ids of a run without sources do not fit (compatibility.changed_ids)"
         return cls([Stage(one.step, one.weights) for one in mix.stages], mix.drawn_before)
 
     def record(self, sources: dict[str, SourceUse]) -> RecordedMix:

@@ -23,7 +23,7 @@ from forge.data.shards import MANIFEST, Entry, ShardSet
 AGAIN = "run `forge tokenize CONFIG` again"
 
 
-class Tokens(Entry):
+class ListedTokens(Entry):
     """The tokens of a source: content id, and digest of their manifest."""
 
     id: str
@@ -35,7 +35,7 @@ class SourcesManifest(Record):
 
     FIX: ClassVar[str] = AGAIN
 
-    sources: dict[str, Tokens]
+    sources: dict[str, ListedTokens]
     """By name, sorted."""
 
 
@@ -83,12 +83,16 @@ class SourceSet:
             shard.check_digest()
 
 
+# What a run trains on.
+Tokens = ShardSet | SourceSet
+
+
 def _manifest_of(shards: ShardSet) -> Member:
     path = shards.folder / MANIFEST
     return Member(path, MANIFEST, path.stat().st_size)
 
 
-def open_tokens(folder: Path) -> ShardSet | SourceSet:
+def open_tokens(folder: Path) -> Tokens:
     """What the manifest in a directory lists: the shards of a corpus, or of several sources; checks all
     sizes. Raises DataError. Every rank calls it. `verify` checks the digests.
     """
@@ -107,7 +111,14 @@ def open_tokens(folder: Path) -> ShardSet | SourceSet:
     return SourceSet(folder, by_source, digest_bytes(path.read_bytes()))
 
 
-def _open(folder: Path, name: str, tokens: Tokens) -> ShardSet:
+def digests_by_source(tokens: Tokens) -> dict[str, str]:
+    """Digest of the tokens of each source, for the lineage; {} of a single corpus."""
+    if isinstance(tokens, ShardSet):
+        return {}
+    return {name: shards.digest for name, shards in tokens.by_source.items()}
+
+
+def _open(folder: Path, name: str, tokens: ListedTokens) -> ShardSet:
     copy = folder / tokens.id
     shards = ShardSet.open(copy if copy.is_dir() else folder.with_name(tokens.id))
     if shards.digest != tokens.digest:
@@ -129,7 +140,7 @@ def list_sources(config: ResolvedConfig) -> Path:
     found = {}
     for name, tokens_id in sorted(config.ids.sources.items()):
         shards = ShardSet.open(tokens_folder(config.data, tokens_id))
-        found[name] = Tokens(id=tokens_id, digest=shards.digest)
+        found[name] = ListedTokens(id=tokens_id, digest=shards.digest)
         say(f"source {name}: {shards.manifest.totals['train'].tokens:,} tokens in {shards.folder}")
     SourcesManifest(sources=found).write(folder / MANIFEST)
     return folder
