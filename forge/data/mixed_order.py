@@ -1,9 +1,10 @@
 """Sample order of a run with several sources: which window of which source each sample is.
 
-The order is a function of the sample's number. The samples of a stage are divided into blocks; at the
-end of a block each source has its share of the stage's samples so far, rounded to a whole number. Within
-a block the sources are shuffled by a keyed hash. The windows of a source come in the order of
-`data.permutation`, each once in an epoch of that source, whatever the weights are and when they change.
+The order is a function of the sample's number. The samples of a stage are divided into blocks of one
+batch, or more; at the end of a block each source has its share of the stage's samples so far, rounded to
+a whole number. Within a block the sources are shuffled by a keyed hash. The windows of a source come in
+the order of `data.permutation`, each once in an epoch of that source, whatever the weights are and when
+they change.
 """
 
 from __future__ import annotations
@@ -19,9 +20,6 @@ from forge.core.errors import ConfigError
 from forge.core.files import digest_bytes
 from forge.core.mix import Stage
 from forge.data.permutation import in_epochs, splitmix64
-
-# Samples of a block. More where a share is so small that a source would be drawn less than twice in one.
-BLOCK_SAMPLES = 2**10
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,16 @@ class _Span:
 
     @classmethod
     def of(
-        cls, stage: Stage, names: Sequence[str], start: int, before: np.ndarray, key: np.uint64
+        cls,
+        stage: Stage,
+        names: Sequence[str],
+        *,
+        start: int,
+        block: int,
+        before: np.ndarray,
+        key: np.uint64,
     ) -> _Span:
-        """names: of all sources, which the stage need not have."""
+        """names: of all sources, which the stage need not have. block: samples of a batch."""
         if stage.trouble:
             raise ConfigError(
                 stage.trouble,
@@ -53,7 +58,6 @@ class _Span:
         shares = {name: stage.shares.get(name, 0) for name in names}
         total = lcm(*(share.denominator for share in shares.values()))
         parts = [int(share * total) for share in shares.values()]
-        block = BLOCK_SAMPLES
         # Rounded at both ends, the count of a block may be less than its share by almost 2.
         while block * min(part for part in parts if part) < 2 * total:
             block *= 2
@@ -129,7 +133,8 @@ class MixedOrder:
             start = stage.step * batch_size
             if self._spans:
                 drawn = self._spans[-1].drawn(start - self._spans[-1].start)
-            self._spans.append(_Span.of(stage, self.names, start, drawn, key))
+            span = _Span.of(stage, self.names, start=start, block=batch_size, before=drawn, key=key)
+            self._spans.append(span)
         self.largest_block = max(span.block for span in self._spans)
 
     def windows(self, numbers: np.ndarray) -> np.ndarray:

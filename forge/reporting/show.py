@@ -40,6 +40,7 @@ def _rows(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
     rows = [("reason" if i == 0 else "", note) for i, note in enumerate(summary.notes)]
     rows += [("next", summary.state.next)] if summary.state.next else []
     rows += [("checkpoint", checkpoint), ("report", report), ("validation loss", _losses(paths))]
+    rows += [("" if number else "sources", str(row)) for number, row in enumerate(summary.sources)]
     for number, sample in enumerate(summary.samples[:SAMPLES]):
         clipped = sample if len(sample) <= SAMPLE_WIDTH else sample[: SAMPLE_WIDTH - 1] + "…"
         rows.append(("samples" if number == 0 else "", clipped))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from forge.core.errors import ConfigError
 from forge.core.mix import Stage
-from forge.data.mixed_order import BLOCK_SAMPLES, MixedOrder
+from forge.data.mixed_order import MixedOrder
 
 unhurried = settings(deadline=None, max_examples=40)
 WEIGHTS = st.one_of(st.just(0.0), st.floats(0.001, 10), st.integers(1, 9).map(float))
@@ -31,8 +31,8 @@ def mixes(draw, max_stages=3):
     return stages, {name: draw(st.integers(15, 700)) for name in names}
 
 
-def order_of(stages, sizes, drawn_before=None, seed=3):
-    return MixedOrder(stages, sizes, drawn_before=drawn_before or {}, seed=seed, batch_size=BATCH)
+def order_of(stages, sizes, drawn_before=None, seed=3, batch=BATCH):
+    return MixedOrder(stages, sizes, drawn_before=drawn_before or {}, seed=seed, batch_size=batch)
 
 
 def counted(sources, num_sources):
@@ -117,7 +117,7 @@ def test_a_start_with_the_counts_of_another_order_repeats_none_of_its_windows_in
 
 
 def test_a_source_keeps_its_order_when_another_one_is_added():
-    numbers = np.arange(4 * BLOCK_SAMPLES, dtype=np.uint64)
+    numbers = np.arange(4000, dtype=np.uint64)
     alone = order_of([Stage(0, {"b": 1})], {"b": 300})
     both = order_of([Stage(0, {"a": 1, "b": 1})], {"a": 70, "b": 300})
     found = both.windows(numbers)
@@ -125,12 +125,17 @@ def test_a_source_keeps_its_order_when_another_one_is_added():
     assert np.array_equal(of_b, alone.windows(numbers)[: len(of_b)])
 
 
-def test_sources_are_shuffled_within_a_block():
-    sources, _ = order_of([Stage(0, {"a": 1, "b": 1})], {"a": 9, "b": 9}).locate(
-        np.arange(BLOCK_SAMPLES)
-    )
-    changes = np.count_nonzero(np.diff(sources))
-    assert 400 < changes < 624  # 512 by chance, with a standard deviation of 16
+def test_sources_are_shuffled_within_a_batch():
+    order = order_of([Stage(0, {"a": 1, "b": 1})], {"a": 9, "b": 9}, batch=1024)
+    sources, _ = order.locate(np.arange(1024))
+    assert counted(sources, 2).tolist() == [512, 512]
+    assert 400 < np.count_nonzero(np.diff(sources)) < 624  # 512 by chance, with a deviation of 16
+
+
+def test_every_batch_has_the_weights_and_a_stage_begins_with_its_step():
+    order = order_of([Stage(0, {"a": 1, "b": 3}), Stage(5, {"a": 3, "b": 1})], {"a": 50, "b": 50})
+    sources, _ = order.locate(np.arange(80).reshape(10, BATCH))
+    assert [np.count_nonzero(batch == 0) for batch in sources] == [2] * 5 + [6] * 5
 
 
 def test_seeds_have_orders_of_their_own():
@@ -146,7 +151,7 @@ def test_order_of_a_seed_never_changes_between_versions():
     assert order.windows(np.arange(16, dtype=np.uint64)).tolist() == RECORDED
 
 
-RECORDED = [64, 52, 207, 189, 90, 243, 182, 102, 77, 37, 11, 46, 15, 2, 33, 74]
+RECORDED = [207, 64, 189, 243, 52, 182, 102, 245, 90, 77, 164, 293, 185, 37, 11, 46]
 
 
 def test_a_share_that_is_small_has_larger_blocks_and_one_that_is_too_small_is_refused():
