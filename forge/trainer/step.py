@@ -116,7 +116,7 @@ class TrainStep:
 
 
 def train_loader(
-    tokens: Tokens, settings: Train, world: World, order: MixedOrder | None
+    tokens: Tokens, settings: Train, world: World, order: MixedOrder | None = None
 ) -> Loader | Prefetcher:
     """This rank's batches. order: of the samples of several sources. DataError if no shard holds a
     sequence, ConfigError if the ranks cannot share a batch."""
