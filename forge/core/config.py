@@ -128,8 +128,8 @@ class Tokenize(Source):
             )
         if given := [key for key in Source.model_fields if key in self.model_fields_set]:
             raise ValueError(
-                f"sources takes the place of {', '.join(given)}: write {given[0]} into each source, or"
-                " remove sources"
+                f"sources takes the place of {', '.join(given)}, which each source has of its own: remove"
+                " one or the other"
             )
         return self
 

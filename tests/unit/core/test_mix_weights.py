@@ -80,7 +80,7 @@ def test_wrong_mix_is_refused_with_what_to_write(mix, told):
     [
         (
             {"sources": SOURCES, "inputs": ["x"]},
-            "sources takes the place of inputs: write inputs into",
+            "place of inputs, which each source has of its own: remove",
         ),
         ({"sources": SOURCES, "format": "text"}, "takes the place of format"),
         ({"sources": {}}, "at least 1 item"),
