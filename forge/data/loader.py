@@ -87,13 +87,12 @@ class Loader:
         self.windows, self.seed, self.batch_size = windows, seed, batch_size
         self.rank, self.rank_samples = rank, samples_per_rank(batch_size, world_size)
         self._mixed = mixed
+        # About one epoch at most: with a tiny corpus a call would be for thousands of epochs.
+        at_once = min(SAMPLES_AT_ONCE, windows.num_samples)
         if mixed:
             # Blocks are computed for all ranks, and a call should not be for a part of one.
-            at_once = max(SAMPLES_AT_ONCE, mixed.largest_block)
-            self._steps_at_once = max(1, at_once // batch_size)
+            self._steps_at_once = max(1, max(at_once, mixed.largest_block) // batch_size)
         else:
-            # About one epoch at most: with a tiny corpus a call would be for thousands of epochs.
-            at_once = min(SAMPLES_AT_ONCE, windows.num_samples)
             self._steps_at_once = max(1, at_once // self.rank_samples)
         self._first_step, self._order = 0, np.empty((0, self.rank_samples), np.int64)
 

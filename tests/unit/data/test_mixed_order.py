@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, DataError
 from forge.core.mix import Stage
+from forge.data.loader import Loader, Windows
 from forge.data.mixed_order import MixedOrder
+from forge.data.shards import Shard
+from forge.data.source_windows import windows_by_source
 
-unhurried = settings(deadline=None, max_examples=40)
+unhurried = settings(deadline=None, max_examples=25)
 WEIGHTS = st.one_of(st.just(0.0), st.floats(0.001, 10), st.integers(1, 9).map(float))
 BATCH = 8
 
@@ -159,3 +165,54 @@ def test_a_share_that_is_small_has_larger_blocks_and_one_that_is_too_small_is_re
     with pytest.raises(ConfigError, match=r"source a has 1e-06 of the samples") as refused:
         order_of([Stage(0, {"a": 1, "b": 999_999})], {"a": 1, "b": 999_999})
     assert "set train.mix" in refused.value.fix
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Windows of two sources, and their number by source; each token names its place."""
+    folder = tmp_path_factory.mktemp("shards")
+    shards = []
+    for number, length in enumerate((401, 1201)):
+        path = folder / f"{number}.bin"
+        (np.arange(length) + 10_000 * number).astype(np.uint16).tofile(path)
+        shards.append(Shard(path, length, "", np.dtype("<u2")))
+    return Windows(shards, 10), {"a": 40, "b": 120}
+
+
+@unhurried
+@given(
+    world_size=st.sampled_from([1, 2, 3, 6, 12]),
+    step=st.integers(0, 10**9),
+    weight=st.integers(0, 30),
+)
+def test_batch_is_the_same_on_any_world_size_from_any_step(sources, world_size, step, weight):
+    windows, sizes = sources
+    stages = [Stage(0, {"a": weight, "b": 10}), Stage(step, {"a": 1, "b": 1})]
+
+    def batch(rank, world_size, first=step):
+        loader = Loader(
+            windows,
+            seed=1,
+            batch_size=12,
+            rank=rank,
+            world_size=world_size,
+            mixed=order_of(stages, sizes, batch=12),
+        )
+        loader.batch(max(0, first))  # what it has computed ahead must not matter
+        return loader.batch(step)[0]
+
+    alone = batch(0, 1)
+    parts = [batch(rank, world_size, first=step - 2) for rank in range(world_size)]
+    assert torch.equal(torch.cat(parts), alone)
+    assert np.count_nonzero(alone[:, 0] < 10_000) == 6
+
+
+def test_source_without_a_whole_window_is_named(tmp_path):
+    (tmp_path / "0.bin").write_bytes(bytes(20))
+    short = Shard(tmp_path / "0.bin", 10, "", np.dtype("<u2"))
+    tokens = SimpleNamespace(by_source={"web": SimpleNamespace(val=[short])})
+    with pytest.raises(DataError, match="no web val shard holds one sequence"):
+        windows_by_source(tokens, "val", 10)
