@@ -38,9 +38,3 @@ def test_other_weights_tokenize_nothing(project):
     planned = jobs(output)
     assert planned["train_run"] == 2
     assert not {"tokenizer", "tokenize", "sources"} & planned.keys()
-
-    project.write_runs("run\ttrain.mix\nbase\t{txt: 1, code: 1}\n")
-    code, output = project.snakemake("-n", "train")
-    assert code != 0
-    assert "line 2 (run base), column train.mix: value {'txt': 1, 'code': 1}" in output
-    assert "names the source txt (did you mean text?)" in output

@@ -9,6 +9,7 @@ import pytest
 from forge.core.config import Config, checked, parse_override
 from forge.core.errors import ConfigError
 from forge.core.mix import Stage, stage_at, stages
+from forge.core.sample_sheet import run_configs
 
 SOURCES = {"web": {"inputs": ["web"]}, "code": {"inputs": ["code"], "text_field": "content"}}
 STAGES = [{"step": 0, "web": 0.7, "code": 0.3}, {"step": 8000, "web": 3, "code": 7}]
@@ -40,6 +41,15 @@ def test_config_without_sources_has_no_key_of_them():
 def test_cell_of_the_sheet_and_option_give_stages():
     text = "[{step: 0, web: 0.7, code: 0.3}, {step: 8000, web: 3, code: 7}]"
     assert parse_override(f"--train.mix={text}") == ("train.mix", STAGES)
+
+
+def test_wrong_cell_of_the_sheet_is_named_by_line_and_column(tmp_path):
+    (tmp_path / "runs.tsv").write_text("run\ttrain.mix\nbase\t{wep: 1, code: 1}\n")
+    told = (
+        r"line 2 \(run base\), column train\.mix: value .*names the source wep \(did you mean web"
+    )
+    with pytest.raises(ConfigError, match=told):
+        run_configs({"tokenize": {"sources": SOURCES}}, tmp_path / "runs.tsv")
 
 
 @pytest.mark.parametrize(
