@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from pydantic import Field
+
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.files import digest_bytes, read_json
@@ -18,16 +20,16 @@ from forge.core.paths import tokens_folder
 from forge.core.records import Record
 from forge.core.terminal import say
 from forge.data.file_set import Kind, Member
-from forge.data.shards import MANIFEST, Entry, ShardSet
+from forge.data.shards import DIGEST, MANIFEST, Entry, ShardSet
 
 AGAIN = "run `forge tokenize CONFIG` again"
 
 
 class ListedTokens(Entry):
-    """The tokens of a source: content id, and digest of their manifest."""
+    """The tokens of a source: content id, which is also a directory, and digest of their manifest."""
 
-    id: str
-    digest: str
+    id: str = Field(pattern=r"^[0-9a-f]{12}$")
+    digest: str = Field(pattern=DIGEST)
 
 
 class SourcesManifest(Record):

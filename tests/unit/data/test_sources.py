@@ -126,6 +126,14 @@ def test_sources_of_different_tokenizers_are_refused(tokenized):
         open_tokens(folder)
 
 
+def test_list_cannot_lead_out_of_the_directory(tokenized):
+    folder = list_sources(tokenized)
+    text = (folder / MANIFEST).read_text()
+    (folder / MANIFEST).write_text(text.replace(tokenized.ids.sources["code"], "../elsewhere"))
+    with pytest.raises(DataError, match=r"sources\.code\.id"):
+        open_tokens(folder)
+
+
 def test_source_without_files_is_named_by_its_key(project):
     with pytest.raises(
         DataError, match=r"tokenize\.sources\.web\.inputs: 'nowhere/\*' matches no files"
