@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -15,25 +17,45 @@ from forge.data.sources import list_sources, open_tokens
 from forge.data.tokenize import tokenize
 from forge.data.tokenizer import build_tokenizer
 
+FILE = "tokenizer.json"
+OF_FILE = {"source": "path", "path": FILE}
 READ = {"code": {"document_separator": "\n"}, "web": {}}
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Two corpora, a tokenizer's file, and their tokens."""
+    folder = tmp_path_factory.mktemp("made")
+    with chdir(folder):
+        for name in READ:
+            Path(name).mkdir()
+            for number in range(8):
+                words = (f"{name} {number} {word}\n" for word in range(40))
+                Path(name, f"{number}.txt").write_text("".join(words))
+        trained = resolve(config_of({"web": {"inputs": ["web"]}}))
+        shutil.copy(build_tokenizer(trained) / "tokenizer.json", FILE)
+        config = resolve(both(**OF_FILE))
+        build_tokenizer(config)
+        for name in config.ids.sources:
+            tokenize(corpus_config(config, name), workers=1)
+    return folder, config
+
+
 @pytest.fixture
-def project(tmp_path, monkeypatch):
-    """Two corpora, and a tokenizer's file, in the current directory."""
-    monkeypatch.chdir(tmp_path)
-    for name in READ:
-        Path(name).mkdir()
-        for number in range(8):
-            words = (f"{name} {number} {word}\n" for word in range(40))
-            Path(name, f"{number}.txt").write_text("".join(words))
-    trained = resolve(config_of({"web": {"inputs": ["web"]}}, source="train"))
-    return build_tokenizer(trained) / "tokenizer.json"
+def project(made, tmp_path, monkeypatch):
+    """A copy of it as the current directory."""
+    shutil.copytree(made[0], tmp_path / "project")
+    monkeypatch.chdir(tmp_path / "project")
+
+
+@pytest.fixture
+def tokenized(made, project):
+    return made[1]
 
 
 def config_of(sources=None, source="train", path=None, mix=None, **corpus):
     values = {
-        "tokenizer": {"source": source, "vocab_size": 300, "path": path and str(path)},
+        "tokenizer": {"source": source, "vocab_size": 300, "path": path},
         "tokenize": {"val_fraction": 0.3, **(corpus or {"sources": sources})},
         "train": {"mix": mix},
     }
@@ -45,18 +67,16 @@ def both(**values):
 
 
 def test_source_has_the_id_that_it_has_alone(project):
-    with_file = {"source": "path", "path": project}
-    together = resolve(both(**with_file)).ids
+    together = resolve(both(**OF_FILE)).ids
     for name, keys in READ.items():
-        alone = resolve(config_of(**with_file, inputs=[name], **keys)).ids
+        alone = resolve(config_of(**OF_FILE, inputs=[name], **keys)).ids
         assert (alone.tokenizer, alone.tokens) == (together.tokenizer, together.sources[name])
 
 
 def test_weights_change_no_id_and_a_new_source_none_of_the_others(project):
-    with_file = {"source": "path", "path": project}
-    ids = resolve(both(**with_file)).ids
-    assert resolve(both(**with_file, mix={"web": 1, "code": 5})).ids == ids
-    fewer = resolve(config_of({"web": {"inputs": ["web"]}}, **with_file)).ids
+    ids = resolve(both(**OF_FILE)).ids
+    assert resolve(both(**OF_FILE, mix={"web": 1, "code": 5})).ids == ids
+    fewer = resolve(config_of({"web": {"inputs": ["web"]}}, **OF_FILE)).ids
     assert fewer.sources == {"web": ids.sources["web"]}
     assert fewer.tokens != ids.tokens
 
@@ -68,15 +88,6 @@ def test_trained_tokenizer_depends_on_all_sources_and_on_how_each_is_read(projec
     other = resolve(config_of({"web": {"inputs": ["web"]}, "code": {"inputs": ["./code"]}}))
     assert other.ids.tokenizer != ids.ids.tokenizer
     assert other.ids.sources["web"] != ids.ids.sources["web"], "it has another tokenizer"
-
-
-@pytest.fixture
-def tokenized(project):
-    config = resolve(both(source="path", path=project))
-    build_tokenizer(config)
-    for name in config.ids.sources:
-        tokenize(corpus_config(config, name), workers=1)
-    return config
 
 
 def test_list_of_sources_opens_as_their_shards(tokenized):
