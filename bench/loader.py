@@ -15,7 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from forge.core.mix import Stage
 from forge.data.loader import Loader, Windows
+from forge.data.mixed_order import MixedOrder
 
 NUM_TOKENS = 50_000_000
 
@@ -64,6 +66,20 @@ def sequential_batch(shard: Shard, seq_len: int, batch_size: int) -> Batch:
     return batch
 
 
+def mixed_loader(shard: Shard, seq_len: int, batch_size: int) -> Loader:
+    """Three sources of equal size, with unequal weights."""
+    windows = Windows([shard] * 3, seq_len)
+    weights = {"a": 0.6, "b": 0.3, "c": 0.1}
+    order = MixedOrder(
+        [Stage(0, weights)],
+        dict.fromkeys(weights, windows.num_samples // 3),
+        drawn_before={},
+        seed=0,
+        batch_size=batch_size,
+    )
+    return Loader(windows, seed=0, batch_size=batch_size, rank=0, world_size=1, mixed=order)
+
+
 def interleaved_rates(
     makers: dict[str, Batch], batch_tokens: int, rounds: int, round_tokens: int
 ) -> Iterator[tuple[str, float]]:
@@ -103,6 +119,7 @@ def main() -> None:
             )
             makers = {
                 "forge": loader.batch,
+                "forge, 3 sources": mixed_loader(shard, seq_len, batch_size).batch,
                 "random memmap (nanoGPT)": nanogpt_batch(shard, seq_len, batch_size),
                 "sequential cast (limit)": sequential_batch(shard, seq_len, batch_size),
             }

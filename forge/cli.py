@@ -187,6 +187,7 @@ def _add_subcommands(subcommands: Any) -> None:
     tokenize.add_argument(
         "--workers", type=int, metavar="N", help="processes (default and most: one per core)"
     )
+    add_with_config("sources", _sources, "list the tokens of all sources, after tokenize")
     add_with_config("inputs", _inputs, "read the input files of a program, and write their digests")
     _machine(add_with_config("stage", _stage, "copy shards or inputs to the nodes' local disks"))
     _machine(add_with_config("preflight", _preflight, "check nodes and ranks before training"))
@@ -333,11 +334,29 @@ def _tokenizer(options: argparse.Namespace) -> None:
 def _tokenize(options: argparse.Namespace) -> None:
     from forge.cluster.lock import lock
     from forge.core.paths import tokens_folder
+    from forge.data.content_ids import corpus_config
     from forge.data.tokenize import tokenize
 
     config = _resolved(options)
-    with lock(tokens_folder(config.data, config.ids.tokens), "tokenize"):
-        tokenize(config, workers=_cores(options))
+    for corpus in [corpus_config(config, name) for name in config.ids.sources] or [config]:
+        with lock(tokens_folder(corpus.data, corpus.ids.tokens), "tokenize"):
+            tokenize(corpus, workers=_cores(options))
+    if config.ids.sources:
+        _sources(options)
+
+
+def _sources(options: argparse.Namespace) -> None:
+    from forge.cluster.lock import lock
+    from forge.core.paths import tokens_folder
+    from forge.data.sources import list_sources
+
+    config = _resolved(options)
+    if not config.ids.sources:
+        raise ConfigError(
+            f"{options.config} has no tokenize.sources", fix="a single corpus needs no such step"
+        )
+    with lock(tokens_folder(config.data, config.ids.tokens), "sources"):
+        list_sources(config)
 
 
 def _inputs(options: argparse.Namespace) -> None:

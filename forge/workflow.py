@@ -35,7 +35,7 @@ from forge.core.paths import (
 from forge.core.records import WorkflowRuns
 from forge.core.sample_sheet import read_rows, run_configs, shared_folders
 from forge.core.terminal import say
-from forge.data.content_ids import resolve
+from forge.data.content_ids import corpus_config, resolve
 from forge.evaluation import settings as evaluation
 from forge.evaluation.tasks import find_tasks
 from forge.reporting.workflow_end import print_end
@@ -282,15 +282,39 @@ def write_configs(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:
 
 def _data_configs(config: ResolvedConfig) -> dict[Path, dict[str, Any]]:
     """The config files of what a run reads, by path."""
+    if config.program:
+        return {inputs_folder(config.data, config.ids.inputs) / "config.json": _of_data(config)}
+    corpora = [corpus_config(config, name) for name in config.ids.sources]
+    return {
+        tokenizer_folder(config.data, config.ids.tokenizer) / "config.json": _of_data(config),
+        **{
+            tokens_folder(one.data, one.ids.tokens) / "config.json": _of_data(one)
+            for one in (config, *corpora)
+        },
+    }
+
+
+def _of_data(config: ResolvedConfig) -> dict[str, Any]:
     values = config.of_training.to_json()
     keys = ("data", "program", "tokenizer", "tokenize", "ids")
-    of_data = {key: values[key] for key in keys if key in values}
-    if config.program:
-        return {inputs_folder(config.data, config.ids.inputs) / "config.json": of_data}
-    return {
-        tokenizer_folder(config.data, config.ids.tokenizer) / "config.json": of_data,
-        tokens_folder(config.data, config.ids.tokens) / "config.json": of_data,
-    }
+    return {key: values[key] for key in keys if key in values}
+
+
+def tokenizing(runs: dict[str, ResolvedConfig]) -> dict[str, ResolvedConfig]:
+    """Content id of tokens -> config that makes them, of a run's only corpus or of one of its sources:
+    whichever run has them, since the id fixes the tokenizer."""
+    found: dict[str, ResolvedConfig] = {}
+    for config in runs.values():
+        if config.program:
+            continue
+        corpora = [corpus_config(config, name) for name in config.ids.sources] or [config]
+        found |= {one.ids.tokens: one for one in corpora}
+    return found
+
+
+def listing_sources(runs: dict[str, ResolvedConfig]) -> dict[str, ResolvedConfig]:
+    """Content id of a list of sources -> config of a run that has them."""
+    return {config.ids.tokens: config for config in runs.values() if config.ids.sources}
 
 
 def validation_mem_mb(

@@ -19,7 +19,7 @@ from forge.core.errors import ConfigError
 from forge.core.files import atomic_open
 from forge.core.machine import Machine
 from forge.core.paths import SHEET
-from forge.core.section import Section, section_of
+from forge.core.section import Section, section_of, section_of_entries
 
 ROOT = Path(__file__).resolve().parents[1]
 # The YAML files name them in their first line, by which editors complete, explain and check keys.
@@ -122,8 +122,11 @@ def _sections(name: str, model: type[Section]) -> Iterator[tuple[str, type[Secti
     """(dotted name, section): the top level ("") first, each section before those in it."""
     yield name, model
     for key, field in model.model_fields.items():
+        below = f"{name}.{field.alias or key}".removeprefix(".")
         if section := section_of(field.annotation):
-            yield from _sections(f"{name}.{field.alias or key}".removeprefix("."), section)
+            yield from _sections(below, section)
+        elif entry := section_of_entries(field.annotation):
+            yield from _sections(f"{below}.NAME", entry)
 
 
 def _may_change(name: str, section: type[Section], key: str) -> str:
@@ -145,6 +148,9 @@ def _type(schema: dict[str, Any]) -> str:
         return " or ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     if schema["type"] == "array":
         return f"list of {_type(schema['items'])}"
+    if schema["type"] == "object":
+        [entry] = schema.get("patternProperties", {}).values() or [schema["additionalProperties"]]
+        return f"{_type(entry).replace('number or integer', 'number')} by name"
     word = {"string": "text", "boolean": "true or false"}.get(schema["type"], schema["type"])
     bounds = [f"{sign} {schema[key]:.12g}" for key, sign in _BOUNDS.items() if key in schema]
     return f"{word} {' and '.join(bounds)}".strip()

@@ -31,6 +31,7 @@ def check_compatible(config: ResolvedConfig, checkpoint: Checkpoint) -> None:
     if decay_steps != checkpoint.manifest.decay_steps:
         problems.append(differs("train.decay_steps", decay_steps, checkpoint.manifest.decay_steps))
     problems += changed_ids(config, made_by)
+    problems += added_sources(config, made_by)
     if config.parent != made_by.parent:
         problems.append(differs("parent", config.parent, made_by.parent))
     if problems:
@@ -62,11 +63,24 @@ def recorded_value(model: type[Section], section: Part, key: str) -> object:
 
 
 def changed_ids(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:
-    """One sentence for each artefact that is another than in the config of a checkpoint."""
-    for name in ("tokenizer", "tokens"):
-        now, then = getattr(config.ids, name), getattr(made_by.ids, name)
-        if now != then:
-            yield differs(f"ids.{name}", now, then)
+    """One sentence for each artefact that is another than in the config of a checkpoint, of sources each
+    that the checkpoint has."""
+    if config.ids.tokenizer != made_by.ids.tokenizer:
+        yield differs("ids.tokenizer", config.ids.tokenizer, made_by.ids.tokenizer)
+    mine, theirs = config.ids.sources, made_by.ids.sources
+    if not (mine and theirs) and config.ids.tokens != made_by.ids.tokens:
+        yield differs("ids.tokens", config.ids.tokens, made_by.ids.tokens)
+    elif mine:
+        for name in theirs:
+            if mine.get(name) != theirs[name]:
+                yield differs(f"ids.sources.{name}", mine.get(name), theirs[name])
+
+
+def added_sources(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:
+    """One sentence for each source that the config of a checkpoint does not have."""
+    if made_by.ids.sources:
+        for name in config.ids.sources.keys() - made_by.ids.sources.keys():
+            yield differs(f"ids.sources.{name}", config.ids.sources[name], None)
 
 
 def differs(key: str, now: object, then: object) -> str:

@@ -86,10 +86,15 @@ class RecordedTrain(Part):
 
 
 class RecordedIds(Part):
-    """Content ids of the run's tokenizer and tokens."""
+    """Content ids of the run's tokenizer and tokens; `sources` is {} for a run without sources."""
 
     tokenizer: str
     tokens: str
+    sources: dict[str, str] = {}
+
+    @model_serializer(mode="wrap")
+    def _as_it_was(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without_empty(dump(self), "sources")
 
 
 class RecordedConfig(Part):
@@ -148,7 +153,7 @@ class ParentCheckpoint(Part):
 
 class Lineage(Part):
     """Code, config, data and hardware that made the checkpoint; `parent` is None for a run that
-    started at step 0."""
+    started at step 0, `sources` {} for a run without sources."""
 
     code: Code
     config: RecordedConfig
@@ -159,6 +164,7 @@ class Lineage(Part):
     hardware: Hardware
     numerics: Numerics
     parent: ParentCheckpoint | None = None
+    sources: dict[str, Artifact] = {}
 
     @classmethod
     def of(
@@ -169,8 +175,10 @@ class Lineage(Part):
         tokens_digest: str,
         numerics: dict[str, Any],
         parent: ParentCheckpoint | None = None,
+        source_digests: dict[str, str] | None = None,
     ) -> Self:
-        """The lineage of a run that trains on these data, on this host."""
+        """The lineage of a run that trains on these data, on this host. source_digests: of the tokens of
+        each source, for a run with sources."""
         return cls(
             code=Code(**code()),
             config=RecordedConfig(**config.to_json()),
@@ -181,14 +189,43 @@ class Lineage(Part):
             hardware=Hardware(host=hostname(), cpu=cpu_name()),
             numerics=Numerics(**numerics),
             parent=parent,
+            sources={
+                name: Artifact(id=config.ids.sources[name], digest=digest)
+                for name, digest in (source_digests or {}).items()
+            },
         )
 
     @model_serializer(mode="wrap")
-    def _without_missing_parent(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = dump(self)
-        if self.parent is None:
-            del values["parent"]
-        return values
+    def _as_it_was(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without_empty(dump(self), "parent", "sources")
+
+
+class RecordedStage(Part):
+    """Weights of the sources from a step on."""
+
+    step: Count
+    weights: dict[str, float]
+
+
+class SourceUse(Part):
+    """A source: tokens of its training split, windows in an epoch of it, and how many samples the run and
+    its parents have drawn from it before `step`."""
+
+    tokens: Count
+    windows: Count
+    samples: Count
+
+
+class RecordedMix(Part):
+    """By which weights a run with sources draws its samples: what a resume, a child and reports need.
+
+    `stages` begin where the run does, or where a parent of it began to draw by its weights;
+    `drawn_before` are samples by source before the first of them.
+    """
+
+    stages: list[RecordedStage]
+    drawn_before: dict[str, Count]
+    sources: dict[str, SourceUse]
 
 
 class Manifest(Part):
@@ -205,6 +242,12 @@ class Manifest(Part):
     format: Literal[3] = FORMAT
     digest: str = ""
     """Over all else; empty until the manifest is sealed."""
+    mix: RecordedMix | None = None
+    """None for a run without sources."""
+
+    @model_serializer(mode="wrap")
+    def _as_it_was(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without_empty(dump(self), "mix")
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -251,6 +294,12 @@ class Manifest(Part):
     def with_files(self, files: dict[str, StoredFile]) -> Self:
         """The manifest with these files, not sealed."""
         return self.model_copy(update={"files": files, "digest": ""})
+
+
+def _without_empty(values: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """Without these keys where they have no value: so the manifests of runs without sources or parents
+    have always been."""
+    return {name: value for name, value in values.items() if value or name not in keys}
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -213,12 +213,10 @@ def _bad_files(checkpoint: directory.Checkpoint, share: tuple[int, int]) -> list
 
 
 def check_same_data(found: directory.Checkpoint, lineage: Lineage) -> None:
-    """DataError when a checkpoint was trained on data with other digests than those of `lineage`."""
-    made_by = found.manifest.lineage
-    for name, now, then in (
-        ("tokens", lineage.tokens.digest, made_by.tokens.digest),
-        ("tokenizer", lineage.tokenizer.digest, made_by.tokenizer.digest),
-    ):
+    """DataError when a checkpoint was trained on data with other digests than those of `lineage`. Sources
+    that the checkpoint does not have may be there."""
+    for name, then in _data_of(found.manifest.lineage).items():
+        now = _data_of(lineage).get(name, "none")
         if then != now:
             raise DataError(
                 f"the {name} of this run have digest {now[:12]}, {found.folder} was trained"
@@ -226,3 +224,12 @@ def check_same_data(found: directory.Checkpoint, lineage: Lineage) -> None:
                 cause="the corpus or the tokenizer was edited in place and rebuilt",
                 fix="restore the old input, or give the run a new name",
             )
+
+
+def _data_of(lineage: Lineage) -> dict[str, str]:
+    """The digest of each artefact, by what people call it."""
+    sources = {f"tokens of source {name}": one.digest for name, one in lineage.sources.items()}
+    return {
+        **(sources or {"tokens": lineage.tokens.digest}),
+        "tokenizer": lineage.tokenizer.digest,
+    }

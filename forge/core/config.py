@@ -12,12 +12,21 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from forge.core.errors import ConfigError
 from forge.core.evaluation import Evaluate
+from forge.core.mix import STEP, Mix, check_mix, require_sources
 from forge.core.program import Program
-from forge.core.section import FREE, FilePath, Section, section_of
+from forge.core.section import FREE, FilePath, Section, section_of, section_of_entries
 from forge.core.tracking import Tracking
 from forge.core.values import as_cell, describe, read_cell, read_text, read_yaml, shown
 
@@ -31,6 +40,9 @@ FOLDERS = ("run", "results", "data")
 OUTSIDE_TRAINING = ("validate", "report", "evaluate", "tracking")
 # Sections that another program has no use for.
 OF_FORGES_TRAINER = ("tokenizer", "tokenize", "model", "train")
+
+# Part of names of metrics, too.
+SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
 
 MAX_MIB = 2**30  # a PiB
 # Ids of a tokenizer that is not known yet: those of Gemma's, the largest in wide use.
@@ -77,10 +89,10 @@ class Tokenizer(Section):
         return self.vocab_size if self.source == "train" else LARGE_VOCABULARY
 
 
-class Tokenize(Section):
-    """The corpus, and how it becomes shards of token ids."""
+class Source(Section):
+    """A corpus: its files, and how their text is read."""
 
-    inputs: list[FilePath] = Field(default=["python:stdlib"], min_length=1)
+    inputs: list[FilePath] = Field(min_length=1)
     """Files, directories and globs; `python:stdlib` is the source code of Python's standard library."""
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
     """`auto` decides by the file name (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, else text)."""
@@ -90,12 +102,55 @@ class Tokenize(Section):
     """Cuts text files into documents at this string; null makes each text file one document."""
     invalid_utf8: Literal["error", "replace"] = "error"
     """Bytes that are not UTF-8: stop and name file and offset, or replace them by U+FFFD."""
+
+
+class Tokenize(Source):
+    """The corpus, and how it becomes shards of token ids."""
+
+    inputs: list[FilePath] = Field(default=["python:stdlib"], min_length=1)
+    """Files, directories and globs; `python:stdlib` is the source code of Python's standard library."""
+    sources: dict[SourceName, Source] | None = Field(None, min_length=1)
+    """Several corpora by name, each tokenized by itself, in place of `inputs` and of the keys on how text
+    is read; train.mix has their weights. null: one corpus."""
     val_fraction: float = Field(0.05, gt=0, lt=1)
     """Fraction of the documents in the validation split, chosen by the digest of the document."""
     shard_tokens: int = Field(2**26, ge=1024)
     """A shard ends with the document that brings it to this many tokens."""
     part_mib: float = Field(4, gt=0, le=MAX_MIB)
     """Input files are grouped into parts of about this many MiB; parts are tokenized in parallel."""
+
+    @model_validator(mode="after")
+    def _inputs_or_sources(self) -> Self:
+        if self.sources is None:
+            return self
+        if STEP in self.sources:
+            raise ValueError(
+                f"a source cannot have the name {STEP}, a key of the stages of train.mix"
+            )
+        if given := [key for key in Source.model_fields if key in self.model_fields_set]:
+            raise ValueError(
+                f"sources takes the place of {', '.join(given)}, which each source has of its own: remove"
+                " one or the other"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_unused_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """With sources, the keys that each source has of its own; else `sources`."""
+        unused = Source.model_fields if self.sources else ("sources",)
+        return {key: value for key, value in dump(self).items() if key not in unused}
+
+    @property
+    def corpora(self) -> dict[str, Tokenize]:
+        """The settings of each source as those of a single corpus, sorted by name; without sources those
+        of the only corpus, whose name is empty."""
+        if self.sources is None:
+            return {"": self}
+        common = {"val_fraction", "shard_tokens", "part_mib"}
+        return {
+            name: Tokenize(**self.sources[name].model_dump(), **self.model_dump(include=common))
+            for name in sorted(self.sources)
+        }
 
 
 class Model(Section):
@@ -161,6 +216,10 @@ class Train(Section):
 
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed of the initial weights, the order of the samples and dropout."""
+    mix: Mix | None = None
+    """Weight of each of tokenize.sources in the samples: `{web: 0.7, code: 0.3}`, in any unit, or a list
+    of stages by step: `[{step: 0, web: 0.7, code: 0.3}, {step: 8000, web: 0.3, code: 0.7}]`. null: in
+    proportion to their tokens."""
     seq_len: int = Field(256, ge=8)
     """Tokens per sample."""
     batch_size: int = Field(16, ge=1)
@@ -225,7 +284,7 @@ class Train(Section):
     eval_every: int = Field(50, ge=1, json_schema_extra=FREE)
     """Steps between two evaluations; there is also one before the first step and after the last."""
     eval_samples: int = Field(64, ge=1, json_schema_extra=FREE)
-    """Samples of the validation split in an evaluation, the same ones each time."""
+    """Samples of the validation split in an evaluation, the same ones each time; of each source."""
     checkpoint_every: int = Field(50, ge=1, json_schema_extra=FREE)
     """Steps between two checkpoints."""
     checkpoint_minutes: float | None = Field(None, gt=0, json_schema_extra=FREE)
@@ -234,6 +293,11 @@ class Train(Section):
     """Number of newest committed checkpoints to keep."""
     keep_every: int | None = Field(None, ge=1, json_schema_extra=FREE)
     """Also keep every checkpoint whose step is a multiple of this; null: none."""
+
+    @field_validator("mix", mode="before")
+    @classmethod
+    def _is_mix(cls, value: Any) -> Any:
+        return check_mix(value)
 
     @field_validator("shard", mode="before")
     @classmethod
@@ -285,7 +349,9 @@ class Ids(Section):
     tokenizer: str = Field("", pattern=r"^([0-9a-f]{12})?$")
     """Name of the directory in `data/tokenizers/`; empty with `program`."""
     tokens: str = Field("", pattern=r"^([0-9a-f]{12})?$")
-    """Name of the directory in `data/tokens/`; empty with `program`."""
+    """Name of the directory in `data/tokens/`, with sources of their list; empty with `program`."""
+    sources: dict[SourceName, Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]] = Field(default={})
+    """Name of the directory in `data/tokens/` of each source; `{}` without sources."""
     inputs: str = Field("", pattern=r"^([0-9a-f]{12})?$")
     """Name of the directory in `data/inputs/`, of `program.inputs`; empty without them."""
 
@@ -366,6 +432,13 @@ class Config(Section):
                 f"evaluate.every is {evaluate.every}, and such checkpoints are not kept: train.keep_every"
                 f" is {shown(kept)}; set it to {evaluate.every} or a divisor of it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _mix_fits_the_sources(self) -> Self:
+        if self.train.mix is not None:
+            first_step = int(self.parent.partition("@")[2]) if self.parent else 0
+            require_sources(self.train.mix, self.tokenize.sources or (), first_step)
         return self
 
     @property
@@ -486,7 +559,8 @@ def _problem(model: type[Section], detail: Any) -> str:
     if detail["type"] == "extra_forbidden":
         section, names = model, loc[:-1]
         for name in names:
-            section = _fields(section).get(name, section)
+            below = section_of_entries(section) or _fields(section).get(name)
+            section = below or section
         valid = sorted(_fields(section))
         close = difflib.get_close_matches(loc[-1], valid, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""

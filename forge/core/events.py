@@ -94,10 +94,12 @@ class Init(Timed):
 
 
 class Eval(Timed):
-    """The validation loss was measured."""
+    """The validation loss was measured. sources: of each source, for a run with sources; `loss` is then
+    their mean by the weights of the mix."""
 
     step: int
     loss: float  # nats per token
+    sources: dict[str, float] | None = None
 
 
 class Save(Timed):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -72,3 +72,10 @@ def section_of(annotation: Any) -> type[Section] | None:
     (part, *others) = parts
     is_section = isinstance(part, type) and issubclass(part, Section)
     return part if is_section and not others else None
+
+
+def section_of_entries(annotation: Any) -> type[Section] | None:
+    """The Section in `dict[…, Section] | None`, a section for each name; else None."""
+    parts = [annotation, *get_args(annotation)]
+    named = [get_args(part)[1] for part in parts if get_origin(part) is dict]
+    return section_of(named[0]) if named else None

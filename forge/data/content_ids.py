@@ -10,6 +10,7 @@ from forge.core.config import Config, Ids, ResolvedConfig, Tokenize
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import canonical, digest_bytes, digest_file, short_id
 from forge.data import corpus
+from forge.data.corpus import INPUTS, of_key
 from forge.data.inputs import list_inputs, of_hub
 
 # Incremented when the same settings and inputs give other bytes, so that nothing old is reused.
@@ -17,6 +18,7 @@ TOKENIZER_FORMAT = 1
 TOKENS_FORMAT = 1
 
 READING = ("format", "text_field", "document_separator", "invalid_utf8")
+SOURCES_FORMAT = 1
 
 
 def resolve(config: Config) -> ResolvedConfig:
@@ -37,15 +39,35 @@ def resolve_ids(config: Config) -> Ids:
     if config.program:
         return Ids(inputs=_inputs_id(tuple(config.program.inputs), str(Path.cwd())))
     tokenizer = short_id(tokenizer_recipe(config))
-    return Ids(tokenizer=tokenizer, tokens=short_id(_tokens_recipe(config, tokenizer)))
+    tokens = {
+        name: short_id(_tokens_recipe(settings, tokenizer, name))
+        for name, settings in config.tokenize.corpora.items()
+    }
+    if config.tokenize.sources is None:
+        return Ids(tokenizer=tokenizer, tokens=tokens[""])
+    listed = short_id({"format": SOURCES_FORMAT, "sources": tokens})
+    return Ids(tokenizer=tokenizer, tokens=listed, sources=tokens)
+
+
+def corpus_config(config: ResolvedConfig, name: str) -> ResolvedConfig:
+    """The config that tokenizes one source alone, with the id that its tokens have in `config`."""
+    ids = Ids(tokenizer=config.ids.tokenizer, tokens=config.ids.sources[name])
+    train = config.train.model_copy(update={"mix": None})
+    tokenize = config.tokenize.corpora[name]
+    return config.model_copy(update={"tokenize": tokenize, "train": train, "ids": ids})
 
 
 def require_current(config: ResolvedConfig, key: str) -> None:
-    """DataError where the id `key` (`tokenizer` or `tokens`) is not the one of the current inputs.
+    """DataError where the id `key` (`tokenizer`, or `tokens` of a single corpus) is not the one of the
+    current inputs.
 
     Else other data would be stored under the id that the config was resolved to.
     """
-    then, now = getattr(config.ids, key), getattr(resolve_ids(config), key)
+    then = getattr(config.ids, key)
+    if key == "tokenizer":
+        now = short_id(tokenizer_recipe(config))
+    else:
+        now = short_id(_tokens_recipe(config.tokenize, config.ids.tokenizer))
     if then != now:
         raise DataError(
             f"the config was resolved to {key} {then}, but its inputs now give {now}",
@@ -66,8 +88,8 @@ def tokenizer_recipe(config: Config) -> dict[str, Any]:
     match settings.source:
         case "train":
             recipe |= settings.model_dump(include={"vocab_size", "sample_mib"})
-            recipe |= config.tokenize.model_dump(include=set(READING))
-            recipe["listing"] = _listing_digest(config.tokenize)
+            read = {name: _reading(one, name) for name, one in config.tokenize.corpora.items()}
+            recipe |= read[""] if config.tokenize.sources is None else {"sources": read}
         case "path":
             recipe["files"] = {
                 path.name: digest_file(path) for path in tokenizer_files(str(settings.path))
@@ -90,21 +112,32 @@ def tokenizer_files(path: str) -> list[Path]:
 
 
 def tokens_settings(settings: Tokenize) -> dict[str, Any]:
-    """The settings that determine the shards. Without `inputs`: their files are listed instead."""
+    """The settings that determine the shards of a corpus. Without `inputs`: their files are listed
+    instead."""
     return settings.model_dump(mode="json", exclude={"inputs"})
 
 
-def _tokens_recipe(config: Config, tokenizer: str) -> dict[str, Any]:
+def _tokens_recipe(settings: Tokenize, tokenizer: str, source: str = "") -> dict[str, Any]:
     return {
         "format": TOKENS_FORMAT,
         "tokenizer": tokenizer,
-        "settings": tokens_settings(config.tokenize),
-        "listing": _listing_digest(config.tokenize),
+        "settings": tokens_settings(settings),
+        "listing": _listing_digest(settings, source),
     }
 
 
-def _listing_digest(settings: Tokenize) -> str:
-    return _cached_listing_digest(tuple(settings.inputs), str(Path.cwd()))
+def _reading(settings: Tokenize, source: str) -> dict[str, Any]:
+    """What a tokenizer that is trained depends on, of one corpus."""
+    listing = _listing_digest(settings, source)
+    return {**settings.model_dump(include=set(READING)), "listing": listing}
+
+
+def _listing_digest(settings: Tokenize, source: str) -> str:
+    """source: the name of the corpus in tokenize.sources, for errors; "" for tokenize.inputs."""
+    try:
+        return _cached_listing_digest(tuple(settings.inputs), str(Path.cwd()))
+    except DataError as err:
+        raise of_key(err, f"tokenize.sources.{source}.inputs" if source else INPUTS) from None
 
 
 @functools.cache

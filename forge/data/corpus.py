@@ -22,6 +22,7 @@ from forge.core import config
 from forge.core.errors import DataError
 from forge.core.terminal import say
 
+INPUTS = "tokenize.inputs"  # the key that errors name
 STDLIB = "python:stdlib"
 TOPICS = f"{STDLIB}#help-topics"  # pydoc's help texts: one document per topic, not a module
 # Tests hold deliberately broken files; the others are not the standard library's own text.
@@ -54,6 +55,13 @@ class InputFile:
 def list_files(settings: config.Tokenize) -> list[InputFile]:
     """The files that `tokenize.inputs` names, as `list_named`."""
     return list_named(settings.inputs)
+
+
+def of_key(error: DataError, key: str) -> DataError:
+    """The error of a list of inputs, with the key of the config that has the list."""
+    return DataError(
+        error.what.replace(INPUTS, key), cause=error.cause, fix=error.fix.replace(INPUTS, key)
+    )
 
 
 def list_named(inputs: Sequence[str]) -> list[InputFile]:

@@ -28,9 +28,7 @@ def list_inputs(inputs: Sequence[str]) -> list[InputFile]:
     try:
         return corpus.list_named([name for name in inputs if not name.startswith(hub.SCHEME)])
     except DataError as err:
-        fix = err.fix.replace("tokenize.inputs", "program.inputs")
-        what = err.what.replace("tokenize.inputs", "program.inputs")
-        raise DataError(what, cause=err.cause, fix=fix) from None
+        raise corpus.of_key(err, "program.inputs") from None
 
 
 def of_hub(inputs: Sequence[str]) -> list[HubFiles]:

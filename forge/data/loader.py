@@ -2,12 +2,12 @@
 
 A sample is a window of seq_len + 1 tokens of one shard; windows start at multiples of seq_len. The
 position in the data is one number: sample g of the run is window permute(g mod n) of epoch g div n,
-where n is the number of windows. So a checkpoint needs no loader state.
+where n is the number of windows; with several sources `data.mixed_order` says which window it is. So a
+checkpoint needs no loader state.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,49 +16,12 @@ import torch
 
 from forge.core.config import samples_per_rank
 from forge.core.errors import DataError
+from forge.data.mixed_order import MixedOrder
+from forge.data.permutation import in_epochs
 from forge.data.shards import Shard
-
-# Rounds of the permutation. Four are pseudo-random (Luby and Rackoff 1988) for large halves; eight,
-# because a corpus may have as few as ten windows.
-ROUNDS = 8
 
 # Number of samples whose order is computed at a time: a call costs 0.2 ms, a sample 0.06 us.
 SAMPLES_AT_ONCE = 2**14
-
-
-def permute(numbers: np.ndarray, *, size: int, seed: int, epoch: int) -> np.ndarray:
-    """A pseudo-random permutation of [0, size), applied to each number; size >= 1.
-
-    numbers: uint64, any shape. A Feistel network over a rectangle of at least `size` cells, repeated
-    until the result is below `size` (cycle walking; Black and Rogaway 2002, "Ciphers with arbitrary
-    finite domains"). The same on every machine and version.
-    """
-    width = math.isqrt(size - 1) + 1
-    height = -(-size // width)
-    keys = np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS, np.uint64)
-    places = _scramble(numbers.astype(np.uint64), width, height, keys)
-    # The rectangle exceeds size by less than one column, so this is rare.
-    while (outside := places >= size).any():
-        places[outside] = _scramble(places[outside], width, height, keys)
-    return places
-
-
-def _scramble(cells: np.ndarray, width: int, height: int, keys: np.ndarray) -> np.ndarray:
-    """A permutation of [0, width * height): rounds shift one coordinate by a hash of the other."""
-    left, right = np.divmod(cells, np.uint64(height))
-    for round_number, key in enumerate(keys):
-        if round_number % 2 == 0:
-            left = (left + _hash(right ^ key) % np.uint64(width)) % np.uint64(width)
-        else:
-            right = (right + _hash(left ^ key) % np.uint64(height)) % np.uint64(height)
-    return left * np.uint64(height) + right
-
-
-def _hash(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 class Windows:
@@ -111,13 +74,26 @@ class Loader:
     """
 
     def __init__(
-        self, windows: Windows, *, seed: int, batch_size: int, rank: int, world_size: int
+        self,
+        windows: Windows,
+        *,
+        seed: int,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        mixed: MixedOrder | None = None,
     ) -> None:
+        """mixed: the order of several sources, whose windows are numbered as in `windows`."""
         self.windows, self.seed, self.batch_size = windows, seed, batch_size
         self.rank, self.rank_samples = rank, samples_per_rank(batch_size, world_size)
+        self._mixed = mixed
         # About one epoch at most: with a tiny corpus a call would be for thousands of epochs.
         at_once = min(SAMPLES_AT_ONCE, windows.num_samples)
-        self._steps_at_once = max(1, at_once // self.rank_samples)
+        if mixed:
+            # Blocks are computed for all ranks, and a call should not be for a part of one.
+            self._steps_at_once = max(1, max(at_once, mixed.largest_block) // batch_size)
+        else:
+            self._steps_at_once = max(1, at_once // self.rank_samples)
         self._first_step, self._order = 0, np.empty((0, self.rank_samples), np.int64)
 
     def sample_numbers(self, step: int, num_steps: int = 1) -> np.ndarray:
@@ -135,13 +111,9 @@ class Loader:
 
     def _find_windows(self, numbers: np.ndarray) -> np.ndarray:
         """The window index of each global sample number, int64, of the same shape."""
-        size = self.windows.num_samples
-        epochs, places = np.divmod(numbers, np.uint64(size))
-        found = np.empty(numbers.shape, np.int64)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            found[here] = permute(places[here], size=size, seed=self.seed, epoch=int(epoch))
-        return found
+        if self._mixed:
+            return self._mixed.windows(numbers)
+        return in_epochs(numbers, size=self.windows.num_samples, seed=self.seed)
 
 
 def eval_batches(

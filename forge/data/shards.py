@@ -213,6 +213,15 @@ class ShardSet:
         return self.manifest.vocab_size
 
     @property
+    def tokenizer_digest(self) -> str:
+        return self.manifest.tokenizer_digest
+
+    @property
+    def by_source(self) -> dict[str, ShardSet]:
+        """As of several sources (`data.sources`): a single corpus has no name."""
+        return {"": self}
+
+    @property
     def members(self) -> list[Member]:
         return [Member(s.path, s.path.name, s.num_bytes) for s in self.train + self.val]
 

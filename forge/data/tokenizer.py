@@ -289,8 +289,7 @@ def _train(config: Config) -> _Source:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    files = corpus.list_files(config.tokenize)
-    tokenizer.train_from_iterator(_sample(files, config), trainer)
+    tokenizer.train_from_iterator(_sample(config), trainer)
     if _vocab_size(tokenizer) < settings.vocab_size:
         say(
             f"the corpus gives only {_vocab_size(tokenizer)} of {settings.vocab_size} ids: "
@@ -299,16 +298,22 @@ def _train(config: Config) -> _Source:
     return _Source(tokenizer.to_str(pretty=True).encode())
 
 
-def _sample(files: list[corpus.InputFile], config: Config) -> Iterator[str]:
-    """At most sample_mib of text: the beginning of every file, in proportion to its size."""
+def _sample(config: Config) -> Iterator[str]:
+    """At most sample_mib of text: the beginning of every file of all sources, in proportion to its
+    size."""
+    files = [
+        (file, settings)
+        for settings in config.tokenize.corpora.values()
+        for file in corpus.list_files(settings)
+    ]
     limit = config.tokenizer.sample_mib * 2**20
-    total = sum(file.size for file in files)
+    total = sum(file.size for file, _ in files)
     taken_total = 0
     with progress("reading the sample", min(limit, total) / 2**20, "MiB") as update:
-        for file in files:
+        for file, settings in files:
             share = int(limit * file.size / max(total, 1))
             taken = 0
-            for document in corpus.read_documents(file, config.tokenize):
+            for document in corpus.read_documents(file, settings):
                 text = _first_bytes(document, share - taken)
                 taken += len(text.encode())
                 yield text

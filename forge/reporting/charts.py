@@ -25,8 +25,13 @@ PAINT = {
     "#010102": "var(--train)",
     "#010103": "var(--eval)",
     "#010104": "var(--mark)",
+    "#010105": "var(--p-recomputed)",
+    "#010106": "var(--p-save)",
+    "#010107": "var(--p-preflight)",
 }
-INK, TRAIN, EVAL, MARK = PAINT
+INK, TRAIN, EVAL, MARK, *MORE = PAINT
+OF_SOURCES = (TRAIN, EVAL, *MORE)
+DASHES = ("-", "--", ":", "-.")  # where there are more sources than colors
 
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: small, selectable, in the page's font
@@ -55,6 +60,18 @@ def loss_chart(history: History) -> str:
         _line(axes, history.evals, "loss", EVAL, "validation", lw=2, marker="o", ms=4)
         axes.legend(loc="upper right")
         return _svg(figure, "loss")
+
+
+def source_chart(history: History) -> str:
+    """Validation loss of each source over steps, restarts as dashed lines."""
+    with mpl.rc_context({**STYLE, "svg.hashsalt": "sources"}):
+        figure, axes = _axes("validation loss", history)
+        for number, (name, frame) in enumerate(history.source_evals.items()):
+            again, color = divmod(number, len(OF_SOURCES))
+            style = {"lw": 1.6, "marker": "o", "ms": 3, "ls": DASHES[again % len(DASHES)]}
+            _line(axes, frame, "loss", OF_SOURCES[color], name, **style)
+        axes.legend(loc="upper right")
+        return _svg(figure, "sources")
 
 
 def throughput_chart(history: History) -> str:

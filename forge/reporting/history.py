@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from math import inf
@@ -142,11 +142,13 @@ class History:
     """A run's surviving curves (frames indexed 0.., sorted by step) and all of its wall time.
 
     train: step, loss, grad_norm, lr, tokens_per_sec, mfu, tokens, time, launch.
-    evals: step, loss, time, launch. phases: in order, without overlap.
+    evals: step, loss, time, launch. source_evals: the same of each source, {} without sources. phases: in
+    order, without overlap.
     """
 
     train: pd.DataFrame
     evals: pd.DataFrame
+    source_evals: dict[str, pd.DataFrame]
     launches: list[Launch]
     restarts: list[Restart]
     phases: list[Phase]
@@ -182,6 +184,10 @@ def read_history(paths: RunPaths) -> History:
     return History(
         train=_frame(lines, "train", TRAIN_COLUMNS, kept),
         evals=_frame(lines, "eval", EVAL_COLUMNS, kept),
+        source_evals={
+            name: _frame(found, "eval", EVAL_COLUMNS, kept)
+            for name, found in sorted(_by_source(lines).items())
+        },
         launches=launches,
         restarts=_restarts(launches),
         phases=_phases(log, launches, kept),
@@ -268,6 +274,15 @@ def _restarts(launches: list[Launch]) -> list[Restart]:
         for before, launch in pairwise(launches)
         if launch.resumed_step is not None
     ]
+
+
+def _by_source(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    """The lines of evaluations with the loss of one source, by source."""
+    found: dict[str, list[Line]] = defaultdict(list)
+    for line in lines:
+        for name, loss in (getattr(line, "sources", None) or {}).items():
+            found[name].append(replace(line, loss=loss))
+    return found
 
 
 def _frame(

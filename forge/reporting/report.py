@@ -15,7 +15,13 @@ from forge.core import events
 from forge.core.files import atomic_open, read_json
 from forge.core.paths import RunPaths
 from forge.core.terminal import duration
-from forge.reporting.charts import loss_chart, throughput_chart, time_blocks, time_ticks
+from forge.reporting.charts import (
+    loss_chart,
+    source_chart,
+    throughput_chart,
+    time_blocks,
+    time_ticks,
+)
 from forge.reporting.history import PHASES, History, Launch, facts, read_history
 from forge.reporting.scores import read_scores
 from forge.reporting.summary import Summary, preflight_checks, summarize, validation_checks
@@ -115,6 +121,13 @@ def _charts(history: History) -> list[dict[str, Any]]:
             if len(frame)
         )
         charts.append({"title": "Loss", "alt": alt, "svg": Markup(loss_chart(history))})
+    if history.source_evals:
+        alt = ", ".join(
+            f"{name} from {frame['loss'].iloc[0]:.2f} to {frame['loss'].iloc[-1]:.2f}"
+            for name, frame in history.source_evals.items()
+        )
+        svg = Markup(source_chart(history))
+        charts.append({"title": "Validation loss by source", "alt": alt, "svg": svg})
     if len(speed):
         rate = speed["tokens_per_sec"]
         alt = f"tokens per second: median {rate.median():,.0f}, least {rate.min():,.0f}"

@@ -41,6 +41,7 @@ def _rows(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
     rows = [("reason" if i == 0 else "", note) for i, note in enumerate(summary.notes)]
     rows += [("next", summary.state.next)] if summary.state.next else []
     rows += [("checkpoint", checkpoint), ("report", report), ("validation loss", _losses(paths))]
+    rows += [("" if number else "sources", str(row)) for number, row in enumerate(summary.sources)]
     for number, row in enumerate(read_scores(paths)):
         at = f"{row.label} at step {max(row.by_step)}"
         rows.append(("evaluation" if number == 0 else "", f"{row.text()} {at}"))

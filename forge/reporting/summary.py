@@ -17,6 +17,7 @@ from forge.core.records import PreflightResult, Sample, Trained, Validation
 from forge.core.terminal import one_line
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import RunState, ask_slurm, judge
+from forge.reporting.sources import SourceRow, source_rows
 
 T = TypeVar("T")
 
@@ -43,6 +44,11 @@ class Summary:
         return made.step if made else None
 
     @property
+    def sources(self) -> list[SourceRow]:
+        """The sources of the data, as of the checkpoint; none for a run of a single corpus."""
+        return source_rows(self.manifest)
+
+    @property
     def samples(self) -> list[str]:
         """Prompt and continuation, each as one printable line."""
         return [_sample(sample) for sample in self.validation.samples] if self.validation else []
@@ -62,6 +68,7 @@ class Summary:
             ("config digest", lineage.config_digest),
             ("tokenizer", _id_and_digest(lineage.tokenizer)),
             ("tokens", _id_and_digest(lineage.tokens)),
+            *((f"source {n}", _id_and_digest(one)) for n, one in lineage.sources.items()),
             ("parent", _parent(lineage.parent)),
             ("weights digest", self._weights_digest()),
             ("world size", str(self.manifest.world_size)),

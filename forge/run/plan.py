@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from forge.checkpoint.parent import first_step
 from forge.cluster.placement import WorldLayout
 from forge.core import memory
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine
 from forge.core.memory import ADAM, GIB, WEIGHT, Shape
+from forge.core.mix import stages
 from forge.core.terminal import Table, duration, print_plain
 from forge.trainer.metrics import PEAK_BF16_FLOPS
 
@@ -53,10 +55,29 @@ def _facts(config: Config, shape: Shape, layout: WorldLayout) -> list[str]:
         f"step: {train.batch_size} samples of {train.seq_len} = {tokens:,} tokens, {flops:.3g} FLOPs",
         f"goal: step {train.max_steps:,} = {train.max_steps * tokens:,} tokens",
         f"checkpoint: {saved:,.3g} GB, every {train.checkpoint_every} steps, {train.keep_last} kept",
+        *_sources(config),
         f"ranks: {ranks}; micro-batch of {shape.micro_samples} samples{chosen}",
         f"time on {GPU} GPUs at {UTILIZATION:.0%} of their peak: {seconds:.3g} s a step,"
         f" {duration(seconds * train.max_steps)} in all",
     ]
+
+
+def _sources(config: Config) -> list[str]:
+    """How many tokens each source is to give, by train.mix."""
+    sources, train = sorted(config.tokenize.sources or ()), config.train
+    if not sources:
+        return []
+    if train.mix is None:
+        return [f"sources: {', '.join(sources)}, in proportion to their tokens"]
+    samples = dict.fromkeys(sources, 0.0)
+    all_stages = stages(train.mix)
+    ends = [stage.step for stage in all_stages[1:]] + [train.max_steps]
+    for stage, end in zip(all_stages, ends, strict=True):
+        steps = max(0, min(end, train.max_steps) - max(stage.step, first_step(config)))
+        for name, share in stage.shares.items():
+            samples[name] += float(share) * steps * train.batch_size
+    told = (f"{name} {train.seq_len * number:,.0f}" for name, number in samples.items())
+    return [f"sources: {', '.join(told)} tokens up to the goal"]
 
 
 def _table(shape: Shape, gpu_gib: float) -> Table:

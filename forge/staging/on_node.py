@@ -34,7 +34,8 @@ from forge.core.process import node_local_folder
 from forge.core.terminal import progress
 from forge.data.file_set import FileSet, Kind, Member
 from forge.data.input_set import InputSet
-from forge.data.shards import MANIFEST, ShardSet
+from forge.data.shards import MANIFEST
+from forge.data.sources import open_tokens
 
 SPARE_BYTES = 256 * 2**20  # left free for other users of the node
 STAMP = ".stamp.json"
@@ -58,12 +59,12 @@ SAMPLE_BYTES = 64 * 2**20
 
 def open_shared(kind: Kind, folder: Path) -> FileSet:
     """The set whose manifest is in this directory of the shared file system. Raises DataError."""
-    return InputSet.open(folder) if kind == "inputs" else ShardSet.open(folder)
+    return InputSet.open(folder) if kind == "inputs" else open_tokens(folder)
 
 
 def open_copy(kind: Kind, folder: Path) -> FileSet:
     """The copy of a set in a directory of this node. Raises DataError."""
-    return InputSet.open_copy(folder) if kind == "inputs" else ShardSet.open(folder)
+    return InputSet.open_copy(folder) if kind == "inputs" else open_tokens(folder)
 
 
 # --- directories----------------------------------------------------------------------------------

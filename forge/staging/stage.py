@@ -12,7 +12,7 @@ from forge.core.machine import Machine
 from forge.core.paths import RunPaths, inputs_folder, tokens_folder
 from forge.data.file_set import FileSet
 from forge.data.input_set import InputSet
-from forge.data.shards import ShardSet
+from forge.data.sources import open_tokens
 from forge.staging.to_nodes import stage_nodes
 
 
@@ -41,7 +41,7 @@ def stage(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path
 def _files(config: ResolvedConfig) -> FileSet | None:
     """What the run reads; None for a program without inputs."""
     if config.program is None:
-        return ShardSet.open(tokens_folder(config.data, config.ids.tokens))
+        return open_tokens(tokens_folder(config.data, config.ids.tokens))
     if not config.ids.inputs:
         return None
     inputs = InputSet.open(inputs_folder(config.data, config.ids.inputs))

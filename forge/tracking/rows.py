@@ -113,6 +113,7 @@ def values_of(line: Line) -> dict[str, float]:
         found = {f"train/{name}": getattr(line, name) for name in OF_A_STEP}
     elif isinstance(line, EvalLine):
         found = {"val/loss": line.loss}
+        found |= {f"val/loss/{name}": loss for name, loss in (line.sources or {}).items()}
     else:
         found = {"train/step": line.step}
     return {name: float(value) for name, value in found.items() if value is not None}

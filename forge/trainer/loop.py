@@ -27,8 +27,9 @@ from forge.core.paths import RunPaths, tokenizer_folder
 from forge.core.process import hostname
 from forge.core.provenance import versions
 from forge.core.terminal import say
-from forge.data.loader import Windows
-from forge.data.shards import MANIFEST, ShardSet
+from forge.data.shards import MANIFEST
+from forge.data.source_windows import windows_by_source
+from forge.data.sources import Tokens, digests_by_source, open_tokens
 from forge.launch.heartbeat import heartbeat
 from forge.launch.process_group import World, dump_collectives, is_peer_loss
 from forge.launch.rank_output import RankProgress
@@ -38,7 +39,7 @@ from forge.launch.stop_signal import StopFlag
 from forge.launch.watchdog import Watchdog
 from forge.trainer import metrics, optim
 from forge.trainer.agreement import Agreement, Flags
-from forge.trainer.evaluate import reference_losses, validation_loss
+from forge.trainer.evaluate import reference_losses, validation_losses
 from forge.trainer.initialize import initialize
 from forge.trainer.llama import Decoder
 from forge.trainer.nonfinite import Skipped, diverged
@@ -49,6 +50,7 @@ from forge.trainer.numerics import (
     prepare,
 )
 from forge.trainer.parallel import ParallelModel
+from forge.trainer.source_mix import SourceMix, mean_loss, told
 from forge.trainer.step import LaunchedStep, StepResult, TrainStep, train_loader
 
 # Steps between two garbage collections. When Python chooses the moment, it differs from rank to rank, and
@@ -66,16 +68,15 @@ class Trainer:
         config: ResolvedConfig,
         paths: RunPaths,
         world: World,
-        shards: ShardSet,
+        tokens: Tokens,
         spec: LaunchSpec,
     ) -> None:
         self.config, self.paths, self.world = config, paths, world
         self.spec, self.launch = spec, spec.launch
-        self.settings, self.shards = config.train, shards
+        self.settings, self.tokens = config.train, tokens
         self.precision = precision(self.settings.precision, world.device)
-        self.loader = train_loader(shards, self.settings, world)
-        self.val_windows = Windows(shards.val, self.settings.seq_len, split="val")
-        self.model = Decoder(config.model, shards.vocab_size)
+        self.val_windows = windows_by_source(tokens, "val", self.settings.seq_len)
+        self.model = Decoder(config.model, tokens.vocab_size)
         self.parallel = ParallelModel(self.model, self.settings, world, self.precision)
         self.optimizers = optim.make_optimizers(self.model, self.settings)
         self.num_parameters = self.model.num_parameters()
@@ -118,6 +119,9 @@ class Trainer:
         found = own or resume.verified_parent(self.config, self.world)
         self.decay_steps = compatibility.frozen_decay_steps(self.config, own)
         self.lineage = self._lineage(parent.recorded(self.config, own, found))
+        self.mix = SourceMix.of_start(self.tokens, self.config, own, found)
+        order = self.mix.order if self.mix else None
+        loader = train_loader(self.tokens, self.settings, self.world, order)
         if found is None:
             heartbeat.beat("draw of the initial weights")
             initialize(self.model, self.settings.seed)
@@ -131,20 +135,21 @@ class Trainer:
             if self.world.rank.is_main:
                 say(f"{'resume' if own else 'start'} from {found.folder}")
         self.parallel.wrap()
-        self.train_step = TrainStep(self.parallel, self.optimizers, self.loader, self.decay_steps)
+        self.train_step = TrainStep(self.parallel, self.optimizers, loader, self.decay_steps)
         self.saver.hold_updates(self.optimizers)
 
     def _lineage(self, made_from: ParentCheckpoint | None) -> Lineage:
         """The lineage of this launch's checkpoints. Taken once: the code in memory does not change."""
         # The nodes may see their staged shards only, which name the tokenizer's digest, too.
         folder = tokenizer_folder(self.config.data, self.config.ids.tokenizer)
-        file, made_with = folder / "tokenizer.json", self.shards.manifest.tokenizer_digest
+        file, made_with = folder / "tokenizer.json", self.tokens.tokenizer_digest
         return Lineage.of(
             self.config,
             tokenizer_digest=digest_file(file) if file.exists() else made_with,
-            tokens_digest=self.shards.digest,
+            tokens_digest=self.tokens.digest,
             numerics=numerics(self.world.device, self.precision),
             parent=made_from,
+            source_digests=digests_by_source(self.tokens),
         )
 
     # --- the loop ------------------------------------------------------------------------------
@@ -289,16 +294,19 @@ class Trainer:
     def evaluate(self) -> None:
         """Write the validation loss to metrics and event log. TrainingError if it is not finite."""
         started = time.perf_counter()
-        loss = validation_loss(self.parallel, self.val_windows)
-        if not math.isfinite(loss):
-            raise self._diverged(f"validation loss {loss} is not finite")
+        losses = validation_losses(self.parallel, self.val_windows)
+        if not all(map(math.isfinite, losses.values())):
+            raise self._diverged(f"validation loss {told(losses)} is not finite")
         if self.world.rank.is_main:
-            line = metrics.EvalLine(launch=self.launch, step=self.step, loss=loss)
+            loss = mean_loss(losses, self.mix.at_start if self.mix else None, self.step)
+            sources = losses if self.mix else None
+            line = metrics.EvalLine(launch=self.launch, step=self.step, loss=loss, sources=sources)
             metrics.write(self.paths.metrics, line)
             seconds = round(time.perf_counter() - started, 3)
             self.budget.measure_evaluation(seconds)
-            self._record(events.Eval(step=self.step, seconds=seconds, loss=loss))
-            say(f"step {self.step}: validation loss {loss:.4f}")
+            self._record(events.Eval(step=self.step, seconds=seconds, loss=loss, sources=sources))
+            by_source = f" ({told(losses)})" if sources else ""
+            say(f"step {self.step}: validation loss {loss:.4f}{by_source}")
 
     # --- checkpoints ---------------------------------------------------------------------------
 
@@ -352,6 +360,7 @@ class Trainer:
             reference=reference,
             lineage=self.lineage,
             files={},
+            mix=self.mix.record(self.step) if self.mix else None,
         )
 
     def announce(self, seconds: float) -> None:
@@ -393,10 +402,10 @@ def train(
     """Train one run on this rank to train.max_steps or to a stop. All ranks call it."""
     Watchdog(spec, world.rank.rank, lambda: dump_collectives(world)).start()
     prepare(world.device, deterministic=config.train.deterministic)
-    shards = world.patiently(
+    tokens = world.patiently(
         lambda: _open_verified(_shards_folder(spec.train_task), world), "check of shards"
     )
-    trainer = Trainer(config, paths, world, shards, spec)
+    trainer = Trainer(config, paths, world, tokens, spec)
     trainer.resume()
     trainer.announce(time.time() - spec.train_task.started)
     try:
@@ -417,8 +426,8 @@ def _shards_folder(task: TrainTask) -> Path:
     return Path(task.shared)
 
 
-def _open_verified(folder: Path, world: World) -> ShardSet:
+def _open_verified(folder: Path, world: World) -> Tokens:
     """Open the shards and verify their digests; each rank of a node reads a share of the files."""
-    shards = ShardSet.open(folder)
-    shards.verify((world.rank.local_rank, world.rank.local_world_size))
-    return shards
+    tokens = open_tokens(folder)
+    tokens.verify((world.rank.local_rank, world.rank.local_world_size))
+    return tokens

@@ -118,9 +118,11 @@ class TrainLine(Line):
 
 @dataclass(kw_only=True)
 class EvalLine(Line):
-    """An evaluation. loss: on the validation split."""
+    """An evaluation. loss: on the validation split; with several sources the mean over them, by the
+    weights of the mix. sources: the loss of each, left out of the file without sources."""
 
     kind: Literal["eval"] = "eval"
+    sources: dict[str, float] | None = None
 
 
 @dataclass(kw_only=True)
@@ -142,6 +144,7 @@ def write(path: Path, line: Line) -> None:
     clean = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in vars(line).items()
+        if key != "sources" or value is not None
     }
     json_lines.append(path, clean)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from forge.data.loader import Windows
+from forge.data.source_windows import spread
 from forge.trainer import cpu
 
 # Samples in the reference batch of a rank: enough to detect a wrong weight, cheap in a stop before the
@@ -57,7 +60,8 @@ def numerics(device: torch.device, precision: str) -> dict[str, Any]:
     }
 
 
-def reference_samples(num_samples: int, rank: int) -> np.ndarray[Any, Any]:
-    """Indices of the validation samples in a rank's reference batch."""
-    indices = np.arange(rank * REFERENCE_SAMPLES, (rank + 1) * REFERENCE_SAMPLES)
-    return indices % num_samples
+def reference_batch(windows: Mapping[str, Windows], rank: int) -> np.ndarray[Any, Any]:
+    """The validation windows in a rank's reference batch, of all sources in turn, int64
+    [REFERENCE_SAMPLES, seq_len + 1]."""
+    numbers = np.arange(rank * REFERENCE_SAMPLES, (rank + 1) * REFERENCE_SAMPLES)
+    return spread(windows, numbers)

@@ -13,9 +13,11 @@ import torch
 
 from forge.core import failpoints
 from forge.core.config import Train
-from forge.data.loader import Loader, Windows
+from forge.data.loader import Loader
+from forge.data.mixed_order import MixedOrder
 from forge.data.prefetch import Prefetcher
-from forge.data.shards import ShardSet
+from forge.data.source_windows import joined
+from forge.data.sources import Tokens
 from forge.launch.heartbeat import heartbeat
 from forge.launch.process_group import World, named
 from forge.trainer import optim
@@ -109,15 +111,18 @@ class TrainStep:
         return self.loader.batch(step)
 
 
-def train_loader(shards: ShardSet, settings: Train, world: World) -> Loader | Prefetcher:
-    """This rank's batches. DataError if no shard holds a sequence, ConfigError if the ranks cannot
-    share a batch."""
+def train_loader(
+    tokens: Tokens, settings: Train, world: World, order: MixedOrder | None = None
+) -> Loader | Prefetcher:
+    """This rank's batches. order: of the samples of several sources. DataError if no shard holds a
+    sequence, ConfigError if the ranks cannot share a batch."""
     loader = Loader(
-        Windows(shards.train, settings.seq_len),
+        joined(tokens, settings.seq_len),
         seed=settings.seed,
         batch_size=settings.batch_size,
         rank=world.rank.rank,
         world_size=world.rank.world_size,
+        mixed=order,
     )
     return Prefetcher(loader, world.device) if world.device.type == "cuda" else loader
 

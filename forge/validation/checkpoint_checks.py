@@ -18,7 +18,7 @@ from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, ForgeError, UnfitError
 from forge.core.paths import RunPaths, tokenizer_folder, tokens_folder
 from forge.core.records import Trained, Validation
-from forge.data.shards import ShardSet
+from forge.data.sources import Tokens, open_tokens
 from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
 from forge.validation.replay import check_next_losses
 
@@ -42,8 +42,8 @@ class Data:
         self._tokenizer = tokenizer_folder(config.data, config.ids.tokenizer)
 
     @cached_property
-    def shards(self) -> ShardSet:
-        found = ShardSet.open(self._tokens)
+    def shards(self) -> Tokens:
+        found = open_tokens(self._tokens)
         found.verify()
         return found
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge.checkpoint import directory, storage
 from forge.checkpoint.manifest import Numerics
+from forge.checkpoint.mix_at_start import MixAtStart
 from forge.cluster.network import available_cores
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, UnfitError
@@ -24,6 +25,7 @@ from forge.core.records import Sample, Trained
 from forge.launch.rank_records import LossesTask
 from forge.trainer import llama, optim
 from forge.trainer.numerics import REFERENCE_SAMPLES, prepare
+from forge.trainer.source_mix import mean_loss, told
 from forge.validation.checkpoint_checks import Data
 from forge.validation.estimates import MAX_RECOMPUTED, affordable, recomputed_ranks
 from forge.validation.rank_losses import Evaluation
@@ -237,12 +239,18 @@ class ModelChecks:
         wanted = {"prompts": prompts, "sample_tokens": report.sample_tokens}
         result = self._on_gpus(eval_samples=num_samples, **wanted)
         if result is None:
-            result = self._here(eval_samples=self._at_most(num_samples, 1), **wanted)
-        self.loss, tokens = result["validation"]
-        if self.loss is None:
-            raise DataError("not finite")
+            sources = max(1, len(self._config.ids.sources))
+            most = max(1, self._at_most(num_samples * sources, 1) // sources)
+            result = self._here(eval_samples=most, **wanted)
+        losses = {name: loss for name, (loss, _) in result["validation"].items()}
+        if bad := [name for name, loss in losses.items() if loss is None]:
+            raise DataError(f"not finite {', '.join(bad)}".strip())
+        mix = MixAtStart.recorded(self._checkpoint) if self._manifest.mix else None
+        self.loss = mean_loss(losses, mix, self._manifest.step)
         self._continued = zip(report.prompts, prompts, result["samples"], strict=True)
-        return f"{self.loss:.4f} over {tokens:,} tokens{self._where}"
+        tokens = sum(tokens for _, tokens in result["validation"].values())
+        by_source = f" ({told(losses)})" if mix else ""
+        return f"{self.loss:.4f}{by_source} over {tokens:,} tokens{self._where}"
 
     def sample(self) -> str:
         """The continuations of report.prompts, computed with the validation loss."""

@@ -12,11 +12,12 @@ import torch
 from forge.checkpoint import storage
 from forge.core.config import ResolvedConfig
 from forge.data.loader import Windows, eval_batches, split
-from forge.data.shards import ShardSet
+from forge.data.source_windows import windows_by_source
+from forge.data.sources import Tokens, open_tokens
 from forge.launch.process_group import World
 from forge.launch.rank_records import LossesTask, RankRecord
 from forge.trainer import llama
-from forge.trainer.numerics import numerics, prepare, reference_samples
+from forge.trainer.numerics import numerics, prepare, reference_batch
 from forge.trainer.parallel import ParallelModel
 from forge.validation.estimates import VALIDATION_BATCH
 
@@ -28,20 +29,20 @@ def check(world: World, config: ResolvedConfig, task: LossesTask) -> RankRecord:
     """Load the weights, sharded over the ranks; the record has what `Evaluation.compute` returns. All
     ranks call it."""
     prepare(world.device)
-    shards = ShardSet.open(Path(task.shards))
-    model = sharded_decoder(config, shards, world)
+    tokens = open_tokens(Path(task.shards))
+    model = sharded_decoder(config, tokens, world)
     state, folder = {"model": model.state_dict()}, Path(task.checkpoint)
     world.patiently(
         lambda: storage.read_tensors(state, folder, no_dist=True), "load of the weights"
     )
-    result = Evaluation(model, shards, config, world).compute(task)
+    result = Evaluation(model, tokens, config, world).compute(task)
     world.barrier()
     return RankRecord("completed", world.rank.rank, result=result)
 
 
-def sharded_decoder(config: ResolvedConfig, shards: ShardSet, world: World) -> llama.Decoder:
+def sharded_decoder(config: ResolvedConfig, tokens: Tokens, world: World) -> llama.Decoder:
     """A decoder whose weights are sharded over the ranks, and not yet set. All ranks call it."""
-    model = llama.Decoder(config.model, shards.vocab_size)
+    model = llama.Decoder(config.model, tokens.vocab_size)
     sharded = config.train.model_copy(update={"shard": "all", "recompute": "none"})
     ParallelModel(model, sharded, world, "fp32")
     return model
@@ -53,13 +54,13 @@ class Evaluation:
     def __init__(
         self,
         model: llama.Decoder,
-        shards: ShardSet,
+        tokens: Tokens,
         config: ResolvedConfig,
         world: World | None = None,
     ) -> None:
         """world: the ranks over which the model is sharded; None: the whole model is on the CPU."""
         self._model, self._world, self._seq_len = model.eval(), world, config.train.seq_len
-        self._windows = Windows(shards.val, self._seq_len, split="val")
+        self._windows = windows_by_source(tokens, "val", self._seq_len)
         self._device = world.device if world else torch.device("cpu")
         self._rank = world.rank.rank if world else 0
         self._world_size = world.rank.world_size if world else 1
@@ -67,13 +68,17 @@ class Evaluation:
     @torch.no_grad()
     def compute(self, task: LossesTask) -> dict[str, Any]:
         """What the task asks for, the same on all ranks: `reference`, the loss of each of its ranks, and
-        the `numerics` of this; `validation`, the mean loss and its number of tokens; `samples`, the ids
-        that continue each prompt. A loss that is not finite is None, and leaves no samples."""
+        the `numerics` of this; `validation`, by source the mean loss and its number of tokens; `samples`,
+        the ids that continue each prompt. A loss that is not finite is None, and leaves no samples."""
         result = self._reference(task) if task.ranks else {}
         if task.eval_samples:
-            loss, num_tokens = self._validation(task.eval_samples)
-            result["validation"] = [_finite(loss), num_tokens]
-            if math.isfinite(loss):
+            found = {
+                n: self._validation(one, task.eval_samples) for n, one in self._windows.items()
+            }
+            result["validation"] = {
+                n: [_finite(loss), tokens] for n, (loss, tokens) in found.items()
+            }
+            if all(math.isfinite(loss) for loss, _ in found.values()):
                 result["samples"] = self._divided(
                     list(enumerate(task.prompts)), lambda item: self._sample(*item, task)
                 )
@@ -92,9 +97,7 @@ class Evaluation:
 
     def _reference_loss(self, rank: int, task: LossesTask) -> float:
         """As the rank computed it in training."""
-        inputs, targets = split(
-            self._windows.gather(reference_samples(self._windows.num_samples, rank))
-        )
+        inputs, targets = split(reference_batch(self._windows, rank))
         # Without the cache, which would keep a copy of all weights in bf16.
         is_bf16 = task.precision == "bf16"
         with torch.autocast(
@@ -102,13 +105,13 @@ class Evaluation:
         ):
             return self._loss(inputs, targets)
 
-    def _validation(self, num_samples: int) -> tuple[float, int]:
-        """The mean loss over samples of the validation split, and the number of their tokens."""
+    def _validation(self, windows: Windows, num_samples: int) -> tuple[float, int]:
+        """The mean loss over samples of a validation split, and the number of their tokens."""
         total, num_tokens = 0.0, 0
         # One sample on a GPU, where fp32 attention with grouped heads has no kernel that saves memory.
         batch = VALIDATION_BATCH if self._device.type == "cpu" else 1
         for inputs, targets, counted in eval_batches(
-            self._windows,
+            windows,
             num_samples,
             rank=self._rank,
             world_size=self._world_size,

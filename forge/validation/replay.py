@@ -93,6 +93,8 @@ def run_here(
             checkpoint.manifest.lineage.config.to_json(),
             {
                 **{"run": "reload", "results": scratch, "data": config.data, "parent": None},
+                # It may begin with the parent's step; the manifest has the mix with that of the parent.
+                "train.mix": None,
                 **(overrides or {}),
             },
         )

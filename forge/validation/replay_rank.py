@@ -10,7 +10,7 @@ import torch
 
 from forge.checkpoint import directory, storage
 from forge.core.config import ResolvedConfig
-from forge.data.shards import ShardSet
+from forge.data.sources import Tokens, open_tokens
 from forge.launch.process_group import World
 from forge.launch.rank_records import RankRecord
 from forge.trainer import optim
@@ -18,6 +18,7 @@ from forge.trainer.llama import Decoder
 from forge.trainer.nonfinite import Skipped, diverged
 from forge.trainer.numerics import numerics, precision, prepare
 from forge.trainer.parallel import ParallelModel
+from forge.trainer.source_mix import SourceMix
 from forge.trainer.step import TrainStep, train_loader
 from forge.validation.rank_losses import sharded_decoder
 
@@ -27,31 +28,31 @@ def check(world: World, config: ResolvedConfig, checkpoint: Path, shards: Path) 
     is beyond the checkpoint. All ranks call it."""
     found = directory.Checkpoint.open(checkpoint)
     if config.train.max_steps > found.step:
-        result = _train(world, config, found, ShardSet.open(shards))
+        result = _train(world, config, found, open_tokens(shards))
         record = RankRecord("completed", world.rank.rank, result=result)
     else:
-        digest = _load(world, config, checkpoint, ShardSet.open(shards))
+        digest = _load(world, config, checkpoint, open_tokens(shards))
         record = RankRecord("completed", world.rank.rank, weights_digest=digest)
     world.barrier()
     return record
 
 
-def _load(world: World, config: ResolvedConfig, checkpoint: Path, shards: ShardSet) -> str | None:
+def _load(world: World, config: ResolvedConfig, checkpoint: Path, tokens: Tokens) -> str | None:
     """Load weights and optimizer state sharded over these ranks; the weights' digest on rank 0."""
-    model = sharded_decoder(config, shards, world)
+    model = sharded_decoder(config, tokens, world)
     optimizers = optim.make_optimizers(model, config.train)
     storage.load_state(model, optimizers, checkpoint, world)
     return storage.weights_digest(model)
 
 
 def _train(
-    world: World, config: ResolvedConfig, found: directory.Checkpoint, shards: ShardSet
+    world: World, config: ResolvedConfig, found: directory.Checkpoint, tokens: Tokens
 ) -> dict[str, object]:
     """The losses of the steps after a checkpoint, and whether the state after them is finite."""
     prepare(world.device, deterministic=config.train.deterministic)
     then = found.manifest.lineage.numerics
     torch.set_num_threads(then.threads)  # the order of sums in a product depends on it
-    train_step = _step_after(world, config, found, shards)
+    train_step = _step_after(world, config, found, tokens)
     losses = _losses(config, train_step, found)
     state = storage.training_state(train_step.parallel.decoder, train_step.optimizers)
     finite = world.gather([float(storage.is_finite(state))], "check of numbers")
@@ -63,19 +64,20 @@ def _train(
 
 
 def _step_after(
-    world: World, config: ResolvedConfig, found: directory.Checkpoint, shards: ShardSet
+    world: World, config: ResolvedConfig, found: directory.Checkpoint, tokens: Tokens
 ) -> TrainStep:
     """The training step with the state of a checkpoint."""
     settings = config.train
-    model = Decoder(config.model, shards.vocab_size)
+    model = Decoder(config.model, tokens.vocab_size)
     parallel = ParallelModel(model, settings, world, precision(settings.precision, world.device))
     optimizers = optim.make_optimizers(model, settings)
     storage.load_state(model, optimizers, found.folder, world)
     parallel.wrap()
+    mix = SourceMix.recorded(tokens, settings, found)
     return TrainStep(
         parallel,
         optimizers,
-        train_loader(shards, settings, world),
+        train_loader(tokens, settings, world, mix.order if mix else None),
         found.manifest.decay_steps,
     )
 

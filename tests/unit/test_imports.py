@@ -27,6 +27,7 @@ TENSORS = {
     *(
         "data.loader",
         "data.prefetch",
+        "data.source_windows",
         "launch.device",
         "launch.process_group",
         "checkpoint.storage",
@@ -35,7 +36,8 @@ TENSORS = {
     "checkpoint.program_tensors",
     *("trainer.cpu", "trainer.loss", "trainer.llama", "trainer.numerics", "trainer.optim"),
     *("trainer.initialize", "trainer.recompute", "trainer.micro_batch", "trainer.fsdp"),
-    *("trainer.parallel", "trainer.evaluate", "trainer.step", "trainer.loop", "trainer.export"),
+    *("trainer.parallel", "trainer.evaluate", "trainer.source_mix", "trainer.step", "trainer.loop"),
+    *("trainer.export",),
     *("preflight.rank_probe", "validation.replay_rank", "validation.rank_losses"),
     *("validation.model_checks", "hf_callback", "evaluation.harness", "evaluation.evaluate"),
 }

@@ -68,6 +68,53 @@ def test_config_of_a_shared_artefact_has_its_inputs_and_ids_and_no_run(run):
         assert '"train": {' not in path.read_text()
 
 
+# --- sources --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mixed(tmp_path, monkeypatch):
+    """A run with two sources, of a tokenizer that is a file."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("text.txt", "code.txt", "tokenizer.json"):
+        Path(name).write_text(f"some {name}")
+    sources = {name: {"inputs": [f"{name}.txt"]} for name in ("text", "code")}
+    values = {
+        "tokenizer": {"source": "path", "path": "tokenizer.json"},
+        "tokenize": {"sources": sources},
+        "train": {"mix": {"text": 3, "code": 1}},
+    }
+    return resolve(checked(Config, values, "the test"))
+
+
+def test_runs_with_other_weights_and_a_run_of_one_corpus_share_the_tokens_of_a_source(mixed):
+    other = changed(mixed, "train", mix={"text": 1, "code": 1})
+    alone = resolve(
+        checked(
+            Config,
+            {"tokenizer": mixed.tokenizer, "tokenize": {"inputs": ["text.txt"]}},
+            "the test",
+        )
+    )
+    runs = {"base": mixed, "other": other, "alone": alone}
+    assert set(workflow.tokenizing(runs)) == set(mixed.ids.sources.values())
+    assert set(workflow.listing_sources(runs)) == {mixed.ids.tokens}
+    assert workflow.training_config(other) != workflow.training_config(mixed)
+
+
+def test_config_of_a_sources_tokens_is_that_of_a_single_corpus(mixed):
+    paths = {
+        name: tokens_folder("data", tokens) / "config.json"
+        for name, tokens in mixed.ids.sources.items()
+    }
+    listed = tokens_folder("data", mixed.ids.tokens) / "config.json"
+    workflow.write_configs({"base": mixed}, jobs(listed, *paths.values()))
+    for name, path in paths.items():
+        alone = load_config(path)
+        assert alone.tokenize.inputs == [f"{name}.txt"] and alone.tokenize.sources is None
+        assert alone.ids.tokens == mixed.ids.sources[name]
+    assert load_config(listed).tokenize == mixed.tokenize
+
+
 # --- memory of validate_run -----------------------------------------------------------------------
 
 

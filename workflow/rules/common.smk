@@ -32,10 +32,9 @@ if workflow.is_main_process:
     helpers.end_with_table(workflow, RUNS)
 
 RESULTS, DATA = shared_folders(RUNS)
-# Content id of tokens -> config of a run that trains on them: whichever, since the id fixes its tokenizer.
-TOKENS = {
-    settings.ids.tokens: settings for settings in RUNS.values() if not settings.program
-}
+# Content id of tokens -> config that makes them, and of the list of a run's sources.
+TOKENS = helpers.tokenizing(RUNS)
+SOURCES = helpers.listing_sources(RUNS)
 # Runs with tasks (evaluate.tasks), and those of which checkpoints are evaluated while they train.
 EVALUATED = [run for run, settings in RUNS.items() if settings.evaluate.tasks]
 EVALUATED_BESIDE = [run for run in EVALUATED if RUNS[run].evaluate.every]
@@ -78,6 +77,18 @@ def tokenizer_manifest(settings):
 
 def tokens_manifest(settings):
     return tokens_folder(DATA, settings.ids.tokens) / "manifest.json"
+
+
+def source_manifests(settings):
+    return [
+        tokens_folder(DATA, tokens) / "manifest.json"
+        for tokens in settings.ids.sources.values()
+    ]
+
+
+def one_of(ids):
+    """The wildcards that are among these ids: two rules make manifests in data/tokens."""
+    return "|".join(ids) or "none"
 
 
 def data_of(settings):

@@ -3,6 +3,7 @@
 # equal artefacts, so no other key of a run, and no other spelling of its inputs, makes one again.
 localrules:
     tokenizer,
+    sources,
     inputs,
 
 
@@ -19,6 +20,7 @@ rule tokenizer:
         "exec forge tokenizer {params.config:q} --log={log:q}"
 
 
+# A corpus, or one of tokenize.sources.
 rule tokenize:
     input:
         tokenizer=lambda w: tokenizer_manifest(TOKENS[w.tokens]),
@@ -26,12 +28,32 @@ rule tokenize:
         f"{DATA}/tokens/{{tokens}}/manifest.json",
     log:
         f"{DATA}/logs/tokenize-{{tokens}}.log",
+    wildcard_constraints:
+        tokens=one_of(TOKENS),
     conda:
         "../envs/forge.yaml"
     params:
         config=f"{DATA}/tokens/{{tokens}}/config.json",
     shell:
         "exec forge tokenize {params.config:q} --workers={threads} --log={log:q}"
+
+
+# The list of the tokens of a run's sources.
+rule sources:
+    input:
+        lambda w: source_manifests(SOURCES[w.tokens]),
+    output:
+        f"{DATA}/tokens/{{tokens}}/manifest.json",
+    log:
+        f"{DATA}/logs/sources-{{tokens}}.log",
+    wildcard_constraints:
+        tokens=one_of(SOURCES),
+    conda:
+        "../envs/forge.yaml"
+    params:
+        config=f"{DATA}/tokens/{{tokens}}/config.json",
+    shell:
+        "exec forge sources {params.config:q} --log={log:q}"
 
 
 # Of another training program: its input files stay where they are.

@@ -28,6 +28,21 @@ def planned(capsys, *arguments):
     return code, capsys.readouterr()
 
 
+def test_plan_says_how_many_tokens_each_source_gives(tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text("""
+tokenize: {sources: {web: {inputs: [web]}, code: {inputs: [code]}}}
+train: {seq_len: 100, batch_size: 10, max_steps: 100}
+""")
+    assert "sources: code, web, in proportion to their tokens" in planned(capsys, str(path))[1].out
+    mix = "--train.mix=[{step: 0, web: 3, code: 1}, {step: 60, web: 0, code: 1}]"
+    code, printed = planned(capsys, str(path), mix)
+    assert code == 0
+    assert "sources: code 55,000, web 45,000 tokens up to the goal" in printed.out
+    _, printed = planned(capsys, str(path), mix, "--parent=other@80")
+    assert "sources: code 20,000, web 0 tokens up to the goal" in printed.out
+
+
 def test_plan_says_what_fits(config_file, capsys):
     ranks = ("--nodes=2", "--ranks-per-node=4", "--machine.gpu_memory_gib=79")
     code, printed = planned(capsys, config_file, *ranks)

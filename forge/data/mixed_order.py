@@ -1,0 +1,173 @@
+"""Sample order of a run with several sources: which window of which source each sample is.
+
+The order is a function of the sample's number. The samples of a stage are divided into blocks of one
+batch, or more; at the end of a block each source has its share of the stage's samples so far, rounded to
+a whole number. Within a block the sources are shuffled by a keyed hash. The windows of a source come in
+the order of `data.permutation`, each once in an epoch of that source, whatever the weights are and when
+they change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import lcm
+
+import numpy as np
+
+from forge.core.errors import ConfigError
+from forge.core.files import digest_bytes
+from forge.core.mix import Stage
+from forge.data.permutation import in_epochs, splitmix64
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The samples of a stage, from number `start` on; others count from there, too.
+
+    limits: the share of the sources up to each one is limits / total. before: samples of each source
+    before the stage. key: of the shuffles.
+    """
+
+    start: int
+    limits: list[int]
+    total: int
+    block: int
+    before: np.ndarray
+    key: np.uint64
+
+    @classmethod
+    def of(
+        cls,
+        stage: Stage,
+        names: Sequence[str],
+        *,
+        start: int,
+        block: int,
+        before: np.ndarray,
+        key: np.uint64,
+    ) -> _Span:
+        """names: of all sources, which the stage need not have. block: samples of a batch."""
+        if stage.trouble:
+            raise ConfigError(
+                stage.trouble,
+                cause="without train.mix, each source is drawn in proportion to its tokens",
+                fix="set train.mix, with 0 for a source that is not to be drawn",
+            )
+        shares = {name: stage.shares.get(name, 0) for name in names}
+        total = lcm(*(share.denominator for share in shares.values()))
+        parts = [int(share * total) for share in shares.values()]
+        # Rounded at both ends, the count of a block may be less than its share by almost 2.
+        while block * min(part for part in parts if part) < 2 * total:
+            block *= 2
+        return cls(start, list(accumulate(parts)), total, block, before, key)
+
+    def rounded(self, samples: int) -> list[int]:
+        """How many of the first so many samples are of each source, at the end of a block. It differs
+        from the share by less than 1, in exact arithmetic of any size."""
+        ends = [samples * limit // self.total for limit in self.limits]
+        return [after - before for before, after in pairwise([0, *ends])]
+
+    def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As `MixedOrder.locate`, for numbers of this stage, int64 [n]."""
+        blocks, slots = np.divmod(numbers, self.block)
+        wanted, rows = np.unique(blocks, return_inverse=True)
+        sources, draws = self._fill(wanted)
+        return sources[rows, slots], draws[rows, slots]
+
+    def _fill(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As `locate`, for all samples of these blocks, int64 [len(blocks), block]."""
+        shape = len(blocks), self.block
+        first = np.array([self.rounded(int(b) * self.block) for b in blocks], np.int64)
+        counts = (
+            np.array([self.rounded((int(b) + 1) * self.block) for b in blocks], np.int64) - first
+        )
+        ordered = np.repeat(np.tile(np.arange(counts.shape[1]), len(blocks)), counts.ravel())
+        slots = np.arange(self.block)
+        numbers = (self.start + blocks[:, None] * self.block + slots).astype(np.uint64)
+        shuffle = np.argsort(splitmix64(numbers ^ self.key), axis=1, kind="stable")
+        sources, draws = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        np.put_along_axis(sources, shuffle, ordered.reshape(shape), axis=1)
+        # In the order of sources, and of samples within a source, draws count on by one.
+        begin = self.before + first - (np.cumsum(counts, axis=1) - counts)
+        in_order = np.repeat(begin.ravel(), counts.ravel()).reshape(shape) + slots
+        by_source = np.argsort(sources.astype(np.uint16), axis=1, kind="stable")
+        np.put_along_axis(draws, by_source, in_order, axis=1)
+        return sources, draws
+
+    def drawn(self, samples: int) -> np.ndarray:
+        """Samples of each source before the stage and in its first `samples`, int64 [sources]."""
+        blocks, rest = divmod(samples, self.block)
+        total = self.before + np.array(self.rounded(blocks * self.block), np.int64)
+        if rest:
+            sources, _ = self._fill(np.array([blocks]))
+            total = total + np.bincount(sources[0, :rest], minlength=len(total))
+        return total
+
+
+class MixedOrder:
+    """The window of each sample of a run. Windows are numbered through all sources, as `sizes` has them.
+
+    stages: the first one begins where the run does. sizes: number of windows by source, sorted by name.
+    drawn_before: samples of each source before the first stage. Raises ConfigError for a share that is
+    too small. The same on every rank, machine and version.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        sizes: Mapping[str, int],
+        *,
+        drawn_before: Mapping[str, int],
+        seed: int,
+        batch_size: int,
+    ) -> None:
+        self.names, self._sizes = list(sizes), list(sizes.values())
+        self._first_window = np.cumsum([0, *self._sizes])
+        self._seeds = [seed + (_key_of(name) << 32) for name in self.names]
+        key = np.random.SeedSequence([seed, _key_of("")]).generate_state(1, np.uint64)[0]
+        drawn = np.array([drawn_before.get(name, 0) for name in self.names], np.int64)
+        self._spans: list[_Span] = []
+        for stage in stages:
+            start = stage.step * batch_size
+            if self._spans:
+                drawn = self._spans[-1].drawn(start - self._spans[-1].start)
+            span = _Span.of(stage, self.names, start=start, block=batch_size, before=drawn, key=key)
+            self._spans.append(span)
+        self.largest_block = max(span.block for span in self._spans)
+
+    def windows(self, numbers: np.ndarray) -> np.ndarray:
+        """The window of each sample number, int64, of the same shape. numbers: uint64, none before the
+        first stage."""
+        sources, draws = self.locate(numbers.astype(np.int64))
+        found = np.empty(numbers.shape, np.int64)
+        for source in np.unique(sources):
+            here = sources == source
+            windows = in_epochs(
+                draws[here].astype(np.uint64), size=self._sizes[source], seed=self._seeds[source]
+            )
+            found[here] = self._first_window[source] + windows
+        return found
+
+    def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The number of the source of each sample, and the number of samples of this source before it,
+        int64, of the same shape as numbers."""
+        sources, draws = np.empty(numbers.shape, np.int64), np.empty(numbers.shape, np.int64)
+        starts = np.array([span.start for span in self._spans])
+        of_span = starts.searchsorted(numbers, side="right") - 1
+        assert of_span.min() >= 0, f"sample {numbers.min()} is before the first stage, {starts[0]}"
+        for place in np.unique(of_span):
+            here, span = of_span == place, self._spans[place]
+            sources[here], draws[here] = span.locate(numbers[here] - span.start)
+        return sources, draws
+
+    def drawn(self, number: int) -> dict[str, int]:
+        """How many samples before this one are of each source."""
+        span = next(span for span in reversed(self._spans) if span.start <= number)
+        return dict(zip(self.names, span.drawn(number - span.start).tolist(), strict=True))
+
+
+def _key_of(name: str) -> int:
+    """64 bits for a source: its order does not depend on the other sources."""
+    return int(digest_bytes(name.encode())[:16], 16)
