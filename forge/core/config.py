@@ -162,6 +162,9 @@ class Train(Section):
     """Seed of the initial weights, the order of the samples and dropout."""
     seq_len: int = Field(256, ge=8)
     """Tokens per sample."""
+    document_mask: bool = False
+    """Attention and positions stay inside the documents of a sample, as if each were trained alone; also
+    in evaluation and validation."""
     batch_size: int = Field(16, ge=1)
     """Global batch size: samples per step, over all ranks."""
     micro_batch_size: MicroBatch = Field("auto", json_schema_extra=FREE)

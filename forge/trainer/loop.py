@@ -76,7 +76,9 @@ class Trainer:
         self.loader = train_loader(shards, self.settings, world)
         self.val_windows = Windows(shards.val, self.settings.seq_len, split="val")
         self.model = Decoder(config.model, shards.vocab_size)
-        self.parallel = ParallelModel(self.model, self.settings, world, self.precision)
+        self.parallel = ParallelModel(
+            self.model, self.settings, world, self.precision, eos_id=shards.manifest.eos_id
+        )
         self.optimizer = optim.make_optimizer(self.model, self.settings)
         self.num_parameters = self.model.num_parameters()
 

@@ -68,7 +68,13 @@ def _step_after(
     """The training step with the state of a checkpoint."""
     settings = config.train
     model = Decoder(config.model, shards.vocab_size)
-    parallel = ParallelModel(model, settings, world, precision(settings.precision, world.device))
+    parallel = ParallelModel(
+        model,
+        settings,
+        world,
+        precision(settings.precision, world.device),
+        eos_id=shards.manifest.eos_id,
+    )
     optimizer = optim.make_optimizer(model, settings)
     storage.load_state(model, optimizer, found.folder, world)
     parallel.wrap()

@@ -34,6 +34,7 @@ TENSORS = {
     ),
     "checkpoint.program_tensors",
     *("trainer.cpu", "trainer.loss", "trainer.llama", "trainer.numerics", "trainer.optim"),
+    "trainer.documents",
     *("trainer.initialize", "trainer.recompute", "trainer.micro_batch", "trainer.fsdp"),
     *("trainer.parallel", "trainer.evaluate", "trainer.step", "trainer.loop", "trainer.export"),
     *("preflight.rank_probe", "validation.replay_rank", "validation.rank_losses"),
