@@ -187,7 +187,7 @@ def _add_subcommands(subcommands: Any) -> None:
     tokenize.add_argument(
         "--workers", type=int, metavar="N", help="processes (default and most: one per core)"
     )
-    add_with_config("inputs", _inputs, "read the input files of a program, and write their digests")
+    add_with_config("inputs", _inputs, "download inputs from a hub, digest those of a program")
     _machine(add_with_config("stage", _stage, "copy shards or inputs to the nodes' local disks"))
     _machine(add_with_config("preflight", _preflight, "check nodes and ranks before training"))
     train = add_with_config(
@@ -327,8 +327,8 @@ def _inputs(options: argparse.Namespace) -> None:
     config = _resolved(options)
     if not config.ids.inputs:
         raise ConfigError(
-            f"{options.config} has no program.inputs",
-            fix="a program without inputs needs no such step",
+            f"{options.config} has no program.inputs, and no hf:// URL in tokenize.inputs",
+            fix="a run without them needs no such step",
         )
     with lock(inputs_folder(config.data, config.ids.inputs), "inputs"):
         make_inputs(config)

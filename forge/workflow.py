@@ -260,10 +260,13 @@ def _data_configs(config: ResolvedConfig) -> dict[Path, dict[str, Any]]:
     of_data = {key: values[key] for key in keys if key in values}
     if config.program:
         return {inputs_folder(config.data, config.ids.inputs) / "config.json": of_data}
-    return {
-        tokenizer_folder(config.data, config.ids.tokenizer) / "config.json": of_data,
-        tokens_folder(config.data, config.ids.tokens) / "config.json": of_data,
-    }
+    folders = [
+        tokenizer_folder(config.data, config.ids.tokenizer),
+        tokens_folder(config.data, config.ids.tokens),
+    ]
+    if config.ids.inputs:
+        folders.append(inputs_folder(config.data, config.ids.inputs))
+    return {folder / "config.json": of_data for folder in folders}
 
 
 def validation_mem_mb(

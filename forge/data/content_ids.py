@@ -6,11 +6,11 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from forge.core.config import Config, Ids, ResolvedConfig, Tokenize
+from forge.core.config import TOKEN_FORMATS, Config, Ids, ResolvedConfig, Tokenize
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import canonical, digest_bytes, digest_file, short_id
 from forge.data import corpus
-from forge.data.inputs import list_inputs, of_hub
+from forge.data.inputs import list_inputs, named_inputs, of_hub
 
 # Incremented when the same settings and inputs give other bytes, so that nothing old is reused.
 TOKENIZER_FORMAT = 1
@@ -29,15 +29,19 @@ def resolve(config: Config) -> ResolvedConfig:
 
 
 def resolve_ids(config: Config) -> Ids:
-    """Ids of the tokenizer and the tokens, or of the inputs of a program.
+    """Ids of the tokenizer, the tokens and the corpus files of a hub, or of the inputs of a program.
 
     They depend on settings, names and sizes of the inputs, not on contents: this runs at every start of
-    the workflow. Raises DataError (inputs) and ConfigError (tokenizer.path).
+    the workflow. What is on a hub counts as the config spells it: the first download decides on the
+    commit of a branch. Raises DataError (inputs) and ConfigError (tokenizer.path, URL of a hub).
     """
+    names, key = named_inputs(config)
+    inputs = _inputs_id(tuple(names), key, str(Path.cwd()))
     if config.program:
-        return Ids(inputs=_inputs_id(tuple(config.program.inputs), str(Path.cwd())))
+        return Ids(inputs=inputs)
     tokenizer = short_id(tokenizer_recipe(config))
-    return Ids(tokenizer=tokenizer, tokens=short_id(_tokens_recipe(config, tokenizer)))
+    tokens = short_id(_tokens_recipe(config, tokenizer))
+    return Ids(tokenizer=tokenizer, tokens=tokens, inputs=inputs)
 
 
 def require_current(config: ResolvedConfig, key: str) -> None:
@@ -91,7 +95,8 @@ def tokenizer_files(path: str) -> list[Path]:
 
 def tokens_settings(settings: Tokenize) -> dict[str, Any]:
     """The settings that determine the shards. Without `inputs`: their files are listed instead."""
-    return settings.model_dump(mode="json", exclude={"inputs"})
+    unused = () if settings.format in TOKEN_FORMATS else ("token_dtype",)
+    return settings.model_dump(mode="json", exclude={"inputs", *unused})
 
 
 def _tokens_recipe(config: Config, tokenizer: str) -> dict[str, Any]:
@@ -111,12 +116,17 @@ def _listing_digest(settings: Tokenize) -> str:
 def _cached_listing_digest(inputs: tuple[str, ...], _cwd: str) -> str:
     """Cached for sweeps of hundreds of runs, by working directory, on which relative inputs depend."""
     files = corpus.list_files(Tokenize(inputs=list(inputs)))
-    return digest_bytes(canonical([(file.name, file.size) for file in files]))
+    listed = [(file.name, file.size) for file in files]
+    return digest_bytes(canonical(listed + _named_of_hub(inputs, "tokenize.inputs")))
 
 
 @functools.cache
-def _inputs_id(inputs: tuple[str, ...], _cwd: str) -> str:
-    """As `_cached_listing_digest`; "" for a program without inputs."""
+def _inputs_id(inputs: tuple[str, ...], key: str, _cwd: str) -> str:
+    """As `_cached_listing_digest`; "" without inputs."""
     files = [(file.name, file.size) for file in list_inputs(inputs)]
-    remote = sorted(f"{named.repo}/{named.pattern}" for named in of_hub(inputs))
+    remote = _named_of_hub(inputs, key)
     return short_id(files + remote) if files or remote else ""
+
+
+def _named_of_hub(inputs: tuple[str, ...], key: str) -> list[Any]:
+    return sorted(f"{named.repo}/{named.pattern}" for named in of_hub(inputs, key))

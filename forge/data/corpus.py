@@ -21,6 +21,7 @@ from typing import IO, Any
 from forge.core import config
 from forge.core.errors import DataError
 from forge.core.terminal import say
+from forge.data import hub
 
 STDLIB = "python:stdlib"
 TOPICS = f"{STDLIB}#help-topics"  # pydoc's help texts: one document per topic, not a module
@@ -52,8 +53,9 @@ class InputFile:
 
 
 def list_files(settings: config.Tokenize) -> list[InputFile]:
-    """The files that `tokenize.inputs` names, as `list_named`."""
-    return list_named(settings.inputs)
+    """The local files that `tokenize.inputs` names, as `list_named`; `inputs.corpus_files` has those of a
+    hub, too."""
+    return list_named([name for name in settings.inputs if not name.startswith(hub.SCHEME)])
 
 
 def list_named(inputs: Sequence[str]) -> list[InputFile]:

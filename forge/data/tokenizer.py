@@ -26,6 +26,7 @@ from forge.core.files import (
 from forge.core.paths import tokenizer_folder
 from forge.core.terminal import progress, say
 from forge.data import content_ids, corpus, hub
+from forge.data.inputs import corpus_files
 from forge.data.plain_text import for_plain_text
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def build_tokenizer(config: ResolvedConfig) -> Path:
         say(f"tokenizer {folder.name}: nothing to do")
         return folder
     content_ids.require_current(config, "tokenizer")
-    sources: dict[str, Callable[[Config], _Source]] = {
+    sources: dict[str, Callable[[ResolvedConfig], _Source]] = {
         "train": _train,
         "path": _copy,
         "hub": _fetch,
@@ -273,7 +274,7 @@ def _eos_in_config(tokenizer_config: bytes | None) -> str | None:
 # --- source: train ------------------------------------------------------------------------------
 
 
-def _train(config: Config) -> _Source:
+def _train(config: ResolvedConfig) -> _Source:
     """Train a byte-level BPE, which decodes any text exactly: its alphabet has all 256 bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -289,7 +290,7 @@ def _train(config: Config) -> _Source:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    files = corpus.list_files(config.tokenize)
+    files = corpus_files(config)
     tokenizer.train_from_iterator(_sample(files, config), trainer)
     if _vocab_size(tokenizer) < settings.vocab_size:
         say(

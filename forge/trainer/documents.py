@@ -109,7 +109,7 @@ def attend(
 
     batch, _, seq_len, _ = q_BHTK.shape
     q_NHK, k_NHK, v_NHK = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTK, k_BHTK, v_BHTK))
-    y_NHK = varlen_attn(
+    y_NHK: Tensor = varlen_attn(  # type: ignore[assignment]
         q_NHK,
         k_NHK,
         v_NHK,

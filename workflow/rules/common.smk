@@ -34,6 +34,7 @@ RESULTS, DATA = shared_folders(RUNS)
 TOKENS = {
     settings.ids.tokens: settings for settings in RUNS.values() if not settings.program
 }
+TOKENIZERS = {settings.ids.tokenizer: settings for settings in TOKENS.values()}
 # Runs whose config has failed before, with the message: no allocation is spent on them.
 FAILED = helpers.known_failures(RUNS) if workflow.is_main_process else {}
 RESUMED = {}  # run name -> step, filled when `resume` is the target
@@ -71,12 +72,23 @@ def tokens_manifest(settings):
     return tokens_folder(DATA, settings.ids.tokens) / "manifest.json"
 
 
-def data_of(settings):
-    """Manifests of what a run reads: tokenizer and tokens, or the inputs of its program, if any."""
-    if not settings.program:
-        return [tokenizer_manifest(settings), tokens_manifest(settings)]
+def inputs_manifest(settings):
+    """Manifest of the inputs of a program, or of the corpus files of a hub; [] without any."""
     folder = settings.ids.inputs and inputs_folder(DATA, settings.ids.inputs)
     return [folder / "manifest.json"] if folder else []
+
+
+def corpus_of_tokenizer(wildcards):
+    """What is downloaded before a tokenizer is trained on it."""
+    settings = TOKENIZERS[wildcards.tokenizer]
+    return inputs_manifest(settings) if settings.tokenizer.source == "train" else []
+
+
+def data_of(settings):
+    """Manifests of what a run reads: tokenizer and tokens, or the inputs of its program, if any."""
+    if settings.program:
+        return inputs_manifest(settings)
+    return [tokenizer_manifest(settings), tokens_manifest(settings)]
 
 
 def staged_data(settings):
