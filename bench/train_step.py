@@ -1,4 +1,5 @@
-"""How fast is one training step, against nanoGPT's? Side by side in one run, medians and ratios.
+"""How fast is one training step, against nanoGPT's, and what does a document mask cost? Side by side in
+one run, medians and ratios.
 
 python -m bench.train_step [--quick]    at most 90 s, most of it nanoGPT's steps and the compiler
 """
@@ -21,11 +22,13 @@ from torch import Tensor, nn
 from bench.contenders import nanogpt
 from forge.core.config import Model, Train
 from forge.trainer.cpu import keep_freed_memory, product_error, use_fast_fp32
+from forge.trainer.documents import find_documents
 from forge.trainer.initialize import initialized
 from forge.trainer.llama import Decoder
 from forge.trainer.optim import make_optimizers
 
 Step = Callable[[Tensor, Tensor], float]
+EOS, DOCUMENT = 0, 64  # tokens of a document
 
 
 def nanogpt_step(model: nn.Module, train: Train) -> Step:
@@ -43,15 +46,23 @@ def nanogpt_step(model: nn.Module, train: Train) -> Step:
     return step
 
 
-def forge_step(model: Decoder, train: Train, *, bf16: bool = False, compiled: bool = False) -> Step:
+def forge_step(
+    model: Decoder,
+    train: Train,
+    *,
+    bf16: bool = False,
+    compiled: bool = False,
+    masked: bool = False,
+) -> Step:
     """The same with Forge's model and optimizer."""
     (optimizer,) = make_optimizers(model, train)
     for block in model.model.layers if compiled else ():  # as ParallelModel does
         block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
 
     def step(inputs: Tensor, targets: Tensor) -> float:
+        documents = find_documents(inputs, EOS, inputs.device, varlen=False) if masked else None
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss = model(inputs, targets)
+            loss = model(inputs, targets, documents)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip)
         optimizer.step()
@@ -73,8 +84,13 @@ class Sizes(NamedTuple):
     model: Model = Model(dim=256, layers=4, heads=4)
 
 
-GOALS = {"nanoGPT, eager fp32": None, "forge, eager fp32": 1.45, "forge, bf16 + compile": 2.5}
-REFERENCE, FP32, BF16 = GOALS
+GOALS = {
+    "nanoGPT, eager fp32": None,
+    "forge, eager fp32": 1.45,
+    "forge, document mask": None,
+    "forge, bf16 + compile": 2.5,
+}
+REFERENCE, FP32, MASKED, BF16 = GOALS
 
 
 def build(name: str, sizes: Sizes) -> tuple[Step, int]:
@@ -88,7 +104,8 @@ def build(name: str, sizes: Sizes) -> tuple[Step, int]:
     keep_freed_memory()
     decoder = initialized(sizes.model, sizes.vocab_size)
     fast = name == BF16
-    return forge_step(decoder, train, bf16=fast, compiled=fast), decoder.num_parameters()
+    step = forge_step(decoder, train, bf16=fast, compiled=fast, masked=name == MASKED)
+    return step, decoder.num_parameters()
 
 
 def contend(name: str, sizes: Sizes, threads: int, pipe: Connection) -> None:
@@ -96,6 +113,7 @@ def contend(name: str, sizes: Sizes, threads: int, pipe: Connection) -> None:
     torch.set_num_threads(threads)
     step, num_parameters = build(name, sizes)
     tokens = torch.randint(sizes.vocab_size, (sizes.batch_size, sizes.seq_len + 1))
+    tokens[:, DOCUMENT::DOCUMENT] = EOS
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     for _ in range(2):  # compile and warm up
         step(inputs, targets)
@@ -151,6 +169,8 @@ def print_table(times: dict[str, list[float]], num_tokens: int) -> None:
         )
     print(f"medians of {len(times[REFERENCE])} rounds")
     print(pd.DataFrame(rows).to_string(index=False, float_format="{:,.2f}".format))
+    costs = [masked / plain for masked, plain in zip(times[MASKED], times[FP32], strict=True)]
+    print(f"a step with the document mask takes {statistics.median(costs):.2f} of one without")
 
 
 def main() -> None:
@@ -164,7 +184,7 @@ def main() -> None:
     sizes = Sizes(seq_len=256, vocab_size=options.vocab)
     if options.quick:
         sizes, options.rounds = Sizes(seq_len=32, vocab_size=512), 2
-    names = [REFERENCE, FP32]
+    names = [REFERENCE, FP32, MASKED]
     if torch.cpu.get_capabilities().get("avx512_bf16") and shutil.which("c++"):
         names.append(BF16)
     else:

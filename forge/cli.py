@@ -188,7 +188,7 @@ def _add_subcommands(subcommands: Any) -> None:
         "--workers", type=int, metavar="N", help="processes (default and most: one per core)"
     )
     add_with_config("sources", _sources, "list the tokens of all sources, after tokenize")
-    add_with_config("inputs", _inputs, "read the input files of a program, and write their digests")
+    add_with_config("inputs", _inputs, "download inputs from a hub, digest those of a program")
     _machine(add_with_config("stage", _stage, "copy shards or inputs to the nodes' local disks"))
     _machine(add_with_config("preflight", _preflight, "check nodes and ranks before training"))
     train = add_with_config(
@@ -362,16 +362,18 @@ def _sources(options: argparse.Namespace) -> None:
 def _inputs(options: argparse.Namespace) -> None:
     from forge.cluster.lock import lock
     from forge.core.paths import inputs_folder
+    from forge.data.content_ids import single_corpora
     from forge.data.inputs import make_inputs
 
-    config = _resolved(options)
-    if not config.ids.inputs:
+    named = [one for one in single_corpora(_resolved(options)) if one.ids.inputs]
+    if not named:
         raise ConfigError(
-            f"{options.config} has no program.inputs",
-            fix="a program without inputs needs no such step",
+            f"{options.config} has no program.inputs, and no hf:// URL in tokenize.inputs",
+            fix="a run without them needs no such step",
         )
-    with lock(inputs_folder(config.data, config.ids.inputs), "inputs"):
-        make_inputs(config)
+    for config in named:
+        with lock(inputs_folder(config.data, config.ids.inputs), "inputs"):
+            make_inputs(config)
 
 
 def _stage(options: argparse.Namespace) -> None:

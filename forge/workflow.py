@@ -35,7 +35,7 @@ from forge.core.paths import (
 from forge.core.records import WorkflowRuns
 from forge.core.sample_sheet import read_rows, run_configs, shared_folders
 from forge.core.terminal import say
-from forge.data.content_ids import corpus_config, resolve
+from forge.data.content_ids import resolve, single_corpora
 from forge.evaluation import settings as evaluation
 from forge.evaluation.tasks import find_tasks
 from forge.reporting.workflow_end import print_end
@@ -284,14 +284,16 @@ def _data_configs(config: ResolvedConfig) -> dict[Path, dict[str, Any]]:
     """The config files of what a run reads, by path."""
     if config.program:
         return {inputs_folder(config.data, config.ids.inputs) / "config.json": _of_data(config)}
-    corpora = [corpus_config(config, name) for name in config.ids.sources]
-    return {
-        tokenizer_folder(config.data, config.ids.tokenizer) / "config.json": _of_data(config),
-        **{
-            tokens_folder(one.data, one.ids.tokens) / "config.json": _of_data(one)
-            for one in (config, *corpora)
-        },
+    data = config.data
+    found = {
+        tokenizer_folder(data, config.ids.tokenizer): config,
+        tokens_folder(data, config.ids.tokens): config,
     }
+    for one in single_corpora(config):
+        found[tokens_folder(data, one.ids.tokens)] = one
+        if one.ids.inputs:
+            found[inputs_folder(data, one.ids.inputs)] = one
+    return {folder / "config.json": _of_data(one) for folder, one in found.items()}
 
 
 def _of_data(config: ResolvedConfig) -> dict[str, Any]:
@@ -305,10 +307,8 @@ def tokenizing(runs: dict[str, ResolvedConfig]) -> dict[str, ResolvedConfig]:
     whichever run has them, since the id fixes the tokenizer."""
     found: dict[str, ResolvedConfig] = {}
     for config in runs.values():
-        if config.program:
-            continue
-        corpora = [corpus_config(config, name) for name in config.ids.sources] or [config]
-        found |= {one.ids.tokens: one for one in corpora}
+        if not config.program:
+            found |= {one.ids.tokens: one for one in single_corpora(config)}
     return found
 
 

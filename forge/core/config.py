@@ -48,6 +48,8 @@ MAX_MIB = 2**30  # a PiB
 # Ids of a tokenizer that is not known yet: those of Gemma's, the largest in wide use.
 LARGE_VOCABULARY = 2**18
 
+# Of tokenize.format: files of ids in place of text.
+TOKEN_FORMATS = ("nanogpt", "megatron", "dolma")
 # Of train.shard.
 Shard = Literal["none", "node", "all"] | Annotated[int, Field(ge=2)]
 Recompute = Literal["none", "selective", "full"]
@@ -93,9 +95,15 @@ class Source(Section):
     """A corpus: its files, and how their text is read."""
 
     inputs: list[FilePath] = Field(min_length=1)
-    """Files, directories and globs; `python:stdlib` is the source code of Python's standard library."""
-    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """`auto` decides by the file name (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, else text)."""
+    """Files, directories and globs; `python:stdlib` is the source code of Python's standard library.
+    Files of the Hugging Face hub as `hf://datasets/owner/name@revision/*.parquet` are downloaded on the
+    login node."""
+    format: Literal["auto", "text", "jsonl", "parquet", "nanogpt", "megatron", "dolma"] = "auto"
+    """`auto` decides by the file name (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, else text). Files of
+    nanoGPT (.bin), Megatron-LM (.bin, .idx) and dolma (.npy) hold ids, made with the tokenizer that is
+    given."""
+    token_dtype: Literal["uint16", "uint32", "int32"] = "uint16"
+    """Of the ids in files of nanoGPT and dolma, which do not say; Megatron-LM's index does."""
     text_field: str = "text"
     """The field (JSONL) or column (parquet) that holds the text."""
     document_separator: str | None = None
@@ -108,7 +116,9 @@ class Tokenize(Source):
     """The corpus, and how it becomes shards of token ids."""
 
     inputs: list[FilePath] = Field(default=["python:stdlib"], min_length=1)
-    """Files, directories and globs; `python:stdlib` is the source code of Python's standard library."""
+    """Files, directories and globs; `python:stdlib` is the source code of Python's standard library.
+    Files of the Hugging Face hub as `hf://datasets/owner/name@revision/*.parquet` are downloaded on the
+    login node."""
     sources: dict[SourceName, Source] | None = Field(None, min_length=1)
     """Several corpora by name, each tokenized by itself, in place of `inputs` and of the keys on how text
     is read; train.mix has their weights. null: one corpus."""
@@ -222,6 +232,9 @@ class Train(Section):
     proportion to their tokens."""
     seq_len: int = Field(256, ge=8)
     """Tokens per sample."""
+    document_mask: bool = False
+    """Attention and positions stay inside the documents of a sample, as if each were trained alone; also
+    in evaluation and validation."""
     batch_size: int = Field(16, ge=1)
     """Global batch size: samples per step, over all ranks."""
     micro_batch_size: MicroBatch = Field("auto", json_schema_extra=FREE)
@@ -353,7 +366,8 @@ class Ids(Section):
     sources: dict[SourceName, Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]] = Field(default={})
     """Name of the directory in `data/tokens/` of each source; `{}` without sources."""
     inputs: str = Field("", pattern=r"^([0-9a-f]{12})?$")
-    """Name of the directory in `data/inputs/`, of `program.inputs`; empty without them."""
+    """Name of the directory in `data/inputs/`, of `program.inputs` or of the files of a hub in
+    `tokenize.inputs`; empty without them."""
 
 
 class Config(Section):
@@ -405,6 +419,18 @@ class Config(Section):
             raise ValueError(
                 f"parent is {self.parent!r}, a checkpoint of this run itself: a run resumes from its"
                 " own checkpoints without it; give a new run a name of its own"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ids_have_a_tokenizer(self) -> Self:
+        formats = [one.format for one in self.tokenize.corpora.values()]
+        of_ids = next((one for one in formats if one in TOKEN_FORMATS), None)
+        if of_ids and self.tokenizer.source == "train":
+            raise ValueError(
+                f"tokenize.format is {of_ids}, whose files hold ids and no text, and"
+                " tokenizer.source is train: set tokenizer.source to path or hub, to the tokenizer"
+                " that made the ids"
             )
         return self
 

@@ -6,12 +6,12 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from forge.core.config import Config, Ids, ResolvedConfig, Tokenize
+from forge.core.config import TOKEN_FORMATS, Config, Ids, ResolvedConfig, Tokenize
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import canonical, digest_bytes, digest_file, short_id
 from forge.data import corpus
 from forge.data.corpus import INPUTS, of_key
-from forge.data.inputs import list_inputs, of_hub
+from forge.data.inputs import list_inputs, named_inputs, of_hub
 
 # Incremented when the same settings and inputs give other bytes, so that nothing old is reused.
 TOKENIZER_FORMAT = 1
@@ -31,30 +31,42 @@ def resolve(config: Config) -> ResolvedConfig:
 
 
 def resolve_ids(config: Config) -> Ids:
-    """Ids of the tokenizer and the tokens, or of the inputs of a program.
+    """Ids of the tokenizer, the tokens and the corpus files of a hub, or of the inputs of a program.
 
     They depend on settings, names and sizes of the inputs, not on contents: this runs at every start of
-    the workflow. Raises DataError (inputs) and ConfigError (tokenizer.path).
+    the workflow. What is on a hub counts as the config spells it: the first download decides on the
+    commit of a branch. Raises DataError (inputs) and ConfigError (tokenizer.path, URL of a hub).
     """
+    inputs = _id_of_inputs(config)
     if config.program:
-        return Ids(inputs=_inputs_id(tuple(config.program.inputs), str(Path.cwd())))
+        return Ids(inputs=inputs)
     tokenizer = short_id(tokenizer_recipe(config))
     tokens = {
         name: short_id(_tokens_recipe(settings, tokenizer, name))
         for name, settings in config.tokenize.corpora.items()
     }
     if config.tokenize.sources is None:
-        return Ids(tokenizer=tokenizer, tokens=tokens[""])
+        return Ids(tokenizer=tokenizer, tokens=tokens[""], inputs=inputs)
     listed = short_id({"format": SOURCES_FORMAT, "sources": tokens})
     return Ids(tokenizer=tokenizer, tokens=listed, sources=tokens)
 
 
 def corpus_config(config: ResolvedConfig, name: str) -> ResolvedConfig:
     """The config that tokenizes one source alone, with the id that its tokens have in `config`."""
-    ids = Ids(tokenizer=config.ids.tokenizer, tokens=config.ids.sources[name])
     train = config.train.model_copy(update={"mix": None})
-    tokenize = config.tokenize.corpora[name]
-    return config.model_copy(update={"tokenize": tokenize, "train": train, "ids": ids})
+    alone = {"tokenize": config.tokenize.corpora[name], "train": train}
+    single = config.model_copy(update=alone)
+    ids = Ids(
+        tokenizer=config.ids.tokenizer,
+        tokens=config.ids.sources[name],
+        inputs=_id_of_inputs(single),
+    )
+    return single.model_copy(update={"ids": ids})
+
+
+def single_corpora(config: ResolvedConfig) -> list[ResolvedConfig]:
+    """A config for each source alone; the config itself where it has one corpus."""
+    return [corpus_config(config, name) for name in config.ids.sources] or [config]
 
 
 def require_current(config: ResolvedConfig, key: str) -> None:
@@ -114,7 +126,8 @@ def tokenizer_files(path: str) -> list[Path]:
 def tokens_settings(settings: Tokenize) -> dict[str, Any]:
     """The settings that determine the shards of a corpus. Without `inputs`: their files are listed
     instead."""
-    return settings.model_dump(mode="json", exclude={"inputs"})
+    unused = () if settings.format in TOKEN_FORMATS else ("token_dtype",)
+    return settings.model_dump(mode="json", exclude={"inputs", *unused})
 
 
 def _tokens_recipe(settings: Tokenize, tokenizer: str, source: str = "") -> dict[str, Any]:
@@ -144,12 +157,22 @@ def _listing_digest(settings: Tokenize, source: str) -> str:
 def _cached_listing_digest(inputs: tuple[str, ...], _cwd: str) -> str:
     """Cached for sweeps of hundreds of runs, by working directory, on which relative inputs depend."""
     files = corpus.list_files(Tokenize(inputs=list(inputs)))
-    return digest_bytes(canonical([(file.name, file.size) for file in files]))
+    listed = [(file.name, file.size) for file in files]
+    return digest_bytes(canonical(listed + _named_of_hub(inputs, "tokenize.inputs")))
+
+
+def _id_of_inputs(config: Config) -> str:
+    names, key = named_inputs(config)
+    return _inputs_id(tuple(names), key, str(Path.cwd()))
 
 
 @functools.cache
-def _inputs_id(inputs: tuple[str, ...], _cwd: str) -> str:
-    """As `_cached_listing_digest`; "" for a program without inputs."""
+def _inputs_id(inputs: tuple[str, ...], key: str, _cwd: str) -> str:
+    """As `_cached_listing_digest`; "" without inputs."""
     files = [(file.name, file.size) for file in list_inputs(inputs)]
-    remote = sorted(f"{named.repo}/{named.pattern}" for named in of_hub(inputs))
+    remote = _named_of_hub(inputs, key)
     return short_id(files + remote) if files or remote else ""
+
+
+def _named_of_hub(inputs: tuple[str, ...], key: str) -> list[Any]:
+    return sorted(f"{named.repo}/{named.pattern}" for named in of_hub(inputs, key))

@@ -21,6 +21,7 @@ from typing import IO, Any
 from forge.core import config
 from forge.core.errors import DataError
 from forge.core.terminal import say
+from forge.data import hub
 
 INPUTS = "tokenize.inputs"  # the key that errors name
 STDLIB = "python:stdlib"
@@ -53,8 +54,9 @@ class InputFile:
 
 
 def list_files(settings: config.Tokenize) -> list[InputFile]:
-    """The files that `tokenize.inputs` names, as `list_named`."""
-    return list_named(settings.inputs)
+    """The local files that `tokenize.inputs` names, as `list_named`; `inputs.corpus_files` has those of a
+    hub, too."""
+    return list_named([name for name in settings.inputs if not name.startswith(hub.SCHEME)])
 
 
 def of_key(error: DataError, key: str) -> DataError:

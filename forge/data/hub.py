@@ -26,7 +26,7 @@ class Repo:
     name: str  # owner/name
     revision: str
     kind: str = "model"  # or "dataset"
-    key: str = "program.inputs"  # config key that names it
+    key: str = "program.inputs"  # config key that names it, or tokenize.inputs
     command: str = "forge inputs CONFIG"  # downloads it, on a login node
 
     @property
@@ -46,17 +46,17 @@ class HubFiles:
     pattern: str
 
     @classmethod
-    def parse(cls, url: str) -> Self:
-        """Raises ConfigError where the URL has another form."""
+    def parse(cls, url: str, key: str = "program.inputs") -> Self:
+        """key: that has the URL. Raises ConfigError where the URL has another form."""
         found = URL.fullmatch(url)
         if not found:
             raise ConfigError(
-                f"program.inputs has {url!r}, which names no files of the hub",
+                f"{key} has {url!r}, which names no files of the hub",
                 fix="write hf://owner/name@revision/file or hf://datasets/owner/name@revision/file;"
                 " file may be a glob, and is optional",
             )
         kind = "dataset" if found["kind"] else "model"
-        return cls(Repo(found["name"], found["revision"], kind), found["path"] or "*")
+        return cls(Repo(found["name"], found["revision"], kind, key), found["path"] or "*")
 
 
 def list_files(files: HubFiles) -> list[str]:

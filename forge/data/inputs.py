@@ -1,4 +1,5 @@
-"""`forge inputs`: find or download the input files of another program, and write their manifest."""
+"""`forge inputs`: find or download the input files of another program, or download those that
+`tokenize.inputs` names of a hub, and write their manifest."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from forge.core.config import ResolvedConfig
+from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.files import canonical, digest_bytes, digest_file, disk_trouble
 from forge.core.paths import inputs_folder
@@ -19,6 +20,7 @@ from forge.data.corpus import InputFile
 from forge.data.hub import HubFiles
 from forge.data.input_set import HUB, InputManifest, InputSet
 from forge.data.shards import MANIFEST, InputEntry
+from forge.data.token_files import data_files
 
 THREADS = 4
 
@@ -31,18 +33,50 @@ def list_inputs(inputs: Sequence[str]) -> list[InputFile]:
         raise corpus.of_key(err, "program.inputs") from None
 
 
-def of_hub(inputs: Sequence[str]) -> list[HubFiles]:
-    """What `program.inputs` names of a hub. Raises ConfigError for a malformed URL."""
-    return [HubFiles.parse(name) for name in inputs if name.startswith(hub.SCHEME)]
+def of_hub(inputs: Sequence[str], key: str = "program.inputs") -> list[HubFiles]:
+    """What the inputs of a config key name of a hub. Raises ConfigError for a malformed URL."""
+    return [HubFiles.parse(name, key) for name in inputs if name.startswith(hub.SCHEME)]
+
+
+def named_inputs(config: Config) -> tuple[list[str], str]:
+    """The inputs that `forge inputs` finds or downloads, and their key: all of a program; of a corpus
+    those of a hub, since the others are read where they are."""
+    if config.program:
+        return config.program.inputs, "program.inputs"
+    names = [name for name in config.tokenize.inputs if name.startswith(hub.SCHEME)]
+    return names, "tokenize.inputs"
+
+
+def corpus_files(config: ResolvedConfig) -> list[InputFile]:
+    """The files that `tokenize.inputs` names, sorted by name; those of a hub as `forge inputs` has
+    downloaded them. DataError where it has not, or where one of them has changed since."""
+    local = corpus.list_files(config.tokenize)
+    if not config.ids.inputs:
+        return data_files(local, config.tokenize)
+    folder = inputs_folder(config.data, config.ids.inputs)
+    if not (folder / MANIFEST).exists():
+        raise DataError(
+            f"the files of the hub in tokenize.inputs are not in {folder}",
+            cause="they are downloaded before the corpus is read, where there is a network",
+            fix="on a login node: forge inputs CONFIG",
+        )
+    found = InputSet.open(folder)
+    found.check_unchanged()
+    downloads = [
+        InputFile(f"{hub.SCHEME}{entry.name}", Path(found.hub) / entry.name, entry.size)
+        for entry in found.manifest.downloads
+    ]
+    files = sorted(local + downloads, key=lambda file: file.name)
+    return data_files(files, config.tokenize)
 
 
 def make_inputs(config: ResolvedConfig) -> Path:
     """`forge inputs`: download what is on a hub, and digest all input files; the path of
     `data/inputs/{id}/manifest.json`. Raises DataError, and what `hub.download` raises."""
-    assert config.program
+    names, key = named_inputs(config)
     folder = inputs_folder(config.data, config.ids.inputs)
     path = folder / MANIFEST
-    local, remote = list_inputs(config.program.inputs), of_hub(config.program.inputs)
+    local, remote = list_inputs(names), of_hub(names, key)
     if path.exists():
         InputSet.open(folder).check_unchanged()
         say(f"inputs: {path} is there: nothing to do")
@@ -84,9 +118,8 @@ def _download(files: HubFiles, to: Path, commits: dict[str, str]) -> list[InputF
         repo = replace(files.repo, revision=at_commit) if at_commit else files.repo
         cached = hub.download(repo, name)
         if cached is None:
-            raise DataError(
-                f"program.inputs: {files.repo} has no file {name!r}", fix="correct program.inputs"
-            )
+            key = repo.key
+            raise DataError(f"{key}: {files.repo} has no file {name!r}", fix=f"correct {key}")
         commits[str(files.repo)] = hub.commit_of(cached, name)
         target = to / files.repo.folder / name
         with disk_trouble(target):

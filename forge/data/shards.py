@@ -213,6 +213,10 @@ class ShardSet:
         return self.manifest.vocab_size
 
     @property
+    def eos_id(self) -> int:
+        return self.manifest.eos_id
+
+    @property
     def tokenizer_digest(self) -> str:
         return self.manifest.tokenizer_digest
 

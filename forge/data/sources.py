@@ -56,6 +56,10 @@ class SourceSet:
         return self._first.vocab_size
 
     @property
+    def eos_id(self) -> int:
+        return self._first.eos_id
+
+    @property
     def tokenizer_digest(self) -> str:
         return self._first.tokenizer_digest
 

@@ -18,14 +18,14 @@ import blake3
 import numpy as np
 from pydantic import ValidationError
 
-from forge.core.config import ResolvedConfig, Tokenize
+from forge.core.config import TOKEN_FORMATS, ResolvedConfig, Tokenize
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import digest_file, disk_trouble, read_json, write_json
 from forge.core.grouping import grouped
 from forge.core.paths import tokenizer_folder, tokens_folder
 from forge.core.process import stop_with_parent
 from forge.core.terminal import progress, say
-from forge.data import content_ids, corpus
+from forge.data import content_ids, corpus, token_files
 from forge.data.corpus import InputFile
 from forge.data.encoders import (
     BATCH_BYTES,
@@ -36,6 +36,7 @@ from forge.data.encoders import (
     fast_encoder,
     reference_encoder,
 )
+from forge.data.inputs import corpus_files
 from forge.data.shards import (
     MANIFEST,
     SPLITS,
@@ -68,13 +69,16 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
     content_ids.require_current(config, "tokens")
     tokenizer_path = tokenizer_folder(config.data, config.ids.tokenizer)
     tokenizer = load_tokenizer(tokenizer_path)
-    files = corpus.list_files(config.tokenize)
+    files = corpus_files(config)
     folder = tokens_folder(config.data, config.ids.tokens)
-    if _is_current(folder, tokenizer, files, threads=max(1, min(workers, os.cpu_count() or 1))):
+    listed = token_files.with_index(files, config.tokenize)
+    if _is_current(folder, tokenizer, listed, threads=max(1, min(workers, os.cpu_count() or 1))):
         say(f"tokens {folder.name}: nothing to do")
         return folder
     _clean(folder)
-    job = _Job(folder, tokenizer_path, config.tokenize, fast=_can_be_fast(folder, tokenizer))
+    has_text = config.tokenize.format not in TOKEN_FORMATS
+    fast = has_text and _can_be_fast(folder, tokenizer)
+    job = _Job(folder, tokenizer_path, config.tokenize, fast)
     groups = list(grouped(files, lambda file: file.size, config.tokenize.part_mib * 2**20))
     try:
         parts = _encode_with_fallback(job, groups, workers)
@@ -323,7 +327,7 @@ class Part(Entry):
 def _make_part(number: int, files: list[InputFile]) -> tuple[Part, list[str]]:
     """Encode a part, or keep it if it is finished and valid; its record, and warnings."""
     tokenizer, encode = _loaded(_job.tokenizer, _job.fast)
-    inputs = _input_entries(files)
+    inputs = _input_entries(token_files.with_index(files, _job.settings))
     path = _job.folder / "parts" / f"part-{number:05d}.json"
     kept = _finished_part(path, inputs, tokenizer)
     if kept is not None:
@@ -334,7 +338,15 @@ def _make_part(number: int, files: list[InputFile]) -> tuple[Part, list[str]]:
         for stale in _job.folder.glob(f"*-{number:05d}-*.bin"):
             stale.unlink()
     warnings: list[str] = []
-    splits = _write_shards(number, files, warnings, tokenizer, encode)
+    with ExitStack() as stack:
+        writers = {
+            split: stack.enter_context(_writer(split, number, tokenizer)) for split in SPLITS
+        }
+        if _job.settings.format in TOKEN_FORMATS:
+            _write_tokens(writers, number, files, tokenizer)
+        else:
+            _write_text(writers, number, files, warnings, tokenizer=tokenizer, encode=encode)
+    splits = {split: writer.entries for split, writer in writers.items()}
     part = Part(tokenizer_digest=tokenizer.digest, inputs=inputs, splits=splits)
     write_json(path, part.model_dump(mode="json"))
     return part, warnings
@@ -364,40 +376,60 @@ def _documents(number: int, files: list[InputFile], warnings: list[str]) -> Iter
         )
 
 
-def _write_shards(
+def _writer(split: Split, number: int, tokenizer: LoadedTokenizer) -> ShardWriter:
+    prefix = f"{split}-{number:05d}"
+    return ShardWriter(_job.folder, prefix, tokenizer.vocab_size, _job.settings.shard_tokens)
+
+
+def _write_tokens(
+    writers: dict[Split, ShardWriter],
+    number: int,
+    files: list[InputFile],
+    tokenizer: LoadedTokenizer,
+) -> None:
+    """Write documents of ids that exist already."""
+
+    def consumed(num_bytes: int) -> None:
+        _read_bytes[number] += num_bytes
+
+    eos, settings = np.array([tokenizer.eos_id], dtype=np.uint32), _job.settings
+    for file in files:
+        for ids in token_files.read_documents(
+            file,
+            settings,
+            vocab_size=tokenizer.vocab_size,
+            eos_id=tokenizer.eos_id,
+            consumed=consumed,
+        ):
+            split = split_of(ids.tobytes(), settings.val_fraction)
+            writers[split].add(np.concatenate([ids, eos]))
+
+
+def _write_text(
+    writers: dict[Split, ShardWriter],
     number: int,
     files: list[InputFile],
     warnings: list[str],
+    *,
     tokenizer: LoadedTokenizer,
     encode: Encode,
-) -> dict[Split, list[ShardEntry]]:
+) -> None:
+    """Encode documents and write their ids."""
     eos = np.array([tokenizer.eos_id], dtype=np.uint32)
     settings = _job.settings
     num_documents = 0
-    with ExitStack() as stack:
-        writers = {
-            split: stack.enter_context(
-                ShardWriter(
-                    _job.folder,
-                    f"{split}-{number:05d}",
-                    tokenizer.vocab_size,
-                    settings.shard_tokens,
-                )
-            )
-            for split in SPLITS
-        }
-        documents = _documents(number, files, warnings)
-        for batch in grouped(documents, lambda document: len(document.encode()), BATCH_BYTES):
-            try:
-                encoded = encode(batch)
-                # Checks every encoder: no end-of-text id within a document.
-                check_no_end(tokenizer, batch, encoded)
-            except Unencodable as err:
-                raise _unencodable(files, num_documents + err.number, err.reason) from None
-            num_documents += len(batch)
-            for document, ids in zip(batch, encoded, strict=True):
-                writers[split_of(document, settings.val_fraction)].add(np.concatenate([ids, eos]))
-    return {split: writer.entries for split, writer in writers.items()}
+    documents = _documents(number, files, warnings)
+    for batch in grouped(documents, lambda document: len(document.encode()), BATCH_BYTES):
+        try:
+            encoded = encode(batch)
+            # Checks every encoder: no end-of-text id within a document.
+            check_no_end(tokenizer, batch, encoded)
+        except Unencodable as err:
+            raise _unencodable(files, num_documents + err.number, err.reason) from None
+        num_documents += len(batch)
+        for document, ids in zip(batch, encoded, strict=True):
+            split = split_of(document, settings.val_fraction)
+            writers[split].add(np.concatenate([ids, eos]))
 
 
 def _unencodable(files: list[InputFile], index: int, reason: str) -> DataError:
@@ -417,7 +449,8 @@ def _unencodable(files: list[InputFile], index: int, reason: str) -> DataError:
     )
 
 
-def split_of(document: str, val_fraction: float) -> Split:
-    """The split of a document, by its digest: equal documents are always in the same split."""
-    number = int.from_bytes(blake3.blake3(document.encode()).digest(8), "little")
+def split_of(document: str | bytes, val_fraction: float) -> Split:
+    """The split of a document, by the digest of its text or ids: equal ones are always in the same."""
+    data = document.encode() if isinstance(document, str) else document
+    number = int.from_bytes(blake3.blake3(data).digest(8), "little")
     return "val" if number / 2**64 < val_fraction else "train"

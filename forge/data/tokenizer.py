@@ -26,6 +26,7 @@ from forge.core.files import (
 from forge.core.paths import tokenizer_folder
 from forge.core.terminal import progress, say
 from forge.data import content_ids, corpus, hub
+from forge.data.inputs import corpus_files
 from forge.data.plain_text import for_plain_text
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def build_tokenizer(config: ResolvedConfig) -> Path:
         say(f"tokenizer {folder.name}: nothing to do")
         return folder
     content_ids.require_current(config, "tokenizer")
-    sources: dict[str, Callable[[Config], _Source]] = {
+    sources: dict[str, Callable[[ResolvedConfig], _Source]] = {
         "train": _train,
         "path": _copy,
         "hub": _fetch,
@@ -273,7 +274,7 @@ def _eos_in_config(tokenizer_config: bytes | None) -> str | None:
 # --- source: train ------------------------------------------------------------------------------
 
 
-def _train(config: Config) -> _Source:
+def _train(config: ResolvedConfig) -> _Source:
     """Train a byte-level BPE, which decodes any text exactly: its alphabet has all 256 bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -298,13 +299,13 @@ def _train(config: Config) -> _Source:
     return _Source(tokenizer.to_str(pretty=True).encode())
 
 
-def _sample(config: Config) -> Iterator[str]:
+def _sample(config: ResolvedConfig) -> Iterator[str]:
     """At most sample_mib of text: the beginning of every file of all sources, in proportion to its
     size."""
     files = [
-        (file, settings)
-        for settings in config.tokenize.corpora.values()
-        for file in corpus.list_files(settings)
+        (file, one.tokenize)
+        for one in content_ids.single_corpora(config)
+        for file in corpus_files(one)
     ]
     limit = config.tokenizer.sample_mib * 2**20
     total = sum(file.size for file, _ in files)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from forge.core.config import Model
 from forge.core.errors import ConfigError
+from forge.trainer.documents import Documents, attend
 from forge.trainer.loss import linear_cross_entropy
 
 
@@ -31,18 +32,20 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(settings.dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(settings.dim, settings.dim, bias=False)
 
-    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents: Documents | None = None
+    ) -> Tensor:
         q_BHTK, k_BHTK, v_BHTK = (
             project(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        y_BHTK = F.scaled_dot_product_attention(
-            rotate(q_BHTK, cos_TK, sin_TK),
-            rotate(k_BHTK, cos_TK, sin_TK),
-            v_BHTK,
-            is_causal=True,
-            enable_gqa=self.grouped,
-        )
+        q_BHTK, k_BHTK = rotate(q_BHTK, cos_TK, sin_TK), rotate(k_BHTK, cos_TK, sin_TK)
+        if documents is None:
+            y_BHTK = F.scaled_dot_product_attention(
+                q_BHTK, k_BHTK, v_BHTK, is_causal=True, enable_gqa=self.grouped
+            )
+        else:
+            y_BHTK = attend(q_BHTK, k_BHTK, v_BHTK, documents, grouped=self.grouped)
         return self.o_proj(y_BHTK.transpose(1, 2).flatten(-2))
 
 
@@ -70,8 +73,11 @@ class Block(nn.Module):
         self.mlp = FeedForward(settings)
         self.dropout = nn.Dropout(settings.dropout)
 
-    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.dropout(self.self_attn(self.input_layernorm(x_BTD), cos_TK, sin_TK))
+    def forward(
+        self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        attended_BTD = self.self_attn(self.input_layernorm(x_BTD), cos_TK, sin_TK, documents)
+        x_BTD = x_BTD + self.dropout(attended_BTD)
         return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
 
 
@@ -85,14 +91,16 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(Block(settings) for _ in range(settings.layers))
         self.norm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, documents: Documents | None = None) -> Tensor:
         x_BTD = self.embed_tokens(tokens_BT)
         head_dim = self.settings.dim // self.settings.heads
         cos_TK, sin_TK = rotary(
             tokens_BT.shape[1], head_dim, self.settings.rope_theta, x_BTD.device
         )
+        if documents is not None:  # [B, 1, T, K]: the same for all heads
+            cos_TK, sin_TK = (table[documents.positions][:, None] for table in (cos_TK, sin_TK))
         for block in self.layers:
-            x_BTD = block(x_BTD, cos_TK, sin_TK)
+            x_BTD = block(x_BTD, cos_TK, sin_TK, documents)
         return self.norm(x_BTD)
 
 
@@ -134,9 +142,15 @@ class Decoder(nn.Module):
             tied = settings.tie_embeddings
             self.lm_head = None if tied else OutputLayer(settings.dim, vocab_size, bias=False)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Logits [B, T, V], or with targets their mean cross entropy, a scalar in fp32."""
-        x_BTD = self.model(tokens_BT)
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Logits [B, T, V], or with targets their mean cross entropy, a scalar in fp32. documents: of the
+        tokens, which attention then stays inside of; None: each window is one document."""
+        x_BTD = self.model(tokens_BT, documents)
         if self.lm_head is None:
             weight_VD = self.model.embed_tokens.weight
             return _logits_or_loss(x_BTD, weight_VD, targets_BT, self.compiles_loss)

@@ -77,7 +77,9 @@ class Trainer:
         self.precision = precision(self.settings.precision, world.device)
         self.val_windows = windows_by_source(tokens, "val", self.settings.seq_len)
         self.model = Decoder(config.model, tokens.vocab_size)
-        self.parallel = ParallelModel(self.model, self.settings, world, self.precision)
+        self.parallel = ParallelModel(
+            self.model, self.settings, world, self.precision, eos_id=tokens.eos_id
+        )
         self.optimizers = optim.make_optimizers(self.model, self.settings)
         self.num_parameters = self.model.num_parameters()
 

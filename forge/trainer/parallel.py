@@ -17,6 +17,7 @@ from forge.data.loader import split
 from forge.launch.heartbeat import heartbeat
 from forge.launch.process_group import World, named
 from forge.trainer import fsdp, micro_batch, recompute
+from forge.trainer.documents import Documents, find_documents, has_varlen
 from forge.trainer.llama import Decoder
 from forge.trainer.loss import worth_compiling
 
@@ -27,10 +28,19 @@ class ParallelModel:
     All ranks call every method.
     """
 
-    def __init__(self, decoder: Decoder, settings: Train, world: World, precision: str) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        settings: Train,
+        world: World,
+        precision: str,
+        *,
+        eos_id: int | None = None,
+    ) -> None:
         """Takes a decoder on the meta device, and gives it memory on this rank's device, for this rank's
         rows only where it is sharded. Replaces its parameters, so create the optimizer after this.
 
+        eos_id: ends a document; needed with train.document_mask.
         Raises ConfigError where train.shard does not divide the ranks, or the backend cannot shard or
         reduce as the settings say.
         """
@@ -39,6 +49,10 @@ class ParallelModel:
             settings,
             world,
             precision,
+        )
+        self._eos_id = eos_id
+        self._varlen = settings.document_mask and has_varlen(
+            decoder.settings, world.device, precision
         )
         rank = world.rank
         ranks = ranks_per_copy(settings.shard, rank.world_size, rank.local_world_size)
@@ -118,9 +132,18 @@ class ParallelModel:
 
     def _trial(self) -> None:
         """Forward and backward as in training."""
-        inputs, targets = (tokens.to(self.world.device) for tokens in self._blank_batch())
+        batch = self._blank_batch()
+        documents = self._documents(batch[0])
+        inputs, targets = (tokens.to(self.world.device) for tokens in batch)
         with self._autocast():
-            self.decoder(inputs, targets).backward()
+            self.decoder(inputs, targets, documents).backward()
+
+    def _documents(self, tokens: torch.Tensor) -> Documents | None:
+        """Of inputs on the CPU; None without train.document_mask."""
+        if not self.settings.document_mask:
+            return None
+        assert self._eos_id is not None
+        return find_documents(tokens, self._eos_id, self.world.device, varlen=self._varlen)
 
     def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Compute gradients, averaged over ranks; the mean loss of this rank's samples, a scalar on its
@@ -134,7 +157,9 @@ class ParallelModel:
         for number, (tokens, wanted) in enumerate(parts):
             with self._synchronized(number == len(parts) - 1), self._autocast():
                 loss = self.forward(
-                    tokens.to(device, non_blocking=True), wanted.to(device, non_blocking=True)
+                    tokens.to(device, non_blocking=True),
+                    wanted.to(device, non_blocking=True),
+                    self._documents(tokens),
                 )
                 share = len(tokens) / len(inputs)
                 (loss * share).backward()
@@ -153,7 +178,11 @@ class ParallelModel:
         heartbeat.beat("evaluation", waits=self.uses_fsdp2)
         # Without torch.compile: validation recomputes this loss without it.
         with self._autocast(), torch.compiler.set_stance("force_eager"):
-            loss = self.decoder(inputs.to(self.world.device), targets.to(self.world.device))
+            loss = self.decoder(
+                inputs.to(self.world.device),
+                targets.to(self.world.device),
+                self._documents(inputs),
+            )
         if self.uses_fsdp2:
             fsdp.reshard(self.decoder)
         return float(loss)

@@ -44,7 +44,7 @@ def apply(decoder: Decoder, how: Recompute) -> None:
 
 def _policy(dim: int, _: Any, operator: Any, *args: Any, **__: Any) -> CheckpointPolicy:
     """Whether the output of an operator is kept."""
-    is_attention = "scaled_dot_product" in str(operator)
+    is_attention = any(name in str(operator) for name in ("scaled_dot_product", "varlen_attn"))
     is_narrow = operator == torch.ops.aten.mm.default and args[1].shape[1] <= dim
     keep = is_attention or is_narrow
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -17,6 +17,7 @@ from forge.data.sources import Tokens, open_tokens
 from forge.launch.process_group import World
 from forge.launch.rank_records import LossesTask, RankRecord
 from forge.trainer import llama
+from forge.trainer.documents import find_documents
 from forge.trainer.numerics import numerics, prepare, reference_batch
 from forge.trainer.parallel import ParallelModel
 from forge.validation.estimates import VALIDATION_BATCH
@@ -61,6 +62,7 @@ class Evaluation:
         """world: the ranks over which the model is sharded; None: the whole model is on the CPU."""
         self._model, self._world, self._seq_len = model.eval(), world, config.train.seq_len
         self._windows = windows_by_source(tokens, "val", self._seq_len)
+        self._eos_id = tokens.eos_id if config.train.document_mask else None
         self._device = world.device if world else torch.device("cpu")
         self._rank = world.rank.rank if world else 0
         self._world_size = world.rank.world_size if world else 1
@@ -129,7 +131,10 @@ class Evaluation:
         )
 
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        return float(self._model(inputs.to(self._device), targets.to(self._device)))
+        documents = None
+        if self._eos_id is not None:
+            documents = find_documents(inputs, self._eos_id, self._device, varlen=False)
+        return float(self._model(inputs.to(self._device), targets.to(self._device), documents))
 
     def _divided(self, items: Sequence[T], action: Callable[[T], R]) -> list[R]:
         """The results of an action on each item, of which every rank takes the same number: a forward

@@ -69,7 +69,13 @@ def _step_after(
     """The training step with the state of a checkpoint."""
     settings = config.train
     model = Decoder(config.model, tokens.vocab_size)
-    parallel = ParallelModel(model, settings, world, precision(settings.precision, world.device))
+    parallel = ParallelModel(
+        model,
+        settings,
+        world,
+        precision(settings.precision, world.device),
+        eos_id=tokens.eos_id,
+    )
     optimizers = optim.make_optimizers(model, settings)
     storage.load_state(model, optimizers, found.folder, world)
     parallel.wrap()

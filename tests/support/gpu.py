@@ -53,7 +53,7 @@ def make_step(
 ) -> TrainStep:
     """The training step of a new model, compiled where `train` says so."""
     decoder = Decoder(model, vocab_size)
-    parallel = ParallelModel(decoder, train, world, precision)
+    parallel = ParallelModel(decoder, train, world, precision, eos_id=0)
     initialize(decoder, seed=0)
     optimizers = make_optimizers(decoder, train)
     parallel.wrap()

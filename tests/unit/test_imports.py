@@ -35,6 +35,7 @@ TENSORS = {
     ),
     "checkpoint.program_tensors",
     *("trainer.cpu", "trainer.loss", "trainer.llama", "trainer.numerics", "trainer.optim"),
+    "trainer.documents",
     *("trainer.initialize", "trainer.recompute", "trainer.micro_batch", "trainer.fsdp"),
     *("trainer.parallel", "trainer.evaluate", "trainer.source_mix", "trainer.step", "trainer.loop"),
     *("trainer.export",),

@@ -7,7 +7,7 @@ import pytest
 
 from forge import workflow
 from forge.core.config import Config, ResolvedConfig, checked, load_config
-from forge.core.paths import RunPaths, tokenizer_folder, tokens_folder
+from forge.core.paths import RunPaths, inputs_folder, tokenizer_folder, tokens_folder
 from forge.data.content_ids import resolve
 from forge.evaluation.settings import read_settings
 
@@ -66,6 +66,15 @@ def test_config_of_a_shared_artefact_has_its_inputs_and_ids_and_no_run(run):
             run.ids,
         )
         assert '"train": {' not in path.read_text()
+
+
+def test_corpus_files_of_a_hub_have_a_config_of_their_own(run):
+    inputs = ["text.txt", "hf://datasets/team/texts@main/*.jsonl"]
+    run = changed(run, "tokenize", inputs=inputs).model_copy(update={"ids": None})
+    run = resolve(checked(Config, run.to_json(), "the test"))
+    path = inputs_folder("data", run.ids.inputs) / "config.json"
+    workflow.write_configs({"base": run}, jobs(path))
+    assert load_config(path).tokenize.inputs == inputs
 
 
 # --- sources --------------------------------------------------------------------------------------

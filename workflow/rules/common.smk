@@ -35,6 +35,11 @@ RESULTS, DATA = shared_folders(RUNS)
 # Content id of tokens -> config that makes them, and of the list of a run's sources.
 TOKENS = helpers.tokenizing(RUNS)
 SOURCES = helpers.listing_sources(RUNS)
+TOKENIZERS = {
+    settings.ids.tokenizer: settings
+    for settings in RUNS.values()
+    if not settings.program
+}
 # Runs with tasks (evaluate.tasks), and those of which checkpoints are evaluated while they train.
 EVALUATED = [run for run, settings in RUNS.items() if settings.evaluate.tasks]
 EVALUATED_BESIDE = [run for run in EVALUATED if RUNS[run].evaluate.every]
@@ -91,12 +96,25 @@ def one_of(ids):
     return "|".join(ids) or "none"
 
 
-def data_of(settings):
-    """Manifests of what a run reads: tokenizer and tokens, or the inputs of its program, if any."""
-    if not settings.program:
-        return [tokenizer_manifest(settings), tokens_manifest(settings)]
+def inputs_manifest(settings):
+    """Manifest of the inputs of a program, or of the corpus files of a hub; [] without any."""
     folder = settings.ids.inputs and inputs_folder(DATA, settings.ids.inputs)
     return [folder / "manifest.json"] if folder else []
+
+
+def corpus_of_tokenizer(wildcards):
+    """What is downloaded before a tokenizer is trained on it."""
+    settings = TOKENIZERS[wildcards.tokenizer]
+    trained = settings.tokenizer.source == "train"
+    corpora = helpers.single_corpora(settings) if trained else []
+    return [manifest for one in corpora for manifest in inputs_manifest(one)]
+
+
+def data_of(settings):
+    """Manifests of what a run reads: tokenizer and tokens, or the inputs of its program, if any."""
+    if settings.program:
+        return inputs_manifest(settings)
+    return [tokenizer_manifest(settings), tokens_manifest(settings)]
 
 
 def staged_data(settings):

@@ -8,6 +8,8 @@ localrules:
 
 
 rule tokenizer:
+    input:
+        inputs=corpus_of_tokenizer,
     output:
         f"{DATA}/tokenizers/{{tokenizer}}/manifest.json",
     log:
@@ -24,6 +26,7 @@ rule tokenizer:
 rule tokenize:
     input:
         tokenizer=lambda w: tokenizer_manifest(TOKENS[w.tokens]),
+        inputs=lambda w: inputs_manifest(TOKENS[w.tokens]),
     output:
         f"{DATA}/tokens/{{tokens}}/manifest.json",
     log:
@@ -56,7 +59,7 @@ rule sources:
         "exec forge sources {params.config:q} --log={log:q}"
 
 
-# Of another training program: its input files stay where they are.
+# Of another training program: its input files stay where they are. Of a corpus: its files on a hub.
 rule inputs:
     output:
         f"{DATA}/inputs/{{inputs}}/manifest.json",

@@ -1,4 +1,5 @@
-"""Inputs of another program from a hub: the real client against a server on the loopback interface."""
+"""Inputs of another program and of a corpus from a hub: the real client against a server on the loopback
+interface."""
 
 import os
 import subprocess
@@ -7,13 +8,16 @@ import sys
 import pytest
 import yaml
 from support.hub import COMMIT, served
+from support.live_run import forge
 
 from forge.core.config import Config, checked
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, DataError
 from forge.core.files import digest_bytes
 from forge.data.content_ids import resolve
 from forge.data.hub import HubFiles
 from forge.data.input_set import InputSet
+from forge.data.inputs import corpus_files
+from forge.data.shards import ShardSet
 
 BERT = "hf://google/tiny-bert@main"
 NEWS = "hf://datasets/team/news@main"
@@ -28,6 +32,12 @@ def hub():
             "data/train-1.parquet": b"two",
             "README.md": b"# News",
         },
+        "datasets/team/texts": {
+            f"en/{part}.jsonl": "".join(
+                f'{{"text": "document {line} of {part}"}}\n' for line in range(20)
+            ).encode()
+            for part in ("a", "b")
+        },
     }
     with served(repos) as hub:
         yield hub
@@ -38,10 +48,11 @@ def forge_inputs(hub, tmp_path):
     """forge_inputs([URL, …]): exit code and output of `forge inputs`, in a process of its own: the client
     reads its variables when it is imported."""
 
-    def run(inputs, **env):
+    def run(inputs, *, corpus=False, **env):
         config = tmp_path / "config.yaml"
-        values = {"data": str(tmp_path / "data"), "program": {"command": ["x"], "inputs": inputs}}
-        config.write_text(yaml.safe_dump(values))
+        of_program = {"program": {"command": ["x"], "inputs": inputs}}
+        values = of_corpus(inputs) if corpus else of_program
+        config.write_text(yaml.safe_dump({"data": str(tmp_path / "data"), **values}))
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         done = subprocess.run(
             [sys.executable, "-m", "forge", "inputs", str(config)],
@@ -54,6 +65,14 @@ def forge_inputs(hub, tmp_path):
         return done.returncode, done.stdout + done.stderr
 
     return run
+
+
+def of_corpus(inputs):
+    """The sections of a config that trains on a corpus."""
+    return {
+        "tokenizer": {"vocab_size": 300},
+        "tokenize": {"inputs": inputs, "val_fraction": 0.4},
+    }
 
 
 def made(tmp_path):
@@ -138,3 +157,65 @@ def test_revision_may_be_the_hubs_own_conversion_to_parquet():
         "refs/convert/parquet",
         "default/train/0.parquet",
     )
+
+
+# --- of a corpus --------------------------------------------------------------------------------
+
+TEXTS = "hf://datasets/team/texts@main"
+
+
+def test_corpus_from_a_hub_is_downloaded_by_its_own_step_and_then_read_offline(
+    forge_inputs, tmp_path, hub, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "more.txt").write_text("a local document")
+    inputs = ["more.txt", f"{TEXTS}/en/*.jsonl"]
+    code, output = forge_inputs(inputs, corpus=True, HF_HUB_OFFLINE="1")
+    assert code == 69, output
+    assert "on a login node: forge inputs CONFIG" in output
+    for step in ("tokenizer", "tokenize"):
+        outcome = forge(step, "config.yaml")
+        assert outcome.code == 65
+    assert "there is no tokenizer" in outcome.text
+
+    code, output = forge_inputs(inputs, corpus=True)
+    assert code == 0, output
+    assert f"2 files of datasets/team/texts@main, commit {COMMIT}" in output
+    assert [entry.name for entry in made(tmp_path).manifest.files] == []
+    assert made(tmp_path).manifest.commits == {"datasets/team/texts@main": COMMIT}
+    hub.asked.clear()
+    for step in ("tokenizer", "tokenize"):
+        outcome = forge(step, "config.yaml")
+        assert outcome.code == 0, outcome.text
+    assert hub.asked == []
+    [manifest] = (tmp_path / "data/tokens").glob("*/manifest.json")
+    shards = ShardSet.open(manifest.parent).manifest
+    assert [entry.name for entry in shards.inputs] == [
+        "hf://datasets/team/texts/en/a.jsonl",
+        "hf://datasets/team/texts/en/b.jsonl",
+        "more.txt",
+    ]
+    assert sum(total.documents for total in shards.totals.values()) == 41
+
+
+def test_without_its_download_a_corpus_names_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = resolve(checked(Config, of_corpus([f"{TEXTS}/en/*.jsonl"]), "config.yaml"))
+    with pytest.raises(DataError, match="are not in data/inputs/") as refused:
+        corpus_files(config)
+    assert refused.value.fix == "on a login node: forge inputs CONFIG"
+
+
+def test_url_of_a_corpus_is_part_of_its_ids_and_named_by_its_key(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "more.txt").write_text("a local document")
+
+    def ids_of(*inputs):
+        return resolve(checked(Config, of_corpus(list(inputs)), "config.yaml")).ids
+
+    main, other = ids_of("more.txt", f"{TEXTS}/en/*"), ids_of("more.txt", f"{TEXTS}/de/*")
+    local = ids_of("more.txt")
+    assert len({main.tokens, other.tokens, local.tokens}) == 3
+    assert main.inputs and other.inputs and local.inputs == ""
+    with pytest.raises(ConfigError, match=r"tokenize\.inputs has 'hf://team/texts/a\.jsonl'"):
+        ids_of("hf://team/texts/a.jsonl")

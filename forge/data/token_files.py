@@ -1,0 +1,268 @@
+"""Token ids that other programs have written (tokenize.format nanogpt, megatron, dolma), as documents.
+
+- nanogpt: `.bin`, ids and nothing else (data/openwebtext/prepare.py of nanoGPT)
+- megatron: `.bin` with ids, and `.idx` with their dtype and where sequences and documents begin
+  (megatron/core/datasets/indexed_dataset.py)
+- dolma: `.npy` with ids and no header of NumPy, and `.csv.gz` with a row for each document: start and
+  end in tokens, then where its text is from (python/dolma/tokenizer/memmap_writer.py)
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge.core.config import TOKEN_FORMATS, Tokenize
+from forge.core.errors import DataError
+from forge.core.files import disk_trouble
+from forge.data.corpus import InputFile
+
+DATA_SUFFIX = {"nanogpt": ".bin", "megatron": ".bin", "dolma": ".npy"}
+INDEX_SUFFIX = {"megatron": ".idx", "dolma": ".csv.gz"}
+CHUNK_TOKENS = 2**20
+# A document is held in memory. Of more tokens than this, the wrong id was taken for the end of text.
+MAX_DOCUMENT_TOKENS = 2**26
+
+# Megatron's index: magic, version, dtype, number of sequences, number of documents + 1.
+HEADER = struct.Struct("<9sQBQQ")
+MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+MEGATRON_DTYPES = {4: "int32", 5: "int64", 8: "uint16"}
+
+Ids = np.ndarray[Any, np.dtype[Any]]
+
+
+# --- which files --------------------------------------------------------------------------------
+
+
+def data_files(files: list[InputFile], settings: Tokenize) -> list[InputFile]:
+    """Of the inputs those with ids, where the format is one of tokens. DataError where there are none."""
+    if settings.format not in TOKEN_FORMATS:
+        return files
+    suffix = DATA_SUFFIX[settings.format]
+    found = [file for file in files if file.path.suffix == suffix]
+    if not found:
+        raise DataError(
+            f"tokenize.inputs has no file of ids: of {len(files)} files none ends in {suffix}",
+            cause=f"tokenize.format is {settings.format}",
+            fix=f"name the {suffix} files, or correct tokenize.format",
+        )
+    return found
+
+
+def with_index(files: list[InputFile], settings: Tokenize) -> list[InputFile]:
+    """The files and their indexes, if the format has any."""
+    return [part for file in files for part in (file, *_index(file, settings.format))]
+
+
+def _index(file: InputFile, kind: str) -> Iterator[InputFile]:
+    if kind not in INDEX_SUFFIX:
+        return
+    suffix = INDEX_SUFFIX[kind]
+    path = file.path.with_suffix(suffix)
+    if path.is_file():
+        name = file.name.removesuffix(file.path.suffix) + suffix
+        yield InputFile(name, path, path.stat().st_size)
+
+
+# --- documents ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """dtype: of the ids in a file. ends: positions after the last tokens of its documents, ascending;
+    None: only the end-of-text id tells."""
+
+    dtype: np.dtype[Any]
+    ends: Ids | None = None
+
+
+def read_documents(
+    file: InputFile,
+    settings: Tokenize,
+    *,
+    vocab_size: int,
+    eos_id: int,
+    consumed: Callable[[int], None] = lambda num_bytes: None,
+) -> Iterator[Ids]:
+    """The ids of each document of a file, in order, without end-of-text id and without empty documents.
+
+    A document ends with an end-of-text id, and where the index says so. Holds a document, a chunk and 8
+    bytes for each document of an index. consumed: called with the number of bytes read since its last
+    call. DataError for an id beyond the vocabulary, a corrupt index, and a file without an end.
+    """
+    with disk_trouble(file.path, "read"):
+        layout = _layout(file, settings)
+        _check_size(file, layout)
+        chunks = _chunks(file, layout, settings, vocab_size, consumed)
+        has_end, start, held = layout.ends is not None, 0, list[Ids]()
+        for ids in chunks:
+            cuts = _cuts(ids, start, eos_id, layout.ends)
+            begin = 0
+            for end in cuts.tolist():
+                held.append(ids[begin:end])
+                yield from _document(held, eos_id)
+                begin, held = end, []
+            held.append(ids[begin:])
+            has_end, start = has_end or len(cuts) > 0, start + len(ids)
+            _check_length(file, sum(map(len, held)), eos_id)
+        if start and not has_end:
+            raise _no_end(file, f"has {start} tokens, and none is", eos_id)
+        yield from _document(held, eos_id)
+
+
+def _document(parts: list[Ids], eos_id: int) -> Iterator[Ids]:
+    ids = np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else np.empty(0)
+    if len(ids) and ids[-1] == eos_id:
+        ids = ids[:-1]
+    if len(ids):
+        yield ids
+
+
+def _cuts(ids: Ids, start: int, eos_id: int, ends: Ids | None) -> Ids:
+    """Where documents end in a chunk whose first token has position `start` in its file."""
+    cuts = np.flatnonzero(ids == eos_id) + 1
+    if ends is None:
+        return cuts
+    first, last = ends.searchsorted([start, start + len(ids)], side="right")
+    return np.union1d(cuts, ends[first:last] - start)
+
+
+def _chunks(
+    file: InputFile,
+    layout: _Layout,
+    settings: Tokenize,
+    vocab_size: int,
+    consumed: Callable[[int], None],
+) -> Iterator[Ids]:
+    """The ids of a file as uint32, checked."""
+    start = 0
+    with open(file.path, "rb") as stream:
+        while len(ids := np.fromfile(stream, layout.dtype, CHUNK_TOKENS)):
+            wrong = (ids < 0) | (ids >= vocab_size)
+            if wrong.any():
+                at = int(wrong.argmax())
+                raise DataError(
+                    f"{file.path}: token {start + at} is id {ids[at]}, and the tokenizer has"
+                    f" {vocab_size} ids",
+                    cause=f"made with another tokenizer, or not of {layout.dtype.name}",
+                    fix="correct tokenizer.source, or tokenize.token_dtype",
+                )
+            if start == 0:
+                _check_width(file, ids, settings)
+            consumed(ids.nbytes)
+            start += len(ids)
+            yield ids.astype(np.uint32)
+
+
+def _check_width(file: InputFile, ids: Ids, settings: Tokenize) -> None:
+    """Small 32-bit ids that are read as 16-bit ones are ids, too: every second one is 0."""
+    if settings.format == "megatron" or settings.token_dtype != "uint16":
+        return
+    if len(ids) > 1 and not ids[1::2].any() and ids[::2].any():
+        raise DataError(
+            f"{file.path}: every second one of the first {len(ids)} ids of 16 bits is 0",
+            cause="the file has ids of 32 bits; tokenize.token_dtype is uint16",
+            fix="set tokenize.token_dtype: uint32",
+        )
+
+
+def _check_length(file: InputFile, num_tokens: int, eos_id: int) -> None:
+    if num_tokens > MAX_DOCUMENT_TOKENS:
+        raise _no_end(
+            file, f"has a document of more than {MAX_DOCUMENT_TOKENS} tokens without", eos_id
+        )
+
+
+def _no_end(file: InputFile, what: str, eos_id: int) -> DataError:
+    return DataError(
+        f"{file.path} {what} id {eos_id}, which ends a document",
+        cause="another token ends its documents, or none does",
+        fix="set tokenizer.eos_token to the token that ends a document in these files",
+    )
+
+
+# --- layouts ------------------------------------------------------------------------------------
+
+
+def _layout(file: InputFile, settings: Tokenize) -> _Layout:
+    if settings.format == "megatron":
+        return _of_megatron(file)
+    dtype = np.dtype(settings.token_dtype).newbyteorder("<")
+    index = next(_index(file, settings.format), None)
+    return _Layout(dtype, _ends_of_dolma(index.path) if index else None)
+
+
+def _check_size(file: InputFile, layout: _Layout) -> None:
+    num_tokens, rest = divmod(file.size, layout.dtype.itemsize)
+    if rest:
+        raise DataError(
+            f"{file.path} has {file.size} bytes, no multiple of {layout.dtype.itemsize}",
+            cause=f"an interrupted copy, or ids of another dtype than {layout.dtype.name}",
+            fix="copy it again, or correct tokenize.token_dtype",
+        )
+    if layout.ends is None:
+        return
+    last = int(layout.ends[-1]) if len(layout.ends) else 0
+    if last != num_tokens or (np.diff(layout.ends) < 0).any():
+        raise DataError(
+            f"{file.path} has {num_tokens} tokens, the documents of its index end at {last}",
+            cause="an interrupted copy, the index of another file, or ids of another dtype than"
+            f" {layout.dtype.name}",
+            fix="copy both files again, or correct tokenize.token_dtype",
+        )
+
+
+def _of_megatron(file: InputFile) -> _Layout:
+    """By the index: lengths of sequences (int32) and where they begin in bytes (int64), then the first
+    sequence of each document and the number of sequences (int64)."""
+    path = file.path.with_suffix(".idx")
+    if not path.is_file():
+        raise DataError(
+            f"{file.path} has no index {path.name}",
+            cause="files of Megatron-LM come in pairs; tokenize.format is megatron",
+            fix="put the .idx file beside it, or correct tokenize.format",
+        )
+    with open(path, "rb") as stream:
+        head = stream.read(HEADER.size)
+        if len(head) < HEADER.size or head[:9] != MAGIC:
+            raise _bad_index(path, f"begins with {head[:9]!r}, not with {MAGIC!r}")
+        _, version, code, sequences, documents = HEADER.unpack(head)
+        if version != VERSION or code not in MEGATRON_DTYPES:
+            raise _bad_index(path, f"has version {version} and dtype code {code}")
+        if path.stat().st_size < HEADER.size + 12 * sequences + 8 * documents:
+            raise _bad_index(path, f"is too short for {sequences} sequences, {documents} documents")
+        lengths = np.fromfile(stream, "<i4", sequences)
+        pointers = np.fromfile(stream, "<i8", sequences)
+        firsts = np.fromfile(stream, "<i8", documents)
+    dtype = np.dtype(MEGATRON_DTYPES[code]).newbyteorder("<")
+    if firsts.size and not 0 <= firsts.min() <= firsts.max() <= sequences:
+        raise _bad_index(path, f"has a document that begins at sequence {firsts.max()}")
+    ends = np.append(0, pointers // dtype.itemsize + lengths)  # after no, one, … sequences
+    return _Layout(dtype, ends[firsts])
+
+
+def _ends_of_dolma(path: Path) -> Ids:
+    try:
+        with gzip.open(path, "rt", newline="") as rows:
+            return np.fromiter(_column(csv.reader(rows)), np.int64)
+    except (ValueError, IndexError, EOFError, gzip.BadGzipFile) as err:
+        raise _bad_index(path, f"cannot be read: {err}") from None
+
+
+def _column(rows: Iterable[list[str]]) -> Iterator[int]:
+    return (int(row[1]) for row in rows)
+
+
+def _bad_index(path: Path, what: str) -> DataError:
+    return DataError(
+        f"{path} {what}",
+        cause="an interrupted copy, or the index of another format",
+        fix="copy it again, or correct tokenize.format",
+    )
