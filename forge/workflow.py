@@ -28,6 +28,7 @@ from forge.core.paths import (
     WORKFLOW_RUNS,
     RunPaths,
     inputs_folder,
+    model_folder,
     place_logs,
     tokenizer_folder,
     tokens_folder,
@@ -257,12 +258,14 @@ def _data_configs(config: ResolvedConfig) -> dict[Path, dict[str, Any]]:
     """The config files of what a run reads, by path."""
     values = config.of_training.to_json()
     keys = ("data", "program", "tokenizer", "tokenize", "ids")
+    weights = config.ids.model and model_folder(config.data, config.ids.model) / "config.json"
     of_data = {key: values[key] for key in keys if key in values}
     if config.program:
         return {inputs_folder(config.data, config.ids.inputs) / "config.json": of_data}
     return {
         tokenizer_folder(config.data, config.ids.tokenizer) / "config.json": of_data,
         tokens_folder(config.data, config.ids.tokens) / "config.json": of_data,
+        **({weights: {**of_data, "model": values["model"]}} if weights else {}),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Part, RecordedConfig
@@ -30,7 +30,7 @@ def check_compatible(config: ResolvedConfig, checkpoint: Checkpoint) -> None:
     decay_steps = frozen_decay_steps(config, checkpoint)
     if decay_steps != checkpoint.manifest.decay_steps:
         problems.append(differs("train.decay_steps", decay_steps, checkpoint.manifest.decay_steps))
-    problems += changed_ids(config, made_by)
+    problems += changed_ids(config, made_by, ("tokenizer", "tokens", "model"))
     if config.parent != made_by.parent:
         problems.append(differs("parent", config.parent, made_by.parent))
     if problems:
@@ -48,11 +48,11 @@ def check_compatible(config: ResolvedConfig, checkpoint: Checkpoint) -> None:
 
 
 def _changed(section: str, model: type[Section], now: Section, then: Part) -> Iterator[str]:
-    for key in model.model_fields:
+    for key, mine in now.model_dump(mode="json").items():
         if key == "decay_steps" or is_free(model, key):
             continue
-        if getattr(now, key) != (value := recorded_value(model, then, key)):
-            yield differs(f"{section}.{key}", getattr(now, key), value)
+        if mine != (value := recorded_value(model, then, key)):
+            yield differs(f"{section}.{key}", mine, value)
 
 
 def recorded_value(model: type[Section], section: Part, key: str) -> object:
@@ -61,10 +61,12 @@ def recorded_value(model: type[Section], section: Part, key: str) -> object:
     return getattr(section, key, model.model_fields[key].get_default(call_default_factory=True))
 
 
-def changed_ids(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:
-    """One sentence for each artefact that is another than in the config of a checkpoint."""
-    for name in ("tokenizer", "tokens"):
-        now, then = getattr(config.ids, name), getattr(made_by.ids, name)
+def changed_ids(
+    config: ResolvedConfig, made_by: RecordedConfig, names: Sequence[str] = ("tokenizer", "tokens")
+) -> Iterator[str]:
+    """One sentence for each of these artifacts that is another than in the config of a checkpoint."""
+    for name in names:
+        now, then = getattr(config.ids, name), getattr(made_by.ids, name, "")
         if now != then:
             yield differs(f"ids.{name}", now, then)
 

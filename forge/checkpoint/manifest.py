@@ -106,7 +106,7 @@ class RecordedConfig(Part):
 
 
 class Artifact(Part):
-    """A tokenizer or tokens: content id and digest."""
+    """A tokenizer, tokens or pretrained weights: content id and digest."""
 
     id: str
     digest: str
@@ -148,7 +148,7 @@ class ParentCheckpoint(Part):
 
 class Lineage(Part):
     """Code, config, data and hardware that made the checkpoint; `parent` is None for a run that
-    started at step 0."""
+    started at step 0, `model` for one that did not start from pretrained weights."""
 
     code: Code
     config: RecordedConfig
@@ -159,6 +159,7 @@ class Lineage(Part):
     hardware: Hardware
     numerics: Numerics
     parent: ParentCheckpoint | None = None
+    model: Artifact | None = None
 
     @classmethod
     def of(
@@ -169,6 +170,7 @@ class Lineage(Part):
         tokens_digest: str,
         numerics: dict[str, Any],
         parent: ParentCheckpoint | None = None,
+        model: Artifact | None = None,
     ) -> Self:
         """The lineage of a run that trains on these data, on this host."""
         return cls(
@@ -181,13 +183,15 @@ class Lineage(Part):
             hardware=Hardware(host=hostname(), cpu=cpu_name()),
             numerics=Numerics(**numerics),
             parent=parent,
+            model=model,
         )
 
     @model_serializer(mode="wrap")
-    def _without_missing_parent(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_missing_starts(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = dump(self)
-        if self.parent is None:
-            del values["parent"]
+        for name in ("parent", "model"):
+            if values[name] is None:
+                del values[name]
         return values
 
 

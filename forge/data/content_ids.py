@@ -9,7 +9,7 @@ from typing import Any
 from forge.core.config import Config, Ids, ResolvedConfig, Tokenize
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import canonical, digest_bytes, digest_file, short_id
-from forge.data import corpus
+from forge.data import corpus, model
 from forge.data.inputs import list_inputs, of_hub
 
 # Incremented when the same settings and inputs give other bytes, so that nothing old is reused.
@@ -20,16 +20,21 @@ READING = ("format", "text_field", "document_separator", "invalid_utf8")
 
 
 def resolve(config: Config) -> ResolvedConfig:
-    """The config with its ids filled in; existing ids are kept. Raises as `resolve_ids`.
+    """The config with its ids filled in, and what model.init gives; existing ids are kept.
 
-    Called once, at the start of a command or of the workflow.
+    Called once, at the start of a command or of the workflow. Raises as `resolve_ids`, and as
+    `model.with_pretrained`.
     """
+    config = model.with_pretrained(config)
     ids = config.ids or resolve_ids(config)
-    return ResolvedConfig.model_validate({**config.to_json(), "ids": ids})
+    resolved = ResolvedConfig.model_validate({**config.to_json(), "ids": ids})
+    if not config.ids and not config.program:
+        model.check_tokenizer(resolved)
+    return resolved
 
 
 def resolve_ids(config: Config) -> Ids:
-    """Ids of the tokenizer and the tokens, or of the inputs of a program.
+    """Ids of the tokenizer, the tokens and the pretrained weights, or of the inputs of a program.
 
     They depend on settings, names and sizes of the inputs, not on contents: this runs at every start of
     the workflow. Raises DataError (inputs) and ConfigError (tokenizer.path).
@@ -37,11 +42,13 @@ def resolve_ids(config: Config) -> Ids:
     if config.program:
         return Ids(inputs=_inputs_id(tuple(config.program.inputs), str(Path.cwd())))
     tokenizer = short_id(tokenizer_recipe(config))
-    return Ids(tokenizer=tokenizer, tokens=short_id(_tokens_recipe(config, tokenizer)))
+    tokens = short_id(_tokens_recipe(config, tokenizer))
+    weights = short_id(model.recipe(config)) if config.model.init else ""
+    return Ids(tokenizer=tokenizer, tokens=tokens, model=weights)
 
 
 def require_current(config: ResolvedConfig, key: str) -> None:
-    """DataError where the id `key` (`tokenizer` or `tokens`) is not the one of the current inputs.
+    """DataError where the id `key` (`tokenizer`, `tokens`, `model`) is not that of the current inputs.
 
     Else other data would be stored under the id that the config was resolved to.
     """
