@@ -63,7 +63,7 @@ class Summary:
             ("tokenizer", _id_and_digest(lineage.tokenizer)),
             ("tokens", _id_and_digest(lineage.tokens)),
             ("parent", _parent(lineage.parent)),
-            ("pretrained weights", _id_and_digest(lineage.model) if lineage.model else ""),
+            ("pretrained", _id_and_digest(lineage.model) if lineage.model else ""),
             ("weights digest", self._weights_digest()),
             ("world size", str(self.manifest.world_size)),
             ("skipped steps", str(self.manifest.skipped.steps or "")),

@@ -389,7 +389,9 @@ def _origin(source: _Source) -> str:
     init = source.config.model.init
     from_weights = source.checkpoint.manifest.lineage.model and init
     return (
-        f"trained from the weights {from_weights.name}" if from_weights else "trained from scratch"
+        f"continued from the weights in `{from_weights.name}`"
+        if from_weights
+        else "trained from scratch"
     )
 
 

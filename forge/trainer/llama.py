@@ -20,6 +20,13 @@ from forge.core.model import RopeScaling
 from forge.trainer.loss import linear_cross_entropy
 
 
+class OutputNorm(nn.RMSNorm):
+    """RMSNorm of what a matrix product gives: under autocast bf16, beside weights of norms in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and, optionally, grouped key and value heads."""
 
@@ -36,8 +43,8 @@ class Attention(nn.Module):
         if self.qk_norm != "none":
             is_full = self.qk_norm == "full"
             eps = settings.norm_eps
-            self.q_norm = nn.RMSNorm(query_dim if is_full else self.head_dim, eps=eps)
-            self.k_norm = nn.RMSNorm(kv_dim if is_full else self.head_dim, eps=eps)
+            self.q_norm = OutputNorm(query_dim if is_full else self.head_dim, eps=eps)
+            self.k_norm = OutputNorm(kv_dim if is_full else self.head_dim, eps=eps)
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
         q, k, v = self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)
@@ -83,10 +90,11 @@ class Block(nn.Module):
         if not self.is_post_norm:
             self.input_layernorm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
         self.self_attn = Attention(settings)
-        self.post_attention_layernorm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
+        of_output = OutputNorm if self.is_post_norm else nn.RMSNorm
+        self.post_attention_layernorm = of_output(settings.dim, eps=settings.norm_eps)
         self.mlp = FeedForward(settings)
         if self.is_post_norm:
-            self.post_feedforward_layernorm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
+            self.post_feedforward_layernorm = OutputNorm(settings.dim, eps=settings.norm_eps)
         self.dropout = nn.Dropout(settings.dropout)
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:

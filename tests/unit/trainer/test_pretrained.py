@@ -14,7 +14,8 @@ from forge.core.config import Config, Model, ResolvedConfig
 from forge.core.errors import DataError
 from forge.data.content_ids import resolve
 from forge.data.model import ModelManifest, with_pretrained
-from forge.trainer import pretrained
+from forge.trainer import pretrained, recompute
+from forge.trainer.initialize import initialized
 from forge.trainer.llama import Decoder
 
 # Equal formulas in another order of sums, fp32; logits are of size 1.
@@ -144,3 +145,34 @@ def test_id_is_of_the_weights_and_not_of_their_place(folder, tmp_path):
     moved.rename(again)
     (again / "config.json").write_text(json.dumps({**values, "rms_norm_eps": 1e-5}))
     assert resolved(again).ids.model != before
+
+
+@pytest.mark.parametrize(
+    "keys", [{"qk_norm": "head"}, {"norm": "post", "qk_norm": "full"}], ids=["qwen3", "olmo2"]
+)
+@pytest.mark.filterwarnings("error")  # of mixed types, on every rank
+def test_norms_of_outputs_train_under_autocast(keys):
+    model = Model(dim=32, layers=2, heads=4, kv_heads=2, **keys)
+    decoder = initialized(model, 100)
+    tokens = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = decoder(tokens, tokens)
+    loss.backward()
+    with torch.no_grad():
+        assert abs(loss.item() - decoder(tokens, tokens).item()) < 0.02
+    assert all(parameter.grad is not None for parameter in decoder.parameters())
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_recomputation_gives_the_same_gradients_with_wide_heads_and_norms(how):
+    model = Model(dim=32, layers=1, heads=4, head_dim=16, qk_norm="head", vocab_size=110)
+    tokens = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for setting in ("none", how):
+        decoder = initialized(model, 100)
+        recompute.apply(decoder, setting)
+        decoder(tokens, tokens).backward()
+        gradients.append([parameter.grad for parameter in decoder.parameters()])
+    assert len(gradients[0][0]) == 110  # rows of the embedding
+    for plain, again in zip(*gradients, strict=True):
+        assert torch.equal(plain, again)
