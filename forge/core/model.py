@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from forge.core.section import FREE, FilePath, Section
+from forge.core.section import FilePath, Section
 from forge.core.values import shown
 
 HUB_NAME = r"[\w.-]+/[\w.-]+@[\w./-]+"  # owner/name@revision
@@ -40,7 +40,7 @@ class Init(Section):
 
     hub: str | None = None
     """`owner/name@revision`; downloaded on a login node."""
-    path: FilePath | None = Field(None, json_schema_extra=FREE)
+    path: FilePath | None = None
     """Directory with config.json, *.safetensors and, for its tokenizer, tokenizer.json."""
 
     @model_validator(mode="after")

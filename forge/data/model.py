@@ -108,11 +108,22 @@ def with_pretrained(config: Config) -> Config:
 
 
 def recipe(config: Config) -> dict[str, Any]:
-    """What determines the id of the weights: config.json, and the repository or names and sizes."""
+    """What determines the id of the weights: their shape, and the repository, or the directory with names
+    and sizes of its files.
+
+    Not without the directory: models that were tuned from the same one have files of equal sizes.
+    """
     init = config.model.init
     assert init
-    files = [] if init.hub else [(p.name, p.stat().st_size) for p in _local_files(str(init.path))]
-    return {"format": FORMAT, "config": config_of(init), "hub": init.hub, "files": files}
+    values = {
+        "format": FORMAT,
+        "model": config.model.model_dump(mode="json", exclude={"init", "dropout"}),
+    }
+    if init.hub:
+        return {**values, "hub": init.hub}
+    folder = str(Path(str(init.path)).resolve())
+    files = [(path.name, path.stat().st_size) for path in _local_files(folder)]
+    return {**values, "folder": folder, "files": files}
 
 
 def config_of(init: Init) -> dict[str, Any]:

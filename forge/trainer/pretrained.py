@@ -13,7 +13,6 @@ from safetensors import SafetensorError, safe_open
 
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Artifact
-from forge.core import failpoints
 from forge.core.config import Model, ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.paths import model_folder
@@ -76,7 +75,6 @@ def load(decoder: Decoder, config: ResolvedConfig, world: World) -> None:
     manifest = manifest_of(config)
     share = (world.rank.rank, world.rank.world_size)
     world.patiently(lambda: manifest.verify(share), "check of pretrained weights")
-    failpoints.reach("load.read", Path(manifest.folder))
     world.patiently(lambda: read(decoder, manifest.paths), "load of pretrained weights")
     if world.rank.is_main:
         say(f"start from {manifest.source}, model {manifest.id}")

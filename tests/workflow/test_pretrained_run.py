@@ -5,12 +5,12 @@ import json
 
 import pytest
 import yaml
-from conftest import TINY, kill_tree
+from conftest import TINY, kill_tree, wait
 from support.pretrained import random_model, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 # Enough steps that some are left when it is killed.
-LONG = {"max_steps": 60, "checkpoint_every": 5, "eval_every": 30}
+LONG = {"max_steps": 150, "checkpoint_every": 5, "eval_every": 75}
 
 
 @pytest.fixture
@@ -27,33 +27,30 @@ def weights(project):
     return folder
 
 
-def write_config(project, **model):
+def write_config(project):
     """The tiny config without its tokenizer and its shape."""
     values = {name: section for name, section in TINY.items() if name != "tokenizer"}
-    values |= {"train": TINY["train"] | LONG, "model": {"init": {"path": "weights"}, **model}}
+    values |= {
+        "train": TINY["train"] | LONG,
+        "model": {"init": {"path": "weights"}, "dropout": 0.1},
+    }
     (project.root / "config/config.yaml").write_text(yaml.safe_dump(values))
 
 
 def test_killed_in_the_middle_and_resumed_it_is_validated(project, weights):
     project.one_rank()
-    write_config(project, heads=2, layers=2)
-    code, output = project.snakemake("train", "-n")
-    assert code != 0
-    assert "model.heads is 2, the weights have 4" in output
-    assert "model.layers" not in output  # which is the same
-
-    write_config(project, dropout=0.1)
+    write_config(project)
     process = project.start("train")
-    project.wait_for_step(7, process)
+    wait(lambda: project.path("checkpoints/latest").exists() or process.poll() is not None)
     kill_tree(process.pid)
-    process.communicate()
+    first, _ = process.communicate()
+    assert "start from weights" in first
     assert not project.path("trained.json").exists()
 
     code, output = project.snakemake("train")
     assert code == 0, output
     assert "resume from" in output
-    log = project.path("logs/train.log").read_text()
-    assert log.count("start from weights") == 1
+    assert "start from weights" not in output
     (manifest,) = (project.root / "data/models").glob("*/manifest.json")
     facts = json.loads(manifest.read_text())
     checkpoint = json.loads((project.path("checkpoints/latest") / "checkpoint.json").read_text())

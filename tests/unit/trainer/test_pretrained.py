@@ -2,6 +2,7 @@
 base or an epsilon trains without a word, from worse weights."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from forge.core.config import Config, Model, ResolvedConfig
 from forge.core.errors import DataError
+from forge.data import model
 from forge.data.content_ids import resolve
 from forge.data.model import ModelManifest, with_pretrained
 from forge.trainer import pretrained, recompute
@@ -136,15 +138,17 @@ def test_a_truncated_file_is_bad_data(folder):
         pretrained.make_model(resolved(folder))
 
 
-def test_id_is_of_the_weights_and_not_of_their_place(folder, tmp_path):
+def test_id_is_of_shape_and_place_since_tuned_models_have_files_of_equal_sizes(folder, tmp_path):
     before = resolved(folder).ids.model
-    moved = folder.rename(tmp_path / "moved")
-    assert resolved(moved).ids.model == before
-    values = json.loads((moved / "config.json").read_text())
-    again = tmp_path / "again"
-    moved.rename(again)
-    (again / "config.json").write_text(json.dumps({**values, "rms_norm_eps": 1e-5}))
-    assert resolved(again).ids.model != before
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    assert resolved(link).ids.model == before
+    other = shutil.copytree(folder, tmp_path / "other")
+    assert resolved(other).ids.model != before
+    values = json.loads((folder / "config.json").read_text())
+    model._cached_config.cache_clear()
+    (folder / "config.json").write_text(json.dumps({**values, "rms_norm_eps": 1e-5}))
+    assert resolved(folder).ids.model != before
 
 
 @pytest.mark.parametrize(
