@@ -188,6 +188,7 @@ def _add_subcommands(subcommands: Any) -> None:
         "--workers", type=int, metavar="N", help="processes (default and most: one per core)"
     )
     add_with_config("sources", _sources, "list the tokens of all sources, after tokenize")
+    add_with_config("model", _model, "find or download the pretrained weights of model.init")
     add_with_config("inputs", _inputs, "download inputs from a hub, digest those of a program")
     _machine(add_with_config("stage", _stage, "copy shards or inputs to the nodes' local disks"))
     _machine(add_with_config("preflight", _preflight, "check nodes and ranks before training"))
@@ -359,6 +360,20 @@ def _sources(options: argparse.Namespace) -> None:
         list_sources(config)
 
 
+def _model(options: argparse.Namespace) -> None:
+    from forge.cluster.lock import lock
+    from forge.core.paths import model_folder
+    from forge.trainer.pretrained import make_model
+
+    config = _resolved(options)
+    if not config.ids.model:
+        raise ConfigError(
+            f"{options.config} has no model.init", fix="a run from scratch needs no such step"
+        )
+    with lock(model_folder(config.data, config.ids.model), "model"):
+        make_model(config)
+
+
 def _inputs(options: argparse.Namespace) -> None:
     from forge.cluster.lock import lock
     from forge.core.paths import inputs_folder
@@ -420,9 +435,10 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
+    from forge.data.model import with_pretrained
     from forge.run.plan import plan
 
-    plan(_load(options), _load_machine(options), _layout(options))
+    plan(with_pretrained(_load(options)), _load_machine(options), _layout(options))
 
 
 def _validate(options: argparse.Namespace) -> None:

@@ -28,6 +28,7 @@ from forge.core.paths import (
     WORKFLOW_RUNS,
     RunPaths,
     inputs_folder,
+    model_folder,
     place_logs,
     tokenizer_folder,
     tokens_folder,
@@ -293,7 +294,11 @@ def _data_configs(config: ResolvedConfig) -> dict[Path, dict[str, Any]]:
         found[tokens_folder(data, one.ids.tokens)] = one
         if one.ids.inputs:
             found[inputs_folder(data, one.ids.inputs)] = one
-    return {folder / "config.json": _of_data(one) for folder, one in found.items()}
+    files = {folder / "config.json": _of_data(one) for folder, one in found.items()}
+    if config.ids.model:
+        of_model = {**_of_data(config), "model": config.to_json()["model"]}
+        files[model_folder(data, config.ids.model) / "config.json"] = of_model
+    return files
 
 
 def _of_data(config: ResolvedConfig) -> dict[str, Any]:

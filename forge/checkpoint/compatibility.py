@@ -32,6 +32,8 @@ def check_compatible(config: ResolvedConfig, checkpoint: Checkpoint) -> None:
         problems.append(differs("train.decay_steps", decay_steps, checkpoint.manifest.decay_steps))
     problems += changed_ids(config, made_by)
     problems += added_sources(config, made_by)
+    if config.ids.model != (weights := getattr(made_by.ids, "model", "")):
+        problems.append(differs("ids.model", config.ids.model, weights))
     if config.parent != made_by.parent:
         problems.append(differs("parent", config.parent, made_by.parent))
     if problems:
@@ -49,11 +51,11 @@ def check_compatible(config: ResolvedConfig, checkpoint: Checkpoint) -> None:
 
 
 def _changed(section: str, model: type[Section], now: Section, then: Part) -> Iterator[str]:
-    for key in model.model_fields:
+    for key, mine in now.model_dump(mode="json").items():
         if key == "decay_steps" or is_free(model, key):
             continue
-        if getattr(now, key) != (value := recorded_value(model, then, key)):
-            yield differs(f"{section}.{key}", getattr(now, key), value)
+        if mine != (value := recorded_value(model, then, key)):
+            yield differs(f"{section}.{key}", mine, value)
 
 
 def recorded_value(model: type[Section], section: Part, key: str) -> object:

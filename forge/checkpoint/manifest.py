@@ -111,7 +111,7 @@ class RecordedConfig(Part):
 
 
 class Artifact(Part):
-    """A tokenizer or tokens: content id and digest."""
+    """A tokenizer, tokens or pretrained weights: content id and digest."""
 
     id: str
     digest: str
@@ -153,7 +153,8 @@ class ParentCheckpoint(Part):
 
 class Lineage(Part):
     """Code, config, data and hardware that made the checkpoint; `parent` is None for a run that
-    started at step 0, `sources` {} for a run without sources."""
+    started at step 0, `sources` {} for a run without sources, `model` for one that did not start from
+    pretrained weights."""
 
     code: Code
     config: RecordedConfig
@@ -165,6 +166,7 @@ class Lineage(Part):
     numerics: Numerics
     parent: ParentCheckpoint | None = None
     sources: dict[str, Artifact] = {}
+    model: Artifact | None = None
 
     @classmethod
     def of(
@@ -176,6 +178,7 @@ class Lineage(Part):
         numerics: dict[str, Any],
         parent: ParentCheckpoint | None = None,
         source_digests: dict[str, str] | None = None,
+        model: Artifact | None = None,
     ) -> Self:
         """The lineage of a run that trains on these data, on this host. source_digests: of the tokens of
         each source, for a run with sources."""
@@ -193,11 +196,12 @@ class Lineage(Part):
                 name: Artifact(id=config.ids.sources[name], digest=digest)
                 for name, digest in (source_digests or {}).items()
             },
+            model=model,
         )
 
     @model_serializer(mode="wrap")
     def _as_it_was(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_empty(dump(self), "parent", "sources")
+        return _without_empty(dump(self), "parent", "sources", "model")
 
 
 class RecordedStage(Part):

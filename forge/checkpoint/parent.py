@@ -19,10 +19,10 @@ from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths, checkpoint_name, checkpoint_step
 
 # Keys that must equal the parent's: the tensors must fit, and the position in the data is the parent's
-# step times its batch size, in samples of seq_len tokens. Dropout may change: it has no tensors.
-# Another optimizer could not use the state.
+# step times its batch size, in samples of seq_len tokens. Dropout may change: it has no tensors. With a
+# parent model.init gives the shape only. Another optimizer could not use the state.
 KEPT = {
-    "model": tuple(key for key in Model.model_fields if key != "dropout"),
+    "model": tuple(key for key in Model.model_fields if key not in ("dropout", "init")),
     "train": ("seq_len", "batch_size", "optimizer"),
 }
 
@@ -132,7 +132,7 @@ def _misfits(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:
     for section, keys in KEPT.items():
         for key in keys:
             mine = getattr(config, section)
-            now = getattr(mine, key)
+            now = mine.model_dump(mode="json", include={key})[key]
             then = compatibility.recorded_value(type(mine), getattr(made_by, section), key)
             if now != then:
                 yield compatibility.differs(f"{section}.{key}", now, then)

@@ -100,8 +100,8 @@ def check_resumable(config: ResolvedConfig, paths: RunPaths) -> directory.Checkp
 
 def begin_afresh(paths: RunPaths, refuse: bool, parent_name: str | None = None) -> None:
     """Called when no checkpoint is left to resume from: DataError with `refuse` (--require-checkpoint),
-    else a warning where checkpoints are in quarantine. parent_name: the checkpoint of another run that
-    training starts from instead. Rank 0, or the launcher."""
+    else a warning where checkpoints are in quarantine. parent_name: the checkpoint of another run, or
+    the pretrained weights, that training starts from instead. Rank 0, or the launcher."""
     there = sorted(paths.quarantine.glob(f"{CHECKPOINT_PREFIX}*"), key=by_step)
     lost = [folder.name for folder in there]
     if refuse:

@@ -25,6 +25,7 @@ from pydantic import (
 from forge.core.errors import ConfigError
 from forge.core.evaluation import Evaluate
 from forge.core.mix import STEP, Mix, check_mix, require_sources
+from forge.core.model import HUB_NAME, Init, RopeScaling
 from forge.core.program import Program
 from forge.core.section import FREE, FilePath, Section, section_of, section_of_entries
 from forge.core.tracking import Tracking
@@ -80,7 +81,7 @@ class Tokenizer(Section):
         for source in ("path", "hub"):
             if self.source == source and not getattr(self, source):
                 raise ValueError(f"source is {source!r}, so {source} must be given")
-        if self.hub and not re.fullmatch(r"[\w.-]+/[\w.-]+@[\w./-]+", self.hub):
+        if self.hub and not re.fullmatch(HUB_NAME, self.hub):
             raise ValueError(f"hub is {shown(self.hub)}; it must look like owner/name@revision")
         return self
 
@@ -171,24 +172,37 @@ class Model(Section):
     layers: int = Field(4, ge=1)
     """Number of decoder blocks."""
     heads: int = Field(4, ge=1)
-    """Query heads; dim / heads is the width of a head and must be even."""
+    """Query heads."""
     kv_heads: int | None = Field(None, ge=1)
     """Key and value heads (grouped-query attention); null means the same as heads."""
+    head_dim: int | None = Field(None, ge=2)
+    """Width of a head, an even number; null means dim / heads."""
     ffn_dim: int | None = Field(None, ge=8)
     """Hidden width of SwiGLU; null means 8/3 dim, rounded up to a multiple of 64."""
     rope_theta: float = Field(10000.0, gt=0)
     """Base of the rotary position frequencies."""
+    rope_scaling: RopeScaling | None = None
     norm_eps: float = Field(1e-5, gt=0)
     """Epsilon of RMSNorm."""
+    norm: Literal["pre", "post"] = "pre"
+    """RMSNorm of what attention and feed-forward read (`pre`), or of what they give (`post`, OLMo 2)."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """RMSNorm of queries and keys: of each `head` (Qwen3), or of all heads together (`full`, OLMo 2)."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout probability after attention and feed-forward, in training only."""
     tie_embeddings: bool = True
     """Share one matrix between input and output embeddings."""
+    vocab_size: int | None = Field(None, ge=1, le=2**24)
+    """Rows of the embedding, at least as many as the tokenizer has ids; null: as many."""
+    init: Init | None = Field(None, json_schema_extra=FREE)
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
-        if self.dim % self.heads or (self.dim // self.heads) % 2:
-            raise ValueError(f"dim / heads must be an even integer, got {self.dim} / {self.heads}")
+        if self.init and self.vocab_size is None:
+            return self  # the shape is that of the weights, which data/model.py fills in
+        if (self.head_dim is None and self.dim % self.heads) or self.head_width % 2:
+            got = f"{self.dim} / {self.heads}" if self.head_dim is None else self.head_dim
+            raise ValueError(f"dim / heads, or head_dim, must be an even integer, got {got}")
         if self.heads % self.num_kv_heads:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         return self
@@ -198,27 +212,49 @@ class Model(Section):
         return self.kv_heads or self.heads
 
     @property
+    def head_width(self) -> int:
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def query_dim(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_width
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.num_kv_heads * self.head_width
+
+    @property
     def inner_dim(self) -> int:
         return self.ffn_dim or -(-(8 * self.dim // 3) // 64) * 64
 
-    def num_parameters(self, vocab_size: int) -> int:
-        """Number of weights of the decoder; a tied matrix counts once."""
-        kv_dim = self.num_kv_heads * (self.dim // self.heads)
-        attention = 2 * self.dim * self.dim + 2 * self.dim * kv_dim
+    def num_rows(self, num_ids: int) -> int:
+        """Rows of the embedding for a tokenizer with so many ids."""
+        return self.vocab_size or num_ids
+
+    def num_parameters(self, num_ids: int) -> int:
+        """Number of weights of the decoder; a tied matrix counts once. num_ids: of the tokenizer."""
+        attention = 2 * self.dim * (self.query_dim + self.kv_dim)
         feed_forward = 3 * self.dim * self.inner_dim
-        norms = 2 * self.dim
-        embeddings = (1 if self.tie_embeddings else 2) * vocab_size * self.dim
+        of_queries = {
+            "none": 0,
+            "head": 2 * self.head_width,
+            "full": self.query_dim + self.kv_dim,
+        }
+        norms = 2 * self.dim + of_queries[self.qk_norm]
+        embeddings = (1 if self.tie_embeddings else 2) * self.num_rows(num_ids) * self.dim
         return self.layers * (attention + feed_forward + norms) + self.dim + embeddings
 
-    def flops_per_token(self, vocab_size: int, seq_len: int) -> float:
+    def flops_per_token(self, num_ids: int, seq_len: int) -> float:
         """FLOPs of forward and backward per trained token: 6 N + 12 L H K T.
 
         PaLM (arXiv:2204.02311), appendix B. N does not count an untied input embedding, which is a
         lookup. As in the paper, attention counts as if it were not causal.
         """
-        looked_up = 0 if self.tie_embeddings else vocab_size * self.dim
-        attention = 12 * self.layers * self.dim * seq_len
-        return 6 * (self.num_parameters(vocab_size) - looked_up) + attention
+        looked_up = 0 if self.tie_embeddings else self.num_rows(num_ids) * self.dim
+        attention = 12 * self.layers * self.query_dim * seq_len
+        return 6 * (self.num_parameters(num_ids) - looked_up) + attention
 
 
 class Train(Section):
@@ -357,7 +393,7 @@ class Report(Section):
 
 
 class Ids(Section):
-    """Content ids of tokenizer and tokens; filled in when a run's config is resolved."""
+    """Content ids of what a run reads; filled in when its config is resolved."""
 
     tokenizer: str = Field("", pattern=r"^([0-9a-f]{12})?$")
     """Name of the directory in `data/tokenizers/`; empty with `program`."""
@@ -368,6 +404,8 @@ class Ids(Section):
     inputs: str = Field("", pattern=r"^([0-9a-f]{12})?$")
     """Name of the directory in `data/inputs/`, of `program.inputs` or of the files of a hub in
     `tokenize.inputs`; empty without them."""
+    model: str = Field("", pattern=r"^([0-9a-f]{12})?$")
+    """Name of the directory in `data/models/`, of `model.init`; empty without it."""
 
 
 class Config(Section):
@@ -466,6 +504,12 @@ class Config(Section):
             first_step = int(self.parent.partition("@")[2]) if self.parent else 0
             require_sources(self.train.mix, self.tokenize.sources or (), first_step)
         return self
+
+    @property
+    def starts_from(self) -> str | None:
+        """What a run without a checkpoint starts from, for people; None for weights that are drawn."""
+        init = self.model.init
+        return self.parent or (init.name if init else None)
 
     @property
     def goal(self) -> int:

@@ -70,7 +70,8 @@ class Shape:
     def of(cls, config: Config, vocab_size: int, world_size: int, ranks_per_node: int) -> Shape:
         """Of a config on GPUs."""
         precision = config.train.precision or "bf16"
-        return cls(config.model, vocab_size, config.train, world_size, ranks_per_node, precision)
+        rows = config.model.num_rows(vocab_size)
+        return cls(config.model, rows, config.train, world_size, ranks_per_node, precision)
 
     @property
     def ranks_per_copy(self) -> int:
@@ -195,12 +196,14 @@ def _moments(shape: Shape) -> Iterator[Memory]:
 def _kept_per_token(shape: Shape, size: int) -> tuple[float, float]:
     """Bytes that a block keeps for its backward pass, per token: with train.recompute, and without."""
     model = shape.model
-    width, wide, kv = model.dim, model.inner_dim, model.num_kv_heads * (model.dim // model.heads)
+    width, wide, kv, queries = model.dim, model.inner_dim, model.kv_dim, model.query_dim
     statistics = 4 * model.heads + 8  # of attention and norms, in fp32
-    # Two inputs of norms; both outputs, queries and attention's output; keys and values; and of the
-    # feed-forward gate, its activation, up and their product.
-    whole = size * (6 * width + 2 * kv + 4 * wide) + statistics
-    narrow = size * (5 * width + 2 * kv) + statistics
+    # Inputs of two norms, of attention and of the feed-forward; queries and attention's output; keys and
+    # values, and before their norms queries and keys; and of the feed-forward gate, its activation, up
+    # and their product.
+    unnormed = queries + kv if model.qk_norm != "none" else 0
+    whole = size * (4 * width + 2 * queries + 2 * kv + unnormed + 4 * wide) + statistics
+    narrow = size * (3 * width + 2 * queries + 2 * kv) + statistics
     by_setting = {"none": whole, "selective": narrow, "full": size * width}
     return by_setting[shape.train.recompute], whole
 

@@ -31,6 +31,11 @@ def inputs_folder(data: str | Path, inputs_id: str) -> Path:
     return Path(data) / "inputs" / inputs_id
 
 
+def model_folder(data: str | Path, model_id: str) -> Path:
+    """The directory of the pretrained weights with this id: manifest.json, config.json."""
+    return Path(data) / "models" / model_id
+
+
 class _Below:
     """An attribute that is a path below the directory of the run."""
 

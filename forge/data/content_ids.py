@@ -9,7 +9,7 @@ from typing import Any
 from forge.core.config import TOKEN_FORMATS, Config, Ids, ResolvedConfig, Tokenize
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import canonical, digest_bytes, digest_file, short_id
-from forge.data import corpus
+from forge.data import corpus, model
 from forge.data.corpus import INPUTS, of_key
 from forge.data.inputs import list_inputs, named_inputs, of_hub
 
@@ -22,16 +22,22 @@ SOURCES_FORMAT = 1
 
 
 def resolve(config: Config) -> ResolvedConfig:
-    """The config with its ids filled in; existing ids are kept. Raises as `resolve_ids`.
+    """The config with its ids filled in, and what model.init gives; existing ids are kept.
 
-    Called once, at the start of a command or of the workflow.
+    Called once, at the start of a command or of the workflow. Raises as `resolve_ids`, and as
+    `model.with_pretrained`.
     """
+    config = model.with_pretrained(config)
     ids = config.ids or resolve_ids(config)
-    return ResolvedConfig.model_validate({**config.to_json(), "ids": ids})
+    resolved = ResolvedConfig.model_validate({**config.to_json(), "ids": ids})
+    if not config.ids and not config.program:
+        model.check_tokenizer(resolved)
+    return resolved
 
 
 def resolve_ids(config: Config) -> Ids:
-    """Ids of the tokenizer, the tokens and the corpus files of a hub, or of the inputs of a program.
+    """Ids of the tokenizer, the tokens, the corpus files of a hub and the pretrained weights, or of the
+    inputs of a program.
 
     They depend on settings, names and sizes of the inputs, not on contents: this runs at every start of
     the workflow. What is on a hub counts as the config spells it: the first download decides on the
@@ -45,10 +51,11 @@ def resolve_ids(config: Config) -> Ids:
         name: short_id(_tokens_recipe(settings, tokenizer, name))
         for name, settings in config.tokenize.corpora.items()
     }
+    weights = short_id(model.recipe(config)) if config.model.init else ""
     if config.tokenize.sources is None:
-        return Ids(tokenizer=tokenizer, tokens=tokens[""], inputs=inputs)
+        return Ids(tokenizer=tokenizer, tokens=tokens[""], inputs=inputs, model=weights)
     listed = short_id({"format": SOURCES_FORMAT, "sources": tokens})
-    return Ids(tokenizer=tokenizer, tokens=listed, sources=tokens)
+    return Ids(tokenizer=tokenizer, tokens=listed, sources=tokens, model=weights)
 
 
 def corpus_config(config: ResolvedConfig, name: str) -> ResolvedConfig:
@@ -70,14 +77,16 @@ def single_corpora(config: ResolvedConfig) -> list[ResolvedConfig]:
 
 
 def require_current(config: ResolvedConfig, key: str) -> None:
-    """DataError where the id `key` (`tokenizer`, or `tokens` of a single corpus) is not the one of the
-    current inputs.
+    """DataError where the id `key` (`tokenizer`, `model`, or `tokens` of a single corpus) is not the one
+    of the current inputs.
 
     Else other data would be stored under the id that the config was resolved to.
     """
     then = getattr(config.ids, key)
     if key == "tokenizer":
         now = short_id(tokenizer_recipe(config))
+    elif key == "model":
+        now = short_id(model.recipe(config))
     else:
         now = short_id(_tokens_recipe(config.tokenize, config.ids.tokenizer))
     if then != now:

@@ -70,6 +70,7 @@ class Summary:
             ("tokens", _id_and_digest(lineage.tokens)),
             *((f"source {n}", _id_and_digest(one)) for n, one in lineage.sources.items()),
             ("parent", _parent(lineage.parent)),
+            ("pretrained", _id_and_digest(lineage.model) if lineage.model else ""),
             ("weights digest", self._weights_digest()),
             ("world size", str(self.manifest.world_size)),
             ("skipped steps", str(self.manifest.skipped.steps or "")),

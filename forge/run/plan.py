@@ -47,7 +47,8 @@ def _facts(config: Config, shape: Shape, layout: WorldLayout) -> list[str]:
     assert peak is not None
     seconds = flops / (layout.world_size * peak * UTILIZATION)
     saved = (WEIGHT + ADAM) * shape.num_parameters / 1e9
-    known = "" if config.tokenizer.source == "train" else " (the tokenizer's is not known yet)"
+    is_known = model.vocab_size or config.tokenizer.source == "train"
+    known = "" if is_known else " (the tokenizer's is not known yet)"
     ranks = f"{layout.nodes} x {layout.ranks_per_node} (nodes x ranks per node)"
     chosen = " (auto)" if train.micro_batch_size == "auto" else ""
     return [

@@ -21,6 +21,7 @@ from forge.core.paths import RunPaths, inputs_folder, tokens_folder
 from forge.core.program import Program
 from forge.core.records import Trained
 from forge.core.terminal import say
+from forge.data import model
 from forge.data.input_set import InputSet
 from forge.data.source import source_digest, source_folder
 from forge.launch.launcher import run_ranks
@@ -128,7 +129,8 @@ class ForgeTrainer:
         checkpoint = resume.repaired_latest(self.paths)
         if checkpoint is None:
             parent.find(self.config)
-            resume.begin_afresh(self.paths, start.require_checkpoint, self.config.parent)
+            model.check_tokenizer(self.config)
+            resume.begin_afresh(self.paths, start.require_checkpoint, self.config.starts_from)
         else:
             compatibility.check_compatible(self.config, checkpoint)
         directory.clean(self.paths)

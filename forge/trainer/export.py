@@ -1,6 +1,7 @@
-"""`forge export`: write a checkpoint as a directory that Hugging Face `transformers` loads as a Llama.
+"""`forge export`: write a checkpoint as a directory that Hugging Face `transformers` loads: as a Llama,
+Qwen3 or OLMo 2, by model.norm and model.qk_norm.
 
-The weights have Llama's names and rotary convention already (`trainer.llama`), so they are copied
+The weights have their names and rotary convention already (`trainer.llama`), so they are copied
 unchanged.
 """
 
@@ -35,6 +36,7 @@ from forge.core.grouping import grouped
 from forge.core.paths import RunPaths, tokenizer_folder
 from forge.core.records import Trained, Validation
 from forge.core.terminal import progress, say
+from forge.data.hf_config import LLAMA3, family_of
 from forge.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, LoadedTokenizer, load_tokenizer
 from forge.trainer.initialize import INIT_STD
 from forge.trainer.llama import Trunk
@@ -64,6 +66,7 @@ def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any])
             say(f"export of step {checkpoint.step} in {target}: nothing to do")
             return target
         source = _Source.open(checkpoint, overrides)
+        family_of(source.config.model)  # refuses a model that transformers does not have
         with atomic_directory(target) as draft:
             weights_digest = _write_weights(draft, source, DTYPES[dtype])
             _check_final_weights(checkpoint, weights_digest)
@@ -248,26 +251,29 @@ def _check_final_weights(checkpoint: directory.Checkpoint, weights_digest: str) 
 def _write_configs(draft: Path, source: _Source, dtype: str) -> None:
     """Write config.json and generation_config.json, as transformers 4 and 5 read them.
 
-    Without a begin-of-text token, which training does not use, and without dropout, which Llama has
-    in other places.
+    Without a begin-of-text token, which training does not use, and without dropout, which transformers
+    has in other places. Raises ConfigError for a model that transformers does not have.
     """
     model, eos_id = source.config.model, source.tokenizer.eos_id
+    family, rope, longest = family_of(model), _rope(model), source.config.train.seq_len
+    if scaling := model.rope_scaling:
+        longest = max(longest, int(scaling.factor * scaling.original_tokens))
     name = str(DTYPES[dtype]).removeprefix("torch.")
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": source.tokenizer.vocab_size,
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "vocab_size": model.num_rows(source.tokenizer.vocab_size),
         "hidden_size": model.dim,
         "intermediate_size": model.inner_dim,
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.dim // model.heads,
+        "head_dim": model.head_width,
         "hidden_act": "silu",
-        "max_position_embeddings": source.config.train.seq_len,
+        "max_position_embeddings": longest,
         "initializer_range": INIT_STD,
         "rms_norm_eps": model.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "rope_parameters": {**rope, "rope_theta": model.rope_theta},
         "rope_theta": model.rope_theta,  # for transformers 4
         "tie_word_embeddings": model.tie_embeddings,
         "attention_bias": False,
@@ -277,10 +283,20 @@ def _write_configs(draft: Path, source: _Source, dtype: str) -> None:
         "dtype": name,
         "torch_dtype": name,  # for transformers 4
     }
+    if scaling:
+        config["rope_scaling"] = rope  # for transformers 4
     write_json(draft / "config.json", config)
     # Finished rows of a batch are filled with the padding token.
     generation = {"eos_token_id": eos_id, "pad_token_id": eos_id}
     write_json(draft / "generation_config.json", generation)
+
+
+def _rope(model: Model) -> dict[str, Any]:
+    """The type of rotary positions, with its numbers."""
+    if model.rope_scaling is None:
+        return {"rope_type": "default"}
+    numbers = {theirs: getattr(model.rope_scaling, ours) for theirs, ours in LLAMA3.items()}
+    return {"rope_type": "llama3", **numbers}
 
 
 def _write_tokenizer(draft: Path, source: _Source) -> None:
@@ -324,6 +340,7 @@ def _write_manifest(draft: Path, source: _Source, facts: dict[str, Any]) -> None
         "tokens": lineage.tokens.to_json(),
         "code": lineage.code.to_json(),
         **({"parent": lineage.parent.to_json()} if lineage.parent else {}),
+        **({"model": lineage.model.to_json()} if lineage.model else {}),
         "files": {path.name: digest_file(path) for path in sorted(draft.iterdir())},
     }
     write_json(draft / MANIFEST, facts)
@@ -344,7 +361,8 @@ pipeline_tag: text-generation
 ---
 # {facts["run"]}, step {facts["step"]}
 
-A language model of Llama's architecture, trained from scratch and exported by Forge.
+A language model of the architecture {family_of(model).architecture}, {_origin(source)} and exported by
+Forge.
 
 | | |
 |---|---|
@@ -365,6 +383,16 @@ A language model of Llama's architecture, trained from scratch and exported by F
 
 `{MANIFEST}` has these digests in full, and those of the files of this directory.
 """
+
+
+def _origin(source: _Source) -> str:
+    init = source.config.model.init
+    from_weights = source.checkpoint.manifest.lineage.model and init
+    return (
+        f"continued from the weights in `{from_weights.name}`"
+        if from_weights
+        else "trained from scratch"
+    )
 
 
 def _validation_loss(checkpoint: directory.Checkpoint, facts: dict[str, Any]) -> float | None:

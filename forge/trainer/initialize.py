@@ -40,7 +40,7 @@ def initialize(model: Decoder, seed: int) -> None:
             is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = residual_std if is_residual else INIT_STD
             first_seed = _seed(seed, name)
-            for block, target in _blocks(*_own_rows(parameter)):
+            for block, target in _blocks(*own_rows(parameter)):
                 drawn.append(pool.submit(_draw, target, block, std, first_seed + block.number))
         for done in drawn:
             done.result()
@@ -53,8 +53,8 @@ def initialized(settings: Model, vocab_size: int, seed: int = 0) -> Decoder:
     return model
 
 
-def _own_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
-    """The rows of a matrix that this rank has, the number of the first, and the number of all rows."""
+def own_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
+    """The rows of a parameter that this rank has, the number of the first, and the number of all rows."""
     if not isinstance(parameter, DTensor):
         return parameter, 0, len(parameter)
     mesh = parameter.device_mesh

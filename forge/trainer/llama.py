@@ -1,12 +1,13 @@
 """The model: a compact Llama-style decoder, and sampling from it.
 
-Parameters have the names and the rotary convention of Hugging Face's Llama, so that an export is a
-copy. Shape suffixes: B batch, T tokens of a sample, D model width, H heads, K head width, V
-vocabulary.
+Parameters have the names and the rotary convention of Hugging Face's Llama, Qwen3 and OLMo 2, so that
+an export is a copy. Shape suffixes: B batch, T tokens of a sample, D model width, H heads, K head
+width, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,8 +16,16 @@ from torch import Tensor, nn
 
 from forge.core.config import Model
 from forge.core.errors import ConfigError
+from forge.core.model import RopeScaling
 from forge.trainer.documents import Documents, attend
 from forge.trainer.loss import linear_cross_entropy
+
+
+class OutputNorm(nn.RMSNorm):
+    """RMSNorm of what a matrix product gives: under autocast bf16, beside weights of norms in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
 
 
 class Attention(nn.Module):
@@ -24,21 +33,30 @@ class Attention(nn.Module):
 
     def __init__(self, settings: Model) -> None:
         super().__init__()
-        self.head_dim = settings.dim // settings.heads
+        self.head_dim = settings.head_width
         self.grouped = settings.num_kv_heads != settings.heads
-        kv_dim = settings.num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(settings.dim, settings.dim, bias=False)
+        self.qk_norm = settings.qk_norm
+        query_dim, kv_dim = settings.query_dim, settings.kv_dim
+        self.q_proj = nn.Linear(settings.dim, query_dim, bias=False)
         self.k_proj = nn.Linear(settings.dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(settings.dim, kv_dim, bias=False)
-        self.o_proj = nn.Linear(settings.dim, settings.dim, bias=False)
+        self.o_proj = nn.Linear(query_dim, settings.dim, bias=False)
+        if self.qk_norm != "none":
+            is_full = self.qk_norm == "full"
+            eps = settings.norm_eps
+            self.q_norm = OutputNorm(query_dim if is_full else self.head_dim, eps=eps)
+            self.k_norm = OutputNorm(kv_dim if is_full else self.head_dim, eps=eps)
 
     def forward(
         self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        q_BHTK, k_BHTK, v_BHTK = (
-            project(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)
+        if self.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BHTK, k_BHTK, v_BHTK = (part.transpose(1, 2) for part in (q, k, v))
         q_BHTK, k_BHTK = rotate(q_BHTK, cos_TK, sin_TK), rotate(k_BHTK, cos_TK, sin_TK)
         if documents is None:
             y_BHTK = F.scaled_dot_product_attention(
@@ -63,19 +81,32 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm decoder layer: the unit that FSDP2 shards."""
+    """One decoder layer: the unit that FSDP2 shards.
+
+    `post_attention_layernorm` is where Hugging Face has it: with pre-norm before the feed-forward, with
+    post-norm before the sum.
+    """
 
     def __init__(self, settings: Model) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
+        self.is_post_norm = settings.norm == "post"
+        if not self.is_post_norm:
+            self.input_layernorm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
         self.self_attn = Attention(settings)
-        self.post_attention_layernorm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
+        of_output = OutputNorm if self.is_post_norm else nn.RMSNorm
+        self.post_attention_layernorm = of_output(settings.dim, eps=settings.norm_eps)
         self.mlp = FeedForward(settings)
+        if self.is_post_norm:
+            self.post_feedforward_layernorm = OutputNorm(settings.dim, eps=settings.norm_eps)
         self.dropout = nn.Dropout(settings.dropout)
 
     def forward(
         self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents: Documents | None = None
     ) -> Tensor:
+        if self.is_post_norm:
+            attended_BTD = self.self_attn(x_BTD, cos_TK, sin_TK, documents)
+            x_BTD = x_BTD + self.dropout(self.post_attention_layernorm(attended_BTD))
+            return x_BTD + self.dropout(self.post_feedforward_layernorm(self.mlp(x_BTD)))
         attended_BTD = self.self_attn(self.input_layernorm(x_BTD), cos_TK, sin_TK, documents)
         x_BTD = x_BTD + self.dropout(attended_BTD)
         return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
@@ -84,18 +115,22 @@ class Block(nn.Module):
 class Trunk(nn.Module):
     """Everything between token ids and the output layer."""
 
-    def __init__(self, settings: Model, vocab_size: int) -> None:
+    def __init__(self, settings: Model, num_ids: int) -> None:
         super().__init__()
         self.settings = settings
-        self.embed_tokens = nn.Embedding(vocab_size, settings.dim)
+        self.embed_tokens = nn.Embedding(settings.num_rows(num_ids), settings.dim)
         self.layers = nn.ModuleList(Block(settings) for _ in range(settings.layers))
         self.norm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
 
     def forward(self, tokens_BT: Tensor, documents: Documents | None = None) -> Tensor:
         x_BTD = self.embed_tokens(tokens_BT)
-        head_dim = self.settings.dim // self.settings.heads
+        settings = self.settings
         cos_TK, sin_TK = rotary(
-            tokens_BT.shape[1], head_dim, self.settings.rope_theta, x_BTD.device
+            tokens_BT.shape[1],
+            settings.head_width,
+            settings.rope_theta,
+            x_BTD.device,
+            settings.rope_scaling,
         )
         if documents is not None:  # [B, 1, T, K]: the same for all heads
             cos_TK, sin_TK = (table[documents.positions][:, None] for table in (cos_TK, sin_TK))
@@ -129,18 +164,19 @@ class Decoder(nn.Module):
 
     With tied embeddings there is no `lm_head`, so that a checkpoint has the matrix once. `forward` then
     reads the weight of the embedding without calling it: for FSDP2 it must belong to the Decoder.
-    compiles_loss: whether the loss of a training step goes through torch.compile.
+    num_ids: of the tokenizer. compiles_loss: whether the loss of a training step goes through
+    torch.compile.
     """
 
-    def __init__(self, settings: Model, vocab_size: int) -> None:
+    def __init__(self, settings: Model, num_ids: int) -> None:
         super().__init__()
         self.settings = settings
         self.compiles_loss = False
         # On meta: a sharded model must never be on one device as a whole.
         with torch.device("meta"):
-            self.model = Trunk(settings, vocab_size)
-            tied = settings.tie_embeddings
-            self.lm_head = None if tied else OutputLayer(settings.dim, vocab_size, bias=False)
+            self.model = Trunk(settings, num_ids)
+            tied, rows = settings.tie_embeddings, settings.num_rows(num_ids)
+            self.lm_head = None if tied else OutputLayer(settings.dim, rows, bias=False)
 
     def forward(
         self,
@@ -168,15 +204,29 @@ class Decoder(nn.Module):
 # --- rotary positions ---------------------------------------------------------------------------
 
 
-def rotary(num_tokens: int, head_dim: int, theta: float, device: Any) -> tuple[Tensor, Tensor]:
+def rotary(
+    num_tokens: int, head_dim: int, theta: float, device: Any, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """cos_TK and sin_TK of RoPE (Su et al. 2021, arXiv:2104.09864), in fp32.
 
     Computed in each forward pass: takes microseconds, and leaves no buffer to move, cast or store.
     """
     powers = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    frequencies = theta**-powers
+    if scaling:
+        frequencies = scaled(frequencies, scaling)
     positions_T = torch.arange(num_tokens, device=device, dtype=torch.float32)
-    angles_TK = torch.outer(positions_T, theta**-powers).repeat(1, 2)
+    angles_TK = torch.outer(positions_T, frequencies).repeat(1, 2)
     return angles_TK.cos(), angles_TK.sin()
+
+
+def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Rotary frequencies of Llama 3.1: the high ones stay, the low ones are divided by the factor, those
+    between by less. As `_compute_llama3_parameters` of transformers (modeling_rope_utils.py)."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    periods = scaling.original_tokens * frequencies / (2 * math.pi)  # in the original samples
+    kept = ((periods - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 from forge.checkpoint import compatibility, parent, resume, storage
 from forge.checkpoint.async_saver import Saver
 from forge.checkpoint.manifest import (
+    Artifact,
     Lineage,
     Manifest,
     ParentCheckpoint,
@@ -37,7 +38,7 @@ from forge.launch.rank_records import LaunchSpec, RankRecord, TrainTask
 from forge.launch.shutdown_budget import ShutdownBudget
 from forge.launch.stop_signal import StopFlag
 from forge.launch.watchdog import Watchdog
-from forge.trainer import metrics, optim
+from forge.trainer import metrics, optim, pretrained
 from forge.trainer.agreement import Agreement, Flags
 from forge.trainer.evaluate import reference_losses, validation_losses
 from forge.trainer.initialize import initialize
@@ -112,19 +113,22 @@ class Trainer:
     # --- start ---------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Load the newest valid checkpoint, else the parent's, else draw the initial weights. DataError
-        if the checkpoint was trained on other data."""
+        """Load the newest valid checkpoint, else the parent's, else the pretrained weights, else draw the
+        initial ones. DataError if the checkpoint was trained on other data."""
         require = self.spec.train_task.require_checkpoint
         own = resume.newest_verified(
-            self.paths, self.world, require_checkpoint=require, parent_name=self.config.parent
+            self.paths, self.world, require_checkpoint=require, parent_name=self.config.starts_from
         )
         found = own or resume.verified_parent(self.config, self.world)
         self.decay_steps = compatibility.frozen_decay_steps(self.config, own)
-        self.lineage = self._lineage(parent.recorded(self.config, own, found))
+        made_from = parent.recorded(self.config, own, found)
+        self.lineage = self._lineage(made_from, pretrained.recorded(self.config, found))
         self.mix = SourceMix.of_start(self.tokens, self.config, own, found)
         order = self.mix.order if self.mix else None
         loader = train_loader(self.tokens, self.settings, self.world, order)
-        if found is None:
+        if found is None and self.config.ids.model:
+            pretrained.load(self.model, self.config, self.world)
+        elif found is None:
             heartbeat.beat("draw of the initial weights")
             initialize(self.model, self.settings.seed)
         else:
@@ -140,7 +144,7 @@ class Trainer:
         self.train_step = TrainStep(self.parallel, self.optimizers, loader, self.decay_steps)
         self.saver.hold_updates(self.optimizers)
 
-    def _lineage(self, made_from: ParentCheckpoint | None) -> Lineage:
+    def _lineage(self, made_from: ParentCheckpoint | None, weights: Artifact | None) -> Lineage:
         """The lineage of this launch's checkpoints. Taken once: the code in memory does not change."""
         # The nodes may see their staged shards only, which name the tokenizer's digest, too.
         folder = tokenizer_folder(self.config.data, self.config.ids.tokenizer)
@@ -152,6 +156,7 @@ class Trainer:
             numerics=numerics(self.world.device, self.precision),
             parent=made_from,
             source_digests=digests_by_source(self.tokens),
+            model=weights,
         )
 
     # --- the loop ------------------------------------------------------------------------------

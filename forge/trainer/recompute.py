@@ -21,14 +21,15 @@ def apply(decoder: Decoder, how: Recompute) -> None:
     dropout masks and so the same gradients, bit by bit. Before the decoder is sharded or compiled.
 
     full: a block keeps its input only. selective: also the outputs of attention and of the matrix
-    products that are as narrow as the model; those of the feed-forward's wide half, which are most of
-    the memory, are computed again.
+    products that are as narrow as the model or its queries; those of the feed-forward's wide half, which
+    are most of the memory, are computed again.
     """
     if how == "none":
         return
     options: dict[str, Any] = {}
     if how == "selective":
-        policy = partial(_policy, decoder.settings.dim)
+        narrow = max(decoder.settings.dim, decoder.settings.query_dim)
+        policy = partial(_policy, narrow)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     for block in decoder.model.layers:
         # The forward inside of the module, so that hooks of FSDP2 run once, around it.
@@ -42,9 +43,9 @@ def apply(decoder: Decoder, how: Recompute) -> None:
         )
 
 
-def _policy(dim: int, _: Any, operator: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+def _policy(narrow: int, _: Any, operator: Any, *args: Any, **__: Any) -> CheckpointPolicy:
     """Whether the output of an operator is kept."""
     is_attention = any(name in str(operator) for name in ("scaled_dot_product", "varlen_attn"))
-    is_narrow = operator == torch.ops.aten.mm.default and args[1].shape[1] <= dim
+    is_narrow = operator == torch.ops.aten.mm.default and args[1].shape[1] <= narrow
     keep = is_attention or is_narrow
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

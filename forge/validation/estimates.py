@@ -37,7 +37,8 @@ def memory_bytes(config: ResolvedConfig, world_size: int) -> float:
     """
     if config.validation.depth == "digests":
         return BASE_BYTES
-    model, vocab_size = config.model, config.tokenizer.expected_vocab_size
+    model = config.model
+    vocab_size = model.num_rows(config.tokenizer.expected_vocab_size)
     weights = 4 * model.num_parameters(vocab_size)
     largest = 4 * vocab_size * model.dim
     tokens = VALIDATION_BATCH * config.train.seq_len
@@ -48,7 +49,8 @@ def memory_bytes(config: ResolvedConfig, world_size: int) -> float:
 def _activation_bytes(config: ResolvedConfig) -> int:
     """Of a token in the forward pass of a block, in fp32. The factors cover what was measured with
     samples of 256 and of 2048 tokens (profiles/README.md)."""
-    return 4 * (4 * config.model.inner_dim + 12 * config.model.dim)
+    model = config.model
+    return 4 * (4 * model.inner_dim + 12 * max(model.dim, model.query_dim))
 
 
 def cpu_seconds(parameters: float, tokens: float, cores: int) -> float:

@@ -39,6 +39,7 @@ TENSORS = {
     *("trainer.initialize", "trainer.recompute", "trainer.micro_batch", "trainer.fsdp"),
     *("trainer.parallel", "trainer.evaluate", "trainer.source_mix", "trainer.step", "trainer.loop"),
     *("trainer.export",),
+    "trainer.pretrained",
     *("preflight.rank_probe", "validation.replay_rank", "validation.rank_losses"),
     *("validation.model_checks", "hf_callback", "evaluation.harness", "evaluation.evaluate"),
 }

@@ -6,7 +6,12 @@ from forge.cluster import job_watch, jobs
 from forge.cluster.allocation import Allocation
 from forge.core.config import RUN_NAME, as_overrides
 from forge.core.errors import ForgeError
-from forge.core.paths import inputs_folder, tokenizer_folder, tokens_folder
+from forge.core.paths import (
+    inputs_folder,
+    model_folder,
+    tokenizer_folder,
+    tokens_folder,
+)
 from forge.evaluation.settings import task_files
 from forge.launch.rank import refuse_left_over
 from forge.core.sample_sheet import shared_folders
@@ -53,6 +58,7 @@ wildcard_constraints:
     tokenizer="[0-9a-f]{12}",
     tokens="[0-9a-f]{12}",
     inputs="[0-9a-f]{12}",
+    model="[0-9a-f]{12}",
 
 
 def allocation_of(wildcards):
@@ -111,14 +117,17 @@ def corpus_of_tokenizer(wildcards):
 
 
 def data_of(settings):
-    """Manifests of what a run reads: tokenizer and tokens, or the inputs of its program, if any."""
+    """Manifests of what a run reads: pretrained weights, if any, tokenizer and tokens; or the inputs of
+    its program, if any."""
     if settings.program:
         return inputs_manifest(settings)
-    return [tokenizer_manifest(settings), tokens_manifest(settings)]
+    weights = settings.ids.model and model_folder(DATA, settings.ids.model)
+    start = [weights / "manifest.json"] if weights else []
+    return [*start, tokenizer_manifest(settings), tokens_manifest(settings)]
 
 
 def staged_data(settings):
-    """Of those, the one whose files are staged: the tokenizer is not."""
+    """Of those, the one whose files are staged: weights and tokenizer are not."""
     return data_of(settings)[-1:]
 
 

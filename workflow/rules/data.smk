@@ -1,10 +1,11 @@
-# Tokenizers and tokens: shared by every run with the same settings and inputs, named by content id.
+# Tokenizers, tokens and pretrained weights: shared by every run with the same settings and inputs, named by content id.
 # The config of an artefact is a param, written when the workflow starts, and no input: equal ids mean
 # equal artefacts, so no other key of a run, and no other spelling of its inputs, makes one again.
 localrules:
     tokenizer,
     sources,
     inputs,
+    model,
 
 
 rule tokenizer:
@@ -57,6 +58,20 @@ rule sources:
         config=f"{DATA}/tokens/{{tokens}}/config.json",
     shell:
         "exec forge sources {params.config:q} --log={log:q}"
+
+
+# The weights that runs start from stay where they are: this checks them, and makes their digests.
+rule model:
+    output:
+        f"{DATA}/models/{{model}}/manifest.json",
+    log:
+        f"{DATA}/logs/model-{{model}}.log",
+    conda:
+        "../envs/forge.yaml"
+    params:
+        config=f"{DATA}/models/{{model}}/config.json",
+    shell:
+        "exec forge model {params.config:q} --log={log:q}"
 
 
 # Of another training program: its input files stay where they are. Of a corpus: its files on a hub.

@@ -1,0 +1,144 @@
+"""Pretrained weights into a decoder: each rank reads its own rows of the safetensors files only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from forge.checkpoint.directory import Checkpoint
+from forge.checkpoint.manifest import Artifact
+from forge.core.config import Model, ResolvedConfig
+from forge.core.errors import DataError
+from forge.core.paths import model_folder
+from forge.core.terminal import say
+from forge.data import content_ids, model
+from forge.data.model import ModelManifest
+from forge.data.shards import MANIFEST
+from forge.launch.process_group import World
+from forge.trainer.initialize import own_rows
+from forge.trainer.llama import Decoder
+
+DTYPES = ("F64", "F32", "F16", "BF16")
+# Buffers that early versions of transformers stored; the decoder computes them.
+IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
+# Some files have both matrices of tied embeddings; transformers reads that of the input.
+TIED = "lm_head.weight"
+
+
+def make_model(config: ResolvedConfig) -> Path:
+    """`forge model`: find or download the weights of model.init, refuse what does not fit, and write the
+    manifest; its path. Does nothing if it exists.
+
+    Raises ConfigError, DataError, and UnfitError (no answer of the hub).
+    """
+    path = model_folder(config.data, config.ids.model) / MANIFEST
+    if model.is_made(config):
+        say(f"model {config.ids.model}: nothing to do")
+        return path
+    content_ids.require_current(config, "model")
+    folder, files, commit = model.find_files(config)
+    with _Tensors(files) as tensors:
+        tensors.refuse_misfits(config.model)
+    return model.write_manifest(config, folder, files, commit)
+
+
+def manifest_of(config: ResolvedConfig) -> ModelManifest:
+    """The manifest of the weights that a config starts from. DataError where there is none."""
+    path = model_folder(config.data, config.ids.model) / MANIFEST
+    if not path.exists():
+        raise DataError(f"there is no {path}", fix="run `forge model CONFIG`")
+    return ModelManifest.read(path)
+
+
+def recorded(config: ResolvedConfig, found: Checkpoint | None) -> Artifact | None:
+    """The pretrained weights to record in the lineage of a run; None without. found: the checkpoint
+    that the run resumes from, or its parent's: which then has it recorded."""
+    if found is not None:
+        return found.manifest.lineage.model
+    if not config.ids.model:
+        return None
+    return Artifact(id=config.ids.model, digest=manifest_of(config).digest)
+
+
+def load(decoder: Decoder, config: ResolvedConfig, world: World) -> None:
+    """Fill a decoder, of a sharded one this rank's rows, with the weights of model.init, in fp32.
+
+    The ranks share the check of digests. All ranks call it. Raises DataError for a changed file and for
+    tensors that do not fit, UnfitError where a node does not see a file.
+    """
+    manifest = manifest_of(config)
+    share = (world.rank.rank, world.rank.world_size)
+    world.patiently(lambda: manifest.verify(share), "check of pretrained weights")
+    world.patiently(lambda: read(decoder, manifest.paths), "load of pretrained weights")
+    if world.rank.is_main:
+        say(f"start from {manifest.source}, model {manifest.id}")
+
+
+@torch.no_grad()
+def read(decoder: Decoder, files: Sequence[Path]) -> None:
+    """Fill the parameters of a decoder from safetensors files; of a sharded one this rank's rows."""
+    with _Tensors(files) as tensors:
+        tensors.refuse_misfits(decoder.settings)
+        for name, parameter in decoder.named_parameters():
+            local, first, _ = own_rows(parameter)
+            local.copy_(tensors.slice(name)[first : first + len(local)])
+
+
+class _Tensors:
+    """The tensors in several safetensors files; nothing is read until a slice is taken."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._stack = ExitStack()
+        self._place: dict[str, Any] = {}  # name -> open file
+
+    def __enter__(self) -> _Tensors:
+        for path in self._files:
+            try:
+                file: Any = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as err:
+                raise DataError(
+                    f"{path} cannot be read as safetensors: {err}",
+                    cause="an incomplete download or copy, or another format",
+                    fix="get the file again",
+                ) from None
+            self._place |= dict.fromkeys(file.keys(), file)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def slice(self, name: str) -> Any:
+        return self._place[name].get_slice(name)
+
+    def refuse_misfits(self, settings: Model) -> None:
+        """DataError that names the tensors that are missing, unexpected, or of another shape or type."""
+        assert settings.vocab_size
+        wanted = {
+            name: list(parameter.shape)
+            for name, parameter in Decoder(settings, settings.vocab_size).named_parameters()
+        }
+        found = {name for name in self._place if not IGNORED.fullmatch(name)}
+        found -= {TIED} if settings.tie_embeddings else set()
+        wrong = [f"{name} is missing" for name in wanted if name not in found]
+        wrong += [f"{name} is not in the model" for name in sorted(found - wanted.keys())]
+        for name in wanted.keys() & found:
+            part = self.slice(name)
+            if (shape := list(part.get_shape())) != wanted[name]:
+                wrong.append(f"{name} has shape {shape}, the model {wanted[name]}")
+            elif part.get_dtype() not in DTYPES:
+                wrong.append(f"{name} has type {part.get_dtype()}, not one of {', '.join(DTYPES)}")
+        if wrong:
+            more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise DataError(
+                f"the weights in {self._files[0].parent} do not fit their config.json:"
+                f" {'; '.join(sorted(wrong)[:5])}{more}",
+                cause="weights of another model, an adapter, or quantized ones",
+                fix="choose other weights",
+            )

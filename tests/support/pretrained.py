@@ -1,0 +1,72 @@
+"""Tiny random models as transformers' save_pretrained writes them, with a tokenizer beside them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+# Name -> architecture, and what differs from SIZES.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": LLAMA3, "num_key_value_heads": 2}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 12}),
+    "qwen3": ("Qwen3", {"head_dim": 24, "tie_word_embeddings": True, "num_key_value_heads": 2}),
+    "olmo2": ("Olmo2", {"rope_parameters": {**PLAIN, "rope_theta": 5e5}}),
+}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 300,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128,
+    "rope_parameters": PLAIN,
+}
+
+
+def random_model(name: str, **more: Any) -> Any:
+    """A model of transformers, with weights by which any mistake shows, those of its norms included."""
+    import transformers
+
+    kind, differs = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES | differs | more)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0, 0.1)
+    return model
+
+
+def save(
+    model: Any,
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    files: int = 1,
+    tokenizer: Path | None = None,
+) -> Path:
+    """Write the model, in about so many files; tokenizer: the directory of Forge's."""
+    model = model.to(getattr(torch, dtype))
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    model.save_pretrained(folder, max_shard_size=size // files + 1)
+    for file in tokenizer.glob("tokenizer*.json") if tokenizer else ():
+        shutil.copy(file, folder)
+    return folder

@@ -1,0 +1,202 @@
+"""A config.json that is taken for another model trains without a word: what fits is compared with the
+parameter counts of the models' cards, what does not is refused by key and value."""
+
+from typing import Any
+
+import pytest
+
+from forge.core.config import Model
+from forge.core.errors import ConfigError
+from forge.data.hf_config import family_of, model_keys
+
+LLAMA_31_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+MISTRAL_7B_V03 = {
+    "architectures": ["MistralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32768,
+}
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+OLMO2_1B = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo2",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "vocab_size": 100352,
+}
+LLAMA_1 = {
+    key: LLAMA_31_8B[key]
+    for key in (
+        *("architectures", "hidden_act", "hidden_size", "num_attention_heads", "rms_norm_eps"),
+        "num_hidden_layers",
+    )
+} | {"intermediate_size": 11008, "vocab_size": 32000}
+
+
+def keys(values: dict[str, Any], seq_len: int = 4096) -> dict[str, Any]:
+    return model_keys(values, seq_len, "team/model@main/config.json")
+
+
+@pytest.mark.parametrize(
+    ("values", "parameters"),
+    [
+        (LLAMA_31_8B, 8_030_261_248),
+        (MISTRAL_7B_V03, 7_248_023_552),
+        (QWEN3_06B, 596_049_920),
+        (OLMO2_1B, 1_484_916_736),
+        (LLAMA_1, 6_738_415_616),
+    ],
+    ids=["Llama-3.1-8B", "Mistral-7B-v0.3", "Qwen3-0.6B", "OLMo-2-1B", "Llama-1-7B"],
+)
+def test_published_models_have_the_parameters_of_their_cards(values, parameters):
+    model = Model(**keys(values))
+    assert model.num_parameters(10) == parameters
+    # An export of Mistral is a Llama.
+    exported = family_of(model).architecture.replace("Llama", values["architectures"][0][:-11])
+    assert exported.endswith("ForCausalLM")
+
+
+def test_every_number_is_taken_over():
+    assert keys(LLAMA_31_8B) == {
+        **{"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "head_dim": None},
+        **{"ffn_dim": 14336, "vocab_size": 128256, "norm_eps": 1e-5, "tie_embeddings": False},
+        **{"norm": "pre", "qk_norm": "none", "rope_theta": 500000.0},
+        "rope_scaling": {
+            **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            "original_tokens": 8192,
+        },
+    }
+    qwen3 = keys(QWEN3_06B)
+    assert (qwen3["head_dim"], qwen3["qk_norm"], qwen3["rope_scaling"]) == (128, "head", None)
+    olmo2 = keys(OLMO2_1B)
+    assert (olmo2["norm"], olmo2["qk_norm"], olmo2["norm_eps"]) == ("post", "full", 1e-6)
+
+
+def test_what_transformers_5_writes_is_the_same():
+    rope = LLAMA_31_8B["rope_scaling"] | {"rope_theta": 500000.0}
+    rest = {k: v for k, v in LLAMA_31_8B.items() if k not in ("rope_scaling", "rope_theta")}
+    assert keys({**rest, "rope_parameters": rope}) == keys(LLAMA_31_8B)
+
+
+@pytest.mark.parametrize(
+    ("values", "change", "message"),
+    [
+        (LLAMA_31_8B, {"architectures": ["MixtralForCausalLM"]}, "architectures is .*Mixtral"),
+        (LLAMA_31_8B, {"architectures": ["Qwen2ForCausalLM"]}, "architectures is .*Qwen2"),
+        (LLAMA_31_8B, {"architectures": None}, "architectures is None"),
+        (LLAMA_31_8B, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        (LLAMA_31_8B, {"attention_bias": True}, "attention_bias is True"),
+        (LLAMA_31_8B, {"mlp_bias": True}, "mlp_bias is True"),
+        (LLAMA_31_8B, {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        (LLAMA_31_8B, {"quantization_config": {"bits": 4}}, "quantization_config is .*bits"),
+        (LLAMA_31_8B, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type is 'linear'"),
+        (LLAMA_31_8B, {"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        (LLAMA_31_8B, {"rope_scaling": {"rope_type": "llama3"}}, "it has no factor, low_freq"),
+        (LLAMA_31_8B, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rotary_factor is 0.5"),
+        (LLAMA_31_8B, {"hidden_size": ...}, "it has no hidden_size"),
+        (QWEN3_06B, {"rope_theta": ...}, "it has no rope_theta"),
+        (QWEN3_06B, {"num_key_value_heads": ...}, "it has no num_key_value_heads"),
+        (
+            QWEN3_06B,
+            {"use_sliding_window": True, "sliding_window": 1024},
+            "sliding_window is 1024, smaller than train.seq_len 4096",
+        ),
+        (QWEN3_06B, {"layer_types": ["sliding_attention"]}, "layer_types has sliding_attention"),
+        (MISTRAL_7B_V03, {"sliding_window": 4095}, "sliding_window is 4095"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_its_value(values, change, message):
+    changed = {key: value for key, value in (values | change).items() if value is not ...}
+    with pytest.raises(ConfigError, match=message):
+        keys(changed)
+
+
+def test_a_window_as_long_as_the_samples_does_nothing():
+    window = {**MISTRAL_7B_V03, "sliding_window": 4096}
+    assert keys(window, 4096) == keys(MISTRAL_7B_V03)
+    without = {key: value for key, value in window.items() if key != "sliding_window"}
+    with pytest.raises(ConfigError, match="sliding_window is 4096"):  # transformers' default
+        keys(without, 4097)
+
+
+def test_a_model_that_transformers_does_not_have_is_named():
+    with pytest.raises(ConfigError, match=r"model.norm post and model.qk_norm none"):
+        family_of(Model(norm="post"))

@@ -1,0 +1,182 @@
+"""Pretrained weights must be the model that transformers has: a norm in another place, another rotary
+base or an epsilon trains without a word, from worse weights."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.pretrained import random_model, save
+from transformers import AutoModelForCausalLM
+
+from forge.core.config import Config, Model, ResolvedConfig
+from forge.core.errors import DataError
+from forge.data import model
+from forge.data.content_ids import resolve
+from forge.data.model import ModelManifest, with_pretrained
+from forge.trainer import pretrained, recompute
+from forge.trainer.initialize import initialized
+from forge.trainer.llama import Decoder
+
+# Equal formulas in another order of sums, fp32; logits are of size 1.
+LOGITS = 1e-5
+CASES = [
+    ("llama", "float32", 1),
+    ("llama-tied", "bfloat16", 3),
+    ("mistral", "bfloat16", 1),
+    ("qwen3", "float32", 3),
+    ("olmo2", "bfloat16", 3),
+]
+
+
+def config_of(folder: Path, **sections: dict) -> Config:
+    (folder / "corpus.txt").write_text("text")
+    if not (folder / "tokenizer.json").exists():
+        (folder / "tokenizer.json").write_text("{}")
+    return Config.model_validate(
+        {
+            "data": str(folder / "data"),
+            "tokenize": {"inputs": [str(folder / "corpus.txt")]},
+            "model": {"init": {"path": str(folder)}},
+            **sections,
+        }
+    )
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def loaded(model: Model, files: list[Path]) -> Decoder:
+    decoder = Decoder(model, model.num_rows(0)).to_empty(device="cpu")
+    pretrained.read(decoder, files)
+    return decoder.eval()
+
+
+@pytest.mark.parametrize(("name", "dtype", "files"), CASES)
+def test_logits_are_those_of_transformers(name, dtype, files, tmp_path):
+    made = save(random_model(name), tmp_path, dtype=dtype, files=files)
+    theirs = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
+    assert (len(files_of(tmp_path)) > 1) == (files > 1)
+    model = with_pretrained(config_of(tmp_path)).model
+    ours = loaded(model, files_of(tmp_path))
+    assert {parameter.dtype for parameter in ours.parameters()} == {torch.float32}
+    tokens = torch.randint(300, (2, 100), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted, found = theirs(tokens).logits, ours(tokens)
+    assert wanted.std() > 0.1
+    assert (found - wanted).abs().max() <= LOGITS
+    assert sum(p.numel() for p in ours.parameters()) == model.num_parameters(300)
+    assert theirs.num_parameters() == model.num_parameters(300)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return save(random_model("qwen3"), tmp_path / "weights", files=2)
+
+
+def resolved(folder: Path) -> ResolvedConfig:
+    return resolve(config_of(folder))
+
+
+def test_manifest_is_made_once_and_a_changed_file_is_refused(folder, capsys):
+    config = resolved(folder)
+    path = pretrained.make_model(config)
+    manifest = ModelManifest.read(path)
+    assert manifest.paths == files_of(folder)
+    manifest.verify()
+    pretrained.make_model(config)
+    assert "nothing to do" in capsys.readouterr().err
+    changed = manifest.paths[1]
+    data = bytearray(changed.read_bytes())
+    data[-1] ^= 1
+    changed.write_bytes(data)
+    manifest.verify((0, 2))  # the share of another rank
+    with pytest.raises(DataError, match=f"{changed.name} has digest"):
+        manifest.verify((1, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.norm.weight": None}, "model.norm.weight is missing"),
+        ({"model.norm.bias": torch.ones(32)}, "model.norm.bias is not in the model"),
+        (
+            {"model.norm.weight": torch.ones(31)},
+            r"model.norm.weight has shape \[31\], the model \[32\]",
+        ),
+        ({"model.norm.weight": torch.ones(32, dtype=torch.int8)}, "has type I8"),
+        ({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, None),
+        ({"lm_head.weight": torch.ones(300, 32)}, None),  # tied: transformers does not read it
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(folder, change, message):
+    config = resolved(folder)
+    file = files_of(folder)[0]
+    tensors = load_file(file)
+    for other in files_of(folder)[1:]:
+        tensors |= load_file(other)
+        other.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    file.unlink()
+    tensors = {name: value for name, value in {**tensors, **change}.items() if value is not None}
+    save_file(tensors, folder / "model.safetensors")
+    config = resolve(config_of(folder))
+    if message is None:
+        pretrained.make_model(config)
+        return
+    with pytest.raises(DataError, match=message):
+        pretrained.make_model(config)
+
+
+def test_a_truncated_file_is_bad_data(folder):
+    file = files_of(folder)[0]
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(DataError, match="cannot be read as safetensors"):
+        pretrained.make_model(resolved(folder))
+
+
+def test_id_is_of_shape_and_place_since_tuned_models_have_files_of_equal_sizes(folder, tmp_path):
+    before = resolved(folder).ids.model
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    assert resolved(link).ids.model == before
+    other = shutil.copytree(folder, tmp_path / "other")
+    assert resolved(other).ids.model != before
+    values = json.loads((folder / "config.json").read_text())
+    model._cached_config.cache_clear()
+    (folder / "config.json").write_text(json.dumps({**values, "rms_norm_eps": 1e-5}))
+    assert resolved(folder).ids.model != before
+
+
+@pytest.mark.parametrize(
+    "keys", [{"qk_norm": "head"}, {"norm": "post", "qk_norm": "full"}], ids=["qwen3", "olmo2"]
+)
+@pytest.mark.filterwarnings("error")  # of mixed types, on every rank
+def test_norms_of_outputs_train_under_autocast(keys):
+    model = Model(dim=32, layers=2, heads=4, kv_heads=2, **keys)
+    decoder = initialized(model, 100)
+    tokens = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = decoder(tokens, tokens)
+    loss.backward()
+    with torch.no_grad():
+        assert abs(loss.item() - decoder(tokens, tokens).item()) < 0.02
+    assert all(parameter.grad is not None for parameter in decoder.parameters())
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_recomputation_gives_the_same_gradients_with_wide_heads_and_norms(how):
+    model = Model(dim=32, layers=1, heads=4, head_dim=16, qk_norm="head", vocab_size=110)
+    tokens = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for setting in ("none", how):
+        decoder = initialized(model, 100)
+        recompute.apply(decoder, setting)
+        decoder(tokens, tokens).backward()
+        gradients.append([parameter.grad for parameter in decoder.parameters()])
+    assert len(gradients[0][0]) == 110  # rows of the embedding
+    for plain, again in zip(*gradients, strict=True):
+        assert torch.equal(plain, again)
