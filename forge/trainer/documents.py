@@ -87,7 +87,7 @@ def has_varlen(model: Model, device: torch.device, precision: str) -> bool:
         return False
     from torch.nn.attention.varlen import varlen_attn  # takes a second
 
-    head_dim = model.dim // model.heads
+    head_dim = model.head_width
     return (
         torch.cuda.get_device_capability(device) >= SMALLEST_CAPABILITY
         and head_dim <= WIDEST_HEAD
