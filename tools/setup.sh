@@ -14,8 +14,18 @@ pip_setting() { # a setting of pip, from its environment variable or its config 
     fi
 }
 
-if command -v uv >/dev/null; then
-    # uv brings a Python where the system's is too old, but reads no pip settings: hand them on.
+packages=(--constraint constraints.txt --editable '.[dev,bench]')
+offline=()
+if [ -n "${WHEELHOUSE:-}" ]; then
+    if ! compgen -G "$WHEELHOUSE/*.whl" >/dev/null; then
+        echo "setup: WHEELHOUSE is '$WHEELHOUSE', and there are no wheels in it." >&2
+        echo "  fix: run 'make wheelhouse' where there is internet, and copy the directory here" >&2
+        exit 69
+    fi
+    offline=(--no-index --find-links "$WHEELHOUSE")
+fi
+
+install_with_uv() { # $1: the uv command, which reads no pip settings: hand them on
     export UV_FIND_LINKS=${UV_FIND_LINKS:-$(pip_setting FIND_LINKS find-links | tr ' \n' ',,' | sed 's/,*$//')}
     export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$(pip_setting INDEX_URL index-url)}
     export UV_INDEX=${UV_INDEX:-$(pip_setting EXTRA_INDEX_URL extra-index-url | tr '\n' ' ')}
@@ -24,8 +34,20 @@ if command -v uv >/dev/null; then
     done
     # An older release on the first index must not hide the pinned one on the next, as with pip.
     export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
+    # Compiled, as by pip: nodes may see .venv read-only, and would compile at every start.
+    "$1" pip install --quiet --compile-bytecode --python .venv/bin/python "${offline[@]}" "${packages[@]}"
+}
+
+install_with_pip() { # what is named
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check "${offline[@]}" "$@"
+}
+
+doing="setup: installing into .venv (a minute or two) …"
+if command -v uv >/dev/null; then
+    echo "$doing"
+    # uv brings a Python where the system's is too old.
     uv venv --quiet --clear --python "${PYTHON:->=3.11}" .venv
-    install=(uv pip install --quiet --python .venv/bin/python)
+    install_with_uv uv
 else
     if ! version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null); then
         echo "setup: cannot run '$python'. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3.11" >&2
@@ -41,17 +63,12 @@ else
         echo "  fix: apt-get install python3-venv (Debian, Ubuntu), or install uv" >&2
         exit 69
     fi
+    echo "$doing"
     "$python" -m venv --clear .venv
-    install=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
-fi
-if [ -n "${WHEELHOUSE:-}" ]; then
-    if ! compgen -G "$WHEELHOUSE/*.whl" >/dev/null; then
-        echo "setup: WHEELHOUSE is '$WHEELHOUSE', and there are no wheels in it." >&2
-        echo "  fix: run 'make wheelhouse' where there is internet, and copy the directory here" >&2
-        exit 69
+    # pip takes several times as long as uv, and is there where uv is not, or does not reach an index.
+    if ! { install_with_pip --constraint constraints.txt uv 2>/dev/null && install_with_uv .venv/bin/uv; }; then
+        echo "setup: without uv, which could not be used; with pip (several minutes) …"
+        install_with_pip "${packages[@]}"
     fi
-    install+=(--no-index --find-links "$WHEELHOUSE")
 fi
-echo "setup: installing into .venv (a minute or two) …"
-"${install[@]}" --constraint constraints.txt --editable '.[dev,bench]'
 touch .venv/ready

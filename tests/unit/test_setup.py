@@ -102,7 +102,7 @@ def test_uv_serves_where_there_is_no_python(place):
     assert uv_settings(place) == {"UV_INDEX_STRATEGY": "unsafe-best-match"}
     assert (place / "record").read_text().splitlines() == [
         "uv venv --quiet --clear --python >=3.11 .venv",
-        "uv pip install --quiet --python .venv/bin/python"
+        "uv pip install --quiet --compile-bytecode --python .venv/bin/python"
         " --constraint constraints.txt --editable .[dev,bench]",
     ]
 
