@@ -21,7 +21,7 @@ train: .venv/ready
 # order of tests/conftest.py, which mixes both. Checks of a GPU run where they can on a CPU, at a small size.
 test: export FORGE_GPU_CHECKS := cpu
 test: .venv/ready
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Every fault at every point, and random ones, whose seed is printed; renews the tables of docs/faults.md.
 faults: export FORGE_FAULTS := all

@@ -16,7 +16,7 @@ for number in (signal.SIGTERM, signal.SIGUSR1):
 while not got:
     time.sleep(0.02)
 time.sleep(1.5)
-print("saved", flush=True)
+print("saved\\n", end="", flush=True)  # one write: ranks share the pipe
 """
 TORCHRUN = """
 import subprocess, sys
