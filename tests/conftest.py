@@ -1,5 +1,6 @@
 """What holds for every test: it leaves its process as it found it, for the tests that come after it."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _stays_in_its_folder() -> Iterator[None]:
-    before = Path.cwd()
+def _leaves_folder_and_variables_as_they_were() -> Iterator[None]:
+    """Variables are put back: those that a command exports for its own process, called here without one,
+    and those that torch sets for itself."""
+    before, variables = Path.cwd(), dict(os.environ)
     yield
+    os.environ.clear()
+    os.environ.update(variables)
     assert Path.cwd() == before, "a test or a fixture of this file changed the folder for good"

@@ -152,11 +152,12 @@ def test_data_edited_in_place_under_a_run_is_refused(solo, science, tmp_path):
         run = solo.copy(tmp_path / name)
         data = f"--data={tmp_path}/data-{name}"
         started[name] = replace(run, overrides=(*run.overrides, data))
-    shard = next((tmp_path / "data-shard").glob("tokens/*/*.bin"))
+    lineage = resume.latest(solo.paths).manifest.lineage  # other tests have data in the same folder
+    shard = next((tmp_path / "data-shard/tokens" / lineage.tokens.id).glob("*.bin"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    tokenizer = next((tmp_path / "data-tokenizer").glob("tokenizers/*/tokenizer.json"))
+    tokenizer = tmp_path / "data-tokenizer/tokenizers" / lineage.tokenizer.id / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + "\n")
 
     under_way = [run.fork("train", "--train.max_steps=14") for run in started.values()]
