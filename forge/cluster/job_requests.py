@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +47,7 @@ class Request:
             tasks_per_node=tasks,
             cpus_per_task=cpus,
             mem_mb=_int(asked("mem_mb")) or _int(asked("mem_mb_per_cpu")) * cpus * tasks,
-            account=str(asked("slurm_account") or ""),
-            partition=str(asked("slurm_partition") or ""),
-            gres=str(asked("gres") or ""),
-            constraint=str(asked("constraint") or ""),
-            qos=str(asked("qos") or ""),
-            extra=str(asked("slurm_extra") or ""),
+            **_texts(asked),
         )
 
     @classmethod
@@ -64,12 +59,7 @@ class Request:
             minutes=_int(asked("runtime")),
             cpus_per_task=_int(asked("cpus_per_task")) or threads,
             mem_mb=_int(asked("mem_mb")),
-            account=str(asked("slurm_account") or ""),
-            partition=str(asked("slurm_partition") or ""),
-            gres=str(asked("gres") or ""),
-            constraint=str(asked("constraint") or ""),
-            qos=str(asked("qos") or ""),
-            extra=str(asked("slurm_extra") or ""),
+            **_texts(asked),
         )
 
     @property
@@ -121,6 +111,13 @@ class Request:
         tasks = [] if self.gpus[1] else [f"--ntasks={self.nodes * self.tasks_per_node}"]
         given = [f"--{name}={value}" for name, value in values.items() if value]
         return [*given, *tasks, *shlex.split(self.extra)]
+
+
+def _texts(asked: Callable[[str], Any]) -> dict[str, Any]:
+    """What is handed to Slurm as the profile has it; "" for what it does not ask for."""
+    keys = {"account": "slurm_account", "partition": "slurm_partition", "extra": "slurm_extra"}
+    keys |= {key: key for key in ("gres", "constraint", "qos")}
+    return {name: str(asked(key) or "") for name, key in keys.items()}
 
 
 def _int(value: Any) -> int:
