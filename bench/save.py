@@ -153,7 +153,7 @@ class Bench:
         path.unlink()
 
     def save(self, *, beside: bool) -> float:
-        """Through to the commit; the stall of one beside training goes to a row of its own."""
+        """Through to the commit; the stall of one during training goes to a row of its own."""
         saver = self.savers[beside]
         started = time.perf_counter()
         saver.start(self.state, next(self.manifests), keep_last=1, last=not beside)

@@ -335,11 +335,11 @@ def _tokenizer(options: argparse.Namespace) -> None:
 def _tokenize(options: argparse.Namespace) -> None:
     from forge.cluster.lock import lock
     from forge.core.paths import tokens_folder
-    from forge.data.content_ids import corpus_config
+    from forge.data.content_ids import single_corpora
     from forge.data.tokenize import tokenize
 
     config = _resolved(options)
-    for corpus in [corpus_config(config, name) for name in config.ids.sources] or [config]:
+    for corpus in single_corpora(config):
         with lock(tokens_folder(corpus.data, corpus.ids.tokens), "tokenize"):
             tokenize(corpus, workers=_cores(options))
     if config.ids.sources:

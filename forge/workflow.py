@@ -177,7 +177,7 @@ def keep_evaluations(
     runs: dict[str, ResolvedConfig], settings: Any, memory: Callable[[str], int], *, submits: bool
 ) -> None:
     """Write what is evaluated of each run beside its results, for `forge evaluate RUN` and for the jobs
-    beside training. settings: Snakemake's ResourceSettings. memory: of a run's model, in MB."""
+    during training. settings: Snakemake's ResourceSettings. memory: of a run's model, in MB."""
     rule = "evaluate_run"
     own = settings.overwrite_resources.get(rule, {})
     resources = {**(settings.default_resources or {}), **own}

@@ -27,7 +27,7 @@ class Evaluate(Section):
     batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = 8
     """Requests in a forward pass; `auto`: the most that fit, which the harness tries out."""
     every: int | None = Field(None, ge=1)
-    """Also score every checkpoint whose step is a multiple of this, under Slurm as jobs beside training.
+    """Also score every checkpoint whose step is a multiple of this, under Slurm as jobs during training.
     Itself a multiple of train.keep_every; null: the last checkpoint only."""
 
     @field_validator("tasks")

@@ -17,7 +17,7 @@ from forge.core.paths import RunPaths
 from forge.core.provenance import config_digest
 from forge.core.records import PreflightPass
 from forge.core.terminal import say
-from forge.evaluation.beside_training import evaluated
+from forge.evaluation.during_training import evaluated
 from forge.launch import gpu_errors, lost_ranks
 from forge.launch.launcher import MAX_RESTARTS_AFTER_LOSS, RankFailure, wait_for_orphans
 from forge.launch.rank_records import RankRecord

@@ -170,7 +170,7 @@ def kept(run, settings, *, submits=True):
     return found.sbatch
 
 
-def test_jobs_beside_training_ask_for_what_the_profile_gives_evaluate_run(run):
+def test_jobs_during_training_ask_for_what_the_profile_gives_evaluate_run(run):
     gpu = {"slurm_partition": "gpu", "gres": "gpu:1", "mem_mb": "90000", "runtime": 120}
     assert kept(run, resources(**gpu)) == [
         *("--account=lab", "--partition=gpu", "--nodes=1", "--cpus-per-task=8", "--mem=90000"),

@@ -65,7 +65,7 @@ rule evaluate_data:
         "exec forge evaluate {input.config:q} --download --log={log:q} {params.tasks:q}"
 
 
-# Not part of `train`: the last checkpoint, and what jobs beside training have not evaluated.
+# Not part of `train`: the last checkpoint, and what jobs during training have not evaluated.
 rule evaluate_run:
     input:
         config=f"{RESULTS}/{{run}}/config.json",

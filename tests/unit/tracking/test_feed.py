@@ -128,7 +128,7 @@ def test_sync_while_another_process_sends_names_it(paths):
     assert done.returncode == 69 and str(os.getpid()) in done.stderr, done.stderr
 
 
-# --- the process beside training ------------------------------------------------------------------
+# --- the process during training ------------------------------------------------------------------
 
 HANGS = """
 import sys, time

@@ -13,8 +13,8 @@ from forge.cluster import slurm
 from forge.core.evaluation import Evaluate
 from forge.core.paths import RunPaths
 from forge.core.records import SubmittedEvaluation
-from forge.evaluation import beside_training
-from forge.evaluation.beside_training import evaluated, sbatch_line
+from forge.evaluation import during_training
+from forge.evaluation.during_training import evaluated, sbatch_line
 from forge.evaluation.settings import keep_settings, read_settings, record_file
 
 OPTIONS = ["--partition=gpu", "--gres=gpu:1", "--time=60"]
@@ -24,7 +24,7 @@ OPTIONS = ["--partition=gpu", "--gres=gpu:1", "--time=60"]
 def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     """A run in a Slurm job, whose checkpoints at 10 and 20 are evaluated."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(beside_training, "POLL_SEC", 0.01)
+    monkeypatch.setattr(during_training, "POLL_SEC", 0.01)
     paths = RunPaths(tmp_path / "base")
     keep_settings(paths, Evaluate(tasks=["words"], every=10), OPTIONS)
     return paths
