@@ -262,6 +262,11 @@ class TensorWriter(FileSystemWriter):
         super().__init__(folder, thread_count=threads, sync_files=False)
         self.fs = DigestingFiles()
 
+    def storage_meta(self) -> StorageMeta:
+        """DCP's hook. Without the path and the random id that DCP would write into `.metadata`: a run
+        that is trained again gives the same bytes, and its children stay valid."""
+        return StorageMeta()
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """DCP's hook: write this rank's share of the tensors. Raises OSError."""
 
