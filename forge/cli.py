@@ -290,9 +290,11 @@ def _load(options: argparse.Namespace) -> Config:
 
 
 def _resolved(options: argparse.Namespace) -> ResolvedConfig:
+    from forge.checkpoint.family import with_steps
     from forge.data.content_ids import resolve
 
-    return resolve(_load(options))
+    [config] = with_steps({"": _load(options)}).values()
+    return resolve(config)
 
 
 def _load_machine(options: argparse.Namespace) -> Any:

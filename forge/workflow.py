@@ -7,12 +7,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import ExitStack, chdir, suppress
 from pathlib import Path
 from typing import Any
 
-from forge.checkpoint import compatibility, parent, resume
+from forge.checkpoint import compatibility, family, resume
 from forge.cluster import jobs, submission
 from forge.cluster.allocation import plain, run_layouts
 from forge.cluster.job_requests import Request, requests_of
@@ -106,19 +106,23 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
         }
     base = read_config(settings)
     sheet = str(base.pop("runs", SHEET))
-    runs = {name: resolve(config) for name, config in run_configs(base, sheet).items()}
+    configs = run_configs(base, sheet)
+    family.refuse_circles(configs)
+    runs = {name: resolve(config) for name, config in family.with_steps(configs).items()}
     shared_folders(runs)
-    parent.refuse_circles(runs)
+    restarting = family.restarting(runs)
+    for name, reason in restarting.items() if main else ():
+        say(f"{name} starts anew: {reason}")
     for name, config in runs.items():
         refuse_missing_packages(config.tracking, f"run {name}")
         evaluation.refuse_missing_package(config.evaluate, f"run {name}")
         if config.program:
             continue  # its checkpoints are verified before each launch
         paths = RunPaths.of(config)
-        checkpoint = resume.check_resumable(config, paths)
+        checkpoint = None if name in restarting else resume.check_resumable(config, paths)
         # A finished run needs no parent any more, even where its checkpoints were removed.
-        if checkpoint is None and not paths.trained.exists():
-            parent.find(config)
+        if checkpoint is None and (name in restarting or not paths.trained.exists()):
+            family.check_start(config, runs, restarting)
         for line in compatibility.schedule_warnings(config, checkpoint) if main else ():
             say(f"{name}: {line}")
     return runs
@@ -256,24 +260,31 @@ def take_over(
 # --- what rules are given --------------------------------------------------------------------------
 
 
-def training_config(config: ResolvedConfig) -> str:
-    """The file with what a run's training depends on. Its name has the digest of its content, so that as
-    a param of config_run it changes with the content."""
+def training_config(config: ResolvedConfig, restarting: bool = False) -> str:
+    """The file with what a run's training depends on. Its name has the digest of its content, and how
+    often the run has started anew, so that as a param of config_run it changes with both.
+
+    restarting: whether the run starts anew now. (Snakemake's --forcerun cannot be set in a Snakefile.)
+    """
     digest = digest_bytes(canonical(config.of_training.to_json()))
-    return str(WORKFLOW / f"{config.run}-{digest[:16]}.json")
+    times = family.times_restarted(RunPaths.of(config)) + restarting
+    return str(WORKFLOW / f"{config.run}-{digest[:16]}{f'-{times}' if times else ''}.json")
 
 
-def write_configs(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:
+def write_configs(
+    runs: dict[str, ResolvedConfig], due: Iterable[Any], restarting: Container[str] = ()
+) -> None:
     """Write the config files that rules name in their param `config`. due: jobs that will run.
+    restarting: runs that start anew.
 
     Only theirs, so that the config of a shared artefact is the one that it was made by. Raises UnfitError
     where the disk does not let it.
     """
     # As paths: a rule says ./data/… where the config does.
     wanted = {Path(path) for job in due if (path := job.params.get("config"))}
-    for config in runs.values():
+    for name, config in runs.items():
         files = {
-            Path(training_config(config)): config.of_training.to_json(),
+            Path(training_config(config, name in restarting)): config.of_training.to_json(),
             **_data_configs(config),
         }
         for path in wanted & files.keys():

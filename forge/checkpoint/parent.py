@@ -7,7 +7,7 @@ directory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from forge.core.config import Config, Model, ResolvedConfig
 from forge.core.errors import ConfigError, DataError, OtherFormat
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths, checkpoint_name, checkpoint_step
+
+LATEST = "@latest"  # in the place of @STEP; family.py puts the step there
 
 # Keys that must equal the parent's: the tensors must fit, and the position in the data is the parent's
 # step times its batch size, in samples of seq_len tokens. Dropout may change: it has no tensors. With a
@@ -72,7 +74,7 @@ def find(config: ResolvedConfig) -> directory.Checkpoint | None:
         raise
     except DataError as err:
         raise corrupt(config, [err.what]) from None
-    _check_fits(config, checkpoint)
+    check_fits(config, checkpoint.manifest.lineage.config)
     return checkpoint
 
 
@@ -96,7 +98,7 @@ def _missing(config: Config, parent: Parent) -> ConfigError:
         return ConfigError(
             f"{what}there is no run {parent.run} in {parent.paths.root.parent}",
             cause="a misspelled name, or the parent was never trained",
-            fix=f"train {parent.run} first; on the sample sheet, add run {config.run} after that",
+            fix=f"train {parent.run} first, or put it on the same sample sheet",
         )
     return ConfigError(
         f"{what}{parent.paths.checkpoints} has {_steps_there(parent)}",
@@ -112,19 +114,22 @@ def _steps_there(parent: Parent) -> str:
     return f"the steps {steps}" if steps else "no checkpoint"
 
 
-def _check_fits(config: ResolvedConfig, checkpoint: directory.Checkpoint) -> None:
-    if problems := list(_misfits(config, checkpoint.manifest.lineage.config)):
+def check_fits(config: ResolvedConfig, made_by: RecordedConfig) -> None:
+    """ConfigError where a run of this config cannot start from its parent's checkpoint. made_by: the
+    config that makes it."""
+    if problems := list(_misfits(config, made_by)):
         raise ConfigError(
             f"run {config.run} cannot start from {config.parent}: {'; '.join(problems)}",
             cause="a run must have the model, the data, the batch size and the optimizer of its parent",
             fix="give these keys the parent's values, or leave out parent to start at step 0",
         )
-    if config.train.max_steps <= checkpoint.step:
+    step = first_step(config)
+    if config.train.max_steps <= step:
         raise ConfigError(
             f"run {config.run}: train.max_steps is {config.train.max_steps}, but its parent"
-            f" {config.parent} is at step {checkpoint.step} already",
+            f" {config.parent} is at step {step} already",
             cause="steps are counted from the start of the parent",
-            fix=f"set train.max_steps to more than {checkpoint.step}",
+            fix=f"set train.max_steps to more than {step}",
         )
 
 
@@ -137,19 +142,6 @@ def _misfits(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:
             if now != then:
                 yield compatibility.differs(f"{section}.{key}", now, then)
     yield from compatibility.changed_ids(config, made_by)
-
-
-def refuse_circles(runs: Mapping[str, Config]) -> None:
-    """ConfigError where runs of a sample sheet are each other's parents, so that none can start."""
-    for name in runs:
-        line = [name]
-        while (parent := Parent.of(runs[line[-1]])) and parent.run in runs:
-            line.append(parent.run)
-            if parent.run in line[:-1]:
-                raise ConfigError(
-                    f"the parents of these runs form a circle: {' from '.join(line)}",
-                    fix="let one of them start without a parent",
-                )
 
 
 def recorded(

@@ -34,7 +34,8 @@ from forge.core.values import as_cell, describe, read_cell, read_text, read_yaml
 # Safe as a path, an option and a word of a shell; also the wildcard constraint of the workflow.
 RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 # RUN@STEP. 18 digits fit into 64 bits.
-PARENT = rf"({RUN_NAME})@([1-9][0-9]{{0,17}})"
+PARENT = rf"({RUN_NAME})@([1-9][0-9]{{0,17}}|latest)"
+HUB_PARENT = "hub:"
 # Keys that do not change what is trained; the config digest leaves them out.
 FOLDERS = ("run", "results", "data")
 # Sections that training does not read; a checkpoint knows nothing of them.
@@ -418,7 +419,8 @@ class Config(Section):
     data: FilePath = Field("data", min_length=1)
     """Directory of tokenizers and tokens, shared between runs."""
     parent: str | None = None
-    """`RUN@STEP`: start from this checkpoint of another run in `results`; null starts at step 0."""
+    """`RUN@STEP`, or `RUN@latest`: start from this checkpoint of another run in `results`, which may be
+    on the same sample sheet. `hub:OWNER/NAME@REVISION`: as model.init.hub. null: start at step 0."""
     tokenizer: Tokenizer = Tokenizer()
     tokenize: Tokenize = Tokenize()
     model: Model = Model()
@@ -441,13 +443,28 @@ class Config(Section):
             )
         return folder.rstrip("/") or "/"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _parent_on_a_hub(cls, values: Any) -> Any:
+        """In the column `parent` a family may begin with pretrained weights, which are no run."""
+        name = values.get("parent") if isinstance(values, dict) else None
+        if not isinstance(name, str) or not name.startswith(HUB_PARENT):
+            return values
+        model = values.get("model") or {}
+        if not isinstance(model, dict) or model.get("init"):
+            raise ValueError(
+                f"parent is {name!r}, and model.init is set, too: leave one of them out"
+            )
+        init = {"hub": name.removeprefix(HUB_PARENT)}
+        return {**values, "parent": None, "model": {**model, "init": init}}
+
     @field_validator("parent")
     @classmethod
     def _parent_has_a_step(cls, parent: str | None) -> str | None:
         if parent is not None and not re.fullmatch(PARENT, parent):
             raise ValueError(
                 "must be RUN@STEP, such as base@5000: the name of a run and the step of one of its"
-                " checkpoints (ls results/RUN/checkpoints)"
+                " checkpoints (ls results/RUN/checkpoints); or RUN@latest, or hub:OWNER/NAME@REVISION"
             )
         return parent
 
@@ -501,8 +518,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _mix_fits_the_sources(self) -> Self:
         if self.train.mix is not None:
-            first_step = int(self.parent.partition("@")[2]) if self.parent else 0
-            require_sources(self.train.mix, self.tokenize.sources or (), first_step)
+            step = self.parent.partition("@")[2] if self.parent else "0"
+            if step.isdecimal():  # else checked when the step is known
+                require_sources(self.train.mix, self.tokenize.sources or (), int(step))
         return self
 
     @property

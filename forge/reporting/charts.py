@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from forge.reporting.family import Member
 from forge.reporting.history import PHASES, History, Phase
 
 if TYPE_CHECKING:
@@ -30,8 +32,9 @@ PAINT = {
     "#010107": "var(--p-preflight)",
 }
 INK, TRAIN, EVAL, MARK, *MORE = PAINT
-OF_SOURCES = (TRAIN, EVAL, *MORE)
-DASHES = ("-", "--", ":", "-.")  # where there are more sources than colors
+COLORS = (TRAIN, EVAL, *MORE)  # of figures with many lines
+DASHES = ("-", "--", ":", "-.")  # where there are more lines than colors
+MOST_NAMED = 12  # lines in a legend that still has room in the figure
 
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: small, selectable, in the page's font
@@ -62,16 +65,50 @@ def loss_chart(history: History) -> str:
         return _svg(figure, "loss")
 
 
+def family_chart(family: Sequence[Member]) -> str:
+    """Validation loss over steps of runs that start from each other; each line begins at its parent's
+    point. What comes before the first branch may lie above the figure."""
+    with mpl.rc_context({**STYLE, "svg.hashsalt": "family"}):
+        figure, axes = _empty_axes("validation loss")
+        lines = {member.run: _from_parent(member, family) for member in family}
+        for number, (name, frame) in enumerate(lines.items()):
+            label = name if number < MOST_NAMED else None
+            _line(axes, frame, "loss", label=label, **_style_of(number))
+        branches = [member.start for member in family if member.start]
+        late = [frame.loc[frame["step"] >= min(branches), "loss"] for frame in lines.values()]
+        late = [losses for losses in late if len(losses)]
+        if late:
+            low, high = min(map(min, late)), max(map(max, late))
+            margin = 0.08 * (high - low) or 0.1
+            axes.set_ylim(low - margin, high + margin)
+        axes.legend(loc="upper right")
+        return _svg(figure, "family")
+
+
+def _from_parent(member: Member, family: Sequence[Member]) -> pd.DataFrame:
+    """The losses of a run, after the parent's last one before the start, where it is there."""
+    import pandas as pd
+
+    parents = [one for one in family if one.run == member.parent_run]
+    before = [one.evals[one.evals["step"] <= member.start].tail(1) for one in parents]
+    return pd.concat([*before, member.evals])
+
+
 def source_chart(history: History) -> str:
     """Validation loss of each source over steps, restarts as dashed lines."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": "sources"}):
         figure, axes = _axes("validation loss", history)
         for number, (name, frame) in enumerate(history.source_evals.items()):
-            again, color = divmod(number, len(OF_SOURCES))
-            style = {"lw": 1.6, "marker": "o", "ms": 3, "ls": DASHES[again % len(DASHES)]}
-            _line(axes, frame, "loss", OF_SOURCES[color], name, **style)
+            _line(axes, frame, "loss", label=name, **_style_of(number))
         axes.legend(loc="upper right")
         return _svg(figure, "sources")
+
+
+def _style_of(number: int) -> dict[str, Any]:
+    """Of the line of this number, in a figure of many."""
+    again, color = divmod(number, len(COLORS))
+    dashes = DASHES[again % len(DASHES)]
+    return {"color": COLORS[color], "lw": 1.6, "marker": "o", "ms": 3, "ls": dashes}
 
 
 def throughput_chart(history: History) -> str:
@@ -85,13 +122,18 @@ def throughput_chart(history: History) -> str:
         return _svg(figure, "throughput")
 
 
-def _axes(ylabel: str, history: History) -> tuple[Figure, Axes]:
+def _empty_axes(ylabel: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=SIZE_INCHES, layout="constrained")
     axes = figure.add_subplot()
     axes.set(xlabel="step", ylabel=ylabel)
     axes.grid(axis="y", color=INK, alpha=0.15, lw=0.6)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    return figure, axes
+
+
+def _axes(ylabel: str, history: History) -> tuple[Figure, Axes]:
+    figure, axes = _empty_axes(ylabel)
     last = max(frame["step"].max() for frame in (history.train, history.evals) if len(frame))
     axes.set_xlim(-0.02 * last, max(1.03 * last, 1))  # both charts alike, also for a single point
     for number, restart in enumerate(history.restarts):
@@ -101,7 +143,7 @@ def _axes(ylabel: str, history: History) -> tuple[Figure, Axes]:
 
 
 def _line(
-    axes: Axes, frame: pd.DataFrame, column: str, color: str, label: str, **style: Any
+    axes: Axes, frame: pd.DataFrame, column: str, color: str, label: str | None, **style: Any
 ) -> None:
     points = frame.dropna(subset=[column])
     if len(points) == 1:

@@ -14,6 +14,7 @@ from forge.core.errors import ConfigError
 from forge.core.files import atomic_open, digest_file, read_object_or_empty
 from forge.core.paths import RunPaths
 from forge.core.terminal import Table, duration, say
+from forge.reporting.family import Member, families
 from forge.reporting.history import device_hours, facts, read_history
 from forge.reporting.run_state import COLORS, RunState
 from forge.reporting.scores import ScoreRow, read_scores
@@ -87,7 +88,7 @@ def compare(runs: Sequence[RunPaths], *, as_json: bool = False, page: Path | Non
         )
     compared = comparison(runs)
     if page:
-        _write_page(page, compared)
+        _write_page(page, compared, families(runs))
         say(f"comparison of {len(runs)} runs: {page}")
     if as_json:
         print(json.dumps(to_json(compared), indent=2))
@@ -201,9 +202,10 @@ def _table(compared: Comparison) -> Table:
     return table
 
 
-def _write_page(path: Path, compared: Comparison) -> None:
-    from forge.reporting.report import environment
+def _write_page(path: Path, compared: Comparison, family: list[Member]) -> None:
+    from forge.reporting.report import environment, family_context
 
-    page = environment().get_template("compare.html.j2").render(compared=compared, phases=[])
+    template = environment().get_template("compare.html.j2")
+    page = template.render(compared=compared, phases=[], **family_context(family))
     with atomic_open(path, "w") as file:
         file.write(page)

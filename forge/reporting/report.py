@@ -16,12 +16,14 @@ from forge.core.files import atomic_open, read_json
 from forge.core.paths import RunPaths
 from forge.core.terminal import duration
 from forge.reporting.charts import (
+    family_chart,
     loss_chart,
     source_chart,
     throughput_chart,
     time_blocks,
     time_ticks,
 )
+from forge.reporting.family import Member, family_of
 from forge.reporting.history import PHASES, History, Launch, facts, read_history
 from forge.reporting.scores import read_scores
 from forge.reporting.summary import Summary, preflight_checks, summarize, validation_checks
@@ -71,6 +73,7 @@ def _context(paths: RunPaths) -> dict[str, Any]:
         "facts": facts(history),
         "missing": _missing(paths, summary, history),
         "charts": _charts(history),
+        **family_context(family_of(paths), here=paths.root.name),
         "scores": read_scores(paths),
         "restarts": history.restarts,
         "phases": list(PHASES),
@@ -81,6 +84,13 @@ def _context(paths: RunPaths) -> dict[str, Any]:
         "config": _config_text(paths),
         "paths": paths,
     }
+
+
+def family_context(family: list[Member], here: str = "") -> dict[str, Any]:
+    """What family.html.j2 is about. here: the run that the page is about."""
+    has_losses = any(len(member.evals) for member in family)
+    chart = Markup(family_chart(family)) if has_losses else ""
+    return {"family": family, "family_chart": chart, "here": here}
 
 
 def _config_text(paths: RunPaths) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from forge.checkpoint import compatibility, directory, parent, resume
+from forge.checkpoint import compatibility, directory, family, parent, resume
 from forge.checkpoint.manifest import Artifact, Code
 from forge.checkpoint.sealed import ProgramCheckpoints, SealLineage
 from forge.checkpoint.sealer import Progress, Sealer
@@ -126,6 +126,7 @@ class ForgeTrainer:
         return parent.first_step(self.config)
 
     def prepare(self, start: Start) -> int | None:
+        family.set_aside_if_parent_changed(self.config)
         checkpoint = resume.repaired_latest(self.paths)
         if checkpoint is None:
             parent.find(self.config)

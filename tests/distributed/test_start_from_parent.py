@@ -173,3 +173,26 @@ def test_a_lone_checkpoint_of_a_child_is_valid_where_its_parent_is_not(base, tmp
     shutil.rmtree(base.folder)
     outcome = forge("validate", str(copy))
     assert outcome.code == 0, outcome.text
+
+
+def test_child_goes_on_from_a_parent_trained_again_alike_and_starts_anew_from_another(runs):
+    """On two ranks: the parent's second training has the bytes of the first."""
+    base = runs("base", "--train.checkpoint_every=6")
+    trained(base, *TWO_RANKS)
+    child = child_of(base, "child", "base@6")
+    trained(child, *TWO_RANKS)
+    losses, weights = child.losses(), child.weights_digest()
+    shutil.rmtree(base.folder)
+    trained(base, *TWO_RANKS)
+    assert "nothing to train" in trained(child, *TWO_RANKS).text
+
+    shutil.rmtree(base.folder)
+    trained(base, *TWO_RANKS, "--train.seed=7")
+    outcome = trained(child, *TWO_RANKS)
+    assert "child starts anew: it started from base@6 with digest" in outcome.text
+    [aside] = child.paths.superseded.iterdir()
+    assert replace(child, folder=aside).losses() == losses
+    assert len(child.losses()) == len(losses) and child.losses() != losses
+    assert child.weights_digest() != weights
+    validated = forge("validate", str(aside))
+    assert validated.code == 0, validated.text

@@ -2,6 +2,7 @@
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 
+from forge.checkpoint import family
 from forge.cluster import job_watch, jobs
 from forge.cluster.allocation import Allocation
 from forge.core.config import RUN_NAME, as_overrides
@@ -48,8 +49,16 @@ TOKENIZERS = {
 # Runs with tasks (evaluate.tasks), and those of which checkpoints are evaluated while they train.
 EVALUATED = [run for run, settings in RUNS.items() if settings.evaluate.tasks]
 EVALUATED_BESIDE = [run for run in EVALUATED if RUNS[run].evaluate.every]
+# Runs that start anew, since their parent's checkpoint is another one now, with the reason.
+RESTARTING = family.restarting(RUNS)
 # Runs whose config has failed before, with the message: no allocation is spent on them.
-FAILED = helpers.known_failures(RUNS) if workflow.is_main_process else {}
+FAILED = (
+    helpers.known_failures(
+        {run: settings for run, settings in RUNS.items() if run not in RESTARTING}
+    )
+    if workflow.is_main_process
+    else {}
+)
 RESUMED = {}  # run name -> step, filled when `resume` is the target
 
 
@@ -140,6 +149,18 @@ def files_of(runs, *names):
     ]
 
 
+def parent_of(wildcards):
+    """The output of parent_run, for a run with a parent."""
+    settings = RUNS[wildcards.run]
+    return [f"{RESULTS}/{wildcards.run}/.parent_trained"] if settings.parent else []
+
+
+def end_of_parent(wildcards):
+    """What is made when the parent of a run has trained, where both are on the sheet."""
+    parent = family.waits_for(RUNS[wildcards.run], RUNS, RESTARTING)
+    return files_of([parent], "trained.json") if parent else []
+
+
 def task_files_of(wildcards):
     """The user's own tasks and their data: a change evaluates again."""
     return task_files(RUNS[wildcards.run].evaluate)
@@ -185,7 +206,7 @@ onstart:
         helpers.take_over(
             RUNS, ALLOCATION.machine.slurm, logger.info, submits=submits
         )
-        helpers.write_configs(RUNS, workflow.dag.needrun_jobs())
+        helpers.write_configs(RUNS, workflow.dag.needrun_jobs(), RESTARTING)
         helpers.write_down(RUNS)
         helpers.keep_evaluations(
             RUNS, workflow.resource_settings, model_mem_mb, submits=submits

@@ -2,6 +2,7 @@
 # nodes that train. Never outputs, because Snakemake deletes those: checkpoints, metrics, events, logs.
 localrules:
     config_run,
+    parent_run,
     known_failure_run,
 
 
@@ -30,16 +31,28 @@ rule config_run:
         "../envs/forge.yaml"
     params:
         # Written when the workflow starts, and named by the digest of what training depends on: when
-        # that changes, the run trains on. The sections of later rules are those rules' params. (With
+        # that changes, the run trains on, or starts anew from another checkpoint of its parent. The sections of later rules are those rules' params. (With
         # ancient() on this rule's output a changed param of a rule downstream is lost: Snakemake does
         # not look at it when a rule upstream has to run.)
-        config=lambda w: helpers.training_config(RUNS[w.run]),
+        config=lambda w: helpers.training_config(RUNS[w.run], w.run in RESTARTING),
     shell:
         "exec forge config {params.config:q} --log={log:q}"
 
 
+# A run with a parent starts when that has trained, where the parent is on the sheet, too. It has a rule
+# of its own because stage_run would run again for another set of inputs: where the parent's row is removed.
+rule parent_run:
+    input:
+        end_of_parent,
+    output:
+        touch(f"{RESULTS}/{{run}}/.parent_trained"),
+
+
 rule stage_run:
     input:
+        # With ancient(), since how far the parent has trained on is nothing to its children. Whether its
+        # checkpoint has changed is in the param of config_run.
+        parent=ancient(parent_of),
         config=f"{RESULTS}/{{run}}/config.json",
         data=lambda w: staged_data(RUNS[w.run]),
     output:

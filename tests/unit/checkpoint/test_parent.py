@@ -6,11 +6,9 @@ import json
 import shutil
 
 import pytest
-from snakemake.settings.types import ConfigSettings
 from support import manifests
 from support.manifests import IDS, lineage_of
 
-from forge import workflow
 from forge.checkpoint import compatibility, parent, resume
 from forge.checkpoint.manifest import MANIFEST, ParentCheckpoint
 from forge.core.config import Ids, load_config
@@ -19,11 +17,6 @@ from forge.core.paths import RunPaths
 from forge.core.sample_sheet import run_configs
 from forge.data.content_ids import resolve
 from tools.config_docs import keys_text
-
-
-@pytest.fixture
-def results(tmp_path):
-    return tmp_path / "results"
 
 
 @pytest.fixture
@@ -157,17 +150,6 @@ def test_goal_that_the_parent_has_reached_already_is_refused(base, config_of, ma
         parent.find(config_of(parent="base@50", train__max_steps=max_steps))
 
 
-def test_parents_in_a_circle_are_refused(config_of):
-    runs = {
-        "a": config_of("a", parent="c@1"),
-        "b": config_of("b", parent="a@1"),
-        "c": config_of("c", parent="b@1"),
-    }
-    with pytest.raises(ConfigError, match="a from c from b from a"):
-        parent.refuse_circles(runs)
-    parent.refuse_circles({**runs, "c": config_of("c", parent="other@1")})
-
-
 # --- the sheet, and the second start --------------------------------------------------------------
 
 
@@ -186,26 +168,8 @@ def test_the_sheet_has_a_column_parent_and_an_empty_cell_is_none(tmp_path):
         run_configs({}, sheet)
 
 
-@pytest.fixture
-def sheet(tmp_path, results, monkeypatch):
-    """Runs of a sheet as the Snakefile reads them."""
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text("words")
-    monkeypatch.chdir(tmp_path)
-
-    def read(text):
-        (tmp_path / "runs.tsv").write_text(text)
-        values = {"results": str(results), "tokenize": {"inputs": [str(corpus)]}}
-        (tmp_path / "config").mkdir(exist_ok=True)
-        values["runs"] = "runs.tsv"
-        (tmp_path / "config/config.yaml").write_text(json.dumps(values))
-        return workflow.read_runs(ConfigSettings(), main=True)
-
-    return read
-
-
 def test_workflow_refuses_a_missing_parent_until_it_is_trained(sheet):
-    rows = "run\tparent\nbase\t\nchild\tbase@50\n"
+    rows = "run\tparent\nchild\tbase@50\n"
     with pytest.raises(ConfigError, match="there is no run base"):
         sheet(rows)
     save(sheet("run\nbase\n")["base"], 50)

@@ -1,0 +1,250 @@
+"""Runs that start from each other: on which run of the sheet does one wait, and is its start still true?
+
+A parent on the same sample sheet may have its checkpoint yet to make. What can be checked before that is
+checked by the two configs (`check_start`). A run that has started keeps the digest of the parent's
+checkpoint; where that checkpoint is another one now, the run starts anew (`set_aside_if_parent_changed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+from forge.checkpoint import directory, parent
+from forge.checkpoint.manifest import ParentCheckpoint, RecordedConfig
+from forge.checkpoint.parent import LATEST, Parent
+from forge.core.config import Config, ResolvedConfig, checked
+from forge.core.errors import ConfigError, DataError
+from forge.core.files import disk_trouble
+from forge.core.paths import RunPaths, checkpoint_step
+from forge.core.records import Trained
+from forge.core.terminal import say
+from forge.core.tracking import Tracking
+
+# --- order ----------------------------------------------------------------------------------------
+
+
+def with_steps(runs: Mapping[str, Config]) -> dict[str, Config]:
+    """The runs with a step in the place of `@latest`.
+
+    Of a parent among these runs it is the last step, train.max_steps. Of another one it is that of the
+    checkpoint that the run has started from, else the parent's newest. ConfigError without any.
+    """
+    return {name: _with_step(config, runs) for name, config in runs.items()}
+
+
+def _with_step(config: Config, runs: Mapping[str, Config]) -> Config:
+    if config.parent is None or not config.parent.endswith(LATEST):
+        return config
+    name = config.parent.removesuffix(LATEST)
+    step = runs[name].goal if name in runs else _latest_step(config, name)
+    values = {**config.to_json(), "parent": f"{name}@{step}"}
+    return checked(Config, values, f"run {config.run}, parent {config.parent}")
+
+
+def _latest_step(config: Config, name: str) -> int:
+    made_from = started_from(RunPaths.of(config))
+    if made_from and made_from.run == name:
+        return made_from.step
+    newest = directory.linked(RunPaths.of(config.model_copy(update={"run": name})))
+    step = checkpoint_step(newest.name) if newest else None
+    if not step:
+        raise ConfigError(
+            f"run {config.run}: its parent {config.parent} does not exist: {name} has no checkpoint",
+            cause="a misspelled name, or the parent was never trained",
+            fix=f"train {name} first, or put it on the same sample sheet",
+        )
+    return step
+
+
+def refuse_circles(runs: Mapping[str, Config]) -> None:
+    """ConfigError where runs of a sample sheet are each other's parents, so that none can start."""
+    for name in runs:
+        line = [name]
+        while (parent_run := parent_name(runs[line[-1]])) in runs:
+            line.append(str(parent_run))
+            if parent_run in line[:-1]:
+                raise ConfigError(
+                    f"the parents of these runs form a circle: {' from '.join(line)}",
+                    fix="let one of them start without a parent",
+                )
+
+
+def parent_name(config: Config) -> str | None:
+    """Name of the parent run; None without one."""
+    return config.parent.partition("@")[0] if config.parent else None
+
+
+# --- before a start -------------------------------------------------------------------------------
+
+
+def check_start(
+    config: ResolvedConfig, runs: Mapping[str, ResolvedConfig], anew: Container[str]
+) -> None:
+    """ConfigError or DataError where a new run could not start: from its parent's checkpoint, or from the
+    one that its parent, which is among these runs, has yet to make. anew: runs that start anew."""
+    of = _pending(config, runs, anew)
+    if of is None:
+        parent.find(config)
+        return
+    parent.check_fits(config, RecordedConfig(**of.to_json()))
+    step, train = parent.first_step(config), of.train
+    keeps = train.keep_every and step % train.keep_every == 0
+    is_made = step == of.goal or (keeps and step % train.checkpoint_every == 0 and step < of.goal)
+    if not is_made:
+        raise ConfigError(
+            f"run {config.run}: its parent {config.parent} will not be there: {of.run} keeps"
+            f" {_kept_steps(of)}",
+            cause="other checkpoints are not made, or are removed while the parent trains",
+            fix=f"set train.keep_every and train.checkpoint_every of {of.run} to divisors of {step},"
+            f" or let {config.run} start from {of.run}@latest",
+        )
+
+
+def _kept_steps(config: ResolvedConfig) -> str:
+    train = config.train
+    last = f"the checkpoint of its last step {config.goal}"
+    if not train.keep_every:
+        return f"{last} (train.keep_every is null)"
+    return (
+        f"{last}, and those at steps that are multiples of train.keep_every {train.keep_every} and of"
+        f" train.checkpoint_every {train.checkpoint_every}"
+    )
+
+
+def _pending(
+    config: Config, runs: Mapping[str, ResolvedConfig], anew: Container[str] = ()
+) -> ResolvedConfig | None:
+    """The config of the parent, where it is among these runs and is still to train up to the checkpoint
+    from which this run starts; else None. anew: runs that start anew."""
+    named = Parent.of(config)
+    if named is None or named.run not in runs:
+        return None
+    if named.run in anew:
+        return runs[named.run]
+    if named.folder.is_dir():
+        return None
+    ended = _trained(named.paths)
+    newest = directory.committed(named.paths.checkpoints)
+    reached = max(
+        ended.step if ended else 0, checkpoint_step(newest[-1].name) or 0 if newest else 0
+    )
+    return runs[named.run] if reached < named.step else None
+
+
+def waits_for(
+    config: Config, runs: Mapping[str, ResolvedConfig], anew: Container[str]
+) -> str | None:
+    """The run among these whose training must end before this one starts; None without.
+
+    Also a parent that has ended already, so that plans are drawn with all their edges. None for a parent
+    that trains on beyond the checkpoint from which this run starts. anew: runs that start anew.
+    """
+    named = Parent.of(config)
+    if named is None or named.run not in runs:
+        return None
+    ended = _trained(named.paths)
+    is_over = ended is not None and ended.step == runs[named.run].goal
+    is_missing = named.run in anew or not named.folder.is_dir()
+    starts = config.run in anew or started_from(RunPaths.of(config)) is None
+    return named.run if is_over or (starts and is_missing) else None
+
+
+# --- after a start --------------------------------------------------------------------------------
+
+
+def started_from(paths: RunPaths) -> ParentCheckpoint | None:
+    """The checkpoint of another run that a run has started from, by its newest readable record; None for
+    one that has not begun, or started without a parent."""
+    for folder in reversed(directory.committed(paths.checkpoints)):
+        try:
+            return directory.Checkpoint.open(folder).manifest.lineage.parent
+        except DataError:
+            continue
+    trained = _trained(paths)
+    return ParentCheckpoint(**trained.parent) if trained and trained.parent else None
+
+
+def _trained(paths: RunPaths) -> Trained | None:
+    """The record of a run that has ended; None for one that cannot be read, either."""
+    try:
+        return Trained.read_if_there(paths.trained)
+    except DataError:
+        return None
+
+
+def restarting(runs: Mapping[str, ResolvedConfig]) -> dict[str, str]:
+    """Run name -> reason, for each run that has started from a checkpoint which its parent has made anew,
+    or which a parent among these runs will make anew. Changes nothing."""
+    found: dict[str, str] = {}
+    for name in _parents_first(runs):
+        config = runs[name]
+        if reason := _changed_parent(config):
+            found[name] = reason
+        elif _same_start(config) and _pending(config, runs, found):
+            found[name] = f"{config.parent}, from which it started, is made anew"
+    return found
+
+
+def _parents_first(runs: Mapping[str, Config]) -> list[str]:
+    def depth(name: str) -> int:
+        above = parent_name(runs[name])
+        return 1 + depth(above) if above and above in runs else 0
+
+    return sorted(runs, key=depth)
+
+
+def _same_start(config: Config) -> ParentCheckpoint | None:
+    """What the run has started from, where its config names the same run and step."""
+    named, made_from = Parent.of(config), started_from(RunPaths.of(config))
+    if named is None or made_from is None:
+        return None
+    is_same = (named.run, named.step) == (made_from.run, made_from.step)
+    return made_from if is_same else None
+
+
+def _changed_parent(config: Config) -> str | None:
+    """Why this run's results no longer come from the checkpoint that its config names; None where they
+    do, or where that checkpoint is gone: what has started needs it no more."""
+    named, made_from = Parent.of(config), _same_start(config)
+    if named is None or made_from is None:
+        return None
+    try:
+        digest = directory.Checkpoint.open_complete(named.folder).manifest.digest
+    except DataError:
+        return None
+    if digest == made_from.digest:
+        return None
+    then, now = made_from.digest[:12], digest[:12]
+    return f"it started from {config.parent} with digest {then}, which now has digest {now}"
+
+
+# What a run has made, but not its logs, and not what the workflow has written for the next start. Its
+# records of the parent come last: an interrupted move is continued by the next start.
+MADE = (
+    *("metrics.jsonl", "events.jsonl", "validation.json", "validated.json", "report.html"),
+    *("tensorboard", "wandb", *(f"tracking/{name}.json" for name in Tracking.model_fields)),
+    *("export", "exported.json", "evaluation.json", "evaluations/step-*.json"),
+    *("trained.json", "checkpoints"),
+)
+
+
+def set_aside_if_parent_changed(config: Config) -> None:
+    """Move what a run has made into `superseded/` where its parent's checkpoint is another one now: the
+    run starts anew. Under the run's lock, in the launcher. Raises UnfitError when the disk refuses."""
+    made_from, reason = _same_start(config), _changed_parent(config)
+    if made_from is None or reason is None:
+        return
+    paths = RunPaths.of(config)
+    name = f"{made_from.run}-{made_from.step}-{made_from.digest[:12]}"
+    aside = directory.free_name(paths.superseded, name, having="checkpoints")
+    with disk_trouble(aside):
+        for found in (path for pattern in MADE for path in sorted(paths.root.glob(pattern))):
+            target = aside / found.relative_to(paths.root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            found.rename(target)
+    say(f"{paths.root} starts anew: {reason}; what it had made is in {aside}")
+
+
+def times_restarted(paths: RunPaths) -> int:
+    """How often a run has started anew because of another checkpoint of its parent."""
+    return len(list(paths.superseded.glob("*")))
