@@ -321,7 +321,7 @@ def _by_event(files: RunFiles) -> _Found:
         case None:
             return _Found(
                 "not started",
-                f"{checked}nothing has trained yet",
+                f"{checked}nothing has trained yet{_from_parent(files)}",
                 _first(files, "run the target train"),
             )
         case events.Completed():
@@ -337,6 +337,16 @@ def _by_event(files: RunFiles) -> _Found:
             return _Found("stopped", ending(last)[1], _first(files, RESUME))
     reason = ending(last)[1].split("\n")[0]
     return _Found("cut off", reason or "no end was recorded", _first(files, RESUME))
+
+
+def _from_parent(files: RunFiles) -> str:
+    """What a run that is to start from another one waits for, where that has not ended."""
+    parent = files.config.get("parent")
+    if not isinstance(parent, str):
+        return ""
+    name = parent.partition("@")[0]
+    ended = RunPaths(files.paths.root.parent / name).trained.exists()
+    return f", it starts from {parent}" + ("" if ended else f", and {name} has not ended")
 
 
 def _first(files: RunFiles, following: str) -> str:

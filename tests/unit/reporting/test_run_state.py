@@ -247,6 +247,15 @@ def test_a_run_that_never_began_has_not_started(run):
     assert (found.state, found.step) == ("not started", None)
 
 
+def test_a_child_that_has_not_started_says_what_it_waits_for(run):
+    child = new_run(run.paths.root.with_name("child"))
+    write_json(child.paths.config, {"parent": "base@20"})
+    waits = "nothing has trained yet, it starts from base@20, and base has not ended"
+    assert judged(child, None).reason == waits
+    run.complete(20)
+    assert judged(child, None).reason == waits.rpartition(",")[0]
+
+
 def test_a_stop_says_its_cause_and_how_to_resume(run):
     train(run)
     run.event(happenings.stop("SIGTERM", 40))
