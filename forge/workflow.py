@@ -110,8 +110,8 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
     family.refuse_circles(configs)
     runs = {name: resolve(config) for name, config in family.with_steps(configs).items()}
     shared_folders(runs)
-    restarting = family.restarting(runs)
-    for name, reason in restarting.items() if main else ():
+    anew = family.starting_anew(runs)
+    for name, reason in anew.items() if main else ():
         say(f"{name} starts anew: {reason}")
     for name, config in runs.items():
         refuse_missing_packages(config.tracking, f"run {name}")
@@ -119,10 +119,10 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
         if config.program:
             continue  # its checkpoints are verified before each launch
         paths = RunPaths.of(config)
-        checkpoint = None if name in restarting else resume.check_resumable(config, paths)
+        checkpoint = None if name in anew else resume.check_resumable(config, paths)
         # A finished run needs no parent any more, even where its checkpoints were removed.
-        if checkpoint is None and (name in restarting or not paths.trained.exists()):
-            family.check_start(config, runs, restarting)
+        if checkpoint is None and (name in anew or not paths.trained.exists()):
+            family.check_start(config, runs, anew)
         for line in compatibility.schedule_warnings(config, checkpoint) if main else ():
             say(f"{name}: {line}")
     return runs
@@ -260,22 +260,22 @@ def take_over(
 # --- what rules are given --------------------------------------------------------------------------
 
 
-def training_config(config: ResolvedConfig, restarting: bool = False) -> str:
+def training_config(config: ResolvedConfig, anew: bool = False) -> str:
     """The file with what a run's training depends on. Its name has the digest of its content, and how
     often the run has started anew, so that as a param of config_run it changes with both.
 
-    restarting: whether the run starts anew now. (Snakemake's --forcerun cannot be set in a Snakefile.)
+    anew: whether the run starts anew now. (Snakemake's --forcerun cannot be set in a Snakefile.)
     """
     digest = digest_bytes(canonical(config.of_training.to_json()))
-    times = family.times_restarted(RunPaths.of(config)) + restarting
+    times = family.times_started_anew(RunPaths.of(config)) + anew
     return str(WORKFLOW / f"{config.run}-{digest[:16]}{f'-{times}' if times else ''}.json")
 
 
 def write_configs(
-    runs: dict[str, ResolvedConfig], due: Iterable[Any], restarting: Container[str] = ()
+    runs: dict[str, ResolvedConfig], due: Iterable[Any], anew: Container[str] = ()
 ) -> None:
     """Write the config files that rules name in their param `config`. due: jobs that will run.
-    restarting: runs that start anew.
+    anew: runs that start anew.
 
     Only theirs, so that the config of a shared artefact is the one that it was made by. Raises UnfitError
     where the disk does not let it.
@@ -284,7 +284,7 @@ def write_configs(
     wanted = {Path(path) for job in due if (path := job.params.get("config"))}
     for name, config in runs.items():
         files = {
-            Path(training_config(config, name in restarting)): config.of_training.to_json(),
+            Path(training_config(config, name in anew)): config.of_training.to_json(),
             **_data_configs(config),
         }
         for path in wanted & files.keys():

@@ -172,7 +172,7 @@ def _trained(paths: RunPaths) -> Trained | None:
         return None
 
 
-def restarting(runs: Mapping[str, ResolvedConfig]) -> dict[str, str]:
+def starting_anew(runs: Mapping[str, ResolvedConfig]) -> dict[str, str]:
     """Run name -> reason, for each run that has started from a checkpoint which its parent has made anew,
     or which a parent among these runs will make anew. Changes nothing."""
     found: dict[str, str] = {}
@@ -245,6 +245,6 @@ def set_aside_if_parent_changed(config: Config) -> None:
     say(f"{paths.root} starts anew: {reason}; what it had made is in {aside}")
 
 
-def times_restarted(paths: RunPaths) -> int:
+def times_started_anew(paths: RunPaths) -> int:
     """How often a run has started anew because of another checkpoint of its parent."""
     return len(list(paths.superseded.glob("*")))

@@ -50,11 +50,11 @@ TOKENIZERS = {
 EVALUATED = [run for run, settings in RUNS.items() if settings.evaluate.tasks]
 EVALUATED_BESIDE = [run for run in EVALUATED if RUNS[run].evaluate.every]
 # Runs that start anew, since their parent's checkpoint is another one now, with the reason.
-RESTARTING = family.restarting(RUNS)
+ANEW = family.starting_anew(RUNS)
 # Runs whose config has failed before, with the message: no allocation is spent on them.
 FAILED = (
     helpers.known_failures(
-        {run: settings for run, settings in RUNS.items() if run not in RESTARTING}
+        {run: settings for run, settings in RUNS.items() if run not in ANEW}
     )
     if workflow.is_main_process
     else {}
@@ -157,7 +157,7 @@ def parent_of(wildcards):
 
 def end_of_parent(wildcards):
     """What is made when the parent of a run has trained, where both are on the sheet."""
-    parent = family.waits_for(RUNS[wildcards.run], RUNS, RESTARTING)
+    parent = family.waits_for(RUNS[wildcards.run], RUNS, ANEW)
     return files_of([parent], "trained.json") if parent else []
 
 
@@ -206,7 +206,7 @@ onstart:
         helpers.take_over(
             RUNS, ALLOCATION.machine.slurm, logger.info, submits=submits
         )
-        helpers.write_configs(RUNS, workflow.dag.needrun_jobs(), RESTARTING)
+        helpers.write_configs(RUNS, workflow.dag.needrun_jobs(), ANEW)
         helpers.write_down(RUNS)
         helpers.keep_evaluations(
             RUNS, workflow.resource_settings, model_mem_mb, submits=submits

@@ -31,10 +31,11 @@ rule config_run:
         "../envs/forge.yaml"
     params:
         # Written when the workflow starts, and named by the digest of what training depends on: when
-        # that changes, the run trains on, or starts anew from another checkpoint of its parent. The sections of later rules are those rules' params. (With
-        # ancient() on this rule's output a changed param of a rule downstream is lost: Snakemake does
-        # not look at it when a rule upstream has to run.)
-        config=lambda w: helpers.training_config(RUNS[w.run], w.run in RESTARTING),
+        # that changes, the run trains on, or starts anew from another checkpoint of its parent. The
+        # sections of later rules are those rules' params. (With ancient() on this rule's output a
+        # changed param of a rule downstream is lost: Snakemake does not look at it when a rule
+        # upstream has to run.)
+        config=lambda w: helpers.training_config(RUNS[w.run], w.run in ANEW),
     shell:
         "exec forge config {params.config:q} --log={log:q}"
 

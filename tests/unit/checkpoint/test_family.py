@@ -182,7 +182,7 @@ def line(rows):
 
 
 def test_nothing_starts_anew_while_the_parents_checkpoint_is_the_same(line):
-    assert family.restarting(line()) == {}
+    assert family.starting_anew(line()) == {}
 
 
 def test_another_checkpoint_of_the_parent_restarts_the_children_of_that_step_and_theirs(
@@ -190,7 +190,7 @@ def test_another_checkpoint_of_the_parent_restarts_the_children_of_that_step_and
 ):
     remake(line()["base"], 50)
     runs = line()
-    found = family.restarting(runs)
+    found = family.starting_anew(runs)
     assert set(found) == {"a", "aa"}
     assert "it started from base@50 with digest" in found["a"]
     assert found["aa"] == "a@120, from which it started, is made anew"
@@ -200,12 +200,12 @@ def test_another_checkpoint_of_the_parent_restarts_the_children_of_that_step_and
 
 def test_parent_that_will_be_trained_again_restarts_all_its_descendants(line):
     shutil.rmtree(RunPaths.of(line()["base"]).root)
-    assert set(family.restarting(line())) == {"a", "b", "aa"}
+    assert set(family.starting_anew(line())) == {"a", "b", "aa"}
 
 
 def test_parent_that_has_ended_and_whose_checkpoints_were_removed_restarts_nothing(line):
     shutil.rmtree(RunPaths.of(line()["base"]).checkpoints)
-    assert family.restarting(line()) == {}
+    assert family.starting_anew(line()) == {}
 
 
 def test_unreadable_records_restart_nothing(line):
@@ -213,7 +213,7 @@ def test_unreadable_records_restart_nothing(line):
     (RunPaths.of(runs["base"]).checkpoints / "step-00000050/checkpoint.json").write_text("{")
     shutil.rmtree(RunPaths.of(runs["b"]).checkpoints)
     RunPaths.of(runs["b"]).trained.write_text(json.dumps({}))
-    assert family.restarting(runs) == {}
+    assert family.starting_anew(runs) == {}
 
 
 def files(paths):
@@ -243,7 +243,7 @@ def test_what_a_run_has_made_is_set_aside_and_nothing_else(line):
     family.set_aside_if_parent_changed(runs["a"])
     aside = f"superseded/base-50-{digest[:12]}"
     assert files(paths) == kept | {f"{aside}/{name}" for name in before - kept}
-    assert family.times_restarted(paths) == 1
+    assert family.times_started_anew(paths) == 1
     assert family.started_from(paths) is None
 
 
@@ -256,7 +256,7 @@ def test_interrupted_move_is_finished_by_the_next_start(line, monkeypatch):
     family.set_aside_if_parent_changed(runs["a"])
     monkeypatch.undo()
     assert not paths.metrics.exists() and paths.checkpoints.exists()
-    assert set(family.restarting(runs)) == {"a", "aa"}
+    assert set(family.starting_anew(runs)) == {"a", "aa"}
     family.set_aside_if_parent_changed(runs["a"])
     [aside] = paths.superseded.iterdir()
     assert {path.name for path in aside.iterdir()} == {
@@ -274,7 +274,7 @@ def test_second_time_from_the_same_checkpoint_has_a_folder_of_its_own(line):
         before.rename(saved)
         save(runs["base"], 50, skipped=SkippedSteps(steps=1, in_a_row=0))
         family.set_aside_if_parent_changed(runs["a"])
-        assert family.times_restarted(RunPaths.of(runs["a"])) == times
+        assert family.times_started_anew(RunPaths.of(runs["a"])) == times
         shutil.rmtree(before)
         saved.rename(before)
         save_child(runs["a"], 60)
