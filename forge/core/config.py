@@ -310,7 +310,7 @@ class Train(Section):
     """When the loss or the gradient norm of a step is NaN or infinite on any rank: `stop` ends the run
     (exit 70); `skip` continues with the next batch, without an update of weights and optimizer state."""
     max_skipped_steps: int = Field(10, ge=1, json_schema_extra=FREE)
-    """With `skip`, the run ends (exit 70) after this many skipped steps in a row."""
+    """With `skip`, here or of spikes, the run ends (exit 70) after this many skipped steps in a row."""
     spike: Literal["stop", "skip"] | None = Field(None, json_schema_extra=FREE)
     """A step is a spike if its loss or gradient norm is more than spike_factor standard deviations above
     the mean of the steps before: `stop` ends the run (exit 70); `skip` continues with the next batch,

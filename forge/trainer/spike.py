@@ -99,11 +99,11 @@ def ended_by_spike(
 ) -> TrainingError:
     """The error that ends training. what: a sentence on the spike. The numbers: as for
     `nonfinite.diverged`."""
+    skip = "train.spike=skip continues without their updates, and " * (config.train.spike == "stop")
     return TrainingError(
         f"step {step}: {what}",
         cause="a batch of unusual text, other data from here on (a stage of train.mix), or a learning"
         f" rate too high (train.lr is {config.train.lr:.2g}, this step's rate was {lr:.2g})",
         fix=f"{parent.fix_for_divergence(config, saved_step)}; where single batches are the cause,"
-        " train.spike=skip continues without their updates, and a train.spike_factor above"
-        f" {config.train.spike_factor:g} accepts them",
+        f" {skip}a train.spike_factor above {config.train.spike_factor:g} accepts them",
     )

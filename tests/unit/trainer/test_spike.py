@@ -12,7 +12,7 @@ from forge.trainer.spike import SpikeRule, ended_by_spike
 
 CPU = torch.device("cpu")
 SETTINGS = Train(spike="skip", spike_window=8, spike_factor=3)
-CALM = [[2.0 + 0.1 * (n % 3), 1.0 + 0.05 * (n % 4)] for n in range(20)]
+CALM = [[2.0 + 0.13 * (n % 3), 1.0 + 0.05 * (n % 4)] for n in range(20)]
 
 
 def rule_after(rows, settings=SETTINGS):
@@ -121,8 +121,11 @@ def test_train_spike_decides_about_spikes_and_on_nonfinite_about_the_rest():
     assert skipped.count("nan", settings).endswith("were not updated")
 
 
-def test_error_names_the_checkpoint_to_start_from_and_the_keys():
-    config = ResolvedConfig(ids=IDS, run="hot", train=SETTINGS)
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_error_names_the_checkpoint_to_start_from_and_the_keys(policy):
+    settings = Train(spike=policy, spike_factor=3)
+    config = ResolvedConfig(ids=IDS, run="hot", train=settings)
     said = str(ended_by_spike(config, "what", step=9, lr=1e-3, saved_step=5))
     assert "step 9: what" in said and "parent: hot@5" in said
-    assert "train.spike=skip" in said and "train.spike_factor above 3" in said
+    assert ("train.spike=skip" in said) == (policy == "stop")
+    assert "train.spike_factor above 3" in said
