@@ -248,10 +248,13 @@ class Manifest(Part):
     """Over all else; empty until the manifest is sealed."""
     mix: RecordedMix | None = None
     """None for a run without sources."""
+    spike_window: list[Annotated[list[float], Field(min_length=2, max_length=2)]] = []
+    """Loss and gradient norm of the last steps that updated the weights, oldest first, on which the rule
+    of train.spike depends; [] without it."""
 
     @model_serializer(mode="wrap")
     def _as_it_was(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_empty(dump(self), "mix")
+        return _without_empty(dump(self), "mix", "spike_window")
 
     @classmethod
     def read(cls, folder: Path) -> Self:

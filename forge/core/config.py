@@ -311,7 +311,16 @@ class Train(Section):
     """When the loss or the gradient norm of a step is NaN or infinite on any rank: `stop` ends the run
     (exit 70); `skip` continues with the next batch, without an update of weights and optimizer state."""
     max_skipped_steps: int = Field(10, ge=1, json_schema_extra=FREE)
-    """With `skip`, the run ends (exit 70) after this many skipped steps in a row."""
+    """With `skip`, here or of spikes, the run ends (exit 70) after this many skipped steps in a row."""
+    spike: Literal["stop", "skip"] | None = Field(None, json_schema_extra=FREE)
+    """A step is a spike if its loss or gradient norm is more than spike_factor standard deviations above
+    the mean of the steps before: `stop` ends the run (exit 70); `skip` continues with the next batch,
+    without an update of weights and optimizer state; null: no rule."""
+    spike_factor: float = Field(6.0, gt=0, json_schema_extra=FREE)
+    """Standard deviations above the mean from which on a step is a spike."""
+    spike_window: int = Field(128, ge=8, le=10_000, json_schema_extra=FREE)
+    """Number of steps that mean and deviation are of: the last ones that updated the weights. The rule
+    begins when half as many are known."""
     precision: Literal["fp32", "bf16"] | None = None
     """Precision of forward and backward (weights are stored in fp32); null: fp32 on CPU, bf16 on GPU."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"

@@ -112,7 +112,7 @@ class Save(Timed):
 
 
 class Skipped(Event):
-    """A step without an update, because its loss or gradients were not finite."""
+    """A step without an update, because its loss or gradients were not finite, or a spike."""
 
     step: int
     in_a_row: int

@@ -52,6 +52,7 @@ from forge.trainer.numerics import (
 )
 from forge.trainer.parallel import ParallelModel
 from forge.trainer.source_mix import SourceMix, mean_loss, told
+from forge.trainer.spike import SpikeRule, ended_by_spike
 from forge.trainer.step import LaunchedStep, StepResult, TrainStep, train_loader
 
 # Steps between two garbage collections. When Python chooses the moment, it differs from rank to rank, and
@@ -141,7 +142,11 @@ class Trainer:
             if self.world.rank.is_main:
                 say(f"{'resume' if own else 'start'} from {found.folder}")
         self.parallel.wrap()
-        self.train_step = TrainStep(self.parallel, self.optimizers, loader, self.decay_steps)
+        manifest = found.manifest if found else None
+        self.spikes = SpikeRule.of(self.settings, self.world.device, manifest)
+        self.train_step = TrainStep(
+            self.parallel, self.optimizers, loader, self.decay_steps, self.spikes
+        )
         self.saver.hold_updates(self.optimizers)
 
     def _lineage(self, made_from: ParentCheckpoint | None, weights: Artifact | None) -> Lineage:
@@ -222,16 +227,16 @@ class Trainer:
         return agreed
 
     def _take(self, result: StepResult) -> Agreement:
-        """Count and log a step. TrainingError if its loss or gradient norm is not finite, unless
-        train.on_nonfinite lets the update be skipped."""
+        """Count and log a step. TrainingError if its loss or gradient norm is not finite or a spike,
+        unless train.on_nonfinite or train.spike lets the update be skipped."""
         self.lr, done = result.lr, result.step + 1
         now = time.perf_counter()
         seconds, self.read_at = now - self.read_at, now
         self.throughput.add_step(seconds)
         if done > self.first_step + 1:  # the first step of a launch is slower
             self.budget.measure_step(seconds)
-        if fatal := self.skipped.count(result.trouble, self.settings):
-            raise self._diverged(fatal, step=result.step)
+        if fatal := self.skipped.count(result.trouble, self.settings, is_spike=result.is_spike):
+            raise self._diverged(fatal, step=result.step, is_spike=result.is_spike)
         if result.trouble and self.world.rank.is_main:
             in_a_row = self.skipped.in_a_row
             self._record(events.Skipped(step=done, in_a_row=in_a_row, reason=result.trouble))
@@ -273,10 +278,13 @@ class Trainer:
                 f"the reference losses {losses} are not finite; no checkpoint was committed"
             )
 
-    def _diverged(self, what: str, step: int | None = None) -> TrainingError:
+    def _diverged(
+        self, what: str, step: int | None = None, *, is_spike: bool = False
+    ) -> TrainingError:
         """step: completed ones; by default all."""
         step = self.step if step is None else step
-        return diverged(self.config, what, step=step, lr=self.lr, saved_step=self.saved_step)
+        error = ended_by_spike if is_spike else diverged
+        return error(self.config, what, step=step, lr=self.lr, saved_step=self.saved_step)
 
     # --- metrics and evaluation ----------------------------------------------------------------
 
@@ -368,6 +376,7 @@ class Trainer:
             lineage=self.lineage,
             files={},
             mix=self.mix.record(self.step) if self.mix else None,
+            spike_window=self.spikes.recorded() if self.spikes else [],
         )
 
     def announce(self, seconds: float) -> None:

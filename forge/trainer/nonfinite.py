@@ -1,4 +1,5 @@
-"""Handling of a step whose loss or gradient norm is not finite: end the run, or skip the update.
+"""Handling of a step whose loss or gradient norm is not finite, or a spike: end the run, or skip the
+update.
 
 All ranks decide the same, from gathered numbers and from counters in the checkpoint, so that a
 resumed run decides as an uninterrupted one.
@@ -28,25 +29,26 @@ class Skipped:
         """The counters in a checkpoint's manifest."""
         return cls(manifest.skipped.steps, manifest.skipped.in_a_row)
 
-    def count(self, trouble: str, settings: Train) -> str:
+    def count(self, trouble: str, settings: Train, *, is_spike: bool = False) -> str:
         """Count a step, whose update was left out if there is `trouble`. Why training must end; empty if
         it continues."""
         if not trouble:
             self.in_a_row = 0
             return ""
-        if refusal := self._refusal(settings):
+        policy = settings.spike if is_spike else settings.on_nonfinite
+        if refusal := self._refusal(policy, settings):
             return f"{trouble}; {refusal}"
         self.steps += 1
         self.in_a_row += 1
         return ""
 
-    def _refusal(self, settings: Train) -> str:
+    def _refusal(self, policy: str | None, settings: Train) -> str:
         """Why the update of a step may not be skipped; empty if it may.
 
         The limit is on steps in a row: single bad batches should not end a long run, while with
         broken weights every step fails.
         """
-        if settings.on_nonfinite == "stop":
+        if policy == "stop":
             return "the weights were not updated"
         if self.in_a_row >= settings.max_skipped_steps:
             return (

@@ -23,6 +23,7 @@ from forge.launch.process_group import World, named
 from forge.trainer import optim
 from forge.trainer.nonfinite import not_finite
 from forge.trainer.parallel import ParallelModel
+from forge.trainer.spike import SpikeRule, Verdict
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class StepResult:
     """What a step computed, equal on all ranks.
 
     step: counted from 0. loss: mean over ranks. grad_norm: over all parameters, before clipping.
-    trouble: which loss or gradient norm is not finite; the update was then left out. flags: those of
-    each rank, by rank.
+    trouble: which loss or gradient norm is not finite, or a spike; the update was then left out. flags:
+    those of each rank, by rank.
     """
 
     step: int
@@ -39,15 +40,18 @@ class StepResult:
     grad_norm: float
     lr: float
     trouble: str
+    is_spike: bool
     flags: list[list[float]]
 
 
 class LaunchedStep:
     """A step whose results may still be on their way from the device."""
 
-    def __init__(self, step: int, lr: float, table: torch.Tensor) -> None:
-        """table: loss, gradient norm and flags of each rank, on the device."""
-        self._step, self._lr = step, lr
+    def __init__(
+        self, step: int, lr: float, table: torch.Tensor, verdict: Verdict | None = None
+    ) -> None:
+        """table: loss, gradient norm and flags of each rank, on the device. verdict: with train.spike."""
+        self._step, self._lr, self._verdict = step, lr, verdict
         # From a GPU into pinned memory (at::native::_to_copy), without waiting for the copy.
         self._table = table.to("cpu", non_blocking=True)
         self._copied = torch.cuda.Event() if table.is_cuda else None
@@ -60,12 +64,14 @@ class LaunchedStep:
             if self._copied:
                 self._copied.synchronize()
         rows = self._table.tolist()
+        spike = self._verdict.read() if self._verdict else ""
         return StepResult(
             self._step,
             loss=sum(row[0] for row in rows) / len(rows),
             grad_norm=max(row[1] for row in rows),
             lr=self._lr,
-            trouble=not_finite([row[:2] for row in rows]),
+            trouble=not_finite([row[:2] for row in rows]) or spike,
+            is_spike=bool(spike),
             flags=[row[2:] for row in rows],
         )
 
@@ -75,20 +81,21 @@ class TrainStep:
     """Computes training steps. All ranks call it, with the same step.
 
     optimizers: of the parameters of `parallel`. decay_steps: step from which on the learning
-    rate is at its minimum.
+    rate is at its minimum. spikes: with train.spike.
     """
 
     parallel: ParallelModel
     optimizers: optim.Optimizers
     loader: Loader | Prefetcher
     decay_steps: int
+    spikes: SpikeRule | None = None
 
     def __call__(self, step: int, flags: Callable[[], Sequence[float]] = list) -> LaunchedStep:
         """Train on the batch of a step, counted from 0.
 
-        If the loss or the gradient norm of any rank is not finite, no rank updates weights or
-        optimizer state; the device decides that. flags: numbers of this rank that all shall read with
-        the result, exactly representable in fp32; asked for as late as possible.
+        If the loss or the gradient norm of any rank is not finite, or the step is a spike, no rank
+        updates weights or optimizer state; the device decides that. flags: numbers of this rank that
+        all shall read with the result, exactly representable in fp32; asked for as late as possible.
         """
         settings, world = self.parallel.settings, self.parallel.world
         # Dropout depends on (seed, step, rank) only, so a resumed run draws the same masks.
@@ -101,8 +108,10 @@ class TrainStep:
             grad_norm = self.parallel.clip_gradients(settings.grad_clip)
         mine = torch.cat([torch.stack([loss, grad_norm]), world.on_device(flags())])
         table = world.gather_on_device(mine, f"losses of step {step + 1}")
-        optim.update(self.optimizers, unless=~table[:, :2].isfinite().all())
-        return LaunchedStep(step, lr, table)
+        verdict = self.spikes.judge(table[:, :2]) if self.spikes else None
+        is_bad = ~table[:, :2].isfinite().all()
+        optim.update(self.optimizers, unless=is_bad | verdict.is_spike if verdict else is_bad)
+        return LaunchedStep(step, lr, table, verdict)
 
     def _read(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's inputs and targets of a step, int64 [B / W, seq_len]."""

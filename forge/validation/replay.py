@@ -147,6 +147,7 @@ def _train_on(
         "train.compile": False,
         # Steps that training skipped are skipped here too, whatever the config said first.
         "train.on_nonfinite": "skip",
+        "train.spike": config.train.spike and "skip",
         "train.max_skipped_steps": MOST_STEPS,
     }
     return run_here(task, config, checkpoint, num_ranks, device, overrides=overrides)

@@ -19,6 +19,7 @@ from forge.trainer.nonfinite import Skipped, diverged
 from forge.trainer.numerics import numerics, precision, prepare
 from forge.trainer.parallel import ParallelModel
 from forge.trainer.source_mix import SourceMix
+from forge.trainer.spike import SpikeRule
 from forge.trainer.step import TrainStep, train_loader
 from forge.validation.rank_losses import sharded_decoder
 
@@ -85,6 +86,7 @@ def _step_after(
         optimizers,
         train_loader(tokens, settings, world, mix.order if mix else None),
         found.manifest.decay_steps,
+        SpikeRule.of(settings, world.device, found.manifest),
     )
 
 
@@ -96,7 +98,7 @@ def _losses(
     losses, skipped = [], Skipped.of(found.manifest)
     for step in range(found.step, config.train.max_steps):
         result = train_step(step).read()
-        if fatal := skipped.count(result.trouble, config.train):
+        if fatal := skipped.count(result.trouble, config.train, is_spike=result.is_spike):
             raise diverged(config, fatal, step=step, lr=result.lr, saved_step=0)
         losses.append(result.loss if math.isfinite(result.loss) else None)
     return losses

@@ -20,6 +20,7 @@ from forge.trainer.initialize import initialize, initialized
 from forge.trainer.llama import Decoder
 from forge.trainer.optim import make_optimizers
 from forge.trainer.parallel import ParallelModel
+from forge.trainer.spike import SpikeRule
 from forge.trainer.step import TrainStep
 
 
@@ -60,7 +61,8 @@ def make_step(
     loader: Any = RandomBatches(train, vocab_size)
     if world.device.type == "cuda":
         loader = Prefetcher(loader, world.device)
-    return TrainStep(parallel, optimizers, loader, train.max_steps)
+    spikes = SpikeRule.of(train, world.device, None)
+    return TrainStep(parallel, optimizers, loader, train.max_steps, spikes)
 
 
 def seconds_of(action: Callable[[], object], device: torch.device) -> float:
