@@ -20,6 +20,8 @@ train: .venv/ready
 # More processes than the two cores of CI: tests on Slurm wait more than they compute. Files in the
 # order of tests/conftest.py, which mixes both. Checks of a GPU run where they can on a CPU, at a small size.
 test: export FORGE_GPU_CHECKS := cpu
+# Images of containers often set it: each of a thousand processes would compile changed modules again.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/ready
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 

@@ -6,11 +6,15 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +81,7 @@ def drifted(root: Path = ROOT) -> list[Path]:
 
 def schema_text(model: type[Section]) -> str:
     """JSON schema of config.yaml or machine.yaml."""
+    describe_keys()
     schema = model.model_json_schema(by_alias=True)
     if model is Config:
         # Read by the workflow alone: a run has no sheet.
@@ -88,11 +93,49 @@ def schema_text(model: type[Section]) -> str:
     return json.dumps({"$schema": DRAFT, **schema}, indent=2) + "\n"
 
 
+@cache
+def describe_keys() -> None:
+    """Make the docstring of each key of every section its description.
+
+    pydantic does so itself (use_attribute_docstrings), but in every process that imports a section, by
+    parsing its source: 50 ms in the start of each command and rank.
+    """
+    for section in _subclasses(Section):
+        for key, text in _docstrings(section):
+            section.model_fields[key].description = text
+        section.model_rebuild(force=True)
+
+
+def _subclasses(section: type[Section]) -> Iterator[type[Section]]:
+    """Those of Forge, as they are defined: a section after those that its keys have."""
+    for below in section.__subclasses__():
+        if below.__module__.startswith("forge."):
+            yield below
+            yield from _subclasses(below)
+
+
+def _docstrings(section: type[Section]) -> Iterator[tuple[str, str]]:
+    """Each key that has a docstring, and that; inherited ones first."""
+    for base in reversed(section.__mro__):
+        if not issubclass(base, Section):
+            continue
+        (definition,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(definition, ast.ClassDef)
+        for key, below in pairwise(definition.body):
+            match key, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ) if name in section.model_fields:
+                    yield name, inspect.cleandoc(text)
+
+
 # --- tables -------------------------------------------------------------------------------------
 
 
 def keys_text(model: type[Section], *, with_resume: bool) -> str:
     """One Markdown table for the top level and one for each section of `model`."""
+    describe_keys()
     columns = ["key", "type", "default", "meaning"] + ["may change on resume"] * with_resume
     parts = []
     for name, section in _sections("", model):

@@ -71,4 +71,6 @@ else
         install_with_pip "${packages[@]}"
     fi
 fi
+# Forge itself is installed as a link to its source, which no installer compiles.
+.venv/bin/python -m compileall -q forge
 touch .venv/ready

@@ -40,7 +40,7 @@ Signature = tuple[tuple[str, int, int], ...]
 class SealLineage(BaseModel):
     """What made a checkpoint of a program."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     config_digest: str

@@ -37,12 +37,12 @@ FilePath = Annotated[str, AfterValidator(_usable_path)]
 class Section(BaseModel):
     """Base of all sections. Unknown keys are errors: a misspelled key would train with its default."""
 
+    # The docstring of a key is its description in documents and schemas: tools/config_docs.py.
     # validate_default: the default 64 of a float key must become 64.0, as when a file sets it.
     # allow_inf_nan: infinity would satisfy every lower bound, then fail or diverge hours later.
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
-        use_attribute_docstrings=True,
         validate_default=True,
         allow_inf_nan=False,
     )
