@@ -28,11 +28,18 @@ def digest_bytes(data: bytes) -> str:
 def digest_file(path: Path, *, threads: int = 1) -> str:
     """blake3 of a file as 64 hex digits, on `threads` cores. Raises OSError."""
     hasher = blake3.blake3(max_threads=threads)
-    buffer = memoryview(bytearray(READ_BYTES * threads))
+    update_from_file(hasher, path, threads)
+    return hasher.hexdigest()
+
+
+def update_from_file(hasher: blake3.blake3, path: Path, threads: int = 1) -> None:
+    """Update a hasher with all bytes of a file. Raises OSError."""
     with open(path, "rb", buffering=0) as file:
+        # Clearing a larger buffer would take longer than reading a small file.
+        size = min(READ_BYTES * threads, os.fstat(file.fileno()).st_size + 1)
+        buffer = memoryview(bytearray(size))
         while length := file.readinto(buffer):
             hasher.update(buffer[:length])
-    return hasher.hexdigest()
 
 
 def canonical(value: Any) -> bytes:
@@ -88,11 +95,15 @@ def disk_trouble(path: Path, action: str = "write") -> Iterator[None]:
 
 
 @contextmanager
-def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
+def atomic_open(
+    path: Path, mode: str = "wb", *, sync: bool = True, sync_folder: bool = True
+) -> Iterator[IO[Any]]:
     """A file that appears under its name only when it is complete and on disk.
 
     Written under a temporary name in the same directory, fsynced, renamed, the directory fsynced.
-    Raises UnfitError on a full or read-only disk; the old file is then unchanged.
+    sync: False where the file need not survive a power failure. sync_folder: False where the caller
+    fsyncs the directory once for many files. Raises UnfitError on a full or read-only disk; the old
+    file is then unchanged.
     """
     with disk_trouble(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,13 +113,15 @@ def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
             with os.fdopen(fd, mode, encoding=None if "b" in mode else "utf-8") as file:
                 yield file
                 file.flush()
-                os.fsync(file.fileno())
+                if sync:
+                    os.fsync(file.fileno())
             temporary.chmod(0o666 & ~_umask())  # mkstemp's mode 0600 would exclude the group
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        fsync_folder(path.parent)
+        if sync and sync_folder:
+            fsync_folder(path.parent)
 
 
 def _umask() -> int:

@@ -8,6 +8,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+def num_bytes(text: str) -> int:
+    """The length of a text in UTF-8. Most texts are ASCII: no copy is made of them."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
 def grouped(items: Iterable[T], size: Callable[[T], int], limit: float) -> Iterator[list[T]]:
     """The items in their order, in groups of at most `limit`; a larger item is a group of its own."""
     group: list[T] = []

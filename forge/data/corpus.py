@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import glob
-import gzip
-import io
 import json
 import os
 import re
@@ -18,10 +17,15 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import IO, Any
 
+import blake3
+import orjson
+
 from forge.core import config
 from forge.core.errors import DataError
+from forge.core.grouping import num_bytes
 from forge.core.terminal import say
 from forge.data import hub
+from forge.data.input_bytes import CHUNK_BYTES, COMPRESSED, BytesRead, Consumed, open_bytes
 
 INPUTS = "tokenize.inputs"  # the key that errors name
 STDLIB = "python:stdlib"
@@ -32,12 +36,10 @@ STDLIB_SKIPPED = frozenset(
     {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 )
 
-CHUNK_BYTES = 2**20
 MAX_DOCUMENT_BYTES = 2**28
 PARQUET_BATCH_ROWS = 1024
 
 Warn = Callable[[str], None]
-Consumed = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,14 @@ class InputFile:
     path: Path
     size: int
     """Bytes on disk."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle, which would spend most of its time on the parts of the path."""
+        return _unpickled, (self.name, str(self.path), self.size)
+
+
+def _unpickled(name: str, path: str, size: int) -> InputFile:
+    return InputFile(name, Path(path), size)
 
 
 # --- which files --------------------------------------------------------------------------------
@@ -90,13 +100,21 @@ def _files_of(spec: str) -> Iterator[InputFile]:
         yield from _stdlib_files()
     elif glob.has_magic(spec) and not Path(spec).exists():
         for name in glob.iglob(spec, recursive=True):  # noqa: PTH207 (shell rules, cheaper)
-            if Path(name).is_file():
+            if not _is_missing_or_folder(name):
                 yield _input_file(os.path.normpath(name), name, spec)
     elif Path(spec).is_dir():
         for path in _walk(spec):
             yield _input_file(os.path.normpath(path), path, spec)
     else:
         yield _input_file(os.path.normpath(spec), spec, spec)
+
+
+def _is_missing_or_folder(path: str) -> bool:
+    """Whether a glob's path is not a file: a directory, or a link to nothing or to itself."""
+    try:
+        return not S_ISREG(os.stat(path).st_mode)  # noqa: PTH116 (thousands of them)
+    except OSError as err:  # any other error is reported for the file
+        return err.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def _input_file(name: str, path: str, spec: str) -> InputFile:
@@ -156,33 +174,40 @@ def read_documents(
     settings: config.Tokenize,
     *,
     warn: Warn = say,
-    consumed: Consumed = lambda num_bytes: None,
+    consumed: Consumed = lambda _: None,
+    hasher: blake3.blake3 | None = None,
 ) -> Iterator[str]:
     """The documents in a file, in order, without those of white space only.
 
     warn: called once per file where bytes are not UTF-8 and `tokenize.invalid_utf8` is `replace`.
-    consumed: called with the number of bytes read from disk since its last call. Raises DataError
-    that names the file and the position that cannot be read.
+    consumed: called with the number of bytes read from disk since its last call. hasher: has all bytes
+    of the file after the last document. Raises DataError that names the file and the position that
+    cannot be read.
     """
     utf8 = _Utf8(file.path, settings.invalid_utf8, warn)
     with _read_trouble(file.path):
-        for document in _documents(file, settings, utf8, consumed):
+        for document in _documents(file, settings, utf8, BytesRead(consumed, hasher)):
             if document and not document.isspace():
                 yield document
 
 
 def _documents(
-    file: InputFile, settings: config.Tokenize, utf8: _Utf8, consumed: Consumed
+    file: InputFile, settings: config.Tokenize, utf8: _Utf8, read: BytesRead
 ) -> Iterator[str]:
     if file.name == TOPICS or file.name.startswith(f"{STDLIB}/"):
         yield from _stdlib_documents(file)
-        consumed(file.size)
+        read.digest(file.path)
+        read.consumed(file.size)
         return
     kind = _format_of(file.path, settings)
     if kind == "parquet":
-        yield from _parquet(file, settings, utf8, consumed)
+        read.digest(file.path)
+        yield from _parquet(file, settings, utf8, read.consumed)
         return
-    with _open_bytes(file.path, consumed) as stream:
+    if kind == "text" and file.size <= CHUNK_BYTES and file.path.suffix not in COMPRESSED:
+        yield from _small_text(file.path, settings.document_separator, utf8, read)
+        return
+    with open_bytes(file.path, read) as stream:
         if kind == "jsonl":
             yield from _jsonl(stream, settings, utf8)
         else:
@@ -217,37 +242,6 @@ def _corrupt(path: Path, err: Exception) -> DataError:
         cause="an interrupted download or copy, or a wrong file name extension",
         fix="fetch the file again",
     )
-
-
-class _CountedFile(io.FileIO):
-    """A file that reports how many bytes are read from it, for progress through compressed files."""
-
-    def __init__(self, path: Path, consumed: Consumed) -> None:
-        super().__init__(path, "rb")
-        self._consumed = consumed
-
-    def readinto(self, buffer: Any) -> int | None:
-        num_bytes = super().readinto(buffer)
-        self._consumed(num_bytes or 0)
-        return num_bytes
-
-
-@contextmanager
-def _open_bytes(path: Path, consumed: Consumed) -> Iterator[IO[bytes]]:
-    """The bytes of a file, decompressed where its name ends in .gz or .zst."""
-    if path.suffix in (".gz", ".zst") and not path.stat().st_size:
-        raise EOFError("it is empty")  # the libraries would read it as a file without text
-    with io.BufferedReader(_CountedFile(path, consumed), CHUNK_BYTES) as raw:
-        if path.suffix == ".gz":
-            with gzip.GzipFile(fileobj=raw) as unpacked:
-                yield io.BufferedReader(unpacked, CHUNK_BYTES)
-        elif path.suffix == ".zst":
-            # zstandard's stream reader does not detect a truncated file; pyarrow's does.
-            import pyarrow
-
-            yield io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), CHUNK_BYTES)
-        else:
-            yield raw
 
 
 class _Utf8:
@@ -299,6 +293,15 @@ def _offset_from(start: int) -> Callable[[int], str]:
     return lambda index: f"byte offset {start + index}"
 
 
+def _small_text(path: Path, separator: str | None, utf8: _Utf8, read: BytesRead) -> Iterator[str]:
+    """The documents of a small file, read at once: for thousands of them, each call counts."""
+    with open(path, "rb", buffering=0) as file:
+        data = file.read()
+    read.add(data)
+    text = utf8.decode(data, _offset_from(0))[0].removeprefix("\ufeff")
+    yield from text.split(separator) if separator else [text]
+
+
 def _split_text(pieces: Iterator[str], separator: str | None, path: Path) -> Iterator[str]:
     """The text of all pieces, split at each separator; one document without one."""
     held = ""
@@ -307,10 +310,10 @@ def _split_text(pieces: Iterator[str], separator: str | None, path: Path) -> Ite
         # Only new text can complete a separator: a long document is not searched again.
         searched = max(0, len(held) - len(separator or "") + 1)
         held += piece
-        held_bytes += len(piece.encode())
+        held_bytes += num_bytes(piece)
         if separator and held.find(separator, searched) >= 0:
             *documents, held = held.split(separator)
-            held_bytes = len(held.encode())
+            held_bytes = num_bytes(held)
             yield from documents
         _check_length(
             held_bytes,
@@ -320,8 +323,8 @@ def _split_text(pieces: Iterator[str], separator: str | None, path: Path) -> Ite
     yield held
 
 
-def _check_length(num_bytes: int, what: str, fix: str) -> None:
-    if num_bytes > MAX_DOCUMENT_BYTES:
+def _check_length(length: int, what: str, fix: str) -> None:
+    if length > MAX_DOCUMENT_BYTES:
         raise DataError(
             f"{what} of more than {MAX_DOCUMENT_BYTES // 2**20} MiB",
             cause="a document is held in memory as a whole",
@@ -350,14 +353,36 @@ def _jsonl(stream: IO[bytes], settings: config.Tokenize, utf8: _Utf8) -> Iterato
     start = number = 0
     while line := stream.readline(MAX_DOCUMENT_BYTES + 1):
         number += 1
-        place = f"line {number}"
-        _check_length(len(line), f"{utf8.path} has at {place} a line", "write one object per line")
-        text, _ = utf8.decode(line, _offset_from(start))
+        document = _well_formed(line, settings.text_field)
+        if document is None:
+            yield from _json_line(line, number, start, settings.text_field, utf8)
+        else:
+            yield document
         start += len(line)
-        if number == 1:
-            text = text.removeprefix("\ufeff")
-        if not text.isspace():
-            yield _json_document(text, place, settings.text_field, utf8)
+
+
+def _well_formed(line: bytes, field: str) -> str | None:
+    """The text of a line, by a parser that is twice as fast as json's and stricter.
+
+    None for a line that `_json_line` must judge: it knows the policy and words all errors.
+    """
+    try:
+        record = orjson.loads(line) if len(line) <= MAX_DOCUMENT_BYTES else None
+    except ValueError:
+        return None
+    text = record.get(field) if isinstance(record, dict) else None
+    return text if isinstance(text, str) else None
+
+
+def _json_line(line: bytes, number: int, start: int, field: str, utf8: _Utf8) -> Iterator[str]:
+    """The document of a line, if it is not blank. start: the position of the line in the file."""
+    place = f"line {number}"
+    _check_length(len(line), f"{utf8.path} has at {place} a line", "write one object per line")
+    text, _ = utf8.decode(line, _offset_from(start))
+    if number == 1:
+        text = text.removeprefix("\ufeff")
+    if not text.isspace():
+        yield _json_document(text, place, field, utf8)
 
 
 def _json_document(line: str, place: str, field: str, utf8: _Utf8) -> str:

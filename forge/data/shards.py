@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import IO, Any, ClassVar, Literal, Self
 
 import blake3
 import numpy as np
@@ -22,6 +23,7 @@ from forge.data.file_set import Kind, Member
 
 FORMAT: Literal[1] = 1
 MANIFEST = "manifest.json"
+Ids = NDArray[np.uint32]
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -264,21 +266,34 @@ class ShardWriter:
     def _begin(self) -> None:
         self._tokens = self._documents = 0
         self._hasher = blake3.blake3()
+        self._file: IO[bytes] | None = None
         self._open_file = ExitStack()
 
-    def add(self, ids: NDArray[np.uint32]) -> None:
-        """Append one document with its end-of-text id. UnfitError on a full disk."""
+    def extend(self, documents: Sequence[Ids], end: Ids) -> None:
+        """Append documents, each followed by `end`, its end-of-text id. UnfitError on a full disk."""
+        pending: list[Ids] = []  # one array of many documents: short ones cost more calls than work
+        for ids in documents:
+            pending += (ids, end)
+            self._tokens += len(ids) + len(end)
+            self._documents += 1
+            if self._tokens >= self.shard_tokens:
+                self._write(pending)
+                self._commit()
+                pending = []
+        if pending:
+            self._write(pending)
+
+    def _write(self, arrays: list[Ids]) -> None:
+        ids = np.concatenate(arrays)
         # The conversion to uint16 would silently wrap an id beyond the vocabulary.
         assert int(ids.max()) < self.vocab_size, f"id {ids.max()} beyond {self.vocab_size}"
-        if not self._tokens:
-            self._file = self._open_file.enter_context(atomic_open(self.folder / self._name))
-        data = ids.astype(self._dtype).tobytes()
+        if self._file is None:
+            # The directory is fsynced once, before the manifest.
+            opened = atomic_open(self.folder / self._name, sync_folder=False)
+            self._file = self._open_file.enter_context(opened)
+        data = ids.astype(self._dtype).data.cast("B")
         self._file.write(data)
         self._hasher.update(data)
-        self._tokens += len(ids)
-        self._documents += 1
-        if self._tokens >= self.shard_tokens:
-            self._commit()
 
     @property
     def _name(self) -> str:

@@ -20,8 +20,8 @@ from pydantic import ValidationError
 
 from forge.core.config import TOKEN_FORMATS, ResolvedConfig, Tokenize
 from forge.core.errors import DataError, UnfitError
-from forge.core.files import digest_file, disk_trouble, read_json, write_json
-from forge.core.grouping import grouped
+from forge.core.files import atomic_open, digest_file, disk_trouble, fsync_folder, write_json
+from forge.core.grouping import grouped, num_bytes
 from forge.core.paths import tokenizer_folder, tokens_folder
 from forge.core.process import stop_with_parent
 from forge.core.terminal import progress, say
@@ -30,6 +30,7 @@ from forge.data.corpus import InputFile
 from forge.data.encoders import (
     BATCH_BYTES,
     Encode,
+    Ids,
     NoFastEncoder,
     Unencodable,
     check_no_end,
@@ -86,6 +87,8 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
         _clean(folder)  # a killed worker leaves the shard that it was writing
     manifest = _manifest(folder.name, config, tokenizer, parts)
     _check_splits(manifest, config.tokenize)
+    with disk_trouble(folder):
+        fsync_folder(folder)  # the names of all shards before that of the manifest
     write_json(folder / MANIFEST, manifest.model_dump(mode="json"))
     _say_result(folder)
     return folder
@@ -275,7 +278,7 @@ def _results(
     At most in_flight parts are submitted at a time: a large corpus has 100,000 of them.
     """
     waiting = iter(enumerate(groups))
-    running: dict[Future[tuple[Part, list[str]]], int] = {}
+    running: dict[Future[tuple[bytes, list[str]]], int] = {}
     while True:
         for number, group in waiting:
             running[pool.submit(_make_part, number, group)] = number
@@ -288,7 +291,7 @@ def _results(
             record, warnings = future.result()
             for warning in warnings:
                 say(warning)
-            yield running.pop(future), record
+            yield running.pop(future), Part.model_validate_json(record)
         yield -1, None
 
 
@@ -324,15 +327,15 @@ class Part(Entry):
     splits: dict[Split, list[ShardEntry]]
 
 
-def _make_part(number: int, files: list[InputFile]) -> tuple[Part, list[str]]:
-    """Encode a part, or keep it if it is finished and valid; its record, and warnings."""
+def _make_part(number: int, files: list[InputFile]) -> tuple[bytes, list[str]]:
+    """Encode a part, or keep it if it is finished and valid; its record as JSON, and warnings."""
     tokenizer, encode = _loaded(_job.tokenizer, _job.fast)
-    inputs = _input_entries(token_files.with_index(files, _job.settings))
     path = _job.folder / "parts" / f"part-{number:05d}.json"
-    kept = _finished_part(path, inputs, tokenizer)
-    if kept is not None:
-        _read_bytes[number] = sum(file.size for file in files)
-        return kept, []
+    if path.exists():
+        kept = _finished_part(path, files, tokenizer)
+        if kept is not None:
+            _read_bytes[number] = sum(file.size for file in files)
+            return kept, []
     with disk_trouble(_job.folder):
         path.unlink(missing_ok=True)
         for stale in _job.folder.glob(f"*-{number:05d}-*.bin"):
@@ -343,19 +346,28 @@ def _make_part(number: int, files: list[InputFile]) -> tuple[Part, list[str]]:
             split: stack.enter_context(_writer(split, number, tokenizer)) for split in SPLITS
         }
         if _job.settings.format in TOKEN_FORMATS:
+            inputs = _input_entries(token_files.with_index(files, _job.settings))
             _write_tokens(writers, number, files, tokenizer)
         else:
-            _write_text(writers, number, files, warnings, tokenizer=tokenizer, encode=encode)
+            inputs = []
+            documents = _documents(number, files, warnings, inputs)
+            _write_text(writers, files, documents, tokenizer=tokenizer, encode=encode)
     splits = {split: writer.entries for split, writer in writers.items()}
     part = Part(tokenizer_digest=tokenizer.digest, inputs=inputs, splits=splits)
-    write_json(path, part.model_dump(mode="json"))
-    return part, warnings
+    record = part.model_dump_json().encode()
+    # Not fsynced: after a power failure the part is encoded again unless record and digests agree.
+    with atomic_open(path, sync=False) as file:
+        file.write(record)
+    return record, warnings
 
 
-def _finished_part(path: Path, inputs: list[InputEntry], tokenizer: LoadedTokenizer) -> Part | None:
-    """The record of a part that was made of these inputs, if its shards are valid; else None."""
+def _finished_part(path: Path, files: list[InputFile], tokenizer: LoadedTokenizer) -> bytes | None:
+    """The record of a part that was made of these files, if its shards are valid; else None."""
+    inputs = _input_entries(token_files.with_index(files, _job.settings))
     try:
-        part = Part.model_validate(read_json(path))
+        with disk_trouble(path, "read"):
+            record = path.read_bytes()
+        part = Part.model_validate_json(record)
         if part.inputs != inputs or part.tokenizer_digest != tokenizer.digest:
             return None
         dtype = np.dtype(dtype_name(tokenizer.vocab_size))
@@ -363,17 +375,23 @@ def _finished_part(path: Path, inputs: list[InputEntry], tokenizer: LoadedTokeni
             Shard(_job.folder / entry.file, entry.tokens, entry.digest, dtype).check_digest()
     except (DataError, ValidationError):
         return None
-    return part
+    return record
 
 
-def _documents(number: int, files: list[InputFile], warnings: list[str]) -> Iterator[str]:
-    def consumed(num_bytes: int) -> None:
-        _read_bytes[number] += num_bytes
+def _documents(
+    number: int, files: list[InputFile], warnings: list[str], inputs: list[InputEntry]
+) -> Iterator[str]:
+    """The documents of all files. Adds to `inputs` the entry of each file that has been read."""
+
+    def consumed(length: int) -> None:
+        _read_bytes[number] += length
 
     for file in files:
+        hasher = blake3.blake3()
         yield from corpus.read_documents(
-            file, _job.settings, warn=warnings.append, consumed=consumed
+            file, _job.settings, warn=warnings.append, consumed=consumed, hasher=hasher
         )
+        inputs.append(InputEntry(name=file.name, size=file.size, digest=hasher.hexdigest()))
 
 
 def _writer(split: Split, number: int, tokenizer: LoadedTokenizer) -> ShardWriter:
@@ -402,24 +420,22 @@ def _write_tokens(
             consumed=consumed,
         ):
             split = split_of(ids.tobytes(), settings.val_fraction)
-            writers[split].add(np.concatenate([ids, eos]))
+            writers[split].extend([ids], eos)
 
 
 def _write_text(
     writers: dict[Split, ShardWriter],
-    number: int,
     files: list[InputFile],
-    warnings: list[str],
+    documents: Iterator[str],
     *,
     tokenizer: LoadedTokenizer,
     encode: Encode,
 ) -> None:
-    """Encode documents and write their ids."""
+    """Encode the documents of some files and write their ids."""
     eos = np.array([tokenizer.eos_id], dtype=np.uint32)
-    settings = _job.settings
+    val_fraction = _job.settings.val_fraction
     num_documents = 0
-    documents = _documents(number, files, warnings)
-    for batch in grouped(documents, lambda document: len(document.encode()), BATCH_BYTES):
+    for batch in grouped(documents, num_bytes, BATCH_BYTES):
         try:
             encoded = encode(batch)
             # Checks every encoder: no end-of-text id within a document.
@@ -427,9 +443,11 @@ def _write_text(
         except Unencodable as err:
             raise _unencodable(files, num_documents + err.number, err.reason) from None
         num_documents += len(batch)
+        parts: dict[Split, list[Ids]] = {split: [] for split in SPLITS}
         for document, ids in zip(batch, encoded, strict=True):
-            split = split_of(document, settings.val_fraction)
-            writers[split].add(np.concatenate([ids, eos]))
+            parts[split_of(document, val_fraction)].append(ids)
+        for split, documents_of_split in parts.items():
+            writers[split].extend(documents_of_split, eos)
 
 
 def _unencodable(files: list[InputFile], index: int, reason: str) -> DataError:

@@ -8,6 +8,7 @@ from forge.core.files import write_json
 from forge.data.shards import Manifest, ShardSet, ShardWriter, Total, dtype_name
 
 VOCAB = 300
+NO_END = np.array([], dtype=np.uint32)
 
 
 def make(folder: Path, vocab_size: int = VOCAB) -> ShardSet:
@@ -16,7 +17,7 @@ def make(folder: Path, vocab_size: int = VOCAB) -> ShardSet:
     for split, num_documents in (("train", 5), ("val", 1)):
         with ShardWriter(folder, f"{split}-00000", vocab_size, shard_tokens=1024) as writer:
             for document in range(num_documents):
-                writer.add(np.full(600, document, dtype=np.uint32))
+                writer.extend([np.full(600, document, dtype=np.uint32)], NO_END)
         splits[split] = writer.entries
     manifest = Manifest(
         id="a" * 12,

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+import blake3
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -13,7 +14,9 @@ import zstandard
 
 from forge.core.config import Tokenize
 from forge.core.errors import DataError
+from forge.core.files import digest_file
 from forge.data import corpus
+from forge.data.input_bytes import CHUNK_BYTES
 
 
 def listed(*inputs: object) -> list[str]:
@@ -304,3 +307,32 @@ def test_progress_ends_at_the_size_on_disk(tmp_path: Path, name: str) -> None:
     steps: list[int] = []
     list(corpus.read_documents(file, settings, consumed=steps.append))
     assert sum(steps) == file.size
+
+
+@pytest.mark.parametrize("size", [0, 5, 2 * CHUNK_BYTES])
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.zst", "a.jsonl", "a.parquet"])
+def test_documents_are_read_with_the_digest_of_the_file(
+    tmp_path: Path, name: str, size: int
+) -> None:
+    path, text = tmp_path / name, "x" * size
+    data = json.dumps({"text": text}).encode() if name == "a.jsonl" else text.encode()
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": [text]}), path)
+    elif name.endswith(".zst"):
+        # Bytes in a second frame, which holds nothing: a part of the file all the same.
+        path.write_bytes(zstandard.compress(data) + zstandard.compress(b""))
+    else:
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    (file,) = corpus.list_named([str(path)])
+    hasher = blake3.blake3()
+    found = list(corpus.read_documents(file, Tokenize(inputs=[str(path)]), hasher=hasher))
+    assert "".join(found) == text
+    assert hasher.hexdigest() == digest_file(path)
+
+
+def test_a_line_that_only_json_reads_is_a_document(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "plain"}\n{"text": "with", "score": NaN}\n')
+    settings = Tokenize(inputs=[str(path)])
+    (file,) = corpus.list_files(settings)
+    assert list(corpus.read_documents(file, settings)) == ["plain", "with"]

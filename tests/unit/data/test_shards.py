@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.shards import VOCAB, make
+from support.shards import NO_END, VOCAB, make
 
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import write_json
@@ -39,12 +39,25 @@ def test_dtype_is_the_smallest_that_fits(tmp_path: Path, vocab_size: int, name: 
     assert (tmp_path / "val-00000-000.bin").stat().st_size == 600 * np.dtype(name).itemsize
 
 
+def test_shards_do_not_depend_on_how_many_documents_come_at_a_time(tmp_path: Path) -> None:
+    documents = [np.full(300, number, dtype=np.uint32) for number in range(9)]
+    end = np.array([7], dtype=np.uint32)
+    with ShardWriter(tmp_path, "train-00000", VOCAB, 1024) as together:
+        together.extend(documents, end)
+    with ShardWriter(tmp_path, "train-00001", VOCAB, 1024) as singly:
+        for document in documents:
+            singly.extend([document], end)
+    assert [e.digest for e in together.entries] == [e.digest for e in singly.entries]
+    assert [(e.tokens, e.documents) for e in together.entries] == [(1204, 4), (1204, 4), (301, 1)]
+    assert (tmp_path / "train-00000-002.bin").read_bytes() == b"\x08\0" * 300 + b"\x07\0"
+
+
 def test_an_id_beyond_the_vocabulary_is_never_written(tmp_path: Path) -> None:
     with (
         pytest.raises(AssertionError, match="70000"),
         ShardWriter(tmp_path, "train-00000", VOCAB, 1024) as writer,
     ):
-        writer.add(np.array([70000], dtype=np.uint32))
+        writer.extend([np.array([70000], dtype=np.uint32)], NO_END)
 
 
 def test_an_unfinished_shard_has_no_name(tmp_path: Path) -> None:
@@ -52,7 +65,7 @@ def test_an_unfinished_shard_has_no_name(tmp_path: Path) -> None:
         pytest.raises(RuntimeError),
         ShardWriter(tmp_path, "train-00000", VOCAB, 1024) as writer,
     ):
-        writer.add(np.zeros(10, dtype=np.uint32))
+        writer.extend([np.zeros(10, dtype=np.uint32)], NO_END)
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
 
@@ -68,7 +81,7 @@ def test_a_full_disk_is_unfit_and_leaves_nothing(
         pytest.raises(UnfitError, match="No space left"),
         ShardWriter(tmp_path, "train-00000", VOCAB, 1024) as writer,
     ):
-        writer.add(np.zeros(10, dtype=np.uint32))
+        writer.extend([np.zeros(10, dtype=np.uint32)], NO_END)
     assert list(tmp_path.iterdir()) == []
 
 
