@@ -61,7 +61,7 @@ from forge.core.errors import DataError, ForgeError, UnfitError
 from forge.core.files import disk_trouble
 from forge.launch.process_group import World, named
 from forge.launch.torch_private import (
-    MEM_FORMAT_ENCODING,
+    MemoryFormat,
     StateDictStager,
     StorageInfo,
     foreach_norm,
@@ -539,9 +539,9 @@ class IndexUnpickler(pickle.Unpickler):
 
 def _memory_format(owner: Any, name: str = "") -> Any:
     """getattr as an index needs it: a member of one enum. DataError for anything else."""
-    if owner is not MEM_FORMAT_ENCODING or name not in MEM_FORMAT_ENCODING.__members__:
+    if owner is not MemoryFormat or name not in MemoryFormat.__members__:
         raise _tampered(f"asks for attribute {name!r} of {owner!r}")
-    return MEM_FORMAT_ENCODING[name]
+    return MemoryFormat[name]
 
 
 def _tampered(found: str) -> DataError:

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.filesystem import (
     _split_by_size_and_type as split_by_size_and_type,
 )
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
 
 __all__ = [
-    "MEM_FORMAT_ENCODING",
+    "MemoryFormat",
     "StateDictStager",
     "StorageInfo",
     "flight_record",
