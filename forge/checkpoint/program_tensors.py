@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from forge.checkpoint import storage
 from forge.core.errors import DataError
 from forge.core.files import disk_trouble
+from forge.launch.torch_private import StorageInfo
 
 
 class UnknownIndexError(DataError):
@@ -58,11 +58,11 @@ def floating_parts(folder: Path) -> Iterator[Part]:
             yield Part(where.fqn, info.relative_path, tensor)
 
 
-def _place(info: _StorageInfo) -> tuple[str, int]:
+def _place(info: StorageInfo) -> tuple[str, int]:
     return info.relative_path, info.offset
 
 
-def _read(path: Path, info: _StorageInfo, where: MetadataIndex) -> torch.Tensor:
+def _read(path: Path, info: StorageInfo, where: MetadataIndex) -> torch.Tensor:
     if not path.is_file():
         raise DataError(f"{path.name} is missing, which has {where.fqn}")
     with disk_trouble(path, "read"), open(path, "rb") as file:

@@ -25,16 +25,9 @@ import blake3
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-from torch.distributed.checkpoint.filesystem import (
-    FileSystem,
-    _split_by_size_and_type,
-    _StorageInfo,
-)
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -67,6 +60,14 @@ from forge.core import failpoints
 from forge.core.errors import DataError, ForgeError, UnfitError
 from forge.core.files import disk_trouble
 from forge.launch.process_group import World, named
+from forge.launch.torch_private import (
+    MemoryFormat,
+    StateDictStager,
+    StorageInfo,
+    foreach_norm,
+    narrow_tensor_by_index,
+    split_by_size_and_type,
+)
 
 # Two to four files at once are as fast as raw write + fsync, on local disks and network file systems;
 # more threads than cores are slower.
@@ -116,7 +117,7 @@ def is_finite(state: dict[str, Any]) -> bool:
     parts = [part for part in all_parts if part.numel()]
     if not parts:
         return True
-    norms = torch._foreach_norm(parts)
+    norms = foreach_norm(parts)
     if len({(norm.device, norm.dtype) for norm in norms}) > 1:
         norms = tuple(norm.cpu().float() for norm in norms)
     if bool(torch.stack(norms).isfinite().all()):
@@ -273,7 +274,7 @@ class TensorWriter(FileSystemWriter):
         def write(number: int, items: list[WriteItem]) -> list[WriteResult]:
             return self._write_file(f"{plan.storage_data.prefix}{number}.distcp", items, planner)
 
-        shares = filter(None, _split_by_size_and_type(self.thread_count, plan.items))
+        shares = filter(None, split_by_size_and_type(self.thread_count, plan.items))
         with ThreadPoolExecutor(self.thread_count) as pool:
             parts = list(pool.map(write, itertools.count(), shares))
         written: Future[list[WriteResult]] = Future()
@@ -292,7 +293,7 @@ class TensorWriter(FileSystemWriter):
                     tensor = tensor.cpu().contiguous()
                 start = stream.tell()
                 length = stream.write(bytes_of(tensor))
-                where = _StorageInfo(name, start, length)
+                where = StorageInfo(name, start, length)
                 results.append(WriteResult(item.index, length, where))
             end = stream.tell()
         stored = self.fs.files[name].bytes
@@ -495,12 +496,12 @@ def _index_trouble(index: Any) -> str:
     for where, info in stored.items():
         if not isinstance(where, MetadataIndex) or where.fqn not in entries:
             return f"{where!r:.100} is not in its list"
-        if not isinstance(info, _StorageInfo) or not _is_in_its_directory(info):
+        if not isinstance(info, StorageInfo) or not _is_in_its_directory(info):
             return f"{info!r:.100} is not in a file of its directory"
     return ""
 
 
-def _is_in_its_directory(info: _StorageInfo) -> bool:
+def _is_in_its_directory(info: StorageInfo) -> bool:
     # A path with a slash could lead out of the checkpoint's directory.
     numbers = info.offset, info.length
     return "/" not in info.relative_path and all(isinstance(n, int) and n >= 0 for n in numbers)
@@ -543,9 +544,9 @@ class IndexUnpickler(pickle.Unpickler):
 
 def _memory_format(owner: Any, name: str = "") -> Any:
     """getattr as an index needs it: a member of one enum. DataError for anything else."""
-    if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+    if owner is not MemoryFormat or name not in MemoryFormat.__members__:
         raise _tampered(f"asks for attribute {name!r} of {owner!r}")
-    return _MEM_FORMAT_ENCODING[name]
+    return MemoryFormat[name]
 
 
 def _tampered(found: str) -> DataError:

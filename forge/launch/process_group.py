@@ -14,7 +14,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from forge.cluster.network import FLIGHT_RECORDER
 from forge.core.errors import UnfitError
@@ -82,9 +81,11 @@ def dump_collectives(world: World) -> None:
 
     A rank that waits in the control group, which is Gloo's, may exit before NCCL's timeout has come.
     """
-    # torch has no other way to ask for it; NCCL's recorder is another one than that of all others.
-    trace = getattr(c10d, "_dump_nccl_trace" if world.backend == "nccl" else "_dump_fr_trace")
-    Path(f"{os.environ[FLIGHT_RECORDER]}{world.rank.rank}").write_bytes(trace())
+    # Not at the top: it loads torch.distributed.checkpoint, which preflight does not need.
+    from forge.launch.torch_private import flight_record
+
+    record = flight_record(world.backend)
+    Path(f"{os.environ[FLIGHT_RECORDER]}{world.rank.rank}").write_bytes(record)
 
 
 class Background(Generic[T]):

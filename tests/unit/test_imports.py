@@ -30,6 +30,7 @@ TENSORS = {
         "data.source_windows",
         "launch.device",
         "launch.process_group",
+        "launch.torch_private",
         "checkpoint.storage",
         "checkpoint.async_saver",
     ),

@@ -1,30 +1,50 @@
-"""The built package alone is enough: an editable install would hide a sub-package that it lacks."""
+"""The built packages are enough: an editable install would hide a sub-package that they lack."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, Project
 
-BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
-PARTS = ("pyproject.toml", "README.md", "LICENSE", "forge")
+BUILD = "import sys; from setuptools.build_meta import build_{0}; build_{0}(sys.argv[1])"
+# Of those who change Forge, not of those who train with it.
+LEFT_OUT = {".ci", ".github", ".gitattributes", ".gitignore", ".pre-commit-config.yaml"}
 
 
-@pytest.fixture
-def installed(tmp_path: Path) -> Path:
-    """The bin folder of an environment with the wheel, and with the libraries of this one."""
-    source, wheels, environment = (tmp_path / name for name in ("source", "wheels", "environment"))
-    source.mkdir()
-    for part in PARTS:
-        subprocess.run(["cp", "-r", REPOSITORY / part, source], check=True)
-    subprocess.run([sys.executable, "-c", BUILD, wheels], cwd=source, check=True)
-    [wheel] = wheels.glob("forge-*.whl")
+def built(source: Path, kind: str, pattern: str) -> Path:
+    """A distribution ("sdist" or "wheel") of a source tree."""
+    target = source.parent / kind
+    subprocess.run([sys.executable, "-c", BUILD.format(kind), target], cwd=source, check=True)
+    [distribution] = target.glob(pattern)
+    return distribution
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution of the files of this repository, unpacked."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in tracked_files():
+        (folder / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, folder / "clone" / name)
+    with tarfile.open(built(folder / "clone", "sdist", "forge-*.tar.gz")) as archive:
+        archive.extractall(folder, filter="data")
+    [project] = folder.glob("forge-*")
+    return project
+
+
+@pytest.fixture(scope="module")
+def installed(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin folder of an environment with the wheel of that, and with the libraries of this one."""
+    environment = tmp_path_factory.mktemp("environment")
+    wheel = built(unpacked, "wheel", "forge-*.whl")
     venv.create(environment)
     pip = [sys.executable, "-m", "pip", "--python", environment / "bin/python", "install"]
     subprocess.run([*pip, "--quiet", "--no-index", "--no-deps", wheel], check=True)
@@ -32,6 +52,12 @@ def installed(tmp_path: Path) -> Path:
     [site] = environment.glob("lib/python*/site-packages")
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))
     return environment / "bin"
+
+
+def test_source_distribution_has_every_file_of_the_project(unpacked: Path) -> None:
+    wanted = {name for name in tracked_files() if Path(name).parts[0] not in LEFT_OUT}
+    assert wanted - {str(file) for file in files_below(unpacked)} == set()
+    assert (unpacked / "tools/setup.sh").stat().st_mode & 0o111, "make cannot run it"
 
 
 def test_installed_wheel_runs_the_first_rules(installed: Path, project: Project) -> None:
@@ -55,6 +81,13 @@ def test_installed_wheel_runs_the_first_rules(installed: Path, project: Project)
     assert "validate" in output("forge", "--help")
     output("python", "-m", "snakemake", "--profile", "profiles/local", "--until", "tokenize")
     assert list(project.root.glob("data/tokens/*/manifest.json"))
+
+
+def tracked_files() -> list[str]:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    return [name for name in listed if (REPOSITORY / name).is_file()]
 
 
 def files_below(folder: Path) -> set[Path]:

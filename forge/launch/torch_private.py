@@ -1,0 +1,35 @@
+"""The private API of PyTorch that Forge uses, all of it.
+
+tests/unit/launch/test_torch_private.py says what to change when a release of torch lacks one of these.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._C import _distributed_c10d as c10d
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.filesystem import (
+    _split_by_size_and_type as split_by_size_and_type,
+)
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
+
+__all__ = [
+    "MemoryFormat",
+    "StateDictStager",
+    "StorageInfo",
+    "flight_record",
+    "foreach_norm",
+    "narrow_tensor_by_index",
+    "split_by_size_and_type",
+]
+
+foreach_norm = torch._foreach_norm
+
+
+def flight_record(backend: str) -> bytes:
+    """The last collectives of this rank, as torch's flight recorder pickles them. torch has no other way
+    to ask for them; NCCL's recorder is another one than that of all other backends."""
+    record: bytes = getattr(c10d, "_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace")()
+    return record

@@ -1,0 +1,82 @@
+"""The private API of PyTorch changes without notice. One module has all of it, and the test below says
+what to change when a release of torch lacks a name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import forge
+from forge.launch import torch_private
+
+# By private name: what Forge uses it for, and what to use instead.
+INSTEAD = {
+    "torch._foreach_norm": "is_finite of checkpoint/storage.py: one torch.linalg.vector_norm a tensor,"
+    " with which the writer thread waits for the GIL more often",
+    "torch._C._distributed_c10d": "flight_record: the extension module below torch.distributed, whose"
+    " __init__.py shows where it is now",
+    "torch._C._distributed_c10d._dump_fr_trace": "flight_record: the record under its new name; without"
+    " one, remove flight_record and dump_collectives",
+    "torch.distributed._shard._utils.narrow_tensor_by_index": "SafeReader: torch.narrow",
+    "torch.distributed.checkpoint._state_dict_stager.StateDictStager": "Stager of checkpoint/storage.py:"
+    " torch.distributed.checkpoint.staging.DefaultStager, once torch 2.11 is not supported any more",
+    "torch.distributed.checkpoint.filesystem._split_by_size_and_type": "TensorWriter: give each tensor,"
+    " the largest first, to the file that is the smallest so far",
+    "torch.distributed.checkpoint.filesystem._StorageInfo": "the place of a tensor in its file, in the"
+    " index of every checkpoint: let IndexUnpickler read the old name and the new one",
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": "IndexUnpickler: as for _StorageInfo",
+}
+
+
+@pytest.mark.parametrize("name", sorted(INSTEAD))
+def test_torch_has_every_private_name_or_this_says_what_to_change(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = hasattr(importlib.import_module(module), attribute)
+    except ImportError:
+        found = False
+    assert found, (
+        f"torch {torch.__version__} has no {name}. Change {torch_private.__name__}; it is used for"
+        f" {INSTEAD[name]}"
+    )
+
+
+def test_every_private_name_is_in_the_module_for_them() -> None:
+    folder = Path(forge.__file__).parent
+    used = {path.stem: set(private(path.read_text())) for path in folder.rglob("*.py")}
+    assert used.pop("torch_private") == set(INSTEAD) - {"torch._C._distributed_c10d._dump_fr_trace"}
+    assert {module: names for module, names in used.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("from torch import _foreach_norm", "torch._foreach_norm"),
+        ("from torch._C import Generator as G", "torch._C.Generator"),
+        ("import torch._inductor.config", "torch._inductor.config"),
+        ("found = 1 + torch._C._get_default_device()", "torch._C._get_default_device"),
+        ("dist.distributed_c10d._get_default_group", "dist.distributed_c10d._get_default_group"),
+    ],
+)
+def test_the_check_sees_private_names(line: str, name: str) -> None:
+    assert name in set(private(line))
+
+
+def private(text: str) -> Iterator[str]:
+    """Names of torch in imports and expressions that have an underscore before one of their parts."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+        for name in names:
+            root, _, rest = name.partition(".")
+            if root in ("torch", "dist", "dcp") and "._" in f".{rest}" and rest != "__version__":
+                yield name
