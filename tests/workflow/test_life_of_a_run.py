@@ -20,7 +20,7 @@ BASE = "run\tparent\ttrain.lr\nbase\t\t\n"
 
 def test_a_row_with_a_parent_is_refused_before_anything_is_made_where_there_is_none(shared_project):
     shared_project.one_rank()
-    shared_project.write_runs(f"{BASE}cooler\tbase@4\t1e-3\n")
+    shared_project.write_runs(f"{BASE.splitlines()[0]}\ncooler\tbase@4\t1e-3\n")
     code, output = shared_project.snakemake("train")
     assert code != 0
     assert "there is no run base in results" in output
