@@ -210,7 +210,7 @@ def test_struck_program_resumes_from_its_last_sealed_checkpoint(
     if outcome == "ended":  # by a person: it stays ended until somebody submits it again
         run.wait_for_end(job)
         assert run.events("requeue") == []
-        assert run.events("stop")[-1]["step"] == run.latest_step()
+        assert [stop["step"] for stop in run.events("stop")] == [run.latest_step()], run.said()
         job = run.submit("--partition=low")
     first, again = (run.wait_for_event("launch", number, 240) for number in (1, 2))
     lost = run.last_step(first["launch"]) - again["step"]

@@ -79,7 +79,7 @@ def test_torchrun_job_resumes_after_its_time_limit_then_cancelled_leaves_a_check
     run.end_pause_when_told_to_stop(before_a_cancellation)
     wait_until(
         lambda: job not in [each["id"] for each in cluster.squeue()],
-        60,
+        120,
         f"{job} left the queue",
         every=0.5,
     )

@@ -100,7 +100,8 @@ SlurmctldTimeout=10
 SlurmdTimeout=10
 MessageTimeout=10
 InactiveLimit=0
-KillWait=20
+# A cancelled job saves within it, on a host that is busy with other tests too: 10 to 25 s were seen.
+KillWait=60
 # `scontrol show job` still knows an ended job when a test asks.
 MinJobAge=300
 
