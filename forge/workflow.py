@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, chdir, suppress
 from pathlib import Path
 from typing import Any
@@ -260,31 +260,30 @@ def take_over(
 # --- what rules are given --------------------------------------------------------------------------
 
 
-def training_config(config: ResolvedConfig, anew: bool = False) -> str:
-    """The file with what a run's training depends on. Its name has the digest of its content, and how
-    often the run has started anew, so that as a param of config_run it changes with both.
-
-    anew: whether the run starts anew now. (Snakemake's --forcerun cannot be set in a Snakefile.)
-    """
+def training_config(config: ResolvedConfig) -> str:
+    """The file with what a run's training depends on. Its name has the digest of its content, so that as
+    a param of config_run it changes with that."""
     digest = digest_bytes(canonical(config.of_training.to_json()))
-    times = family.times_started_anew(RunPaths.of(config)) + anew
-    return str(WORKFLOW / f"{config.run}-{digest[:16]}{f'-{times}' if times else ''}.json")
+    return str(WORKFLOW / f"{config.run}-{digest[:16]}.json")
 
 
-def write_configs(
-    runs: dict[str, ResolvedConfig], due: Iterable[Any], anew: Container[str] = ()
-) -> None:
+def times_started_anew(config: ResolvedConfig, anew: bool) -> int:
+    """How often a run has started anew, with this time. anew: whether it shall now. A param of train_run:
+    Snakemake's --forcerun cannot be set in a Snakefile."""
+    return family.times_started_anew(RunPaths.of(config)) + anew
+
+
+def write_configs(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:
     """Write the config files that rules name in their param `config`. due: jobs that will run.
-    anew: runs that start anew.
 
     Only theirs, so that the config of a shared artefact is the one that it was made by. Raises UnfitError
     where the disk does not let it.
     """
     # As paths: a rule says ./data/… where the config does.
     wanted = {Path(path) for job in due if (path := job.params.get("config"))}
-    for name, config in runs.items():
+    for config in runs.values():
         files = {
-            Path(training_config(config, name in anew)): config.of_training.to_json(),
+            Path(training_config(config)): config.of_training.to_json(),
             **_data_configs(config),
         }
         for path in wanted & files.keys():

@@ -131,22 +131,27 @@ def _pending(
     return runs[named.run] if reached < named.step else None
 
 
-def waits_for(
-    config: Config, runs: Mapping[str, ResolvedConfig], anew: Container[str]
-) -> str | None:
-    """The run among these whose training must end before this one starts; None without.
+def waiting(runs: Mapping[str, ResolvedConfig], anew: Container[str]) -> dict[str, str]:
+    """Run name -> its parent, for each run that begins when a parent among these runs has trained.
 
-    Also a parent that has ended already, so that plans are drawn with all their edges. None for a parent
-    that trains on beyond the checkpoint from which this run starts. anew: runs that start anew.
+    Also with a parent that has trained already, so that a plan is drawn as a tree until its runs have
+    begun. Without a parent that trains on beyond the checkpoint from which the run starts. anew: runs
+    that start anew.
     """
-    named = Parent.of(config)
-    if named is None or named.run not in runs:
-        return None
+    parents = {name: Parent.of(config) for name, config in runs.items()}
+    return {
+        name: named.run
+        for name, named in parents.items()
+        if named and named.run in runs and _waits(runs[name], named, runs[named.run], anew)
+    }
+
+
+def _waits(config: Config, named: Parent, of: ResolvedConfig, anew: Container[str]) -> bool:
     ended = _trained(named.paths)
-    is_over = ended is not None and ended.step == runs[named.run].goal
+    is_over = ended is not None and ended.step == of.goal
     is_missing = named.run in anew or not named.folder.is_dir()
-    starts = config.run in anew or started_from(RunPaths.of(config)) is None
-    return named.run if is_over or (starts and is_missing) else None
+    begins = config.run in anew or started_from(RunPaths.of(config)) is None
+    return begins and (is_over or is_missing)
 
 
 # --- after a start --------------------------------------------------------------------------------
@@ -247,4 +252,4 @@ def set_aside_if_parent_changed(config: Config) -> None:
 
 def times_started_anew(paths: RunPaths) -> int:
     """How often a run has started anew because of another checkpoint of its parent."""
-    return len(list(paths.superseded.glob("*")))
+    return len(list(paths.superseded.glob("*/checkpoints")))  # which is moved last

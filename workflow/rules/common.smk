@@ -1,4 +1,6 @@
 # For the files beside this one: the config of each run, and which shared artefacts it needs.
+from pathlib import Path
+
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 
@@ -51,6 +53,8 @@ EVALUATED = [run for run, settings in RUNS.items() if settings.evaluate.tasks]
 EVALUATED_BESIDE = [run for run in EVALUATED if RUNS[run].evaluate.every]
 # Runs that start anew, since their parent's checkpoint is another one now, with the reason.
 ANEW = family.starting_anew(RUNS)
+# Runs that begin when another one of the sheet has trained, with that one's name.
+WAITING = family.waiting(RUNS, ANEW)
 # Runs whose config has failed before, with the message: no allocation is spent on them.
 FAILED = (
     helpers.known_failures(
@@ -150,15 +154,9 @@ def files_of(runs, *names):
 
 
 def parent_of(wildcards):
-    """The output of parent_run, for a run with a parent."""
-    settings = RUNS[wildcards.run]
-    return [f"{RESULTS}/{wildcards.run}/.parent_trained"] if settings.parent else []
-
-
-def end_of_parent(wildcards):
-    """What is made when the parent of a run has trained, where both are on the sheet."""
-    parent = family.waits_for(RUNS[wildcards.run], RUNS, ANEW)
-    return files_of([parent], "trained.json") if parent else []
+    """What parent_run makes, also for a run that has begun: its inputs stay the same ones."""
+    made = Path(f"{RESULTS}/{wildcards.run}/.parent_trained")
+    return [made] if wildcards.run in WAITING or made.exists() else []
 
 
 def task_files_of(wildcards):
@@ -206,7 +204,7 @@ onstart:
         helpers.take_over(
             RUNS, ALLOCATION.machine.slurm, logger.info, submits=submits
         )
-        helpers.write_configs(RUNS, workflow.dag.needrun_jobs(), ANEW)
+        helpers.write_configs(RUNS, workflow.dag.needrun_jobs())
         helpers.write_down(RUNS)
         helpers.keep_evaluations(
             RUNS, workflow.resource_settings, model_mem_mb, submits=submits

@@ -31,29 +31,29 @@ rule config_run:
         "../envs/forge.yaml"
     params:
         # Written when the workflow starts, and named by the digest of what training depends on: when
-        # that changes, the run trains on, or starts anew from another checkpoint of its parent. The
-        # sections of later rules are those rules' params. (With ancient() on this rule's output a
-        # changed param of a rule downstream is lost: Snakemake does not look at it when a rule
-        # upstream has to run.)
-        config=lambda w: helpers.training_config(RUNS[w.run], w.run in ANEW),
+        # that changes, the run trains on. The sections of later rules are those rules' params.
+        config=lambda w: helpers.training_config(RUNS[w.run]),
     shell:
         "exec forge config {params.config:q} --log={log:q}"
 
 
-# A run with a parent starts when that has trained, where the parent is on the sheet, too. It has a rule
-# of its own because stage_run would run again for another set of inputs: where the parent's row is removed.
+# A run starts when its parent has trained, where that is on the sheet, too. Once the run has begun there
+# is no such job, and the file is like one of the user's: how far the parent trains on, and whether its row
+# is there, is nothing to the run. (ancient() would not do. Where a job has to run, Snakemake looks at no
+# job downstream of it by itself, and ancient() stops it from reaching them: missing outputs and changed
+# params, up to the target's, would be found by the next command only.)
 rule parent_run:
     input:
-        end_of_parent,
+        lambda w: files_of([WAITING[w.run]], "trained.json"),
     output:
         touch(f"{RESULTS}/{{run}}/.parent_trained"),
+    wildcard_constraints:
+        run=one_of(WAITING),
 
 
 rule stage_run:
     input:
-        # With ancient(), since how far the parent has trained on is nothing to its children. Whether its
-        # checkpoint has changed is in the param of config_run.
-        parent=ancient(parent_of),
+        parent=parent_of,
         config=f"{RESULTS}/{{run}}/config.json",
         data=lambda w: staged_data(RUNS[w.run]),
     output:
@@ -106,6 +106,10 @@ rule train_run:
         allocation_of
     conda:
         "../envs/forge.yaml"
+    params:
+        # Of this rule, since Snakemake keeps the params of a rule when it has ended: a run that shall
+        # start anew is due until it has done so, however often the workflow is killed.
+        times_anew=lambda w: helpers.times_started_anew(RUNS[w.run], w.run in ANEW),
     resources:
         **ALLOCATION.own,
         slurm_extra=allocation_extra,

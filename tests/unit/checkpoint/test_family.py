@@ -143,14 +143,14 @@ def test_checkpoint_that_the_parent_has_passed_and_removed_is_not_waited_for(row
 def test_child_waits_for_a_parent_on_the_sheet_until_its_checkpoint_is_there(rows):
     lines = (BASE, "child\tbase@50\t120\t\n")
     runs = rows(*lines)
-    assert family.waits_for(runs["child"], runs, ()) == "base"
+    assert family.waiting(runs, ()) == {"child": "base"}
     save(runs["base"], 50)
-    assert family.waits_for(runs["child"], runs, ()) is None, "the parent trains on, the child too"
+    assert family.waiting(runs, ()) == {}, "the parent trains on, the child too"
     save(runs["base"], 100)
     end(runs["base"])
-    assert family.waits_for(runs["child"], runs, ()) == "base", "for the plan: it has ended"
+    assert family.waiting(runs, ()) == {"child": "base"}, "for the plan: it has ended"
     alone = {"child": runs["child"]}
-    assert family.waits_for(runs["child"], alone, ()) is None
+    assert family.waiting(alone, ()) == {}
 
 
 def test_child_that_has_begun_waits_for_nothing_even_where_the_checkpoint_is_gone(rows):
@@ -158,7 +158,7 @@ def test_child_that_has_begun_waits_for_nothing_even_where_the_checkpoint_is_gon
     save(runs["base"], 50)
     save_child(runs["child"], 60)
     shutil.rmtree(RunPaths.of(runs["base"]).checkpoints)
-    assert family.waits_for(runs["child"], runs, ()) is None
+    assert family.waiting(runs, ()) == {}
 
 
 # --- a changed parent -----------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_another_checkpoint_of_the_parent_restarts_the_children_of_that_step_and
     assert set(found) == {"a", "aa"}
     assert "it started from base@50 with digest" in found["a"]
     assert found["aa"] == "a@120, from which it started, is made anew"
-    assert family.waits_for(runs["aa"], runs, found) == "a"
+    assert family.waiting(runs, found) == {"a": "base", "aa": "a"}
     assert "a starts anew: it started from base@50" in capsys.readouterr().err
 
 
