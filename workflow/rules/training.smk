@@ -106,13 +106,13 @@ rule train_run:
         allocation_of
     conda:
         "../envs/forge.yaml"
+    resources:
+        **ALLOCATION.own,
+        slurm_extra=allocation_extra,
     params:
         # Of this rule, since Snakemake keeps the params of a rule when it has ended: a run that shall
         # start anew is due until it has done so, however often the workflow is killed.
         times_anew=lambda w: helpers.times_started_anew(RUNS[w.run], w.run in ANEW),
-    resources:
-        **ALLOCATION.own,
-        slurm_extra=allocation_extra,
     shell:
         "exec forge train {input.config:q} --machine={resources.machine} --log={log:q}"
         " --nodes={resources.train_nodes} --ranks-per-node={resources.tasks_per_node}"
