@@ -9,14 +9,14 @@ from support.gpu import full, make_step, relative_error
 from forge.core.config import Model, Train
 
 MODEL = Model(dim=256, layers=2, heads=4)
-VOCAB = 1024
+VOCAB = 256
 # fp32: another order of sums. bf16: the products of eight batches are rounded apart, to 8 bits each.
 LIMITS = {"fp32": 1e-5, "bf16": 2e-2}
 
 
 def gradients(world, micro, precision):
     """Loss and gradients of the same eight samples."""
-    train = Train(seq_len=128, batch_size=8, micro_batch_size=micro)
+    train = Train(seq_len=32, batch_size=8, micro_batch_size=micro)
     step = make_step(world, MODEL, train, VOCAB, precision)
     loss = float(step.parallel.backward(*step.loader.batch(0)))
     grads = [full(p.grad).flatten() for p in step.parallel.decoder.parameters()]

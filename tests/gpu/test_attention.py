@@ -36,9 +36,9 @@ def kernels_of(step):
 
 @pytest.mark.parametrize("kv_heads", [None, 2], ids=["all heads", "grouped heads"])
 def test_attention_of_a_training_step_runs_in_a_fused_kernel(world, measured, kv_heads):
-    model = Model(dim=512, layers=1, heads=8, kv_heads=kv_heads)  # 64 a head, as in most models
-    train = Train(seq_len=256, batch_size=2)
-    step = make_step(world, model, train, vocab_size=1024, precision="bf16")
+    model = Model(dim=256, layers=1, heads=4, kv_heads=kv_heads)  # 64 a head, as in most models
+    train = Train(seq_len=128, batch_size=1)
+    step = make_step(world, model, train, vocab_size=256, precision="bf16")
     operators, kernel = kernels_of(step)
     measured("operators", ", ".join(sorted(operators)))
     measured("kernel", kernel[:100])

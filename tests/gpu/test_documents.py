@@ -15,7 +15,7 @@ SAME = 2e-2  # bf16 has 8 bits
 
 def gradients(world, model, precision, **settings):
     """Loss and gradients of one batch with a document mask."""
-    train = Train(seq_len=256, batch_size=4, document_mask=True, **settings)
+    train = Train(seq_len=128, batch_size=2, document_mask=True, **settings)
     step = make_step(world, model, train, VOCAB, precision)
     loss = float(step.parallel.backward(*step.loader.batch(0)))
     grads = [full(p.grad).flatten().cpu() for p in step.parallel.decoder.parameters()]

@@ -20,9 +20,9 @@ from forge.trainer.llama import Decoder
 from forge.trainer.optim import make_optimizers
 from forge.trainer.parallel import ParallelModel
 
-WIDE = Model(dim=2048, layers=8, heads=16, ffn_dim=5504, tie_embeddings=False)
-GROUPED = Model(dim=2048, layers=4, heads=16, kv_heads=4, ffn_dim=5504, tie_embeddings=True)
-SMALL = Model(dim=1024, layers=12, heads=16, ffn_dim=4096)
+WIDE = Model(dim=2048, layers=4, heads=16, ffn_dim=5504, tie_embeddings=False)
+GROUPED = Model(dim=2048, layers=3, heads=16, kv_heads=4, ffn_dim=5504, tie_embeddings=True)
+SMALL = Model(dim=1024, layers=6, heads=16, ffn_dim=4096)
 VOCAB = 32000
 
 
