@@ -211,8 +211,10 @@ def _waiting(files: RunFiles, job: QueuedJob) -> _Found:
 
 
 def _between(files: RunFiles, job: QueuedJob) -> _Found:
-    """The job runs and no subcommand holds the run: before the first of them, or between two."""
+    """The job runs and no subcommand holds the run: before the first of them, between two, or after."""
     since = job.start or files.now
+    if completed := files.last(events.Completed, since=since):
+        return _running(files, "at its goal, finishing", completed.time, float("inf"))
     if not files.paths.stage.exists():
         what = "starting, or staging"
     elif not files.paths.preflight_pass.exists():

@@ -382,6 +382,14 @@ def test_a_job_between_two_verbs_says_what_is_behind_it(run):
     assert now(judged(run, [job])) == "preflight passed for 0 s"
 
 
+def test_a_job_whose_training_is_over_is_not_starting(run):
+    train(run, GOAL)
+    run.event(happenings.completed(GOAL))
+    job = queued(start=time.time() - 50)
+    assert now(judged(run, [job])) == "at its goal, finishing for 0 s"
+    assert "starting" in now(judged(run, [queued(start=time.time() + 1)])), "it was requeued"
+
+
 LINE = "17|RUNNING|None|node[01-02]|2026-11-21T04:36:00|2026-11-21T04:37:00|{}|/home/ada/forge"
 
 
