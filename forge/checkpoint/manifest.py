@@ -57,6 +57,13 @@ class SkippedSteps(Part):
     in_a_row: Count
 
 
+class LeftOutBatches(Part):
+    """From this step on, counted from 0, so many batches more are left out (train.spike=rewind)."""
+
+    step: Count
+    batches: Annotated[int, Field(ge=1, lt=2**63)]
+
+
 class ReferenceLosses(Part):
     """Loss of each rank on its reference batch of `samples` samples, which validation recomputes."""
 
@@ -213,7 +220,7 @@ class RecordedStage(Part):
 
 class SourceUse(Part):
     """A source: tokens of its training split, windows in an epoch of it, and how many samples the run and
-    its parents have drawn from it before `step`."""
+    its parents have drawn from it before `step`, with those that were left out."""
 
     tokens: Count
     windows: Count
@@ -251,10 +258,13 @@ class Manifest(Part):
     spike_window: list[Annotated[list[float], Field(min_length=2, max_length=2)]] = []
     """Loss and gradient norm of the last steps that updated the weights, oldest first, on which the rule
     of train.spike depends; [] without it."""
+    left_out: list[LeftOutBatches] = []
+    """In the order in which they were decided. Of a run without rewinds `next_sample` is the number of
+    samples that it has trained on."""
 
     @model_serializer(mode="wrap")
     def _as_it_was(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_empty(dump(self), "mix", "spike_window")
+        return _without_empty(dump(self), "mix", "spike_window", "left_out")
 
     @classmethod
     def read(cls, folder: Path) -> Self:

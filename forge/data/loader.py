@@ -2,8 +2,9 @@
 
 A sample is a window of seq_len + 1 tokens of one shard; windows start at multiples of seq_len. The
 position in the data is one number: sample g of the run is window permute(g mod n) of epoch g div n,
-where n is the number of windows; with several sources `data.mixed_order` says which window it is. So a
-checkpoint needs no loader state.
+where n is the number of windows; with several sources `data.mixed_order` says which window it is. Step s
+trains on batch s, or a later one where batches are left out (`data.left_out`). So a checkpoint needs no
+loader state.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import torch
 
 from forge.core.config import samples_per_rank
 from forge.core.errors import DataError
+from forge.data.left_out import LeftOut
 from forge.data.mixed_order import MixedOrder
 from forge.data.permutation import in_epochs
 from forge.data.shards import Shard
 
 # Number of samples whose order is computed at a time: a call costs 0.2 ms, a sample 0.06 us.
 SAMPLES_AT_ONCE = 2**14
+NOTHING = LeftOut()
 
 
 class Windows:
@@ -82,11 +85,12 @@ class Loader:
         rank: int,
         world_size: int,
         mixed: MixedOrder | None = None,
+        left_out: LeftOut = NOTHING,
     ) -> None:
         """mixed: the order of several sources, whose windows are numbered as in `windows`."""
         self.windows, self.seed, self.batch_size = windows, seed, batch_size
         self.rank, self.rank_samples = rank, samples_per_rank(batch_size, world_size)
-        self._mixed = mixed
+        self._mixed, self._left_out = mixed, left_out
         # About one epoch at most: with a tiny corpus a call would be for thousands of epochs.
         at_once = min(SAMPLES_AT_ONCE, windows.num_samples)
         if mixed:
@@ -98,7 +102,8 @@ class Loader:
 
     def sample_numbers(self, step: int, num_steps: int = 1) -> np.ndarray:
         """This rank's global sample numbers of `num_steps` steps, uint64 [num_steps, B / W]."""
-        starts = np.arange(step, step + num_steps, dtype=np.uint64) * np.uint64(self.batch_size)
+        batches = self._left_out.batches(np.arange(step, step + num_steps))
+        starts = batches.astype(np.uint64) * np.uint64(self.batch_size)
         first = self.rank * self.rank_samples
         return starts[:, None] + np.arange(first, first + self.rank_samples, dtype=np.uint64)
 

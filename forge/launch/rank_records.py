@@ -44,6 +44,7 @@ class TrainTask(_Task):
     require_checkpoint: bool = False
     deadline: float | None = None  # from max_minutes or the job's time limit, whichever is earlier
     own_deadline: float | None = None  # from max_minutes alone
+    rewinds: list[tuple[int, int, int]] = []  # checkpoint.rewinds.Decision
 
 
 class ProgramFolders(_Task):

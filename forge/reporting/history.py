@@ -39,7 +39,7 @@ PHASES = {
 TRAIN_COLUMNS = ["loss", "grad_norm", "lr", "tokens_per_sec", "mfu", "tokens"]
 EVAL_COLUMNS = ["loss"]
 
-_ENDINGS = (events.Stop, events.Lost, events.Failed, events.Completed)
+_ENDINGS = (events.Stop, events.Lost, events.Failed, events.Rewind, events.Completed)
 _IN_LAUNCH = (events.Launch, events.Init, events.Eval, events.Save, *_ENDINGS)
 _AROUND = (events.Stage, events.Preflight, events.Validate)
 
@@ -127,7 +127,7 @@ class Launch:
     @property
     def has_failed(self) -> bool:
         """Whether it ended without the save that a stop or a completion makes."""
-        return isinstance(self.ending, events.Lost | events.Failed)
+        return isinstance(self.ending, events.Lost | events.Failed | events.Rewind)
 
     @property
     def outcome(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from forge.checkpoint import compatibility, directory, family, parent, resume
+from forge.checkpoint import compatibility, directory, family, parent, resume, rewinds
 from forge.checkpoint.manifest import Artifact, Code
 from forge.checkpoint.sealed import ProgramCheckpoints, SealLineage
 from forge.checkpoint.sealer import Progress, Sealer
@@ -157,6 +157,7 @@ class ForgeTrainer:
             require_checkpoint=start.require_checkpoint,
             deadline=start.deadline,
             own_deadline=start.own_deadline,
+            rewinds=rewinds.decided(self.paths.events),
         )
         return _run(task, self.paths, start, placement)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from forge.checkpoint import rewinds
 from forge.cluster import exclude, nodes, slurm
 from forge.cluster.lock import lock
 from forge.cluster.placement import Placement, WorldLayout, check_layout, find_placement
@@ -129,8 +130,7 @@ def _train_until_it_ends(
             step = program.resume_step()
             if step is not None and program.is_complete(step):
                 return RankRecord("completed", step=step)
-        _end_if_stuck(program, start.machine, program.first_step if step is None else step)
-        record = program.launch(start, hosts, step)
+        record = _launch(program, start, hosts, step)
         if record.status != "lost":
             break
         silent = nodes.unresponsive(hosts)
@@ -148,6 +148,19 @@ def _train_until_it_ends(
         if attempt < MAX_RESTARTS_AFTER_LOSS:
             say(f"lost a rank ({record.what}); restarting from the last checkpoint")
     return record
+
+
+def _launch(
+    program: TrainingProgram, start: Start, hosts: Placement, step: int | None
+) -> RankRecord:
+    """Run the ranks to their end, through the rewinds that they decide. step: of the checkpoint that they
+    resume from; None without one."""
+    while True:
+        _end_if_stuck(program, start.machine, program.first_step if step is None else step)
+        record = program.launch(start, hosts, step)
+        if record.status != "stopped" or record.cause != rewinds.CAUSE:
+            return record
+        step = program.resume_step()
 
 
 def _at_fault(

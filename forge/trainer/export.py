@@ -352,7 +352,8 @@ def _write_manifest(draft: Path, source: _Source, facts: dict[str, Any]) -> None
 def _card(source: _Source, facts: dict[str, Any]) -> str:
     model, loss = source.config.model, _validation_loss(source.checkpoint, facts)
     weights = sum(shape.numel() for shape in source.shapes.values())
-    tokens = source.checkpoint.manifest.next_sample * source.config.train.seq_len
+    train = source.config.train
+    tokens = source.checkpoint.step * train.batch_size * train.seq_len
     code = facts["code"]
     return f"""\
 ---

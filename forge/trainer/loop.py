@@ -9,7 +9,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from forge.checkpoint import compatibility, parent, resume, storage
+from forge.checkpoint import compatibility, parent, resume, rewinds, storage
 from forge.checkpoint.async_saver import Saver
 from forge.checkpoint.manifest import (
     Artifact,
@@ -124,9 +124,11 @@ class Trainer:
         self.decay_steps = compatibility.frozen_decay_steps(self.config, own)
         made_from = parent.recorded(self.config, own, found)
         self.lineage = self._lineage(made_from, pretrained.recorded(self.config, found))
-        self.mix = SourceMix.of_start(self.tokens, self.config, own, found)
+        decisions = self.spec.train_task.rewinds
+        self.left_out = rewinds.left_out(found.manifest if found else None, decisions)
+        self.mix = SourceMix.of_start(self.tokens, self.config, own, found, self.left_out)
         order = self.mix.order if self.mix else None
-        loader = train_loader(self.tokens, self.settings, self.world, order)
+        loader = train_loader(self.tokens, self.settings, self.world, order, self.left_out)
         if found is None and self.config.ids.model:
             pretrained.load(self.model, self.config, self.world)
         elif found is None:
@@ -228,7 +230,8 @@ class Trainer:
 
     def _take(self, result: StepResult) -> Agreement:
         """Count and log a step. TrainingError if its loss or gradient norm is not finite or a spike,
-        unless train.on_nonfinite or train.spike lets the update be skipped."""
+        unless train.on_nonfinite or train.spike lets the update be skipped. Raises Rewind as `_rewind`.
+        """
         self.lr, done = result.lr, result.step + 1
         now = time.perf_counter()
         seconds, self.read_at = now - self.read_at, now
@@ -236,6 +239,8 @@ class Trainer:
         if done > self.first_step + 1:  # the first step of a launch is slower
             self.budget.measure_step(seconds)
         if fatal := self.skipped.count(result.trouble, self.settings, is_spike=result.is_spike):
+            if result.is_spike and self.settings.spike == "rewind":
+                fatal = self._rewind(result)
             raise self._diverged(fatal, step=result.step, is_spike=result.is_spike)
         if result.trouble and self.world.rank.is_main:
             in_a_row = self.skipped.in_a_row
@@ -244,6 +249,24 @@ class Trainer:
         if self._is_due(self.settings.log_every, done):
             self._log(result, done)
         return Agreement.of(result.flags)
+
+    def _rewind(self, spike: StepResult) -> str:
+        """Decide to start again from the newest checkpoint, without the batches up to the spike: raises
+        Rewind. Why training must end instead, if that may not be."""
+        while self.launched:  # other ranks wait in its collectives
+            self.launched.popleft().read()
+        self._finish_save()
+        stages = [stage.step for stage in self.mix.at_start.stages] if self.mix else []
+        if refusal := rewinds.refusal(self.left_out, self.saved_step, spike.step, stages):
+            return f"{spike.trouble}; {refusal}"
+        if self.world.rank.is_main:
+            event = rewinds.decide(self.left_out, self.saved_step, spike.step, spike.trouble)
+            self._record(event)
+            say(
+                f"warning: step {event.spike}: {event.reason}; back to step {event.to_step}, without the"
+                f" {event.batches} batches from there to the spike"
+            )
+        raise rewinds.Rewind
 
     def _flags(self, stop: StopFlag) -> list[float]:
         """What this rank tells the others."""
@@ -370,13 +393,14 @@ class Trainer:
             step=self.step,
             world_size=self.world.rank.world_size,
             decay_steps=self.decay_steps,
-            next_sample=self.step * self.settings.batch_size,
+            next_sample=self.left_out.batch(self.step) * self.settings.batch_size,
             skipped=SkippedSteps(steps=self.skipped.steps, in_a_row=self.skipped.in_a_row),
             reference=reference,
             lineage=self.lineage,
             files={},
             mix=self.mix.record(self.step) if self.mix else None,
             spike_window=self.spikes.recorded() if self.spikes else [],
+            left_out=rewinds.to_record(self.left_out),
         )
 
     def announce(self, seconds: float) -> None:
@@ -426,6 +450,9 @@ def train(
     trainer.announce(time.time() - spec.train_task.started)
     try:
         return trainer.run(stop)
+    except rewinds.Rewind:
+        rank = world.rank.rank
+        return RankRecord("stopped", rank, Exit.STOPPED, trainer.saved_step, rewinds.CAUSE)
     except Exception as err:
         # A save in progress may still be committed, unless it waits for a lost rank.
         grace_sec = spec.machine.stop_grace_sec

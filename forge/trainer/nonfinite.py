@@ -48,7 +48,7 @@ class Skipped:
         The limit is on steps in a row: single bad batches should not end a long run, while with
         broken weights every step fails.
         """
-        if policy == "stop":
+        if policy in ("stop", "rewind"):
             return "the weights were not updated"
         if self.in_a_row >= settings.max_skipped_steps:
             return (

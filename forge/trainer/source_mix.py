@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Self
 
+from forge.checkpoint import rewinds
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import RecordedMix, SourceUse
 from forge.checkpoint.mix_at_start import MixAtStart
 from forge.core.config import ResolvedConfig, Train
 from forge.core.mix import stage_at
+from forge.data.left_out import LeftOut
 from forge.data.mixed_order import MixedOrder
 from forge.data.source_windows import windows_by_source
 from forge.data.sources import SourceSet, Tokens
@@ -19,11 +22,14 @@ class SourceMix:
     """The mix of a run from its start on, the same on all ranks. ConfigError for a share that is too
     small."""
 
-    def __init__(self, tokens: SourceSet, settings: Train, at_start: MixAtStart) -> None:
+    def __init__(
+        self, tokens: SourceSet, settings: Train, at_start: MixAtStart, left_out: LeftOut
+    ) -> None:
+        self._left_out = left_out
         self.at_start, self._tokens, self._batch_size = at_start, tokens, settings.batch_size
         self._num_windows = num_windows(tokens, settings.seq_len)
         self.order = MixedOrder(
-            at_start.stages,
+            [replace(one, step=left_out.stage_start(one.step)) for one in at_start.stages],
             self._num_windows,
             drawn_before=at_start.drawn_before,
             seed=settings.seed,
@@ -37,23 +43,25 @@ class SourceMix:
         config: ResolvedConfig,
         own: Checkpoint | None,
         parent: Checkpoint | None,
+        left_out: LeftOut,
     ) -> Self | None:
         """None for a run without sources. own, parent: as for `MixAtStart.of`."""
         if not isinstance(tokens, SourceSet):
             return None
         windows = num_windows(tokens, config.train.seq_len)
-        return cls(tokens, config.train, MixAtStart.of(config, windows, own, parent))
+        return cls(tokens, config.train, MixAtStart.of(config, windows, own, parent), left_out)
 
     @classmethod
     def recorded(cls, tokens: Tokens, settings: Train, checkpoint: Checkpoint) -> Self | None:
         """As a checkpoint was trained; None without sources."""
         if not isinstance(tokens, SourceSet):
             return None
-        return cls(tokens, settings, MixAtStart.recorded(checkpoint))
+        left_out = rewinds.left_out(checkpoint.manifest)
+        return cls(tokens, settings, MixAtStart.recorded(checkpoint), left_out)
 
     def record(self, step: int) -> RecordedMix:
         """For the manifest of a checkpoint of this step."""
-        drawn = self.order.drawn(step * self._batch_size)
+        drawn = self.order.drawn(self._left_out.batch(step) * self._batch_size)
         return self.at_start.record(
             {
                 name: SourceUse(

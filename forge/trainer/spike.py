@@ -99,7 +99,7 @@ def ended_by_spike(
 ) -> TrainingError:
     """The error that ends training. what: a sentence on the spike. The numbers: as for
     `nonfinite.diverged`."""
-    skip = "train.spike=skip continues without their updates, and " * (config.train.spike == "stop")
+    skip = "train.spike=skip continues without their updates, and " * (config.train.spike != "skip")
     return TrainingError(
         f"step {step}: {what}",
         cause="a batch of unusual text, other data from here on (a stage of train.mix), or a learning"

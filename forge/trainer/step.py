@@ -13,7 +13,8 @@ import torch
 
 from forge.core import failpoints
 from forge.core.config import Train
-from forge.data.loader import Loader
+from forge.data.left_out import LeftOut
+from forge.data.loader import NOTHING, Loader
 from forge.data.mixed_order import MixedOrder
 from forge.data.prefetch import Prefetcher
 from forge.data.source_windows import joined
@@ -121,7 +122,11 @@ class TrainStep:
 
 
 def train_loader(
-    tokens: Tokens, settings: Train, world: World, order: MixedOrder | None = None
+    tokens: Tokens,
+    settings: Train,
+    world: World,
+    order: MixedOrder | None = None,
+    left_out: LeftOut = NOTHING,
 ) -> Loader | Prefetcher:
     """This rank's batches. order: of the samples of several sources. DataError if no shard holds a
     sequence, ConfigError if the ranks cannot share a batch."""
@@ -132,6 +137,7 @@ def train_loader(
         rank=world.rank.rank,
         world_size=world.rank.world_size,
         mixed=order,
+        left_out=left_out,
     )
     return Prefetcher(loader, world.device) if world.device.type == "cuda" else loader
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from forge.checkpoint import directory, storage
+from forge.checkpoint import directory, rewinds, storage
 from forge.core.config import ResolvedConfig
 from forge.data.sources import Tokens, open_tokens
 from forge.launch.process_group import World
@@ -84,7 +84,13 @@ def _step_after(
     return TrainStep(
         parallel,
         optimizers,
-        train_loader(tokens, settings, world, mix.order if mix else None),
+        train_loader(
+            tokens,
+            settings,
+            world,
+            mix.order if mix else None,
+            rewinds.left_out(found.manifest),
+        ),
         found.manifest.decay_steps,
         SpikeRule.of(settings, world.device, found.manifest),
     )
