@@ -130,6 +130,18 @@ def test_documents_do_not_depend_on_how_the_file_is_read(
     assert read(path, document_separator="---") == ["eins ü", "zwei 世界", "drei 🙂", "--vier--"]
 
 
+@pytest.mark.parametrize("listed", [0, 3, 30])
+def test_a_file_that_changed_its_size_after_it_was_listed_is_read_to_its_end(
+    tmp_path: Path, listed: int
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one two three")
+    file = corpus.InputFile("a.txt", path, listed)
+    hasher = blake3.blake3()
+    assert list(corpus.read_documents(file, Tokenize(), hasher=hasher)) == ["one two three"]
+    assert hasher.hexdigest() == digest_file(path)
+
+
 def test_blank_documents_are_skipped(tmp_path: Path) -> None:
     write(tmp_path / "empty.txt", "")
     path = write(tmp_path / "a.txt", "one\n%%\n \n%%\n")
