@@ -13,6 +13,7 @@ from pathlib import Path
 
 from forge.checkpoint.manifest import LeftOutBatches, Manifest
 from forge.core import events
+from forge.core.config import ResolvedConfig
 from forge.data.left_out import LeftOut
 
 # Of the records of ranks that end so that the launcher starts them again.
@@ -28,10 +29,15 @@ class Rewind(Exception):
     """Raised on all ranks when they have decided to rewind: the launcher starts them again."""
 
 
-def decided(log: Path) -> list[Decision]:
-    """The decisions in a run's event log."""
-    found = (event for event in events.read(log) if isinstance(event, events.Rewind))
-    return [(event.number, event.to_step, event.batches) for event in found]
+def decided(log: Path, config: ResolvedConfig) -> list[Decision]:
+    """The decisions in a run's event log about the order of samples that this config has. (Of another one
+    are those of a run that was begun again with another seed, after its checkpoints were removed.)"""
+    order = config.train.seed, config.ids.tokens
+    return [
+        (event.number, event.to_step, event.batches)
+        for event in events.read(log)
+        if isinstance(event, events.Rewind) and (event.seed, event.tokens) == order
+    ]
 
 
 def left_out(manifest: Manifest | None, decisions: Iterable[Decision] = ()) -> LeftOut:
@@ -65,7 +71,9 @@ def refusal(left_out: LeftOut, saved_step: int, spike_step: int, stages: Iterabl
     return ""
 
 
-def decide(left_out: LeftOut, saved_step: int, spike_step: int, reason: str) -> events.Rewind:
+def decide(
+    left_out: LeftOut, saved_step: int, spike_step: int, *, reason: str, config: ResolvedConfig
+) -> events.Rewind:
     """The event that leaves out the batches of all steps from saved_step to spike_step, both counted from
     0."""
     return events.Rewind(
@@ -74,4 +82,6 @@ def decide(left_out: LeftOut, saved_step: int, spike_step: int, reason: str) -> 
         batches=left_out.batch(spike_step) + 1 - left_out.batch(saved_step),
         spike=spike_step + 1,
         reason=reason,
+        seed=config.train.seed,
+        tokens=config.ids.tokens,
     )

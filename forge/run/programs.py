@@ -157,7 +157,7 @@ class ForgeTrainer:
             require_checkpoint=start.require_checkpoint,
             deadline=start.deadline,
             own_deadline=start.own_deadline,
-            rewinds=rewinds.decided(self.paths.events),
+            rewinds=rewinds.decided(self.paths.events, self.config),
         )
         return _run(task, self.paths, start, placement)
 

@@ -260,7 +260,13 @@ class Trainer:
         if refusal := rewinds.refusal(self.left_out, self.saved_step, spike.step, stages):
             return f"{spike.trouble}; {refusal}"
         if self.world.rank.is_main:
-            event = rewinds.decide(self.left_out, self.saved_step, spike.step, spike.trouble)
+            event = rewinds.decide(
+                self.left_out,
+                self.saved_step,
+                spike.step,
+                reason=spike.trouble,
+                config=self.config,
+            )
             self._record(event)
             say(
                 f"warning: step {event.spike}: {event.reason}; back to step {event.to_step}, without the"

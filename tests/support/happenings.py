@@ -62,6 +62,7 @@ def requeue(cause: str = "SIGUSR1", step: int = 0) -> events.Requeue:
 
 def rewind(**facts: Any) -> events.Rewind:
     values = {"number": 1, "to_step": 20, "batches": 2, "spike": 22, "reason": "a spike"}
+    values |= {"seed": 0, "tokens": "0123456789ab"}
     return events.Rewind(**{**values, **facts})
 
 

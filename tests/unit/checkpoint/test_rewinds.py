@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 from support import happenings
-from support.manifests import manifest_of
+from support.manifests import IDS, manifest_of
 
 from forge.checkpoint import rewinds
 from forge.checkpoint.manifest import LeftOutBatches
 from forge.core import events
+from forge.core.config import load_config
+from forge.data.content_ids import resolve
 from forge.data.left_out import LeftOut
 
 
@@ -17,11 +19,18 @@ def manifest(*entries):
     return manifest_of(40, left_out=recorded)
 
 
+CONFIG = resolve(load_config("/dev/null", {"ids": IDS, "train.seed": 7}))
+ORDER = {"seed": 7, "tokens": CONFIG.ids.tokens}
+
+
 def test_decisions_after_a_checkpoint_was_saved_follow_those_in_its_manifest(tmp_path):
     log = tmp_path / "events.jsonl"
+    events.record(log, happenings.rewind(**{**ORDER, "seed": 8}))
+    events.record(log, happenings.rewind(**{**ORDER, "tokens": "0123456789ab"}))
     for number, (step, batches) in enumerate([(20, 2), (28, 4), (28, 3)], 1):
-        events.record(log, happenings.rewind(number=number, to_step=step, batches=batches))
-    decisions = rewinds.decided(log)
+        facts = {"number": number, "to_step": step, "batches": batches, **ORDER}
+        events.record(log, happenings.rewind(**facts))
+    decisions = rewinds.decided(log, CONFIG)
     everything = LeftOut(((20, 2), (28, 4), (28, 3)))
     for known in range(4):
         found = rewinds.left_out(manifest(*everything.entries[:known]), decisions)
@@ -39,15 +48,16 @@ def test_manifest_has_them_in_order_and_not_without_any():
 
 
 def test_next_batch_is_the_one_after_the_spike_also_in_the_second_rewind():
-    first = rewinds.decide(LeftOut(), 20, 25, "odd")
+    why = {"reason": "odd", "config": CONFIG}
+    first = rewinds.decide(LeftOut(), 20, 25, **why)
     assert (first.number, first.to_step, first.batches, first.spike) == (1, 20, 6, 26)
     left_out = LeftOut(((20, 6),))
-    second = rewinds.decide(left_out, 20, 22, "odd")
+    second = rewinds.decide(left_out, 20, 22, **why)
     assert (second.number, second.batches) == (2, 3)
     after = LeftOut((*left_out.entries, (20, second.batches)))
     assert after.batch(20) == left_out.batch(22) + 1 == 29
     # Back before an older decision, whose checkpoint was corrupt: nothing is repeated.
-    third = rewinds.decide(left_out, 16, 22, "odd")
+    third = rewinds.decide(left_out, 16, 22, **why)
     assert LeftOut((*left_out.entries, (16, third.batches))).batch(16) == left_out.batch(22) + 1
 
 
