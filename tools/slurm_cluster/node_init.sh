@@ -13,7 +13,11 @@ read -r host_pid _ </proc/self/stat
 wait_for() { # wait_for SECONDS COMMAND...: until the command succeeds
   local end=$((SECONDS + $1)); shift
   until "$@" >/dev/null 2>&1; do
-    if ((SECONDS >= end)); then echo "gave up waiting: $*"; exit 1; fi
+    if ((SECONDS >= end)); then
+      echo "gave up waiting: $*"
+      grep -hs "fatal:" "$own"/*.log | tail -n 3 || true # why a daemon has ended
+      exit 1
+    fi
     sleep 0.05
   done
 }
