@@ -221,7 +221,9 @@ class JobWatch:
 
     def _has_ended(self, info: Any, state: str, nodes: str) -> bool:
         """Report a job in a final state; False for any other state."""
-        if state == "COMPLETED":
+        # Slurm 24.11 calls it PREEMPTED when a job completes that was preempted once and then requeued by
+        # Forge, in a partition that cancels.
+        if state == "COMPLETED" or (state == "PREEMPTED" and self._left_outputs(info.job)):
             self._executor.report_job_success(info)
             return True
         if state not in (*ENDS, "FAILED"):

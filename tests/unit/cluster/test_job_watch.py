@@ -238,6 +238,13 @@ def test_job_that_slurm_may_send_back_counts_when_it_is_seen_twice(command, watc
     assert check(watch, info) == [] and watch._executor.failure == [info.job]
 
 
+def test_job_that_slurm_calls_preempted_when_it_completes_is_a_success(command, watch, info):
+    info.job.output[0].write_text("{}")
+    lists(command, "PREEMPTED")
+    assert check(watch, info) == [info]
+    assert check(watch, info) == [] and watch._executor.success == [info.job]
+
+
 def test_who_cancelled_is_asked_until_accounting_has_it(command, watch, info, tmp_path):
     lists(command, "CANCELLED")
     once = (
