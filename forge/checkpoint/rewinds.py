@@ -41,7 +41,7 @@ def decided(log: Path, config: ResolvedConfig) -> list[Decision]:
 
 
 def left_out(manifest: Manifest | None, decisions: Iterable[Decision] = ()) -> LeftOut:
-    """What a run leaves out that goes on from a checkpoint: what its manifest has, and what was decided
+    """What a run leaves out that resumes from a checkpoint: what its manifest has, and what was decided
     after it was saved. None: a run from step 0."""
     recorded = [(one.step, one.batches) for one in manifest.left_out] if manifest else []
     later = sorted(one for one in decisions if one[0] > len(recorded))
