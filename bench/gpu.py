@@ -28,18 +28,22 @@ from forge.core.memory import GIB
 from forge.trainer.metrics import flop_utilization, peak_flops
 from forge.trainer.numerics import device_name, prepare
 
-OURS, REFERENCE = "forge", "torchtitan-like"
+OURS, REFERENCE, FP8 = "forge", "torchtitan-like", "forge-fp8"
 CONTENDERS: dict[str, Contender] = {
     "nanoGPT": nanogpt.nanogpt_step,
     "transformers": hf_llama.llama_step,
     REFERENCE: titan.titan_step,
     OURS: ours.forge_step,
+    FP8: ours.forge_fp8_step,
 }
+# The others take 4 minutes: these by --only.
+BY_NAME_ONLY = {FP8}
 FEATURES = {
     "nanoGPT": nanogpt.FEATURES,
     "transformers": hf_llama.FEATURES,
     REFERENCE: titan.FEATURES,
     OURS: ours.FEATURES,
+    FP8: ours.FP8_FEATURES,
 }
 GOALS = {"1.1B": 0.50, "7B/8": 0.58}  # MFU; besides, REFERENCE's speed at every size
 # Guesses, to share out the time: seconds to build and compile a contender, and MFU.
@@ -96,7 +100,8 @@ def parsed() -> argparse.Namespace:
         parser.error("there is no GPU; --quick runs on a CPU")
     sizes = [one.name for one in (QUICK if options.quick else FULL)]
     for option, names in (("sizes", sizes), ("only", list(CONTENDERS))):
-        chosen = (getattr(options, option) or ",".join(names)).split(",")
+        default = [name for name in names if name not in BY_NAME_ONLY]
+        chosen = (getattr(options, option) or ",".join(default)).split(",")
         if unknown := [name for name in chosen if name not in names]:
             parser.error(f"--{option} has no {unknown[0]!r}; choose from {','.join(names)}")
         setattr(options, option, [name for name in names if name in chosen])

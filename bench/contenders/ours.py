@@ -22,6 +22,10 @@ FEATURES = (
 )
 
 
+FP8 = "tensorwise"  # the fastest of torchao's recipes
+FP8_FEATURES = f"as forge, with train.fp8 {FP8}: the products of the blocks are in float8"
+
+
 def settings(sizes: Sizes) -> Train:
     """The `train` section of these sizes."""
     changes = {
@@ -68,9 +72,16 @@ class Batches:
         return self._batch
 
 
-def forge_step(sizes: Sizes, world: World) -> Step:
+def forge_fp8_step(sizes: Sizes, world: World) -> Step:
+    """The step with the products of the blocks in float8. ImportError without torchao."""
+    import torchao  # noqa: F401  # a contender without its package is left out
+
+    return forge_step(sizes, world, fp8=FP8)
+
+
+def forge_step(sizes: Sizes, world: World, *, fp8: str | None = None) -> Step:
     """The step of `forge train`: the numbers of one are read while the next one runs."""
-    train = settings(sizes)
+    train = settings(sizes).model_copy(update={"fp8": fp8})
     decoder = Decoder(sizes.model, sizes.vocab_size)
     parallel = ParallelModel(decoder, train, world, "bf16")
     fill(decoder)

@@ -91,6 +91,11 @@ class RecordedTrain(Part):
     shard: Shard
     compile: bool
 
+    @property
+    def fp8(self) -> str | None:
+        """None also in a checkpoint that is older than the key."""
+        return (self.model_extra or {}).get("fp8")
+
 
 class RecordedIds(Part):
     """Content ids of the run's tokenizer and tokens; `sources` is {} for a run without sources."""
@@ -141,6 +146,11 @@ class Versions(Part):
 
     python: str
     torch: str
+
+    @property
+    def torchao(self) -> str | None:
+        """None where it was not used."""
+        return (self.model_extra or {}).get("torchao")
 
 
 class Hardware(Part):
@@ -195,7 +205,7 @@ class Lineage(Part):
             config_digest=config_digest(config),
             tokenizer=Artifact(id=config.ids.tokenizer, digest=tokenizer_digest),
             tokens=Artifact(id=config.ids.tokens, digest=tokens_digest),
-            versions=Versions(**versions()),
+            versions=Versions(**versions(fp8=config.train.fp8 is not None)),
             hardware=Hardware(host=hostname(), cpu=cpu_name()),
             numerics=Numerics(**numerics),
             parent=parent,

@@ -13,6 +13,7 @@ from forge.core.config import (
     Config,
     ranks_per_copy,
     refuse_bf16_of_ddp,
+    refuse_fp8,
     samples_per_rank,
 )
 from forge.core.errors import ConfigError, UnfitError
@@ -73,6 +74,7 @@ def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
         )
     rendezvous.check(machine.fabric, layout.nodes)
     if config.program is None:
+        refuse_fp8(config)
         samples_per_rank(config.train.batch_size, layout.world_size)
         ranks = ranks_per_copy(config.train.shard, layout.world_size, layout.ranks_per_node)
         on_cpus = machine.device == "cpu" or machine.fabric.backend == "gloo"

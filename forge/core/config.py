@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
@@ -55,6 +56,8 @@ TOKEN_FORMATS = ("nanogpt", "megatron", "dolma")
 # Of train.shard.
 Shard = Literal["none", "node", "all"] | Annotated[int, Field(ge=2)]
 Recompute = Literal["none", "selective", "full"]
+# Rows and columns of a matrix that GPUs multiply in float8 (torch._scaled_mm).
+FP8_MULTIPLE = 16
 # Of train.micro_batch_size.
 MicroBatch = Literal["auto"] | Annotated[int, Field(ge=1)] | None
 
@@ -325,6 +328,10 @@ class Train(Section):
     begins when half as many are known."""
     precision: Literal["fp32", "bf16"] | None = None
     """Precision of forward and backward (weights are stored in fp32); null: fp32 on CPU, bf16 on GPU."""
+    fp8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    """Matrix products of the blocks in float8, in training steps only, by this recipe of torchao:
+    `tensorwise` is the fastest, `rowwise_with_gw_hp` the most accurate. For H100 and newer; CPUs emulate
+    them, slowly. Needs `forge[fp8]`. null: none."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which FSDP2 averages gradients over ranks: with `shard`, and on GPUs in bf16. `bf16`
     halves the traffic and rounds to 8 bits what is sent; with several copies of the model also their
@@ -718,6 +725,39 @@ def refuse_bf16_of_ddp(train: Train) -> None:
             cause="train.shard is none, and the ranks have no GPUs, or train.precision is fp32",
             fix="remove train.reduce_dtype, or set train.shard",
         )
+
+
+def refuse_fp8(config: Config) -> None:
+    """ConfigError where train.fp8 is set and cannot be used, whatever the GPU."""
+    train, model = config.train, config.model
+    if train.fp8 is None:
+        return
+    if find_spec("torchao") is None:
+        raise ConfigError(
+            f"train.fp8 is {train.fp8}, but Python has no package torchao here",
+            fix="pip install 'forge[fp8]', or remove the key",
+        )
+    if train.precision == "fp32":
+        raise ConfigError(
+            f"train.fp8 is {train.fp8} and train.precision is fp32",
+            cause="float8 is for training steps that are otherwise in bf16",
+            fix="remove one of the two",
+        )
+    sizes = {
+        "model.dim": model.dim,
+        "the width of all query heads": model.query_dim,
+        "the width of all key heads": model.kv_dim,
+        "the width of the feed-forward": model.inner_dim,
+        "train.seq_len": train.seq_len,
+    }
+    for name, size in sizes.items():
+        if size % FP8_MULTIPLE:
+            raise ConfigError(
+                f"train.fp8 is {train.fp8}, and {name} is {size}, which is not a multiple of"
+                f" {FP8_MULTIPLE}",
+                cause="GPUs multiply matrices in float8 only in such sizes",
+                fix=f"use {size // FP8_MULTIPLE * FP8_MULTIPLE + FP8_MULTIPLE}, or remove train.fp8",
+            )
 
 
 def is_boolean(section: type[Section], dotted: str) -> bool:

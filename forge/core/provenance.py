@@ -23,9 +23,10 @@ def config_digest(config: ResolvedConfig) -> str:
     return digest_bytes(canonical(values))
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that affect the results."""
-    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+def versions(*, fp8: bool = False) -> dict[str, str]:
+    """Versions of Python and of the packages that affect the results. fp8: of a run with train.fp8."""
+    packages = (*PACKAGES, "torchao") if fp8 else PACKAGES
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
 def code() -> dict[str, Any]:

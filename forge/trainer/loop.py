@@ -420,12 +420,13 @@ class Trainer:
                 step=self.step,
                 world_size=self.world.rank.world_size,
                 parameters=self.num_parameters,
-                versions=versions(),
+                versions=versions(fp8=self.settings.fp8 is not None),
                 numerics=numerics(self.world.device, self.precision),
             )
         )
+        fp8 = f" with products in float8 ({self.settings.fp8})" if self.settings.fp8 else ""
         say(
-            f"train {self.config.run}: {self.num_parameters:,} parameters, {self.precision}"
+            f"train {self.config.run}: {self.num_parameters:,} parameters, {self.precision}{fp8}"
             f" on {self.world.rank.world_size} x {self.world.device.type}, step {self.step} of"
             f" {self.settings.max_steps}"
         )

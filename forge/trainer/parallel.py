@@ -16,7 +16,7 @@ from forge.core.terminal import say
 from forge.data.loader import split
 from forge.launch.heartbeat import heartbeat
 from forge.launch.process_group import World, named
-from forge.trainer import fsdp, micro_batch, recompute
+from forge.trainer import fp8, fsdp, micro_batch, recompute
 from forge.trainer.documents import Documents, find_documents, has_varlen
 from forge.trainer.llama import Decoder
 from forge.trainer.loss import worth_compiling
@@ -57,6 +57,7 @@ class ParallelModel:
         rank = world.rank
         ranks = ranks_per_copy(settings.shard, rank.world_size, rank.local_world_size)
         self.uses_fsdp2 = ranks > 1 or fsdp.replicates(world, precision)
+        fp8.apply(decoder, settings, world.device)
         recompute.apply(decoder, settings.recompute)
         if self.uses_fsdp2:
             fsdp.apply(decoder, world, settings, ranks, precision)

@@ -44,7 +44,7 @@ def check(world: World, config: ResolvedConfig, task: LossesTask) -> RankRecord:
 def sharded_decoder(config: ResolvedConfig, tokens: Tokens, world: World) -> llama.Decoder:
     """A decoder whose weights are sharded over the ranks, and not yet set. All ranks call it."""
     model = llama.Decoder(config.model, tokens.vocab_size)
-    sharded = config.train.model_copy(update={"shard": "all", "recompute": "none"})
+    sharded = config.train.model_copy(update={"shard": "all", "recompute": "none", "fp8": None})
     ParallelModel(model, sharded, world, "fp32")
     return model
 

@@ -32,7 +32,7 @@ from forge.validation.estimates import BYTES_OF_STATE, cpu_seconds
 
 # Largest difference of a recomputed and a recorded loss where device, number of threads or arithmetic
 # differ. Under equal conditions they must be bitwise equal.
-TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
+TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp8": 5e-2}
 # The next recorded loss is looked for in this many steps: twice the default of train.log_every.
 MOST_STEPS = 10
 DEADLINE_SEC = 600.0
@@ -296,9 +296,12 @@ def _compare(checkpoint: directory.Checkpoint, recorded: Recorded, result: dict[
     lineage = checkpoint.manifest.lineage
     now = Numerics(**result["numerics"])
     exact = _is_repeatable(checkpoint, recorded) and same_arithmetic(lineage, now)
+    if lineage.config.train.fp8:
+        exact = exact and lineage.versions.torchao == versions(fp8=True)["torchao"]
     if _dropout_differs(checkpoint, exact):
         return _not_done(OTHER_DROPOUT)
-    tolerance, bound = tolerance_for(lineage.numerics.precision, exact)
+    precision = "fp8" if lineage.config.train.fp8 else lineage.numerics.precision
+    tolerance, bound = tolerance_for(precision, exact)
     equal: list[str] = []
     for step, then_loss in sorted(recorded.losses.items()):
         loss = result["losses"][step - checkpoint.step - 1]

@@ -38,6 +38,7 @@ TENSORS = {
     *("trainer.cpu", "trainer.loss", "trainer.llama", "trainer.numerics", "trainer.optim"),
     "trainer.documents",
     *("trainer.initialize", "trainer.recompute", "trainer.micro_batch", "trainer.fsdp"),
+    "trainer.fp8",
     *("trainer.parallel", "trainer.evaluate", "trainer.source_mix", "trainer.step", "trainer.loop"),
     "trainer.spike",
     *("trainer.export",),
