@@ -208,9 +208,18 @@ def _file_cache(cgroup: Path) -> int:
     return int(facts["active_file"]) + int(facts["inactive_file"])
 
 
+MIG = "MIG-"  # how the name of a slice begins, in CUDA_VISIBLE_DEVICES and nvidia-smi
+
+
 def count_gpus() -> int:
     """NVIDIA GPUs of this node by their device files, whether or not this process may use them."""
     return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.is_char_device()])
+
+
+def mig_slices() -> list[str]:
+    """MIG slices of GPUs that CUDA_VISIBLE_DEVICES names, as Slurm sets it; [] where it names GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return [name for name in visible.split(",") if name.startswith(MIG)]
 
 
 def infiniband_interface() -> str | None:

@@ -9,20 +9,23 @@ from dataclasses import dataclass
 
 import torch
 
-from forge.cluster.network import count_gpus
+from forge.cluster.network import MIG, count_gpus, mig_slices
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import Machine
 from forge.core.process import hostname
 from forge.launch.rank import Rank
 
 SHOWN = 8  # ranks in an error message
+# Has NCCL 2.32 and newer connect MIG slices, also those of one GPU (NVIDIA/nccl#1716).
+NCCL_ON_SLICES = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 @dataclass(frozen=True)
 class Seen:
     """What one rank sees of its node's GPUs.
 
-    gpus: UUIDs of those that torch can use, in the order of their indices. present: number of GPUs of
+    gpus: UUIDs of those that torch can use, in the order of their indices; of a MIG slice the name that
+    CUDA_VISIBLE_DEVICES has for it. present: number of GPUs of
     the node by its device files, whether or not this process may use them. trouble: why torch can use
     none; "" where it can.
     """
@@ -38,10 +41,13 @@ class Seen:
         """What this rank sees. With `cpu` wanted, CUDA is not initialized."""
         if wanted == "cpu":
             return cls(hostname(), rank.local_rank, [], 0)
+        _take_own_slice(rank)
         found = [
             str(torch.cuda.get_device_properties(index).uuid)
             for index in range(torch.cuda.device_count())
         ]
+        if found:  # slices of one GPU may have its UUID
+            found = mig_slices()[:1] or found
         trouble = "" if found else _why_no_gpu()
         return cls(hostname(), rank.local_rank, found, count_gpus(), trouble)
 
@@ -73,6 +79,7 @@ def choose(ranks: Sequence[Seen], rank: Rank, machine: Machine) -> torch.device:
         raise _no_gpus(ranks, indices, rank.local_world_size, machine)
     own = [index for index in indices if index is not None]
     _refuse_shared(ranks, own)
+    _refuse_slices(ranks, machine)
     return torch.device("cuda", own[rank.rank])
 
 
@@ -119,6 +126,31 @@ def _refuse_shared(ranks: Sequence[Seen], indices: Sequence[int]) -> None:
                 " job has fewer GPUs than ranks",
                 fix="unset CUDA_VISIBLE_DEVICES, and set tasks_per_node to the number of GPUs of a node",
             )
+
+
+def _take_own_slice(rank: Rank) -> None:
+    """Show this rank the MIG slice of its local rank only, where its node's list has one for each. CUDA
+    uses the first slice of the list and no other (NVIDIA's MIG user guide, CUDA_VISIBLE_DEVICES), so that
+    all ranks would share it. Before CUDA is initialized."""
+    slices = mig_slices()
+    if len(slices) > 1 and len(slices) >= rank.local_world_size:
+        os.environ["CUDA_VISIBLE_DEVICES"] = slices[rank.local_rank]
+
+
+def _refuse_slices(ranks: Sequence[Seen], machine: Machine) -> None:
+    slices = [rank for rank, seen in enumerate(ranks) if seen.gpus[0].startswith(MIG)]
+    if not slices or len(ranks) == 1 or machine.fabric.backend == "gloo":
+        return
+    if os.environ.get(NCCL_ON_SLICES) == "1":
+        return
+    first = ranks[slices[0]]
+    raise ConfigError(
+        f"{len(slices)} of {len(ranks)} ranks have MIG slices (rank {slices[0]} on {first.host}:"
+        f" {first.gpus[0]}), and NCCL does not connect slices",
+        cause="the job asked for parts of GPUs; NCCL before 2.32 cannot use them together",
+        fix="ask for whole GPUs; or train with one rank; or set fabric.backend to gloo and train.shard to"
+        f" none, which is slow; or export {NCCL_ON_SLICES}=1 with NCCL 2.32 or newer",
+    )
 
 
 def _why_no_gpu() -> str:

@@ -351,7 +351,7 @@ def _locked_memory() -> Check:
 
 
 def _gpus(ranks: int) -> Check:
-    found = network.count_gpus()
+    found = len(network.mig_slices()) or network.count_gpus()
     if found >= ranks:
         return Check("gpus", "ok", f"{found} GPUs for {ranks} ranks")
     return Check(

@@ -3,7 +3,9 @@ every binding of GPUs to ranks that launchers make is a case here. No GPU is nee
 function of what the ranks report."""
 
 import multiprocessing
+import os
 import socket
+import types
 
 import pytest
 import torch
@@ -59,6 +61,48 @@ def test_gloo_on_gpus_keeps_the_gpus():
 def test_two_ranks_that_were_shown_the_same_gpu_are_refused():
     with pytest.raises(ConfigError, match=r"ranks 0, 1 on node0 share one GPU \(a\)"):
         chosen(ranks(["a", "a"]), 2)
+
+
+def test_slices_of_one_gpu_are_used_by_gloo_and_refused_with_nccl(monkeypatch):
+    monkeypatch.delenv(device.NCCL_ON_SLICES, raising=False)
+    seen = ranks([["MIG-a"], ["MIG-b"]])
+    with pytest.raises(
+        ConfigError, match=r"2 of 2 ranks have MIG slices \(rank 0 on node0: MIG-a\)"
+    ):
+        chosen(seen, 2)
+    assert chosen(seen, 2, fabric__backend="gloo") == ["cuda:0", "cuda:0"]
+    monkeypatch.setenv(device.NCCL_ON_SLICES, "1")
+    assert chosen(seen, 2) == ["cuda:0", "cuda:0"]
+    with pytest.raises(ConfigError, match=r"ranks 0, 1 on node0 share one GPU \(MIG-a\)"):
+        chosen(ranks([["MIG-a"], ["MIG-a"]]), 2)
+
+
+def test_one_rank_trains_on_a_slice():
+    assert chosen(ranks([["MIG-a"]]), 1) == ["cuda:0"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "expected"),
+    [
+        ("MIG-a,MIG-b", 0, "MIG-a"),
+        ("MIG-a,MIG-b", 1, "MIG-b"),
+        ("MIG-b", 1, "MIG-b"),  # bound by the launcher
+        ("0,1", 1, "0,1"),
+    ],
+)
+def test_a_rank_takes_the_slice_of_its_local_rank(monkeypatch, visible, local_rank, expected):
+    """CUDA uses the first slice of the list only."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    Seen.here(Rank(local_rank, local_rank, 2, 2), "auto")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+
+
+def test_a_rank_names_its_slice_not_the_gpu_of_it(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    gpu = types.SimpleNamespace(uuid="of the whole GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    assert Seen.here(Rank(1, 1, 2, 2), "auto").gpus == ["MIG-b"]
 
 
 def test_equal_uuids_on_two_nodes_are_two_gpus():

@@ -232,6 +232,13 @@ def test_staged_shards_that_are_gone_only_warn_where_the_shared_ones_are_readabl
     assert blind.status == "fail"
 
 
+def test_slices_of_a_gpu_count_as_gpus(wanted, monkeypatch):
+    monkeypatch.setattr(network, "count_gpus", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    assert checks(wanted, ranks=2, fabric__backend="nccl")["gpus"].status == "ok"
+    assert checks(wanted, ranks=3, fabric__backend="nccl")["gpus"].status == "fail"
+
+
 def test_gpus_are_counted_where_the_backend_needs_them(wanted, monkeypatch):
     monkeypatch.setattr(network, "count_gpus", lambda: 3)
     assert checks(wanted, ranks=3, fabric__backend="nccl")["gpus"].status == "ok"
