@@ -28,9 +28,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from bench.manifests import manifest_of
 from forge.checkpoint import storage
 from forge.checkpoint.async_saver import Saver
-from forge.core.config import Model, Train
 from forge.core.machine import Machine
+from forge.core.model import Model
 from forge.core.paths import RunPaths
+from forge.core.train import Train
 from forge.launch.process_group import World, joined
 from forge.launch.rank import Rank
 from forge.trainer import cpu

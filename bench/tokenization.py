@@ -17,7 +17,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from forge.core.config import Config, Tokenize
+from forge.core.config import Config
+from forge.core.tokenize import Tokenize
 from forge.data import corpus
 from forge.data.content_ids import resolve
 from forge.data.encoders import NoFastEncoder, fast_encoder
@@ -188,7 +189,8 @@ def measure_subcommand(
 ) -> None:
     """The rate of all that `forge tokenize` does with one worker: list, read, encode, digest, write.
 
-    encoding: tokens/s of encoding alone, in this run. By the CPU time of this process and the worker, too, in which other load on the machine counts less.
+    encoding: tokens/s of encoding alone, in this run. By the CPU time of this process and the worker,
+    too, in which other load on the machine counts less.
     """
     config = Config.model_validate(
         {

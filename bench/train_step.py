@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from bench.contenders import nanogpt
-from forge.core.config import Model, Train
+from forge.core.model import Model
+from forge.core.train import Train
 from forge.trainer.cpu import keep_freed_memory, product_error, use_fast_fp32
 from forge.trainer.documents import find_documents
 from forge.trainer.initialize import initialized

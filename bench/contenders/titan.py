@@ -24,7 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from bench.contenders.sizes import TRAIN, Sizes, Step, fill
-from forge.core.config import Model, Recompute
+from forge.core.model import Model
+from forge.core.train import Recompute
 from forge.launch.process_group import World
 
 FEATURES = (

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Part, RecordedConfig
-from forge.core.config import Model, ResolvedConfig, Section, Train, is_free
+from forge.core.config import ResolvedConfig, Section, is_free
 from forge.core.errors import ConfigError
+from forge.core.model import Model
+from forge.core.train import Train
 
 
 def frozen_decay_steps(config: ResolvedConfig, checkpoint: Checkpoint | None) -> int:

@@ -18,11 +18,12 @@ from pydantic import (
     model_serializer,
 )
 
-from forge.core.config import ResolvedConfig, Shard
+from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, OtherFormat
 from forge.core.files import canonical, digest_bytes, read_json, write_json
 from forge.core.process import hostname
 from forge.core.provenance import code, config_digest, cpu_name, versions
+from forge.core.train import Shard
 
 FORMAT: Literal[3] = 3
 MANIFEST = "checkpoint.json"

@@ -9,18 +9,13 @@ from pathlib import Path
 
 from forge.cluster import rendezvous, slurm
 from forge.core import memory
-from forge.core.config import (
-    Config,
-    ranks_per_copy,
-    refuse_bf16_of_ddp,
-    refuse_fp8,
-    samples_per_rank,
-)
+from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import Machine
 from forge.core.memory import Shape
 from forge.core.process import hostname
 from forge.core.terminal import say
+from forge.core.train import ranks_per_copy, refuse_bf16_of_ddp, refuse_fp8, samples_per_rank
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
         )
     rendezvous.check(machine.fabric, layout.nodes)
     if config.program is None:
-        refuse_fp8(config)
+        refuse_fp8(config.train, config.model)
         samples_per_rank(config.train.batch_size, layout.world_size)
         ranks = ranks_per_copy(config.train.shard, layout.world_size, layout.ranks_per_node)
         on_cpus = machine.device == "cpu" or machine.fabric.backend == "gloo"

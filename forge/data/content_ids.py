@@ -6,9 +6,10 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from forge.core.config import TOKEN_FORMATS, Config, Ids, ResolvedConfig, Tokenize
+from forge.core.config import Config, Ids, ResolvedConfig
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import canonical, digest_bytes, digest_file, short_id
+from forge.core.tokenize import TOKEN_FORMATS, Tokenize
 from forge.data import corpus, model
 from forge.data.corpus import INPUTS, of_key
 from forge.data.inputs import list_inputs, named_inputs, of_hub

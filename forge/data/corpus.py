@@ -20,10 +20,10 @@ from typing import IO, Any
 import blake3
 import orjson
 
-from forge.core import config
 from forge.core.errors import DataError
 from forge.core.grouping import num_bytes
 from forge.core.terminal import say
+from forge.core.tokenize import Tokenize
 from forge.data import hub
 from forge.data.input_bytes import CHUNK_BYTES, COMPRESSED, BytesRead, Consumed, open_bytes
 
@@ -63,7 +63,7 @@ def _unpickled(name: str, path: str, size: int) -> InputFile:
 # --- which files --------------------------------------------------------------------------------
 
 
-def list_files(settings: config.Tokenize) -> list[InputFile]:
+def list_files(settings: Tokenize) -> list[InputFile]:
     """The local files that `tokenize.inputs` names, as `list_named`; `inputs.corpus_files` has those of a
     hub, too."""
     return list_named([name for name in settings.inputs if not name.startswith(hub.SCHEME)])
@@ -171,7 +171,7 @@ def _stdlib_files() -> Iterator[InputFile]:
 
 def read_documents(
     file: InputFile,
-    settings: config.Tokenize,
+    settings: Tokenize,
     *,
     warn: Warn = say,
     consumed: Consumed = lambda _: None,
@@ -191,9 +191,7 @@ def read_documents(
                 yield document
 
 
-def _documents(
-    file: InputFile, settings: config.Tokenize, utf8: _Utf8, read: BytesRead
-) -> Iterator[str]:
+def _documents(file: InputFile, settings: Tokenize, utf8: _Utf8, read: BytesRead) -> Iterator[str]:
     if file.name == TOPICS or file.name.startswith(f"{STDLIB}/"):
         yield from _stdlib_documents(file)
         read.digest(file.path)
@@ -214,7 +212,7 @@ def _documents(
             yield from _split_text(utf8.stream(stream), settings.document_separator, file.path)
 
 
-def _format_of(path: Path, settings: config.Tokenize) -> str:
+def _format_of(path: Path, settings: Tokenize) -> str:
     if settings.format != "auto":
         return settings.format
     name = re.sub(r"\.(gz|zst)$", "", path.name.lower())
@@ -363,7 +361,7 @@ def _stdlib_documents(file: InputFile) -> Iterator[str]:
 # --- JSONL and parquet --------------------------------------------------------------------------
 
 
-def _jsonl(stream: IO[bytes], settings: config.Tokenize, utf8: _Utf8) -> Iterator[str]:
+def _jsonl(stream: IO[bytes], settings: Tokenize, utf8: _Utf8) -> Iterator[str]:
     start = number = 0
     while line := stream.readline(MAX_DOCUMENT_BYTES + 1):
         number += 1
@@ -439,9 +437,7 @@ def _no_text(where: str, field: str, problem: str, found: list[str]) -> DataErro
     )
 
 
-def _parquet(
-    file: InputFile, settings: config.Tokenize, utf8: _Utf8, consumed: Consumed
-) -> Iterator[str]:
+def _parquet(file: InputFile, settings: Tokenize, utf8: _Utf8, consumed: Consumed) -> Iterator[str]:
     import pyarrow
     import pyarrow.parquet
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from forge.core.config import Model
 from forge.core.errors import ConfigError
+from forge.core.model import Model
 from forge.core.values import shown
 
 # Of each number: key in config.json -> key of `model`.

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from forge.core.config import samples_per_rank
 from forge.core.errors import DataError
+from forge.core.train import samples_per_rank
 from forge.data.left_out import LeftOut
 from forge.data.mixed_order import MixedOrder
 from forge.data.permutation import in_epochs

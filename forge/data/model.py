@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from forge.core.config import Config, Model, ResolvedConfig, checked
+from forge.core.config import Config, ResolvedConfig, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.files import canonical, digest_bytes, digest_file, disk_trouble, read_json
-from forge.core.model import Init
+from forge.core.model import Init, Model
 from forge.core.paths import model_folder, tokenizer_folder
 from forge.core.process import hostname
 from forge.core.records import Record

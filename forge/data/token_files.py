@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from forge.core.config import TOKEN_FORMATS, Tokenize
 from forge.core.errors import DataError
 from forge.core.files import disk_trouble
+from forge.core.tokenize import TOKEN_FORMATS, Tokenize
 from forge.data.corpus import InputFile
 
 DATA_SUFFIX = {"nanogpt": ".bin", "megatron": ".bin", "dolma": ".npy"}

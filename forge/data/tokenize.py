@@ -18,13 +18,14 @@ import blake3
 import numpy as np
 from pydantic import ValidationError
 
-from forge.core.config import TOKEN_FORMATS, ResolvedConfig, Tokenize
+from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import atomic_open, digest_file, disk_trouble, fsync_folder, write_json
 from forge.core.grouping import grouped, num_bytes
 from forge.core.paths import tokenizer_folder, tokens_folder
 from forge.core.process import stop_with_parent
 from forge.core.terminal import progress, say
+from forge.core.tokenize import TOKEN_FORMATS, Tokenize
 from forge.data import content_ids, corpus, token_files
 from forge.data.corpus import InputFile
 from forge.data.encoders import (

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from forge.checkpoint import compatibility, directory, manifest, resume, storage
 from forge.checkpoint.export_folder import FORMAT, MANIFEST, atomic_directory, is_exported
 from forge.cluster.lock import lock
-from forge.core.config import Model, ResolvedConfig, apply_overrides, checked
+from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.files import (
     atomic_open,
@@ -33,6 +33,7 @@ from forge.core.files import (
     write_json,
 )
 from forge.core.grouping import grouped
+from forge.core.model import Model
 from forge.core.paths import RunPaths, tokenizer_folder
 from forge.core.records import Trained, Validation
 from forge.core.terminal import progress, say

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge.core.config import Train
 from forge.core.errors import ConfigError
 from forge.core.process import hostname
+from forge.core.train import Train
 from forge.trainer.llama import Decoder
 
 # Compute capability from which on torch._scaled_mm has kernels: Ada scales a tensor as a whole, Hopper

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from forge.core.config import Train
 from forge.core.errors import ConfigError
+from forge.core.train import Train
 from forge.launch.process_group import World
 from forge.trainer.llama import Decoder
 

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge.core.config import Model
 from forge.core.errors import ConfigError
-from forge.core.model import RopeScaling
+from forge.core.model import Model, RopeScaling
 from forge.trainer.documents import Documents, attend
 from forge.trainer.loss import linear_cross_entropy
 

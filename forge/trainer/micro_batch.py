@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from forge.core.config import Train
 from forge.core.memory import Shape, with_micro_batch
 from forge.core.terminal import say
+from forge.core.train import Train
 from forge.launch.process_group import World
 from forge.trainer.llama import Decoder
 

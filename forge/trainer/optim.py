@@ -8,7 +8,7 @@ import math
 import torch
 from torch import nn
 
-from forge.core.config import Train
+from forge.core.train import Train
 
 Optimizers = tuple[torch.optim.Optimizer, ...]
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from forge.core.config import Recompute
+from forge.core.train import Recompute
 from forge.trainer.llama import Decoder
 
 

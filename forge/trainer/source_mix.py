@@ -10,8 +10,9 @@ from forge.checkpoint import rewinds
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import RecordedMix, SourceUse
 from forge.checkpoint.mix_at_start import MixAtStart
-from forge.core.config import ResolvedConfig, Train
+from forge.core.config import ResolvedConfig
 from forge.core.mix import stage_at
+from forge.core.train import Train
 from forge.data.left_out import LeftOut
 from forge.data.mixed_order import MixedOrder
 from forge.data.source_windows import windows_by_source

@@ -17,8 +17,9 @@ import torch
 
 from forge.checkpoint import parent
 from forge.checkpoint.manifest import Manifest
-from forge.core.config import Config, Train
+from forge.core.config import Config
 from forge.core.errors import TrainingError
+from forge.core.train import Train
 
 NAMES = ("loss", "gradient norm")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from forge.core import failpoints
-from forge.core.config import Train
+from forge.core.train import Train
 from forge.data.left_out import LeftOut
 from forge.data.loader import NOTHING, Loader
 from forge.data.mixed_order import MixedOrder

@@ -11,8 +11,9 @@ import torch
 from support.gpu import make_step, one_rank, synchronize
 
 from forge.core import memory
-from forge.core.config import Model, Train
 from forge.core.memory import Shape
+from forge.core.model import Model
+from forge.core.train import Train
 
 MODEL = Model(dim=2048, layers=6, heads=16, tie_embeddings=False)
 VOCAB = 32000

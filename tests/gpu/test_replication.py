@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.gpu import full, make_step, relative_error, seconds_of
 
-from forge.core.config import Model, Train
+from forge.core.model import Model
+from forge.core.train import Train
 from forge.trainer import fsdp
 
 LIMIT = 2e-2  # bf16 has 8 bits, and autocast keeps fp32 between blocks: 6e-3 measured on CPUs

@@ -10,7 +10,8 @@ import pytest
 import torch
 from support.gpu import make_step
 
-from forge.core.config import Model, Train
+from forge.core.model import Model
+from forge.core.train import Train
 
 
 @pytest.mark.parametrize("spike", [None, "skip"])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from forge.core.config import Train
 from forge.core.files import read_json
+from forge.core.train import Train
 from tools.slurm_cluster.cluster import Cluster
 
 from .job_run import GOAL, SCIENCE, Uninterrupted

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from forge.core.config import Model, Train
 from forge.core.machine import Machine
+from forge.core.model import Model
+from forge.core.train import Train
 from forge.data.prefetch import Prefetcher
 from forge.launch.process_group import World, joined
 from forge.launch.rank import Rank

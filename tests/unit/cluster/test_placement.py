@@ -8,10 +8,11 @@ import pytest
 
 from forge.cluster import placement, slurm
 from forge.cluster.placement import Placement, WorldLayout
-from forge.core.config import Config, ranks_per_copy
+from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.process import hostname
+from forge.core.train import ranks_per_copy
 
 SPEC = "results/base/.launch/20260101T000000-7/spec.json"
 ENTRY = ["-m", "forge.worker", SPEC]

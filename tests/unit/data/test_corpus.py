@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from forge.core.config import Tokenize
 from forge.core.errors import DataError
 from forge.core.files import digest_file
+from forge.core.tokenize import Tokenize
 from forge.data import corpus
 from forge.data.input_bytes import CHUNK_BYTES
 

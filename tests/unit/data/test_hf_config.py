@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from forge.core.config import Model
 from forge.core.errors import ConfigError
+from forge.core.model import Model
 from forge.data.hf_config import family_of, model_keys
 
 LLAMA_31_8B = {

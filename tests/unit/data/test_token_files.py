@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from forge.core.config import Config, Tokenize, checked
+from forge.core.config import Config, checked
 from forge.core.errors import ConfigError, DataError
+from forge.core.tokenize import Tokenize
 from forge.data import content_ids, token_files
 from forge.data.content_ids import resolve
 from forge.data.corpus import InputFile

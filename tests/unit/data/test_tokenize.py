@@ -15,9 +15,10 @@ import numpy as np
 import psutil
 import pytest
 
-from forge.core.config import Config, ResolvedConfig, Train
+from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.paths import tokens_folder
+from forge.core.train import Train
 from forge.data import content_ids, encoders
 from forge.data.shards import ShardSet
 from forge.data.tokenize import split_of, tokenize

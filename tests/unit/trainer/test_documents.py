@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forge.core.config import Model, Train
 from forge.core.machine import Machine
+from forge.core.model import Model
+from forge.core.train import Train
 from forge.launch.process_group import joined
 from forge.launch.rank import Rank
 from forge.trainer import recompute

@@ -15,8 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import forge.trainer.cpu
 import forge.trainer.loss
-from forge.core.config import Model, Train
 from forge.core.errors import ConfigError
+from forge.core.model import Model
+from forge.core.train import Train
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
 from forge.trainer import fsdp

@@ -11,8 +11,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge.core import memory
-from forge.core.config import Model, Train
 from forge.core.memory import GIB, Shape
+from forge.core.model import Model
+from forge.core.train import Train
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
 from forge.trainer import fsdp

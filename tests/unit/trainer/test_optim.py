@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from forge.checkpoint.storage import training_state
-from forge.core.config import Model, Train
+from forge.core.model import Model
+from forge.core.train import Train
 from forge.trainer.initialize import initialized
 from forge.trainer.optim import learning_rate, make_optimizers, state_shapes, update
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from forge.core.config import Model, Train
 from forge.core.errors import ConfigError
+from forge.core.model import Model
+from forge.core.train import Train
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
 from forge.trainer import fsdp

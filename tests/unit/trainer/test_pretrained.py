@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from support.pretrained import random_model, save
 from transformers import AutoModelForCausalLM
 
-from forge.core.config import Config, Model, ResolvedConfig
+from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import DataError
+from forge.core.model import Model
 from forge.data import model
 from forge.data.content_ids import resolve
 from forge.data.model import ModelManifest, with_pretrained

@@ -6,7 +6,7 @@ import ctypes
 import pytest
 import torch
 
-from forge.core.config import Model
+from forge.core.model import Model
 from forge.trainer import recompute
 from forge.trainer.initialize import initialized
 

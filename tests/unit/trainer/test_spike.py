@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.manifests import IDS, manifest_of
 
-from forge.core.config import ResolvedConfig, Train
+from forge.core.config import ResolvedConfig
+from forge.core.train import Train
 from forge.trainer.nonfinite import Skipped
 from forge.trainer.spike import SpikeRule, ended_by_spike
 

@@ -1,0 +1,125 @@
+"""Sections `tokenizer` and `tokenize`: the corpus, and how it becomes token ids."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from forge.core.mix import STEP
+from forge.core.model import HUB_NAME
+from forge.core.section import FilePath, Section
+from forge.core.values import shown
+
+# Part of names of metrics, too.
+SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
+MAX_MIB = 2**30  # a PiB
+# Ids of a tokenizer that is not known yet: those of Gemma's, the largest in wide use.
+LARGE_VOCABULARY = 2**18
+# Of tokenize.format: files of ids in place of text.
+TOKEN_FORMATS = ("nanogpt", "megatron", "dolma")
+
+
+class Tokenizer(Section):
+    """The source of the tokenizer."""
+
+    source: Literal["train", "path", "hub"] = "train"
+    """`train` a byte-level BPE on the corpus, copy a file (`path`), or download it from a `hub`."""
+    vocab_size: int = Field(4096, ge=257, le=2**24)
+    """Number of ids of a trained tokenizer, its end-of-text token included."""
+    sample_mib: float = Field(64, gt=0, le=MAX_MIB)
+    """A trained tokenizer sees at most this many MiB of the corpus, spread evenly over the files."""
+    path: FilePath | None = None
+    """Path of the tokenizer.json for `source: path`."""
+    hub: str | None = None
+    """`owner/name@revision` for `source: hub`; downloaded on a login node."""
+    eos_token: str | None = None
+    """Token that ends each document; null: as the tokenizer's own files name it."""
+
+    @model_validator(mode="after")
+    def _source_has_its_key(self) -> Self:
+        for source in ("path", "hub"):
+            if self.source == source and not getattr(self, source):
+                raise ValueError(f"source is {source!r}, so {source} must be given")
+        if self.hub and not re.fullmatch(HUB_NAME, self.hub):
+            raise ValueError(f"hub is {shown(self.hub)}; it must look like owner/name@revision")
+        return self
+
+    @property
+    def expected_vocab_size(self) -> int:
+        """Number of ids, for estimates before the tokenizer exists: an upper bound for nearly every
+        tokenizer that is not trained here."""
+        return self.vocab_size if self.source == "train" else LARGE_VOCABULARY
+
+
+class Source(Section):
+    """A corpus: its files, and how their text is read."""
+
+    inputs: list[FilePath] = Field(min_length=1)
+    """Files, directories and globs; `python:stdlib` is the source code of Python's standard library.
+    Files of the Hugging Face hub as `hf://datasets/owner/name@revision/*.parquet` are downloaded on the
+    login node."""
+    format: Literal["auto", "text", "jsonl", "parquet", "nanogpt", "megatron", "dolma"] = "auto"
+    """`auto` decides by the file name (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, else text). Files of
+    nanoGPT (.bin), Megatron-LM (.bin, .idx) and dolma (.npy) hold ids, made with the tokenizer that is
+    given."""
+    token_dtype: Literal["uint16", "uint32", "int32"] = "uint16"
+    """Of the ids in files of nanoGPT and dolma, which do not say; Megatron-LM's index does."""
+    text_field: str = "text"
+    """The field (JSONL) or column (parquet) that holds the text."""
+    document_separator: str | None = None
+    """Cuts text files into documents at this string; null makes each text file one document."""
+    invalid_utf8: Literal["error", "replace"] = "error"
+    """Bytes that are not UTF-8: stop and name file and offset, or replace them by U+FFFD."""
+
+
+class Tokenize(Source):
+    """The corpus, and how it becomes shards of token ids."""
+
+    inputs: list[FilePath] = Field(default=["python:stdlib"], min_length=1)
+    """Files, directories and globs; `python:stdlib` is the source code of Python's standard library.
+    Files of the Hugging Face hub as `hf://datasets/owner/name@revision/*.parquet` are downloaded on the
+    login node."""
+    sources: dict[SourceName, Source] | None = Field(None, min_length=1)
+    """Several corpora by name, each tokenized by itself, in place of `inputs` and of the keys on how text
+    is read; train.mix has their weights. null: one corpus."""
+    val_fraction: float = Field(0.05, gt=0, lt=1)
+    """Fraction of the documents in the validation split, chosen by the digest of the document."""
+    shard_tokens: int = Field(2**26, ge=1024)
+    """A shard ends with the document that brings it to this many tokens."""
+    part_mib: float = Field(4, gt=0, le=MAX_MIB)
+    """Input files are grouped into parts of about this many MiB; parts are tokenized in parallel."""
+
+    @model_validator(mode="after")
+    def _inputs_or_sources(self) -> Self:
+        if self.sources is None:
+            return self
+        if STEP in self.sources:
+            raise ValueError(
+                f"a source cannot have the name {STEP}, a key of the stages of train.mix"
+            )
+        if given := [key for key in Source.model_fields if key in self.model_fields_set]:
+            raise ValueError(
+                f"sources takes the place of {', '.join(given)}, which each source has of its own: remove"
+                " one or the other"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_unused_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """With sources, the keys that each source has of its own; else `sources`."""
+        unused = Source.model_fields if self.sources else ("sources",)
+        return {key: value for key, value in dump(self).items() if key not in unused}
+
+    @property
+    def corpora(self) -> dict[str, Tokenize]:
+        """The settings of each source as those of a single corpus, sorted by name; without sources those
+        of the only corpus, whose name is empty."""
+        if self.sources is None:
+            return {"": self}
+        common = {"val_fraction", "shard_tokens", "part_mib"}
+        return {
+            name: Tokenize(**self.sources[name].model_dump(), **self.model_dump(include=common))
+            for name in sorted(self.sources)
+        }
