@@ -75,10 +75,11 @@ class Feed:
             self.is_over.wait(POLL_SEC)
 
     def keep_sending(self, tell: Callable[[str], None]) -> None:
-        """As `send`, again and again after failures of the tracker, until all is sent or training is
-        over. The first failure is told."""
+        """As `send`, again and again after failures of the tracker, until all is sent; the last attempt
+        begins when training is over. The first failure is told."""
         told = False
         while True:
+            is_last = self.is_over.is_set()
             try:
                 self.send()
                 return
@@ -88,7 +89,7 @@ class Feed:
                     why = _in_a_line(err)
                     tell(f"warning: tracking.{self.name}: {why}; training is not affected")
                 told = True
-                if isinstance(err, ForgeError) or self.is_over.is_set():
+                if isinstance(err, ForgeError) or is_last:
                     return
             self.is_over.wait(RETRY_SEC)
 
