@@ -187,7 +187,9 @@ def launch_line(
         )
         return [*line, python, *entry]
     if layout.nodes == 1 and placement.is_here:
-        return [*_torchrun(machine, ranks, python), "--standalone", *entry]
+        # Without an address the ranks would meet at this host's name, which need not resolve.
+        alone = ["--standalone", "--local-addr=127.0.0.1"]
+        return [*_torchrun(machine, ranks, python), *alone, *entry]
     assert job
     line = slurm.srun(
         job.id,

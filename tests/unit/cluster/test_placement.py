@@ -39,6 +39,7 @@ def test_line_of_torchrun_on_this_host_is_as_recorded():
     assert line_of({"launcher": "torchrun"}, WorldLayout(1, 4), Placement.here()) == [
         *TORCHRUN,
         "--standalone",
+        "--local-addr=127.0.0.1",
         *ENTRY,
     ]
 
