@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from forge.core.config import Config, ResolvedConfig
-from forge.core.errors import DataError
+from forge.core.errors import ConfigError, DataError
 from forge.core.files import canonical, digest_bytes, digest_file, disk_trouble
 from forge.core.paths import inputs_folder
 from forge.core.terminal import Progress, progress, say
@@ -34,8 +34,20 @@ def list_inputs(inputs: Sequence[str]) -> list[InputFile]:
 
 
 def of_hub(inputs: Sequence[str], key: str = "program.inputs") -> list[HubFiles]:
-    """What the inputs of a config key name of a hub. Raises ConfigError for a malformed URL."""
-    return [HubFiles.parse(name, key) for name in inputs if name.startswith(hub.SCHEME)]
+    """What the inputs of a config key name of a hub. Raises ConfigError for a malformed URL, and for two
+    revisions of a repository, whose files have the same places among the downloads."""
+    found = [HubFiles.parse(name, key) for name in inputs if name.startswith(hub.SCHEME)]
+    apart = "; or make each a source of tokenize.sources" if key == "tokenize.inputs" else ""
+    first: dict[str, HubFiles] = {}
+    for files in found:
+        other = first.setdefault(files.repo.folder, files).repo
+        if other.revision != files.repo.revision:
+            raise ConfigError(
+                f"{key} has two revisions of a repository: {other} and {files.repo}",
+                cause="downloads are at their name on the hub, which both have",
+                fix="name one revision" + apart,
+            )
+    return found
 
 
 def named_inputs(config: Config) -> tuple[list[str], str]:

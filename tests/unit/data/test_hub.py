@@ -151,6 +151,18 @@ def test_url_without_owner_or_revision_is_refused_before_anything_is_asked(url):
         resolve(checked(Config, values, "config.yaml"))
 
 
+@pytest.mark.parametrize("section", ["program", "tokenize"])
+def test_two_revisions_of_a_repository_are_refused_before_one_replaces_the_other(section):
+    inputs = ["hf://datasets/a/b@v1/x.jsonl", "hf://a/b@v2/x.jsonl", "hf://datasets/a/b@v2/x.jsonl"]
+    values = {section: {"inputs": inputs, **({"command": ["x"]} if section == "program" else {})}}
+    with pytest.raises(ConfigError) as raised:
+        resolve(checked(Config, values, "config.yaml"))
+    assert raised.value.what == (
+        f"{section}.inputs has two revisions of a repository: datasets/a/b@v1 and datasets/a/b@v2"
+    )
+    assert ("tokenize.sources" in raised.value.fix) == (section == "tokenize")
+
+
 def test_revision_may_be_the_hubs_own_conversion_to_parquet():
     found = HubFiles.parse("hf://datasets/a/b@refs/convert/parquet/default/train/0.parquet")
     assert (found.repo.revision, found.pattern) == (
