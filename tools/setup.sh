@@ -42,12 +42,20 @@ install_with_pip() { # what is named
     .venv/bin/python -m pip install --quiet --disable-pip-version-check "${offline[@]}" "$@"
 }
 
+refuse() {
+    echo "setup: a package could not be installed; the reason is above." >&2
+    echo "  fix: if it was being built, there was no wheel of it for this Python: install a compiler (apt-get install gcc" >&2
+    echo "       python3-dev on Debian and Ubuntu) or name an older Python (make PYTHON=python3.13); if an index or a disk" >&2
+    echo "       failed, see to it; then run make again" >&2
+    exit 69
+}
+
 doing="setup: installing into .venv (a minute or two) …"
 if command -v uv >/dev/null; then
     echo "$doing"
     # uv brings a Python where the system's is too old.
     uv venv --quiet --clear --python "${PYTHON:->=3.11}" .venv
-    install_with_uv uv
+    install_with_uv uv || refuse
 else
     if ! version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null); then
         echo "setup: cannot run '$python'. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3.11" >&2
@@ -68,7 +76,7 @@ else
     # pip takes several times as long as uv, and is there where uv is not, or does not reach an index.
     if ! { install_with_pip --constraint constraints.txt uv 2>/dev/null && install_with_uv .venv/bin/uv; }; then
         echo "setup: without uv, which could not be used; with pip (several minutes) …"
-        install_with_pip "${packages[@]}"
+        install_with_pip "${packages[@]}" || refuse
     fi
 fi
 # Forge itself is installed as a link to its source, which no installer compiles.

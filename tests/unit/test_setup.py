@@ -73,6 +73,14 @@ def uv_settings(place, **environ):
     return dict(line.split("=", 1) for line in lines)
 
 
+def test_package_that_cannot_be_built_ends_with_what_to_do(place):
+    program(place, "uv", f'{UV}[ "$1" != pip ]\n')
+    done = setup(place)
+    assert done.returncode == 69
+    assert "a package could not be installed" in done.stderr and "python3-dev" in done.stderr
+    assert not (place / ".venv" / "ready").exists()
+
+
 def test_old_python_is_refused_with_what_to_do(place):
     python(place, (3, 9, 18))
     done = setup(place)
