@@ -15,6 +15,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -219,17 +220,24 @@ def _empty_database() -> Path:
     kept = base_folder() / f"empty-mariadb-{version}"
     if kept.exists():
         return kept
-    fresh = kept.with_name(f"{kept.name}.{os.getpid()}")
-    fresh.mkdir(parents=True)
-    command = ["mariadb-install-db", "--no-defaults", "--user=root", f"--datadir={fresh}"]
-    options = "--skip-test-db --auth-root-authentication-method=normal --innodb-log-file-size=8M"
-    done = subprocess.run(
-        [*command, *options.split()], capture_output=True, text=True, check=False, timeout=120
-    )
-    if done.returncode:
-        raise ClusterError(f"{' '.join(command)} failed: {done.stdout}{done.stderr}")
-    with contextlib.suppress(OSError):  # somebody else was quicker
-        fresh.rename(kept)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+        fresh = Path(folder) / "empty"
+        fresh.mkdir()
+        command = ["mariadb-install-db", "--no-defaults", "--user=root", f"--datadir={fresh}"]
+        # As MariaDB starts, it removes all temporary tables in its folder, which would else be /tmp:
+        # also those of another one that starts at the same time, which fails then.
+        command.append(f"--tmpdir={fresh}")
+        options = (
+            "--skip-test-db --auth-root-authentication-method=normal --innodb-log-file-size=8M"
+        )
+        done = subprocess.run(
+            [*command, *options.split()], capture_output=True, text=True, check=False, timeout=120
+        )
+        if done.returncode:
+            raise ClusterError(f"{' '.join(command)} failed: {done.stdout}{done.stderr}")
+        with contextlib.suppress(OSError):  # somebody else was quicker
+            fresh.rename(kept)
     return kept
 
 
