@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import multiprocessing
 import os
 import signal
@@ -68,6 +69,7 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
     do not depend on the number of workers. The caller holds the directory's lock. Raises DataError
     (no tokenizer, bad or too little text) and UnfitError (disk, memory).
     """
+    _no_threads()
     content_ids.require_current(config, "tokens")
     tokenizer_path = tokenizer_folder(config.data, config.ids.tokenizer)
     tokenizer = load_tokenizer(tokenizer_path)
@@ -237,8 +239,9 @@ class _Job:
 
 def _encode_parts(job: _Job, groups: list[list[InputFile]], workers: int) -> list[Part]:
     """Encode all parts; their records in order."""
-    # A fork would copy locks that threads of the tokenizers library may hold.
-    context = multiprocessing.get_context("spawn")
+    # A new interpreter for each worker would import for 0.6 s what is in memory here. A fork is safe:
+    # no other thread of this process is at work, see `_no_threads` and the order below.
+    context = multiprocessing.get_context("fork")
     # Each number is written by one worker: no lock, which a killed worker could keep.
     read_bytes = context.RawArray("q", len(groups))
     pool = ProcessPoolExecutor(
@@ -250,9 +253,12 @@ def _encode_parts(job: _Job, groups: list[list[InputFile]], workers: int) -> lis
     others = set(multiprocessing.active_children())
     finished: dict[int, Part] = {}
     total_mib = sum(file.size for group in groups for file in group) / 2**20
+    waiting = iter(enumerate(groups))
     try:
+        # Starts all workers, before the bar of `progress` has a thread.
+        running = _submit(pool, waiting, 4 * workers)
         with progress("tokenize", total_mib, "MiB") as update:
-            for number, part in _results(pool, groups, 4 * workers):
+            for number, part in _results(pool, waiting, running):
                 if part is not None:
                     finished[number] = part
                 update(sum(read_bytes) / 2**20, f"{len(finished)}/{len(groups)} parts")
@@ -271,28 +277,33 @@ def _encode_parts(job: _Job, groups: list[list[InputFile]], workers: int) -> lis
     return [finished[number] for number in range(len(groups))]
 
 
+Running = dict[Future[tuple[bytes, list[str]]], int]  # -> number of the part
+
+
+def _submit(
+    pool: ProcessPoolExecutor, waiting: Iterator[tuple[int, list[InputFile]]], at_most: int
+) -> Running:
+    return {
+        pool.submit(_make_part, number, group): number
+        for number, group in itertools.islice(waiting, at_most)
+    }
+
+
 def _results(
-    pool: ProcessPoolExecutor, groups: list[list[InputFile]], in_flight: int
+    pool: ProcessPoolExecutor, waiting: Iterator[tuple[int, list[InputFile]]], running: Running
 ) -> Iterator[tuple[int, Part | None]]:
     """(number, record) of each part when it is done, and (-1, None) at least twice a second.
 
-    At most in_flight parts are submitted at a time: a large corpus has 100,000 of them.
+    Submits a part for each that is done, not all at once: a large corpus has 100,000 of them.
     """
-    waiting = iter(enumerate(groups))
-    running: dict[Future[tuple[bytes, list[str]]], int] = {}
-    while True:
-        for number, group in waiting:
-            running[pool.submit(_make_part, number, group)] = number
-            if len(running) >= in_flight:
-                break
-        if not running:
-            return
+    while running:
         done, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
         for future in done:
             record, warnings = future.result()
             for warning in warnings:
                 say(warning)
             yield running.pop(future), Part.model_validate_json(record)
+        running |= _submit(pool, waiting, len(done))
         yield -1, None
 
 
@@ -306,10 +317,15 @@ def _start_worker(parent: int, job: _Job, read_bytes: Any) -> None:
     global _job, _read_bytes  # an initializer of a pool cannot return anything
     _job, _read_bytes = job, read_bytes
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from the parent, or as it dies
     stop_with_parent()
     if os.getppid() != parent:  # the parent died before the line above
         os._exit(1)
-    # One process per core already; the library's own threads would only compete.
+
+
+def _no_threads() -> None:
+    """The tokenizers library shall start no threads of its own: workers are one per core already, and
+    are forked from this process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
