@@ -126,12 +126,20 @@ def _input_file(name: str, path: str, spec: str) -> InputFile:
                 cause="a pipe, a socket or a device: it cannot be read twice",
                 fix="write its text into a file, or leave it out of tokenize.inputs",
             )
+        name.encode()
         return InputFile(name, Path(path), status.st_size)
     except OSError as err:
         raise DataError(
             f"tokenize.inputs: {spec!r}: cannot read {path}: {err.strerror}",
             cause=f"paths are relative to {Path.cwd()}; ~ and variables are not expanded",
             fix="correct tokenize.inputs, or put the file there",
+        ) from None
+    except UnicodeEncodeError:
+        raise DataError(
+            f"tokenize.inputs: {spec!r}: the name of {os.fsencode(name)!r} is not UTF-8",
+            cause="the file was named on a system with another encoding, as Latin-1; manifests hold names"
+            " as UTF-8",
+            fix="rename it (convmv -f latin1 -t utf8 --notest FILE), or leave it out of tokenize.inputs",
         ) from None
 
 

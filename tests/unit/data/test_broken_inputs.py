@@ -209,6 +209,19 @@ def test_an_input_that_is_no_file_is_named(odd: Path, name: str, message: str) -
     assert "tokenize.inputs" in caught.value.what
 
 
+@pytest.mark.parametrize("spec", ["folder", "folder/*.txt"])
+def test_a_file_whose_name_is_not_utf8_is_refused_before_anything_is_read(
+    place: Path, spec: str
+) -> None:
+    (place / "folder").mkdir()
+    (place / "folder" / "M\udcfcller.txt").write_text("some text")  # Müller in Latin-1
+    with pytest.raises(
+        DataError, match=r"the name of b'folder/M\\xfcller.txt' is not UTF-8"
+    ) as caught:
+        corpus.list_files(Tokenize(inputs=[spec]))
+    caught.value.what.encode()  # it can be printed
+
+
 @pytest.mark.parametrize("token", ["\ud800", "a\udfffb"])
 def test_an_end_of_text_token_that_is_not_utf8_is_refused(place: Path, token: str) -> None:
     inputs = {"inputs": ["texts"]}
