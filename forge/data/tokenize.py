@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import multiprocessing
 import os
@@ -255,6 +256,7 @@ def _encode_parts(job: _Job, groups: list[list[InputFile]], workers: int) -> lis
     total_mib = sum(file.size for group in groups for file in group) / 2**20
     waiting = iter(enumerate(groups))
     try:
+        gc.freeze()  # or the workers would look through all these objects, and so copy their pages
         # Starts all workers, before the bar of `progress` has a thread.
         running = _submit(pool, waiting, 4 * workers)
         with progress("tokenize", total_mib, "MiB") as update:
