@@ -12,7 +12,7 @@ SHELL := /bin/bash
 PROFILE ?= profiles/local
 BIN := .venv/bin
 
-.PHONY: train test faults labs check dag bench docs slurm-up slurm-shell slurm-down setup lock wheelhouse gpu gpu-wheels clean
+.PHONY: train test faults labs check lint types dag bench docs slurm-up slurm-shell slurm-down setup lock wheelhouse gpu gpu-wheels clean
 
 train: .venv/ready
 	$(BIN)/snakemake --profile $(PROFILE) train
@@ -23,7 +23,7 @@ test: export FORGE_GPU_CHECKS := cpu
 # Images of containers often set it: each of a thousand processes would compile changed modules again.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/ready
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Every fault at every point, and random ones, whose seed is printed; renews the tables of docs/faults.md.
 faults: export FORGE_FAULTS := all
@@ -42,13 +42,17 @@ labs: .venv/ready
 	$(BIN)/python -m pytest tests/slurm/test_programs.py -k struck $(PYTEST_ARGS)
 	$(BIN)/python tests/slurm/labs_table.py $$FORGE_LABS_RESULTS
 
-check: .venv/ready
+check: lint types
+
+lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/snakefmt --check workflow
 	$(BIN)/snakemake --lint
-	$(BIN)/mypy
 	$(BIN)/python -m tools.config_docs --check
+
+types: .venv/ready
+	$(BIN)/mypy
 
 dag: .venv/ready
 	tools/dag.sh $(PROFILE)
