@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import REPOSITORY
+from support.clone import REPOSITORY
 
 PROFILES = sorted(path.parent.name for path in (REPOSITORY / "profiles").glob("*/config.yaml"))
 

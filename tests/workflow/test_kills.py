@@ -8,7 +8,7 @@ import os
 import signal
 
 import pytest
-from conftest import kill_tree, make_project, wait
+from support.clone import kill_tree, make_project, wait
 
 from forge.core import json_lines
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import REPOSITORY
+from support.clone import REPOSITORY
 
 
 @pytest.mark.timeout(620)  # 1.5 minutes alone; other tests share the cores

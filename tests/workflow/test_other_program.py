@@ -5,7 +5,7 @@ import signal
 import sys
 
 import yaml
-from conftest import wait
+from support.clone import wait
 
 CONFIG = "config/labs/six-nodes/config.yaml"
 

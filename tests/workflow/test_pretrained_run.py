@@ -5,7 +5,7 @@ import json
 
 import pytest
 import yaml
-from conftest import TINY, kill_tree, wait
+from support.clone import TINY, kill_tree, wait
 from support.pretrained import random_model, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -12,7 +12,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Project
+from support.clone import REPOSITORY, Project
 
 BUILD = "import sys; from setuptools.build_meta import build_{0}; build_{0}(sys.argv[1])"
 # Of those who change Forge, not of those who train with it.
