@@ -23,7 +23,7 @@ test: export FORGE_GPU_CHECKS := cpu
 # Images of containers often set it: each of a thousand processes would compile changed modules again.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/ready
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Every fault at every point, and random ones, whose seed is printed; renews the tables of docs/faults.md.
 faults: export FORGE_FAULTS := all
