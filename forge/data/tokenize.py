@@ -238,6 +238,12 @@ class _Job:
     """Encode with gigatoken, and compare samples with tokenizers."""
 
 
+def _no_threads() -> None:
+    """The tokenizers library shall start no threads of its own: workers are one per core already, and
+    are forked from this process."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 def _encode_parts(job: _Job, groups: list[list[InputFile]], workers: int) -> list[Part]:
     """Encode all parts; their records in order."""
     # A new interpreter for each worker would import for 0.6 s what is in memory here. A fork is safe:
@@ -323,12 +329,6 @@ def _start_worker(parent: int, job: _Job, read_bytes: Any) -> None:
     stop_with_parent()
     if os.getppid() != parent:  # the parent died before the line above
         os._exit(1)
-
-
-def _no_threads() -> None:
-    """The tokenizers library shall start no threads of its own: workers are one per core already, and
-    are forked from this process."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 @functools.cache
