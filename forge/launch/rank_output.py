@@ -22,12 +22,12 @@ BAR_EVERY_SEC = 0.2
 
 def send_log(folder: Path, log: Path) -> None:
     """Let the launcher show this log from its end on, in place of messages. Called by rank 0."""
-    messages, draft = folder / MESSAGES, folder / f"{START}.new"
+    draft, link = folder / f"{START}.new", folder / f"{MESSAGES}.new"
     with contextlib.suppress(OSError):  # on a full disk nothing is shown
         draft.write_text(str(log.stat().st_size))
         draft.replace(folder / START)  # complete when the launcher finds it
-        messages.unlink(missing_ok=True)
-        messages.symlink_to(log)
+        link.symlink_to(log)
+        link.replace(folder / MESSAGES)  # the launcher finds one or the other, never none
 
 
 def speak_to_launcher(folder: Path) -> None:
@@ -58,6 +58,7 @@ class Console:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._messages: Follower | None = None
+        self._is_log = False
         self._bar_file, self._bar_facts = folder / BAR, ""
         self._stack = ExitStack()
         self._bar: Progress | None = None
@@ -70,15 +71,20 @@ class Console:
         self._stack.close()
 
     def show(self) -> None:
-        path = self._folder / MESSAGES
+        # Training goes on where nothing can be shown: the next call tries again.
+        with contextlib.suppress(OSError):
+            self._show_messages()
+            self._show_bar()
+
+    def _show_messages(self) -> None:
+        path, start = self._folder / MESSAGES, self._folder / START
+        if not self._is_log and start.exists():  # rank 0 has put its log in place of the messages
+            self._messages, self._is_log = Follower(path, int(start.read_text())), True
         if self._messages is None and path.exists():
-            start = self._folder / START
-            self._messages = Follower(path, int(start.read_text()) if start.exists() else 0)
-        if self._messages:
-            while lines := self._messages.new_lines():
-                for line in lines:
-                    say(line.rstrip())
-        self._show_bar()
+            self._messages = Follower(path)
+        while self._messages and (lines := self._messages.new_lines()):
+            for line in lines:
+                say(line.rstrip())
 
     def _show_bar(self) -> None:
         if not self._bar_file.exists() or (text := self._bar_file.read_text()) == self._bar_facts:

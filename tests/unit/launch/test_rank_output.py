@@ -2,6 +2,7 @@
 
 import errno
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,44 @@ def test_log_is_shown_from_its_end_on(tmp_path, heard):
     with Console(tmp_path), open(log, "a", buffering=1) as file:
         file.write("after\n")
     assert heard == ["after"]
+
+
+def test_log_takes_the_place_of_messages_that_the_launcher_follows_already(tmp_path, heard):
+    """The launcher once looked between the two, found no file, and killed the ranks."""
+    log = tmp_path / "rank.log"
+    log.write_text("before\n")
+    (tmp_path / MESSAGES).write_text("hello\n")
+    with Console(tmp_path) as launcher:
+        launcher.show()
+        (tmp_path / MESSAGES).rename(tmp_path / "moved")
+        launcher.show()
+        (tmp_path / "moved").rename(tmp_path / MESSAGES)
+        rank_output.send_log(tmp_path, log)
+        with open(log, "a", buffering=1) as file:
+            file.write("after\n")
+    assert heard == ["hello", "after"]
+
+
+def test_messages_are_there_whenever_the_launcher_looks(tmp_path):
+    messages, log = tmp_path / MESSAGES, tmp_path / "rank.log"
+    messages.write_text("")
+    log.write_text("")
+    missing, done = [], threading.Event()
+
+    def look():
+        while not done.is_set():
+            try:
+                open(messages, "rb").close()
+            except FileNotFoundError:
+                missing.append(1)
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    for _ in range(2000):
+        rank_output.send_log(tmp_path, log)
+    done.set()
+    looker.join()
+    assert not missing
 
 
 def test_full_disk_leaves_no_start_that_the_launcher_cannot_read(tmp_path, monkeypatch):
