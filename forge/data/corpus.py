@@ -12,10 +12,9 @@ import tokenize as python_source
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import blake3
 import orjson
@@ -42,22 +41,19 @@ PARQUET_BATCH_ROWS = 1024
 Warn = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class InputFile:
-    """A file of the corpus; `name` is the path as the config spells it, equal on every machine."""
+class InputFile(NamedTuple):
+    """A file of the corpus. Plain strings: a `Path` takes longer to make than a small file to read."""
 
     name: str
-    path: Path
+    """The path as the config spells it, equal on every machine."""
+    location: str
+    """Where the file is on this machine."""
     size: int
     """Bytes on disk."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """For pickle, which would spend most of its time on the parts of the path."""
-        return _unpickled, (self.name, str(self.path), self.size)
-
-
-def _unpickled(name: str, path: str, size: int) -> InputFile:
-    return InputFile(name, Path(path), size)
+    @property
+    def path(self) -> Path:
+        return Path(self.location)
 
 
 # --- which files --------------------------------------------------------------------------------
@@ -91,7 +87,7 @@ def list_named(inputs: Sequence[str]) -> list[InputFile]:
                 fix="correct tokenize.inputs; `**` in a glob matches nested directories",
             )
         for file in found:
-            files.setdefault(os.path.abspath(file.path), file)  # noqa: PTH100 (resolve is slow)
+            files.setdefault(os.path.abspath(file.location), file)  # noqa: PTH100 (resolve is slow)
     return sorted(files.values(), key=lambda file: file.name)
 
 
@@ -127,7 +123,7 @@ def _input_file(name: str, path: str, spec: str) -> InputFile:
                 fix="write its text into a file, or leave it out of tokenize.inputs",
             )
         name.encode()
-        return InputFile(name, Path(path), status.st_size)
+        return InputFile(name, path, status.st_size)
     except OSError as err:
         raise DataError(
             f"tokenize.inputs: {spec!r}: cannot read {path}: {err.strerror}",
@@ -192,8 +188,8 @@ def read_documents(
     of the file after the last document. Raises DataError that names the file and the position that
     cannot be read.
     """
-    utf8 = _Utf8(file.path, settings.invalid_utf8, warn)
-    with _read_trouble(file.path):
+    utf8 = _Utf8(file.location, settings.invalid_utf8, warn)
+    with _read_trouble(file.location):
         for document in _documents(file, settings, utf8, BytesRead(consumed, hasher)):
             if document and not document.isspace():
                 yield document
@@ -205,32 +201,32 @@ def _documents(file: InputFile, settings: Tokenize, utf8: _Utf8, read: BytesRead
         read.digest(file.path)
         read.consumed(file.size)
         return
-    kind = _format_of(file.path, settings)
+    kind = _format_of(file.location, settings)
     if kind == "parquet":
         read.digest(file.path)
         yield from _parquet(file, settings, utf8, read.consumed)
         return
-    if kind == "text" and file.size <= CHUNK_BYTES and file.path.suffix not in COMPRESSED:
+    if kind == "text" and file.size <= CHUNK_BYTES and not file.location.endswith(COMPRESSED):
         yield from _small_text(file, settings.document_separator, utf8, read)
         return
     with open_bytes(file.path, read) as stream:
         if kind == "jsonl":
             yield from _jsonl(stream, settings, utf8)
         else:
-            yield from _split_text(utf8.stream(stream), settings.document_separator, file.path)
+            yield from _split_text(utf8.stream(stream), settings.document_separator, file.location)
 
 
-def _format_of(path: Path, settings: Tokenize) -> str:
+def _format_of(path: str, settings: Tokenize) -> str:
     if settings.format != "auto":
         return settings.format
-    name = re.sub(r"\.(gz|zst)$", "", path.name.lower())
+    name = path.lower().removesuffix(".gz").removesuffix(".zst")
     if name.endswith((".jsonl", ".json", ".ndjson")):
         return "jsonl"
     return "parquet" if name.endswith(".parquet") else "text"
 
 
 @contextmanager
-def _read_trouble(path: Path) -> Iterator[None]:
+def _read_trouble(path: str) -> Iterator[None]:
     """Turn errors of a corrupt compressed file or an unreadable one into a DataError that names it."""
     try:
         yield
@@ -242,7 +238,7 @@ def _read_trouble(path: Path) -> Iterator[None]:
         raise DataError(f"cannot read {path}: {err.strerror}", fix="make it readable") from None
 
 
-def _corrupt(path: Path, err: Exception) -> DataError:
+def _corrupt(path: str, err: Exception) -> DataError:
     return DataError(
         f"{path} is corrupt: {err}",
         cause="an interrupted download or copy, or a wrong file name extension",
@@ -253,7 +249,7 @@ def _corrupt(path: Path, err: Exception) -> DataError:
 class _Utf8:
     """Bytes to text by the policy `tokenize.invalid_utf8`, for one file."""
 
-    def __init__(self, path: Path, policy: str, warn: Warn) -> None:
+    def __init__(self, path: str, policy: str, warn: Warn) -> None:
         self.path, self._policy, self._warn = path, policy, warn
         self._warned = False
 
@@ -311,7 +307,7 @@ def _small_text(
 
 def _read_at_once(file: InputFile) -> bytes:
     """The bytes of a small file, by three system calls; `open` and `read` of Python make eight."""
-    descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(file.location, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = os.read(descriptor, file.size + 1)
         if len(data) != file.size:  # it has changed since it was listed
@@ -322,7 +318,7 @@ def _read_at_once(file: InputFile) -> bytes:
         os.close(descriptor)
 
 
-def _split_text(pieces: Iterator[str], separator: str | None, path: Path) -> Iterator[str]:
+def _split_text(pieces: Iterator[str], separator: str | None, path: str) -> Iterator[str]:
     """The text of all pieces, split at each separator; one document without one."""
     held = ""
     held_bytes = 0
@@ -359,7 +355,7 @@ def _stdlib_documents(file: InputFile) -> Iterator[str]:
         yield from (topics[topic] for topic in sorted(topics))
         return
     try:
-        with python_source.open(str(file.path)) as source:  # honors the coding line (PEP 263)
+        with python_source.open(file.location) as source:  # honors the coding line (PEP 263)
             yield source.read()
     except (SyntaxError, UnicodeDecodeError):
         # The default corpus must work everywhere, also with a patched Python.
@@ -452,7 +448,7 @@ def _parquet(file: InputFile, settings: Tokenize, utf8: _Utf8, consumed: Consume
     field, row = settings.text_field, 0
     try:
         with pyarrow.parquet.ParquetFile(file.path) as table:
-            _check_column(table.schema_arrow, file.path, field)
+            _check_column(table.schema_arrow, file.location, field)
             num_rows = max(table.metadata.num_rows, 1)
             for batch in table.iter_batches(PARQUET_BATCH_ROWS, columns=[field]):
                 # As bytes: pyarrow does not check that a string column is UTF-8.
@@ -461,21 +457,21 @@ def _parquet(file: InputFile, settings: Tokenize, utf8: _Utf8, consumed: Consume
                     yield _parquet_document(value.as_py(), f"row {row}", field, utf8)
                 consumed(file.size * batch.num_rows // num_rows)
     except pyarrow.lib.ArrowException as err:
-        raise _corrupt(file.path, err) from None
+        raise _corrupt(file.location, err) from None
 
 
-def _check_column(schema: Any, path: Path, field: str) -> None:
+def _check_column(schema: Any, path: str, field: str) -> None:
     import pyarrow
 
     count = schema.names.count(field)
     if count != 1:
         problem = "is missing" if count == 0 else f"exists {count} times"
-        raise _no_text(str(path), field, problem, schema.names)
+        raise _no_text(path, field, problem, schema.names)
     kind = schema.field(field).type
     if isinstance(kind, pyarrow.DictionaryType):
         kind = kind.value_type
     if str(kind) not in ("string", "large_string", "string_view"):
-        raise _no_text(str(path), field, f"is {kind}, not a string", schema.names)
+        raise _no_text(path, field, f"is {kind}, not a string", schema.names)
 
 
 def _parquet_document(data: bytes | None, place: str, field: str, utf8: _Utf8) -> str:

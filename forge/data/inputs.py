@@ -75,7 +75,7 @@ def corpus_files(config: ResolvedConfig) -> list[InputFile]:
     found = InputSet.open(folder)
     found.check_unchanged()
     downloads = [
-        InputFile(f"{hub.SCHEME}{entry.name}", Path(found.hub) / entry.name, entry.size)
+        InputFile(f"{hub.SCHEME}{entry.name}", str(Path(found.hub) / entry.name), entry.size)
         for entry in found.manifest.downloads
     ]
     files = sorted(local + downloads, key=lambda file: file.name)
@@ -138,7 +138,7 @@ def _download(files: HubFiles, to: Path, commits: dict[str, str]) -> list[InputF
             target.parent.mkdir(parents=True, exist_ok=True)
             target.unlink(missing_ok=True)  # of an interrupted command
             _link(cached.resolve(), target)
-        found.append(InputFile(str(target), target, target.stat().st_size))
+        found.append(InputFile(str(target), str(target), target.stat().st_size))
     say(f"inputs: {len(found)} files of {files.repo}, commit {commits[str(files.repo)]}")
     return found
 
@@ -159,7 +159,7 @@ def _entries(files: list[InputFile], root: Path, report: Progress, done: int) ->
         for file, entry in zip(files, digested, strict=True):
             entries.append(entry)
             done += file.size
-            report(done, str(file.path))
+            report(done, file.location)
     # Two URLs may name the same file.
     return sorted({entry.name: entry for entry in entries}.values(), key=lambda entry: entry.name)
 

@@ -68,7 +68,7 @@ def _index(file: InputFile, kind: str) -> Iterator[InputFile]:
     path = file.path.with_suffix(suffix)
     if path.is_file():
         name = file.name.removesuffix(file.path.suffix) + suffix
-        yield InputFile(name, path, path.stat().st_size)
+        yield InputFile(name, str(path), path.stat().st_size)
 
 
 # --- documents ----------------------------------------------------------------------------------

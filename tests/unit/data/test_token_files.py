@@ -79,7 +79,7 @@ def dolma(path, documents, dtype="uint16", *, ends=True):
 def read(path, **settings):
     """The documents of a file, as lists."""
     settings = Tokenize(format=settings.pop("format"), **settings)
-    file = InputFile(path.name, path, path.stat().st_size)
+    file = InputFile(path.name, str(path), path.stat().st_size)
     found = token_files.read_documents(file, settings, vocab_size=VOCAB, eos_id=EOS)
     return [ids.tolist() for ids in found]
 
