@@ -78,7 +78,7 @@ class Console:
 
     def _show_messages(self) -> None:
         path, start = self._folder / MESSAGES, self._folder / START
-        if not self._is_log and start.exists():  # rank 0 has put its log in place of the messages
+        if not self._is_log and start.exists():  # the log of rank 0 takes the place of messages
             self._messages, self._is_log = Follower(path, int(start.read_text())), True
         if self._messages is None and path.exists():
             self._messages = Follower(path)
