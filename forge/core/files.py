@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,30 +104,23 @@ def atomic_open(
     fsyncs the directory once for many files. Raises UnfitError on a full or read-only disk; the old
     file is then unchanged.
     """
+    encoding = None if "b" in mode else "utf-8"
     with disk_trouble(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        temporary = Path(name)
+        # Not by tempfile: its mode 0600 would exclude the group, `open` gives the mode of any new file.
+        temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
         try:
-            with os.fdopen(fd, mode, encoding=None if "b" in mode else "utf-8") as file:
+            with open(temporary, mode.replace("w", "x"), encoding=encoding) as file:
                 yield file
                 file.flush()
                 if sync:
                     os.fsync(file.fileno())
-            temporary.chmod(0o666 & ~_umask())  # mkstemp's mode 0600 would exclude the group
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         if sync and sync_folder:
             fsync_folder(path.parent)
-
-
-def _umask() -> int:
-    """The umask of this process, from /proc (man 5 proc): os.umask returns it only by setting it, which
-    would affect other threads."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("\nUmask:")[2].split()[0], 8)
 
 
 def fsync_folder(path: Path) -> None:

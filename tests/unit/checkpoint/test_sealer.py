@@ -1,5 +1,7 @@
 """When a checkpoint is sealed: never while a rank may still write it."""
 
+import os
+
 import pytest
 from support.manifests import MADE_BY
 from test_sealed import write
@@ -125,12 +127,12 @@ def test_disk_that_refuses_the_seal_is_a_warning_and_the_next_scan_tries_again(
     write(sealer.checkpoints, 5)
     ranks.steps = [6, 6]
     with monkeypatch.context() as patch:
-        patch.setattr("forge.core.files.tempfile.mkstemp", no_space)
+        patch.setattr(os, "fsync", no_space)
         for _ in range(3):
             assert scan(sealer) == []
     assert capsys.readouterr().err.count("could not be sealed") == 1
     assert scan(sealer) == [5]
 
 
-def no_space(**_):
+def no_space(_fd):
     raise OSError(28, "No space left on device")
