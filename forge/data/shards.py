@@ -14,6 +14,7 @@ from typing import IO, Any, ClassVar, Literal, Self
 
 import blake3
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -109,6 +110,13 @@ class Manifest(Entry):
             if self.totals[split] != Total.of(self.splits[split]):
                 raise ValueError(f"totals of {split} are not the sums over its shards")
         return self
+
+    def write(self, folder: Path) -> None:
+        """Write manifest.json, atomically. UnfitError on a full or read-only disk."""
+        # json indents in Python: 0.3 s for 20,000 inputs, orjson 0.01 s.
+        options = orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE
+        with atomic_open(folder / MANIFEST) as file:
+            file.write(orjson.dumps(self.model_dump(mode="json"), option=options))
 
 
 def _read_manifest(path: Path) -> Manifest:

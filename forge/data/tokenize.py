@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, UnfitError
-from forge.core.files import atomic_open, digest_file, disk_trouble, fsync_folder, write_json
+from forge.core.files import atomic_open, digest_file, disk_trouble, fsync_folder
 from forge.core.grouping import grouped, num_bytes
 from forge.core.paths import tokenizer_folder, tokens_folder
 from forge.core.process import stop_with_parent
@@ -42,6 +42,7 @@ from forge.data.encoders import (
 )
 from forge.data.inputs import corpus_files
 from forge.data.shards import (
+    DTYPES,
     MANIFEST,
     SPLITS,
     Entry,
@@ -93,8 +94,8 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
     _check_splits(manifest, config.tokenize)
     with disk_trouble(folder):
         fsync_folder(folder)  # the names of all shards before that of the manifest
-    write_json(folder / MANIFEST, manifest.model_dump(mode="json"))
-    _say_result(folder)
+    manifest.write(folder)
+    _say_result(folder, manifest)
     return folder
 
 
@@ -176,14 +177,14 @@ def _check_splits(manifest: Manifest, settings: Tokenize) -> None:
     )
 
 
-def _say_result(folder: Path) -> None:
-    shards = ShardSet.open(folder)
-    totals = shards.manifest.totals
+def _say_result(folder: Path, manifest: Manifest) -> None:
+    totals = manifest.totals
     counts = ", ".join(
         f"{split} {totals[split].tokens} tokens in {totals[split].documents} documents"
         for split in SPLITS
     )
-    say(f"tokens {folder.name}: {counts}, {shards.num_bytes / 1e6:.1f} MB in {folder}")
+    num_mb = sum(total.tokens for total in totals.values()) * DTYPES[manifest.dtype].itemsize / 1e6
+    say(f"tokens {folder.name}: {counts}, {num_mb:.1f} MB in {folder}")
 
 
 # --- which encoder ------------------------------------------------------------------------------
