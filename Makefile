@@ -22,6 +22,8 @@ train: .venv/ready
 test: export FORGE_GPU_CHECKS := cpu
 # Images of containers often set it: each of a thousand processes would compile changed modules again.
 test: export PYTHONDONTWRITEBYTECODE :=
+# Each of thousands of processes imports NumPy, whose BLAS would start threads that spin for 0.05 s.
+test: export OPENBLAS_NUM_THREADS := 1
 test: .venv/ready
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
