@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from forge.cluster import network, rendezvous, slurm
@@ -70,7 +71,7 @@ def run_ranks(
     spec = LaunchSpec(
         task=task,
         run=str(paths.root),
-        launch=f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}",
+        launch=_launch_id(),
         machine=machine,
         nodes=layout.nodes,
         ranks_per_node=layout.ranks_per_node,
@@ -108,6 +109,13 @@ def run_ranks(
         return record
     finally:
         shutil.rmtree(spec.directory, ignore_errors=True)
+
+
+def _launch_id() -> str:
+    """Time and process id. To the millisecond: after a rewind one process starts ranks again, within the
+    same second if the run is small."""
+    now = datetime.now()
+    return f"{now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03d}-{os.getpid()}"
 
 
 def _record_launch(paths: RunPaths, spec: LaunchSpec, placement: Placement, *, step: int) -> None:
