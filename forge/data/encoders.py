@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import psutil
@@ -94,15 +94,13 @@ def _encodings(tokenizer: LoadedTokenizer, batch: list[tuple[int, str]]) -> list
         raise
 
 
-def check_no_end(tokenizer: LoadedTokenizer, documents: list[str], encoded: list[Ids]) -> None:
-    """Raise Unencodable where the ids of a document contain the end-of-text id.
+def refuse_end(tokenizer: LoadedTokenizer, documents: list[str], encoded: list[Ids]) -> NoReturn:
+    """Raise Unencodable for the first document whose ids contain the end-of-text id, as one does.
 
     `LoadedTokenizer.for_text` keeps text from becoming a special token, but some vocabularies have no
-    other id for it: where the token is one character, or stands for all unknown words.
+    other id for it: where the token is one character, or stands for all unknown words. NoFastEncoder
+    where only gigatoken gives this id.
     """
-    # All documents at once: a loop takes longer than encoding short documents.
-    if not (np.concatenate(encoded) == tokenizer.eos_id).any():
-        return
     number = next(n for n, ids in enumerate(encoded) if tokenizer.eos_id in ids)
     document = documents[number]
     encoding = tokenizer.encoding(document)

@@ -18,7 +18,7 @@ def for_plain_text(parts: dict[str, Any], eos_token: str) -> dict[str, Any]:
     still produce its id: Unigram and WordLevel have "</s>" as a word, merges of a BPE can spell it. So
     such tokens are renamed to strings that text does not contain, and merges that make or use them are
     removed. All ids stay. A piece of one character or byte keeps its name, since it may be the only
-    way to encode a text: `encoders.check_no_end` refuses a text that gives the end-of-text id.
+    way to encode a text: `encoders.refuse_end` refuses a text that gives the end-of-text id.
     """
     added = parts["added_tokens"]
     special = {token["content"] for token in added if token["special"]} | {eos_token}

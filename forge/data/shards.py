@@ -257,6 +257,10 @@ class ShardSet:
 # --- writing ------------------------------------------------------------------------------------
 
 
+class EndInDocument(Exception):
+    """A document has the end-of-text id, and would be read as two."""
+
+
 class ShardWriter:
     """Writes documents into shards `{prefix}-000.bin`, `-001`, …, each visible once it is complete.
 
@@ -278,21 +282,26 @@ class ShardWriter:
         self._open_file = ExitStack()
 
     def extend(self, documents: Sequence[Ids], end: Ids) -> None:
-        """Append documents, each followed by `end`, its end-of-text id. UnfitError on a full disk."""
+        """Append documents, each followed by `end`: an array of the end-of-text id, or empty.
+
+        Raises EndInDocument where a document contains this id, UnfitError on a full disk.
+        """
         pending: list[Ids] = []  # one array of many documents: short ones cost more calls than work
         for ids in documents:
             pending += (ids, end)
             self._tokens += len(ids) + len(end)
             self._documents += 1
             if self._tokens >= self.shard_tokens:
-                self._write(pending)
+                self._write(pending, end)
                 self._commit()
                 pending = []
         if pending:
-            self._write(pending)
+            self._write(pending, end)
 
-    def _write(self, arrays: list[Ids]) -> None:
+    def _write(self, arrays: list[Ids], end: Ids) -> None:
         ids = np.concatenate(arrays)
+        if len(end) and np.count_nonzero(ids == end) != len(arrays) // 2:
+            raise EndInDocument
         # The conversion to uint16 would silently wrap an id beyond the vocabulary.
         assert int(ids.max()) < self.vocab_size, f"id {ids.max()} beyond {self.vocab_size}"
         if self._file is None:

@@ -36,15 +36,16 @@ from forge.data.encoders import (
     Ids,
     NoFastEncoder,
     Unencodable,
-    check_no_end,
     fast_encoder,
     reference_encoder,
+    refuse_end,
 )
 from forge.data.inputs import corpus_files
 from forge.data.shards import (
     DTYPES,
     MANIFEST,
     SPLITS,
+    EndInDocument,
     Entry,
     InputEntry,
     Manifest,
@@ -458,16 +459,17 @@ def _write_text(
     for batch in grouped(documents, num_bytes, BATCH_BYTES):
         try:
             encoded = encode(batch)
-            # Checks every encoder: no end-of-text id within a document.
-            check_no_end(tokenizer, batch, encoded)
+            parts: dict[Split, list[Ids]] = {split: [] for split in SPLITS}
+            for document, ids in zip(batch, encoded, strict=True):
+                parts[split_of(document, val_fraction)].append(ids)
+            try:
+                for split, documents_of_split in parts.items():
+                    writers[split].extend(documents_of_split, eos)
+            except EndInDocument:
+                refuse_end(tokenizer, batch, encoded)
         except Unencodable as err:
             raise _unencodable(files, num_documents + err.number, err.reason) from None
         num_documents += len(batch)
-        parts: dict[Split, list[Ids]] = {split: [] for split in SPLITS}
-        for document, ids in zip(batch, encoded, strict=True):
-            parts[split_of(document, val_fraction)].append(ids)
-        for split, documents_of_split in parts.items():
-            writers[split].extend(documents_of_split, eos)
 
 
 def _unencodable(files: list[InputFile], index: int, reason: str) -> DataError:

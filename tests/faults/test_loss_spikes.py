@@ -161,7 +161,9 @@ def test_run_rewinds_before_each_spike_and_leaves_out_the_batches_up_to_it(rewou
     assert decided(rewound) == LEFT_OUT
     assert [event["spike"] for event in rewound.events("rewind")] == [22, 30]
     assert rewound.starts() == [0, 20, 28] and skipped(rewound) == []
-    assert len({event["launch"] for event in rewound.events("init")}) == 3  # of one process, in a second
+    assert (
+        len({event["launch"] for event in rewound.events("init")}) == 3
+    )  # of one process, in a second
     manifest = resume.latest(rewound.paths).manifest
     assert [(one.step, one.batches) for one in manifest.left_out] == LEFT_OUT
     left_out = {20, 21, 30, 31}

@@ -12,7 +12,7 @@ from support.shards import NO_END, VOCAB, make
 
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import write_json
-from forge.data.shards import ShardSet, ShardWriter
+from forge.data.shards import EndInDocument, ShardSet, ShardWriter
 
 
 def edit(folder: Path, change: Any) -> None:
@@ -41,7 +41,7 @@ def test_dtype_is_the_smallest_that_fits(tmp_path: Path, vocab_size: int, name: 
 
 def test_shards_do_not_depend_on_how_many_documents_come_at_a_time(tmp_path: Path) -> None:
     documents = [np.full(300, number, dtype=np.uint32) for number in range(9)]
-    end = np.array([7], dtype=np.uint32)
+    end = np.array([9], dtype=np.uint32)
     with ShardWriter(tmp_path, "train-00000", VOCAB, 1024) as together:
         together.extend(documents, end)
     with ShardWriter(tmp_path, "train-00001", VOCAB, 1024) as singly:
@@ -49,7 +49,7 @@ def test_shards_do_not_depend_on_how_many_documents_come_at_a_time(tmp_path: Pat
             singly.extend([document], end)
     assert [e.digest for e in together.entries] == [e.digest for e in singly.entries]
     assert [(e.tokens, e.documents) for e in together.entries] == [(1204, 4), (1204, 4), (301, 1)]
-    assert (tmp_path / "train-00000-002.bin").read_bytes() == b"\x08\0" * 300 + b"\x07\0"
+    assert (tmp_path / "train-00000-002.bin").read_bytes() == b"\x08\0" * 300 + b"\x09\0"
 
 
 def test_an_id_beyond_the_vocabulary_is_never_written(tmp_path: Path) -> None:
@@ -58,6 +58,16 @@ def test_an_id_beyond_the_vocabulary_is_never_written(tmp_path: Path) -> None:
         ShardWriter(tmp_path, "train-00000", VOCAB, 1024) as writer,
     ):
         writer.extend([np.array([70000], dtype=np.uint32)], NO_END)
+
+
+def test_a_document_with_the_end_of_text_id_is_never_written(tmp_path: Path) -> None:
+    end = np.array([7], dtype=np.uint32)
+    with (
+        pytest.raises(EndInDocument),
+        ShardWriter(tmp_path, "train-00000", VOCAB, 1024) as writer,
+    ):
+        writer.extend([np.array(ids, dtype=np.uint32) for ids in ([1, 2], [3, 7, 4])], end)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unfinished_shard_has_no_name(tmp_path: Path) -> None:
