@@ -30,8 +30,9 @@ class Rows:
     """Rows of a run, with rising steps.
 
     Each reader gets the same rows, whenever it begins to read: a row is complete when a line of a later
-    step or the next launch follows. Steps that a resumed launch repeats are passed over. The numbers of
-    an event go into the row that is open when it comes, or into the next one.
+    step follows. Steps that a resumed launch repeats are passed over, but for the last one: a launch that
+    was killed during its evaluation has no validation loss of that step, the next one has. The numbers
+    of an event go into the row that is open when it comes, or into the next one.
     """
 
     paths: RunPaths
@@ -39,6 +40,8 @@ class Rows:
     """How the run has ended, from its events."""
     _open: Row | None = field(default=None, init=False)
     _last: int = field(default=-1, init=False)
+    _may_repeat: bool = field(default=False, init=False)
+    """Whether a launch that resumes would repeat the last step: the newest one saved nothing at its end."""
     _launches: int = field(default=0, init=False)
     _waiting: dict[str, float] = field(default_factory=dict, init=False)
 
@@ -47,13 +50,16 @@ class Rows:
         self._events = Follower(self.paths.events)
 
     def new(self, *, is_over: bool = False) -> Iterator[Row]:
-        """Rows that are complete now. is_over: the last one counts as complete, too. Raises DataError for
-        an event log of another version of Forge."""
+        """Rows that are complete now. is_over: the last one counts as complete, too, unless a launch that
+        resumes would repeat its step. Raises DataError for an event log of another version of Forge."""
         for entry in heapq.merge(
             self._new_events(), self._new_lines(), key=lambda entry: entry.time
         ):
-            yield from self._add_line(entry) if isinstance(entry, Line) else self._add(entry)
-        if is_over:
+            if isinstance(entry, Line):
+                yield from self._add_line(entry)
+            else:
+                self._add(entry)
+        if is_over and not self._may_repeat:
             yield from self._close()
 
     def _new_lines(self) -> Iterator[TrainLine | EvalLine | StepLine]:
@@ -73,19 +79,19 @@ class Rows:
 
     def _add_line(self, line: Line) -> Iterator[Row]:
         if self._open and line.step == self._open.step:
-            self._open.values |= values_of(line)
+            self._open.values = values_of(line) | self._open.values  # a repeated number is not new
         elif line.step > self._last:
             yield from self._close()
             self._open = Row(line.step, line.time, {**self._waiting, **values_of(line)})
             self._last = line.step
             self._waiting = {}
 
-    def _add(self, event: Event) -> Iterator[Row]:
-        if isinstance(event, events.Launch):
-            yield from self._close()
-            self._launches += 1
+    def _add(self, event: Event) -> None:
+        is_launch = isinstance(event, events.Launch)
+        self._launches += is_launch
+        self._may_repeat = is_launch or (self._may_repeat and not _is_last_of_its_step(event))
         self.state = _state(event) or self.state
-        into = self._open.values if self._open else self._waiting
+        into = self._open.values if self._open and not is_launch else self._waiting
         into |= self._numbers(event)
 
     def _numbers(self, event: Event) -> dict[str, float]:
@@ -119,6 +125,13 @@ def values_of(line: Line) -> dict[str, float]:
     else:
         found = {"train/step": line.step}
     return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _is_last_of_its_step(event: Event) -> bool:
+    """Whether the run has ended so that no step is repeated when the same command is run again."""
+    if isinstance(event, events.Failed):
+        return event.diverged
+    return isinstance(event, events.Completed | events.Stop | events.Requeue)
 
 
 def _state(event: Event) -> str:

@@ -69,12 +69,44 @@ def test_steps_that_a_resumed_launch_repeats_come_once(paths):
         events.record(paths.events, begun)
         for step in numbers:
             train(paths, step, launch, time=time + step)
+    events.record(paths.events, happenings.completed(7))
     found = list(Rows(paths).new(is_over=True))
     assert steps(found) == [1, 2, 3, 4, 5, 6, 7]
     restarts = {
         row.step: row.values["run/launches"] for row in found if "run/launches" in row.values
     }
     assert restarts == {1: 1, 6: 2}
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [],
+        [happenings.lost("rank 1: killed")],
+        [happenings.lost("rank 1: killed"), happenings.failed("rank 1", diverged=False)],
+    ],
+)
+def test_validation_loss_of_a_step_reaches_trackers_if_the_launch_was_killed_before_it(paths, ends):
+    """Killed in the evaluation of step 4, resumed from step 2; the sender of each launch ends with it."""
+    events.record(paths.events, happenings.launch(0, launch="a", time=100.0))
+    for step in (1, 2, 3, 4):
+        train(paths, step, "a", time=100.0 + step)
+    for event in ends:
+        events.record(paths.events, event.model_copy(update={"time": 110.0}))
+    before = list(Rows(paths).new(is_over=True))
+    assert steps(before) == [1, 2, 3]
+
+    events.record(paths.events, happenings.launch(2, launch="b", time=200.0))
+    for step in (3, 4):
+        train(paths, step, "b", time=200.0 + step, loss=9.0)
+    metrics.write(paths.metrics, EvalLine(launch="b", step=4, loss=3.5, time=204.5))
+    train(paths, 5, "b", time=205.0)
+    completed = happenings.completed(5).model_copy(update={"time": 206.0})
+    events.record(paths.events, completed)
+    *same, fourth, fifth = Rows(paths).new(is_over=True)
+    assert same == before
+    assert (fourth.step, fourth.values["train/loss"], fourth.values["val/loss"]) == (4, 4.0, 3.5)
+    assert (fifth.step, fifth.values["run/launches"]) == (5, 2.0)
 
 
 def test_reader_that_begins_later_gets_the_same_rows(tmp_path):
@@ -92,6 +124,7 @@ def test_reader_that_begins_later_gets_the_same_rows(tmp_path):
         )
         run.event(happenings.save(step))
         seen += early.new()
+    run.event(happenings.completed(3))
     seen += early.new(is_over=True)
     assert seen == list(Rows(run.paths).new(is_over=True))
     assert [row.values["checkpoint/step"] for row in seen] == [1, 2, 3]
