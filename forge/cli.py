@@ -577,8 +577,7 @@ def _sync(options: argparse.Namespace) -> None:
     from forge.reporting.find_runs import find_runs
     from forge.tracking.feed import sync
 
-    for run in find_runs(options.runs):
-        sync(run)
+    sync(find_runs(options.runs))
 
 
 def _export(options: argparse.Namespace) -> None:

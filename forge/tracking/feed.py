@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,6 +24,7 @@ from forge.core.paths import RunPaths
 from forge.core.process import stop_with_parent
 from forge.core.records import Sent
 from forge.core.terminal import say
+from forge.core.tracking import Tracking
 from forge.tracking.rows import Rows
 from forge.tracking.tracker import (
     TrackedRun,
@@ -103,12 +104,30 @@ def sent_file(paths: RunPaths, name: str) -> Path:
     return paths.tracking / f"{name}.json"
 
 
-def sync(paths: RunPaths) -> None:
-    """`forge sync`: send everything that the trackers of a run have not been sent, in this process.
+def sync(runs: Sequence[RunPaths]) -> None:
+    """`forge sync`: send everything that the trackers of these runs have not been sent, in this process.
 
-    Raises ConfigError where no tracker is on, UnfitError where one cannot be reached, or another process
-    sends.
+    Raises ConfigError where a run has no tracker or a package is missing, before anything is sent.
+    UnfitError where a tracker did not take everything, or another process sends, after all others were
+    tried.
     """
+    wanted = [(paths, _settings_to_sync(paths)) for paths in runs]
+    failed: list[ForgeError] = []
+    for paths, tracking in wanted:
+        try:
+            with lock(paths.tracking, "sync"):
+                failed += _send_rest(paths, tracking)
+        except UnfitError as err:  # another process sends
+            failed.append(err)
+    if not failed:
+        return
+    *others, last = failed
+    for other in others:
+        say(f"error: {other}")
+    raise last
+
+
+def _settings_to_sync(paths: RunPaths) -> Tracking:
     tracking = read_settings(paths)
     if not tracking.trackers:
         raise ConfigError(
@@ -116,21 +135,27 @@ def sync(paths: RunPaths) -> None:
             fix="set the section tracking in config.yaml, and rerun the command that trains",
         )
     refuse_missing_packages(tracking, str(paths.root))
-    with lock(paths.tracking, "sync"):
-        for name, tracker in trackers_of(tracking, say, must_send=True).items():
-            feed = Feed(name, tracker, paths)
-            feed.is_over.set()
-            try:
-                step = feed.send()
-            except ForgeError:
-                raise
-            except Exception as err:
-                raise UnfitError(
-                    f"{paths.root}: tracking.{name}: {_in_a_line(err)}",
-                    cause="no internet here, a wrong address, or no access",
-                    fix="run forge sync where the server can be reached; nothing was lost",
-                ) from err
-            say(f"{paths.root}: sent to {name} up to step {step}")
+    return tracking
+
+
+def _send_rest(paths: RunPaths, tracking: Tracking) -> Iterator[ForgeError]:
+    """Send to each tracker of a run; the errors of those that failed."""
+    for name, tracker in trackers_of(tracking, say, must_send=True).items():
+        feed = Feed(name, tracker, paths)
+        feed.is_over.set()
+        where = f"{paths.root}: tracking.{name}"
+        try:
+            say(f"{paths.root}: sent to {name} up to step {feed.send()}")
+        except UnfitError as err:
+            yield UnfitError(f"{where}: {err.what}", cause=err.cause, fix=err.fix)
+        except ForgeError as err:
+            yield err
+        except Exception as err:
+            yield UnfitError(
+                f"{where}: {_in_a_line(err)}",
+                cause="no internet here, a wrong address, or no access",
+                fix="run forge sync where the server can be reached; nothing was lost",
+            )
 
 
 # --- the process that runs while ranks train -------------------------------------------------------

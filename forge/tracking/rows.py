@@ -41,7 +41,7 @@ class Rows:
     _open: Row | None = field(default=None, init=False)
     _last: int = field(default=-1, init=False)
     _may_repeat: bool = field(default=False, init=False)
-    """Whether a launch that resumes would repeat the last step: the newest one saved nothing at its end."""
+    """Whether a launch that resumes would repeat the last step, as the newest one saved nothing then."""
     _launches: int = field(default=0, init=False)
     _waiting: dict[str, float] = field(default_factory=dict, init=False)
 

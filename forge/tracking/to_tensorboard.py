@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from forge.core.files import fsync_folder
+from forge.core.files import disk_trouble, fsync_folder
 from forge.core.records import Sent
 from forge.tracking.rows import Row
 from forge.tracking.tracker import TrackedRun
@@ -25,6 +26,12 @@ class TensorBoard:
 
         self._event = Event
         self._folder = run.paths.tensorboard
+        # The writer's thread would print a traceback, and fail without a reason.
+        with disk_trouble(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self._folder).close()
+        if not any(self._folder.glob("events.out.tfevents.*")):
+            sent = sent.model_copy(update={"step": -1})  # somebody has removed the files
         # Long: a full queue would block, and each `log` flushes.
         self._writer = EventFileWriter(str(self._folder), max_queue_size=10_000, flush_secs=3600)
         start = SessionLog(status=SessionLog.START)  # as torch's SummaryWriter(purge_step=...)

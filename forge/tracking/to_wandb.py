@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from forge.core.errors import UnfitError
 from forge.core.records import Sent
 from forge.core.tracking import Wandb
 from forge.tracking.rows import Row
 from forge.tracking.tracker import TrackedRun
 
 REACH_SEC = 5.0
+NO_KEY = "there is no API key (WANDB_API_KEY, or `wandb login`)"
 
 
 class WeightsAndBiases:
@@ -69,12 +71,18 @@ class WeightsAndBiases:
         return sent.model_copy(update={"step": step, "folder": folder, "before": step})
 
     def _is_offline(self) -> bool:
-        """Raises ConnectionError where the server is wanted and is not to be reached."""
+        """Raises ConnectionError where the server is wanted and is not to be reached, and UnfitError in
+        `forge sync` where a person must do something first."""
         import wandb
 
         if self._settings.mode == "offline" and not self._must_send:
             return True
-        reason = _why_offline(str(wandb.setup().settings.base_url))
+        base_url = str(wandb.setup().settings.base_url)
+        if self._must_send and not _has_key(base_url):
+            raise UnfitError(
+                NO_KEY, fix="run `wandb login` once, then forge sync again; nothing was lost"
+            )
+        reason = _why_offline(base_url)
         if reason and (self._must_send or self._settings.mode == "online"):
             raise ConnectionError(reason)
         if reason:
@@ -103,12 +111,10 @@ def _is_synced(folder: Path) -> bool:
 
 def _why_offline(base_url: str) -> str:
     """Why the server is not to be, or cannot be, reached from here; "" where it can."""
-    from requests.utils import get_netrc_auth
-
     if os.environ.get("WANDB_MODE") in ("offline", "dryrun", "disabled"):
         return f"WANDB_MODE is {os.environ['WANDB_MODE']}"
-    if not (os.environ.get("WANDB_API_KEY") or get_netrc_auth(base_url)):
-        return "there is no API key (WANDB_API_KEY, or `wandb login`)"
+    if not _has_key(base_url):
+        return NO_KEY
     server = urlsplit(base_url)
     port = server.port or (443 if server.scheme == "https" else 80)
     try:
@@ -116,3 +122,9 @@ def _why_offline(base_url: str) -> str:
     except OSError as err:
         return f"{server.hostname}:{port} cannot be reached ({err})"
     return ""
+
+
+def _has_key(base_url: str) -> bool:
+    from requests.utils import get_netrc_auth
+
+    return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(base_url))

@@ -5,6 +5,7 @@ the readers of TensorBoard and MLflow, and W&B's offline files with W&B's own pr
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from unittest import mock
 
@@ -146,7 +147,23 @@ def test_sync_sends_the_rest_and_fails_clearly_where_there_is_no_key(
     done = run.launch(["sync", str(run.folder)]).end(400)
     assert done.code == 69, done.text
     assert f"sent to tensorboard up to step {run.step()}" in done.text
-    assert "tracking.wandb: ConnectionError: there is no API key" in done.text
+    assert "tracking.wandb: there is no API key" in done.text
+    assert "fix:   run `wandb login` once" in done.text
+    # MLflow, which comes after it, is tried all the same.
+    assert f"sent to mlflow up to step {run.step()}" in done.text
+
+
+def test_sync_writes_all_of_it_again_where_the_files_of_tensorboard_were_removed(tracked, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = tracked[0].copy(tmp_path / "tracked")
+    keep_settings(run.paths, Tracking(tensorboard=True))
+    shutil.rmtree(run.paths.tensorboard)
+    done = run.launch(["sync", str(run.folder)]).end(400)
+    assert done.code == 0, done.text
+    reader = EventAccumulator(str(run.paths.tensorboard), size_guidance={"scalars": 0})
+    reader.Reload()
+    assert [p.step for p in reader.Scalars("train/loss")] == sorted(numbers(run, "loss"))
 
 
 def test_sync_gives_the_server_each_step_once_under_the_id_of_the_offline_run(tracked, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -113,7 +114,50 @@ def test_sync_of_a_server_that_cannot_be_reached_fails_with_its_name(paths):
             UnfitError, match=r"tracking\.wandb: ConnectionError: api\.wandb\.ai: no route"
         ),
     ):
-        feed.sync(paths)
+        feed.sync([paths])
+
+
+def test_sync_tries_every_tracker_of_every_run_and_names_each_that_failed(paths, tmp_path, capsys):
+    second = RunPaths(tmp_path / "second")
+    shutil.copytree(paths.root, second.root)
+    add(second, 1, 2)
+    broken, works = Memory(), Memory()
+    broken.broken = True
+    add(paths, 1)
+    for one in (paths, second):
+        tracker.keep_settings(one, Tracking(wandb=Wandb(), tensorboard=True))
+    made = {"wandb": broken, "tensorboard": works}
+    with (
+        mock.patch.object(feed, "trackers_of", return_value=made),
+        pytest.raises(UnfitError, match=r"second: tracking\.wandb: TimeoutError: no answer"),
+    ):
+        feed.sync([paths, second])
+    assert works.steps == [1, 1, 2]
+    assert "run: tracking.wandb: TimeoutError: no answer" in capsys.readouterr().err
+
+
+def test_sync_refuses_a_run_without_trackers_before_anything_is_sent(paths, tmp_path):
+    tracker.keep_settings(paths, Tracking(tensorboard=True))
+    bare = RunPaths(tmp_path / "bare")
+    shutil.copytree(paths.root, bare.root, ignore=shutil.ignore_patterns("tracking"))
+    with pytest.raises(ConfigError, match="bare has no trackers"):
+        feed.sync([paths, bare])
+    assert not feed.sent_file(paths, "tensorboard").exists()
+
+
+def test_sync_says_why_tensorboard_cannot_write(paths):
+    tracker.keep_settings(paths, Tracking(tensorboard=True))
+    add(paths, 1)
+    paths.tensorboard.write_text("a file where the directory should be")
+    done = subprocess.run(
+        [sys.executable, "-m", "forge", "sync", str(paths.root)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 69
+    assert f"tracking.tensorboard: cannot write {paths.tensorboard}" in done.stderr
+    assert "Traceback" not in done.stderr and "internet" not in done.stderr
 
 
 def test_sync_while_another_process_sends_names_it(paths):
