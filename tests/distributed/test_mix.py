@@ -21,9 +21,12 @@ from forge.core.files import read_json
 from forge.core.paths import checkpoint_name, tokens_folder
 
 DOCS = Path(__file__).parents[2] / "docs"
-SEQ_LEN, BATCH, GOAL, CHANGE = 16, 8, 24, 10
+SEQ_LEN, BATCH, GOAL, CHANGE = 64, 8, 24, 10  # so long that no window is in both sources
 MIX = [{"step": 0, "code": 0.75, "docs": 0.25}, {"step": CHANGE, "code": 1, "docs": 3}]
-TRAIN = {"max_steps": GOAL, "decay_steps": GOAL, "checkpoint_every": 6, "eval_every": 12}
+TRAIN = {
+    **{"seq_len": SEQ_LEN, "max_steps": GOAL, "decay_steps": GOAL},
+    **{"checkpoint_every": 6, "eval_every": 12},
+}
 
 
 @pytest.fixture(scope="module")
@@ -66,26 +69,36 @@ def child_of(base, name, parent, *overrides):
 
 
 @pytest.fixture(scope="module")
-def places(project, base):
-    """Window -> (source, number), of the windows that occur once in all sources."""
+def windows(project, base):
+    """Source -> how often each window is in it: real texts repeat themselves."""
     ids = read_json(base.paths.config)["ids"]["sources"]
     found = {name: windows_of(project / "data", ids[name], SEQ_LEN) for name in ids}
-    twice = found["code"].keys() & found["docs"].keys()
-    return {
-        window: (name, number)
-        for name, windows in found.items()
-        for window, number in windows.items()
-        if window not in twice
-    }
+    assert not found["code"].keys() & found["docs"].keys()
+    return found
 
 
-def test_every_batch_has_the_weights_of_its_stage_and_no_window_comes_twice(base, places):
-    seen: Counter[object] = Counter()
-    for step, windows in batches(base.folder).items():
-        sources = Counter(places[window][0] for window in windows)
+@pytest.fixture(scope="module")
+def source_of(windows):
+    """Window -> the source that it is of."""
+    return {window: name for name, found in windows.items() for window in found}
+
+
+def assert_no_window_twice(drawn, windows):
+    """No window was drawn more often than it is in the data."""
+    seen = Counter(window for rows in drawn.values() for window in rows)
+    assert seen.total() == GOAL * BATCH
+    there = sum(windows.values(), Counter())
+    assert seen <= there, f"drawn again: {seen - there}"
+
+
+def test_every_batch_has_the_weights_of_its_stage_and_no_window_comes_twice(
+    base, windows, source_of
+):
+    drawn = batches(base.folder)
+    for step, rows in drawn.items():
+        sources = Counter(source_of[window] for window in rows)
         assert sources == ({"code": 6, "docs": 2} if step < CHANGE else {"code": 2, "docs": 6})
-        seen.update(places[window] for window in windows)
-    assert len(seen) == sum(seen.values()) == GOAL * BATCH
+    assert_no_window_twice(drawn, windows)
 
 
 def test_killed_run_resumed_on_other_ranks_has_the_samples_of_the_uninterrupted_one(project, base):
@@ -111,15 +124,15 @@ def test_validation_loss_is_told_by_source_and_its_mean_has_the_weights_of_the_s
     assert base.events("eval")[-1]["sources"] == lines[-1]["sources"]
 
 
-def test_checkpoint_is_valid_and_knows_how_much_was_drawn(base, places):
+def test_checkpoint_is_valid_and_knows_how_much_was_drawn(base, source_of):
     checkpoint = Checkpoint.open(base.paths.checkpoints / checkpoint_name(12))
     outcome = forge("validate", str(checkpoint.folder))
     assert outcome.code == 0, outcome.text
     assert "next loss: replayed: step 13 bitwise equal" in outcome.text
     drawn = Counter(
-        places[window][0]
-        for step, windows in batches(base.folder).items()
-        for window in windows
+        source_of[window]
+        for step, rows in batches(base.folder).items()
+        for window in rows
         if step < 12
     )
     assert {name: use.samples for name, use in checkpoint.manifest.mix.sources.items()} == drawn
@@ -142,17 +155,18 @@ def test_child_with_the_mix_of_its_parent_is_the_parents_own_continuation(base):
     assert batches(child.folder).items() <= batches(base.folder).items()
 
 
-def test_annealing_branch_has_its_own_weights_and_repeats_no_window_of_its_parent(base, places):
+def test_annealing_branch_has_its_own_weights_and_repeats_no_window_of_its_parent(
+    base, windows, source_of
+):
     mix = json.dumps([{"step": 6, "code": 1, "docs": 0}, {"step": 9, "code": 1, "docs": 1}])
     child = trained(child_of(base, "annealed", "base@6", f"--train.mix={mix}"))
     found = batches(child.folder)
     assert min(found) == 6
-    drawn = {**{step: w for step, w in batches(base.folder).items() if step < 6}, **found}
-    seen = [places[window] for windows in drawn.values() for window in windows]
-    assert len(set(seen)) == len(seen) == GOAL * BATCH
-    for step, windows in found.items():
+    before = {step: rows for step, rows in batches(base.folder).items() if step < 6}
+    assert_no_window_twice({**before, **found}, windows)
+    for step, rows in found.items():
         share = 8 if step < 9 else 4
-        assert sum(places[window][0] == "code" for window in windows) == share
+        assert sum(source_of[window] == "code" for window in rows) == share
     again = child.forge("train", f"--train.mix={mix.replace('9', '8')}")
     assert again.code == 78
     assert "train.mix is" in again.text

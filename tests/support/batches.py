@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +73,15 @@ def batches(run: Path) -> dict[int, list[tuple[int, ...]]]:
     return found
 
 
-def windows_of(data: Path, tokens_id: str, seq_len: int) -> dict[tuple[int, ...], int]:
-    """Window -> its number in the training split, read from the files as the manifest lists them."""
+def windows_of(data: Path, tokens_id: str, seq_len: int) -> Counter[tuple[int, ...]]:
+    """How often each window is in the training split, read from the files as the manifest lists them."""
     folder = tokens_folder(data, tokens_id)
     manifest = read_json(folder / "manifest.json")
-    found: dict[tuple[int, ...], int] = {}
-    number = 0
+    found: Counter[tuple[int, ...]] = Counter()
     for entry in manifest["splits"]["train"]:
         ids = np.fromfile(folder / entry["file"], np.dtype(manifest["dtype"]))
-        for start in range(0, len(ids) - seq_len, seq_len):
-            found[tuple(ids[start : start + seq_len + 1].tolist())] = number
-            number += 1
+        found.update(
+            tuple(ids[start : start + seq_len + 1].tolist())
+            for start in range(0, len(ids) - seq_len, seq_len)
+        )
     return found
