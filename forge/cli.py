@@ -497,13 +497,7 @@ def _show(options: argparse.Namespace) -> None:
     from forge.reporting.find_runs import find_runs
     from forge.reporting.show import show
 
-    runs = find_runs(options.runs)
-    for run in runs:
-        if not run.config.exists():
-            raise ConfigError(
-                f"{run.root} is not a run's directory", fix="name directories such as results/base"
-            )
-    show(runs)
+    show(find_runs(options.runs, with_config=True))
 
 
 def _logs(options: argparse.Namespace) -> None:
@@ -570,14 +564,14 @@ def _compare(options: argparse.Namespace) -> None:
     from forge.reporting.compare import compare
     from forge.reporting.find_runs import find_runs
 
-    compare(find_runs(options.runs), as_json=options.json, page=options.html)
+    compare(find_runs(options.runs, with_config=True), as_json=options.json, page=options.html)
 
 
 def _sync(options: argparse.Namespace) -> None:
     from forge.reporting.find_runs import find_runs
     from forge.tracking.feed import sync
 
-    sync(find_runs(options.runs))
+    sync(find_runs(options.runs, with_config=True))
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from forge.core.files import atomic_open, digest_file, read_object_or_empty
 from forge.core.paths import RunPaths
 from forge.core.terminal import Table, duration, say
 from forge.reporting.family import Member, families
-from forge.reporting.history import device_hours, facts, read_history
+from forge.reporting.history import device_hours, facts, read_history_or_empty
 from forge.reporting.run_state import COLORS, RunState
 from forge.reporting.scores import ScoreRow, read_scores
 from forge.reporting.summary import Summary, summarize
@@ -108,7 +108,9 @@ def comparison(runs: Sequence[RunPaths]) -> Comparison:
 
 
 def _run(paths: RunPaths) -> ComparedRun:
-    summary, history = summarize(paths), read_history(paths)
+    summary, history = summarize(paths), read_history_or_empty(paths)
+    if summary.state.state == "unknown":
+        say(f"note: {summary.state.run}: {summary.state.reason}")
     measured = facts(history)
     made = summary.manifest or summary.seal
     values = {

@@ -10,7 +10,7 @@ from forge.checkpoint.family import started_from
 from forge.core.errors import DataError
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
-from forge.reporting.history import facts, read_history
+from forge.reporting.history import facts, read_history_or_empty
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,7 +75,7 @@ def _below(member: Member, among: dict[str, Member], own: str, below: str) -> It
 
 def _member(paths: RunPaths) -> Member:
     parent, start = _parent(paths)
-    history = read_history(paths)
+    history = read_history_or_empty(paths)
     measured = facts(history)
     evals = history.evals.dropna(subset=["loss"])
     loss = measured["loss_to"]

@@ -11,10 +11,11 @@ from forge.core.records import WorkflowRuns
 from forge.core.terminal import say
 
 
-def find_runs(names: list[str]) -> list[RunPaths]:
+def find_runs(names: list[str], *, with_config: bool = False) -> list[RunPaths]:
     """Folders of runs, each given by its path or by its name; all of the project where none is given.
 
-    Raises ConfigError with the names that there are.
+    with_config: refuse a directory without the config of a run. Raises ConfigError with the names that
+    there are.
     """
     results = results_folder()
     there = _folders(results)
@@ -29,7 +30,13 @@ def find_runs(names: list[str]) -> list[RunPaths]:
                 if there
                 else "go to the project's folder, or give the path of a run's folder",
             )
-        runs.append(RunPaths(folder))
+        run = RunPaths(folder)
+        if with_config and not run.config.exists():
+            raise ConfigError(
+                f"{folder} is not a run's directory: it has no {run.config.name}",
+                fix="name directories such as results/base",
+            )
+        runs.append(run)
     return runs or [RunPaths(folder) for folder in there]
 
 

@@ -15,6 +15,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forge.core import events
+from forge.core.errors import DataError
 from forge.core.events import Event
 from forge.core.paths import RunPaths
 from forge.reporting.run_state import ending
@@ -177,8 +178,21 @@ def read_launches(paths: RunPaths) -> list[Launch]:
 
 
 def read_history(paths: RunPaths) -> History:
-    """The run's history; empty frames and lists where a file is missing."""
-    log, lines = events.read(paths.events), metrics.read(paths.metrics)
+    """The run's history; empty frames and lists where a file is missing. Raises DataError where another
+    version of Forge wrote the log."""
+    return _history(events.read(paths.events), metrics.read(paths.metrics))
+
+
+def read_history_or_empty(paths: RunPaths) -> History:
+    """As `read_history`, and an empty one where the log cannot be read: for pages on several runs, which
+    one of them must not hide. `run_state.judge` says of that run why its state is unknown."""
+    try:
+        return read_history(paths)
+    except DataError:
+        return _history([], [])
+
+
+def _history(log: list[Event], lines: Sequence[Line]) -> History:
     launches = _launches(log, lines)
     kept = _kept_steps(launches)
     return History(

@@ -12,7 +12,7 @@ from support import happenings
 from support.recorded_run import RecordedRun, interrupted_run, loss_at
 
 from forge.core.config import ResolvedConfig
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, DataError
 from forge.core.files import digest_file, read_json, write_json
 from forge.core.records import Evaluated, Evaluation, Score
 from forge.evaluation.settings import record_file
@@ -74,6 +74,18 @@ def test_results_are_those_of_status_report_and_checkpoint(first, second):
     manifest = first.paths.latest / "checkpoint.json"
     assert found["checkpoint digest"] == [digest_file(manifest)[:12], "–"]
     assert "GPU hours" not in found and "core hours" in found
+
+
+def test_a_run_of_another_version_is_told_and_hides_no_other(first, second, capsys):
+    """Its state is unknown, as `forge status` says; pages of other runs are as without it."""
+    second.paths.events.write_text('{"format": 2, "event": "launch"}\n')
+    found = rows(comparison([first.paths, second.paths]).results)
+    assert found["state"] == ["validated", "unknown"]
+    assert found["validation loss"] == [f"{loss_at(200) + 0.1:.4f}", "–"]
+    assert "note: second: " in (said := capsys.readouterr().err) and "format 2" in said
+    render(first.paths)
+    with pytest.raises(DataError, match="format 2"):
+        render(second.paths)
 
 
 def test_gpu_hours_count_every_rank_of_every_launch(tmp_path):
