@@ -73,6 +73,11 @@ class Source(Section):
     invalid_utf8: Literal["error", "replace"] = "error"
     """Bytes that are not UTF-8: stop and name file and offset, or replace them by U+FFFD."""
 
+    @property
+    def shown_inputs(self) -> str:
+        """For errors of a whole corpus, which may be one of several sources."""
+        return f"inputs {shown(self.inputs)}"
+
 
 class Tokenize(Source):
     """The corpus, and how it becomes shards of token ids."""

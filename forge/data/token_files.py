@@ -49,9 +49,9 @@ def data_files(files: list[InputFile], settings: Tokenize) -> list[InputFile]:
     found = [file for file in files if file.path.suffix == suffix]
     if not found:
         raise DataError(
-            f"tokenize.inputs has no file of ids: of {len(files)} files none ends in {suffix}",
-            cause=f"tokenize.format is {settings.format}",
-            fix=f"name the {suffix} files, or correct tokenize.format",
+            f"{settings.shown_inputs} has no file of ids: of {len(files)} files none ends in {suffix}",
+            cause=f"`format` in tokenize is {settings.format}",
+            fix=f"name the {suffix} files, or correct `format`",
         )
     return found
 
@@ -99,7 +99,7 @@ def read_documents(
     """
     with disk_trouble(file.path, "read"):
         layout = _layout(file, settings)
-        _check_size(file, layout)
+        _check_size(file, layout, settings)
         chunks = _chunks(file, layout, settings, vocab_size, consumed)
         has_end, start, held = layout.ends is not None, 0, list[Ids]()
         for ids in chunks:
@@ -152,7 +152,7 @@ def _chunks(
                     f"{file.path}: token {start + at} is id {ids[at]}, and the tokenizer has"
                     f" {vocab_size} ids",
                     cause=f"made with another tokenizer, or not of {layout.dtype.name}",
-                    fix="correct tokenizer.source, or tokenize.token_dtype",
+                    fix=f"correct tokenizer.source{_or_dtype(settings)}",
                 )
             if start == 0:
                 _check_width(file, ids, settings)
@@ -199,24 +199,29 @@ def _layout(file: InputFile, settings: Tokenize) -> _Layout:
     return _Layout(dtype, _ends_of_dolma(index.path) if index else None)
 
 
-def _check_size(file: InputFile, layout: _Layout) -> None:
+def _check_size(file: InputFile, layout: _Layout, settings: Tokenize) -> None:
     num_tokens, rest = divmod(file.size, layout.dtype.itemsize)
     if rest:
         raise DataError(
             f"{file.path} has {file.size} bytes, no multiple of {layout.dtype.itemsize}",
             cause=f"an interrupted copy, or ids of another dtype than {layout.dtype.name}",
-            fix="copy it again, or correct tokenize.token_dtype",
+            fix=f"copy it again{_or_dtype(settings)}",
         )
     if layout.ends is None:
         return
     last = int(layout.ends[-1]) if len(layout.ends) else 0
-    if last != num_tokens or (np.diff(layout.ends) < 0).any():
+    if last != num_tokens:
         raise DataError(
             f"{file.path} has {num_tokens} tokens, the documents of its index end at {last}",
             cause="an interrupted copy, the index of another file, or ids of another dtype than"
             f" {layout.dtype.name}",
-            fix="copy both files again, or correct tokenize.token_dtype",
+            fix=f"copy both files again{_or_dtype(settings)}",
         )
+
+
+def _or_dtype(settings: Tokenize) -> str:
+    """Part of a fix. An index of Megatron-LM tells the dtype."""
+    return "" if settings.format == "megatron" else ", or correct `token_dtype` in tokenize"
 
 
 def _of_megatron(file: InputFile) -> _Layout:
@@ -242,27 +247,53 @@ def _of_megatron(file: InputFile) -> _Layout:
         pointers = np.fromfile(stream, "<i8", sequences)
         firsts = np.fromfile(stream, "<i8", documents)
     dtype = np.dtype(MEGATRON_DTYPES[code]).newbyteorder("<")
-    if firsts.size and not 0 <= firsts.min() <= firsts.max() <= sequences:
-        raise _bad_index(path, f"has a document that begins at sequence {firsts.max()}")
-    ends = np.append(0, pointers // dtype.itemsize + lengths)  # after no, one, … sequences
+    ends = np.append(0, np.cumsum(lengths, dtype=np.int64))  # after no, one, … sequences
+    apart = (lengths < 0) | (pointers != ends[:-1] * dtype.itemsize)
+    if apart.any():
+        at = int(apart.argmax())
+        raise _bad_index(
+            path,
+            f"has sequence {at} with {lengths[at]} tokens from byte {pointers[at]} on; the one before it"
+            f" ends at byte {ends[at] * dtype.itemsize}",
+        )
+    wrong = np.diff(firsts, prepend=0, append=sequences) < 0
+    if wrong.any():
+        at = min(int(wrong.argmax()), documents - 1)
+        raise _bad_index(
+            path,
+            f"has document {at} from sequence {firsts[at]} on: documents must be in order, within"
+            f" {sequences} sequences",
+        )
     return _Layout(dtype, ends[firsts])
 
 
 def _ends_of_dolma(path: Path) -> Ids:
     try:
         with gzip.open(path, "rt", newline="") as rows:
-            return np.fromiter(_column(csv.reader(rows)), np.int64)
+            return np.fromiter(_ends(path, csv.reader(rows)), np.int64)
     except (ValueError, IndexError, EOFError, gzip.BadGzipFile) as err:
         raise _bad_index(path, f"cannot be read: {err}") from None
 
 
-def _column(rows: Iterable[list[str]]) -> Iterator[int]:
-    return (int(row[1]) for row in rows)
+def _ends(path: Path, rows: Iterable[list[str]]) -> Iterator[int]:
+    """The second column. Each document must begin where the one before it ends: MemmapWriter leaves
+    nothing out, and tokens between two would become part of a document."""
+    before = 0
+    for number, row in enumerate(rows, start=1):
+        start, end = int(row[0]), int(row[1])
+        if start != before or end < start:
+            raise _bad_index(
+                path,
+                f"has in row {number} a document from token {start} to {end}; the one before it ends at"
+                f" {before}",
+            )
+        yield end
+        before = end
 
 
 def _bad_index(path: Path, what: str) -> DataError:
     return DataError(
         f"{path} {what}",
         cause="an interrupted copy, or the index of another format",
-        fix="copy it again, or correct tokenize.format",
+        fix="copy it again, or correct `format` in tokenize",
     )

@@ -152,6 +152,19 @@ def break_index(path, what):
             index.write_bytes(data)
         case "other index":
             path.write_bytes(path.read_bytes()[:-4])
+        case "gap":  # sequence 2 begins a token later
+            lengths = 34 + 4 * 40
+            data[lengths + 16 : lengths + 24] = struct.pack(
+                "<q", 2 + struct.unpack_from("<q", data, lengths + 16)[0]
+            )
+            index.write_bytes(data)
+        case "negative length":
+            data[34:38] = struct.pack("<i", -1)
+            index.write_bytes(data)
+        case "order":  # documents 1 and 2 begin at each other's sequences
+            firsts = len(data) - 8 * 41
+            data[firsts + 8 : firsts + 24] = struct.pack("<qq", 2, 1)
+            index.write_bytes(data)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +182,12 @@ def break_index(path, what):
         ("short index", "is too short for 40 sequences, 41 documents"),
         ("code", "has version 1 and dtype code 7"),
         ("other index", "has 898 tokens, the documents of its index end at 900"),
+        (
+            "gap",
+            r"a\.idx has sequence 2 with \d+ tokens from byte \d+ on; the one before it ends at byte",
+        ),
+        ("negative length", "has sequence 0 with -1 tokens"),
+        ("order", "has document 2 from sequence 1 on: documents must be in order, within 40"),
     ],
 )
 def test_what_is_wrong_is_named_with_file_and_value(tmp_path, monkeypatch, what, message):
@@ -183,6 +202,28 @@ def test_what_is_wrong_is_named_with_file_and_value(tmp_path, monkeypatch, what,
         break_index(megatron(path, DOCUMENTS), what)
     with pytest.raises(DataError, match=message):
         read(path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            [(0, 5), (6, 10)],
+            "has in row 2 a document from token 6 to 10; the one before it ends at 5",
+        ),
+        ([(0, 5), (4, 10)], "has in row 2 a document from token 4 to 10"),
+        ([(2, 10)], "has in row 1 a document from token 2 to 10; the one before it ends at 0"),
+        ([(0, 12), (12, 10)], "has in row 2 a document from token 12 to 10"),
+        ([(0, 5)], "has 10 tokens, the documents of its index end at 5"),
+        ([("start", "end")], "cannot be read: invalid literal"),
+    ],
+)
+def test_index_of_dolma_that_leaves_tokens_out_or_repeats_them_is_refused(tmp_path, rows, message):
+    np.arange(1, 11, dtype="uint16").tofile(path := tmp_path / "p.npy")
+    with gzip.open(tmp_path / "p.csv.gz", "wt") as stream:
+        csv.writer(stream).writerows(rows)
+    with pytest.raises(DataError, match=message):
+        read(path, format="dolma")
 
 
 # --- the subcommand -----------------------------------------------------------------------------
