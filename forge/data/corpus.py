@@ -404,7 +404,7 @@ def _json_line(line: bytes, number: int, start: int, field: str, utf8: _Utf8) ->
 def _json_document(line: str, place: str, field: str, utf8: _Utf8) -> str:
     where = f"{utf8.path}, {place}"
     try:
-        record = json.loads(line)
+        record = json.loads(line.rstrip())  # of a cut line the newline would be said to be wrong
     except (ValueError, RecursionError) as err:  # ValueError: also numbers of over 4300 digits
         raise DataError(
             f"{where} is not JSON: {err}: {line.strip()[:60]!r}",

@@ -46,7 +46,7 @@ class Windows:
                 f"no {split} shard holds one sequence: train.seq_len is {seq_len} and needs "
                 f"{seq_len + 1} tokens, the longest of {len(shards)} shards has {longest}",
                 cause="the corpus is too small, or almost all of it went to the other split",
-                fix="add text to tokenize.inputs, lower train.seq_len or change val_fraction",
+                fix="add text, lower train.seq_len or change tokenize.val_fraction",
             )
         self._views = [
             _window_view(shard.read(), seq_len) if count else None

@@ -163,18 +163,18 @@ def _check_splits(manifest: Manifest, settings: Tokenize) -> None:
         return
     if not num_train and not num_val:
         raise DataError(
-            f"the corpus has no documents: {len(manifest.inputs)} files, "
+            f"{settings.shown_inputs} has no documents: {len(manifest.inputs)} files, "
             f"{sum(entry.size for entry in manifest.inputs)} bytes",
             cause="the files are empty or hold only white space",
-            fix="correct tokenize.inputs",
+            fix="correct these inputs",
         )
     empty, direction = ("val", "raise") if num_train else ("train", "lower")
     raise DataError(
-        f"the {empty} split is empty: {num_train} documents for training, {num_val} for validation "
-        f"(tokenize.val_fraction {settings.val_fraction})",
+        f"the {empty} split of {settings.shown_inputs} is empty: {num_train} documents for training, "
+        f"{num_val} for validation (tokenize.val_fraction {settings.val_fraction})",
         cause="a document is never divided between the splits, and there are too few documents",
-        fix="split text files into documents with tokenize.document_separator, add documents, "
-        f"or {direction} tokenize.val_fraction",
+        fix="split text files into documents with `document_separator`, beside `inputs`, add documents,"
+        f" or {direction} tokenize.val_fraction",
     )
 
 

@@ -326,7 +326,7 @@ def _sample(config: ResolvedConfig) -> Iterator[str]:
         raise DataError(
             f"the corpus has no text to train a tokenizer on ({len(files)} files, {total} bytes)",
             cause="the input files are empty or hold only white space",
-            fix="correct tokenize.inputs",
+            fix="correct the inputs in tokenize",
         )
 
 

@@ -226,7 +226,7 @@ def test_a_file_that_is_not_packed_as_its_name_says_is_refused(tmp_path: Path, s
     [
         ("not json", r"a\.jsonl, line 3 is not JSON"),
         ('{"text": "a", "n": ' + "9" * 5000 + "}", r"a\.jsonl, line 3 is not JSON: .*4300 digits"),
-        ('{"text": "cut', r"a\.jsonl, line 3 is not JSON"),
+        ('{"text": "cut', r"a\.jsonl, line 3 is not JSON: Unterminated string"),
         ('["text"]', r"line 3 is not an object"),
         ('{"body": "x", "id": 1}', r"line 3: field 'text' is missing; fields found: body, id"),
         ('{"text": null}', r"line 3: field 'text' is NoneType, not a string"),

@@ -198,10 +198,13 @@ def test_without_a_tokenizer_the_error_names_the_command(place: Path) -> None:
 
 
 def test_an_empty_split_is_refused_with_counts(place: Path) -> None:
-    with pytest.raises(DataError, match="the val split is empty: 1188 documents for training, 0"):
+    with pytest.raises(
+        DataError,
+        match=r"the val split of inputs \[.*texts.*\] is empty: 1188 documents for training, 0",
+    ):
         tokenize(configure(val_fraction=1e-9), workers=1)
     with pytest.raises(
-        DataError, match=r"the train split is empty: 0 documents .* 1188 for validation"
+        DataError, match=r"the train split of .* is empty: 0 documents .* 1188 for validation"
     ):
         tokenize(configure(val_fraction=1 - 1e-9), workers=1)
 
@@ -211,7 +214,7 @@ def test_an_empty_corpus_is_refused(place: Path) -> None:
     build_tokenizer(config)
     for path in (place / "texts").iterdir():
         path.write_text(" " * path.stat().st_size)
-    with pytest.raises(DataError, match="has no documents: 12 files"):
+    with pytest.raises(DataError, match=r"inputs \[.*texts.*\] has no documents: 12 files"):
         tokenize(config, workers=1)
 
 
