@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -107,9 +107,10 @@ def _check_stages(entries: list[Any]) -> None:
 def _check_weights(weights: Mapping[Any, Any]) -> None:
     for name, weight in weights.items():
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not is_number or not 0 <= weight < math.inf:
+        if not is_number or not 0 <= weight <= sys.float_info.max:
             raise ValueError(
-                f"the weight of {name} is {shown(weight)}; it must be a number, 0 or more"
+                f"the weight of {name} is {shown(weight)}; it must be a number, 0 or more, of at most"
+                f" {sys.float_info.max:.0e}"
             )
     if not any(weights.values()):
         raise ValueError("at least one source must have a weight above 0")

@@ -63,6 +63,7 @@ def test_wrong_cell_of_the_sheet_is_named_by_line_and_column(tmp_path):
         ({"wep": 1, "code": 1}, r"names the source wep \(did you mean web\?\).* code, web"),
         ({"code": 1}, "train.mix has no weight of web; write 0"),
         ({"web": -1, "code": 1}, "the weight of web is -1; it must be a number, 0 or more"),
+        ({"web": 10**400, "code": 1}, "the weight of web is 1000.*…; it must be a number"),
         ({"web": True, "code": 1}, "the weight of web is True"),
         ({"web": "much", "code": 1}, "the weight of web is 'much'"),
         ({"web": float("inf"), "code": 1}, "the weight of web is inf"),
