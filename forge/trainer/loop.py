@@ -241,7 +241,7 @@ class Trainer:
         if fatal := self.skipped.count(result.trouble, self.settings, is_spike=result.is_spike):
             if result.is_spike and self.settings.spike == "rewind":
                 fatal = self._rewind(result)
-            raise self._diverged(fatal, step=result.step, is_spike=result.is_spike)
+            raise self._diverged(fatal, step=done, is_spike=result.is_spike)
         if result.trouble and self.world.rank.is_main:
             in_a_row = self.skipped.in_a_row
             self._record(events.Skipped(step=done, in_a_row=in_a_row, reason=result.trouble))
@@ -310,7 +310,7 @@ class Trainer:
     def _diverged(
         self, what: str, step: int | None = None, *, is_spike: bool = False
     ) -> TrainingError:
-        """step: completed ones; by default all."""
+        """step: the one in which it happened; by default the last one."""
         step = self.step if step is None else step
         error = ended_by_spike if is_spike else diverged
         return error(self.config, what, step=step, lr=self.lr, saved_step=self.saved_step)

@@ -73,7 +73,8 @@ def not_finite(table: Sequence[Sequence[float]]) -> str:
 def diverged(config: Config, what: str, *, step: int, lr: float, saved_step: int) -> TrainingError:
     """The error that ends training. what: a sentence on the number that is not finite.
 
-    step: completed steps. lr: of the last step. saved_step: of the newest checkpoint, 0 without one.
+    step: in which it happened, counted from 1. lr: of that step. saved_step: of the newest checkpoint, 0
+    without one.
     """
     return TrainingError(
         f"step {step}: {what}",

@@ -110,7 +110,7 @@ def test_run_that_a_spike_stopped_is_refused_until_it_may_skip(make, uninterrupt
     run = make("stopped", 2)
     ended = run.train(more=(STOP,))
     assert ended.code == Exit.FAILED, ended.text
-    assert f"step {SPIKES[0] - 1}: the loss " in ended.text
+    assert f"step {SPIKES[0]}: the loss " in ended.text
     assert "is a spike, above " in ended.text and "the weights were not updated" in ended.text
     assert f"parent: stopped@{SPIKES[0] - 1}" in ended.text
     assert "train.spike=skip" in ended.text and "Traceback" not in ended.text

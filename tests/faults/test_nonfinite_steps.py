@@ -110,7 +110,7 @@ def test_run_that_diverged_skips_its_bad_steps_under_its_own_name_and_reaches_th
     run, steps = poisoned("diverged", lambda steps: len(steps) > 1 and longest_row(steps) == 1)
     ended = run.train(more=(until(GOAL),))
     assert ended.code == Exit.FAILED, ended.text
-    assert f"step {steps[0] - 1}: loss " in ended.text and "not finite" in ended.text
+    assert f"step {steps[0]}: loss " in ended.text and "not finite" in ended.text
     assert "train.lr is 0.003, this step's rate was" in ended.text
     assert "train.on_nonfinite=skip" in ended.text
 

@@ -41,7 +41,7 @@ def test_numbers_that_are_not_finite_are_never_committed(runs):
     run = runs("late-nan", 2)
     ended = run.train(plan=Plan(poison="nan-gradient", poison_step=BAD_STEP, ahead=True))
     assert ended.code == Exit.FAILED, ended.text
-    assert f"step {BAD_STEP - 1}: loss" in ended.text and "are not finite" in ended.text
+    assert f"step {BAD_STEP}: loss" in ended.text and "are not finite" in ended.text
     assert resume.latest(run.paths).step == BAD_STEP - INTERVAL
 
 
