@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import directory, resume
+from forge.checkpoint.compatibility import check_compatible
 from forge.cluster.lock import lock
 from forge.core import events
 from forge.core.checks import failed
@@ -27,12 +28,14 @@ from forge.validation.replay import NOT_DONE, NOT_RECORDED
 def validate(config: ResolvedConfig) -> Path:
     """Validate a run's latest checkpoint; the path of validated.json.
 
-    Writes validation.json, valid or not. Raises DataError with the reasons for an invalid one.
+    Writes validation.json, valid or not. Raises DataError with the reasons for an invalid one, and
+    ConfigError, with nothing written, where the config does not fit the checkpoint.
     """
     started = time.time()
     paths = RunPaths.of(config)
     with lock(paths.root, "validate"):
         checkpoint = resume.required(paths)
+        check_compatible(config, checkpoint)  # an edited config says nothing of the checkpoint
         goal = Trained.read_if_there(paths.trained)
         result = _run(CheckpointChecks(checkpoint, config, Data(config), goal=goal, paths=paths))
         result.write(paths.validation)

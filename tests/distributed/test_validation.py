@@ -253,6 +253,15 @@ def test_config_that_was_edited_moves_no_checkpoint(run):
     assert run.paths.trained.exists()
 
 
+def test_config_that_does_not_fit_says_nothing_of_the_checkpoint(run):
+    """validated.json and the event log stay: the checkpoint is as good as before the config was edited."""
+    before = content(run)
+    outcome = run.forge("validate", "--validate.depth=load", f"--train.max_steps={GOAL - 5}")
+    assert outcome.code == 78, outcome.text
+    assert f"train.max_steps is {GOAL - 5}, but" in outcome.text
+    assert content(run) == before
+
+
 def test_no_repair_while_training_holds_the_run(run):
     damage(run.paths.checkpoints / LAST)
     with lock(run.paths.root, "train"):
