@@ -21,6 +21,7 @@ from forge.core.files import digest_file
 from forge.core.paths import RunPaths, checkpoint_step
 from forge.core.records import Evaluated, Evaluation, Evaluations, Score
 from forge.core.terminal import duration, say
+from forge.core.values import shown
 from forge.evaluation import harness, tasks
 from forge.evaluation.settings import record_file, task_digest
 from forge.trainer import numerics
@@ -131,7 +132,16 @@ def _done(paths: RunPaths, step: int, identity: Evaluated) -> Evaluation | None:
     except DataError as err:
         say(f"{err.what}: evaluating again")
         return None
-    return found if found and found.of == identity else None
+    if found is None or found.of == identity:
+        return found
+    now = identity.model_dump()
+    changed = [
+        f"{key} {shown(value)}, now {shown(now[key])}"
+        for key, value in found.of.model_dump().items()
+        if value != now[key]
+    ]
+    say(f"evaluation of step {step}: replaces the scores of before ({'; '.join(changed)})")
+    return None
 
 
 @contextmanager

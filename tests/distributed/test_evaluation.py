@@ -195,6 +195,17 @@ def test_changed_settings_are_scored_again_once(solo, tasks, tmp_path, scored, c
     assert len(scored) == 2
 
 
+@pytest.mark.usefixtures("scored")
+def test_scores_that_are_replaced_are_told_with_the_settings_that_differ(
+    solo, tasks, tmp_path, capsys
+):
+    run = solo.copy(tmp_path / "solo")
+    evaluate(run, tasks, limit=4)
+    assert "replaces" not in capsys.readouterr().err
+    evaluate(run, tasks, limit=3)
+    assert "step 12: replaces the scores of before (limit 4, now 3)" in capsys.readouterr().err
+
+
 def test_changed_files_of_tasks_and_corrupt_records_are_scored_again(solo, tasks, tmp_path, scored):
     run = solo.copy(tmp_path / "solo")
     shutil.copytree(tasks, tmp_path / "tasks")
