@@ -254,7 +254,8 @@ def test_config_that_was_edited_moves_no_checkpoint(run):
 
 
 def test_config_that_does_not_fit_says_nothing_of_the_checkpoint(run):
-    """validated.json and the event log stay: the checkpoint is as good as before the config was edited."""
+    """validated.json and the event log stay: the checkpoint is as good as before the config was
+    edited."""
     before = content(run)
     outcome = run.forge("validate", "--validate.depth=load", f"--train.max_steps={GOAL - 5}")
     assert outcome.code == 78, outcome.text
