@@ -147,7 +147,7 @@ def read_object(path: Path, *keys: str) -> dict[str, Any]:
         raise DataError(
             f"{path} has no {', '.join(missing)}" if missing else f"{path} is not a JSON object",
             cause="cut short by a full disk or edited by hand",
-            fix="remove it and run the step that writes it again",
+            fix="restore it; if a step of Forge writes it, remove it and run that step again",
         )
     return value
 
@@ -164,7 +164,7 @@ def read_json(path: Path) -> Any:
         raise DataError(
             f"{path} is not JSON: {err}",
             cause="cut short by a full disk or edited by hand",
-            fix="remove it and run the step that writes it again",
+            fix="restore it; if a step of Forge writes it, remove it and run that step again",
         ) from None
 
 
