@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import venv
 from pathlib import Path
 
@@ -34,8 +33,8 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in tracked_files():
         (folder / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, folder / "clone" / name)
-    with tarfile.open(built(folder / "clone", "sdist", "forge-*.tar.gz")) as archive:
-        archive.extractall(folder, filter="data")
+    source = built(folder / "clone", "sdist", "forge-*.tar.gz")
+    subprocess.run(["tar", "-xzf", source, "-C", folder], check=True)
     [project] = folder.glob("forge-*")
     return project
 

@@ -8,6 +8,7 @@ import tarfile
 
 import pytest
 
+from forge.core.errors import DataError
 from forge.core.process import hostname
 from forge.data.file_set import Member
 from forge.staging import archive, environment, on_node
@@ -130,6 +131,27 @@ def test_part_that_reaches_out_of_its_folder_is_refused(tmp_path):
     evil = tmp_path / "evil"
     evil.write_text("x")
     made = make_archive(tmp_path / "archives" / "abc", [Member(evil, "../../evil.txt", 1)])
-    with pytest.raises(tarfile.OutsideDestinationError):
+    with pytest.raises(DataError, match=r"has '\.\./\.\./evil\.txt', which is no file inside"):
         unpack(made, tmp_path / "a" / "node")
     assert not list(tmp_path.rglob("evil.txt"))
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
+def test_part_with_anything_but_files_is_refused(tmp_path, members, kind):
+    made = make_archive(tmp_path / "archives" / "abc", members)
+    with tarfile.open(made.folder / "000.tar", "w") as tar:
+        entry = tarfile.TarInfo("deep/0.bin")
+        entry.type, entry.linkname = kind, "/etc/passwd"
+        tar.addfile(entry)
+    with pytest.raises(DataError, match=r"000\.tar has 'deep/0\.bin', which is no file inside"):
+        unpack(made, tmp_path / "node")
+    assert not (tmp_path / "node/deep/0.bin").is_symlink()
+
+
+def test_programs_of_an_archive_stay_executable_and_nobody_else_may_write(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o4777)
+    made = make_archive(tmp_path / "archives" / "abc", [Member(path, "bin/run.sh", 10)])
+    unpack(made, tmp_path / "node")
+    assert (tmp_path / "node/bin/run.sh").stat().st_mode & 0o7777 == 0o755
