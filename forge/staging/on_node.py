@@ -355,9 +355,8 @@ def _extract(tar: tarfile.TarFile, path: Path, folder: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with content, open(target, "wb") as file:
             shutil.copyfileobj(content, file, COPY_BLOCK)
-        target.chmod(
-            entry.mode & 0o755 | 0o600
-        )  # not to be written by others, whatever its mode was
+        # Programs stay executable, and nobody else may write, whatever the mode was.
+        target.chmod(entry.mode & 0o755 | 0o600)
 
 
 def finish(*, kind: Kind, temporary: str, folder: str, digest: str) -> None:
