@@ -44,15 +44,17 @@ Seconds = dict[str, list[float]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="64 MB, two rounds")
+    parser.add_argument("--quick", action="store_true", help="16 MB, one round")
     parser.add_argument(
         "--folder", type=Path, help="where to write (default: the temporary folder)"
     )
     options = parser.parse_args()
-    sizes, rounds = ((64,), 2) if options.quick else ((512, 2048), 9)
+    sizes, rounds = ((16,), 1) if options.quick else ((512, 2048), 9)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for mib, ranks in [*((mib, 1) for mib in sizes), (sizes[0], 2)]:
-            plan = Plan(ranks, free_port(), mib, max(3, rounds * sizes[0] // mib), Path(folder))
+            plan = Plan(
+                ranks, free_port(), mib, max(min(3, rounds), rounds * sizes[0] // mib), Path(folder)
+            )
             mp.spawn(measure, args=(plan,), nprocs=ranks)
 
 

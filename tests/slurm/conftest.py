@@ -58,14 +58,19 @@ def pytest_runtest_makereport(
     return report
 
 
-@contextlib.contextmanager
-def started(settings: Settings) -> Iterator[Cluster]:
-    """A new cluster, where tests on Slurm are wanted and can run."""
+def require_slurm() -> None:
+    """Skip, or fail, where tests on Slurm are not wanted or cannot run."""
     wish = os.environ.get("FORGE_TEST_SLURM", "")
     if wish == "skip":
         pytest.skip("FORGE_TEST_SLURM=skip")
     if reason := why_not():
         (pytest.fail if wish == "required" else pytest.skip)(reason)
+
+
+@contextlib.contextmanager
+def started(settings: Settings) -> Iterator[Cluster]:
+    """A new cluster, where tests on Slurm are wanted and can run."""
+    require_slurm()
     with temporary_cluster(base_folder(), uuid.uuid4().hex, settings) as cluster:
         yield cluster
 

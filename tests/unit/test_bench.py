@@ -1,28 +1,11 @@
 """`make bench` said nothing of a part that measured nothing, and ended with 0."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import bench
-from bench.__main__ import PARTS, run
-
-REPOSITORY = Path(__file__).parents[2]
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_every_part_runs_when_it_is_started(part: str) -> None:
-    """Its main was defined and never called."""
-    text = Path(bench.__path__[0], f"{part}.py").read_text()
-    assert '\nif __name__ == "__main__":\n' in text
-
-
-def test_pipeline_measures_when_it_is_started() -> None:
-    command = [sys.executable, "-m", "bench.pipeline", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
-    assert "--quick" in done.stdout
+from bench.__main__ import PARTS, main, run
 
 
 def test_a_part_that_measures_nothing_fails(
@@ -38,3 +21,21 @@ def test_a_part_that_measures_nothing_fails(
         assert run([name]) == status
     said = capsys.readouterr().out
     assert said == "silent has measured nothing\n1.0\n"
+
+
+def test_a_part_that_fails_is_named_and_the_others_still_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = {"loader": 70}
+    started = []
+
+    def fake(arguments: list[str]) -> int:
+        name = arguments[0].removeprefix("bench.")
+        started.append(name)
+        return status.get(name, 0)
+
+    monkeypatch.setattr("bench.__main__.run", fake)
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    assert main() == 1
+    assert started == list(PARTS)
+    assert capsys.readouterr().out.endswith("failed: loader (exit status 70)\n")
