@@ -10,6 +10,7 @@ from forge.core.config import ResolvedConfig, Section, is_free
 from forge.core.errors import ConfigError
 from forge.core.model import Model
 from forge.core.train import Train
+from forge.core.values import shown
 
 
 def frozen_decay_steps(config: ResolvedConfig, checkpoint: Checkpoint | None) -> int:
@@ -41,7 +42,7 @@ def check_compatible(config: ResolvedConfig, checkpoint: Checkpoint) -> None:
     if problems:
         raise ConfigError(
             f"the config does not fit {checkpoint.folder}: " + "; ".join(problems),
-            cause="it was edited after the run had begun, or the list of corpus files has changed",
+            cause="it was edited after the run had begun, or corpus files have other names or sizes",
             fix="restore these values, or give the changed run a new name",
         )
     if config.train.max_steps < checkpoint.step:
@@ -67,17 +68,30 @@ def recorded_value(model: type[Section], section: Part, key: str) -> object:
 
 
 def changed_ids(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:
-    """One sentence for each artefact that is another than in the config of a checkpoint, of sources each
-    that the checkpoint has."""
-    if config.ids.tokenizer != made_by.ids.tokenizer:
-        yield differs("ids.tokenizer", config.ids.tokenizer, made_by.ids.tokenizer)
+    """One sentence for each key that made other tokens or another tokenizer than those of a checkpoint,
+    or for the artefact where no key did; of sources for each that the checkpoint has."""
     mine, theirs = config.ids.sources, made_by.ids.sources
-    if not (mine and theirs) and config.ids.tokens != made_by.ids.tokens:
-        yield differs("ids.tokens", config.ids.tokens, made_by.ids.tokens)
-    elif mine:
-        for name in theirs:
-            if mine.get(name) != theirs[name]:
-                yield differs(f"ids.sources.{name}", mine.get(name), theirs[name])
+    now, then = config.ids, made_by.ids
+    changed = [] if now.tokenizer == then.tokenizer else ["tokenizer"]
+    if not (mine and theirs) and now.tokens != then.tokens:
+        changed.append("tokens")
+    keys = list(_changed_keys_of_data(config, made_by)) if changed else []
+    yield from keys or (
+        differs(f"ids.{name}", getattr(now, name), getattr(then, name)) for name in changed
+    )
+    for name in theirs if mine else ():
+        if mine.get(name) != theirs[name]:
+            yield differs(f"ids.sources.{name}", mine.get(name), theirs[name])
+
+
+def _changed_keys_of_data(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:
+    """None where the same settings name other corpus files than then."""
+    sections = config.to_json()
+    for section in ("tokenizer", "tokenize"):
+        then = getattr(made_by, section, {})
+        for key, value in sections[section].items():
+            if key in then and value != then[key]:
+                yield f"{section}.{key} is {shown(value)}, the checkpoint has {shown(then[key])}"
 
 
 def added_sources(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:

@@ -36,6 +36,21 @@ def test_changed_science_is_refused_by_key_and_value(paths):
     assert "model.layers is 9, the checkpoint has 4" in str(caught.value)
 
 
+def test_other_text_under_the_name_of_a_trained_run_is_refused_by_its_key(paths):
+    """Only two digests were named, from which nobody sees what to restore."""
+    saved = save(paths, 10)
+    ids = IDS.model_copy(update={"tokens": "f" * 12, "tokenizer": "e" * 12})
+    other = {"ids": ids, "tokenize.inputs": ["mine.txt"]}
+    with pytest.raises(ConfigError) as caught:
+        check_compatible(resolve(load_config("/dev/null", other)), saved)
+    was = config_of().tokenize.inputs
+    assert f"tokenize.inputs is ['mine.txt'], the checkpoint has {was}" in caught.value.what
+    assert "f" * 12 not in caught.value.what and "new name" in caught.value.fix
+    same_settings = resolve(load_config("/dev/null", {"ids": ids}))
+    with pytest.raises(ConfigError, match=r"(?s)ids\.tokens is 'f+', .*names or sizes"):
+        check_compatible(same_settings, saved)
+
+
 def test_free_keys_may_change(paths):
     saved = save(paths, 10)
     changed = {
