@@ -20,7 +20,7 @@ from tools.config_docs import ROOT
 PAGES = [
     *("README.md", "config/labs/six-nodes/README.md"),
     *(f"docs/{n}.md" for n in ("new-cluster", "environment", "troubleshooting", "gpu", "tracking")),
-    "docs/evaluation.md",
+    *("docs/evaluation.md", "docs/guarantees.md", "docs/commands.md", "docs/installation.md"),
 ]
 FILES = {"yaml", "json", "jsonl", "tsv", "html", "py"}  # report.html is no key
 GAP = "…"  # stands for names and numbers, in the pages as in the texts of the sources
