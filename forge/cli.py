@@ -19,7 +19,6 @@ from forge.core.config import (
     is_boolean,
     load_config,
     parse_override,
-    read_values,
 )
 from forge.core.errors import ConfigError, Exit, ForgeError
 from forge.core.terminal import copy_to, say
@@ -200,6 +199,7 @@ def _add_subcommands(subcommands: Any) -> None:
         action="store_true",
         help="exit with 65 when there is no checkpoint, instead of starting at step 0",
     )
+    train.add_argument("--settings", metavar="FILE", help="trackers and evaluations (the workflow)")
     _machine(train)
     validate = add_with_config(
         "validate",
@@ -207,6 +207,7 @@ def _add_subcommands(subcommands: Any) -> None:
         "check the last checkpoint of a run, or a given checkpoint",
         "config.yaml, a run's config.json, or the directory of a run or of a checkpoint",
     )
+    _its_config(validate)
     _validate_options(validate)
     _machine(
         add_with_config("plan", _plan, "show the memory, checkpoints and time a run will need")
@@ -234,6 +235,7 @@ def _add_subcommands(subcommands: Any) -> None:
     compare.add_argument("--log", metavar="FILE", help="also append all messages to FILE")
     sync = add("sync", _sync, "send to the trackers what they have not been sent", keys=False)
     sync.add_argument("runs", nargs="+", metavar="RUN", help="directories or names of runs")
+    _its_config(sync)
     _export_options(
         add_logged("export", _export, "write a checkpoint as a directory that others load")
     )
@@ -244,6 +246,16 @@ def _machine(parser: argparse.ArgumentParser) -> None:
     option("--machine", metavar="FILE", help="machine.yaml of a profile (default: built-in values)")
     option("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
     option("--ranks-per-node", type=int, default=1, metavar="N", help="ranks per node (default: 1)")
+
+
+def _its_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        dest="its_config",
+        metavar="FILE",
+        help="config of the run, for one that is not in the project's sample sheet: what is executed,"
+        " contacted or opened comes from it",
+    )
 
 
 def _validate_options(parser: argparse.ArgumentParser) -> None:
@@ -268,6 +280,7 @@ def _status_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluate_options(parser: argparse.ArgumentParser) -> None:
+    _its_config(parser)
     parser.add_argument(
         "--download",
         action="store_true",
@@ -276,6 +289,7 @@ def _evaluate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _export_options(parser: argparse.ArgumentParser) -> None:
+    _its_config(parser)
     option = parser.add_argument
     option("run", metavar="RUN", help="directory or name of a run, or directory of a checkpoint")
     option("--format", choices=("safetensors",), default="safetensors", help="file format")
@@ -418,22 +432,17 @@ def _preflight(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     from forge.core.paths import RunPaths, place_logs
-    from forge.evaluation.settings import keep_settings as keep_evaluations
     from forge.launch.rank import refuse_left_over
+    from forge.reporting.believed import training_settings
     from forge.run.train import train
-    from forge.tracking.tracker import keep_settings, refuse_missing_packages
+    from forge.tracking.tracker import refuse_missing_packages
 
     refuse_left_over()
     config, machine, layout = _resolved(options), _load_machine(options), _layout(options)
-    paths = RunPaths.of(config)
     refuse_missing_packages(config.tracking, options.config)
-    # config.json has no trackers: they are as the workflow, or a command with config.yaml, set them.
-    if Path(options.config).resolve() != paths.config.resolve() or config.tracking.trackers:
-        keep_settings(paths, config.tracking)
-    if Path(options.config).resolve() != paths.config.resolve():
-        keep_evaluations(paths, config.evaluate)
-    place_logs(paths)
-    train(config, machine, layout, require_checkpoint=options.require_checkpoint)
+    place_logs(RunPaths.of(config))
+    settings = training_settings(options.config, options.settings, config, options.overrides)
+    train(config, machine, layout, settings, require_checkpoint=options.require_checkpoint)
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -444,34 +453,47 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _validate(options: argparse.Namespace) -> None:
-    path = Path(options.config)
-    file = path / "config.json" if path.is_dir() else path
-    if file.is_file() and read_values(file).get("program"):
-        options.config = str(file)
-        _validate_program(options)
+    from forge.reporting.believed import believed, believed_data, directory_of, is_of_program
+
+    run = directory_of(options.config)
+    if run and Path(options.config).is_dir() and not is_of_program(run):
+        data = {"data": believed_data(run, options.its_config)}
+        _validate_checkpoints(options, run.root, data | options.overrides)
+    elif run:
+        needed = () if options.all or options.fix else ("program.validate",)
+        found = believed(run, options.its_config, options.overrides, *needed, "data")
+        _validate_run(options, found.config)
+    else:
+        _validate_run(options, _resolved(options))
+
+
+def _validate_run(options: argparse.Namespace, config: ResolvedConfig) -> None:
+    if not config.program:
+        _validate_checkpoints(options, config, options.overrides)
         return
+    from forge.validation import program_checks
+
+    if options.all or options.fix:
+        program_checks.validate_all(config, fix=options.fix)
+    else:
+        program_checks.validate(config)
+
+
+def _validate_checkpoints(
+    options: argparse.Namespace, run: ResolvedConfig | Path, overrides: dict[str, Any]
+) -> None:
+    """Of Forge's own trainer: a run by its config, or the directory of a run or of a checkpoint."""
     from forge.core.process import fast_imports
 
     with fast_imports():
         from forge.validation.validate import validate, validate_all, validate_folder
 
     if options.all or options.fix:
-        run = path if path.is_dir() else _resolved(options)
-        validate_all(run, options.overrides, fix=options.fix)
-    elif path.is_dir():
-        validate_folder(path, options.overrides)
+        validate_all(run, overrides, fix=options.fix)
+    elif isinstance(run, Path):
+        validate_folder(run, overrides)
     else:
-        validate(_resolved(options))
-
-
-def _validate_program(options: argparse.Namespace) -> None:
-    from forge.validation import program_checks
-
-    config = _resolved(options)
-    if options.all or options.fix:
-        program_checks.validate_all(config, fix=options.fix)
-    else:
-        program_checks.validate(config)
+        validate(run)
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -479,9 +501,10 @@ def _report(options: argparse.Namespace) -> None:
     from forge.core.process import fast_imports
 
     with fast_imports():
+        from forge.reporting.believed import directory_of
         from forge.reporting.report import write_report
 
-    path = write_report(RunPaths.of(_load(options)))
+    path = write_report(directory_of(options.config) or RunPaths.of(_load(options)))
     say(f"report: {path}")
 
 
@@ -525,7 +548,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     from forge.evaluation.settings import refuse_missing_package
     from forge.evaluation.tasks import download, go_offline
 
-    paths, checkpoint, config = _to_evaluate(options)
+    paths, checkpoint, config, is_ours = _to_evaluate(options)
     refuse_missing_package(config.evaluate, options.config)
     if options.download:
         download(paths, config.evaluate)
@@ -534,30 +557,26 @@ def _evaluate(options: argparse.Namespace) -> None:
     from forge.evaluation.evaluate import evaluate_checkpoint, evaluate_run
 
     if checkpoint:
-        evaluate_checkpoint(checkpoint, config.evaluate, config.data)
+        evaluate_checkpoint(checkpoint, config.evaluate, config.data, is_ours=is_ours)
     else:
-        evaluate_run(paths, config.evaluate, config.data)
+        evaluate_run(paths, config.evaluate, config.data, is_ours=is_ours)
 
 
-def _to_evaluate(options: argparse.Namespace) -> tuple[Any, Path | None, Config]:
-    """Paths of the run, the checkpoint if one is named, and the config. config.json has no tasks: they
-    are as the workflow, or a command with config.yaml, set them."""
-    from forge.core.paths import RunPaths, checkpoint_step
-    from forge.evaluation.settings import kept_overrides
+def _to_evaluate(options: argparse.Namespace) -> tuple[Any, Path | None, Config, bool]:
+    """Paths of the run, the checkpoint if one is named, the config, and whether the run is the user's."""
+    from forge.core.paths import RunPaths
+    from forge.reporting.believed import believed, directory_of, run_of
     from forge.reporting.find_runs import find_runs
 
-    checkpoint = None
-    if Path(options.config).is_file():
+    place = directory_of(options.config)
+    if place is None and Path(options.config).is_file():
         config = _load(options)
-        paths = RunPaths.of(config)
-        if Path(options.config).resolve() != paths.config.resolve():
-            return paths, None, config
-    else:
-        (paths,) = find_runs([options.config])
-        folder = paths.root.resolve()
-        if checkpoint_step(folder.name) is not None:
-            paths, checkpoint = RunPaths(folder.parent.parent), folder
-    return paths, checkpoint, load_config(paths.config, kept_overrides(paths) | options.overrides)
+        return RunPaths.of(config), None, config, True
+    place = place or find_runs([options.config])[0]
+    run = run_of(place)
+    found = believed(run, options.its_config, options.overrides, "evaluate", "data")
+    checkpoint = place.root.resolve() if run is not place else None
+    return run, checkpoint, found.config, found.is_ours
 
 
 def _compare(options: argparse.Namespace) -> None:
@@ -568,26 +587,29 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _sync(options: argparse.Namespace) -> None:
+    from forge.reporting.believed import believed
     from forge.reporting.find_runs import find_runs
     from forge.tracking.feed import sync
 
-    sync(find_runs(options.runs, with_config=True))
+    runs = find_runs(options.runs, with_config=True)
+    sync([(run, believed(run, options.its_config, {}, "tracking").config.tracking) for run in runs])
 
 
 def _export(options: argparse.Namespace) -> None:
     from forge.checkpoint.export_folder import record_export
+    from forge.reporting.believed import believed, believed_data, is_of_program, run_of
     from forge.reporting.find_runs import find_runs
 
     (run,) = find_runs([options.run])
-    if run.config.is_file() and read_values(run.config).get("program"):
+    if is_of_program(run):
         from forge.checkpoint.export_sealed import export_sealed
 
-        overrides = {**options.overrides, "run": run.root.resolve().name}
-        config = load_config(run.config, {**overrides, "results": str(run.root.resolve().parent)})
+        config = believed(run, options.its_config, options.overrides).config
         folder = export_sealed(config, options.to)
     else:
         from forge.trainer.export import export
 
-        folder = export(run.root, options.to, options.dtype, options.overrides)
+        data = {"data": believed_data(run_of(run), options.its_config, writes=not options.to)}
+        folder = export(run.root, options.to, options.dtype, data | options.overrides)
     if not options.to:
         record_export(folder)

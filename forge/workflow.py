@@ -30,10 +30,11 @@ from forge.core.paths import (
     inputs_folder,
     model_folder,
     place_logs,
+    settings_file,
     tokenizer_folder,
     tokens_folder,
 )
-from forge.core.records import WorkflowRuns
+from forge.core.records import RunSettings, WorkflowRuns
 from forge.core.sample_sheet import read_rows, run_configs, shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import resolve, single_corpora
@@ -41,7 +42,7 @@ from forge.evaluation import settings as evaluation
 from forge.evaluation.tasks import find_tasks
 from forge.reporting.workflow_end import print_end
 from forge.run import programs, train
-from forge.tracking.tracker import keep_settings, refuse_missing_packages
+from forge.tracking.tracker import refuse_missing_packages
 from forge.validation.estimates import memory_bytes
 
 # Names the file with the runs as they were submitted, for the Snakemake inside a job.
@@ -163,25 +164,24 @@ def keep_for_jobs(
     values = {"submitted": submitted, "layouts": layouts}
     path = WORKFLOW / f"submitted-{digest_bytes(canonical(values))[:16]}.json"
     if not path.exists():
-        write_json(path, values)
+        write_json(path, values, private=True)  # addresses of trackers may have a password
     os.environ[SUBMITTED] = str(path)
 
 
 def write_down(runs: dict[str, ResolvedConfig]) -> None:
     """Let `forge status`, `logs`, `show` and `export` find these runs, whatever set `results`; and put
-    their logs where FORGE_LOG_DIR says. Their trackers are as the last command has them."""
+    their logs where FORGE_LOG_DIR says."""
     for config in runs.values():
         place_logs(RunPaths.of(config))
-        keep_settings(RunPaths.of(config), config.tracking)
     folders = {name: str(RunPaths.of(settings).root) for name, settings in runs.items()}
     WorkflowRuns(folders=folders).write(WORKFLOW_RUNS)
 
 
-def keep_evaluations(
+def keep_settings(
     runs: dict[str, ResolvedConfig], settings: Any, memory: Callable[[str], int], *, submits: bool
 ) -> None:
-    """Write what is evaluated of each run beside its results, for `forge evaluate RUN` and for the jobs
-    during training. settings: Snakemake's ResourceSettings. memory: of a run's model, in MB."""
+    """Write trackers and evaluations of each run, for the rule that trains it. settings: Snakemake's
+    ResourceSettings. memory: of a run's model, in MB."""
     rule = "evaluate_run"
     own = settings.overwrite_resources.get(rule, {})
     resources = {**(settings.default_resources or {}), **own}
@@ -190,7 +190,8 @@ def keep_evaluations(
     for name, config in runs.items():
         asked = given if "mem_mb" in own else {**given, "mem_mb": memory(name)}
         options = Request.of_rule(rule, asked, threads).options if submits else None
-        evaluation.keep_settings(RunPaths.of(config), config.evaluate, options)
+        kept = RunSettings(tracking=config.tracking, evaluate=config.evaluate, sbatch=options)
+        kept.write(settings_file(name))
 
 
 def check_tasks(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:

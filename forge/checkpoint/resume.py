@@ -54,11 +54,16 @@ def required(paths: RunPaths) -> directory.Checkpoint:
 def named(place: Path) -> directory.Checkpoint:
     """The checkpoint in a directory that a user names: of the checkpoint itself, or of a run, which
     stands for its latest one. Raises DataError where there is none."""
-    paths, folder = RunPaths(place), place.resolve()
-    is_checkpoint = (place / MANIFEST).exists() or checkpoint_step(folder.name) is not None
-    if is_checkpoint and not paths.checkpoints.is_dir():
-        return directory.Checkpoint.open(folder)
-    return required(paths)
+    if is_checkpoint(place):
+        return directory.Checkpoint.open(place.resolve())
+    return required(RunPaths(place))
+
+
+def is_checkpoint(place: Path) -> bool:
+    """Whether a directory is that of a checkpoint, and not of a run."""
+    has_its_name = checkpoint_step(place.resolve().name) is not None
+    is_named = (place / MANIFEST).exists() or has_its_name
+    return is_named and not RunPaths(place).checkpoints.is_dir()
 
 
 def repaired_latest(paths: RunPaths) -> directory.Checkpoint | None:

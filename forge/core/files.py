@@ -95,14 +95,19 @@ def disk_trouble(path: Path, action: str = "write") -> Iterator[None]:
 
 @contextmanager
 def atomic_open(
-    path: Path, mode: str = "wb", *, sync: bool = True, sync_folder: bool = True
+    path: Path,
+    mode: str = "wb",
+    *,
+    sync: bool = True,
+    sync_folder: bool = True,
+    private: bool = False,
 ) -> Iterator[IO[Any]]:
     """A file that appears under its name only when it is complete and on disk.
 
     Written under a temporary name in the same directory, fsynced, renamed, the directory fsynced.
     sync: False where the file need not survive a power failure. sync_folder: False where the caller
-    fsyncs the directory once for many files. Raises UnfitError on a full or read-only disk; the old
-    file is then unchanged.
+    fsyncs the directory once for many files. private: only its owner may read it. Raises UnfitError on a
+    full or read-only disk; the old file is then unchanged.
     """
     encoding = None if "b" in mode else "utf-8"
     with disk_trouble(path):
@@ -110,7 +115,8 @@ def atomic_open(
         # Not by tempfile: its mode 0600 would exclude the group, `open` gives the mode of any new file.
         temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
         try:
-            with open(temporary, mode.replace("w", "x"), encoding=encoding) as file:
+            opener = open_private if private else None
+            with open(temporary, mode.replace("w", "x"), encoding=encoding, opener=opener) as file:
                 yield file
                 file.flush()
                 if sync:
@@ -123,6 +129,11 @@ def atomic_open(
             fsync_folder(path.parent)
 
 
+def open_private(path: str, flags: int) -> int:
+    """An opener of `open` for a new file that its owner alone may read: it may hold a password."""
+    return os.open(path, flags, 0o600)
+
+
 def fsync_folder(path: Path) -> None:
     """Make renames in the directory `path` survive a power failure."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -132,10 +143,13 @@ def fsync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` as sorted, indented JSON, atomically. Raises ValueError for NaN and infinity."""
+def write_json(path: Path, value: Any, *, private: bool = False) -> None:
+    """Write `value` as sorted, indented JSON, atomically. Raises ValueError for NaN and infinity.
+
+    private: as for `atomic_open`.
+    """
     text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
-    with atomic_open(path, "w") as file:
+    with atomic_open(path, "w", private=private) as file:
         file.write(text)
 
 

@@ -16,6 +16,11 @@ WORKFLOW = Path(".snakemake/forge")
 WORKFLOW_RUNS = WORKFLOW / "runs.json"
 
 
+def settings_file(run: str) -> Path:
+    """What the last workflow command has for this run beside its config.json."""
+    return WORKFLOW / f"{run}.settings.json"
+
+
 def tokenizer_folder(data: str | Path, tokenizer_id: str) -> Path:
     """The directory of the tokenizer with this id: tokenizer.json, manifest.json, config.json."""
     return Path(data) / "tokenizers" / tokenizer_id
@@ -78,12 +83,12 @@ class RunPaths:
     exports = _Below("export")  # a directory for each exported checkpoint
     exported = _Below("exported.json")
     evaluation = _Below("evaluation.json")
-    evaluations = _Below("evaluations")  # a record for each evaluated checkpoint, and the settings
+    evaluations = _Below("evaluations")  # a record for each evaluated checkpoint
     superseded = _Below(
         "superseded"
     )  # what was made from a parent's checkpoint that is another now
     bad_nodes = _Below("bad_nodes.txt")  # nodes that the next submission excludes, one per line
-    tracking = _Below("tracking")  # settings of the trackers, and what each has been sent
+    tracking = _Below("tracking")  # what each tracker has been sent
     tensorboard = _Below("tensorboard")
     logs = _Below("logs")
     tracking_log = _Below("logs/tracking.txt")  # no *.log: its errors are none of the run

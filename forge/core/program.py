@@ -107,6 +107,9 @@ class Program(Section):
     """Files (globs) of a checkpoint that `forge export` copies."""
     validation: list[str] = Field(default=[], alias="validate")
     """Command that checks the last checkpoint, `{checkpoint}`: exit status 0 means valid."""
+    validate_timeout_sec: float = Field(3600, gt=0, le=10**6)
+    """After this many seconds that command is killed with all that it has started, and the checkpoint is
+    not valid."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from forge.core.checks import Check
 from forge.core.errors import DataError, OtherFormat
@@ -26,10 +26,12 @@ class Record(BaseModel):
 
     FORMAT: ClassVar[int] = 1
     FIX: ClassVar[str] = "remove it and run the step that writes it again"
+    PRIVATE: ClassVar[bool] = False  # only its owner may read it
 
     def write(self, path: Path) -> None:
         """Replace the file, atomically. Raises UnfitError when the disk cannot be written."""
-        write_json(path, {"format": self.FORMAT, **self.model_dump(mode="json", by_alias=True)})
+        values = self.model_dump(mode="json", by_alias=True)
+        write_json(path, {"format": self.FORMAT, **values}, private=self.PRIVATE)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -104,14 +106,22 @@ class WorkflowRuns(Record):
     """Run name -> its directory, relative to the project's."""
 
 
+class RunSettings(Record):
+    """.snakemake/forge/RUN.settings.json: what the last workflow command has for the training of a run
+    beside its config.json, so that changing it trains nothing again.
+
+    In the project, and not beside the results: a run's directory may come from somebody else.
+    """
+
+    PRIVATE = True  # the address of a tracker may have a password
+
+    tracking: Tracking = Tracking()
+    evaluate: Evaluate = Evaluate()
+    sbatch: list[str] | None = None
+    """Options for the jobs of `evaluate.every`, from the profile; None without Slurm."""
+
+
 # --- trackers --------------------------------------------------------------------------------------
-
-
-class TrackingSettings(Record):
-    """tracking/settings.json: the trackers of a run, as its last command had them. They are no part of
-    config.json, so that changing them trains nothing again."""
-
-    tracking: Tracking
 
 
 class Sent(Record):
@@ -119,7 +129,7 @@ class Sent(Record):
 
     FIX = "remove it: everything is then sent again, to a new run of the tracker"
 
-    id: str
+    id: str = Field(pattern=r"^[0-9a-f]{8}$")
     """Of the tracked run, over all restarts."""
     step: int = -1
     """All rows up to this step are sent."""
@@ -241,15 +251,6 @@ class Validation(Validated):
 
 
 # --- evaluation ------------------------------------------------------------------------------------
-
-
-class EvaluationSettings(Record):
-    """evaluations/settings.json: the section `evaluate` as the last command had it, which is no part of
-    config.json, so that changing a task trains nothing again."""
-
-    evaluate: Evaluate
-    sbatch: list[str] | None = None
-    """Options for the jobs of `evaluate.every`, from the profile; None without Slurm."""
 
 
 class SubmittedEvaluation(Record):

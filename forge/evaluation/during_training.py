@@ -14,9 +14,10 @@ from forge.cluster import slurm
 from forge.core.errors import ForgeError
 from forge.core.paths import RunPaths, checkpoint_step
 from forge.core.process import user_threads
-from forge.core.records import EvaluationSettings, SubmittedEvaluation
+from forge.core.records import RunSettings, SubmittedEvaluation
 from forge.core.terminal import say
-from forge.evaluation.settings import read_settings, record_file
+from forge.core.values import as_cell
+from forge.evaluation.settings import record_file
 
 POLL_SEC = 10.0
 # Of the rule that trains; the job is no part of the workflow.
@@ -24,16 +25,15 @@ OF_THE_RULE = ("FORGE_IN_WORKFLOW", "FORGE_SUBMITTED", "OMP_NUM_THREADS")
 
 
 @contextmanager
-def evaluated(paths: RunPaths) -> Iterator[None]:
+def evaluated(paths: RunPaths, settings: RunSettings, data: str) -> Iterator[None]:
     """Submit a job for each checkpoint that evaluate.every names, while the body trains; outside of Slurm
-    nothing. Nothing that goes wrong with it is raised."""
-    settings = _settings(paths)
+    nothing. Nothing that goes wrong with it is raised. data: the directory with the run's tokenizer."""
     wanted = settings.evaluate.tasks and settings.evaluate.every and settings.sbatch is not None
     if not wanted or slurm.this_job_id() is None:
         yield
         return
     over = Event()
-    thread = Thread(target=_submit_until, args=(paths, settings, over), daemon=True)
+    thread = Thread(target=_submit_until, args=(paths, settings, data, over), daemon=True)
     thread.start()
     try:
         yield
@@ -42,21 +42,13 @@ def evaluated(paths: RunPaths) -> Iterator[None]:
         thread.join(2 * slurm.ASK_SEC)
 
 
-def _settings(paths: RunPaths) -> EvaluationSettings:
-    try:
-        return read_settings(paths)
-    except ForgeError as err:
-        say(f"warning: evaluate: {err.what}")
-        return EvaluationSettings.model_validate({"evaluate": {}})
-
-
-def _submit_until(paths: RunPaths, settings: EvaluationSettings, over: Event) -> None:
+def _submit_until(paths: RunPaths, settings: RunSettings, data: str, over: Event) -> None:
     """Look for new checkpoints until training is over, and once more then; no more after a failure."""
     try:
         while True:
             is_last = over.wait(POLL_SEC)
             for folder in due(paths, settings):
-                submit(paths, settings, folder)
+                submit(paths, settings, data, folder)
             if is_last:
                 return
     except (ForgeError, OSError) as err:
@@ -67,7 +59,7 @@ def _submit_until(paths: RunPaths, settings: EvaluationSettings, over: Event) ->
         )
 
 
-def due(paths: RunPaths, settings: EvaluationSettings) -> list[Path]:
+def due(paths: RunPaths, settings: RunSettings) -> list[Path]:
     """Committed checkpoints that evaluate.every names and no job was submitted for, oldest first."""
     every = settings.evaluate.every
     assert every
@@ -85,7 +77,7 @@ def _submitted_file(paths: RunPaths, folder: Path) -> Path:
     return paths.evaluations / f"{folder.name}.job.json"
 
 
-def submit(paths: RunPaths, settings: EvaluationSettings, folder: Path) -> None:
+def submit(paths: RunPaths, settings: RunSettings, data: str, folder: Path) -> None:
     """Submit the job that evaluates this checkpoint. Raises ForgeError where sbatch fails.
 
     The caller holds the run's lock. What is submitted is written down before, so that a launcher that is
@@ -94,7 +86,7 @@ def submit(paths: RunPaths, settings: EvaluationSettings, folder: Path) -> None:
     marker = _submitted_file(paths, folder)
     SubmittedEvaluation(job="").write(marker)
     try:
-        job = slurm.ask(*sbatch_line(paths, settings, folder), patience_sec=0)
+        job = slurm.ask(*sbatch_line(paths, settings, data, folder), patience_sec=0)
     except (slurm.Refused, slurm.SlurmSilent) as err:
         # Where Slurm was silent it may have taken the job, which the target would not repeat.
         if isinstance(err, slurm.Refused):
@@ -105,13 +97,16 @@ def submit(paths: RunPaths, settings: EvaluationSettings, folder: Path) -> None:
     say(f"evaluate: job {job} for {folder.name}")
 
 
-def sbatch_line(paths: RunPaths, settings: EvaluationSettings, folder: Path) -> list[str]:
-    """The sbatch command of the job that evaluates this checkpoint."""
+def sbatch_line(paths: RunPaths, settings: RunSettings, data: str, folder: Path) -> list[str]:
+    """The sbatch command of the job that evaluates this checkpoint. It names the tasks, since the job
+    believes nothing that stands beside the results."""
     # The log is no *.log: an error in it is none of the run, whose state would be `failed`.
     threads = user_threads()
     environment = [*(f"--unset={name}" for name in OF_THE_RULE)]
     environment += [f"OMP_NUM_THREADS={threads}"] if threads else []
-    command = [sys.executable, "-m", "forge", "evaluate", str(folder)]
+    command = [sys.executable, "-m", "forge", "evaluate", str(folder), f"--data={as_cell(data)}"]
+    values = settings.evaluate.model_dump(mode="json", exclude={"every"})
+    command += [f"--evaluate.{key}={as_cell(value)}" for key, value in values.items()]
     return [
         *(
             "sbatch",

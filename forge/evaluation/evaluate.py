@@ -34,9 +34,10 @@ POLL_SEC = 10.0
 PACKAGES = ("torch", "transformers", "datasets")
 
 
-def evaluate_run(paths: RunPaths, evaluate: Evaluate, data: str) -> None:
+def evaluate_run(paths: RunPaths, evaluate: Evaluate, data: str, *, is_ours: bool = True) -> None:
     """Score the last checkpoint of a run and each one that evaluate.every names, where that was not done
-    yet, and write evaluation.json. data: the directory with its tokenizer.
+    yet, and write evaluation.json. data: the directory with its tokenizer. is_ours: whether an export of
+    the run may be used.
 
     Raises ConfigError (no tasks, unknown ones), DataError (no checkpoint, or a corrupt one) and
     UnfitError (data of a task is not cached, disk full, someone else evaluates).
@@ -48,18 +49,20 @@ def evaluate_run(paths: RunPaths, evaluate: Evaluate, data: str) -> None:
         step = checkpoint_step(folder.name)
         if step and evaluate.every and step % evaluate.every == 0:
             chosen[step] = directory.Checkpoint.open(folder)
-    evaluator = _Evaluator(paths, evaluate, data)
+    evaluator = _Evaluator(paths, evaluate, data, is_ours)
     found = [evaluator.evaluation(chosen[step]) for step in sorted(chosen)]
     run = paths.root.resolve().name
     record = Evaluations(run=run, step=last.step, evaluate=evaluate, evaluations=found)
     record.write(paths.evaluation)
 
 
-def evaluate_checkpoint(folder: Path, evaluate: Evaluate, data: str) -> None:
+def evaluate_checkpoint(
+    folder: Path, evaluate: Evaluate, data: str, *, is_ours: bool = True
+) -> None:
     """Score one checkpoint of a run. Raises as `evaluate_run`."""
     paths = RunPaths(folder.parent.parent)
     _refuse_no_tasks(paths, evaluate)
-    _Evaluator(paths, evaluate, data).evaluation(resume.named(folder))
+    _Evaluator(paths, evaluate, data, is_ours).evaluation(resume.named(folder))
 
 
 def _refuse_no_tasks(paths: RunPaths, evaluate: Evaluate) -> None:
@@ -72,11 +75,13 @@ def _refuse_no_tasks(paths: RunPaths, evaluate: Evaluate) -> None:
 
 @dataclass(frozen=True)
 class _Evaluator:
-    """Scores checkpoints of one run. data: the directory with its tokenizer."""
+    """Scores checkpoints of one run. data: the directory with its tokenizer. is_ours: whether an export
+    that is there may be used."""
 
     paths: RunPaths
     evaluate: Evaluate
     data: str
+    is_ours: bool
 
     @cached_property
     def index(self) -> TaskManager:
@@ -98,7 +103,7 @@ class _Evaluator:
         index, began = self.index, time.monotonic()
         train = checkpoint.manifest.lineage.config.to_json()["train"]
         precision = numerics.precision(train["precision"], harness.device())
-        with _exported(self.paths, checkpoint, self.data) as folder:
+        with self._exported(checkpoint) as folder:
             scores, device = harness.score(folder, self.evaluate, index, precision)
         record = Evaluation(
             step=checkpoint.step,
@@ -112,6 +117,21 @@ class _Evaluator:
         record.write(record_file(self.paths, checkpoint.step))
         say(f"step {checkpoint.step} in {duration(record.seconds)}: {in_short(scores)}")
         return record
+
+    @contextmanager
+    def _exported(self, checkpoint: directory.Checkpoint) -> Iterator[Path]:
+        """A directory with the exported checkpoint: that of `forge export`, else one for as long as it is
+        used. Leftovers of a killed evaluation are removed."""
+        existing = self.paths.exports / checkpoint.folder.name
+        if self.is_ours and _is_export_of(existing, checkpoint):
+            yield existing
+            return
+        temporary = self.paths.evaluations / f".export-{checkpoint.folder.name}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            yield export(checkpoint.folder, temporary, "fp32", {"data": self.data})
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _identity(checkpoint: directory.Checkpoint, evaluate: Evaluate) -> Evaluated:
@@ -170,21 +190,6 @@ def in_short(scores: list[Score]) -> str:
         + (f" ± {s.stderr:.2g}" if s.stderr else "")
         for s in scores
     )
-
-
-@contextmanager
-def _exported(paths: RunPaths, checkpoint: directory.Checkpoint, data: str) -> Iterator[Path]:
-    """A directory with the exported checkpoint: that of `forge export`, else one for as long as it is
-    used. A killed evaluation leaves it, and the next one of this checkpoint uses and removes it."""
-    existing = paths.exports / checkpoint.folder.name
-    if _is_export_of(existing, checkpoint):
-        yield existing
-        return
-    temporary = paths.evaluations / f".export-{checkpoint.folder.name}"
-    try:
-        yield export(checkpoint.folder, temporary, "fp32", {"data": data})
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _is_export_of(folder: Path, checkpoint: directory.Checkpoint) -> bool:

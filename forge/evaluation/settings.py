@@ -1,16 +1,15 @@
-"""What is evaluated: the section `evaluate` of a run, kept beside its results, and the records so far."""
+"""What is evaluated: the files of a user's own tasks, and the records so far."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from forge.core.errors import ConfigError
 from forge.core.evaluation import Evaluate
 from forge.core.files import canonical, digest_bytes, digest_file, disk_trouble
 from forge.core.paths import RunPaths, checkpoint_name, checkpoint_step
-from forge.core.records import Evaluation, EvaluationSettings
+from forge.core.records import Evaluation
 
 PACKAGE = "lm_eval"
 # What a directory of tasks holds: the tasks, their code, their data.
@@ -51,29 +50,6 @@ def task_digest(evaluate: Evaluate) -> str:
             str(path.relative_to(str(evaluate.include_path))): digest_file(path) for path in files
         }
     return digest_bytes(canonical(digests))
-
-
-def keep_settings(paths: RunPaths, evaluate: Evaluate, sbatch: list[str] | None = None) -> None:
-    """Write the settings for the processes that evaluate. Raises UnfitError where the disk is full."""
-    path = _settings_file(paths)
-    if evaluate.tasks or path.exists():
-        EvaluationSettings(evaluate=evaluate, sbatch=sbatch).write(path)
-
-
-def read_settings(paths: RunPaths) -> EvaluationSettings:
-    """The settings that were kept. Raises DataError where the file is corrupt."""
-    kept = EvaluationSettings.read_if_there(_settings_file(paths))
-    return kept or EvaluationSettings(evaluate=Evaluate())
-
-
-def kept_overrides(paths: RunPaths) -> dict[str, Any]:
-    """The kept settings as overrides of config.json, which does not have them."""
-    kept = read_settings(paths).evaluate
-    return {f"evaluate.{key}": value for key, value in kept.model_dump(mode="json").items()}
-
-
-def _settings_file(paths: RunPaths) -> Path:
-    return paths.evaluations / "settings.json"
 
 
 def data_file(paths: RunPaths) -> Path:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forge.core.config import Config, checked, read_values
 from forge.core.errors import ConfigError, DataError
-from forge.core.paths import CONFIG, WORKFLOW_RUNS, RunPaths
+from forge.core.paths import WORKFLOW_RUNS, RunPaths
 from forge.core.records import WorkflowRuns
 from forge.core.terminal import say
+from forge.reporting.believed import project_folder
 
 
 def find_runs(names: list[str], *, with_config: bool = False) -> list[RunPaths]:
@@ -55,16 +55,6 @@ def _folders(results: Path) -> list[Path]:
 
 
 def results_folder() -> Path:
-    """Where config/config.yaml has the runs (`results:`); results/ without that file.
-
-    A config that is being edited hides no run: what is wrong with it is said, and results/ is taken.
-    """
-    default = Config.model_fields["results"].default
-    if not Path(CONFIG).exists():
-        return Path(default)
-    try:
-        results = read_values(CONFIG).get("results", default)
-        return Path(checked(Config, {"results": results}, CONFIG).results)
-    except ConfigError as err:
-        say(f"note: {err.what}; looking for runs in {default}/")
-        return Path(default)
+    """Where config/config.yaml has the runs; results/ without that file, or where it is being edited,
+    which hides no run."""
+    return Path(project_folder("results"))

@@ -16,7 +16,7 @@ from forge.core.files import read_json, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.provenance import config_digest
-from forge.core.records import PreflightPass
+from forge.core.records import PreflightPass, RunSettings
 from forge.core.terminal import say
 from forge.evaluation.during_training import evaluated
 from forge.launch import gpu_errors, lost_ranks
@@ -39,6 +39,7 @@ def train(
     config: ResolvedConfig,
     machine: Machine,
     layout: WorldLayout,
+    settings: RunSettings,
     *,
     require_checkpoint: bool = False,
 ) -> Path:
@@ -66,7 +67,7 @@ def train(
             say(f"{paths.root} is complete at step {step}: nothing to train")
             remove_staged(paths, placement)
             return _write_trained(program, step)
-        with tracked(paths), evaluated(paths):
+        with tracked(paths, settings.tracking), evaluated(paths, settings, config.data):
             try:
                 record = _train_until_it_ends(program, start, placement, step)
             finally:

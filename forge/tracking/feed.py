@@ -1,12 +1,15 @@
 """The process that sends the numbers of a run to its trackers: `python -m forge.tracking.feed RUN`.
 
-It ends when all is sent after its standard input was closed, or at once with its launcher. Each tracker
-has a thread of its own, so that one that hangs delays no other.
+The first line of its standard input has the section `tracking`, whose addresses may hold a password: the
+words of a command are seen by all users of the node. It ends when all is sent after its standard input
+was closed, or at once with its launcher. Each tracker has a thread of its own, so that one that hangs
+delays no other.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import sys
@@ -30,7 +33,6 @@ from forge.tracking.tracker import (
     TrackedRun,
     Tracker,
     missing_packages,
-    read_settings,
     refuse_missing_packages,
     trackers_of,
 )
@@ -85,7 +87,7 @@ class Feed:
                 self.send()
                 return
             except Exception as err:
-                traceback.print_exc()
+                print(without_passwords(traceback.format_exc()), file=sys.stderr)
                 if not told:
                     why = _in_a_line(err)
                     tell(f"warning: tracking.{self.name}: {why}; training is not affected")
@@ -97,23 +99,29 @@ class Feed:
 
 def _in_a_line(err: Exception) -> str:
     text = err.what if isinstance(err, ForgeError) else f"{type(err).__name__}: {err}"
-    return " ".join(text.split())[:300]
+    return " ".join(without_passwords(text).split())[:300]
+
+
+def without_passwords(text: str) -> str:
+    """The text with `user:…@` in each URL: libraries name addresses in full."""
+    return re.sub(r"(://[^\s/:@]*):[^\s/@]+@", r"\1:…@", text)
 
 
 def sent_file(paths: RunPaths, name: str) -> Path:
     return paths.tracking / f"{name}.json"
 
 
-def sync(runs: Sequence[RunPaths]) -> None:
+def sync(runs: Sequence[tuple[RunPaths, Tracking]]) -> None:
     """`forge sync`: send everything that the trackers of these runs have not been sent, in this process.
 
     Raises ConfigError where a run has no tracker or a package is missing, before anything is sent.
     UnfitError where a tracker did not take everything, or another process sends, after all others were
     tried.
     """
-    wanted = [(paths, _settings_to_sync(paths)) for paths in runs]
+    for paths, tracking in runs:
+        _refuse_no_trackers(paths, tracking)
     failed: list[ForgeError] = []
-    for paths, tracking in wanted:
+    for paths, tracking in runs:
         try:
             with lock(paths.tracking, "sync"):
                 failed += _send_rest(paths, tracking)
@@ -127,15 +135,13 @@ def sync(runs: Sequence[RunPaths]) -> None:
     raise last
 
 
-def _settings_to_sync(paths: RunPaths) -> Tracking:
-    tracking = read_settings(paths)
+def _refuse_no_trackers(paths: RunPaths, tracking: Tracking) -> None:
     if not tracking.trackers:
         raise ConfigError(
             f"{paths.root} has no trackers",
-            fix="set the section tracking in config.yaml, and rerun the command that trains",
+            fix="set the section tracking in config.yaml, or name the file that has it: --config FILE",
         )
     refuse_missing_packages(tracking, str(paths.root))
-    return tracking
 
 
 def _send_rest(paths: RunPaths, tracking: Tracking) -> Iterator[ForgeError]:
@@ -171,13 +177,14 @@ def main(run: str) -> int:
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
     paths = RunPaths(Path(run))
+    tracking = Tracking.model_validate_json(sys.stdin.buffer.readline())
     tell = _messages()
     is_over = threading.Event()
     threading.Thread(target=_wait_for_end, args=(is_over,), daemon=True).start()
     while True:
         try:
             with lock(paths.tracking, "tracking"):
-                _send_all(paths, is_over, tell)
+                _send_all(paths, tracking, is_over, tell)
             return 0
         except (
             UnfitError
@@ -206,8 +213,9 @@ def _wait_for_end(is_over: threading.Event) -> None:
     is_over.set()
 
 
-def _send_all(paths: RunPaths, is_over: threading.Event, tell: Callable[[str], None]) -> None:
-    tracking = read_settings(paths)
+def _send_all(
+    paths: RunPaths, tracking: Tracking, is_over: threading.Event, tell: Callable[[str], None]
+) -> None:
     on = tracking.model_copy(update=dict.fromkeys(missing_packages(tracking)))  # the launcher warns
     feeds = [Feed(name, tracker, paths, is_over) for name, tracker in trackers_of(on, tell).items()]
     threads = [threading.Thread(target=feed.keep_sending, args=(tell,)) for feed in feeds]

@@ -10,23 +10,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from forge.core.errors import ForgeError
+from forge.core.files import open_private
 from forge.core.paths import RunPaths
 from forge.core.records import Sent
 from forge.core.terminal import say
 from forge.core.tracking import Tracking
 from forge.tracking.feed import sent_file
-from forge.tracking.tracker import missing_packages, read_settings
+from forge.tracking.tracker import missing_packages
 
 # After training, the process has this long to send the rest.
 FINISH_SEC = 30.0
 
 
 @contextmanager
-def tracked(paths: RunPaths) -> Iterator[None]:
+def tracked(paths: RunPaths, tracking: Tracking) -> Iterator[None]:
     """Send the numbers of the run while the body trains. Nothing that goes wrong with it is raised."""
-    trackers = _settings(paths).trackers
-    before = {name: _written(paths, name) for name in trackers}
-    child = _start(paths) if trackers else None
+    tracking = _installed(tracking)
+    before = {name: _written(paths, name) for name in tracking.trackers}
+    child = _start(paths, tracking) if before else None
     try:
         yield
     finally:
@@ -44,12 +45,8 @@ def tracked(paths: RunPaths) -> Iterator[None]:
             )
 
 
-def _settings(paths: RunPaths) -> Tracking:
-    try:
-        tracking = read_settings(paths)
-    except ForgeError as err:
-        say(f"warning: tracking: {err.what}")
-        return Tracking()
+def _installed(tracking: Tracking) -> Tracking:
+    """The trackers whose package this node has."""
     missing = missing_packages(tracking)
     if missing:
         say(
@@ -59,14 +56,20 @@ def _settings(paths: RunPaths) -> Tracking:
     return tracking.model_copy(update=dict.fromkeys(missing))
 
 
-def _start(paths: RunPaths) -> subprocess.Popen[bytes] | None:
+def _start(paths: RunPaths, tracking: Tracking) -> subprocess.Popen[bytes] | None:
     command = [sys.executable, "-m", "forge.tracking.feed", str(paths.root)]
     try:
         paths.logs.mkdir(parents=True, exist_ok=True)
-        with open(paths.tracking_log, "a") as log:
-            return subprocess.Popen(
+        # What libraries say of an address may have its password.
+        with open(paths.tracking_log, "a", opener=open_private) as log:
+            child = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, start_new_session=True
             )
+        assert child.stdin
+        with suppress(BrokenPipeError):  # it has crashed, which `_finish` notices
+            child.stdin.write(tracking.model_dump_json().encode() + b"\n")
+            child.stdin.flush()
+        return child
     except OSError as err:
         say(f"warning: tracking: {err}; training is not affected")
         return None

@@ -64,9 +64,8 @@ class WeightsAndBiases:
         if not self._offline:
             return sent.model_copy(update={"step": self._run.starting_step - 1, "folder": ""})
         step, folder = sent.step, Path(self._run.dir).parent.name
-        begun = self._folder / sent.folder
-        if sent.folder and sent.folder != folder and not _is_synced(begun):
-            shutil.rmtree(begun, ignore_errors=True)
+        if sent.folder in self._offline_folders() and sent.folder != folder:
+            shutil.rmtree(self._folder / sent.folder, ignore_errors=True)
             step = sent.before
         return sent.model_copy(update={"step": step, "folder": folder, "before": step})
 
@@ -99,9 +98,21 @@ class WeightsAndBiases:
         self._run.finish(exit_code=1 if state.startswith("failed") else 0)
         if not self._offline:
             # The server has their rows now. `wandb sync` would send them a second time.
-            for folder in self._folder.glob(f"offline-run-*-{self._id}"):
-                if not _is_synced(folder):
-                    shutil.rmtree(folder, ignore_errors=True)
+            for name in self._offline_folders():
+                shutil.rmtree(self._folder / name, ignore_errors=True)
+
+    def _offline_folders(self) -> list[str]:
+        """Names of the directories that offline processes of this run have left in `wandb/`, and that
+        nobody has sent. The record of what was sent may come from somebody else, and links may lead
+        anywhere: only such a directory is ever removed."""
+        if self._folder.is_symlink():
+            return []
+        found = self._folder.glob(f"offline-run-*-{self._id}")
+        return [
+            folder.name
+            for folder in found
+            if folder.is_dir() and not folder.is_symlink() and not _is_synced(folder)
+        ]
 
 
 def _is_synced(folder: Path) -> bool:

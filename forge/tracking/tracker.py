@@ -12,7 +12,7 @@ from forge.core.errors import ConfigError
 from forge.core.files import read_object
 from forge.core.paths import RunPaths
 from forge.core.provenance import config_digest
-from forge.core.records import Sent, TrackingSettings
+from forge.core.records import Sent
 from forge.core.tracking import Tracking
 from forge.tracking.rows import Row
 
@@ -79,16 +79,3 @@ def refuse_missing_packages(tracking: Tracking, where: str) -> None:
             f"{where}: tracking.{missing[0]} is set, but Python has no package {missing[0]} here",
             fix="pip install 'forge[tracking]', or remove the key",
         )
-
-
-def keep_settings(paths: RunPaths, tracking: Tracking) -> None:
-    """Write the settings for the processes that send. Raises UnfitError where the disk is full."""
-    path = paths.tracking / "settings.json"
-    if tracking.trackers or path.exists():
-        TrackingSettings(tracking=tracking).write(path)
-
-
-def read_settings(paths: RunPaths) -> Tracking:
-    """The settings that were kept. Raises DataError where the file is corrupt."""
-    kept = TrackingSettings.read_if_there(paths.tracking / "settings.json")
-    return kept.tracking if kept else Tracking()

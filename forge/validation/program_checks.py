@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint
@@ -18,12 +20,14 @@ from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
+from forge.core.process import stop_with_parent
 from forge.core.program import Program, filled
 from forge.core.records import Trained, Validation
 from forge.core.terminal import Table, say
 
 DCP_INDEX = ".metadata"  # of torch.distributed.checkpoint, in each of its directories
 SAID_CHARACTERS = 300  # of the output of the program's own check, in a message
+OUTPUT_BYTES = 2**16  # of its end, in which these are looked for
 
 
 def validate(config: ResolvedConfig) -> Path:
@@ -170,25 +174,47 @@ def _own_check(
         "HF_HUB_OFFLINE": "1",
     }
     try:
-        done = subprocess.run(
-            command,
-            cwd=program.source or ".",
-            env=environment,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
+        status, output = _run(command, program, environment)
     except OSError as err:
         message = f"cannot start {command[0]!r}: {err.strerror}"
         return Check("program", "fail", message, "correct program.validate")
-    said = " ".join(done.stdout.split())[-SAID_CHARACTERS:]
-    if done.returncode:
-        message = f"{' '.join(command)} ended with {done.returncode}: {said}"
+    said = " ".join(output.split())[-SAID_CHARACTERS:]
+    if status is None:
+        message = f"{' '.join(command)} was killed after {program.validate_timeout_sec:g} s: {said}"
+        fix = "see where it hangs, or raise program.validate_timeout_sec"
+        return Check("program", "fail", message, fix)
+    if status:
+        message = f"{' '.join(command)} ended with {status}: {said}"
         return Check("program", "fail", message, "see what it says; exit status 0 means valid")
     return Check("program", "ok", said or f"{command[0]} ended with 0")
+
+
+def _run(
+    command: list[str], program: Program, environment: dict[str, str]
+) -> tuple[int | None, str]:
+    """Exit status and output of a command; None where it did not end in time. Nothing that it has started
+    is left, however this ends. Raises OSError where it cannot be started."""
+    with tempfile.TemporaryFile() as output:  # no pipe: a process that is left would hold it open
+        child = subprocess.Popen(
+            command,
+            cwd=program.source or ".",
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=stop_with_parent,  # noqa: PLW1509  one system call
+        )
+        status = None
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                status = child.wait(program.validate_timeout_sec)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        output.seek(max(0, output.seek(0, os.SEEK_END) - OUTPUT_BYTES))
+        return status, output.read().decode(errors="replace")
 
 
 def validate_all(config: ResolvedConfig, *, fix: bool) -> None:

@@ -122,7 +122,7 @@ def test_weights_of_another_step_are_found_without_the_goal(uninterrupted, tmp_p
     """A lone checkpoint has no trained.json beside it: the recorded losses tell."""
     run = uninterrupted.copy(tmp_path / "mixed")
     mix_in_another_step(run)
-    outcome = forge("validate", str(resume.latest(run.paths).folder))
+    outcome = forge("validate", str(resume.latest(run.paths).folder), run.data)
     assert outcome.code == 65
     assert "probe: losses" in outcome.text
 
@@ -131,7 +131,7 @@ def test_checkpoint_folder_copied_elsewhere_is_validated_there(uninterrupted, tm
     folder = tmp_path / "elsewhere"
     shutil.copytree(resume.latest(uninterrupted.paths).folder, folder)
     before = sorted(folder.iterdir())
-    outcome = forge("validate", str(folder))
+    outcome = forge("validate", str(folder), uninterrupted.data)
     assert outcome.code == 0, outcome.text
     assert f"{folder}: valid, step 200" in outcome.text
     assert sorted(folder.iterdir()) == before
@@ -175,5 +175,5 @@ def test_a_copy_of_a_checkpoint_under_a_name_of_no_step_is_validated_and_exporte
         copy = shutil.copytree(newest, newest.with_name(name))
         outcome = forge("validate", str(copy), "--validate.depth=digests")
         assert outcome.code == 0, outcome.text
-        outcome = forge("export", str(copy), f"--to={tmp_path / 'export' / name}")
+        outcome = forge("export", str(copy), f"--to={tmp_path / 'export' / name}", run.data)
         assert outcome.code == 0, outcome.text

@@ -224,10 +224,31 @@ def test_existing_export_is_used_and_kept_but_not_one_in_bf16(solo, tasks, tmp_p
     run = solo.copy(tmp_path / "solo")
     kept = run.paths.exports / "step-00000012"
     for dtype, used in (("bf16", False), ("fp32", True)):
-        assert forge("export", str(run.folder), f"--dtype={dtype}").code == 0
+        assert forge("export", str(run.folder), f"--dtype={dtype}", run.data).code == 0
         evaluate(run, tasks, limit=1 + used)
         assert (scored[-1] == kept) == used
         shutil.rmtree(kept)  # fails if it was removed
+
+
+@pytest.mark.usefixtures("scored")
+def test_exports_in_a_run_of_somebody_else_are_not_used(solo, tasks, tmp_path, monkeypatch):
+    texts = []
+
+    def score(exported, *_):
+        texts.append((exported / "README.md").read_text())
+        return [Score(task="words", metric="acc", value=0.5, num_documents=8)], "cpu"
+
+    monkeypatch.setattr(evaluation.harness, "score", score)
+    run = solo.copy(tmp_path / "solo")
+    export = run.paths.exports / "step-00000012"
+    assert forge("export", str(run.folder), run.data).code == 0
+    left = shutil.copytree(export, run.paths.evaluations / ".export-step-00000012")
+    for folder in (export, left):
+        (folder / "README.md").write_text("planted")
+    settings = Evaluate(tasks=["words"], include_path=str(tasks))
+    evaluation.evaluate_run(run.paths, settings, config_at(run, 12).data, is_ours=False)
+    assert len(texts) == 1 and "planted" not in texts[0]
+    assert not left.exists()
 
 
 def test_second_evaluation_of_a_checkpoint_is_refused_and_names_the_first(

@@ -71,7 +71,7 @@ def own(tied, tmp_path) -> Run:
 
 
 def export(run: Run, target: Path, *more: str) -> Outcome:
-    return forge("export", str(run.folder), f"--to={target}", *more)
+    return forge("export", str(run.folder), f"--to={target}", run.data, *more)
 
 
 def exported(run: Run, target: Path, *more: str) -> Path:
@@ -205,19 +205,19 @@ def test_card_has_the_validation_loss_of_this_checkpoint_only(own, tmp_path):
 
 def test_export_goes_into_the_runs_folder_and_again_there_is_nothing_to_do(own):
     folder = own.folder / "export" / "step-00000012"
-    outcome = forge("export", str(own.folder))
+    outcome = forge("export", str(own.folder), own.data)
     assert outcome.code == 0 and str(folder) in outcome.text
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert sorted(path.name for path in (own.folder / "export").iterdir()) == [folder.name]
-    again = forge("export", str(own.folder))
+    again = forge("export", str(own.folder), own.data)
     assert again.code == 0 and "nothing to do" in again.text
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
 def test_named_checkpoint_is_exported_beside_the_newest(own):
     older = directory.committed(own.paths.checkpoints)[0]
-    assert forge("export", str(older)).code == 0
-    assert forge("export", str(own.folder)).code == 0
+    assert forge("export", str(older), own.data).code == 0
+    assert forge("export", str(own.folder), own.data).code == 0
     steps = [
         read_json(folder / verb.MANIFEST)["step"]
         for folder in sorted((own.folder / "export").iterdir())
@@ -228,9 +228,9 @@ def test_named_checkpoint_is_exported_beside_the_newest(own):
 def test_checkpoint_copied_out_of_its_run_needs_a_place_to_go(tied, tmp_path):
     alone = tmp_path / "alone"
     shutil.copytree(latest(tied).folder, alone)
-    outcome = forge("export", str(alone))
+    outcome = forge("export", str(alone), tied.data)
     assert outcome.code == 78 and "--to FOLDER" in outcome.text
-    assert forge("export", str(alone), f"--to={tmp_path / 'out'}").code == 0
+    assert forge("export", str(alone), f"--to={tmp_path / 'out'}", tied.data).code == 0
     weights = "model.safetensors"
     wanted = exported(tied, tmp_path / "wanted") / weights
     assert (tmp_path / "out" / weights).read_bytes() == wanted.read_bytes()
@@ -327,7 +327,7 @@ def a_file(target: Path, _run: Run) -> None:
 
 def another_steps_export(target: Path, run: Run) -> None:
     older = directory.committed(run.paths.checkpoints)[0]
-    assert forge("export", str(older), f"--to={target}").code == 0
+    assert forge("export", str(older), f"--to={target}", run.data).code == 0
 
 
 def this_export_in_bf16(target: Path, run: Run) -> None:
@@ -372,7 +372,15 @@ def test_disk_that_takes_no_more_is_unfit_and_nothing_is_left_of_the_export(tied
         "raise SystemExit(main(sys.argv[1:]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "export", str(tied.folder), f"--to={tmp_path / 'out'}"],
+        [
+            sys.executable,
+            "-c",
+            code,
+            "export",
+            str(tied.folder),
+            f"--to={tmp_path / 'out'}",
+            tied.data,
+        ],
         capture_output=True,
         text=True,
         check=False,

@@ -126,7 +126,7 @@ def test_validation_loss_is_told_by_source_and_its_mean_has_the_weights_of_the_s
 
 def test_checkpoint_is_valid_and_knows_how_much_was_drawn(base, source_of):
     checkpoint = Checkpoint.open(base.paths.checkpoints / checkpoint_name(12))
-    outcome = forge("validate", str(checkpoint.folder))
+    outcome = forge("validate", str(checkpoint.folder), base.data)
     assert outcome.code == 0, outcome.text
     assert "next loss: replayed: step 13 bitwise equal" in outcome.text
     drawn = Counter(

@@ -171,7 +171,7 @@ def test_a_lone_checkpoint_of_a_child_is_valid_where_its_parent_is_not(base, tmp
     trained(child)
     copy = shutil.copytree(resume.latest(child.paths).folder, tmp_path / "elsewhere" / "best")
     shutil.rmtree(base.folder)
-    outcome = forge("validate", str(copy))
+    outcome = forge("validate", str(copy), child.data)
     assert outcome.code == 0, outcome.text
 
 
@@ -194,5 +194,5 @@ def test_child_goes_on_from_a_parent_trained_again_alike_and_starts_anew_from_an
     assert replace(child, folder=aside).losses() == losses
     assert len(child.losses()) == len(losses) and child.losses() != losses
     assert child.weights_digest() != weights
-    validated = forge("validate", str(aside))
+    validated = forge("validate", str(aside), child.data)
     assert validated.code == 0, validated.text

@@ -81,7 +81,7 @@ def test_start_and_export_keep_every_bit(name, layout, bases, tmp_path):
     run = with_layout(bases[name], layout)
     text = trained(run, *LAYOUTS[layout])
     assert f"start from {weights_of(run)}" in text
-    outcome = forge("export", str(run.folder), f"--to={tmp_path / 'out'}")
+    outcome = forge("export", str(run.folder), f"--to={tmp_path / 'out'}", run.data)
     assert outcome.code == 0, outcome.text
     theirs, ours = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -133,7 +133,7 @@ def test_only_the_first_launch_reads_the_weights_and_the_lineage_names_them(own)
         replace(own, folder=own.folder.parent / "child").paths
     ).manifest.lineage
     assert (lineage.model, lineage.parent.step) == (made_from, 3)
-    outcome = forge("validate", str(own.paths.config), "--train.max_steps=3")
+    outcome = forge("validate", str(own.paths.config), "--train.max_steps=3", own.data)
     assert outcome.code == 0, outcome.text
     assert read_json(own.paths.validation)["status"] == "valid"
 

@@ -10,15 +10,14 @@ import struct
 from unittest import mock
 
 import pytest
+import yaml
 from support import live_run
 from support.live_run import living, wait_until
 from support.wandb_server import wandb_server
 
 from forge.core import json_lines
 from forge.core.files import read_object_or_empty
-from forge.core.tracking import Tracking, Wandb
 from forge.tracking import process
-from forge.tracking.tracker import keep_settings
 
 
 def sent(run, name):
@@ -138,13 +137,21 @@ def test_trackers_are_no_part_of_the_config_that_was_trained(tracked):
     assert "warning" not in said
 
 
+def sync(run, folder, **tracking):
+    """`forge sync` of the run, which is in no sample sheet, with these trackers."""
+    config = folder / "mine.yaml"
+    config.write_text(yaml.safe_dump({"tracking": tracking}))
+    return ["sync", str(run.folder), f"--config={config}"]
+
+
 def test_sync_sends_the_rest_and_fails_clearly_where_there_is_no_key(
     tracked, monkeypatch, tmp_path
 ):
-    run, _, _ = tracked
+    run, address, _ = tracked
+    mlflow = {"tracking_uri": address}
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    done = run.launch(["sync", str(run.folder)]).end(400)
+    done = run.launch(sync(run, tmp_path, tensorboard=True, wandb={}, mlflow=mlflow)).end(400)
     assert done.code == 69, done.text
     assert f"sent to tensorboard up to step {run.step()}" in done.text
     assert "tracking.wandb: there is no API key" in done.text
@@ -157,9 +164,8 @@ def test_sync_writes_all_of_it_again_where_the_files_of_tensorboard_were_removed
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = tracked[0].copy(tmp_path / "tracked")
-    keep_settings(run.paths, Tracking(tensorboard=True))
     shutil.rmtree(run.paths.tensorboard)
-    done = run.launch(["sync", str(run.folder)]).end(400)
+    done = run.launch(sync(run, tmp_path, tensorboard=True)).end(400)
     assert done.code == 0, done.text
     reader = EventAccumulator(str(run.paths.tensorboard), size_guidance={"scalars": 0})
     reader.Reload()
@@ -168,15 +174,14 @@ def test_sync_writes_all_of_it_again_where_the_files_of_tensorboard_were_removed
 
 def test_sync_gives_the_server_each_step_once_under_the_id_of_the_offline_run(tracked, tmp_path):
     run = tracked[0].copy(tmp_path / "tracked")
-    keep_settings(run.paths, Tracking(wandb=Wandb()))
     name = read_object_or_empty(run.paths.tracking / "wandb.json")["id"]
     steps = sorted(numbers(run, "loss"))
     with wandb_server() as server:
         environ = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "k" * 40}
         # The server has the first steps already, as after a connection that was lost.
         server.runs[name] = [{"_step": step, "train/loss": 0.0} for step in steps[:7]]
-        first = run.launch(["sync", str(run.folder)], **environ).end(400)
-        again = run.launch(["sync", str(run.folder)], **environ).end(400)
+        first = run.launch(sync(run, tmp_path, wandb={}), **environ).end(400)
+        again = run.launch(sync(run, tmp_path, wandb={}), **environ).end(400)
     assert (first.code, again.code) == (0, 0), first.text + again.text
     assert [row["_step"] for row in server.runs[name] if "train/loss" in row] == steps
     assert {one["name"] for one in server.upserted} == {name}

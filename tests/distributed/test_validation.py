@@ -99,7 +99,7 @@ def cheaply(run, *more):
 
 def test_all_checkpoints_are_in_the_table_and_nothing_is_changed(run, capsys):
     before = content(run)
-    outcome = forge("validate", str(run.folder), "--all")
+    outcome = forge("validate", str(run.folder), "--all", run.data)
     assert outcome.code == 0, outcome.text
     rows = table(capsys.readouterr().out)
     assert list(rows) == [str(GOAL), "195"]
@@ -177,7 +177,7 @@ def test_optimizer_state_of_another_step_passes_the_probe_and_fails_the_next_los
     state, later = state_of(folder), state_of(run.paths.checkpoints / LAST)
     state.update({name: later[name] for name in state if name.startswith("optimizer.")})
     rewrite(folder, state)
-    outcome = forge("validate", str(folder))
+    outcome = forge("validate", str(folder), run.data)
     assert outcome.code == 65, outcome.text
     assert "ok   probe: 2 of 2 recorded losses recomputed, bitwise equal" in outcome.text
     assert "fail next loss: loss " in outcome.text
@@ -191,7 +191,7 @@ def test_every_fifth_loss_is_enough_and_one_rank_is_trained_on_as_well(solo, tmp
     lines = run.paths.metrics.read_text().splitlines(keepends=True)
     kept = [line for line in lines if json.loads(line)["step"] % 5 == 0]  # as with log_every: 5
     run.paths.metrics.write_text("".join(kept))
-    outcome = forge("validate", str(run.paths.checkpoints / "step-00000006"))
+    outcome = forge("validate", str(run.paths.checkpoints / "step-00000006"), run.data)
     assert outcome.code == 0, outcome.text
     assert "ok   next loss: replayed: step 10 bitwise equal" in outcome.text
 
@@ -280,7 +280,7 @@ def test_error_of_the_disk_moves_nothing(run, hook, point):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     hook(fail)
-    outcome = forge("validate", str(run.folder), "--fix", "--validate.depth=load")
+    outcome = forge("validate", str(run.folder), "--fix", "--validate.depth=load", run.data)
     assert outcome.code == 69, outcome.text
     assert f"{BEFORE}: unknown: " in outcome.text and "nothing was moved" in outcome.text
     assert names(run.paths.checkpoints) == [BEFORE, LAST]
@@ -320,7 +320,7 @@ def test_validation_has_the_weights_in_memory_once_and_not_the_optimizer_state(s
     weights = sum(tensor.nbytes for tensor in state.values()) - moments
     assert moments > 190 * 2**20
     assert len(directory.committed(run.paths.checkpoints)) == 2
-    before = peak_bytes("validate", str(run.folder), "--all", "--validate.depth=digests")
-    peak = peak_bytes("validate", str(run.folder), "--all", "--validate.depth=load")
+    before = peak_bytes("validate", str(run.folder), "--all", "--validate.depth=digests", run.data)
+    peak = peak_bytes("validate", str(run.folder), "--all", "--validate.depth=load", run.data)
     print(f"{weights:,} bytes of weights, {moments:,} of moments, {peak - before:,} at once")
     assert weights < peak - before < weights + 0.75 * moments

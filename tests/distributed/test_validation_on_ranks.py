@@ -106,7 +106,7 @@ def test_losses_that_are_not_finite_have_no_number_and_no_samples(solo):
 
 def test_checkpoint_of_gpus_is_validated_on_those_of_the_job(solo, tmp_path, launched):
     run = of_gpus(solo.copy(tmp_path / "gpus"))
-    outcome = forge("validate", str(run.paths.checkpoints / EARLIER))
+    outcome = forge("validate", str(run.paths.checkpoints / EARLIER), run.data)
     assert outcome.code == 0, outcome.text
     assert "probe: 1 of 1 recorded losses recomputed, within 0.001, on 2 GPUs" in outcome.text
     assert "next loss: replayed: step 7 within 0.001, step 8 within 0.001" in outcome.text
@@ -121,14 +121,14 @@ def test_wrong_loss_is_found_on_gpus(solo, tmp_path, launched):
     manifest = Manifest.read(folder)
     wrong = manifest.reference.model_copy(update={"losses": [manifest.reference.losses[0] + 0.01]})
     manifest.model_copy(update={"reference": wrong}).write(folder)
-    outcome = forge("validate", str(folder))
+    outcome = forge("validate", str(folder), run.data)
     assert outcome.code == 65
     assert "must be within 0.001, on 2 GPUs" in outcome.text
 
 
 def test_where_gpus_fail_the_cpu_computes_the_losses(solo, tmp_path, two_gpus):
     run = of_gpus(solo.copy(tmp_path / "failing"))
-    outcome = forge("validate", str(run.paths.checkpoints / EARLIER))
+    outcome = forge("validate", str(run.paths.checkpoints / EARLIER), run.data)
     assert outcome.code == 0, outcome.text
     said = "on the CPU, since it failed on 2 GPUs: 2 of 2 ranks have no GPU of their own"
     assert f"recomputed, within 0.001, {said}" in outcome.text
@@ -148,7 +148,7 @@ def test_without_gpus_the_cpu_computes_what_takes_minutes(session_runs, tmp_path
     tokens = 4 * 16
     cores = replay.available_cores()
     monkeypatch.setattr(estimates, "CORE_FLOPS", 2 * weights * tokens / seconds / cores * 1.2)
-    outcome = forge("validate", str(checkpoint.folder))
+    outcome = forge("validate", str(checkpoint.folder), run.data)
     assert outcome.code == 0, outcome.text
     assert (
         "probe: 2 of 4 recorded losses recomputed, within 0.001, on the CPU (faster" in outcome.text

@@ -86,7 +86,7 @@ def test_validation_compares_the_next_losses_of_three_replicas_to_the_last_bit(
     ended = run.train()
     assert ended.code == Exit.DONE, ended.text
     folder = run.paths.checkpoints / f"step-{MIDDLE:08d}"
-    ended = forked.start(["validate", str(folder)], tmp_path / "validate.out").end()
+    ended = forked.start(["validate", str(folder), run.data], tmp_path / "validate.out").end()
     assert ended.code == Exit.DONE, ended.text
     both = ", ".join(f"step {step} bitwise equal" for step in (MIDDLE + 1, MIDDLE + 2))
     assert f"next loss: replayed: {both}" in ended.text

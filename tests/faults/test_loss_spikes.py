@@ -86,7 +86,9 @@ def test_spikes_are_skipped_counted_and_replayed_by_validation(uninterrupted, tm
 
     # Its loss after the spike is that of weights which the spike did not update.
     before = checkpoint(uninterrupted, SPIKES[0] - 1)
-    ended = forked.start(["validate", str(before)], tmp_path / "validate.out").end()
+    ended = forked.start(
+        ["validate", str(before), uninterrupted.data], tmp_path / "validate.out"
+    ).end()
     assert ended.code == Exit.DONE, ended.text
     assert f"step {SPIKES[0] + 1} bitwise equal" in ended.text
 
@@ -179,7 +181,7 @@ def test_run_rewinds_before_each_spike_and_leaves_out_the_batches_up_to_it(rewou
     # those of the launch that saved the checkpoint count.
     for step in (20, 24):
         out = tmp_path / f"{step}.out"
-        ended = forked.start(["validate", str(checkpoint(rewound, step))], out).end()
+        ended = forked.start(["validate", str(checkpoint(rewound, step)), rewound.data], out).end()
         assert ended.code == Exit.DONE, ended.text
         assert "bitwise equal" in ended.text
 

@@ -132,7 +132,7 @@ def test_run_that_diverged_skips_its_bad_steps_under_its_own_name_and_reaches_th
 
     # The steps after a checkpoint are trained again by validation: the bad one is skipped there too.
     before = whole.paths.checkpoints / f"step-{steps[1] - 1:08d}"
-    ended = forked.start(["validate", str(before)], tmp_path / "validate.out").end()
+    ended = forked.start(["validate", str(before), whole.data], tmp_path / "validate.out").end()
     assert ended.code == Exit.DONE, ended.text
     assert f"step {steps[1]} bitwise equal" in ended.text
 

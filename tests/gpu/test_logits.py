@@ -20,7 +20,7 @@ def test_exported_weights_give_the_logits_of_transformers_llama(
 ):
     transformers = pytest.importorskip("transformers")
     target = tmp_path / "exported"
-    done = forge("export", str(trained.folder), f"--to={target}")
+    done = forge("export", str(trained.folder), f"--to={target}", trained.data)
     assert done.code == 0, done.text
     checkpoint = resume.latest(trained.paths)
     config = Config.model_validate(checkpoint.manifest.lineage.config.to_json())

@@ -75,6 +75,11 @@ class Run:
     def paths(self) -> RunPaths:
         return RunPaths(self.folder)
 
+    @property
+    def data(self) -> str:
+        """The option that names its data: a command takes the path from no directory of results."""
+        return f"--data={read_json(self.paths.config)['data']}"
+
     def arguments(self, verb: str, *more: str) -> list[str]:
         return [verb, str(self.config), *self.overrides, *more]
 

@@ -7,9 +7,15 @@ import pytest
 
 from forge import workflow
 from forge.core.config import Config, ResolvedConfig, checked, load_config
-from forge.core.paths import RunPaths, inputs_folder, tokenizer_folder, tokens_folder
+from forge.core.paths import (
+    RunPaths,
+    inputs_folder,
+    settings_file,
+    tokenizer_folder,
+    tokens_folder,
+)
+from forge.core.records import RunSettings
 from forge.data.content_ids import resolve
-from forge.evaluation.settings import read_settings
 
 
 @pytest.fixture
@@ -164,8 +170,8 @@ def resources(**of_evaluation):
 
 def kept(run, settings, *, submits=True):
     run = changed(run, "evaluate", tasks=["words"])
-    workflow.keep_evaluations({run.run: run}, settings, lambda name: 5000, submits=submits)
-    found = read_settings(RunPaths.of(run))
+    workflow.keep_settings({run.run: run}, settings, lambda name: 5000, submits=submits)
+    found = RunSettings.read(settings_file(run.run))
     assert found.evaluate == run.evaluate
     return found.sbatch
 
@@ -181,6 +187,6 @@ def test_jobs_during_training_ask_for_what_the_profile_gives_evaluate_run(run):
     assert kept(run, resources(), submits=False) is None
 
 
-def test_runs_without_tasks_get_no_directory_of_evaluations(run):
-    workflow.keep_evaluations({run.run: run}, resources(), lambda name: 5000, submits=True)
-    assert not RunPaths.of(run).evaluations.exists()
+def test_settings_are_in_the_project_and_not_beside_the_results(run):
+    workflow.keep_settings({run.run: run}, resources(), lambda name: 5000, submits=True)
+    assert settings_file(run.run).exists() and not RunPaths.of(run).root.exists()

@@ -30,6 +30,8 @@ def test_ddp_script_is_stopped_resumed_validated_and_reported(project):
     assert "resuming from step" in output
     assert "six-nodes  validated" in output.splitlines()[-1]
     assert project.read("validated.json", "six-nodes")["step"] == 60
+    checks = project.read("validation.json", "six-nodes")["checks"]
+    assert [check["name"] for check in checks][-1] == "program"
     assert "checkpoint-60.pt" in project.forge("show", "six-nodes").stdout
     [manifest] = (project.root / "data/inputs").glob("*/manifest.json")
     assert "abc.txt" in manifest.read_text()

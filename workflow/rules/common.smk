@@ -206,7 +206,7 @@ onstart:
         )
         helpers.write_configs(RUNS, workflow.dag.needrun_jobs())
         helpers.write_down(RUNS)
-        helpers.keep_evaluations(
+        helpers.keep_settings(
             RUNS, workflow.resource_settings, model_mem_mb, submits=submits
         )
     except ForgeError as err:

@@ -23,9 +23,11 @@ rule validate_run:
         # Of one node. What set-resources of the profile says wins.
         mem_mb=validation_mem_mb,
     params:
+        # As it was when the workflow started, and not as it is beside the results.
+        config=lambda w: helpers.training_config(RUNS[w.run]),
         overrides=lambda w: as_overrides(RUNS[w.run], "validate", "report"),
     shell:
-        "exec forge validate {input.config:q} --log={log:q} {params.overrides:q}"
+        "exec forge validate {params.config:q} --log={log:q} {params.overrides:q}"
 
 
 # Not part of `train`: a directory that other software loads, by the target `export`.
@@ -39,9 +41,10 @@ rule export_run:
     conda:
         "../envs/forge.yaml"
     params:
+        config=lambda w: helpers.training_config(RUNS[w.run]),
         run=lambda w: f"{RESULTS}/{w.run}",
     shell:
-        "exec forge export {params.run:q} --log={log:q}"
+        "exec forge export {params.run:q} --config={params.config:q} --log={log:q}"
 
 
 # On this machine, since nodes of a cluster have no internet: the data of the tasks, into the cache of
@@ -57,12 +60,13 @@ rule evaluate_data:
     conda:
         "../envs/forge.yaml"
     params:
+        config=lambda w: helpers.training_config(RUNS[w.run]),
         tasks=lambda w: [
             f"--evaluate.tasks={as_cell(RUNS[w.run].evaluate.tasks)}",
             f"--evaluate.include_path={as_cell(RUNS[w.run].evaluate.include_path)}",
         ],
     shell:
-        "exec forge evaluate {input.config:q} --download --log={log:q} {params.tasks:q}"
+        "exec forge evaluate {params.config:q} --download --log={log:q} {params.tasks:q}"
 
 
 # Not part of `train`: the last checkpoint, and what jobs during training have not evaluated.
@@ -82,9 +86,10 @@ rule evaluate_run:
         # As much as validation needs. What set-resources of the profile says wins.
         mem_mb=validation_mem_mb,
     params:
+        config=lambda w: helpers.training_config(RUNS[w.run]),
         overrides=lambda w: as_overrides(RUNS[w.run], "evaluate"),
     shell:
-        "exec forge evaluate {input.config:q} --log={log:q} {params.overrides:q}"
+        "exec forge evaluate {params.config:q} --log={log:q} {params.overrides:q}"
 
 
 rule compare_runs:

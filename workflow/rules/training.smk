@@ -113,6 +113,9 @@ rule train_run:
         # Of this rule, since Snakemake keeps the params of a rule when it has ended: a run that shall
         # start anew is due until it has done so, however often the workflow is killed.
         times_anew=lambda w: helpers.times_started_anew(RUNS[w.run], w.run in ANEW),
+        # Trackers and evaluations, which may change without training again: always the same name.
+        settings=lambda w: helpers.settings_file(w.run),
     shell:
         "exec forge train {input.config:q} --machine={resources.machine} --log={log:q}"
+        " --settings={params.settings:q}"
         " --nodes={resources.train_nodes} --ranks-per-node={resources.tasks_per_node}"

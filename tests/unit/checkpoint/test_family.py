@@ -223,8 +223,8 @@ def files(paths):
 def test_what_a_run_has_made_is_set_aside_and_nothing_else(line):
     runs = line()
     paths = RunPaths.of(runs["a"])
-    kept = {"config.json", "logs/train.log", "evaluations/settings.json", "evaluations/data.json"}
-    kept |= {"tracking/settings.json", ".allocation/stage.json", "preflight.json"}
+    kept = {"config.json", "logs/train.log", "evaluations/data.json"}
+    kept |= {".allocation/stage.json", "preflight.json"}
     made = {
         "metrics.jsonl",
         "events.jsonl",

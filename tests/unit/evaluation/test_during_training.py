@@ -8,16 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from forge import cli
 from forge.checkpoint.manifest import MANIFEST
 from forge.cluster import slurm
+from forge.core.config import Config, apply_overrides, checked
 from forge.core.evaluation import Evaluate
+from forge.core.files import write_json
 from forge.core.paths import RunPaths
-from forge.core.records import SubmittedEvaluation
+from forge.core.records import RunSettings, SubmittedEvaluation
 from forge.evaluation import during_training
 from forge.evaluation.during_training import evaluated, sbatch_line
-from forge.evaluation.settings import keep_settings, read_settings, record_file
+from forge.evaluation.settings import record_file
 
 OPTIONS = ["--partition=gpu", "--gres=gpu:1", "--time=60"]
+EVERY = Evaluate(tasks=["words", "more words"], include_path="my tasks", every=10)
+SETTINGS = RunSettings(evaluate=EVERY, sbatch=OPTIONS)
 
 
 @pytest.fixture
@@ -25,9 +30,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     """A run in a Slurm job, whose checkpoints at 10 and 20 are evaluated."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(during_training, "POLL_SEC", 0.01)
-    paths = RunPaths(tmp_path / "base")
-    keep_settings(paths, Evaluate(tasks=["words"], every=10), OPTIONS)
-    return paths
+    return RunPaths(tmp_path / "base")
 
 
 @pytest.fixture
@@ -50,9 +53,9 @@ def commit(paths: RunPaths, *steps: int) -> None:
         (folder / MANIFEST).touch()
 
 
-def train(paths: RunPaths, *steps: int) -> None:
+def train(paths: RunPaths, *steps: int, settings: RunSettings = SETTINGS) -> None:
     """A launch that commits these checkpoints."""
-    with evaluated(paths):
+    with evaluated(paths, settings, "my data"):
         commit(paths, *steps)
 
 
@@ -76,6 +79,7 @@ def test_each_kth_checkpoint_gets_one_job_also_after_a_requeue(
 def test_a_checkpoint_that_was_evaluated_by_hand_gets_no_job(
     paths: RunPaths, submitted: list[list[str]]
 ) -> None:
+    paths.evaluations.mkdir(parents=True)
     record_file(paths, 10).touch()
     train(paths, 10)
     assert submitted == []
@@ -85,11 +89,9 @@ def test_a_checkpoint_that_was_evaluated_by_hand_gets_no_job(
 def test_outside_of_slurm_and_without_a_profile_nothing_is_submitted(
     paths: RunPaths, submitted: list[list[str]], monkeypatch: pytest.MonkeyPatch, job: str | None
 ) -> None:
-    if job:
-        keep_settings(paths, Evaluate(tasks=["words"], every=10), None)
-    else:
+    if not job:
         monkeypatch.delenv("SLURM_JOB_ID")
-    train(paths, 10)
+    train(paths, 10, settings=RunSettings(evaluate=EVERY) if job else SETTINGS)
     assert submitted == []
 
 
@@ -128,12 +130,13 @@ def test_a_job_that_slurm_may_have_taken_is_not_submitted_again(
     assert submitted == []
 
 
-def test_corrupt_settings_are_a_warning(
-    paths: RunPaths, submitted: list[list[str]], capsys: pytest.CaptureFixture[str]
+def test_settings_beside_the_results_submit_nothing(
+    paths: RunPaths, submitted: list[list[str]]
 ) -> None:
-    (paths.evaluations / "settings.json").write_text("{")
-    train(paths, 10)
-    assert "warning: evaluate: " in capsys.readouterr().err
+    """sbatch would run `--wrap` of whoever has written them."""
+    planted = {"evaluate": {"tasks": ["words"], "every": 10}, "sbatch": ["--uid=victim"]}
+    write_json(paths.evaluations / "settings.json", {"format": 1, **planted})
+    train(paths, 10, settings=RunSettings())
     assert submitted == []
 
 
@@ -144,7 +147,7 @@ def test_job_has_the_resources_of_the_profile_and_nothing_of_the_rule_that_train
     monkeypatch.setenv("OMP_NUM_THREADS", "99")
     monkeypatch.setenv("FORGE_USER_OMP_NUM_THREADS", "")
     folder = paths.checkpoints / "step-00000010"
-    line = sbatch_line(paths, read_settings(paths), folder)
+    line = sbatch_line(paths, SETTINGS, "my data", folder)
     assert line[0] == "sbatch" and set(OPTIONS) < set(line)
     assert f"--chdir={Path.cwd()}" in line
     assert f"--output={paths.logs}/evaluate-step-00000010.txt" in line
@@ -152,4 +155,8 @@ def test_job_has_the_resources_of_the_profile_and_nothing_of_the_rule_that_train
     assert words[:4] == [
         *("env", "--unset=FORGE_IN_WORKFLOW", "--unset=FORGE_SUBMITTED", "--unset=OMP_NUM_THREADS"),
     ]
-    assert words[4:] == [sys.executable, "-m", "forge", "evaluate", str(folder)]
+    assert words[4:9] == [sys.executable, "-m", "forge", "evaluate", str(folder)]
+    options = cli._overrides(words[9:])[0]
+    assert options.pop("data") == "my data"
+    told = checked(Config, apply_overrides({}, options), "the job").evaluate
+    assert told == EVERY.model_copy(update={"every": None})

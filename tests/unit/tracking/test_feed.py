@@ -16,7 +16,7 @@ from forge import cli, workflow
 from forge.core.config import ResolvedConfig, load_config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.files import write_json
-from forge.core.paths import RunPaths
+from forge.core.paths import RunPaths, settings_file
 from forge.core.provenance import config_digest
 from forge.core.records import Sent
 from forge.core.tracking import Tracking, Wandb
@@ -29,9 +29,12 @@ from forge.trainer.metrics import EvalLine
 @pytest.fixture
 def paths(tmp_path):
     made = RunPaths(tmp_path / "run")
-    ids = {"tokenizer": "0" * 12, "tokens": "1" * 12}
-    write_json(made.config, {"run": "run", "results": str(tmp_path), "ids": ids})
+    write_json(made.config, {"run": "run", "results": str(tmp_path), "ids": IDS})
     return made
+
+
+ON = Tracking(tensorboard=True)
+IDS = {"tokenizer": "0" * 12, "tokens": "1" * 12}
 
 
 def add(paths, *steps):
@@ -105,7 +108,6 @@ def test_position_moves_only_when_the_tracker_has_taken_the_rows(paths):
 
 
 def test_sync_of_a_server_that_cannot_be_reached_fails_with_its_name(paths):
-    tracker.keep_settings(paths, Tracking(wandb=Wandb()))
     broken = Memory()
     broken.open = mock.Mock(side_effect=ConnectionError("api.wandb.ai: no route"))
     with (
@@ -114,7 +116,7 @@ def test_sync_of_a_server_that_cannot_be_reached_fails_with_its_name(paths):
             UnfitError, match=r"tracking\.wandb: ConnectionError: api\.wandb\.ai: no route"
         ),
     ):
-        feed.sync([paths])
+        feed.sync([(paths, Tracking(wandb=Wandb()))])
 
 
 def test_sync_tries_every_tracker_of_every_run_and_names_each_that_failed(paths, tmp_path, capsys):
@@ -124,51 +126,45 @@ def test_sync_tries_every_tracker_of_every_run_and_names_each_that_failed(paths,
     broken, works = Memory(), Memory()
     broken.broken = True
     add(paths, 1)
-    for one in (paths, second):
-        tracker.keep_settings(one, Tracking(wandb=Wandb(), tensorboard=True))
+    both = Tracking(wandb=Wandb(), tensorboard=True)
     made = {"wandb": broken, "tensorboard": works}
     with (
         mock.patch.object(feed, "trackers_of", return_value=made),
         pytest.raises(UnfitError, match=r"second: tracking\.wandb: TimeoutError: no answer"),
     ):
-        feed.sync([paths, second])
+        feed.sync([(paths, both), (second, both)])
     assert works.steps == [1, 1, 2]
     assert "run: tracking.wandb: TimeoutError: no answer" in capsys.readouterr().err
 
 
 def test_sync_refuses_a_run_without_trackers_before_anything_is_sent(paths, tmp_path):
-    tracker.keep_settings(paths, Tracking(tensorboard=True))
     bare = RunPaths(tmp_path / "bare")
-    shutil.copytree(paths.root, bare.root, ignore=shutil.ignore_patterns("tracking"))
     with pytest.raises(ConfigError, match="bare has no trackers"):
-        feed.sync([paths, bare])
+        feed.sync([(paths, ON), (bare, Tracking())])
     assert not feed.sent_file(paths, "tensorboard").exists()
 
 
-def test_sync_says_why_tensorboard_cannot_write(paths):
-    tracker.keep_settings(paths, Tracking(tensorboard=True))
+@pytest.fixture
+def sync(paths, tmp_path):
+    """`forge sync` of the run with a config that has TensorBoard."""
+    (tmp_path / "mine.yaml").write_text("tracking: {tensorboard: true}")
+    command = [sys.executable, "-m", "forge", "sync", str(paths.root)]
+    command.append(f"--config={tmp_path}/mine.yaml")
+    return lambda: subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_sync_says_why_tensorboard_cannot_write(paths, sync):
     add(paths, 1)
     paths.tensorboard.write_text("a file where the directory should be")
-    done = subprocess.run(
-        [sys.executable, "-m", "forge", "sync", str(paths.root)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = sync()
     assert done.returncode == 69
     assert f"tracking.tensorboard: cannot write {paths.tensorboard}" in done.stderr
     assert "Traceback" not in done.stderr and "internet" not in done.stderr
 
 
-def test_sync_while_another_process_sends_names_it(paths):
-    tracker.keep_settings(paths, Tracking(tensorboard=True))
+def test_sync_while_another_process_sends_names_it(paths, sync):
     with feed.lock(paths.tracking, "tracking"):
-        done = subprocess.run(
-            [sys.executable, "-m", "forge", "sync", str(paths.root)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = sync()
     assert done.returncode == 69 and str(os.getpid()) in done.stderr, done.stderr
 
 
@@ -185,7 +181,6 @@ sys.exit(feed.main(sys.argv[1]))
 
 
 def test_hanging_tracker_delays_the_end_by_the_bound_and_is_named_then(paths, capsys):
-    tracker.keep_settings(paths, Tracking(tensorboard=True))
     real = subprocess.Popen
     started = []
 
@@ -198,7 +193,7 @@ def test_hanging_tracker_delays_the_end_by_the_bound_and_is_named_then(paths, ca
         mock.patch.object(process.subprocess, "Popen", hanging),
         mock.patch.object(process, "FINISH_SEC", 0.5),
     ):
-        with process.tracked(paths):
+        with process.tracked(paths, ON):
             end = time.monotonic() + 60
             while not sent.exists() and time.monotonic() < end:
                 time.sleep(0.01)
@@ -210,40 +205,24 @@ def test_hanging_tracker_delays_the_end_by_the_bound_and_is_named_then(paths, ca
 
 
 def test_process_that_crashes_leads_to_one_warning(paths, capsys):
-    tracker.keep_settings(paths, Tracking(tensorboard=True))
-    before = Sent(id="a", step=7, complete=True)  # of the launch before
+    before = Sent(id="a" * 8, step=7, complete=True)  # of the launch before
     before.write(feed.sent_file(paths, "tensorboard"))
-    with mock.patch.object(process.sys, "executable", "/bin/false"), process.tracked(paths):
+    with mock.patch.object(process.sys, "executable", "/bin/false"), process.tracked(paths, ON):
         pass
     assert capsys.readouterr().err.count("warning") == 1
 
 
 def test_package_that_a_node_lacks_is_said_and_training_goes_on(paths, capsys):
-    tracker.keep_settings(paths, Tracking(tensorboard=True))
-    with mock.patch.object(tracker, "find_spec", return_value=None), process.tracked(paths):
+    with mock.patch.object(tracker, "find_spec", return_value=None), process.tracked(paths, ON):
         pass
     assert "Python has no package tensorboard on this node" in capsys.readouterr().err
 
 
-def test_corrupt_settings_are_said_and_training_goes_on(paths, capsys):
-    tracker.keep_settings(paths, Tracking(tensorboard=True))
-    (paths.tracking / "settings.json").write_text("{")
-    with process.tracked(paths):
-        pass
-    assert "warning: tracking:" in capsys.readouterr().err
-
-
 def test_run_without_trackers_starts_no_process(paths):
     no_start = mock.patch.object(process.subprocess, "Popen", side_effect=AssertionError)
-    with no_start, process.tracked(paths):
+    with no_start, process.tracked(paths, Tracking()):
         pass
     assert not paths.tracking.exists()
-
-
-def test_trackers_that_are_removed_from_the_config_are_off(paths):
-    tracker.keep_settings(paths, Tracking(tensorboard=True))
-    tracker.keep_settings(paths, Tracking())
-    assert tracker.read_settings(paths).trackers == ()
 
 
 # --- settings -------------------------------------------------------------------------------------
@@ -269,40 +248,76 @@ def test_bad_settings_are_refused_by_key_and_value(tmp_path, text, problem):
 
 @pytest.fixture
 def trained(tmp_path, monkeypatch):
-    """`forge train CONFIG OPTIONS`, which trains nothing; the trackers that the run has then."""
+    """`forge train CONFIG OPTIONS`, which trains nothing, in a project of one run; its trackers."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.yaml").write_text("tracking: {tensorboard: true}")
-    monkeypatch.setattr(train, "train", lambda *_, **__: None)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.yaml").write_text("tracking: {tensorboard: true}")
+    (tmp_path / "config/runs.tsv").write_text("run\nbase\n")
+    given = []
+    monkeypatch.setattr(train, "train", lambda *arguments, **_: given.append(arguments[3]))
 
     def made(*arguments):
         assert cli.main(["train", *arguments]) == 0
-        return tracker.read_settings(RunPaths(tmp_path / "results/base")).trackers
+        return given[-1].tracking.trackers
 
     return made
 
 
-def test_config_json_trains_with_the_trackers_of_the_command_before(trained, tmp_path):
-    assert trained("c.yaml") == ("tensorboard",)
-    ids = {"tokenizer": "0" * 12, "tokens": "1" * 12}
-    write_json(tmp_path / "results/base/config.json", {"ids": ids})
+def test_config_json_trains_with_the_trackers_of_the_sample_sheet(trained, tmp_path):
+    assert trained("config/config.yaml") == ("tensorboard",)
+    assert trained("config/config.yaml", "--tracking.tensorboard=false") == ()
+    values = ResolvedConfig(ids=IDS).training_json()
+    write_json(tmp_path / "results/base/config.json", values)
     assert trained("results/base/config.json") == ("tensorboard",)
-    assert trained("c.yaml", "--tracking.tensorboard=false") == ()
+    # Of another config than the sheet's, and what stands beside the results.
+    write_json(tmp_path / "results/base/config.json", {**values, "train": {"max_steps": 3}})
+    planted = tmp_path / "results/base/tracking/settings.json"
+    write_json(planted, {"format": 1, "tracking": {"mlflow": {"tracking_uri": "http://there"}}})
+    assert trained("results/base/config.json") == ()
 
 
-def test_workflow_gives_each_run_its_trackers(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    ids = {"tokenizer": "0" * 12, "tokens": "1" * 12}
-    given = {"tracking": {"wandb": {"project": "p"}}}
-    for tracking in (given, {}):
-        config = ResolvedConfig.model_validate({"run": "a", "ids": ids, **tracking})
-        workflow.write_down({"a": config})
-        assert tracker.read_settings(RunPaths.of(config)) == config.tracking
+def test_workflow_gives_each_run_its_trackers_in_a_file_for_the_owner_alone(trained, tmp_path):
+    address = "https://me:secret@there"
+    tracking = {"mlflow": {"tracking_uri": address}}
+    config = ResolvedConfig.model_validate({"run": "a", "ids": IDS, "tracking": tracking})
+    resources = mock.Mock(overwrite_resources={}, overwrite_threads={}, default_resources=None)
+    workflow.keep_settings({"a": config}, resources, lambda run: 1, submits=False)
+    workflow.keep_for_jobs({"a": config}, {})
+    holding = [path for path in tmp_path.rglob("*.json") if address in path.read_text()]
+    assert len(holding) == 2 and {path.stat().st_mode & 0o777 for path in holding} == {0o600}
+    config_json = tmp_path / "results/a/config.json"
+    write_json(config_json, config.training_json())
+    file = settings_file("a")
+    assert trained(str(config_json), f"--settings={file}") == ("mlflow",)
+
+
+def test_password_of_an_address_is_in_no_message_and_in_no_word_of_a_command(paths, capsys):
+    broken = Memory()
+    broken.open = mock.Mock(side_effect=ConnectionError("to https://me:secret@there/api failed"))
+    one = feed.Feed("mlflow", broken, paths)
+    one.is_over.set()
+    said = []
+    one.keep_sending(said.append)
+    assert "https://me:…@there/api" in said[0] and "secret" not in said[0] + capsys.readouterr().err
+    tracking = Tracking(mlflow={"tracking_uri": "https://me:secret@there"})
+    real, commands = subprocess.Popen, []
+
+    def keeps_its_input(command, **settings):
+        commands.append(command)
+        return real(["sh", "-c", 'cat > "$0"', paths.root / "given"], **settings)
+
+    with (
+        mock.patch.object(process.subprocess, "Popen", keeps_its_input),
+        process.tracked(paths, tracking),
+    ):
+        pass
+    assert "secret" in (paths.root / "given").read_text() and "secret" not in str(commands)
+    assert paths.tracking_log.stat().st_mode & 0o777 == 0o600
 
 
 def test_trackers_change_neither_the_digest_of_a_config_nor_what_trains(tmp_path):
-    ids = {"tokenizer": "0" * 12, "tokens": "1" * 12}
-    plain = ResolvedConfig.model_validate({"ids": ids})
-    tracked = ResolvedConfig.model_validate({"ids": ids, "tracking": {"mlflow": {}}})
+    plain = ResolvedConfig.model_validate({"ids": IDS})
+    tracked = ResolvedConfig.model_validate({"ids": IDS, "tracking": {"mlflow": {}}})
     assert tracked.tracking.trackers == ("mlflow",)
     assert config_digest(plain) == config_digest(tracked)
     assert plain.of_training == tracked.of_training

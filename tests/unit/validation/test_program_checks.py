@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+import time
 import warnings
 
+import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,6 +17,7 @@ from forge.core.config import Config, checked
 from forge.core.errors import DataError
 from forge.core.files import write_json
 from forge.core.paths import RunPaths
+from forge.core.program import Program
 from forge.core.records import Validation
 from forge.data.content_ids import resolve
 from forge.validation import program_checks
@@ -102,3 +105,21 @@ def test_torch_is_not_imported_where_no_tensors_are(config, folder):
     command = [sys.executable, "-c", code, str(RunPaths.of(config).config)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_check_that_hangs_is_killed_with_all_that_it_has_started(config, tmp_path):
+    pid = tmp_path / "pid"
+    hangs = ["sh", "-c", f"echo begun; sleep 1000 & echo $! > {pid}; wait"]
+    values = {"command": ["python"], "validate": hangs, "validate_timeout_sec": 1}
+    program = Program.model_validate(values)
+    check = program_checks._own_check(config, program, RunPaths.of(config), None)
+    assert check.status == "fail" and "was killed after 1 s: begun" in check.message
+    assert "program.validate_timeout_sec" in check.fix
+    wait_until_gone(int(pid.read_text()))
+
+
+def wait_until_gone(pid):
+    end = time.monotonic() + 60
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end, f"process {pid} is left"
+        time.sleep(0.01)

@@ -1,0 +1,236 @@
+"""What may be believed of a run whose directory a user names: the config that the project has for it.
+
+The files in that directory may come from somebody else. Commands, modules, addresses and paths are taken
+from config/config.yaml and the sample sheet of the project in the current directory, or from the file
+that --config names, and never from beside the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge.checkpoint.family import with_steps
+from forge.checkpoint.resume import is_checkpoint
+from forge.core.config import (
+    FOLDERS,
+    OUTSIDE_TRAINING,
+    Config,
+    ResolvedConfig,
+    apply_overrides,
+    checked,
+    read_values,
+)
+from forge.core.errors import ConfigError, ForgeError
+from forge.core.files import read_object_or_empty
+from forge.core.paths import CONFIG, SHEET, RunPaths
+from forge.core.records import RunSettings
+from forge.core.sample_sheet import run_configs
+from forge.core.terminal import say
+from forge.core.values import shown
+from forge.data.model import with_pretrained
+
+# What a run's own config.json never decides, since it is executed or opened. `evaluate` and `tracking`,
+# which it should not have, hold modules and addresses.
+OF_THE_USER = ("program.validate", "program.source", "program.inputs", "evaluate", "tracking")
+# What commands write in a run's directory, where a link would lead out of it.
+WRITTEN = ("events.jsonl", "evaluations", "export")
+
+
+@dataclass(frozen=True)
+class Believed:
+    """The config by which a command may work on a run. is_ours: it is the project's, or --config has
+    named it; else it is that of the run without what would be executed or opened."""
+
+    config: ResolvedConfig
+    is_ours: bool
+
+
+def directory_of(named: str) -> RunPaths | None:
+    """The directory of a run or of a checkpoint that a user names, by itself or by the config.json in it;
+    None for any other file, which is a config of the user's own."""
+    path = Path(named)
+    if path.is_dir():
+        return RunPaths(path)
+    is_of_a_run = path.is_file() and path.name == RunPaths(path.parent).config.name
+    return RunPaths(path.parent) if is_of_a_run else None
+
+
+def run_of(place: RunPaths) -> RunPaths:
+    """The run of a checkpoint in its `checkpoints/`; any other directory as it is."""
+    folder = place.root.resolve()
+    run = RunPaths(folder.parent.parent)
+    return run if is_checkpoint(folder) and run.checkpoints == folder.parent else place
+
+
+def is_of_program(run: RunPaths) -> bool:
+    """Whether this is a run of another training program. A checkpoint of Forge's own trainer is none,
+    whatever its directory has."""
+    return not is_checkpoint(run.root) and bool(read_object_or_empty(run.config).get("program"))
+
+
+def believed(
+    run: RunPaths,
+    file: str | None,
+    overrides: dict[str, Any],
+    *needed: str,
+    writes: bool = True,
+) -> Believed:
+    """The config by which a command may work on a run, at the directory that the user has named. Says in
+    one line what is not used of a run that is not the project's.
+
+    file: of --config. needed: keys or sections that the command needs. writes: whether it writes beside
+    the results. Raises ConfigError.
+    """
+    own = read_object_or_empty(run.config)
+    known, why = (_of_file(file, run), "") if file else _of_project(run, own)
+    values = known.to_json() if known else _without(own, (*OF_THE_USER, "data"))
+    if known is None:
+        if writes:
+            _refuse_links(run)
+        values["data"] = project_folder("data")
+        _say_what_is_not_used(run, why, [*_unused(own, values, overrides, needed)])
+    values = {**values, "ids": values.get("ids") or own.get("ids") or {}}
+    config = checked(ResolvedConfig, apply_overrides(values, overrides), str(run.config))
+    place = {"run": _name(run), "results": str(run.root.absolute().parent)}
+    return Believed(config.model_copy(update=place), known is not None)
+
+
+def believed_data(run: RunPaths, file: str | None, *, writes: bool = False) -> str:
+    """The directory with tokenizers and tokens: of --config, else of the project. For runs of Forge's own
+    trainer, whose checkpoints have a config. writes: whether the command writes beside them."""
+    if file:
+        return _of_file(file, run).data
+    if writes and _of_project(run, read_object_or_empty(run.config))[0] is None:
+        _refuse_links(run)
+    return project_folder("data")
+
+
+def training_settings(
+    named: str, file: str | None, config: ResolvedConfig, overrides: dict[str, Any]
+) -> RunSettings:
+    """Trackers and evaluations for training by the config that a user names. file: of the workflow.
+    Without it they are in that config, and for a run's config.json, which has none, in the project's."""
+    if file:
+        return RunSettings.read(Path(file))
+    if run := directory_of(named):
+        config = believed(run, None, overrides, "tracking", "evaluate", writes=False).config
+    return RunSettings(tracking=config.tracking, evaluate=config.evaluate)
+
+
+def project_folder(key: str) -> str:
+    """Where config/config.yaml has its runs (`results`), or its tokenizers and tokens (`data`); the
+    default without that file, and where it is being edited, which is said."""
+    default = str(Config.model_fields[key].default)
+    if not Path(CONFIG).exists():
+        return default
+    try:
+        values = {key: read_values(CONFIG).get(key, default)}
+        return str(getattr(checked(Config, values, CONFIG), key))
+    except ConfigError as err:
+        what = "runs" if key == "results" else key
+        say(f"note: {err.what}; looking for {what} in {default}/")
+        return default
+
+
+# --- the config of the project --------------------------------------------------------------------
+
+
+def _base(file: str) -> tuple[dict[str, Any], str | None]:
+    """The values in a config file, and its sample sheet, if it has one."""
+    values = read_values(file)
+    default = SHEET if Path(file).resolve() == Path(CONFIG).resolve() else None
+    sheet = values.pop("runs", default)
+    return values, None if sheet is None else str(sheet)
+
+
+def _of_file(file: str, run: RunPaths) -> Config:
+    """The config that --config names: the run's row of its sheet where there is one."""
+    values, sheet = _base(file)
+    rows = run_configs(values, sheet) if sheet else {}
+    return with_pretrained(rows.get(_name(run)) or checked(Config, values, file))
+
+
+def _name(run: RunPaths) -> str:
+    return run.root.absolute().name
+
+
+def _of_project(run: RunPaths, own: dict[str, Any]) -> tuple[Config | None, str]:
+    """The config of the project's run in this directory; None, and why, where it has none."""
+    if not Path(CONFIG).is_file():
+        return None, f"there is no {CONFIG} here"
+    name = _name(run)
+    try:
+        values, sheet = _base(CONFIG)
+        rows = run_configs(values, str(sheet))
+        if name not in rows or RunPaths.of(rows[name]).root.resolve() != run.root.resolve():
+            return None, f"it is no run of {sheet}"
+        config = with_pretrained(with_steps(rows)[name])
+    except ForgeError as err:
+        return None, err.what
+    if key := next(_differences(_of_training(config.to_json()), _of_training(own)), ""):
+        return None, f"{sheet} has another {key} for it than its config.json"
+    return config, ""
+
+
+def _of_training(values: dict[str, Any]) -> dict[str, Any]:
+    """What the config digest is made of, but for the ids, which name files and nothing to execute."""
+    return {k: v for k, v in values.items() if k not in (*FOLDERS, *OUTSIDE_TRAINING, "ids")}
+
+
+def _differences(one: Any, other: Any, key: str = "") -> Iterator[str]:
+    """Dotted keys in which two configs differ."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for name in sorted(one.keys() | other.keys()):
+            yield from _differences(one.get(name), other.get(name), f"{key}.{name}".lstrip("."))
+    elif one != other:
+        yield key
+
+
+# --- a run of somebody else -----------------------------------------------------------------------
+
+
+def _without(values: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    """A copy without these dotted keys."""
+    dotted = [key.partition(".") for key in keys]
+    left = {k: v for k, v in values.items() if (k, "", "") not in dotted}
+    for section, _, key in dotted:
+        if key and isinstance(left.get(section), dict):
+            left[section] = {k: v for k, v in left[section].items() if k != key}
+    return left
+
+
+def _unused(
+    own: dict[str, Any], used: dict[str, Any], overrides: dict[str, Any], needed: tuple[str, ...]
+) -> Iterator[str]:
+    """What the command needs, and neither the options nor anything that may be believed gives."""
+    for key in needed:
+        section, _, name = key.partition(".")
+        found = own.get(section)
+        found = found.get(name) if name and isinstance(found, dict) else found
+        if any(f"{given}.".startswith(f"{key}.") for given in overrides):
+            continue
+        if section in OUTSIDE_TRAINING:  # a config.json never has them
+            yield key
+        elif found and found != used.get(key):
+            yield f"{key} {shown(found)}"
+
+
+def _say_what_is_not_used(run: RunPaths, why: str, keys: list[str]) -> None:
+    if keys:
+        say(
+            f"note: not used of {run.root}: {', '.join(keys)}; {why}, and a directory of results decides"
+            " nothing that is executed, contacted or opened (--config FILE names a config to use)"
+        )
+
+
+def _refuse_links(run: RunPaths) -> None:
+    for name in WRITTEN:
+        if (path := run.root / name).is_symlink():
+            raise ConfigError(
+                f"{path} is a link to {path.readlink()}: Forge does not write through links of a run that"
+                " is not the project's",
+                fix="remove the link, or name the config of the run: --config FILE",
+            )
