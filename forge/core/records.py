@@ -40,7 +40,7 @@ class Record(BaseModel):
             return cls.model_validate(values)
         except ValidationError as err:
             problem = err.errors()[0]
-            key = ".".join(map(str, problem["loc"]))
+            key = ".".join(str(part)[:60] for part in problem["loc"])
             raise DataError(
                 f"{path} cannot be read: {key}: {problem['msg']}",
                 cause="edited by hand, or written by another program",
