@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from forge.core.checks import Check
 from forge.core.errors import DataError, OtherFormat
 from forge.core.evaluation import Evaluate
-from forge.core.files import read_object, write_json
+from forge.core.files import RelativePath, read_object, write_json
 from forge.core.process import Process
 from forge.core.tracking import Tracking
 
@@ -201,9 +201,9 @@ class Exported(Record):
     """exported.json: the last export of a run to its default directory."""
 
     step: int
-    folder: str
+    folder: RelativePath
     """Relative to the run's directory."""
-    files: dict[str, str]
+    files: dict[RelativePath, str]
     """Name -> blake3."""
 
 
