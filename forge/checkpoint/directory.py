@@ -22,7 +22,7 @@ from pathlib import Path
 from forge.checkpoint.manifest import MANIFEST, Manifest, StoredFile
 from forge.core import events, failpoints
 from forge.core.errors import DataError, UnfitError
-from forge.core.files import digest_file, disk_trouble, fsync_folder
+from forge.core.files import digest_file, disk_trouble, fsync_folder, is_file_below, plain_name
 from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
 from forge.core.records import Damage
 from forge.core.terminal import say
@@ -91,8 +91,8 @@ class Checkpoint:
 
     def _bad_size(self, name: str, expected: StoredFile) -> str | None:
         path = self.folder / name
-        if not path.is_file():
-            return f"{name} is missing"
+        if not is_file_below(path, self.folder):
+            return f"{name} is {'a link out of its directory' if path.exists() else 'missing'}"
         if path.stat().st_size != expected.bytes:
             return f"{name} has {path.stat().st_size} bytes, the manifest says {expected.bytes}"
         return None
@@ -108,7 +108,7 @@ class Checkpoint:
 def committed(checkpoints: Path) -> list[Path]:
     """All committed checkpoint directories of a run, oldest first."""
     found = checkpoints.glob(f"{CHECKPOINT_PREFIX}*/{MANIFEST}")
-    folders = (path.parent for path in found)
+    folders = (path.parent for path in found if not path.parent.is_symlink())
     return sorted((f for f in folders if checkpoint_step(f.name) is not None), key=by_step)
 
 
@@ -120,8 +120,9 @@ def latest_folder(paths: RunPaths) -> Path | None:
     link = paths.latest
     if folder := linked(paths):
         return folder
-    if not link.is_symlink() and (_intent(paths) / MANIFEST).is_file():
-        return _intent(paths).resolve()  # the run's first commit is between its two renames
+    intent = _intent(paths)
+    if not link.is_symlink() and intent.is_symlink() and (target_of(intent) / MANIFEST).is_file():
+        return target_of(intent).resolve()  # the run's first commit is between its two renames
     there = committed(paths.checkpoints)
     if not link.is_symlink() and not there:
         return None
@@ -135,11 +136,14 @@ def latest_folder(paths: RunPaths) -> Path | None:
 def linked(paths: RunPaths) -> Path | None:
     """The directory that `latest` links to; None where the link dangles or does not exist.
 
-    Raises DataError where something other than a link has its name.
+    Raises DataError where something other than a link has its name, as `target_of` where it leads out
+    of this directory, and as `refuse_link`.
     """
     link = paths.latest
+    refuse_link(paths.checkpoints)
     if link.is_symlink():
-        return link.resolve() if link.is_dir() else None
+        folder = target_of(link)
+        return folder.resolve() if folder.is_dir() else None
     if os.path.lexists(paths.checkpoints) and not paths.checkpoints.is_dir():
         raise DataError(
             f"{paths.checkpoints} is not a directory",
@@ -155,6 +159,47 @@ def linked(paths: RunPaths) -> Path | None:
             fix=f"mv {link} {link}.old{relink}",
         )
     return None
+
+
+def target_of(link: Path) -> Path:
+    """What a link that Forge has made points to: a checkpoint in the same directory, by its plain name.
+
+    Raises DataError for any other link, also for one to a link: what it leads to is none of this run, and
+    would be moved, removed or placed somewhere.
+    """
+    name = str(link.readlink())
+    try:
+        found = link.parent / plain_name(name)
+    except ValueError:
+        raise _leads_out(link, name, "which is no name of a checkpoint beside it") from None
+    if name.startswith(TEMPORARY) or found == RunPaths(link.parent.parent).quarantine:
+        raise _leads_out(link, name, "which is no checkpoint")
+    if found.is_symlink() and found != link:
+        raise _leads_out(link, name, f"which is a link to {str(found.readlink())!r}")
+    return found
+
+
+def _leads_out(link: Path, name: str, why: str) -> DataError:
+    there = [folder.name for folder in committed(link.parent)]
+    best = Path(name).name if Path(name).name in there else there[-1] if there else None
+    relink = f"ln -sfn {best} {link}" if best else f"rm {link}   (starts at step 0)"
+    return DataError(
+        f"{link} points to {name!r}, {why}: it is not followed",
+        cause="made by hand, or it came with a run from elsewhere; to start from a checkpoint of another"
+        " run, the config has `parent`",
+        fix=relink if link == RunPaths(link.parent.parent).latest else f"rm {link}",
+    )
+
+
+def refuse_link(folder: Path) -> None:
+    """DataError where a directory of a run is a link. In a run from elsewhere it may lead to any
+    directory, where Forge would write, move and remove."""
+    if folder.is_symlink():
+        raise DataError(
+            f"{folder} is a link to {str(folder.readlink())!r}: it is not followed",
+            cause="made by hand, or it came with a run from elsewhere",
+            fix=f"remove the link; for another disk set `results`, or make {folder.parent} a link",
+        )
 
 
 def _trouble(link: Path) -> str:
@@ -243,10 +288,13 @@ def _intent(paths: RunPaths) -> Path:
 
 
 def finish_commit(paths: RunPaths) -> None:
-    """Replace `latest` where a commit was interrupted after its rename. Under the run's lock only."""
+    """Replace `latest` where a commit was interrupted after its rename. Under the run's lock only. Raises
+    DataError as `target_of` and `refuse_link`."""
+    refuse_link(paths.checkpoints)
     intent = _intent(paths)
     if not intent.is_symlink():
         return
+    target_of(intent)
     with disk_trouble(intent):
         replaced = paths.checkpoints / f"{TEMPORARY}replaced-{intent.readlink()}"
         final = paths.checkpoints / intent.readlink()
@@ -361,13 +409,19 @@ def point_latest(paths: RunPaths, folder: Path) -> None:
         fsync_folder(paths.checkpoints)
 
 
+def place_in_quarantine(paths: RunPaths, name: str) -> Path:
+    """A path in quarantine/ that does not exist. Raises DataError as `refuse_link`."""
+    refuse_link(paths.quarantine)
+    return free_name(paths.quarantine, name)
+
+
 def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
     """Move a corrupt checkpoint to quarantine/, with its reasons; the new path.
 
     `latest`, if it pointed there, points to the next older one, or is removed. Under the run's
-    lock only, on one rank. Raises UnfitError when the disk refuses the move.
+    lock only, on one rank. Raises UnfitError when the disk refuses the move, DataError as `refuse_link`.
     """
-    new = free_name(paths.quarantine, folder.name)
+    new = place_in_quarantine(paths, folder.name)
     followers = [other for other in fallbacks(paths, folder.name) if other != folder]
     was_latest = linked(paths) == folder.resolve()
     with disk_trouble(new):

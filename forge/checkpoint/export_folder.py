@@ -14,6 +14,7 @@ from forge.core.files import (
     digest_file,
     disk_trouble,
     fsync_folder,
+    is_file_below,
     read_json,
     read_object_or_empty,
 )
@@ -29,15 +30,16 @@ def is_exported(target: Path, identity: dict[str, Any]) -> bool:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return False
     found = read_object_or_empty(target / MANIFEST) if (target / MANIFEST).is_file() else {}
-    if any(found.get(key) != value for key, value in identity.items()):
+    files = found.get("files")
+    if not isinstance(files, dict) or any(found.get(k) != value for k, value in identity.items()):
         what = (
             f"holds the export of step {found['step']}{_in(found)}"
             if "checkpoint_digest" in found
             else "exists and is not an export of Forge"
         )
         raise ConfigError(f"{target} {what}", fix="name another directory with --to, or remove it")
-    for name, digest in found["files"].items():
-        if not (target / name).is_file() or digest_file(target / name) != digest:
+    for name, digest in files.items():
+        if not is_file_below(target / name, target) or digest_file(target / name) != digest:
             raise ConfigError(
                 f"{target / name} is missing or has changed since it was exported",
                 fix=f"remove {target} and rerun the command, or name another directory with --to",

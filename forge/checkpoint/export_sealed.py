@@ -7,12 +7,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from forge.checkpoint.directory import refuse_link
 from forge.checkpoint.export_folder import FORMAT, MANIFEST, atomic_directory, is_exported
 from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint
 from forge.cluster.lock import lock
 from forge.core.config import Config
 from forge.core.errors import ConfigError, DataError
-from forge.core.files import digest_file, disk_trouble, write_json
+from forge.core.files import digest_file, disk_trouble, is_file_below, write_json
 from forge.core.paths import RunPaths
 from forge.core.terminal import progress, say
 
@@ -26,6 +27,8 @@ def export_sealed(config: Config, to: Path | None) -> Path:
     paths = RunPaths.of(config)
     checkpoint = _latest(config, paths)
     names = _names(config, checkpoint)
+    if to is None:
+        refuse_link(paths.exports)
     target = to.resolve() if to else paths.exports / checkpoint.path.name
     files = {name or checkpoint.path.name: checkpoint.seal.files[name].digest for name in names}
     facts: dict[str, Any] = {"format": FORMAT, "checkpoint_digest": checkpoint.seal.digest}
@@ -84,6 +87,12 @@ def _copy(checkpoint: SealedCheckpoint, names: list[str], draft: Path) -> None:
         for name in names:
             source = checkpoint.path / name if name else checkpoint.path
             target = draft / (name or checkpoint.path.name)
+            if not is_file_below(source, checkpoint.path if name else source.parent):
+                raise DataError(
+                    f"{source} is missing, or a link out of the checkpoint",
+                    cause="removed by hand, or the checkpoint came from elsewhere",
+                    fix="do not use this checkpoint, or put the file there",
+                )
             with disk_trouble(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target)

@@ -20,18 +20,16 @@ from pydantic import (
 
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, OtherFormat
-from forge.core.files import canonical, digest_bytes, read_json, write_json
+from forge.core.files import PlainName, canonical, digest_bytes, read_json, write_json
 from forge.core.process import hostname
 from forge.core.provenance import code, config_digest, cpu_name, versions
 from forge.core.train import Shard
 
-FORMAT: Literal[3] = 3
+FORMAT: Literal[4] = 4
 MANIFEST = "checkpoint.json"
 
 # Steps, sizes and counts fit into 64 bits.
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-# A plain name in the checkpoint's directory: 255 bytes is the limit of Linux (man 7 path_resolution).
-FileName = Annotated[str, Field(pattern=r"^[^/\x00]{1,255}$")]
 
 
 class Part(BaseModel):
@@ -260,8 +258,8 @@ class Manifest(Part):
     skipped: SkippedSteps
     reference: ReferenceLosses = Field(validation_alias="probe", serialization_alias="probe")
     lineage: Lineage
-    files: dict[FileName, StoredFile]
-    format: Literal[3] = FORMAT
+    files: dict[PlainName, StoredFile]
+    format: Literal[4] = FORMAT
     digest: str = ""
     """Over all else; empty until the manifest is sealed."""
     mix: RecordedMix | None = None
@@ -290,7 +288,7 @@ class Manifest(Part):
         if content["format"] != FORMAT:
             raise OtherFormat(
                 f"{folder} is a checkpoint of format {content['format']}, not {FORMAT}",
-                cause="written by another version of Forge",
+                cause=_writer_of(content["format"]),
                 fix="continue with that version of Forge, or train under a new run name",
             )
         if not _is_sealed(content):
@@ -322,6 +320,12 @@ class Manifest(Part):
     def with_files(self, files: dict[str, StoredFile]) -> Self:
         """The manifest with these files, not sealed."""
         return self.model_copy(update={"files": files, "digest": ""})
+
+
+def _writer_of(found: object) -> str:
+    if found in (1, 2, 3):
+        return "written by an earlier development version of Forge, whose index is a pickle"
+    return "written by another version of Forge"
 
 
 def _without_empty(values: dict[str, Any], *keys: str) -> dict[str, Any]:

@@ -1,29 +1,22 @@
 """Read the tensors that a program has saved with torch.distributed.checkpoint (DCP), running no code.
 
-The index is read by Forge's own unpickler, each tensor by `torch.load` with weights_only. Entries that
-are no tensors (learning rates, states of data loaders) are pickles, and are not read.
+The index is read without unpickling it (checkpoint/pickled_index.py), each tensor by `torch.load` with
+weights_only. Entries that are no tensors (learning rates, states of data loaders) are not read.
 """
 
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from forge.checkpoint import storage
+from forge.checkpoint.index import DCP_INDEX
+from forge.checkpoint.pickled_index import DTYPES, IndexedPart, read_pickled_index
 from forge.core.errors import DataError
-from forge.core.files import disk_trouble
-from forge.launch.torch_private import StorageInfo
-
-
-class UnknownIndexError(DataError):
-    """The index has a class that Forge does not know: of a newer torch, or of the program itself."""
+from forge.core.files import disk_trouble, is_file_below
 
 
 @dataclass(frozen=True)
@@ -49,56 +42,31 @@ def floating_parts(folder: Path) -> Iterator[Part]:
     reports an error.
     """
     with disk_trouble(folder, "read"):
-        index = storage.read_index(folder / ".metadata", ProgramIndexUnpickler)
-    for where, info in sorted(index.storage_data.items(), key=lambda item: _place(item[1])):
-        entry = index.state_dict_metadata[where.fqn]
-        if isinstance(entry, TensorStorageMetadata) and entry.properties.dtype.is_floating_point:
-            tensor = _read(folder / info.relative_path, info, where)
-            _require_as_told(tensor, entry, where)
-            yield Part(where.fqn, info.relative_path, tensor)
+        parts = read_pickled_index(folder / DCP_INDEX)
+    for part in sorted(parts, key=lambda part: (part.file, part.start)):
+        if DTYPES[part.dtype].is_floating_point:
+            yield Part(part.name, part.file, _read(folder, part))
 
 
-def _place(info: StorageInfo) -> tuple[str, int]:
-    return info.relative_path, info.offset
-
-
-def _read(path: Path, info: StorageInfo, where: MetadataIndex) -> torch.Tensor:
-    if not path.is_file():
-        raise DataError(f"{path.name} is missing, which has {where.fqn}")
+def _read(folder: Path, part: IndexedPart) -> torch.Tensor:
+    """Raises DataError where a part is not there, or has another shape or type than the index says."""
+    path = folder / part.file
+    if not is_file_below(path, folder):
+        raise DataError(f"{path.name}, which has {part.name}, is missing or a link out of {folder}")
     with disk_trouble(path, "read"), open(path, "rb") as file:
-        file.seek(info.offset)
-        data = io.BytesIO(file.read(info.length))
+        if part.start + part.bytes > path.stat().st_size:
+            raise DataError(f"{path.name} ends before {part.name} does")
+        file.seek(part.start)
+        data = io.BytesIO(file.read(part.bytes))
     try:
         tensor = torch.load(data, map_location="cpu", weights_only=True)
     except Exception as err:  # any error: torch.load has many for corrupt bytes
-        raise DataError(f"cannot read {where.fqn} in {path.name}: {err!s:.200}") from None
+        raise DataError(f"cannot read {part.name} in {path.name}: {err!s:.200}") from None
     if not isinstance(tensor, torch.Tensor):
-        raise DataError(f"{where.fqn} in {path.name} is a {type(tensor).__name__}")
-    return tensor
-
-
-def _require_as_told(
-    tensor: torch.Tensor, entry: TensorStorageMetadata, where: MetadataIndex
-) -> None:
-    """DataError where a part has another shape or type than the index says."""
-    told = [chunk.sizes for chunk in entry.chunks if chunk.offsets == where.offset]
-    if tensor.dtype != entry.properties.dtype or tensor.shape not in told:
+        raise DataError(f"{part.name} in {path.name} is a {type(tensor).__name__}")
+    if tensor.dtype != DTYPES[part.dtype] or list(tensor.shape) != part.shape:
         found = f"{tensor.dtype}, shape {tuple(tensor.shape)}"
-        raise DataError(f"{where.fqn} is stored as {found}: the index says otherwise")
-
-
-class ProgramIndexUnpickler(storage.IndexUnpickler):
-    """Reads the index of a program's checkpoint, with tensors of all types, and other entries."""
-
-    ALLOWED = (
-        storage.IndexUnpickler.ALLOWED
-        | {("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")}
-        | {("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        # What a planted index would call is in the standard library, and refused as such.
-        is_foreign = module.partition(".")[0] not in sys.stdlib_module_names
-        if (module, name) not in self.ALLOWED and is_foreign:
-            raise UnknownIndexError(f"its index names {module}.{name}, which Forge does not know")
-        return super().find_class(module, name)
+        raise DataError(f"{part.name} is stored as {found}: the index says otherwise")
+    if tensor.nbytes > part.bytes:  # a view that repeats few numbers
+        raise DataError(f"{part.name} in {path.name} has fewer numbers than its shape")
+    return tensor

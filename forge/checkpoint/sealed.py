@@ -16,15 +16,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from forge.checkpoint import directory
 from forge.checkpoint.manifest import Artifact, Code, StoredFile
 from forge.core import events
 from forge.core.errors import ConfigError, DataError, OtherFormat, UnfitError
-from forge.core.files import canonical, digest_bytes, digest_file, disk_trouble, fsync_folder
+from forge.core.files import (
+    canonical,
+    digest_bytes,
+    digest_file,
+    disk_trouble,
+    fsync_folder,
+    is_file_below,
+    relative_path,
+)
 from forge.core.paths import RunPaths
 from forge.core.program import STEP, Checkpoints
 from forge.core.records import Damage, Record
@@ -33,6 +41,8 @@ from forge.core.terminal import say
 SEAL = ".forge.json"
 THREADS = 4
 
+# Path in a checkpoint, or "" for a checkpoint that is a file.
+SealedName = Annotated[str, AfterValidator(lambda name: name and relative_path(name))]
 # Size and time of last change of each file of a checkpoint.
 Signature = tuple[tuple[str, int, int], ...]
 
@@ -60,7 +70,7 @@ class Seal(Record):
     FIX: ClassVar[str] = "use that version for this run, or start again under a new run name"
 
     step: int
-    files: dict[str, StoredFile]
+    files: dict[SealedName, StoredFile]
     """By path in the checkpoint; "" for a checkpoint that is a file."""
     lineage: SealLineage
     digest: str
@@ -93,8 +103,9 @@ class SealedCheckpoint:
     def _bad_file(self, name: str) -> str | None:
         path, expected = self.path / name if name else self.path, self.seal.files[name]
         shown = name or path.name
-        if not path.is_file():
-            return f"{shown} is missing"
+        if not is_file_below(path, self.path if name else self.path.parent):
+            there = "a link out of the checkpoint" if path.exists() else "missing"
+            return f"{shown} is {there}"
         if (size := path.stat().st_size) != expected.bytes:
             return f"{shown} has {size} bytes, its seal says {expected.bytes}"
         return (
@@ -113,7 +124,9 @@ class ProgramCheckpoints:
     # --- recognizing ---
 
     def there(self) -> dict[int, Path]:
-        """Everything that is named as a checkpoint, by step, whether complete or not."""
+        """Everything that is named as a checkpoint, by step, whether complete or not. Raises DataError
+        as `directory.refuse_link`."""
+        directory.refuse_link(self.paths.checkpoints)
         before, _, after = self.settings.pattern.partition(STEP)
         named = re.compile(f"{re.escape(before)}([0-9]+){re.escape(after)}")
         found: dict[int, Path] = {}
@@ -178,7 +191,8 @@ class ProgramCheckpoints:
 
     def seal(self, path: Path, step: int, lineage: SealLineage) -> SealedCheckpoint | None:
         """Seal a checkpoint durably and point `latest` to the newest sealed one; None where it changed or
-        was removed meanwhile. Raises UnfitError when the disk cannot be written."""
+        was removed meanwhile. Raises UnfitError when the disk cannot be written, DataError for the name
+        of a file that no seal may have."""
         before = signature(path)
         try:
             with disk_trouble(path, "read"), ThreadPoolExecutor(THREADS) as pool:
@@ -191,7 +205,14 @@ class ProgramCheckpoints:
             return None
         if not before or signature(path) != before:
             return None
-        seal = Seal(step=step, files=files, lineage=lineage, digest=_digest(step, files))
+        try:
+            seal = Seal(step=step, files=files, lineage=lineage, digest=_digest(step, files))
+        except ValidationError as err:
+            raise DataError(
+                f"{path} cannot be sealed: {err.errors()[0]['msg']}",
+                cause="a file in it has a line break or another control character in its name",
+                fix="let the program give it another name",
+            ) from None
         seal.write(self.seal_of(path))
         self._point_latest(self.sealed()[0].path)
         return SealedCheckpoint(path, seal)
@@ -226,7 +247,7 @@ class ProgramCheckpoints:
             directory.point_latest(self.paths, path)
 
     def _quarantine(self, path: Path, reasons: Sequence[str]) -> None:
-        new = directory.free_name(self.paths.quarantine, path.name)
+        new = directory.place_in_quarantine(self.paths, path.name)
         with disk_trouble(new):
             new.parent.mkdir(exist_ok=True)
             path.rename(new)
@@ -279,12 +300,13 @@ def remove(path: Path) -> None:
 
 
 def _names(path: Path) -> Iterator[str]:
-    """Paths of the files in a checkpoint, sorted; "" for a checkpoint that is a file."""
+    """Paths of the files in a checkpoint, sorted; "" for a checkpoint that is a file. Without links that
+    lead out of it: a checkpoint from elsewhere could have one to any file."""
     if path.is_file():
         yield ""
         return
     for file in sorted(path.rglob("*")):
-        if file.is_file():
+        if file.is_file() and (not file.is_symlink() or is_file_below(file, path)):
             yield str(file.relative_to(path))
 
 

@@ -1,7 +1,7 @@
 """Read and write the training state of a checkpoint with torch.distributed.checkpoint.
 
-Only tensors are stored, so the index (`.metadata`) is the only pickle. It is read with an unpickler
-that accepts the classes of the index and nothing else.
+Only tensors are stored, each as the bytes of its numbers. The index is JSON (checkpoint/index.py), in the
+place of torch's pickle, which could run code.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import ctypes
 import errno
 import io
 import itertools
-import math
 import os
-import pickle
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
@@ -28,7 +26,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -54,6 +51,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from forge.checkpoint.index import (
+    INDEX,
+    ITEM_BYTES,
+    Dtype,
+    Index,
+    StoredPart,
+    StoredTensor,
+    index_bytes,
+)
 from forge.checkpoint.manifest import StoredFile
 from forge.cluster.network import available_cores
 from forge.core import failpoints
@@ -61,7 +67,6 @@ from forge.core.errors import DataError, ForgeError, UnfitError
 from forge.core.files import disk_trouble
 from forge.launch.process_group import World, named
 from forge.launch.torch_private import (
-    MemoryFormat,
     StateDictStager,
     StorageInfo,
     foreach_norm,
@@ -73,6 +78,8 @@ from forge.launch.torch_private import (
 # more threads than cores are slower.
 WRITER_THREADS = 4
 WRITE_OUT_BYTES = 16 * 2**20
+DTYPES: dict[Dtype, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FULL_MIB = 16  # with less than this free, a failed write is reported as a full disk
 
 
@@ -190,7 +197,7 @@ class DigestingFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """DCP's hook for its index; `TensorWriter` calls it for tensors, from several threads."""
+        """DCP's hook; `TensorWriter` calls it, for tensors from several threads."""
         path = Path(path)
         with open(path, mode) as file:
             with DigestingStream(file, path) as stream:
@@ -199,11 +206,6 @@ class DigestingFiles(FileSystem):
             os.fsync(file.fileno())
         size = path.stat().st_size
         self.files[path.name] = StoredFile(bytes=size, digest=stream.digest())
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """DCP's hook for its index, which gets its name when it is complete."""
-        super().rename(path, new_path)
-        self.files[Path(new_path).name] = self.files.pop(Path(path).name)
 
 
 class DigestingStream(io.RawIOBase):
@@ -263,10 +265,17 @@ class TensorWriter(FileSystemWriter):
         super().__init__(folder, thread_count=threads, sync_files=False)
         self.fs = DigestingFiles()
 
-    def storage_meta(self) -> StorageMeta:
-        """DCP's hook. Without the path and the random id that DCP would write into `.metadata`: a run
-        that is trained again gives the same bytes, and its children stay valid."""
-        return StorageMeta()
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """DCP's hook: write the index, on one rank. Raises OSError."""
+        places = {result.index: result.storage_data for part in results for result in part}
+        tensors = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            chunks = sorted(entry.chunks, key=lambda chunk: chunk.offsets)
+            parts = [_part(chunk, places[MetadataIndex(name, chunk.offsets)]) for chunk in chunks]
+            tensors[name] = StoredTensor(NAMES[entry.properties.dtype], list(entry.size), parts)
+        with self.fs.create_stream(Path(self.path) / INDEX, "wb") as stream:
+            stream.write(index_bytes(tensors))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """DCP's hook: write this rank's share of the tensors. Raises OSError."""
@@ -300,6 +309,11 @@ class TensorWriter(FileSystemWriter):
         if stored != end:  # truncated by another process
             raise OSError(f"{name} has {stored} bytes, {end} were written")
         return results
+
+
+def _part(chunk: ChunkStorageMetadata, place: StorageInfo) -> StoredPart:
+    shape = list(chunk.sizes)
+    return StoredPart(list(chunk.offsets), shape, place.relative_path, place.offset, place.length)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -369,11 +383,11 @@ def read_tensors(state: dict[str, Any], folder: Path, **dcp_options: Any) -> Non
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(state, storage_reader=reader, **dcp_options)
     except CheckpointException as err:
-        failures = [failure[0] for failure in err.failures.values()]
         if reader.index_error:
-            failures = [reader.index_error]
+            raise reader.index_error from None
+        failures = [failure[0] for failure in err.failures.values()]
         for failure in failures:
-            if isinstance(failure, DataError):
+            if isinstance(failure, ForgeError):  # of another rank
                 raise failure from None
             if isinstance(failure, OSError):
                 with suppress(OSError), disk_trouble(folder, "read"):
@@ -392,18 +406,24 @@ class SafeReader(FileSystemReader):
     index_error: why the index could not be read. DCP of torch 2.11 drops errors of `read_metadata`.
     """
 
-    index_error: DataError | OSError | None = None
+    index_error: ForgeError | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """DCP's hook. Raises DataError, UnfitError."""
         try:
-            metadata = read_index(Path(self.path) / ".metadata")
-        except (DataError, OSError) as err:
+            tensors = Index.read(Path(self.path) / INDEX).tensors
+        except ForgeError as err:
             self.index_error = err
             raise
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        return Metadata(
+            state_dict_metadata={name: _entry(tensor) for name, tensor in tensors.items()},
+            storage_data={
+                MetadataIndex(name, part.offset): StorageInfo(part.file, part.start, part.bytes)
+                for name, tensor in tensors.items()
+                for part in tensor.parts
+            },
+            storage_meta=StorageMeta(load_id=self.load_id),
+        )
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -435,8 +455,6 @@ class SafeReader(FileSystemReader):
         assert isinstance(kept, TensorStorageMetadata)
         sizes = next(c.sizes for c in kept.chunks if c.offsets == item.storage_index.offset)
         info = self.storage_data[item.storage_index]
-        if info.length != math.prod(sizes) * kept.properties.dtype.itemsize:
-            raise ValueError(f"{item.storage_index.fqn} is not stored as Forge stores tensors")
         start, shape = info.offset, list(sizes)
         offsets, lengths = list(item.storage_offsets), list(item.lengths)
         if shape and lengths[1:] == shape[1:]:
@@ -449,112 +467,13 @@ class SafeReader(FileSystemReader):
         return narrow_tensor_by_index(tensor, offsets, lengths)
 
 
-def read_index(path: Path, unpickler: type[IndexUnpickler] | None = None) -> Metadata:
-    """A DCP index, its types checked before anything uses them. Raises DataError, OSError.
-
-    unpickler: of another program's checkpoint; None for Forge's own.
-    """
-    try:
-        with open(path, "rb") as file:
-            index = (unpickler or IndexUnpickler)(file).load()
-        trouble = _index_trouble(index)
-    except (DataError, OSError):
-        raise
-    except Exception as err:  # any error: corrupt bytes make the unpickler call anything it may
-        trouble = f"{type(err).__name__}: {err}"
-    if trouble:
-        raise DataError(
-            f"{path} is not the index of a checkpoint: {trouble:.200}",
-            cause="it was not written by Forge, or it is corrupt",
-            fix="do not use this checkpoint",
-        )
-    assert isinstance(index, Metadata)
-    return index
-
-
-def _index_trouble(index: Any) -> str:
-    """What is wrong with an index; empty for one of tensors in files of its own directory."""
-    if not isinstance(index, Metadata):
-        return f"it holds a {type(index).__name__}"
-    entries, stored = index.state_dict_metadata, index.storage_data
-    if not isinstance(entries, dict) or not isinstance(stored, dict):
-        return "it lists no tensors"
-    for name, entry in entries.items():
-        if isinstance(entry, BytesStorageMetadata):
-            continue  # of another program; the unpickler for Forge's own refuses the class
-        is_tensor = (
-            isinstance(name, str)
-            and isinstance(entry, TensorStorageMetadata)
-            and isinstance(entry.size, torch.Size)
-            and isinstance(entry.properties, TensorProperties)
-            and isinstance(entry.properties.dtype, torch.dtype)
-            and isinstance(entry.chunks, list)
-            and all(isinstance(chunk, ChunkStorageMetadata) for chunk in entry.chunks)
-        )
-        if not is_tensor:
-            return f"{name!r:.60} is not a tensor"
-    for where, info in stored.items():
-        if not isinstance(where, MetadataIndex) or where.fqn not in entries:
-            return f"{where!r:.100} is not in its list"
-        if not isinstance(info, StorageInfo) or not _is_in_its_directory(info):
-            return f"{info!r:.100} is not in a file of its directory"
-    return ""
-
-
-def _is_in_its_directory(info: StorageInfo) -> bool:
-    # A path with a slash could lead out of the checkpoint's directory.
-    numbers = info.offset, info.length
-    return "/" not in info.relative_path and all(isinstance(n, int) and n >= 0 for n in numbers)
-
-
-class IndexUnpickler(pickle.Unpickler):
-    """Reads a DCP index; DataError for a class that no index of tensors needs."""
-
-    # All classes that torch 2.11 and 2.13 put into an index of tensors.
-    ALLOWED = frozenset(
-        {
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            *(("torch", name) for name in ("float32", "float64", "bfloat16", "float16", "int64")),
-            *(
-                ("torch.distributed.checkpoint.metadata", name)
-                for name in (
-                    "Metadata",
-                    "MetadataIndex",
-                    "TensorProperties",
-                    "TensorStorageMetadata",
-                    "ChunkStorageMetadata",
-                    "_MEM_FORMAT_ENCODING",
-                    "StorageMeta",
-                )
-            ),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("pathlib", "PosixPath"),
-            ("pathlib._local", "PosixPath"),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _memory_format  # early releases of Python 3.11 pickle a member of an enum so
-        if (module, name) not in self.ALLOWED:
-            raise _tampered(f"names {module}.{name}")
-        return super().find_class(module, name)
-
-
-def _memory_format(owner: Any, name: str = "") -> Any:
-    """getattr as an index needs it: a member of one enum. DataError for anything else."""
-    if owner is not MemoryFormat or name not in MemoryFormat.__members__:
-        raise _tampered(f"asks for attribute {name!r} of {owner!r}")
-    return MemoryFormat[name]
-
-
-def _tampered(found: str) -> DataError:
-    return DataError(
-        f"the checkpoint's index {found}, which no index needs",
-        cause="it was not written by Forge, or it was tampered with",
-        fix="do not use this checkpoint",
-    )
+def _entry(tensor: StoredTensor) -> TensorStorageMetadata:
+    chunks = [
+        ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.shape))
+        for part in tensor.parts
+    ]
+    properties = TensorProperties(dtype=DTYPES[tensor.dtype])
+    return TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
 
 
 def weights_digest(model: torch.nn.Module) -> str | None:

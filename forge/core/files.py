@@ -1,15 +1,17 @@
-"""Atomic writes, canonical JSON, digests, and disk errors as messages."""
+"""Atomic writes, canonical JSON, digests, disk errors as messages, and names of files from elsewhere."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import blake3
+from pydantic import AfterValidator
 
 from forge.core.errors import DataError, UnfitError
 
@@ -17,6 +19,42 @@ from forge.core.errors import DataError, UnfitError
 DIGEST = "blake3"
 # Files are read, not memory-mapped: as fast, and a disk error raises OSError instead of SIGBUS.
 READ_BYTES = 2**20
+# A sparse file of terabytes costs nothing to hand out.
+MAX_JSON_BYTES = 2**30
+MAX_NAME_BYTES = 255  # on Linux (man 7 path_resolution)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+def plain_name(name: str) -> str:
+    """The name, which a file from elsewhere gives to a file of a known directory. Raises ValueError for
+    one that could lead out of that directory, or that would write into a terminal."""
+    is_plain = name not in ("", ".", "..") and "/" not in name and not _CONTROL.search(name)
+    if not is_plain or len(os.fsencode(name)) > MAX_NAME_BYTES:
+        raise ValueError(f"{name!r:.100} is not the plain name of a file")
+    return name
+
+
+def relative_path(path: str) -> str:
+    """The path, which a file from elsewhere gives to a file below a known directory: plain names with a
+    slash between them. Raises ValueError for any other."""
+    for name in path.split("/"):
+        try:
+            plain_name(name)
+        except ValueError:
+            raise ValueError(f"{path!r:.100} is not a path below the directory") from None
+    return path
+
+
+# Types of names in manifests, seals and lists.
+PlainName = Annotated[str, AfterValidator(plain_name)]
+RelativePath = Annotated[str, AfterValidator(relative_path)]
+
+
+def is_file_below(path: Path, folder: Path) -> bool:
+    """Whether this is a regular file below the directory once links are followed: a link in a directory
+    from elsewhere may lead anywhere."""
+    real, below = os.path.realpath(path), os.path.realpath(folder)
+    return real.startswith(below + os.sep) and Path(real).is_file()
 
 
 def digest_bytes(data: bytes) -> str:
@@ -72,7 +110,7 @@ def disk_trouble(path: Path, action: str = "write") -> Iterator[None]:
             ),
             errno.EISDIR: "a directory is where a file is expected: move it away",
             errno.ENAMETOOLONG: "a file name has at most 255 bytes: choose a shorter one",
-            errno.ELOOP: "symbolic links lead back to themselves: remove the link",
+            errno.ELOOP: "a symbolic link is there, or links lead back to themselves: remove the link",
             **dict.fromkeys(
                 (errno.ENOTDIR, errno.EEXIST),
                 "a file is where a directory is expected: choose another directory",
@@ -170,6 +208,8 @@ def read_json(path: Path) -> Any:
     """The value in a JSON file; DataError where it is missing or not JSON."""
     try:
         with disk_trouble(path, "read"):
+            if (size := path.stat().st_size) > MAX_JSON_BYTES:
+                raise ValueError(f"it has {size} bytes")
             return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{path} does not exist", fix="run the step that writes it first") from None

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from forge.core.checks import Check
 from forge.core.errors import DataError, OtherFormat
 from forge.core.evaluation import Evaluate
-from forge.core.files import read_object, write_json
+from forge.core.files import RelativePath, read_object, write_json
 from forge.core.process import Process
 from forge.core.tracking import Tracking
 
@@ -42,7 +42,7 @@ class Record(BaseModel):
             return cls.model_validate(values)
         except ValidationError as err:
             problem = err.errors()[0]
-            key = ".".join(map(str, problem["loc"]))
+            key = ".".join(str(part)[:60] for part in problem["loc"])
             raise DataError(
                 f"{path} cannot be read: {key}: {problem['msg']}",
                 cause="edited by hand, or written by another program",
@@ -211,9 +211,9 @@ class Exported(Record):
     """exported.json: the last export of a run to its default directory."""
 
     step: int
-    folder: str
+    folder: RelativePath
     """Relative to the run's directory."""
-    files: dict[str, str]
+    files: dict[RelativePath, str]
     """Name -> blake3."""
 
 

@@ -10,7 +10,7 @@ from forge.core.errors import DataError
 from forge.core.files import digest_file, disk_trouble
 from forge.core.records import Record
 from forge.data.file_set import Kind, Member
-from forge.data.shards import MANIFEST, InputEntry
+from forge.data.shards import MANIFEST, PathEntry
 
 # Directories beside the manifest: of local files in a copy, and of downloads everywhere.
 DATA, HUB = "data", "hub"
@@ -24,11 +24,11 @@ class InputManifest(Record):
 
     root: str
     """The deepest directory that has all local files; "" without any."""
-    files: list[InputEntry]
+    files: list[PathEntry]
     """Local files, by path below `root`."""
     hub: str
     """The directory of all downloads; "" without any."""
-    downloads: list[InputEntry]
+    downloads: list[PathEntry]
     """Files of a hub, by path below `hub`: owner/name/file or datasets/owner/name/file."""
     commits: dict[str, str]
     """Repository at the revision of the config -> commit that was downloaded."""
@@ -83,7 +83,7 @@ class InputSet:
         return sum(entry.size for entry in self._entries)
 
     @property
-    def _entries(self) -> list[InputEntry]:
+    def _entries(self) -> list[PathEntry]:
         return self.manifest.files + self.manifest.downloads
 
     def verify(self, share: tuple[int, int] = (0, 1)) -> None:

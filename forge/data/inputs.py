@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import canonical, digest_bytes, digest_file, disk_trouble
@@ -19,7 +21,7 @@ from forge.data import corpus, hub
 from forge.data.corpus import InputFile
 from forge.data.hub import HubFiles
 from forge.data.input_set import HUB, InputManifest, InputSet
-from forge.data.shards import MANIFEST, InputEntry
+from forge.data.shards import MANIFEST, PathEntry
 from forge.data.token_files import data_files
 
 THREADS = 4
@@ -113,7 +115,7 @@ def make_inputs(config: ResolvedConfig) -> Path:
     return path
 
 
-def _digest(files: list[InputEntry], downloads: list[InputEntry]) -> str:
+def _digest(files: list[PathEntry], downloads: list[PathEntry]) -> str:
     """Which files are downloads counts, too: a copy has them in another directory."""
     listed = {"files": files, "downloads": downloads}
     return digest_bytes(
@@ -151,7 +153,7 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _entries(files: list[InputFile], root: Path, report: Progress, done: int) -> list[InputEntry]:
+def _entries(files: list[InputFile], root: Path, report: Progress, done: int) -> list[PathEntry]:
     """Digests of the files, by path below `root`. done: bytes that were reported before these."""
     entries = []
     with ThreadPoolExecutor(THREADS) as pool:
@@ -164,10 +166,18 @@ def _entries(files: list[InputFile], root: Path, report: Progress, done: int) ->
     return sorted({entry.name: entry for entry in entries}.values(), key=lambda entry: entry.name)
 
 
-def _entry(file: InputFile, root: Path) -> InputEntry:
+def _entry(file: InputFile, root: Path) -> PathEntry:
     with disk_trouble(file.path, "read"):
         name = str(_absolute(file.path).relative_to(root))
-        return InputEntry(name=name, size=file.size, digest=digest_file(file.path))
+        digest = digest_file(file.path)
+    try:
+        return PathEntry(name=name, size=file.size, digest=digest)
+    except ValidationError:
+        raise DataError(
+            f"the input {name!r} in {root} has a control character in its name",
+            cause="such as a line break, by an error in a script",
+            fix="rename the file",
+        ) from None
 
 
 def _absolute(path: Path) -> Path:

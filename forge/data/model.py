@@ -16,7 +16,14 @@ from typing import Any, ClassVar
 
 from forge.core.config import Config, ResolvedConfig, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
-from forge.core.files import canonical, digest_bytes, digest_file, disk_trouble, read_json
+from forge.core.files import (
+    canonical,
+    digest_bytes,
+    digest_file,
+    disk_trouble,
+    plain_name,
+    read_json,
+)
 from forge.core.model import Init, Model
 from forge.core.paths import model_folder, tokenizer_folder
 from forge.core.process import hostname
@@ -24,7 +31,7 @@ from forge.core.records import Record
 from forge.core.terminal import progress, say
 from forge.data import hub
 from forge.data.hf_config import model_keys
-from forge.data.shards import MANIFEST, InputEntry
+from forge.data.shards import MANIFEST, FileEntry
 
 FORMAT = 1  # of the id
 HF_CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -44,7 +51,7 @@ class ModelManifest(Record):
     """Of the hub; "" for a directory."""
     folder: str
     """Absolute path of the directory that has the files."""
-    files: list[InputEntry]
+    files: list[FileEntry]
     digest: str
     """blake3 of names, sizes and digests of all files."""
     config: dict[str, Any]
@@ -261,9 +268,9 @@ def write_manifest(
     return path
 
 
-def _entry(file: Path) -> InputEntry:
+def _entry(file: Path) -> FileEntry:
     with disk_trouble(file, "read"):
-        return InputEntry(name=file.name, size=file.stat().st_size, digest=digest_file(file))
+        return FileEntry(name=file.name, size=file.stat().st_size, digest=digest_file(file))
 
 
 def _local_files(folder: str) -> list[Path]:
@@ -285,9 +292,16 @@ def _names_in(index: Path) -> list[str]:
     values = read_json(index)
     places = values.get("weight_map") if isinstance(values, dict) else None
     names = sorted(set(places.values())) if isinstance(places, dict) else []
-    if not names or any(not isinstance(n, str) or Path(n).name != n for n in names):
+    if not names or any(not isinstance(n, str) or not _is_plain(n) for n in names):
         raise DataError(f"{index} lists no files in its weight_map: {json.dumps(names)[:100]}")
     return names
+
+
+def _is_plain(name: str) -> bool:
+    try:
+        return bool(plain_name(name))
+    except ValueError:
+        return False
 
 
 def _download(init: Init, target: Path) -> tuple[Path, list[Path], str]:

@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from forge.core.errors import DataError
-from forge.core.files import atomic_open, digest_bytes, digest_file, read_json
+from forge.core.files import (
+    PlainName,
+    RelativePath,
+    atomic_open,
+    digest_bytes,
+    digest_file,
+    read_json,
+)
 from forge.data.file_set import Kind, Member
 
 FORMAT: Literal[1] = 1
@@ -56,6 +63,18 @@ class InputEntry(Entry):
     name: str
     size: int = Field(ge=0)
     digest: str = Field(pattern=DIGEST)
+
+
+class PathEntry(InputEntry):
+    """An input file: path below a directory that the manifest names, bytes, blake3."""
+
+    name: RelativePath
+
+
+class FileEntry(InputEntry):
+    """A file of weights: name in the directory that the manifest names, bytes, blake3."""
+
+    name: PlainName
 
 
 class ShardEntry(Entry):

@@ -13,10 +13,8 @@ from torch.distributed.checkpoint.filesystem import (
     _split_by_size_and_type as split_by_size_and_type,
 )
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
 
 __all__ = [
-    "MemoryFormat",
     "StateDictStager",
     "StorageInfo",
     "flight_record",

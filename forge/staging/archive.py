@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 import psutil
 
 from forge.core.errors import DataError
-from forge.core.files import disk_trouble, read_json, write_json
+from forge.core.files import disk_trouble, plain_name, read_json, write_json
 from forge.core.process import hostname
 from forge.core.terminal import progress
 from forge.data.file_set import Member
@@ -54,7 +54,8 @@ class Archive:
         """The archive in a directory; None without one, or where a chunk is truncated or missing."""
         try:
             facts = read_json(folder / "archive.json")
-            chunks, content_bytes = dict(facts["chunks"]), int(facts["content_bytes"])
+            chunks = {plain_name(name): size for name, size in dict(facts["chunks"]).items()}
+            content_bytes = int(facts["content_bytes"])
         except (DataError, KeyError, TypeError, ValueError):
             return None
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}

@@ -22,14 +22,14 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from forge.cluster.network import interface_towards
 from forge.core.errors import DataError, UnfitError
-from forge.core.files import disk_trouble, read_json, write_json
+from forge.core.files import disk_trouble, read_json, relative_path, write_json
 from forge.core.process import node_local_folder
 from forge.core.terminal import progress
 from forge.data.file_set import FileSet, Kind, Member
@@ -343,15 +343,17 @@ def _extract(tar: tarfile.TarFile, path: Path, folder: Path) -> None:
     As `extractall(filter="data")`, which Python 3.11.2, that of Debian 12, does not have.
     """
     for entry in tar:
-        place = PurePosixPath(entry.name)
         content = tar.extractfile(entry) if entry.isreg() else None
-        if content is None or place.is_absolute() or ".." in place.parts:
+        try:
+            target = folder / relative_path(entry.name)
+        except ValueError:
+            content = None
+        if content is None:
             raise DataError(
                 f"{path} has {entry.name!r}, which is no file inside of its directory",
                 cause="the archive was changed after it was written",
                 fix="remove data/archives, and rerun the same command",
             )
-        target = folder / place
         target.parent.mkdir(parents=True, exist_ok=True)
         with content, open(target, "wb") as file:
             shutil.copyfileobj(content, file, COPY_BLOCK)

@@ -91,6 +91,7 @@ def _default_target(checkpoint: directory.Checkpoint) -> Path:
             f"{checkpoint.folder} is not in a run's directory, so the export has no default path",
             fix="give one: --to FOLDER",
         )
+    directory.refuse_link(paths.exports)
     return paths.exports / checkpoint.folder.name
 
 

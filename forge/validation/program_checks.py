@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+from forge.checkpoint.index import DCP_INDEX
 from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint
 from forge.cluster.lock import lock
 from forge.core import events
@@ -25,7 +26,6 @@ from forge.core.program import Program, filled
 from forge.core.records import Trained, Validation
 from forge.core.terminal import Table, say
 
-DCP_INDEX = ".metadata"  # of torch.distributed.checkpoint, in each of its directories
 SAID_CHARACTERS = 300  # of the output of the program's own check, in a message
 OUTPUT_BYTES = 2**16  # of its end, in which these are looked for
 
@@ -135,7 +135,8 @@ def _dcp_tensors(latest: SealedCheckpoint) -> Iterator[Check]:
 
 def _all_finite(folders: Sequence[Path]) -> Check:
     """Of the floating-point tensors in these directories of torch.distributed.checkpoint."""
-    from forge.checkpoint.program_tensors import UnknownIndexError, floating_parts
+    from forge.checkpoint.pickled_index import UnknownIndexError
+    from forge.checkpoint.program_tensors import floating_parts
 
     tensors, files, bad = set(), set(), []
     try:

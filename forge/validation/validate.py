@@ -147,7 +147,8 @@ def _run_at(run: Path | ResolvedConfig) -> tuple[RunPaths, ResolvedConfig | None
 
 def _folders(parent: Path) -> list[Path]:
     """Checkpoint directories, newest first, with or without a manifest."""
-    found = filter(Path.is_dir, parent.glob(f"{CHECKPOINT_PREFIX}*"))
+    there = parent.glob(f"{CHECKPOINT_PREFIX}*")
+    found = (path for path in there if path.is_dir() and not path.is_symlink())
     return sorted(found, key=by_step, reverse=True)
 
 

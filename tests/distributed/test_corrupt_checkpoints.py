@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -10,10 +11,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.live_run import forge
+from support.manifests import MADE_BY
 from support.saved import make_digests_right
 
 from forge.checkpoint import directory, resume, storage
-from forge.core.files import read_json
+from forge.checkpoint.sealed import ProgramCheckpoints
+from forge.core.config import load_config
+from forge.core.files import read_json, write_json
+from forge.core.paths import RunPaths
 
 
 def validate(run):
@@ -177,3 +182,98 @@ def test_a_copy_of_a_checkpoint_under_a_name_of_no_step_is_validated_and_exporte
         assert outcome.code == 0, outcome.text
         outcome = forge("export", str(copy), f"--to={tmp_path / 'export' / name}", run.data)
         assert outcome.code == 0, outcome.text
+
+
+# --- a run from elsewhere -------------------------------------------------------------------------
+
+
+def planted(victim):
+    """A pickle that sets PosixPath._str: every path of the process is then that directory."""
+    name = os.fsencode(victim)
+    text = b"\x8c" + bytes([len(name)]) + name
+    path = b"\x8c\x07pathlib\x8c\x09PosixPath\x93"
+    return b"\x80\x04" + path + b"N}\x8c\x04_str" + text + b"s\x86b0"
+
+
+@pytest.fixture
+def victim(tmp_path):
+    """A directory of the user, with a path that a pickle can hold as a short text."""
+    folder = tmp_path / "victim"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years of work")
+    return folder
+
+
+def forge_outside(*arguments):
+    """The command in a process of its own, which a planted index may spoil."""
+    command = [sys.executable, "-m", "forge", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("command", ["validate", "export"])
+def test_index_that_sets_attributes_of_classes_removes_nothing(solo, tmp_path, victim, command):
+    """All digests are right: whoever hands out a checkpoint has made them."""
+    run = solo.copy(tmp_path / "stranger")
+    folder = resume.latest(run.paths).folder
+    (index,) = {*folder.iterdir()} - {*folder.glob("*.distcp"), folder / "checkpoint.json"}
+    index.write_bytes(planted(victim) + index.read_bytes())
+    make_digests_right(folder)
+    to = [f"--to={tmp_path / 'out'}"] if command == "export" else []
+    done = forge_outside(command, run.folder, *to)
+    assert (victim / "thesis.tex").read_text() == "years of work"
+    assert done.returncode == 65, done.stderr
+    assert f"{index.name} is not JSON" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint")
+def test_index_of_a_program_that_sets_attributes_of_classes_changes_nothing(tmp_path, victim):
+    values = {"run": "p", "results": str(tmp_path), "data": str(tmp_path / "data")}
+    program = {"command": ["true"], "goal": 1, "checkpoints": {}}
+    write_json(tmp_path / "p/config.json", {**values, "program": program})
+    folder = tmp_path / "p/checkpoints/checkpoint-1"
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+    (folder / ".metadata").write_bytes(planted(victim) + (folder / ".metadata").read_bytes()[2:])
+    config = load_config(tmp_path / "p/config.json", {})
+    ProgramCheckpoints(RunPaths.of(config), config.program.checkpoints, 1).seal(folder, 1, MADE_BY)
+    done = forge_outside("validate", tmp_path / "p/config.json")
+    assert done.returncode == 65, done.stderr
+    assert "sets attributes of what it has not just made, which no index needs" in done.stderr
+    verdict = read_json(tmp_path / "p/validation.json")
+    assert checks(verdict)["tensors"][0] == "fail"
+    exported = forge_outside("export", tmp_path / "p", f"--to={tmp_path / 'out'}")
+    assert exported.returncode == 0, exported.stderr  # copies files, and reads no index
+    assert (victim / "thesis.tex").read_text() == "years of work"
+    assert list(victim.iterdir()) == [victim / "thesis.tex"]
+
+
+@pytest.mark.parametrize("kind", ["thesis", "other run"])
+def test_training_moves_nothing_that_latest_leads_to_outside_of_the_run(
+    solo, tmp_path, victim, kind
+):
+    run = solo.copy(tmp_path / "stranger")
+    other = resume.latest(solo.paths).folder
+    target = victim if kind == "thesis" else other
+    run.paths.latest.unlink()
+    run.paths.latest.symlink_to(target)
+    for command in ("train", "validate"):
+        refused = run.forge(command)
+        assert refused.code == 65, refused.text
+        assert f"points to {str(target)!r}" in refused.text
+        assert f"ln -sfn step-00000012 {run.paths.latest}" in refused.text
+    for command in (("validate",), ("export", f"--to={tmp_path / 'out'}")):
+        assert forge(command[0], str(run.folder), *command[1:]).code == 65
+    assert (victim / "thesis.tex").read_text() == "years of work" and other.is_dir()
+    assert not run.paths.quarantine.exists()
+
+
+def test_file_of_a_checkpoint_that_is_a_link_is_not_read(solo, tmp_path):
+    run = solo.copy(tmp_path / "stranger")
+    folder = resume.latest(run.paths).folder
+    file = next(folder.glob("*.distcp"))
+    file.rename(tmp_path / "secret")
+    file.symlink_to(tmp_path / "secret")
+    for command in (("validate",), ("export", f"--to={tmp_path / 'out'}")):
+        refused = forge(command[0], str(run.folder), *command[1:])
+        assert refused.code == 65, refused.text
+        assert f"{file.name} is a link out of its directory" in refused.text

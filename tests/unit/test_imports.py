@@ -34,7 +34,7 @@ TENSORS = {
         "checkpoint.storage",
         "checkpoint.async_saver",
     ),
-    "checkpoint.program_tensors",
+    *("checkpoint.pickled_index", "checkpoint.program_tensors"),
     *("trainer.cpu", "trainer.loss", "trainer.llama", "trainer.numerics", "trainer.optim"),
     "trainer.documents",
     *("trainer.initialize", "trainer.recompute", "trainer.micro_batch", "trainer.fsdp"),

@@ -210,3 +210,74 @@ def test_record_that_is_no_object_or_half_a_file_is_bad_data(tmp_path, text):
 def test_directory_where_a_record_is_expected_is_reported(tmp_path):
     with pytest.raises(UnfitError, match="a directory is where a file is expected"):
         files.read_object(tmp_path)
+
+
+# --- names from elsewhere -------------------------------------------------------------------------
+
+NOT_PLAIN = (
+    "",
+    ".",
+    "..",
+    "/",
+    "/etc",
+    "a/b",
+    "../a",
+    "a/",
+    "a\0",
+    "a\nb",
+    "\x1b[2J",
+    "\x85",
+    "a" * 256,
+)
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_name_that_could_lead_out_or_write_into_a_terminal_is_not_plain(name):
+    with pytest.raises(ValueError, match="is not the plain name of a file"):
+        files.plain_name(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["a", "__0_0.distcp", "..a", "a..", "...", "Grüße 1", "a\\b", "é" * 127]
+)
+def test_any_other_name_is_plain(name):
+    assert files.plain_name(name) == files.relative_path(name) == name
+    assert files.relative_path(f"{name}/{name}") == f"{name}/{name}"
+
+
+@pytest.mark.parametrize("name", {*NOT_PLAIN, "a//b", "a/./b", "a/../b", "./a"} - {"a/b"})
+def test_path_that_could_lead_out_is_not_below_the_directory(name):
+    with pytest.raises(ValueError, match="is not a path below the directory"):
+        files.relative_path(name)
+
+
+def test_file_below_a_directory_is_one_once_links_are_followed(tmp_path):
+    folder, outside = tmp_path / "folder", tmp_path / "folder.txt"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep/file").write_text("")
+    outside.write_text("")
+    for link, to in {"in": "deep/file", "out": outside, "up": "..", "loop": "loop"}.items():
+        (folder / link).symlink_to(to)
+    os.mkfifo(folder / "pipe")
+    there = (
+        "deep/file",
+        "in",
+        "out",
+        "up/folder.txt",
+        "deep",
+        "loop",
+        "pipe",
+        "gone",
+        "../folder.txt",
+    )
+    found = [name for name in there if files.is_file_below(folder / name, folder)]
+    assert found == ["deep/file", "in"]
+    (tmp_path / "link").symlink_to(folder)
+    assert files.is_file_below(tmp_path / "link/in", tmp_path / "link")
+
+
+def test_json_of_terabytes_is_refused_unread(tmp_path):
+    (tmp_path / "x.json").touch()
+    os.truncate(tmp_path / "x.json", 2**42)  # sparse
+    with pytest.raises(DataError, match=f"it has {2**42} bytes"):
+        files.read_json(tmp_path / "x.json")

@@ -76,3 +76,11 @@ def test_numbers_that_are_no_json_are_refused(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         json_lines.append(tmp_path / "events.jsonl", {"loss": float("nan")})
     assert not (tmp_path / "events.jsonl").exists()
+
+
+def test_link_in_a_run_from_elsewhere_has_nothing_appended_to_its_target(tmp_path):
+    (tmp_path / ".bashrc").write_text("# mine\n")
+    (tmp_path / "events.jsonl").symlink_to(tmp_path / ".bashrc")
+    with pytest.raises(UnfitError, match="a symbolic link is there"):
+        json_lines.append(tmp_path / "events.jsonl", {"event": "$(touch pwned)"})
+    assert (tmp_path / ".bashrc").read_text() == "# mine\n"

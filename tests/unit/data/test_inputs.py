@@ -6,7 +6,7 @@ import pytest
 
 from forge.core.config import Config, checked
 from forge.core.errors import DataError
-from forge.core.files import digest_bytes
+from forge.core.files import digest_bytes, read_json, write_json
 from forge.core.paths import inputs_folder
 from forge.data import content_ids
 from forge.data.content_ids import resolve
@@ -48,6 +48,24 @@ def test_file_that_was_edited_after_its_digest_was_made_is_named(config, tmp_pat
     os.utime(path, ns=(2**62, 2**62))
     with pytest.raises(DataError, match=r"train\.csv has changed since its digest was made"):
         found.check_unchanged()
+
+
+@pytest.mark.parametrize("place", ["files", "downloads"])
+@pytest.mark.parametrize("name", ["../../.ssh/id", "/etc/passwd", "a//b", "."])
+def test_list_that_names_a_file_outside_is_not_believed(config, place, name):
+    path = make_inputs(config)
+    listed = read_json(path)
+    listed[place] = [{"name": name, "size": 1, "digest": "0" * 64}]
+    write_json(path, listed)
+    for opened in (InputSet.open, InputSet.open_copy):
+        with pytest.raises(DataError, match=f"{place}.0.name: .* is not a path below"):
+            opened(path.parent)
+
+
+def test_input_with_a_line_break_in_its_name_is_refused_by_name(config, tmp_path):
+    (tmp_path / "in/ag/a\nb.csv").write_text("")
+    with pytest.raises(DataError, match="has a control character in its name"):
+        make_inputs(config)
 
 
 def test_other_files_are_another_id(config, tmp_path):

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models
 
 from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import ConfigError, DataError, UnfitError
+from forge.core.files import read_json, write_json
 from forge.data import model
 from forge.data.content_ids import resolve
 
@@ -145,6 +146,17 @@ def test_a_file_that_a_node_does_not_see_is_no_bad_data(folder):
     assert not model.is_made(found)
     with pytest.raises(UnfitError, match=r"does not see .*model\.safetensors"):
         model.ModelManifest.read(path).verify()
+
+
+@pytest.mark.parametrize("name", ["../config.json", "/etc/passwd", "a/b", ".."])
+def test_manifest_that_names_a_file_outside_is_not_believed(folder, name):
+    found = resolve(config_of(folder))
+    path = model.write_manifest(found, *model.find_files(found))
+    listed = read_json(path)
+    listed["files"][0]["name"] = name
+    write_json(path, listed)
+    with pytest.raises(DataError, match=r"files\.0\.name: .* is not the plain name"):
+        model.ModelManifest.read(path)
 
 
 def command(tmp_path: Path, folder: Path, url: str, **env: str) -> tuple[int, str]:

@@ -27,9 +27,8 @@ INSTEAD = {
     " torch.distributed.checkpoint.staging.DefaultStager, once torch 2.11 is not supported any more",
     "torch.distributed.checkpoint.filesystem._split_by_size_and_type": "TensorWriter: give each tensor,"
     " the largest first, to the file that is the smallest so far",
-    "torch.distributed.checkpoint.filesystem._StorageInfo": "the place of a tensor in its file, in the"
-    " index of every checkpoint: let IndexUnpickler read the old name and the new one",
-    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": "IndexUnpickler: as for _StorageInfo",
+    "torch.distributed.checkpoint.filesystem._StorageInfo": "TensorWriter and SafeReader: the place of"
+    " a tensor in its file. pickled_index.py: let it read the old name and the new one",
 }
 
 

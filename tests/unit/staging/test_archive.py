@@ -9,6 +9,7 @@ import tarfile
 import pytest
 
 from forge.core.errors import DataError
+from forge.core.files import write_json
 from forge.core.process import hostname
 from forge.data.file_set import Member
 from forge.staging import archive, environment, on_node
@@ -62,12 +63,14 @@ def test_pack_is_made_once(tmp_path, members):
     assert (folder / "000.tar").stat().st_mtime_ns == before.st_mtime_ns
 
 
-@pytest.mark.parametrize("damage", ["cut", "missing", "no list"])
+@pytest.mark.parametrize("damage", ["cut", "missing", "no list", "a name outside"])
 def test_corrupt_archive_is_written_again(tmp_path, members, damage):
     folder = tmp_path / "archives" / "abc"
     first = make_archive(folder, members)
     if damage == "cut":
         os.truncate(folder / "000.tar", 10)
+    elif damage == "a name outside":
+        write_json(folder / "archive.json", {"chunks": {"../000.tar": None}, "content_bytes": 1})
     else:
         (folder / ("000.tar" if damage == "missing" else "archive.json")).unlink()
     assert Archive.open(folder) is None
