@@ -178,7 +178,7 @@ def write_state(state: dict[str, Any], folder: Path, world: World) -> dict[str, 
     except CheckpointException as err:  # a BaseException: no `except Exception` would see it
         raise _write_error(err, folder) from None
     failpoints.reach("save.written", folder)
-    parts = world.gather_objects(writer.fs.files, "gather of digests")
+    parts = world.gather_objects(writer.fs.files, dict[str, StoredFile], "gather of digests")
     return {name: facts for part in parts for name, facts in part.items()}
 
 

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from forge.cluster.network import FLIGHT_RECORDER
 from forge.core.errors import UnfitError
@@ -21,6 +22,7 @@ from forge.core.machine import Machine
 from forge.launch.device import Seen, choose
 from forge.launch.heartbeat import heartbeat
 from forge.launch.rank import Rank
+from forge.launch.rank_records import SAME_VERSION
 
 T = TypeVar("T")
 
@@ -173,12 +175,27 @@ class World:
             _all_gather(everyone, mine)
         return everyone.view(self.rank.world_size, -1).to(self.device)
 
-    def gather_objects(self, value: T, what: str) -> list[T]:
-        """The value of every rank, by rank. All ranks call it."""
-        values: list[Any] = [None] * self.rank.world_size
+    def gather_objects(self, value: T, kind: Any, what: str) -> list[T]:
+        """The value of every rank, by rank. All ranks call it.
+
+        As JSON, because bytes of another process are never unpickled. kind: the type of the values, such
+        as `list[str]`. Raises UnfitError where a rank sent none of that type.
+        """
+        adapter = TypeAdapter(kind, config=ConfigDict(ser_json_inf_nan="constants"))
+        mine = adapter.dump_json(value)
+        sizes = [int(row[0]) for row in self.gather([len(mine)], what)]
+        padded = torch.frombuffer(bytearray(mine.ljust(max(sizes))), dtype=torch.uint8)
+        everyone = [torch.empty_like(padded) for _ in sizes]
         with named(what):
-            dist.all_gather_object(values, value, group=self.control)
-        return values
+            dist.all_gather(everyone, padded, group=self.control)
+        try:
+            return [adapter.validate_json(table.numpy().tobytes()) for table in everyone]
+        except ValidationError as err:
+            raise UnfitError(
+                f"{what}: a rank sent no {kind}: {' '.join(str(err).split()):.200}",
+                cause="the nodes have different versions of Forge",
+                fix=SAME_VERSION,
+            ) from None
 
     def together(self, action: Callable[[], T], what: str = "agreement") -> T:
         """Run `action` on every rank; when it fails on one, raise on all. All ranks call it.
