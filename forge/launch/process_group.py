@@ -23,6 +23,7 @@ from forge.launch.device import Seen, choose
 from forge.launch.heartbeat import heartbeat
 from forge.launch.rank import Rank
 from forge.launch.rank_records import SAME_VERSION
+from forge.launch.torchrun import store_at
 
 T = TypeVar("T")
 
@@ -288,7 +289,7 @@ def joined(rank: Rank, machine: Machine) -> Iterator[World]:
         control = dist.group.WORLD
         if backend != "gloo":  # the default timeout of a new group is 30 minutes
             control = dist.new_group(backend="gloo", timeout=timeout)
-    except (dist.DistError, RuntimeError, ValueError) as err:
+    except (dist.DistError, RuntimeError, ValueError, OSError) as err:
         master = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UnfitError(
             f"rank {rank.rank} of {rank.world_size} could not join at {master}: {err}",
@@ -304,8 +305,12 @@ def joined(rank: Rank, machine: Machine) -> Iterator[World]:
 
 def _store(rank: Rank, timeout: timedelta) -> dist.Store:
     """The key-value store at the rendezvous endpoint of the environment, through which ranks meet."""
-    if rank.world_size == 1 and "MASTER_ADDR" not in os.environ:
+    if rank.world_size == 1:
         return dist.HashStore()  # a single rank needs no port, so none can be taken
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank.is_main and rank.world_size == rank.local_world_size and not of_torchrun:
+        # The rendezvous shares its server. Without it, rank 0 would listen on all interfaces.
+        _own = store_at(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     return store
