@@ -1,7 +1,7 @@
 """Read and write the training state of a checkpoint with torch.distributed.checkpoint.
 
 Only tensors are stored, so the index (`.metadata`) is the only pickle. It is read with an unpickler
-that accepts the classes of the index and nothing else.
+that accepts the classes of the index and nothing else. So are the pickles that DCP sends between ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import os
 import pickle
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,12 +38,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
+    LoadItemType,
     LoadPlan,
     LoadPlanner,
     ReadItem,
     SavePlan,
     SavePlanner,
     WriteItem,
+    WriteItemType,
 )
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -56,10 +59,11 @@ from torch.futures import Future
 
 from forge.checkpoint.manifest import StoredFile
 from forge.cluster.network import available_cores
-from forge.core import failpoints
+from forge.core import errors, failpoints
 from forge.core.errors import DataError, ForgeError, UnfitError
 from forge.core.files import disk_trouble
 from forge.launch.process_group import World, named
+from forge.launch.rank_records import SAME_VERSION
 from forge.launch.torch_private import (
     MemoryFormat,
     StateDictStager,
@@ -67,6 +71,7 @@ from forge.launch.torch_private import (
     foreach_norm,
     narrow_tensor_by_index,
     split_by_size_and_type,
+    unpickle_objects_with,
 )
 
 # Two to four files at once are as fast as raw write + fsync, on local disks and network file systems;
@@ -172,6 +177,7 @@ def write_state(state: dict[str, Any], folder: Path, world: World) -> dict[str, 
     """
     threads = max(1, min(WRITER_THREADS, available_cores() // world.rank.local_world_size))
     writer = TensorWriter(folder, threads)
+    unpickle_objects_with(PlanUnpickler)
     try:
         with named("write of the checkpoint"):
             dcp.save(state, storage_writer=writer, process_group=world.control)
@@ -271,8 +277,10 @@ class TensorWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """DCP's hook: write this rank's share of the tensors. Raises OSError."""
 
+        prefix = Path(plan.storage_data.prefix).name  # from another rank: it names no directory
+
         def write(number: int, items: list[WriteItem]) -> list[WriteResult]:
-            return self._write_file(f"{plan.storage_data.prefix}{number}.distcp", items, planner)
+            return self._write_file(f"{prefix}{number}.distcp", items, planner)
 
         shares = filter(None, split_by_size_and_type(self.thread_count, plan.items))
         with ThreadPoolExecutor(self.thread_count) as pool:
@@ -344,6 +352,7 @@ def load_state(
     state = training_state(model, optimizers)
     group = world.with_own_group().control
     what = "load of the checkpoint"
+    unpickle_objects_with(PlanUnpickler)
 
     def read() -> None:
         with named(what):
@@ -536,17 +545,17 @@ class IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            return _memory_format  # early releases of Python 3.11 pickle a member of an enum so
+            return _member  # early releases of Python 3.11 pickle a member of an enum so
         if (module, name) not in self.ALLOWED:
             raise _tampered(f"names {module}.{name}")
         return super().find_class(module, name)
 
 
-def _memory_format(owner: Any, name: str = "") -> Any:
-    """getattr as an index needs it: a member of one enum. DataError for anything else."""
-    if owner is not MemoryFormat or name not in MemoryFormat.__members__:
+def _member(owner: Any, name: str = "") -> Any:
+    """getattr as pickles of DCP need it: a member of its enums. DataError for anything else."""
+    if owner not in (MemoryFormat, WriteItemType, LoadItemType) or name not in owner.__members__:
         raise _tampered(f"asks for attribute {name!r} of {owner!r}")
-    return MemoryFormat[name]
+    return owner[name]
 
 
 def _tampered(found: str) -> DataError:
@@ -555,6 +564,50 @@ def _tampered(found: str) -> DataError:
         cause="it was not written by Forge, or it was tampered with",
         fix="do not use this checkpoint",
     )
+
+
+class PlanUnpickler(IndexUnpickler):
+    """Reads what DCP sends between ranks: plans, results, index, errors; UnfitError for another class.
+
+    Whoever can connect to a port of Gloo can take the place of a rank, and send what it likes.
+    """
+
+    ALLOWED = IndexUnpickler.ALLOWED | {
+        *(
+            ("torch.distributed.checkpoint.planner", name)
+            for name in (
+                "SavePlan",
+                "WriteItem",
+                "WriteItemType",
+                "TensorWriteData",
+                "LoadPlan",
+                "ReadItem",
+                "LoadItemType",
+            )
+        ),
+        ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+        ("torch.distributed.checkpoint.storage", "WriteResult"),
+        ("torch.distributed.checkpoint.api", "CheckpointException"),
+        ("traceback", "StackSummary"),
+        ("traceback", "FrameSummary"),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("builtins", "torch", errors.__name__) and "." not in name:
+            found = getattr(sys.modules[module], name, None)
+            if found is errors.Exit or (
+                isinstance(found, type) and issubclass(found, BaseException)
+            ):
+                return found
+        try:
+            return super().find_class(module, name)
+        except DataError:
+            raise UnfitError(
+                f"a rank sent a pickle with {module}.{name}, which no save and no load needs",
+                cause="its node has another version of torch or Forge, or it is no rank: another program"
+                " connected to the ports of this launch",
+                fix=f"{SAME_VERSION}; docs/environment.md says who can connect",
+            ) from None
 
 
 def weights_digest(model: torch.nn.Module) -> str | None:

@@ -23,6 +23,9 @@ INSTEAD = {
     "torch._C._distributed_c10d._dump_fr_trace": "flight_record: the record under its new name; without"
     " one, remove flight_record and dump_collectives",
     "torch.distributed._shard._utils.narrow_tensor_by_index": "SafeReader: torch.narrow",
+    "torch.distributed.distributed_c10d._unpickler": "unpickle_objects_with: the class that"
+    " _tensor_to_object calls; without one, collectives that DCP and test_safe_reader.py can use without"
+    " pickles",
     "torch.distributed.checkpoint._state_dict_stager.StateDictStager": "Stager of checkpoint/storage.py:"
     " torch.distributed.checkpoint.staging.DefaultStager, once torch 2.11 is not supported any more",
     "torch.distributed.checkpoint.filesystem._split_by_size_and_type": "TensorWriter: give each tensor,"
