@@ -31,6 +31,7 @@ TENSORS = {
         "launch.device",
         "launch.process_group",
         "launch.torch_private",
+        "launch.torchrun",
         "checkpoint.storage",
         "checkpoint.async_saver",
     ),
