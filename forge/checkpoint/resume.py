@@ -166,7 +166,7 @@ def _damage(found: directory.Checkpoint, world: World) -> list[str]:
     """Sentences on corrupt files, the same on all ranks; each rank reads a share of the files."""
     share = (world.rank.rank, world.rank.world_size)
     mine = world.patiently(partial(_bad_files, found, share), "check of digests")
-    return [bad for part in world.gather_objects(mine, "damage") for bad in part]
+    return [bad for part in world.gather_objects(mine, list[str], "damage") for bad in part]
 
 
 def _chosen(paths: RunPaths, world: World) -> directory.Checkpoint | None:
@@ -178,14 +178,14 @@ def _chosen(paths: RunPaths, world: World) -> directory.Checkpoint | None:
         return os.path.relpath(found.folder, paths.checkpoints.resolve()) if found else ""
 
     what = "choice of the checkpoint"
-    name = world.gather_objects(world.together(look, what), what)[0]
+    name = world.gather_objects(world.together(look, what), str, what)[0]
     return _open_alike(paths.checkpoints / name, world, what) if name else None
 
 
 def _open_alike(folder: Path, world: World, what: str) -> directory.Checkpoint:
     """Open the same checkpoint on all ranks. Raises UnfitError when a node does not see it."""
     found = world.patiently(partial(_open, folder), what)
-    digests = world.gather_objects(found.manifest.digest, what)
+    digests = world.gather_objects(found.manifest.digest, str, what)
     if len(set(digests)) > 1:
         raise UnfitError(
             f"{found.folder} is not the same checkpoint on all nodes",

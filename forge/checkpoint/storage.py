@@ -61,6 +61,7 @@ from forge.checkpoint.index import (
     index_bytes,
 )
 from forge.checkpoint.manifest import StoredFile
+from forge.checkpoint.plan_pickles import read_only_plans
 from forge.cluster.network import available_cores
 from forge.core import failpoints
 from forge.core.errors import DataError, ForgeError, UnfitError
@@ -179,13 +180,14 @@ def write_state(state: dict[str, Any], folder: Path, world: World) -> dict[str, 
     """
     threads = max(1, min(WRITER_THREADS, available_cores() // world.rank.local_world_size))
     writer = TensorWriter(folder, threads)
+    read_only_plans()
     try:
         with named("write of the checkpoint"):
             dcp.save(state, storage_writer=writer, process_group=world.control)
     except CheckpointException as err:  # a BaseException: no `except Exception` would see it
         raise _write_error(err, folder) from None
     failpoints.reach("save.written", folder)
-    parts = world.gather_objects(writer.fs.files, "gather of digests")
+    parts = world.gather_objects(writer.fs.files, dict[str, StoredFile], "gather of digests")
     return {name: facts for part in parts for name, facts in part.items()}
 
 
@@ -280,8 +282,10 @@ class TensorWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """DCP's hook: write this rank's share of the tensors. Raises OSError."""
 
+        prefix = Path(plan.storage_data.prefix).name  # from another rank: it names no directory
+
         def write(number: int, items: list[WriteItem]) -> list[WriteResult]:
-            return self._write_file(f"{plan.storage_data.prefix}{number}.distcp", items, planner)
+            return self._write_file(f"{prefix}{number}.distcp", items, planner)
 
         shares = filter(None, split_by_size_and_type(self.thread_count, plan.items))
         with ThreadPoolExecutor(self.thread_count) as pool:
@@ -358,6 +362,7 @@ def load_state(
     state = training_state(model, optimizers)
     group = world.with_own_group().control
     what = "load of the checkpoint"
+    read_only_plans()
 
     def read() -> None:
         with named(what):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from forge.cluster import rdma
+from forge.cluster import rdma, rendezvous
 from forge.cluster.placement import WorldLayout
 from forge.core.config import checked
 from forge.core.errors import ConfigError
@@ -132,10 +132,13 @@ def uses_rdma(fabric: Fabric) -> str:
 
 
 def choose_interface(fabric: Fabric, master: str) -> tuple[str | None, str]:
-    """This node's interface for the ranks, and why: the one that the user exported, else the profile's,
-    else InfiniBand with an address, else the route's."""
+    """This node's interface for the ranks, and why: the one that the user exported, else the loopback
+    interface where they meet there, else the profile's, else InfiniBand with an address, else the
+    route's."""
     if found := _exported_interface(fabric):
         return found
+    if rendezvous.is_loopback(master):
+        return interface_towards(rendezvous.LOOPBACK), "all ranks are on this node"
     if named := fabric.interfaces.get(hostname()):
         return named, f"fabric.interfaces of {hostname()}"
     if fabric.interface:

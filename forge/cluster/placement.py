@@ -169,7 +169,7 @@ def launch_line(
     """The command that starts all ranks, each as `python -m forge.worker SPEC`.
 
     placement: exactly layout.nodes hosts. master: host and free port for the rendezvous of torchrun, on
-    the first of them.
+    the first of them; on this host alone, port 0 is any free one.
     """
     entry = ["-m", "forge.worker", str(spec)]
     job, ranks = placement.job, layout.ranks_per_node
@@ -186,10 +186,9 @@ def launch_line(
             options=_step_options(spec),
         )
         return [*line, python, *entry]
+    torchrun = _torchrun(machine, layout, spec, master, python)
     if layout.nodes == 1 and placement.is_here:
-        # Without an address the ranks would meet at this host's name, which need not resolve.
-        alone = ["--standalone", "--local-addr=127.0.0.1"]
-        return [*_torchrun(machine, ranks, python), *alone, *entry]
+        return [*torchrun, "--signals-to-handle=SIGTERM,SIGUSR1,SIGINT", *entry]
     assert job
     line = slurm.srun(
         job.id,
@@ -197,18 +196,8 @@ def launch_line(
         cpus_per_task=job.cpus_per_task * ranks,
         options=_step_options(spec),
     )
-    # Not c10d: there the ranks meet at another port, on the node that sorts first by its own name, and
-    # nobody listens where a node's name does not lead to `master`.
-    meeting = [
-        f"--nnodes={layout.nodes}",
-        "--rdzv-backend=static",
-        f"--rdzv-endpoint={master[0]}:{master[1]}",
-        f"--rdzv-id={spec.parent.name}",
-        f"--rdzv-conf=timeout={machine.fabric.timeout_sec:.0f}",
-    ]
-    once = [python, "-m", "forge.launch.first_signal"]
-    torchrun = _torchrun(machine, ranks, python, signals="SIGHUP")
-    return [*line, *once, *torchrun, *meeting, *entry]
+    once = [python, "-m", "forge.launch.first_signal"]  # keeps all other signals from torchrun
+    return [*line, *once, *torchrun, "--signals-to-handle=SIGHUP", *entry]
 
 
 def _step_options(spec: Path) -> tuple[str, ...]:
@@ -218,11 +207,22 @@ def _step_options(spec: Path) -> tuple[str, ...]:
 
 
 def _torchrun(
-    machine: Machine, ranks: int, python: str, signals: str = "SIGTERM,SIGUSR1,SIGINT"
+    machine: Machine, layout: WorldLayout, spec: Path, master: tuple[str, int], python: str
 ) -> list[str]:
-    """signals: that torchrun handles, by waiting for its ranks; first_signal keeps all others from it."""
+    """torchrun of one node, without --signals-to-handle: the signals at which it waits for its ranks.
+    Without that option, SIGUSR1 kills the torchrun agent and orphans the ranks."""
+    endpoint = f"{master[0]}:{master[1]}"
+    # Never dynamic rendezvous (c10d, --standalone): it unpickles what anybody may write into its store.
+    # Also, ranks of several nodes would meet at another port, on the node that sorts first by its own
+    # name, and nobody listens where a node's name does not lead to `master`.
+    meeting = (
+        ("forge.launch.torchrun", endpoint)
+        if layout.nodes == 1
+        else ("torch.distributed.run", "--rdzv-backend=static", f"--rdzv-endpoint={endpoint}")
+    )
     return [
-        *(python, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"),
-        # Without this option, SIGUSR1 kills the torchrun agent and orphans the ranks.
-        f"--signals-to-handle={signals}",
+        *(python, "-m", *meeting, f"--nnodes={layout.nodes}"),
+        f"--nproc-per-node={layout.ranks_per_node}",
+        f"--rdzv-id={spec.parent.name}",
+        f"--rdzv-conf=timeout={machine.fabric.timeout_sec:.0f}",
     ]

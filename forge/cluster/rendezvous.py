@@ -23,6 +23,7 @@ from forge.core.terminal import say
 
 # Ranks of an earlier launch, which were killed on another node, release their port within this time.
 PATIENCE_SEC = 3.0
+LOOPBACK = "127.0.0.1"  # where ranks of one node meet: nobody listens to other hosts
 # A resolver that does not answer is asked for 10 s and more.
 RESOLVE_SEC = 30.0
 
@@ -41,11 +42,16 @@ def host(fabric: Fabric, head: str) -> str:
     return os.environ.get("MASTER_ADDR") or fabric.master_addr or head
 
 
+def is_asked_for(fabric: Fabric) -> bool:
+    """Whether the user asked for a host or a port."""
+    return bool(host(fabric, "")) or _ports(fabric) is not None
+
+
 def check(fabric: Fabric, nodes: int) -> None:
     """ConfigError for an endpoint that cannot work on any nodes. nodes: number of them."""
     _ports(fabric)
     address = host(fabric, "")
-    if nodes > 1 and _is_loopback(address):
+    if nodes > 1 and is_loopback(address):
         raise ConfigError(
             f"{_asked_by('MASTER_ADDR')} is {address}, a loopback address, for ranks on {nodes} nodes",
             cause="every node would look for rank 0 on itself",
@@ -53,7 +59,8 @@ def check(fabric: Fabric, nodes: int) -> None:
         )
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether a host listens there only to itself; of names, localhost alone."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:
@@ -91,9 +98,9 @@ def _undo(name: str) -> str:
 def endpoint(fabric: Fabric, job_id: str, hosts: Sequence[str], python: str) -> tuple[str, int]:
     """Host of the rendezvous, and a port for it that is free on the first node of the ranks.
 
-    job_id: the Slurm job that has the nodes. hosts: those of the ranks, in rank order. python: the
-    interpreter of the ranks. Raises EndpointError where the host is not the first node, or none of the
-    ports that may be used is free there.
+    job_id: the Slurm job that has the nodes; not used where this host is the only one. hosts: those of
+    the ranks, in rank order. python: the interpreter of the ranks. Raises EndpointError where the host is
+    not the first node, or none of the ports that may be used is free there.
     """
     head, asked, ports = hosts[0], host(fabric, ""), _ports(fabric)
     limits = [ports[0], ports[-1]] if ports else None
@@ -105,9 +112,11 @@ def endpoint(fabric: Fabric, job_id: str, hosts: Sequence[str], python: str) -> 
     refuse(fabric, head, found["trouble"])
     if found["port"] is None:
         raise _no_free_port(ports, head)
-    _say_what_was_exported(fabric, head)
-    chosen = asked or name_or_address(head, lambda name: _unresolved(job_id, hosts, name))
-    return chosen, int(found["port"])
+    _say_what_was_exported(fabric, head if len(hosts) > 1 else LOOPBACK)
+    port = int(found["port"])
+    if asked or len(hosts) == 1:
+        return asked or LOOPBACK, port
+    return name_or_address(head, lambda name: _unresolved(job_id, hosts, name)), port
 
 
 def name_or_address(head: str, unresolved: Callable[[str], Sequence[str]]) -> str:
@@ -129,8 +138,6 @@ def name_or_address(head: str, unresolved: Callable[[str], Sequence[str]]) -> st
 
 def _unresolved(job_id: str, hosts: Sequence[str], name: str) -> list[str]:
     """The nodes that do not resolve a name; [] where they cannot be asked, which the launch will tell."""
-    if list(hosts) == [hostname()]:
-        return [] if resolves(name) else list(hosts)
     line = slurm.srun(job_id, hosts, options=("--overlap", "--gres=none"))
     command = [*line, "sh", "-c", UNRESOLVED, "sh", name]
     output, _ = slurm.run(command, timeout_sec=RESOLVE_SEC)
@@ -170,9 +177,9 @@ def _no_free_port(ports: range | None, head: str) -> EndpointError:
     )
 
 
-def _say_what_was_exported(fabric: Fabric, head: str) -> None:
+def _say_what_was_exported(fabric: Fabric, default: str) -> None:
     own = {
-        "MASTER_ADDR": fabric.master_addr or head,
+        "MASTER_ADDR": fabric.master_addr or default,
         "MASTER_PORT": fabric.master_port or "any free port",
     }
     for name, value in own.items():

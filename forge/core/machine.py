@@ -33,12 +33,14 @@ class Fabric(Section):
     """Process group backend; `auto`: nccl on GPUs, gloo on CPUs. gloo on GPUs, for networks on which NCCL
     fails, needs `train.shard: none`."""
     interface: str | None = None
-    """Network interface of the ranks; null: each node chooses its own."""
+    """Network interface of the ranks; null: each node chooses its own. Ranks that share a node use the
+    loopback interface."""
     interfaces: dict[str, str] = Field(default={})
     """Network interface by node name, for nodes where it has another name; overrides `interface`."""
     master_addr: str | None = Field(None, min_length=1)
-    """Name or address of the first node, at which the ranks of a Slurm job meet (MASTER_ADDR); null: its
-    name, or its address in Slurm (NodeAddr) where one of their nodes does not resolve the name."""
+    """Name or address of the first node, at which the ranks meet (MASTER_ADDR); null: its name, or its
+    address in Slurm (NodeAddr) where one of their nodes does not resolve the name; on a single node
+    127.0.0.1."""
     master_port: int | str | None = None
     """Port of the first node at which they meet (MASTER_PORT), or a range such as `15000-20000`, of which
     a free one is taken; null: any free port."""

@@ -67,7 +67,10 @@ def run_ranks(
     wait_for_orphans(paths)
     placement = placement or Placement.here()
     job = placement.job
-    master = rendezvous.endpoint(machine.fabric, job.id, placement.hosts, python) if job else None
+    master = None
+    if job or rendezvous.is_asked_for(machine.fabric):
+        job_id = job.id if job else ""
+        master = rendezvous.endpoint(machine.fabric, job_id, placement.hosts, python)
     spec = LaunchSpec(
         task=task,
         run=str(paths.root),
@@ -83,9 +86,8 @@ def run_ranks(
         threads=user_threads(),
     )
     spec.write(spec.path)
-    command = launch_line(
-        machine, layout, placement, spec.path, master=master or ("", 0), python=python
-    )
+    meeting = master or (rendezvous.LOOPBACK, 0)
+    command = launch_line(machine, layout, placement, spec.path, master=meeting, python=python)
     reserve(spec)
     log = paths.logs / f"{spec.log_prefix}.{machine.launcher}.log"
     if isinstance(task, TrainTask | ProgramTask):

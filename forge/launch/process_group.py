@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from forge.cluster.network import FLIGHT_RECORDER
 from forge.core.errors import UnfitError
@@ -21,6 +22,8 @@ from forge.core.machine import Machine
 from forge.launch.device import Seen, choose
 from forge.launch.heartbeat import heartbeat
 from forge.launch.rank import Rank
+from forge.launch.rank_records import SAME_VERSION
+from forge.launch.torchrun import store_at
 
 T = TypeVar("T")
 
@@ -173,12 +176,27 @@ class World:
             _all_gather(everyone, mine)
         return everyone.view(self.rank.world_size, -1).to(self.device)
 
-    def gather_objects(self, value: T, what: str) -> list[T]:
-        """The value of every rank, by rank. All ranks call it."""
-        values: list[Any] = [None] * self.rank.world_size
+    def gather_objects(self, value: T, kind: Any, what: str) -> list[T]:
+        """The value of every rank, by rank. All ranks call it.
+
+        As JSON, because bytes of another process are never unpickled. kind: the type of the values, such
+        as `list[str]`. Raises UnfitError where a rank sent none of that type.
+        """
+        adapter = TypeAdapter(kind, config=ConfigDict(ser_json_inf_nan="constants"))
+        mine = adapter.dump_json(value)
+        sizes = [int(row[0]) for row in self.gather([len(mine)], what)]
+        padded = torch.frombuffer(bytearray(mine.ljust(max(sizes))), dtype=torch.uint8)
+        everyone = [torch.empty_like(padded) for _ in sizes]
         with named(what):
-            dist.all_gather_object(values, value, group=self.control)
-        return values
+            dist.all_gather(everyone, padded, group=self.control)
+        try:
+            return [adapter.validate_json(table.numpy().tobytes()) for table in everyone]
+        except ValidationError as err:
+            raise UnfitError(
+                f"{what}: a rank sent no {kind}: {' '.join(str(err).split()):.200}",
+                cause="the nodes have different versions of Forge",
+                fix=SAME_VERSION,
+            ) from None
 
     def together(self, action: Callable[[], T], what: str = "agreement") -> T:
         """Run `action` on every rank; when it fails on one, raise on all. All ranks call it.
@@ -271,7 +289,7 @@ def joined(rank: Rank, machine: Machine) -> Iterator[World]:
         control = dist.group.WORLD
         if backend != "gloo":  # the default timeout of a new group is 30 minutes
             control = dist.new_group(backend="gloo", timeout=timeout)
-    except (dist.DistError, RuntimeError, ValueError) as err:
+    except (dist.DistError, RuntimeError, ValueError, OSError) as err:
         master = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UnfitError(
             f"rank {rank.rank} of {rank.world_size} could not join at {master}: {err}",
@@ -287,8 +305,12 @@ def joined(rank: Rank, machine: Machine) -> Iterator[World]:
 
 def _store(rank: Rank, timeout: timedelta) -> dist.Store:
     """The key-value store at the rendezvous endpoint of the environment, through which ranks meet."""
-    if rank.world_size == 1 and "MASTER_ADDR" not in os.environ:
+    if rank.world_size == 1:
         return dist.HashStore()  # a single rank needs no port, so none can be taken
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank.is_main and rank.world_size == rank.local_world_size and not of_torchrun:
+        # The rendezvous shares its server. Without it, rank 0 would listen on all interfaces.
+        _own = store_at(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     return store

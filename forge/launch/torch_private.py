@@ -5,6 +5,8 @@ tests/unit/launch/test_torch_private.py says what to change when a release of to
 
 from __future__ import annotations
 
+import pickle
+
 import torch
 from torch._C import _distributed_c10d as c10d
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -13,14 +15,17 @@ from torch.distributed.checkpoint.filesystem import (
     _split_by_size_and_type as split_by_size_and_type,
 )
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
 
 __all__ = [
+    "MemoryFormat",
     "StateDictStager",
     "StorageInfo",
     "flight_record",
     "foreach_norm",
     "narrow_tensor_by_index",
     "split_by_size_and_type",
+    "unpickle_objects_with",
 ]
 
 foreach_norm = torch._foreach_norm
@@ -31,3 +36,8 @@ def flight_record(backend: str) -> bytes:
     to ask for them; NCCL's recorder is another one than that of all other backends."""
     record: bytes = getattr(c10d, "_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace")()
     return record
+
+
+def unpickle_objects_with(unpickler: type[pickle.Unpickler]) -> None:
+    """Have the object collectives of this process, such as those of DCP, read with this class."""
+    torch.distributed.distributed_c10d._unpickler = unpickler

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forge.checkpoint.directory import refuse_link
 from forge.checkpoint.family import with_steps
 from forge.checkpoint.resume import is_checkpoint
 from forge.core.config import (
@@ -82,7 +83,7 @@ def believed(
     one line what is not used of a run that is not the project's.
 
     file: of --config. needed: keys or sections that the command needs. writes: whether it writes beside
-    the results. Raises ConfigError.
+    the results. Raises ConfigError, and DataError where it would write through a link.
     """
     own = read_object_or_empty(run.config)
     known, why = (_of_file(file, run), "") if file else _of_project(run, own)
@@ -228,9 +229,4 @@ def _say_what_is_not_used(run: RunPaths, why: str, keys: list[str]) -> None:
 
 def _refuse_links(run: RunPaths) -> None:
     for name in WRITTEN:
-        if (path := run.root / name).is_symlink():
-            raise ConfigError(
-                f"{path} is a link to {path.readlink()}: Forge does not write through links of a run that"
-                " is not the project's",
-                fix="remove the link, or name the config of the run: --config FILE",
-            )
+        refuse_link(run.root / name)

@@ -81,8 +81,9 @@ class Evaluation:
                 n: [_finite(loss), tokens] for n, (loss, tokens) in found.items()
             }
             if all(math.isfinite(loss) for loss, _ in found.values()):
+                prompts = list(enumerate(task.prompts))
                 result["samples"] = self._divided(
-                    list(enumerate(task.prompts)), lambda item: self._sample(*item, task)
+                    prompts, lambda item: self._sample(*item, task), list[int]
                 )
         return result
 
@@ -91,7 +92,7 @@ class Evaluation:
         if task.threads:
             torch.set_num_threads(task.threads)
         try:
-            losses = self._divided(task.ranks, lambda rank: self._reference_loss(rank, task))
+            losses = self._divided(task.ranks, lambda rank: self._reference_loss(rank, task), float)
             now = numerics(self._device, task.precision)
         finally:
             torch.set_num_threads(before)
@@ -121,7 +122,7 @@ class Evaluation:
         ):
             total += self._loss(inputs, targets) * counted
             num_tokens += counted
-        table = self._of_all_ranks((total, num_tokens))
+        table = self._of_all_ranks((total, num_tokens), tuple[float, int])
         num_tokens = sum(row[1] for row in table)
         return sum(row[0] for row in table) / num_tokens, num_tokens
 
@@ -136,19 +137,20 @@ class Evaluation:
             documents = find_documents(inputs, self._eos_id, self._device, varlen=False)
         return float(self._model(inputs.to(self._device), targets.to(self._device), documents))
 
-    def _divided(self, items: Sequence[T], action: Callable[[T], R]) -> list[R]:
+    def _divided(self, items: Sequence[T], action: Callable[[T], R], kind: Any) -> list[R]:
         """The results of an action on each item, of which every rank takes the same number: a forward
-        pass of the sharded model waits for all ranks. Some items may be done twice."""
+        pass of the sharded model waits for all ranks. Some items may be done twice. kind: the type of a
+        result."""
         size = self._world_size
         rounds = range(-(-len(items) // size))
         mine = [action(items[(number * size + self._rank) % len(items)]) for number in rounds]
-        table = self._of_all_ranks(mine)
+        table = self._of_all_ranks(mine, list[kind])
         return [table[number % size][number // size] for number in range(len(items))]
 
-    def _of_all_ranks(self, value: T) -> list[T]:
+    def _of_all_ranks(self, value: T, kind: Any) -> list[T]:
         if self._world is None:
             return [value]
-        return self._world.gather_objects(value, "losses")
+        return self._world.gather_objects(value, kind, "losses")
 
 
 def _finite(loss: float) -> float | None:

@@ -171,7 +171,7 @@ def ranks() -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             line = process.cmdline()
             # torchrun names the module too, behind its own.
-            if "forge.worker" in line and "torch.distributed.run" not in line:
+            if "forge.worker" in line and line.count("-m") == 1:
                 found.append(process)
     return sorted(found, key=lambda process: process.pid)
 

@@ -85,7 +85,7 @@ def test_network_file_system_that_fails_is_unfit_and_named(monkeypatch, config, 
         (errno.EACCES, "you may not read or write there"),
         (errno.EISDIR, "a directory is where a file is expected"),
         (errno.ENAMETOOLONG, "at most 255 bytes"),
-        (errno.ELOOP, "symbolic links lead back to themselves"),
+        (errno.ELOOP, "links lead back to themselves"),
     ],
 )
 def test_file_that_cannot_be_used_is_named_with_what_is_wrong(

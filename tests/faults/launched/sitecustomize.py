@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 def _arm() -> None:
-    if "forge.worker" not in sys.orig_argv or "torch.distributed.run" in sys.orig_argv:
+    # Not torchrun, which names the module too, behind its own.
+    if "forge.worker" not in sys.orig_argv or sys.orig_argv.count("-m") > 1:
         return
     fault = json.loads(os.environ["FORGE_FAULT"])
     if int(os.environ.get("RANK", "0")) != fault["rank"]:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 
 def _arm() -> None:
-    if "forge.worker" not in sys.orig_argv or "torch.distributed.run" in sys.orig_argv:
+    # Not torchrun, which names the module too, behind its own.
+    if "forge.worker" not in sys.orig_argv or sys.orig_argv.count("-m") > 1:
         return
     from forge.core import failpoints
 

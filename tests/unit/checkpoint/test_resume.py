@@ -297,7 +297,7 @@ class Seen:
 
     patiently = together
 
-    def gather_objects(self, value, _what):
+    def gather_objects(self, value, _kind, _what):
         return [STEP if value == "" else self.digest, value]
 
 

@@ -230,6 +230,18 @@ def test_loopback_is_reached_over_lo(address):
     assert network.interface_towards(address) == "lo"
 
 
+def test_ranks_that_meet_at_the_loopback_address_listen_nowhere_else(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "IB_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(network, "infiniband_interface", lambda: "ib0")
+    keys = {"fabric.interface": "bond0", f"fabric.interfaces.{hostname()}": "em4"}
+    for machine in (load_machine(None), load_machine(None, keys)):
+        chosen = network.choose_interface(machine.fabric, "127.0.0.1")
+        assert chosen == ("lo", "all ranks are on this node")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert network.choose_interface(machine.fabric, "127.0.0.1")[0] == "eth7"
+
+
 def test_name_that_does_not_resolve_has_no_interface():
     assert network.interface_towards("no such host") is None
 

@@ -19,16 +19,11 @@ ENTRY = ["-m", "forge.worker", SPEC]
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2", "n3"), 6, "gpu", "x", True, None)
 PLACEMENT = Placement(("n1", "n2"), JOB)
 SRUN = ["srun", "--jobid=42", "--nodes=2"]
-TORCHRUN = [
-    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"),
-    "--signals-to-handle=SIGTERM,SIGUSR1,SIGINT",
-]
+MEETING = ["--nproc-per-node=4", "--rdzv-id=20260101T000000-7", "--rdzv-conf=timeout=300"]
 
 
-def line_of(keys, ranks, where):
-    return placement.launch_line(
-        load_machine(None, keys), ranks, where, Path(SPEC), master=("n1", 29500)
-    )
+def line_of(keys, ranks, where, master=("n1", 29500)):
+    return placement.launch_line(load_machine(None, keys), ranks, where, Path(SPEC), master=master)
 
 
 def test_line_of_one_process_is_as_recorded():
@@ -36,10 +31,11 @@ def test_line_of_one_process_is_as_recorded():
 
 
 def test_line_of_torchrun_on_this_host_is_as_recorded():
-    assert line_of({"launcher": "torchrun"}, WorldLayout(1, 4), Placement.here()) == [
-        *TORCHRUN,
-        "--standalone",
-        "--local-addr=127.0.0.1",
+    line = line_of({"launcher": "torchrun"}, WorldLayout(1, 4), Placement.here(), ("127.0.0.1", 0))
+    assert line == [
+        *(sys.executable, "-m", "forge.launch.torchrun", "127.0.0.1:0", "--nnodes=1"),
+        *MEETING,
+        "--signals-to-handle=SIGTERM,SIGUSR1,SIGINT",
         *ENTRY,
     ]
 
@@ -74,13 +70,24 @@ def test_line_of_torchrun_on_two_nodes_is_one_task_a_node():
         "--kill-on-bad-exit=1",
         "--overlap",
         *(sys.executable, "-m", "forge.launch.first_signal"),
-        *TORCHRUN[:-1],
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--rdzv-backend=static", "--rdzv-endpoint=n1:29500", "--nnodes=2"),
+        *MEETING,
         "--signals-to-handle=SIGHUP",
-        "--nnodes=2",
-        "--rdzv-backend=static",
-        "--rdzv-endpoint=n1:29500",
-        "--rdzv-id=20260101T000000-7",
-        "--rdzv-conf=timeout=300",
+        *ENTRY,
+    ]
+
+
+def test_torchrun_of_one_node_elsewhere_listens_there_on_the_loopback_address():
+    """Preflight tries single nodes of a job."""
+    where, master = Placement(("n2",), JOB), ("127.0.0.1", 29500)
+    line = line_of({"launcher": "torchrun"}, WorldLayout(1, 4), where, master)
+    after_srun = line[line.index(sys.executable) :]
+    assert after_srun == [
+        *(sys.executable, "-m", "forge.launch.first_signal"),
+        *(sys.executable, "-m", "forge.launch.torchrun", "127.0.0.1:29500", "--nnodes=1"),
+        *MEETING,
+        "--signals-to-handle=SIGHUP",
         *ENTRY,
     ]
 

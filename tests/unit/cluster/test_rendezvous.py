@@ -23,7 +23,7 @@ def nothing_exported(monkeypatch):
 
 @pytest.fixture(params=["here", "elsewhere"])
 def endpoint(request, monkeypatch):
-    """The function, for a first node that is this host, or one that srun reaches."""
+    """The function, for two nodes of which the first is this host, or one that srun reaches."""
     head = hostname() if request.param == "here" else "n1"
 
     def output_on(job_id, node, command):
@@ -34,7 +34,7 @@ def endpoint(request, monkeypatch):
     monkeypatch.setattr(rendezvous, "_unresolved", lambda *_: [])
 
     def ask(**keys):
-        found = rendezvous.endpoint(fabric(**keys), "42", [head], sys.executable)
+        found = rendezvous.endpoint(fabric(**keys), "42", [head, "n9"], sys.executable)
         return found[0].replace(head, "HEAD"), found[1]
 
     return ask
@@ -229,8 +229,26 @@ def test_exported_and_configured_addresses_win_over_slurms(find, monkeypatch):
     assert own[0] == "10.0.0.8"
 
 
-def test_this_host_alone_resolves_its_name_itself(monkeypatch):
-    monkeypatch.setattr(rendezvous, "resolves", lambda name: name != hostname())
-    monkeypatch.setattr(slurm, "run", lambda *_, **__: (SHOWN.format("10.78.0.11"), ""))
-    assert rendezvous.endpoint(fabric(), "42", [hostname()], sys.executable)[0] == "10.78.0.11"
-    assert not rendezvous._unresolved("42", [hostname()], "localhost")
+# --- a single node --------------------------------------------------------------------------------
+
+
+def test_ranks_of_one_node_meet_at_the_loopback_address_unless_another_was_asked_for(
+    monkeypatch, capsys
+):
+    def alone(**keys):
+        return rendezvous.endpoint(fabric(**keys), "", [hostname()], sys.executable)
+
+    monkeypatch.setattr(slurm, "run", lambda *_, **__: pytest.fail("Slurm was asked"))
+    assert alone()[0] == "127.0.0.1"
+    assert alone(master_addr="localhost")[0] == "localhost"
+    monkeypatch.setenv("MASTER_ADDR", "0.0.0.0")
+    assert alone()[0] == "0.0.0.0"
+    assert "MASTER_ADDR=0.0.0.0 (Forge would use 127.0.0.1)" in capsys.readouterr().err
+
+
+def test_host_or_port_may_be_asked_for(monkeypatch):
+    assert not rendezvous.is_asked_for(fabric())
+    assert rendezvous.is_asked_for(fabric(master_addr="n1"))
+    assert rendezvous.is_asked_for(fabric(master_port="15000-20000"))
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert rendezvous.is_asked_for(fabric())

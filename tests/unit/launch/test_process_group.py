@@ -1,10 +1,14 @@
 """Against a slow disk that looks like a hang, and a lost peer that nobody knows the moment of."""
 
+import pickle
 import time
+from math import inf, isnan, nan
 
 import pytest
 import torch.distributed as dist
 
+from forge.checkpoint.manifest import StoredFile
+from forge.core.errors import UnfitError
 from forge.core.machine import Machine
 from forge.launch import process_group
 from forge.launch.process_group import Background, PeerFailed, joined, named
@@ -53,3 +57,41 @@ def test_loss_of_a_peer_tells_what_the_rank_did():
     ):
         raise dist.DistNetworkError("gone")
     assert (caught.value.activity.phase, caught.value.activity.waits) == ("losses of step 8", True)
+
+
+# --- values of all ranks --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ("step-00000010", str),
+        ([], list[str]),
+        (["a.distcp is truncated", "ä"], list[str]),
+        ([0.1, 1e-300, inf, 2.0], list[float]),
+        ((0.1, 2**60), tuple[float, int]),
+        ([[1, 2], []], list[list[int]]),
+        ({"__0_0.distcp": StoredFile(bytes=2**40, digest="ab")}, dict[str, StoredFile]),
+        ({"pairs": [[1, 0.5]], "gpu": None, "loss": inf}, dict[str, object]),
+    ],
+)
+def test_values_of_ranks_arrive_as_they_were_sent(world, value, kind):
+    assert world.gather_objects(value, kind, "values") == [value]
+
+
+def test_loss_that_is_no_number_arrives_as_such(world):
+    [[loss]] = world.gather_objects([nan], list[float], "losses")
+    assert isnan(loss)
+
+
+def test_ranks_unpickle_nothing_of_each_other(world, monkeypatch):
+    monkeypatch.setattr(pickle, "loads", lambda _: pytest.fail("a pickle was read"))
+    monkeypatch.setattr(dist.distributed_c10d, "_unpickler", pickle.loads)
+    world.gather_objects({"a": 1}, dict[str, int], "values")
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+def test_value_of_another_type_names_the_collective(world):
+    with pytest.raises(UnfitError, match="damage: a rank sent no") as caught:
+        world.gather_objects("all of it", list[str], "damage")
+    assert "same version on all nodes" in caught.value.fix

@@ -23,12 +23,17 @@ INSTEAD = {
     "torch._C._distributed_c10d._dump_fr_trace": "flight_record: the record under its new name; without"
     " one, remove flight_record and dump_collectives",
     "torch.distributed._shard._utils.narrow_tensor_by_index": "SafeReader: torch.narrow",
+    "torch.distributed.distributed_c10d._unpickler": "unpickle_objects_with: the class that"
+    " _tensor_to_object calls; without one, collectives that DCP and test_plan_pickles.py can use without"
+    " pickles",
     "torch.distributed.checkpoint._state_dict_stager.StateDictStager": "Stager of checkpoint/storage.py:"
     " torch.distributed.checkpoint.staging.DefaultStager, once torch 2.11 is not supported any more",
     "torch.distributed.checkpoint.filesystem._split_by_size_and_type": "TensorWriter: give each tensor,"
     " the largest first, to the file that is the smallest so far",
     "torch.distributed.checkpoint.filesystem._StorageInfo": "TensorWriter and SafeReader: the place of"
     " a tensor in its file. pickled_index.py: let it read the old name and the new one",
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": "PlanUnpickler: the enum of"
+    " memory formats in what DCP sends between ranks",
 }
 
 
