@@ -36,8 +36,8 @@ ENDED = (
     *("PREEMPTED", "REVOKED", "TIMEOUT"),
 )
 
-# Variables with which a user sets defaults of Slurm's commands: they would hide jobs from a query, or from
-# scancel, and change its output.
+# Variables with which a user sets defaults of Slurm's commands: they would hide jobs from a query, or
+# from scancel, and change its output.
 FILTERS = ("SQUEUE_", "SACCT_", "SCONTROL_", "SINFO_", "SCANCEL_", "SBCAST_", "SLURM_TIME_FORMAT")
 
 # Variables that srun inherits; the others describe the batch step and would act as options.
