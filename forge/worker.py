@@ -40,7 +40,7 @@ def main(spec_path: str) -> int:
     paths = RunPaths(Path(spec.run))
     stop = StopFlag().install()
     launcher = spec.launcher
-    if launcher.is_here and not launcher.is_alive():
+    if launcher.life() == "gone":
         return 1  # the launcher died before stop_with_parent took effect
     try:
         rank = this_rank(spec.layout.world_size, spec.ranks_per_node)

@@ -16,10 +16,11 @@ from forge.checkpoint.sealed import (
     signature,
 )
 from forge.core import events
-from forge.core.errors import ForgeError
+from forge.core.errors import ForgeError, UnfitError
 from forge.core.terminal import say
 
 SCAN_SEC = 1.0
+SEAL_SEC = 3600.0  # the digests of a checkpoint of 1 TiB at 300 MB/s
 
 
 @dataclass
@@ -86,10 +87,18 @@ class Sealer:
 
     def finish(self, *, orderly: bool) -> None:
         """After the last rank has exited. orderly: all of them by themselves with 0, so that whatever is
-        complete may be sealed at once."""
+        complete may be sealed at once. Raises UnfitError when the checkpoints cannot be read in SEAL_SEC.
+        """
         self._ended.set()
         if self._thread:
-            self._thread.join()
+            self._thread.join(SEAL_SEC)
+            if self._thread.is_alive():
+                raise UnfitError(
+                    f"sealing a checkpoint in {self.checkpoints.paths.root} has not ended"
+                    f" {SEAL_SEC / 60:.0f} minutes after the program",
+                    cause="the file system of the checkpoints does not answer, or is very slow",
+                    fix="try: ls there; rerun the command when it answers: it seals what is complete",
+                )
         self._scan(orderly=orderly)
 
     def _run(self) -> None:

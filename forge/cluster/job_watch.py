@@ -46,6 +46,8 @@ ENDS = {
 }
 # In errors of sbatch and sacctmgr while a daemon is down. Not "timed out": the job may be in the queue.
 AWAY = (slurm.CONTROLLER_AWAY, "Connection refused")
+# For a request of an sbatch that was killed to reach the controller.
+ON_ITS_WAY_SEC = 2.0
 # Slurm may requeue jobs in these states, so that they count as ended when seen twice.
 PASSING = ("NODE_FAIL", "PREEMPTED")
 
@@ -55,6 +57,7 @@ def install(executor: Any, runs: Iterable[str]) -> None:
     runs in squeue. Called once, before the first job is submitted."""
     # The plugin gives all jobs of a Snakemake one name, and asks for them by it.
     executor.run_uuid = f"{'-'.join(runs)[:MAX_NAME]}_{executor.run_uuid}"
+    slurm.forget_filters()  # for the plugin's commands: a job that squeue hides would count as ended
     watch = JobWatch(executor)
     executor.run_job = watch.submit
     executor._report_job_error_threadsafe = watch.note_refusal
@@ -80,7 +83,10 @@ class JobWatch:
         self._silent_since: float | None = None  # on the monotonic clock
 
     def submit(self, job: Any) -> None:
-        """Submit a job; retry while Slurm is down, for SILENCE_SEC at most."""
+        """Submit a job; retry while Slurm is down, for SILENCE_SEC at most. Nothing after `cancel`; a job
+        that sbatch was submitting then is cancelled."""
+        if self._cancelled:
+            return
         # Outputs of an earlier job must not count as success of this one.
         self._before[id(job)] = _stamps(job)
         end = time.monotonic() + SILENCE_SEC
@@ -88,10 +94,13 @@ class JobWatch:
             is_away = any(sign in trouble for sign in AWAY) and time.monotonic() < end
             if self._cancelled or not is_away:
                 self._refuse(job, trouble)
-                return
+                break
             self._tell("sbatch", "away", f"{_name(job)} waits until Slurm takes new jobs")
             time.sleep(POLL_SEC)
-        self._told.pop("sbatch", None)
+        else:
+            self._told.pop("sbatch", None)
+        if self._cancelled:
+            self._cancel_by_name(again=bool(trouble))
 
     def _try_to_submit(self, job: Any) -> str:
         """Submit the job. Returns the error, or ""."""
@@ -113,9 +122,28 @@ class JobWatch:
         self._fail(job, f"{_name(job)} could not be submitted: {why}")
 
     def cancel(self, active: Sequence[Any]) -> None:
-        """Cancel these jobs, and those that Snakemake has in no list during a check."""
+        """Cancel these jobs, those that Snakemake has in no list during a check, and those that sbatch
+        has not reported yet. What it submits after this is cancelled by `submit`."""
         self._cancelled = True
-        self._cancel([*active, *self._asked_without(active)])
+        try:
+            self._cancel([*active, *self._asked_without(active)])
+        finally:
+            self._cancel_by_name()
+
+    def _cancel_by_name(self, *, again: bool = False) -> None:
+        """Cancel all jobs of this command. again: once more after a moment, since Ctrl-C in a terminal
+        also ends sbatch, whose request may still be on its way."""
+        name = self._executor.run_uuid
+        try:
+            slurm.cancel_named(name)
+            if again:
+                time.sleep(ON_ITS_WAY_SEC)
+                slurm.cancel_named(name)
+        except (slurm.SlurmSilent, slurm.Refused) as err:
+            self._executor.logger.error(
+                f"a job of this command may have stayed in Slurm's queue ({err}): when Slurm answers,"
+                f" scancel --name={name}"
+            )
 
     async def sleep(self) -> None:
         """Pause between two checks; ends at once when the executor shuts down."""
@@ -197,9 +225,15 @@ class JobWatch:
         if self._left_outputs(info.job):
             self._executor.report_job_success(info)
             return False
-        state = slurm.accounted_state(info.external_jobid, timeout_sec=SACCT_SEC)
-        if self._has_ended(info, state.split(" ")[0], ""):
+        state = slurm.accounted_state(info.external_jobid, timeout_sec=SACCT_SEC).partition(" ")[0]
+        if self._has_ended(info, state, ""):
             return False
+        if state and state not in slurm.ENDED and time.monotonic() - since < SILENCE_SEC:
+            words = f"is {state} in Slurm's accounting, but squeue does not list it; waiting for its end"
+            self._tell(
+                info.external_jobid, state, f"{_name(info.job, info.external_jobid)} {words}"
+            )
+            return True
         # Files of other nodes may become visible late.
         if time.monotonic() - since < self._executor.workflow.execution_settings.latency_wait:
             return True

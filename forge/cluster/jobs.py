@@ -34,7 +34,7 @@ class QueuedJob:
     @property
     def is_living(self) -> bool:
         """Whether its processes may still run."""
-        return self.state in slurm.LIVING
+        return slurm.is_living(self.state)
 
     @property
     def is_waiting(self) -> bool:

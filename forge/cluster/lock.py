@@ -13,7 +13,7 @@ from typing import Literal
 from forge.cluster import slurm
 from forge.core.errors import DataError, ForgeError, OtherFormat, UnfitError
 from forge.core.files import disk_trouble, short_id
-from forge.core.process import Process, hostname
+from forge.core.process import INITIAL_NAMESPACE, Process, hostname
 from forge.core.records import Lock
 from forge.core.terminal import say
 
@@ -27,13 +27,17 @@ def lock(folder: Path, command: str, *, name: str = LOCK) -> Iterator[None]:
     """Hold the right to write `folder`; UnfitError names a living holder, a dead one is replaced.
 
     Made with link(2) and rename(2), which are atomic on NFS too, unlike flock. A holder on another
-    host is judged by its Slurm job: whether that runs, and in which restart. Raises OtherFormat for the
-    lock of another version of Forge.
+    host, or in another pid namespace, is judged by its Slurm job: whether that runs, and in which
+    restart; without one it counts as living. Raises OtherFormat for the lock of another version of Forge.
     """
     path = folder / name
     job = slurm.this_job()
-    restart = job.restarts if job else 0
-    mine = Lock(**Process.current().to_json(), command=command, restart=restart)
+    mine = Lock(
+        **Process.current().to_json(),
+        cluster=slurm.this_cluster(),
+        command=command,
+        restart=job.restarts if job else 0,
+    )
     _acquire(path, mine)
     try:
         yield
@@ -52,10 +56,10 @@ def check_held(folder: Path, writer: Process) -> None:
     """UnfitError when `writer` does not hold the folder any more: whoever has taken
     over writes there now, or has ended, and must not find its files changed.
 
-    A successor on this very host is no danger: it sees our processes, and waits for them.
+    A successor that sees our processes is no danger: it waits for them.
     """
     held = holder(folder)
-    if writer.is_here and (not held or held.host == writer.host):
+    if writer.is_here and (not held or held.process.is_here):
         return
     if not held or held.process != writer:
         now = f"held by {_who(held)} now" if held else "no longer held by the command that began"
@@ -137,30 +141,66 @@ def _read(path: Path) -> Lock | Literal["corrupt"] | None:
 def _refuse_living(path: Path, held: Lock | Literal["corrupt"]) -> None:
     if not isinstance(held, Lock):
         return
-    process = held.process
-    if process.is_here and not process.is_alive():
+    life = held.process.life()
+    if life == "gone" or (life == "unknown" and _job_has_ended(path, held)):
         return
-    if process.is_here:
+    if life == "alive":
+        stop = f"kill {held.pid}" if held.process.is_here else "kill it inside of its container"
         raise UnfitError(
             f"{path.parent} is being written by {_who(held)}",
             cause="the same command was given twice",
-            fix=f"wait for it, or stop it with: kill {held.pid}",
+            fix=f"wait for it, or stop it with: {stop}",
         )
-    if held.slurm_job and slurm.is_here():
-        with contextlib.suppress(slurm.SlurmSilent):
-            _refuse_living_job(path, held, held.slurm_job)
-            return
     raise UnfitError(
         f"{path.parent} is being written by {_who(held)}, which {hostname()} cannot ask",
-        cause="it was started on another host and is running there, or died there",
-        fix=f"if nothing of it runs on {held.host} any more: rm {path}",
+        cause=_why_unknown(held),
+        fix=f"if nothing of it runs on {held.host} any more, which {_look(held)} shows there: rm {path}",
     )
 
 
-def _refuse_living_job(path: Path, held: Lock, job_id: str) -> None:
-    job = slurm.show_job(job_id)
-    if job is None or job.restarts > held.restart:
-        return  # ended, or restarted since: that start of it is dead
+def _why_unknown(held: Lock) -> str:
+    if held.host != hostname():
+        return "it was started on another host and is running there, or died there"
+    if held.boot_id == Process.current().boot_id:
+        return (
+            "it was started in another container of this host and is running there, or died there"
+        )
+    return "it runs on another machine of this name, or ran here before this one was started again"
+
+
+def _look(held: Lock) -> str:
+    if held.pid_namespace == INITIAL_NAMESPACE:
+        return f"`ps -p {held.pid}`"
+    return f"`lsns -t pid` (as root, by pid namespace {held.pid_namespace})"
+
+
+def _job_has_ended(path: Path, held: Lock) -> bool:
+    """Whether Slurm says that this start of the holder's job is over; False where it cannot be asked.
+    Raises UnfitError for a job that runs."""
+    if not held.slurm_job or not held.cluster or not slurm.is_here():
+        return False
+    with contextlib.suppress(slurm.SlurmSilent):
+        if held.cluster != slurm.cluster_name():
+            return False
+        job = slurm.show_job(held.slurm_job)
+        if job is None:
+            # A job that this user may not see is as unknown to Slurm as one that ended.
+            return _is_own(path) or not slurm.hides_jobs()
+        _refuse_living_job(path, held, job)
+        return True
+    return False
+
+
+def _is_own(path: Path) -> bool:
+    """Whether this user made the lock, which may have been given back meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_uid == os.getuid()
+    return True
+
+
+def _refuse_living_job(path: Path, held: Lock, job: slurm.Job) -> None:
+    if job.restarts > held.restart:
+        return  # restarted since: that start of it is dead
     if job.is_living or (job.is_waiting and job.id != slurm.this_job_id()):
         raise UnfitError(
             f"{path.parent} is being written by {_who(held)}: job {job.id} is {job.state}",
@@ -171,5 +211,8 @@ def _refuse_living_job(path: Path, held: Lock, job_id: str) -> None:
 
 def _who(held: Lock) -> str:
     job = f", Slurm job {held.slurm_job}" if held.slurm_job else ""
+    cluster = f" of cluster {held.cluster}" if job and held.cluster else ""
+    elsewhere = held.host == hostname() and not held.process.is_here
+    space = f" of pid namespace {held.pid_namespace}" if elsewhere else ""
     command = held.command if held.command == "snakemake" else f"forge {held.command}"
-    return f"`{command}` (pid {held.pid} on {held.host}{job})"
+    return f"`{command}` (pid {held.pid}{space} on {held.host}{job}{cluster})"

@@ -237,7 +237,7 @@ class _Member:
     def release(self) -> None:
         """Kill the process if it still runs, and close its files."""
         self._process.kill()
-        self._process.wait()
+        self.has_ended(END_SEC)  # not for ever: it may wait in the kernel, for a file system
         self.responses.close()
         self._errors.close()
 

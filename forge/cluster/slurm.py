@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -18,12 +19,26 @@ from forge.core.errors import UnfitError
 # slurmctld may be restarting: commands are repeated for this long.
 PATIENCE_SEC = 60.0
 ASK_SEC = 20.0
+CANCEL_SEC = 10.0  # a person who has pressed Ctrl-C waits
 
 CONTROLLER_AWAY = "Unable to contact"  # "Unable to contact slurm controller (connect failure)"
 
-# Job states in which its processes may still run (man squeue, JOB STATE CODES).
-LIVING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING", "SIGNALING", "STAGE_OUT")
+# All job states (man squeue, JOB STATE CODES). Slurm shows a flag, such as SIGNALING, in place of the
+# state that it belongs to, and COMPLETING before all others (job_state_string in slurm_protocol_defs.c).
+# Nothing has ended the job: its nodes boot (CONFIGURING), its size changes (RESIZING), a signal is on its
+# way to a node (SIGNALING, which lasts where a node is dead), or it is stopped for a while.
+RUNNING = ("RUNNING", "CONFIGURING", "RESIZING", "SIGNALING", "STOPPED", "SUSPENDED")
+# Ended, cancelled or requeued, and its processes may still run; or its files are still copied.
+ENDING = ("COMPLETING", "STAGE_OUT")
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+ENDED = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "REVOKED", "TIMEOUT"),
+)
+
+# Variables with which a user sets defaults of Slurm's commands: they would hide jobs from a query, or
+# from scancel, and change its output.
+FILTERS = ("SQUEUE_", "SACCT_", "SCONTROL_", "SINFO_", "SCANCEL_", "SBCAST_", "SLURM_TIME_FORMAT")
 
 # Variables that srun inherits; the others describe the batch step and would act as options.
 KEPT = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CLUSTER_NAME", "SLURM_TMPDIR")
@@ -54,12 +69,21 @@ class Job:
 
     @property
     def is_living(self) -> bool:
-        """Whether its processes may still run."""
-        return self.state in LIVING
+        """Whether its processes may still run; also in a state that only a later Slurm has."""
+        return is_living(self.state)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether nothing has ended the job: a cancelled one is COMPLETING at once."""
+        return self.state in RUNNING
 
     @property
     def is_waiting(self) -> bool:
         return self.state in WAITING
+
+
+def is_living(state: str) -> bool:
+    return state not in (*WAITING, *ENDED)
 
 
 def is_here() -> bool:
@@ -70,6 +94,34 @@ def is_here() -> bool:
 def this_job_id() -> str | None:
     """The id of the Slurm job of this process, or None."""
     return os.environ.get("SLURM_JOB_ID") or None
+
+
+@functools.cache
+def cluster_name(*, patience_sec: float | None = None, timeout_sec: float = ASK_SEC) -> str:
+    """ClusterName of slurm.conf: ids of jobs repeat between clusters. Raises SlurmSilent, as `ask`."""
+    return _setting("ClusterName", patience_sec, timeout_sec)
+
+
+def this_cluster() -> str | None:
+    """The cluster of the job of this process; None outside of Slurm. Raises SlurmSilent."""
+    if this_job_id() is None:
+        return None
+    return cluster_name() if is_here() else os.environ.get("SLURM_CLUSTER_NAME")
+
+
+def hides_jobs() -> bool:
+    """Whether users see their own jobs only. Raises SlurmSilent, as `ask`."""
+    return "jobs" in _setting("PrivateData").split(",")
+
+
+def _setting(name: str, patience_sec: float | None = None, timeout_sec: float = ASK_SEC) -> str:
+    line = ("scontrol", "show", "config")
+    try:
+        text = ask(*line, patience_sec=patience_sec, timeout_sec=timeout_sec)
+    except Refused as err:
+        raise silent(str(err)) from None
+    found = re.search(rf"^{name}\s*=\s*(\S+)", text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def show_job(
@@ -193,10 +245,20 @@ def srun(
     ]
 
 
-def environment() -> dict[str, str]:
-    """The environment for a Slurm command: without variables that describe another step."""
-    dropped = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_")
+def environment(*, submits: bool = False) -> dict[str, str]:
+    """The environment for a Slurm command: without variables that describe another step, or filter.
+
+    submits: with those that the user has set for sbatch, as the executor's own sbatch sees them.
+    """
+    dropped = ("SLURM_", "SRUN_", "SALLOC_", *FILTERS, *(() if submits else ("SBATCH_",)))
     return {k: v for k, v in os.environ.items() if k in KEPT or not k.startswith(dropped)}
+
+
+def forget_filters() -> None:
+    """Remove FILTERS from the environment of this process, for the Slurm commands that another package
+    starts."""
+    for name in [name for name in os.environ if name.startswith(FILTERS)]:
+        del os.environ[name]
 
 
 # What a rank needs of the shell's variables, or may be configured by.
@@ -222,8 +284,8 @@ def exported(environ: Mapping[str, str], wanted: str | Sequence[str]) -> dict[st
     return {name: value for name, value in environ.items() if is_wanted(name)}
 
 
-def run(command: Sequence[str], *, timeout_sec: float) -> tuple[str, str]:
-    """Output of a Slurm command, and its error ("" on success)."""
+def run(command: Sequence[str], *, timeout_sec: float, submits: bool = False) -> tuple[str, str]:
+    """Output of a Slurm command, and its error ("" on success). submits: as for `environment`."""
     try:
         done = subprocess.run(
             command,
@@ -232,7 +294,7 @@ def run(command: Sequence[str], *, timeout_sec: float) -> tuple[str, str]:
             capture_output=True,
             text=True,
             timeout=timeout_sec,
-            env={**environment(), "SLURM_TIME_FORMAT": "standard"},
+            env={**environment(submits=submits), "SLURM_TIME_FORMAT": "standard"},
         )
     except subprocess.TimeoutExpired:
         return "", f"no answer within {timeout_sec:g} s"
@@ -274,6 +336,11 @@ def cancel_step(job_id: str, name: str) -> None:
                 ask("scancel", "--signal=KILL", step)
 
 
+def cancel_named(name: str) -> None:
+    """Cancel this user's jobs of this name. Raises SlurmSilent and Refused, as `ask`."""
+    ask("scancel", f"--name={name}", f"--user={os.getuid()}", patience_sec=CANCEL_SEC)
+
+
 def accounted_state(job_id: str, *, timeout_sec: float) -> str:
     """The job's state in Slurm's accounting, such as `CANCELLED by 1000` (a uid); "" when accounting
     does not respond or does not have the job."""
@@ -291,9 +358,21 @@ def _accounted(job_id: str, fields: str, timeout_sec: float) -> str:
     return lines[-1].strip() if lines else ""
 
 
-def requeue(job_id: str) -> str:
-    """Requeue the job; "" or why Slurm refused."""
-    return _refusal("scontrol", "requeue", job_id)
+def requeue(job_id: str, restarts: int) -> str:
+    """Requeue the job, unless it has ended or was cancelled; "" or why it was not requeued.
+
+    restarts: of this start. Slurm's controller itself looks whether the job still runs (`incomplete`): a
+    plain `requeue` starts a job again that was cancelled a moment before. It says nothing where it does
+    not requeue one, so that the job is read again.
+    """
+    refusal = _refusal("scontrol", "requeue", "incomplete", job_id)
+    for _ in range(2):  # Slurm is ending the job, and may end these commands with it
+        with contextlib.suppress(SlurmSilent):
+            now = show_job(job_id)
+            if now and (now.restarts > restarts or now.is_waiting):
+                return ""
+            return refusal or f"it is {now.state if now else 'gone'}: it was cancelled meanwhile"
+    return refusal
 
 
 def exclude(job_id: str, names: Sequence[str]) -> str:

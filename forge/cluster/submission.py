@@ -261,7 +261,7 @@ def _ask_sbatch(
     """ConfigError for a request that sbatch would always refuse. Only the executor would see that error
     for a group of rules."""
     line = ["sbatch", "--test-only", *request.options, "--wrap=true"]
-    _, trouble = slurm.run(line, timeout_sec=TEST_SEC)
+    _, trouble = slurm.run(line, timeout_sec=TEST_SEC, submits=True)
     if not trouble or slurm.is_silence(trouble):
         return
     if reason := _passing_reason(trouble, request, known):

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import hashlib
 import os
+import re
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+INITIAL_NAMESPACE = 0xEFFFFFFC  # of pids, which contains all others: PROC_PID_INIT_INO of Linux
+
+Life = Literal["alive", "gone", "unknown"]
 
 
 def hostname() -> str:
@@ -37,12 +42,14 @@ class Process:
     """The identity of a process, which differs from that of any other process with the same pid.
 
     Made of the kernel's boot id and ticks: the wall clock may jump, and with it the boot time in
-    /proc/stat.
+    /proc/stat. Containers of one host, and hosts of two clusters, may have the same name.
     """
 
     host: str
-    pid: int
+    pid: int  # in its pid namespace
+    pid_namespace: int  # inode of /proc/PID/ns/pid; two of one boot that exist at a time differ
     boot_id: str  # random, new at each boot
+    machine_id: str  # of the installation, also after a reboot; "" where it has none
     start_ticks: int  # from boot to its start, in clock ticks
     slurm_job: str | None = None
 
@@ -56,7 +63,15 @@ class Process:
         found = _state_and_start(pid)
         if found is None:
             raise ProcessLookupError(f"no process {pid} on {hostname()}")
-        return cls(hostname(), pid, _boot_id(), found[1], os.environ.get("SLURM_JOB_ID"))
+        return cls(
+            host=hostname(),
+            pid=pid,
+            pid_namespace=_pid_namespace("self"),
+            boot_id=_boot_id(),
+            machine_id=_machine_id(),
+            start_ticks=found[1],
+            slurm_job=os.environ.get("SLURM_JOB_ID"),
+        )
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Process:
@@ -68,21 +83,71 @@ class Process:
 
     @property
     def is_here(self) -> bool:
-        return self.host == hostname()
+        """Whether it belongs to this host, boot and pid namespace, where its pid means the process."""
+        here = (hostname(), _boot_id(), _pid_namespace("self"))
+        return (self.host, self.boot_id, self.pid_namespace) == here
 
-    def is_alive(self) -> bool:
-        """Whether the process still runs on this host; not a zombie, or another one with its pid."""
+    def life(self) -> Life:
+        """Whether the process still runs; not a zombie, or another one with its pid.
+
+        `unknown` where this process cannot tell: the other is of another host, or in a pid namespace (a
+        container) that is not part of this one.
+        """
+        if self.host != hostname():
+            return "unknown"
         if self.boot_id != _boot_id():
-            return False
+            return "gone" if self._ended_with_its_boot() else "unknown"
+        if self.is_here:
+            return "alive" if self._runs_here() else "gone"
+        if _pid_namespace("self") == INITIAL_NAMESPACE and _sees_all():
+            return "alive" if any(map(self._may_be, Path("/proc").glob("[0-9]*"))) else "gone"
+        return "unknown"
+
+    def _ended_with_its_boot(self) -> bool:
+        """Whether this host has rebooted since; another one may have the same name. A job is judged by
+        Slurm: nodes of two clusters may be copies of one installation."""
+        return not self.slurm_job and self.machine_id != "" and self.machine_id == _machine_id()
+
+    def _runs_here(self) -> bool:
         found = _state_and_start(self.pid)
         if found is None:
             return _is_hidden(self.pid)
         state, start_ticks = found
         return state not in "ZX" and start_ticks == self.start_ticks
 
+    def _may_be(self, proc: Path) -> bool:
+        """Whether the process of this directory, /proc/NUMBER, may be this one, as seen from outside of
+        its pid namespace. Which namespace another user's process is in may not be readable."""
+        with suppress(FileNotFoundError, ProcessLookupError):
+            pids = re.search(r"^NSpid:(.*)$", (proc / "status").read_text(), re.MULTILINE)
+            inner = pids[1].split()[1:] if pids else []  # behind the pid in this namespace
+            if not inner or int(inner[-1]) != self.pid:
+                return False
+            with suppress(PermissionError):
+                return _pid_namespace(proc.name) == self.pid_namespace
+            return True
+        return False
+
 
 def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _machine_id() -> str:
+    """A digest of /etc/machine-id, which itself is to stay on its machine (man 5 machine-id)."""
+    with suppress(OSError):
+        if found := Path("/etc/machine-id").read_text().strip():
+            return hashlib.sha256(f"forge {found}".encode()).hexdigest()[:16]
+    return ""
+
+
+def _pid_namespace(pid: str) -> int:
+    return Path(f"/proc/{pid}/ns/pid").stat().st_ino
+
+
+def _sees_all() -> bool:
+    """Whether /proc shows the processes of other users, too (mount option hidepid)."""
+    return os.access("/proc/1/status", os.R_OK)
 
 
 def _state_and_start(pid: int) -> tuple[str, int] | None:

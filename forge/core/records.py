@@ -74,20 +74,25 @@ def content(path: Path, expected: int, fix: str) -> dict[str, Any]:
 class Lock(Record):
     """.lock: the process that may write a directory, known as `Process` knows it."""
 
+    FORMAT = 2
     FIX = "see that no command of that version works there any more, then remove the file"
 
     host: str
     pid: int
+    pid_namespace: int
     boot_id: str
+    machine_id: str
     start_ticks: int
     slurm_job: str | None
     command: str
     restart: int
     """How often Slurm had restarted the job."""
+    cluster: str | None = None
+    """Slurm's name of the cluster of the job: ids of jobs repeat between clusters."""
 
     @property
     def process(self) -> Process:
-        return Process(self.host, self.pid, self.boot_id, self.start_ticks, self.slurm_job)
+        return Process.from_json(self.model_dump())
 
 
 class Damage(Record):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from forge.core.config import Config, ResolvedConfig
-from forge.core.errors import ConfigError, DataError
+from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.files import (
     atomic_open,
     digest_bytes,
@@ -370,6 +370,7 @@ def _fetch(config: Config) -> _Source:
 
 # --- offline test -------------------------------------------------------------------------------
 
+OFFLINE_SEC = 300.0  # two seconds of work; imports from a cold file system may take minutes
 PROBE = 'def naïve(x):\n\treturn "Grüße, 世界 🙂"  # 2 + 2\n'
 
 # As on compute nodes: without network or cache, and with the tokenizers library only.
@@ -387,10 +388,20 @@ print(json.dumps({"num_ids": len(ids), "text": text, "eos_id": tokenizer.token_t
 
 
 def _test_offline(path: Path, eos_token: str, eos_id: int) -> None:
-    """Load, encode and decode in a fresh, offline process. DataError where that fails."""
+    """Load, encode and decode in a fresh, offline process. DataError where that fails, UnfitError where
+    it hangs."""
     ask = json.dumps({"path": str(path), "probe": PROBE, "eos": eos_token})
     command = [sys.executable, "-c", _OFFLINE_TEST]
-    done = subprocess.run(command, input=ask, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command, input=ask, capture_output=True, text=True, check=False, timeout=OFFLINE_SEC
+        )
+    except subprocess.TimeoutExpired:
+        raise UnfitError(
+            f"the test of {path} in a fresh, offline process has not ended after {OFFLINE_SEC:g} s",
+            cause="the file system of the Python packages hangs, or this tokenizer does on a short text",
+            fix="run the command again; if it takes that long again, choose another tokenizer",
+        ) from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise DataError(

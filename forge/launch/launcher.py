@@ -14,6 +14,8 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+import psutil
+
 from forge.cluster import network, rendezvous, slurm
 from forge.cluster.placement import Placement, WorldLayout, launch_line
 from forge.core import events
@@ -42,6 +44,9 @@ MAX_RESTARTS_AFTER_LOSS = 2
 # srun waits for a lost node until Slurm notices, which may take minutes. After the record of a failed
 # rank, the other ranks get this long to write theirs.
 AFTER_FAILURE_SEC = 10.0
+
+# After SIGKILL, only a process stays that waits in the kernel, for a file system or a device.
+KILL_SEC = 30.0
 
 POLL_SEC = 0.05
 
@@ -110,7 +115,8 @@ def run_ranks(
             return replace(record, status="stopped", code=Exit.STOPPED, cause=cause)
         return record
     finally:
-        shutil.rmtree(spec.directory, ignore_errors=True)
+        if not _living(spec.directory):  # else the next command has to wait for them
+            shutil.rmtree(spec.directory, ignore_errors=True)
 
 
 def _launch_id() -> str:
@@ -242,8 +248,12 @@ def register(spec: LaunchSpec, name: str, pid: int) -> None:
 
 
 def _living(folder: Path) -> list[Process]:
+    return [process for process in _registered(folder) if process.life() == "alive"]
+
+
+def _registered(folder: Path) -> list[Process]:
     found = [_process(path) for path in sorted(folder.glob("*.pid"))]
-    return [process for process in found if process and process.is_here and process.is_alive()]
+    return [process for process in found if process]
 
 
 def _process(path: Path) -> Process | None:
@@ -261,12 +271,39 @@ def _wait_until_gone(folder: Path, timeout_sec: float) -> list[Process]:
 
 
 def _kill_all(spec: LaunchSpec, child: subprocess.Popen[bytes]) -> None:
-    if spec.job and child.poll() is None:
-        slurm.cancel_step(spec.job, spec.launch)  # a task survives when its srun is killed
+    """SIGKILL for what still runs of this launch on this host. Raises UnfitError for processes that have
+    not ended after KILL_SEC."""
+    if child.poll() is None:
+        if spec.job:
+            slurm.cancel_step(spec.job, spec.launch)  # a task survives when its srun is killed
+        _kill_family(child.pid)  # the directory with the pids of the ranks may be gone
     for process in _living(spec.directory):
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-    child.wait()
+        if process.is_here:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+    end = time.monotonic() + KILL_SEC
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(KILL_SEC)
+    left = {process.pid for process in _wait_until_gone(spec.directory, end - time.monotonic())}
+    if child.poll() is None:
+        left.add(child.pid)
+    if left:
+        pids = " ".join(map(str, sorted(left)))
+        raise UnfitError(
+            f"processes of this launch have not ended {KILL_SEC:g} s after kill -9: pid {pids}",
+            cause="they wait in the kernel, for a file system or a GPU that does not answer",
+            fix=f"see what they wait for: ps -o pid,stat,wchan,args -p {pids.replace(' ', ',')}\n"
+            f"         if that stays, restart {hostname()}, or leave it out (slurm.exclude)",
+        )
+
+
+def _kill_family(pid: int) -> None:
+    """SIGKILL for a process and all its descendants, which may have sessions of their own."""
+    with suppress(psutil.NoSuchProcess):
+        first = psutil.Process(pid)
+        for process in (first, *first.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                process.kill()
 
 
 def wait_for_orphans(paths: RunPaths) -> None:
@@ -283,9 +320,33 @@ def wait_for_orphans(paths: RunPaths) -> None:
             raise UnfitError(
                 f"processes of an earlier launch still write to {paths.root}: pid {pids}",
                 cause="they are stuck in a collective or in a slow file system",
-                fix=f"wait, or kill them: kill -9 {pids}",
+                fix=f"wait, or kill them: kill -9 {pids}"
+                + " (in their container)" * any(not process.is_here for process in living),
             )
+        _refuse_hidden(folder, paths)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _refuse_hidden(folder: Path, paths: RunPaths) -> None:
+    """UnfitError for ranks in another container of this host, which this process cannot see. Those of a
+    Slurm job ended with it, which the lock has asked for; those of other hosts commit under the lock of
+    their own launcher only."""
+    here = Process.current()
+    hidden = [
+        process
+        for process in _registered(folder)
+        if process.life() == "unknown" and process.boot_id == here.boot_id and not process.slurm_job
+    ]
+    if hidden:
+        where = ", ".join(
+            f"pid {process.pid} of pid namespace {process.pid_namespace}" for process in hidden
+        )
+        raise UnfitError(
+            f"processes of an earlier launch may still write to {paths.root}: {where} on {hostname()}",
+            cause="they were started in another container, which is not visible from here",
+            fix="if `lsns -t pid` (as root, outside of containers) does not list that namespace any more:"
+            f" rm -r {folder}",
+        )
 
 
 # --- the outcome -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from forge.core.errors import ConfigError, Exit
+from forge.core.errors import ConfigError, Exit, UnfitError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.process import free_port, hostname, stop_with_parent
@@ -30,6 +30,7 @@ from forge.launch.rank_records import LaunchSpec, ProgramFolders, ProgramTask, R
 from forge.launch.stop_signal import StopFlag
 
 POLL_SEC = 0.1
+KILL_SEC = 30.0  # for the end of a killed program, whose GPU the driver may have to reset
 SHARED_SEC = 1.0  # between two looks at files on the shared file system
 # Exit status by which a program asks not to be started again (NVIDIA's resiliency extension uses it too).
 NO_RESTART = 93
@@ -248,10 +249,19 @@ class _Watch:
             self.child.send_signal(signal.Signals[name])
 
     def _kill(self) -> None:
-        """kill -9 of the program and of the processes that it has started."""
+        """kill -9 of the program and of the processes that it has started. Raises UnfitError when it does
+        not end."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.child.pid, signal.SIGKILL)
-        self.child.wait()
+        try:
+            self.child.wait(KILL_SEC)
+        except subprocess.TimeoutExpired:
+            raise UnfitError(
+                f"the program on {hostname()} has not ended {KILL_SEC:g} s after kill -9:"
+                f" pid {self.child.pid}",
+                cause="it waits in the kernel, for a file system or a GPU that does not answer",
+                fix="leave this node out (slurm.exclude in machine.yaml), or restart it",
+            ) from None
 
     def _signs_of_life(self) -> Signs:
         heartbeat = self.task.program.heartbeat

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ from forge.core import events
 from forge.core.errors import DataError
 from forge.core.events import Event
 from forge.core.paths import RunPaths
-from forge.core.records import PreflightResult, Validated, Validation
+from forge.core.records import Lock, PreflightResult, Validated, Validation
 from forge.core.terminal import duration, one_line
 from forge.reporting.log_errors import Found, last_error, without_command
 from forge.reporting.run_files import RunFiles
@@ -30,6 +31,8 @@ State = Literal[
     "not started",
     "waiting",
     "running",
+    "suspended",
+    "stopping",
     "stopped",
     "cut off",
     "failed",
@@ -48,6 +51,7 @@ _TONES: dict[State, Tone] = {
     "cut off": "bad",
     "waiting": "busy",
     "running": "busy",
+    "stopping": "busy",
 }  # the rest: open
 
 # On a terminal.
@@ -155,11 +159,11 @@ def _where(files: RunFiles, job: QueuedJob | None, state: State) -> str:
 def _judged(files: RunFiles, job: QueuedJob | None, queue: Queue) -> _Found:
     if files.trouble:
         raise files.trouble
-    if job and job.is_waiting:
-        return _waiting(files, job)
+    if job and (job.is_waiting or job.state in _PAUSED):
+        return _waiting(files, job) if job.is_waiting else _suspended(job)
     match _holder(files, job, queue):
-        case "lives":
-            return _working(files)
+        case "alive":
+            return _stopping(job) if job and job.state == "COMPLETING" else _working(files)
         # A job that only completes has no process left that would work on the run.
         case _ if job and job.state != "COMPLETING":
             return _between(files, job)
@@ -186,15 +190,21 @@ def _slurm_says(files: RunFiles, queue: Queue) -> str:
 
 
 def _holder(files: RunFiles, job: QueuedJob | None, queue: Queue) -> str:
-    """How the process that holds the lock is: lives, gone, unknown; none where nobody holds it."""
+    """How the process that holds the lock is: alive, gone, unknown; none where nobody holds it."""
     if files.lock is None:
         return "none"
-    process = files.lock.process
-    if process.is_here:
-        return "lives" if process.is_alive() else "gone"
-    if process.slurm_job and queue is not None:
-        return "lives" if job and job.id == process.slurm_job else "gone"
-    return "unknown"
+    life = files.lock.process.life()
+    if life == "unknown" and queue is not None and _is_of_this_cluster(files.lock):
+        return "alive" if job and job.id == files.lock.slurm_job else "gone"
+    return life
+
+
+def _is_of_this_cluster(lock: Lock) -> bool:
+    """Whether the lock is that of a job in this Slurm's queue, where another one may have the same id."""
+    with suppress(slurm.SlurmSilent):
+        name = lock.cluster and slurm.cluster_name(patience_sec=0, timeout_sec=ASK_SEC)
+        return name is not None and name == lock.cluster
+    return False
 
 
 # --- work under way --------------------------------------------------------------------------------
@@ -208,6 +218,26 @@ def _waiting(files: RunFiles, job: QueuedJob) -> _Found:
         text += f", expected to start in {duration(job.start - files.now)}"
     advice = lasting_advice(job.id, job.reason)
     return _Found("waiting", text + "; it does not pass by itself" * bool(advice), advice)
+
+
+# Slurm's states of a job whose processes are stopped for a while: by whom, and what ends that.
+_PAUSED = {
+    "SUSPENDED": (
+        "by Slurm, for a job of higher priority or one that shares its nodes, or by an administrator",
+        "wait; if it stays, ask your administrators for: scontrol resume {job}",
+    ),
+    "STOPPED": ("by a signal, from you or an administrator", "scancel --signal=CONT {job}"),
+}
+
+
+def _suspended(job: QueuedJob) -> _Found:
+    reason, following = _PAUSED[job.state]
+    return _Found("suspended", f"{job.state}: {reason}", following.format(job=job.id))
+
+
+def _stopping(job: QueuedJob) -> _Found:
+    """Also the last moments of a command whose jobs were cancelled by Ctrl-C."""
+    return _Found("stopping", f"Slurm is ending job {job.id}: cancelled, requeued or over")
 
 
 def _between(files: RunFiles, job: QueuedJob) -> _Found:

@@ -39,7 +39,7 @@ def requeue_if_preempted(machine: Machine) -> Iterator[None]:
         may = job and job.is_preempted and job.batch and job.restarts < machine.slurm.max_restarts
         if job and may:
             ended = _catch_signals()
-            if not slurm.requeue(job.id):
+            if not slurm.requeue(job.id, job.restarts):
                 say(f"job {job.id} is preempted: it is requeued and will start again")
                 _wait_for_the_end(ended)
         raise
@@ -53,7 +53,7 @@ def was_cancelled(placement: Placement) -> bool:
         now = slurm.show_job(placement.job.id)
     except slurm.SlurmSilent:
         return False  # a controller that does not respond has not cancelled the job
-    return now is None or now.state != "RUNNING"
+    return now is None or not now.is_running
 
 
 def requeue(
@@ -81,8 +81,8 @@ def requeue(
         return sent_back, reason
     events.record(paths.events, events.Requeue(job=job.id, cause=record.cause, step=step))
     ended = _catch_signals()
-    if refusal := slurm.requeue(job.id):
-        return False, f"Slurm refused to requeue it: {refusal}"
+    if refusal := slurm.requeue(job.id, now.restarts):
+        return False, f"job {job.id} was not requeued: {refusal}"
     _keep_off(exclude.read(paths.bad_nodes), now)
     say(f"job {job.id} is requeued and will resume from step {step}")
     _wait_for_the_end(ended)
@@ -105,7 +105,7 @@ def _guard(paths: RunPaths, now: slurm.Job, machine: Machine, *, sent_back: bool
     reasons = {
         f"Slurm has already requeued job {now.id}": sent_back,
         # A cancelled job is COMPLETING, and a requeue would start it again.
-        f"job {now.id} is {now.state}: it was cancelled": now.state != "RUNNING",
+        f"job {now.id} is {now.state}: it was cancelled": not now.is_running,
         f"job {now.id} is an interactive allocation": not now.batch,
         f"{paths.stop} asks it to stop": paths.stop.exists(),
         f"job {now.id} was restarted {now.restarts} times (slurm.max_restarts)": (

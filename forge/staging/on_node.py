@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -44,6 +44,7 @@ VERIFY_THREADS = 4
 COPY_THREADS = 4
 COPY_BLOCK = 2**22
 FICLONE = 0x40049409  # <linux/fs.h>
+LOCK_POLL_SEC = 0.2
 
 # A node reads in place from a shared file system that is at least this fast. A rank reads some KiB for
 # each sample, in random order: 1000 reads a second are five times what four fast GPUs need. Every
@@ -252,11 +253,12 @@ def link_mbit(host: str) -> int:
     return stats.speed if stats else 0
 
 
-def copy(*, kind: Kind, shared: str, folder: str, digest: str) -> bool:
+def copy(*, kind: Kind, shared: str, folder: str, digest: str, wait_sec: float) -> bool:
     """Copy the set from the shared file system to `folder`; False where another run of this host has done
-    so meanwhile. Raises DataError for a corrupt set."""
+    so meanwhile. Raises DataError for a corrupt set, UnfitError where that run takes longer than
+    wait_sec."""
     target, source = Path(folder), open_shared(kind, Path(shared))
-    with _alone(target.parent):
+    with _alone(target.parent, wait_sec):
         if _came_meanwhile(kind, target, digest):
             return False
         for leftover in target.parent.glob(".writing-*"):
@@ -274,15 +276,36 @@ def copy(*, kind: Kind, shared: str, folder: str, digest: str) -> bool:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _alone(folder: Path, wait_sec: float) -> Iterator[None]:
     """Wait until no other run of this host copies into the directory: runs of a sweep start at once.
 
     With flock, which the kernel releases when a process is killed. It suffices for a directory on this
     node's own disk.
     """
-    with open(folder / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with open(folder / ".lock", "a+") as lock:
+        end = time.monotonic() + wait_sec
+        while not _is_locked(lock):
+            if time.monotonic() > end:
+                lock.seek(0)
+                raise UnfitError(
+                    f"another run has been copying into {folder} for {wait_sec:.0f} s: pid {lock.read()}",
+                    cause="its process is stopped, or waits for a file system",
+                    fix="end that process (kill -9), or wait for it",
+                )
+            time.sleep(LOCK_POLL_SEC)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
         yield
+
+
+def _is_locked(lock: IO[str]) -> bool:
+    """Whether this process has got the lock of the file."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _copy_files(source: FileSet, target: Path) -> None:

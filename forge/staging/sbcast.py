@@ -11,6 +11,7 @@ The settings, as measured on four nodes (bench stage):
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import selectors
@@ -125,7 +126,8 @@ class Broadcast:
         except subprocess.TimeoutExpired:
             slurm.cancel_step(self._job_id, self._name)
             self._step.kill()
-            self._step.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it waits in the kernel
+                self._step.wait(END_SEC)
 
 
 def blame(stderr: str, hosts: Sequence[str]) -> dict[str, NodeFailure]:

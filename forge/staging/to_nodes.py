@@ -224,8 +224,13 @@ class _Staging:
         """Copy on this host, the only one, without an archive."""
         shared = str(self._source.folder.resolve())
         each = {host: {"folder": self._found[host]["folder"]} for host in hosts}
+        sec = self._read_all_sec  # for the copy of another run, and for our own
         copied = self._ask(
-            "copy", "copying", self._read_all_sec, hosts, each=each, shared=shared, **self._set
+            *("copy", "copying", 2 * sec, hosts),
+            each=each,
+            shared=shared,
+            wait_sec=sec,
+            **self._set,
         )
         self._arrived(copied)
 

@@ -20,6 +20,7 @@ from forge.tracking.tracker import missing_packages
 
 # After training, the process has this long to send the rest.
 FINISH_SEC = 30.0
+KILL_SEC = 5.0  # for the end of a killed process
 
 
 @contextmanager
@@ -84,7 +85,10 @@ def _finish(child: subprocess.Popen[bytes]) -> None:
         child.wait(FINISH_SEC)
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+    with suppress(
+        subprocess.TimeoutExpired
+    ):  # it waits in the kernel, and training does not for it
+        child.wait(KILL_SEC)
 
 
 def _written(paths: RunPaths, name: str) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import yaml
 
 from tools.slurm_cluster.cluster import Cluster
-from tools.slurm_cluster.machines import wait_until
+from tools.slurm_cluster.machines import login_environment, wait_until
 
 from .job_run import GOAL, PAUSE, Uninterrupted, paused
 from .project import Project
@@ -43,6 +43,36 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_job_and_the_next_command_resumes(
     assert stop["step"] >= PAUSE
     assert project.end(project.start()) == 0, project.said()
     uninterrupted.equals(run)
+
+
+SLOW_SBATCH = """#!/bin/bash
+case "$*" in *--test-only*) exec /usr/bin/sbatch "$@" ;; esac
+trap "" INT
+touch asked
+while [ ! -e pressed ]; do sleep 0.1; done
+/usr/bin/sbatch "$@" | tee id
+"""
+
+
+def test_job_that_sbatch_submits_while_ctrl_c_comes_is_cancelled(
+    new_project: NewProject, cluster: Cluster
+) -> None:
+    project = new_project(machine={"slurm": {"options": "--hold"}})
+    shim = project.folder / "bin/sbatch"
+    shim.parent.mkdir()
+    shim.write_text(SLOW_SBATCH)
+    shim.chmod(0o755)
+    path = f"{shim.parent}:{login_environment()['PATH']}"
+    command = project.start("preflight", env={"PATH": path})
+    asked, pressed, job = (project.folder / name for name in ("asked", "pressed", "id"))
+    wait_until(asked.exists, 60, "sbatch", project.said, every=0.1)
+    command.press_ctrl_c()
+    words = "Terminating processes on user request"
+    wait_until(lambda: words in project.output(), 60, words, project.said, every=0.1)
+    pressed.touch()
+    assert project.end(command) != 0
+    state = cluster.job(job.read_text().strip())["JobState"]
+    assert state == "CANCELLED", project.said()
 
 
 def test_same_command_twice_at_once_trains_once_and_after_a_kill_the_next_names_the_job(

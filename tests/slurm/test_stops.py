@@ -91,6 +91,17 @@ def test_torchrun_job_resumes_after_its_time_limit_then_cancelled_leaves_a_check
     assert [run.steps_lost(event) for event in (at_the_limit, cancelled)] == [0, 0]
 
 
+def test_job_that_is_cancelled_just_before_its_requeue_stays_cancelled(cluster: Cluster) -> None:
+    line = ("sbatch", "--parsable", "--requeue", "--output=/dev/null", "--wrap=sleep 60")
+    job = cluster.run(*line).stdout.strip()
+    cluster.wait_for_state(job, "RUNNING")
+    cluster.run("scancel", job)
+    code = f"from forge.cluster import slurm; print(slurm.requeue('{job}', 0))"
+    assert "it was cancelled meanwhile" in cluster.run("python", "-c", code).stdout
+    ended = cluster.wait_for_state(job, "CANCELLED")
+    assert ended["Restarts"] == "0"
+
+
 def test_stop_file_ends_the_job_for_good(new_run: NewRun) -> None:
     run = new_run(ranks_per_node=2)
     job = run.submit()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,9 @@ def hold(
 ) -> None:
     """The lock of a process, of this one if None, taken so many seconds ago."""
     lock = run.paths.root / ".lock"
-    holder = (process or Process.current()).to_json()
-    Lock(**holder, command=command, restart=0).write(lock)
+    holder = process or Process.current()
+    cluster = "forge" if holder.slurm_job else None
+    Lock(**holder.to_json(), cluster=cluster, command=command, restart=0).write(lock)
     os.utime(lock, (time.time() - ago,) * 2)
 
 
@@ -52,7 +54,7 @@ def dead() -> Process:
 
 
 def elsewhere(job: str | None = None) -> Process:
-    return Process("node07", 12, "of-node07", 1, job)
+    return replace(Process.current(), host="node07", boot_id="of-node07", slurm_job=job)
 
 
 def queued(state: str = "RUNNING", run: str = "base", **facts: Any) -> QueuedJob:

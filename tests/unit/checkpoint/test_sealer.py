@@ -1,6 +1,7 @@
 """When a checkpoint is sealed: never while a rank may still write it."""
 
 import os
+import threading
 
 import pytest
 from support.manifests import MADE_BY
@@ -9,6 +10,7 @@ from test_sealed import write
 from forge.checkpoint.sealed import ProgramCheckpoints
 from forge.checkpoint.sealer import Progress, Sealer
 from forge.core import events
+from forge.core.errors import UnfitError
 from forge.core.paths import RunPaths
 from forge.core.program import Checkpoints
 
@@ -38,6 +40,27 @@ def scan(sealer, orderly=False):
     """The steps that are sealed after one look."""
     sealer._scan(orderly=orderly)
     return sorted(found.step for found in sealer.checkpoints.sealed())
+
+
+def test_checkpoints_that_cannot_be_read_are_an_error_and_not_waited_for_forever(
+    sealer, monkeypatch
+):
+    asked, over = threading.Event(), threading.Event()
+
+    def progress():
+        asked.set()
+        over.wait(60)  # as a file system that does not answer
+        return Progress([], [], [])
+
+    sealer.progress = progress
+    monkeypatch.setattr("forge.checkpoint.sealer.SCAN_SEC", 0.01)
+    monkeypatch.setattr("forge.checkpoint.sealer.SEAL_SEC", 0.1)
+    sealer.start()
+    assert asked.wait(30)
+    with pytest.raises(UnfitError, match=r"has not ended .* after the program") as caught:
+        sealer.finish(orderly=True)
+    over.set()
+    assert "rerun the command" in caught.value.fix
 
 
 def test_it_waits_until_the_heartbeats_of_all_ranks_are_beyond_its_step(sealer, ranks):

@@ -5,8 +5,10 @@ import inspect
 import os
 import pwd
 import stat
+import threading
 import time
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -95,6 +97,7 @@ def command(tmp_path, monkeypatch):
 
     install("squeue", "true")
     install("sacct", "true")
+    install("scancel", "true")
     return install
 
 
@@ -209,11 +212,27 @@ def test_forgotten_job_is_asked_of_accounting(command, watch, info):
     assert f"was cancelled by {pwd.getpwuid(os.getuid()).pw_name}" in watch._executor.said[-1]
 
 
-def test_job_that_accounting_still_thinks_to_run_is_not_asked_for_forever(command, watch, info):
-    command("sacct", "echo RUNNING")
-    assert check(watch, info) == [info]
-    time.sleep(0.6)
+@pytest.mark.parametrize("state", ["RUNNING", "PENDING", "SUSPENDED", "REQUEUED"])
+def test_job_that_accounting_calls_running_has_not_ended_and_is_not_asked_for_forever(
+    command, watch, info, state, monkeypatch
+):
+    command("sacct", f"echo {state}")
+    now = time.monotonic()
+    for after in (0, 600, job_watch.SILENCE_SEC - 60):
+        monkeypatch.setattr(job_watch.time, "monotonic", lambda at=now + after: at)
+        assert check(watch, info) == [info]
+        assert f"is {state} in Slurm's accounting" in watch._executor.said[-1]
+    monkeypatch.setattr(job_watch.time, "monotonic", lambda: now + job_watch.SILENCE_SEC + 60)
     assert check(watch, info) == [] and watch._executor.failure == [info.job]
+
+
+def test_variables_that_hide_jobs_from_slurms_commands_are_not_passed_on(monkeypatch):
+    hiding = {"SQUEUE_STATES": "PENDING", "SCANCEL_STATE": "PENDING", "SACCT_LOCAL": "1"}
+    for name, value in {**hiding, "SBATCH_ACCOUNT": "ada", "SLURM_CONF": "/etc/slurm.conf"}.items():
+        monkeypatch.setenv(name, value)
+    job_watch.install(Recorder(), ["base"])
+    assert not hiding.keys() & os.environ.keys()
+    assert (os.environ["SBATCH_ACCOUNT"], os.environ["SLURM_CONF"]) == ("ada", "/etc/slurm.conf")
 
 
 @pytest.mark.parametrize(
@@ -354,11 +373,69 @@ def test_job_is_submitted_when_slurm_is_back(refusing):
     assert executor.submitted == [job] and executor.failure == [] and len(executor.said) == 1
 
 
-def test_submission_that_waits_for_slurm_ends_when_the_command_is_cancelled(refusing):
+def test_submission_that_waits_for_slurm_ends_when_the_command_is_cancelled(refusing, monkeypatch):
     executor = refusing(*["Unable to contact slurm controller"] * 3)
-    executor.cancel_jobs([])
+    monkeypatch.setattr(job_watch.time, "sleep", lambda _: executor.cancel_jobs([]))
     executor.run_job(Job())
     assert len(executor.failure) == 1
+
+
+@pytest.fixture
+def queue(command, tmp_path, monkeypatch):
+    """Slurm's queue, a file with a line for each job; scancel removes those of a name."""
+    path = tmp_path / "queue"
+    path.write_text("")
+    monkeypatch.setattr(job_watch, "ON_ITS_WAY_SEC", 0.3)
+    command("scancel", f'echo "$@" >> {path}.asked; sed -i "/^${{1#--name=}}$/d" {path}')
+    return path
+
+
+@pytest.mark.parametrize(
+    "killed", [False, True], ids=["sbatch ends later", "sbatch dies of Ctrl-C"]
+)
+def test_job_that_sbatch_submits_while_ctrl_c_comes_is_cancelled(queue, killed):
+    """A killed sbatch may have sent its request, which the controller takes a moment later."""
+    executor, asked, pressed = Recorder(), threading.Event(), threading.Event()
+
+    def submit():
+        queue.write_text(f"{executor.run_uuid}\nanother\n")
+
+    def run_job(job):
+        asked.set()
+        assert pressed.wait(30)
+        if not killed:
+            submit()
+            return
+        threading.Timer(0.1, submit).start()
+        executor._report_job_error_threadsafe(SimpleNamespace(job=job), "exit status 130")
+
+    executor.run_job = run_job
+    job_watch.install(executor, ["base"])
+    thread = threading.Thread(target=executor.run_job, args=(Job(),))
+    thread.start()
+    assert asked.wait(30)
+    executor.cancel_jobs([])
+    pressed.set()
+    thread.join(30)
+    assert queue.read_text() == "another\n"
+
+
+def test_jobs_that_wait_for_their_turn_are_not_submitted_after_ctrl_c(queue):
+    executor = Recorder()
+    job_watch.install(executor, ["base"])
+    executor.cancel_jobs([])
+    executor.run_job(Job())
+    assert executor.submitted == [] == executor.failure
+    assert "--name=base_uuid" in Path(f"{queue}.asked").read_text()
+
+
+def test_cancellation_that_slurm_does_not_hear_is_said_with_the_command(command, monkeypatch):
+    monkeypatch.setattr(slurm, "CANCEL_SEC", 0.0)
+    command("scancel", SILENT)
+    executor = Recorder()
+    job_watch.install(executor, ["base"])
+    executor.cancel_jobs([])
+    assert "scancel --name=base_uuid" in executor.said[-1]
 
 
 def test_jobs_are_cancelled_while_they_are_asked_for(command, info):

@@ -163,8 +163,9 @@ def test_a_link_whose_answer_was_lost_on_the_network_is_ours(tmp_path, monkeypat
         assert pid_in(tmp_path) == os.getpid()
 
 
-def held_by_job(folder, restart=0):
-    held_by(host="node07", slurm_job="42", restart=restart).write(folder / ".lock")
+def held_by_job(folder, restart=0, cluster="here", **facts):
+    job = {"slurm_job": "42", "restart": restart, "cluster": cluster}
+    held_by(**{"host": "node07", **job, **facts}).write(folder / ".lock")
 
 
 @pytest.fixture
@@ -173,6 +174,7 @@ def slurm_says(monkeypatch):
         job = slurm.Job("42", state, restarts, (), 1, "gpu", "x", True, None) if state else None
         monkeypatch.setattr(slurm, "is_here", lambda: True)
         monkeypatch.setattr(slurm, "show_job", lambda _: job)
+        monkeypatch.setattr(slurm, "cluster_name", lambda: "here")
 
     return set_job
 
@@ -204,9 +206,76 @@ def test_holder_on_another_host_is_refused_with_what_to_do(tmp_path):
     assert f"rm {tmp_path}/.lock" in str(caught.value)
 
 
+@pytest.mark.parametrize("cluster", ["there", None])
+@pytest.mark.parametrize("known", [None, "COMPLETED"])
+def test_a_job_of_another_cluster_is_not_the_one_with_its_number_here(
+    tmp_path, slurm_says, cluster, known
+):
+    """Nodes of two clusters may even have the same names and come from one installation."""
+    held_by_job(tmp_path, cluster=cluster, host=hostname(), boot_id="of a node there")
+    slurm_says(known)
+    with pytest.raises(UnfitError) as caught, lock(tmp_path, "train"):
+        pass
+    of_cluster = f" of cluster {cluster}" if cluster else ""
+    assert f"on {hostname()}, Slurm job 42{of_cluster})" in caught.value.what
+    assert f"rm {tmp_path}/.lock" in caught.value.fix
+
+
+@pytest.mark.parametrize(("hidden", "mine"), [(True, False), (True, True), (False, False)])
+def test_a_colleagues_job_that_slurm_does_not_show_is_not_called_ended(
+    tmp_path, slurm_says, monkeypatch, hidden, mine
+):
+    held_by_job(tmp_path)
+    slurm_says(None)
+    monkeypatch.setattr(slurm, "hides_jobs", lambda: hidden)
+    uid = os.getuid() if mine else os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    refused = pytest.raises(UnfitError, match="Slurm job 42")
+    with refused if hidden and not mine else contextlib.nullcontext(), lock(tmp_path, "train"):
+        assert pid_in(tmp_path) == os.getpid()
+
+
+def test_holder_on_another_machine_of_the_same_name_is_refused(tmp_path):
+    held_by(boot_id="another", machine_id="another").write(tmp_path / ".lock")
+    with pytest.raises(UnfitError, match=f"on {hostname()}") as caught, lock(tmp_path, "train"):
+        pass
+    assert "another machine of this name" in caught.value.cause
+    assert f"rm {tmp_path}/.lock" in caught.value.fix
+
+
+IN_CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c")
+
+
+def test_a_living_holder_in_another_container_of_this_host_is_refused_by_its_namespace(tmp_path):
+    """Containers with the name of their host: each has its own pids, and does not see the others'."""
+    code = (
+        "import os, sys; from pathlib import Path; from forge.cluster.lock import lock\n"
+        "from forge.core.errors import UnfitError\n"
+        "try:\n"
+        "    with lock(Path(sys.argv[1]), 'train'):\n"
+        "        print(os.stat('/proc/self/ns/pid').st_ino, flush=True); input()\n"
+        "except UnfitError as err: print(err)\n"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [*IN_CONTAINER, code, tmp_path], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    ) as holder:
+        if not (namespace := holder.stdout.readline().strip()):
+            pytest.skip(f"may not make a pid namespace here: {holder.stderr.read().strip()}")
+        for line in ([*IN_CONTAINER, code], [sys.executable, "-c", code]):
+            done = subprocess.run(
+                [*line, tmp_path], input="", capture_output=True, text=True, check=True, timeout=60
+            )
+            assert f"(pid 1 of pid namespace {namespace} on {hostname()})" in done.stdout
+            assert "is being written by `forge train`" in done.stdout
+        holder.communicate("\n")
+    with lock(tmp_path, "train"):
+        pass
+
+
 @pytest.mark.parametrize(
     "content",
-    ["", "{half", "[]", "null", '{"format": 1, "command": "train"}', "\0" * 99],
+    ["", "{half", "[]", "null", '{"format": 2, "command": "train"}', "\0" * 99],
     ids=["empty", "half", "list", "null", "without a holder", "zeros after a power cut"],
 )
 def test_corrupt_lock_does_not_lock_a_run_forever(tmp_path, content, capfd):
@@ -224,7 +293,7 @@ def test_lock_of_another_version_is_refused_by_its_format_and_stays(tmp_path):
     before = path.read_bytes()
     with pytest.raises(OtherFormat) as caught, lock(tmp_path, "train"):
         pass
-    assert f"{path} has format 9, this version of Forge reads 1" in caught.value.what
+    assert f"{path} has format 9, this version of Forge reads 2" in caught.value.what
     assert "no command of that version works there" in caught.value.fix
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
@@ -460,4 +529,7 @@ def test_a_node_that_was_cut_off_is_told_that_the_run_went_on_elsewhere(tmp_path
     check_held(tmp_path, mine)  # nobody, and who comes will wait for us
     held_by_job(tmp_path)
     with pytest.raises(UnfitError, match=r"held by `forge train` .* on node07, Slurm job 42"):
+        check_held(tmp_path, mine)
+    held_by(pid_namespace=7).write(tmp_path / ".lock")  # of a container, which does not see ours
+    with pytest.raises(UnfitError, match=r"held by `forge train` .* of pid namespace 7 on"):
         check_held(tmp_path, mine)

@@ -168,3 +168,14 @@ JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)
 def test_no_node_is_blamed_for_a_controller_that_is_away(monkeypatch, trouble, unresponsive):
     monkeypatch.setattr(slurm, "run", lambda *_, **__: ("", trouble))
     assert nodes.unresponsive(Placement(("n1", "n2"), JOB)) == unresponsive
+
+
+def test_process_that_waits_in_the_kernel_is_not_waited_for_forever(monkeypatch):
+    monkeypatch.setattr(nodes, "END_SEC", 0.1)
+    member = nodes._Member([sys.executable, "-c", "import time; time.sleep(20)"])
+    with monkeypatch.context() as stuck:
+        stuck.setattr(member._process, "kill", lambda: None)
+        member.release()
+    assert member._process.poll() is None
+    member._process.kill()
+    member._process.wait()

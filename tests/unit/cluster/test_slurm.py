@@ -1,6 +1,7 @@
 """What Slurm prints is read as it stands there, on jobs of every kind."""
 
 import subprocess
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -72,6 +73,71 @@ def test_host_lists_are_expanded(hostlist, names):
 def test_any_list_of_plain_names_is_itself(numbers):
     names = [f"n{number}" for number in numbers]
     assert slurm.expand(",".join(names)) == names
+
+
+# Each of man squeue (JOB STATE CODES): whether the job is running, whether its processes may still run.
+STATES = {
+    **dict.fromkeys(slurm.RUNNING, (True, True)),
+    **dict.fromkeys(slurm.ENDING, (False, True)),
+    **dict.fromkeys(slurm.WAITING, (False, False)),
+    **dict.fromkeys(slurm.ENDED, (False, False)),
+    "OF_A_LATER_SLURM": (False, True),
+}
+
+
+@pytest.mark.parametrize(("state", "told"), STATES.items())
+def test_every_state_of_a_job_tells_whether_it_runs_and_whether_its_processes_may(state, told):
+    job = replace(slurm.parse_job(RUNNING), state=state)
+    assert (job.is_running, job.is_living) == told
+
+
+def test_a_signal_on_its_way_or_a_pause_ends_no_job_and_a_cancellation_does():
+    assert {"RUNNING", "SIGNALING", "STOPPED", "SUSPENDED", "RESIZING"} <= set(slurm.RUNNING)
+    assert {"COMPLETING", "CANCELLED", "PREEMPTED", "STAGE_OUT"}.isdisjoint(slurm.RUNNING)
+    assert len(STATES) == 25  # the 24 of Slurm 22.05, and one
+
+
+def test_queries_ignore_what_filters_or_formats_and_only_a_submission_sees_what_sbatch_does(
+    monkeypatch,
+):
+    for name in ("SQUEUE_STATES", "SACCT_LOCAL", "SCONTROL_ALL", "SCANCEL_STATE", "SBATCH_ACCOUNT"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+
+    def seen(**how):
+        lines = slurm.run(["env"], timeout_sec=10, **how)[0].splitlines()
+        assert "SLURM_TIME_FORMAT=standard" in lines
+        return [line for line in lines if line.endswith("=7")]
+
+    assert seen() == []
+    assert seen(submits=True) == ["SBATCH_ACCOUNT=7"]
+
+
+@pytest.mark.parametrize(
+    ("after", "refusal"),
+    [
+        ("JobState=PENDING Restarts=0", ""),
+        ("JobState=COMPLETING Restarts=1", ""),
+        ("JobState=COMPLETING Restarts=0", "it is COMPLETING: it was cancelled meanwhile"),
+        ("JobState=CANCELLED Restarts=0", "it is CANCELLED: it was cancelled meanwhile"),
+        ("", "it is gone: it was cancelled meanwhile"),
+    ],
+)
+def test_a_job_cancelled_just_before_is_not_brought_back_by_a_requeue(monkeypatch, after, refusal):
+    """`requeue incomplete` answers nothing where it does nothing."""
+    asked = []
+
+    def ask(*command, **_):
+        asked.append(command)
+        if command[1] == "requeue":
+            return ""
+        if not after:
+            raise slurm.Refused("slurm_load_jobs error: Invalid job id specified")
+        return f"JobId=8 {after} NodeList=node01"
+
+    monkeypatch.setattr(slurm, "ask", ask)
+    assert slurm.requeue("8", 0) == refusal
+    assert asked[0] == ("scontrol", "requeue", "incomplete", "8")
 
 
 def test_a_step_inherits_nothing_that_describes_another(monkeypatch):

@@ -39,7 +39,7 @@ def answers(monkeypatch):
     said = {"sbatch": "", "reservations": "No reservations in the system"}
     asked = []
 
-    def run(line, *, timeout_sec):
+    def run(line, **_):
         asked.append(line)
         return "", said["sbatch"]
 
@@ -107,7 +107,7 @@ def test_default_partition_is_meant_where_none_is_named(answers):
 def test_limits_that_the_qos_lifts_are_none(answers, monkeypatch):
     flags = {"long": "DenyOnLimit,PartitionTimeLimit,PartitionMaxNodes\n", "normal": "\n"}
 
-    def run(line, *, timeout_sec):
+    def run(line, **_):
         return (flags[line[-2]], "") if line[0] == "sacctmgr" else ("", "")
 
     monkeypatch.setattr(submission.slurm, "run", run)

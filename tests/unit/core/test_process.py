@@ -1,5 +1,6 @@
 """Whether a recorded process still runs: a reused pid blocks a run for ever."""
 
+import json
 import os
 import signal
 import subprocess
@@ -39,19 +40,71 @@ def test_a_living_process_is_alive_and_survives_json():
     me = Process.current()
     assert Process.from_json(me.to_json()) == me
     assert me.is_here
-    assert me.is_alive()
+    assert me.life() == "alive"
     with pytest.raises(KeyError):
         Process.from_json({"host": me.host, "pid": me.pid})
 
 
 def test_a_reused_pid_is_not_alive():
     me = Process.current()
-    assert not replace(me, start_ticks=me.start_ticks - 1).is_alive()
+    assert replace(me, start_ticks=me.start_ticks - 1).life() == "gone"
 
 
-def test_a_pid_of_another_boot_is_not_alive():
+@pytest.mark.parametrize(
+    ("facts", "life"),
+    [
+        ({}, "gone"),
+        ({"machine_id": "of another machine"}, "unknown"),
+        ({"machine_id": ""}, "unknown"),
+        ({"slurm_job": "17"}, "unknown"),
+    ],
+    ids=["this host", "another of its name", "a container", "a job, which Slurm is asked for"],
+)
+def test_a_process_before_the_last_boot_is_gone_and_one_of_another_host_of_the_name_is_not(
+    monkeypatch, facts, life
+):
+    monkeypatch.setattr(process, "_machine_id", lambda: "of this machine")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert replace(Process.current(), boot_id=str(uuid.uuid4()), **facts).life() == life
+
+
+def test_without_a_machine_id_no_reboot_is_known(monkeypatch):
+    monkeypatch.setattr(process, "_machine_id", lambda: "")
+    assert replace(Process.current(), boot_id=str(uuid.uuid4())).life() == "unknown"
+
+
+@pytest.fixture
+def contained():
+    """The first process of a pid namespace, as in a container, and what it says of itself."""
+    code = (
+        "import json; from forge.core.process import Process\n"
+        "print(json.dumps(Process.current().to_json()), flush=True); input()"
+    )
+    line = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as child:
+        if not (said := child.stdout.readline()):
+            pytest.skip(f"may not make a pid namespace here: {child.stderr.read().strip()}")
+        yield child, Process.from_json(json.loads(said))
+        child.kill()
+
+
+def test_a_process_in_a_container_is_seen_from_outside_of_all_and_else_not_called_gone(
+    monkeypatch, contained
+):
+    child, inside = contained
     me = Process.current()
-    assert not replace(me, boot_id=str(uuid.uuid4())).is_alive()
+    assert (inside.host, inside.boot_id) == (me.host, me.boot_id) and not inside.is_here
+    monkeypatch.setattr(process, "INITIAL_NAMESPACE", 0)
+    assert inside.life() == "unknown"
+    # This namespace contains that of the child, as the initial one contains all.
+    monkeypatch.setattr(process, "INITIAL_NAMESPACE", me.pid_namespace)
+    assert inside.life() == "alive"
+    assert replace(inside, pid=inside.pid + 1).life() == "gone"
+    child.communicate("")
+    assert inside.life() == "gone"
+    monkeypatch.setattr(process, "_sees_all", lambda: False)
+    assert inside.life() == "unknown"
 
 
 def test_start_is_counted_from_boot_whatever_the_process_is_called():
@@ -66,7 +119,7 @@ def test_start_is_counted_from_boot_whatever_the_process_is_called():
     ) as child:
         child.stdout.readline()
         seen = Process.of(child.pid)
-        assert seen.is_alive()
+        assert seen.life() == "alive"
     assert before <= seen.start_ticks <= ticks()
 
 
@@ -77,8 +130,10 @@ def test_a_pid_that_nobody_has_is_no_process():
         Process.of(child.pid)
 
 
-@pytest.mark.parametrize(("error", "alive"), [(PermissionError, True), (ProcessLookupError, False)])
-def test_a_process_that_proc_hides_may_be_alive(monkeypatch, error, alive):
+@pytest.mark.parametrize(
+    ("error", "life"), [(PermissionError, "alive"), (ProcessLookupError, "gone")]
+)
+def test_a_process_that_proc_hides_may_be_alive(monkeypatch, error, life):
     """With hidepid, /proc shows only one's own processes."""
 
     def kill(pid, number):
@@ -88,18 +143,18 @@ def test_a_process_that_proc_hides_may_be_alive(monkeypatch, error, alive):
     me = Process.current()
     monkeypatch.setattr(process, "_state_and_start", lambda pid: None)
     monkeypatch.setattr(os, "kill", kill)
-    assert me.is_alive() == alive
+    assert me.life() == life
 
 
 def test_a_zombie_is_not_alive_and_neither_is_what_is_gone():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     seen = Process.of(child.pid)
-    assert seen.is_alive()
+    assert seen.life() == "alive"
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and nobody has asked yet
-    assert not seen.is_alive()
+    assert seen.life() == "gone"
     child.wait()
-    assert not seen.is_alive()
+    assert seen.life() == "gone"
 
 
 def test_a_child_gets_sigterm_when_its_parent_is_killed(tmp_path):

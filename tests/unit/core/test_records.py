@@ -53,7 +53,7 @@ def test_record_is_read_as_it_was_written(tmp_path, record):
     assert type(record).read_if_there(path) is None
     record.write(path)
     assert type(record).read(path) == record
-    assert read_json(path)["format"] == 1
+    assert read_json(path)["format"] == record.FORMAT
 
 
 @pytest.mark.parametrize("other", [0, 2, "1", None])

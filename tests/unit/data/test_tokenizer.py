@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from forge.core.config import Config, ResolvedConfig
-from forge.core.errors import ConfigError, DataError
-from forge.data import content_ids
+from forge.core.errors import ConfigError, DataError, UnfitError
+from forge.data import content_ids, tokenizer
 from forge.data.tokenizer import PROBE, build_tokenizer, load_tokenizer
 
 TEXT = "the cat sat on the mat, and the other cat sat on the other mat; naïve Grüße 世界\n" * 200
@@ -206,3 +206,10 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     path.write_text('{"model": "none"}')
     with pytest.raises(DataError, match="is not a tokenizer that can be loaded"):
         build_tokenizer(taken(tmp_path, path))
+
+
+def test_tokenizer_that_hangs_in_its_offline_test_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "OFFLINE_SEC", 0.2)
+    monkeypatch.setattr(tokenizer, "_OFFLINE_TEST", "import time; time.sleep(20)")
+    with pytest.raises(UnfitError, match=r"has not ended after 0\.2 s"):
+        tokenizer._test_offline(tmp_path / "tokenizer.json", "<eos>", 0)

@@ -1,7 +1,15 @@
 """Exit codes come from what ranks recorded: torchrun turns every code into 1."""
 
-import pytest
+import os
+import shutil
+import subprocess
+import sys
+import threading
 
+import pytest
+from support.live_run import wait_until
+
+from forge.core import process
 from forge.core.errors import Exit, UnfitError
 from forge.core.files import write_json
 from forge.core.machine import Machine
@@ -130,6 +138,61 @@ def test_living_orphans_are_named_and_their_folder_stays(tmp_path, monkeypatch):
         launcher.wait_for_orphans(paths)
     assert f"kill -9 {me.pid}" in caught.value.fix
     assert (paths.launches / "old").is_dir()
+
+
+@pytest.mark.parametrize("job", [None, "17"])
+def test_ranks_in_another_container_are_named_and_not_taken_for_gone(tmp_path, monkeypatch, job):
+    """Those of a job ended with it, which the run's lock has asked for."""
+    paths = RunPaths(tmp_path)
+    monkeypatch.setattr(process, "INITIAL_NAMESPACE", 0)  # as in a container
+    hidden = {**Process.current().to_json(), "pid_namespace": 7, "slurm_job": job}
+    write_json(paths.launches / "old" / "rank-0.pid", hidden)
+    if job:
+        launcher.wait_for_orphans(paths)
+        return
+    with pytest.raises(UnfitError, match=f"pid {hidden['pid']} of pid namespace 7") as caught:
+        launcher.wait_for_orphans(paths)
+    assert f"rm -r {paths.launches / 'old'}" in caught.value.fix
+    assert (paths.launches / "old").is_dir()
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_ranks_are_killed_without_the_directory_that_names_them(tmp_path, is_gone):
+    """A rank has a session of its own, as torchrun gives it."""
+    spec = spec_of(tmp_path)
+    rank = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(600)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
+    )
+    pid = int(child.stdout.readline())
+    launcher.register(spec, "launcher", child.pid)
+    launcher.register(spec, "rank-0", pid)
+    rank = Process.of(pid)
+    if is_gone:
+        shutil.rmtree(spec.directory)
+    end = threading.Thread(target=launcher._kill_all, args=(spec, child), daemon=True)
+    end.start()
+    end.join(30)
+    try:
+        assert not end.is_alive() and child.poll() is not None
+        wait_until(lambda: rank.life() == "gone", "the end of the rank")
+    finally:
+        child.kill()
+
+
+def test_a_launch_that_survives_kill_9_is_an_error_that_names_it_and_stays_known(
+    tmp_path, monkeypatch
+):
+    spec = spec_of(tmp_path)
+    monkeypatch.setattr(launcher, "KILL_SEC", 0.2)
+    monkeypatch.setattr(launcher, "_kill_family", lambda pid: None)
+    monkeypatch.setattr(os, "kill", lambda *_: None)  # it waits in the kernel
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        launcher.register(spec, "launcher", child.pid)
+        with pytest.raises(UnfitError, match=f"not ended .* after kill -9: pid {child.pid}"):
+            launcher._kill_all(spec, child)
+        assert (spec.directory / "launcher.pid").exists()
 
 
 def test_what_dead_ranks_left_is_cleaned(tmp_path):

@@ -382,7 +382,7 @@ def staged_inputs(wanted, tmp_path, monkeypatch):
     config = inputs.make(tmp_path, monkeypatch)
     shared = InputSet.open(inputs_folder(config.data, config.ids.inputs))
     copy = {"folder": str(tmp_path / "disk"), "digest": shared.digest}
-    on_node.copy(kind="inputs", shared=str(shared.folder), **copy)
+    on_node.copy(kind="inputs", shared=str(shared.folder), wait_sec=10, **copy)
     folders = {"data": f"{tmp_path}/disk/data", "hub": f"{tmp_path}/disk/hub"}
     program = {
         "command": "sh",

@@ -20,6 +20,7 @@ from forge.reporting.run_state import judge
 @pytest.fixture(autouse=True)
 def no_slurm(monkeypatch):
     monkeypatch.setattr(slurm, "is_here", lambda: False)
+    monkeypatch.setattr(slurm, "cluster_name", lambda **_: "forge")
 
 
 @pytest.fixture
@@ -336,6 +337,44 @@ def test_a_job_of_this_run_runs_on_nodes(run):
     hold(run, elsewhere("17"))
     found = judged(run, [queued()])
     assert (found.state, found.job, now(found)) == ("running", "17 on node[01-02]", "training")
+
+
+@pytest.mark.parametrize(
+    ("state", "who", "following"),
+    [
+        ("SUSPENDED", "a job of higher priority", "scontrol resume 17"),
+        ("STOPPED", "by a signal", "scancel --signal=CONT 17"),
+    ],
+)
+def test_a_suspended_job_is_not_called_running_and_says_who_may_have_done_it(
+    run, state, who, following
+):
+    train(run)
+    hold(run, elsewhere("17"))
+    found = judged(run, [queued(state)])
+    assert found.state == "suspended"
+    assert state in found.reason and who in found.reason and following in found.next
+
+
+def test_a_job_that_is_being_cancelled_is_not_called_running(run):
+    train(run)
+    hold(run, elsewhere("17"))
+    found = judged(run, [queued("COMPLETING")])
+    assert (found.state, found.next) == ("stopping", "")
+    assert "Slurm is ending job 17" in found.reason
+
+
+@pytest.mark.parametrize("here", ["another", slurm.silent("away")])
+def test_a_job_of_another_cluster_is_not_the_one_of_its_number_here(run, monkeypatch, here):
+    def name(**_):
+        if isinstance(here, Exception):
+            raise here
+        return here
+
+    monkeypatch.setattr(slurm, "cluster_name", name)
+    train(run)
+    hold(run, elsewhere("17"))
+    assert judged(run, []).state == "unknown"
 
 
 def test_a_job_is_known_by_what_the_run_wrote_where_no_comment_tells(run, tmp_path):

@@ -23,7 +23,9 @@ def slurm_says(monkeypatch):
 
     def set_state(job):
         monkeypatch.setattr(slurm, "show_job", lambda _: job)
-        monkeypatch.setattr(slurm, "requeue", lambda job_id: requeued.append(job_id) or "")
+        monkeypatch.setattr(
+            slurm, "requeue", lambda job_id, _restarts: requeued.append(job_id) or ""
+        )
         monkeypatch.setattr(requeue, "_catch_signals", list)
         monkeypatch.setattr(requeue, "_wait_for_the_end", lambda _: None)
         return requeued
@@ -67,6 +69,28 @@ def test_the_guard_reads_the_jobs_state_of_now(tmp_path, slurm_says, job, reason
     requeued = slurm_says(job)
     assert reason in ask(tmp_path, "SIGTERM")
     assert requeued == []
+
+
+@pytest.mark.parametrize("state", slurm.RUNNING)
+def test_a_signal_on_its_way_to_a_dead_node_is_no_cancellation(tmp_path, slurm_says, state):
+    requeued = slurm_says(replace(JOB, state=state))
+    assert not requeue.was_cancelled(Placement(("n1",), JOB))
+    assert ask(tmp_path, "peer lost") == ""
+    assert requeued == ["42"]
+
+
+@pytest.mark.parametrize("state", [*slurm.ENDING, *slurm.ENDED])
+def test_a_job_that_slurm_ends_is_not_requeued(tmp_path, slurm_says, state):
+    requeued = slurm_says(replace(JOB, state=state))
+    assert requeue.was_cancelled(Placement(("n1",), JOB))
+    assert f"is {state}: it was cancelled" in ask(tmp_path, "peer lost")
+    assert requeued == []
+
+
+def test_a_cancellation_between_the_guard_and_the_call_is_told(tmp_path, slurm_says, monkeypatch):
+    slurm_says(JOB)
+    monkeypatch.setattr(slurm, "requeue", lambda *_: "it is COMPLETING: it was cancelled meanwhile")
+    assert "it was cancelled meanwhile" in ask(tmp_path, "SIGTERM")
 
 
 def test_a_stop_file_that_came_meanwhile_keeps_the_job_ended(tmp_path, slurm_says):

@@ -392,3 +392,14 @@ def test_copy_of_earlier_inputs_is_not_read(program, machine, tmp_path):
     later = resolve(Config.model_validate({**program.to_json(), "ids": None}))
     make_inputs(later)
     assert ranks_read(later)[0] == f"{tmp_path}/in"
+
+
+def test_copy_of_a_run_that_is_stopped_is_named_and_not_waited_for_forever(tmp_path):
+    with (
+        on_node._alone(tmp_path, 10),
+        pytest.raises(UnfitError, match=f"copying into {tmp_path} .*: pid {os.getpid()}\n"),
+        on_node._alone(tmp_path, 0.1),
+    ):
+        pass
+    with on_node._alone(tmp_path, 0.1):
+        pass

@@ -341,3 +341,15 @@ def test_wandb_is_offline_without_a_key_where_asked_and_where_nobody_answers(mon
     assert "127.0.0.1:1 cannot be reached" in to_wandb._why_offline("http://127.0.0.1:1")
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert to_wandb._why_offline("http://127.0.0.1:1") == "WANDB_MODE is offline"
+
+
+def test_a_sending_process_that_survives_kill_9_does_not_hold_training_up(monkeypatch):
+    monkeypatch.setattr(process, "FINISH_SEC", 0.1)
+    monkeypatch.setattr(process, "KILL_SEC", 0.1)
+    line = [sys.executable, "-c", "import time; time.sleep(20)"]
+    with subprocess.Popen(line, stdin=subprocess.PIPE) as child:
+        with monkeypatch.context() as stuck:
+            stuck.setattr(process.os, "killpg", lambda *_: None)
+            process._finish(child)
+        assert child.poll() is None
+        child.kill()
