@@ -160,7 +160,7 @@ def refuse(fabric: Fabric, head: str, problem: str) -> None:
         raise EndpointError(
             f"{_asked_by('MASTER_ADDR')} is {asked}, which {problem} {head}, the first node of the ranks",
             cause="rank 0 listens there; the other ranks would look for it elsewhere until their timeout",
-            fix=f"{_undo('MASTER_ADDR')} (Forge takes {head}), or give an address of {head}",
+            fix=f"{_undo('MASTER_ADDR')} (Forge then chooses one), or give an address of {head}",
         )
 
 

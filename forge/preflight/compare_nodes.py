@@ -102,14 +102,14 @@ def inspect(
 
 def _master(pool: NodePool, machine: Machine, wanted: str, *, sec: float) -> str:
     """Name or address at which the ranks meet. wanted: the one that was asked for, else the name of their
-    first node, which some of the nodes may not resolve; "" for a single node."""
+    first node, which some of the nodes may not resolve."""
 
     def unresolved(name: str) -> list[str]:
         answers = pool.ask("resolves", name=name, timeout_sec=sec)
         return [host for host, answer in answers.items() if answer is False]
 
-    is_settled = not wanted or rendezvous.host(machine.fabric, "")
-    return wanted if is_settled else rendezvous.name_or_address(wanted, unresolved)
+    is_asked_for = rendezvous.host(machine.fabric, "")
+    return wanted if is_asked_for else rendezvous.name_or_address(wanted, unresolved)
 
 
 def _wanted_imports(
@@ -157,8 +157,6 @@ def _connect_all(
 ) -> Links:
     """Have every node connect to every other one. A node that cannot take part gets a failed check."""
     by_name = {node.name: node for node in nodes}
-    if len(by_name) < 2:
-        return {}
     settings = machine.model_dump(mode="json")
     listening = pool.ask("listen", hosts=by_name, timeout_sec=sec, machine=settings, master=master)
     listeners = _without_failed(listening, by_name)

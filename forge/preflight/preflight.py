@@ -207,7 +207,7 @@ def _wanted(
             machine=machine.model_dump(mode="json"),
             ranks_per_node=layout.ranks_per_node,
             program=programs[host],
-            master="" if len(placement.hosts) == 1 else master,
+            master="" if placement.is_here else master,
         )
         for host in placement.hosts
     }

@@ -245,7 +245,9 @@ def test_any_other_name_is_plain(name):
     assert files.relative_path(f"{name}/{name}") == f"{name}/{name}"
 
 
-@pytest.mark.parametrize("name", {*NOT_PLAIN, "a//b", "a/./b", "a/../b", "./a"} - {"a/b"})
+@pytest.mark.parametrize(
+    "name", [*(n for n in NOT_PLAIN if n != "a/b"), "a//b", "a/./b", "a/../b", "./a"]
+)
 def test_path_that_could_lead_out_is_not_below_the_directory(name):
     with pytest.raises(ValueError, match="is not a path below the directory"):
         files.relative_path(name)

@@ -351,7 +351,7 @@ def test_node_that_accepts_and_sends_nothing_is_reported_within_the_patience():
 def test_interface_without_an_address_cannot_listen():
     machine = load_machine(None, {"fabric.interface": "none0"}).model_dump(mode="json")
     with pytest.raises(UnfitError, match=r"none0 .* has no IPv4 address"):
-        node_checks.listen(machine, "localhost")
+        node_checks.listen(machine, "n1")
 
 
 def test_program_is_looked_for_as_the_ranks_start_it_and_its_directories_are_readable(
