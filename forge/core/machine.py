@@ -46,7 +46,8 @@ class Fabric(Section):
     """`auto`: NCCL uses InfiniBand or RoCE where a port is active; `always`: preflight also refuses a
     node without one; `never`: it uses sockets."""
     gid_index: int | None = Field(None, ge=0)
-    """NCCL_IB_GID_INDEX, for clusters that need one. Preflight looks it up in the ports' tables."""
+    """NCCL_IB_GID_INDEX, for clusters with RoCE that need one. Preflight looks it up in the ports' tables.
+    It is not set on InfiniBand, where NCCL does not read it."""
     timeout_sec: float = Field(300, gt=0, le=MAX_SEC)
     """Timeout of a collective in seconds; after it the rank ends with an error."""
     debug: bool = False
