@@ -1,10 +1,11 @@
 """Nodes as their kernels list them: trees like /sys/class/infiniband and /sys/class/net, and addresses.
 
-The form is that of Linux: Documentation/ABI/stable/sysfs-class-infiniband, and core/sysfs.c there: a port has
-all entries of its GID table, empty ones as zeros; the type of an empty entry cannot be read. InfiniBand: one GID, of
-the type "IB/RoCE v1". RoCE: for each address of its interface one GID as RoCE v1 and one as v2, link-local first (NVIDIA
-MLNX_OFED, "RDMA over Converged Ethernet"). The names of the H100 nodes are those of the Kempner Computing Handbook: ib0 to
-ib3, an address on ib0 alone, management on em4. The numbers in GIDs and addresses are made up.
+The form is that of Linux (Documentation/ABI/stable/sysfs-class-infiniband, and core/sysfs.c there): a
+port has all entries of its GID table, empty ones as zeros; the type of an empty entry cannot be read.
+InfiniBand: one GID, of the type "IB/RoCE v1". RoCE: for each address of its interface one GID as RoCE v1
+and one as v2, link-local first (NVIDIA MLNX_OFED, "RDMA over Converged Ethernet"). The interfaces of the
+H100 nodes are those of the Kempner Computing Handbook: ib0 to ib3, an address on ib0 alone, management on
+em4. The numbers in GIDs and addresses are made up.
 """
 
 from __future__ import annotations

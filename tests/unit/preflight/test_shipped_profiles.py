@@ -1,4 +1,4 @@
-"""The shipped GPU profiles on nodes as kernels list them: none is refused, and NCCL gets what it needs."""
+"""Shipped GPU profiles on nodes as kernels list them: none is refused, and NCCL gets what it needs."""
 
 from dataclasses import replace
 from pathlib import Path
