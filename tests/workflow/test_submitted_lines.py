@@ -142,6 +142,30 @@ def test_nodes_ranks_and_partition_of_one_command(submitted, shared_project):
     ]
 
 
+def test_set_resources_that_would_submit_nodes_without_gpus_is_refused(submitted, shared_project):
+    """The profile is edited by now. Nothing may be submitted."""
+    environment = shared_project.environment
+    line_file = shared_project.root / "line"
+    environment |= {
+        "PATH": f"{shared_project.root / 'bin'}:{environment['PATH']}",
+        "SBATCH_LINE": str(line_file),
+    }
+    command = [sys.executable, "-m", "snakemake", "--profile", "profiles/kempner", "train"]
+    done = subprocess.run(
+        [*command, "--set-resources", "train_run:nodes=4"],
+        cwd=shared_project.root,
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode != 0 and not line_file.exists()
+    assert "--set-resources leaves train_run without" in said and "gres" in said, said
+    assert "`--config nodes=4`" in said
+
+
 def test_copy_of_a_profile_has_the_machine_beside_it_for_preflight_on_other_nodes_too(
     submitted, shared_project
 ):
