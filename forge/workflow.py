@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import difflib
 import math
 import os
 import sys
@@ -14,11 +15,11 @@ from typing import Any
 
 from forge.checkpoint import compatibility, family, resume
 from forge.cluster import jobs, submission
-from forge.cluster.allocation import plain, run_layouts
+from forge.cluster.allocation import OF_COMMAND, command_resources, plain, run_layouts
 from forge.cluster.job_requests import Request, requests_of
 from forge.cluster.lock import WORKFLOW_LOCK, lock
-from forge.core.config import OF_FORGES_TRAINER, ResolvedConfig, checked, read_values
-from forge.core.errors import TrainingError, UnfitError
+from forge.core.config import OF_FORGES_TRAINER, Config, ResolvedConfig, checked, read_values
+from forge.core.errors import ConfigError, ForgeError, TrainingError, UnfitError
 from forge.core.files import canonical, digest_bytes, read_json, write_json
 from forge.core.machine import Slurm
 from forge.core.paths import (
@@ -68,17 +69,33 @@ def read_config(settings: Any) -> dict[str, Any]:
 
     settings: Snakemake's ConfigSettings. Read by Forge and not by Snakemake's `configfile:`, which
     would read some values in another way than every other place (`010` as 8, YAML 1.1), and would read
-    a file of 300 bytes for minutes. Raises ConfigError.
+    a file of 300 bytes for minutes. Without the keys of --config that are about the allocation. Raises
+    ConfigError.
     """
+    given = {name: value for name, value in settings.config.items() if name not in OF_COMMAND}
+    _refuse_misspelt(given)
     merged: dict[str, Any] = {}
     if not settings.replace_workflow_config and (Path(CONFIG).exists() or not settings.configfiles):
         merged = read_values(CONFIG)
-    for values in (*map(read_values, settings.configfiles), settings.config):
+    for values in (*map(read_values, settings.configfiles), given):
         if values.get("program"):  # config.yaml may be about Forge's own trainer
             unused = (*OF_FORGES_TRAINER, "evaluate")
             merged = {name: old for name, old in merged.items() if name not in unused}
         _merge(merged, values)
     return merged
+
+
+def _refuse_misspelt(given: Mapping[str, Any]) -> None:
+    """ConfigError for a key of --config that was meant for the allocation. Others are refused with the
+    config that they are in."""
+    known = [*Config.model_fields, "runs"]
+    for name, value in given.items():
+        close = difflib.get_close_matches(name, [*known, *OF_COMMAND], n=1)
+        if name not in known and close and close[0] in OF_COMMAND:
+            raise ConfigError(
+                f"--config has {name}={value!r}, and no such key is known (did you mean {close[0]}?)",
+                fix=f"for the allocation of one command: {', '.join(OF_COMMAND)}",
+            )
 
 
 def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -132,14 +149,38 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
 def read_layouts(
     settings: Any, resources: Mapping[str, Any], *, main: bool
 ) -> dict[str, dict[str, Any]]:
-    """Run name -> nodes, ranks and GPUs, from the columns `nodes` and `tasks_per_node` of the sheet;
-    inside a job as they were submitted. {} without such columns. Raises ConfigError."""
+    """Run name -> nodes, ranks, GPUs and partition, from the columns `nodes` and `tasks_per_node` of the
+    sheet and from --config; inside a job as they were submitted. {} without either. Raises ConfigError.
+    """
     if not main and SUBMITTED in os.environ:
         submitted = read_json(Path(os.environ[SUBMITTED]))
         layouts: dict[str, dict[str, Any]] = submitted["layouts"]
         return layouts
-    rows = read_rows(str(read_config(settings).get("runs", SHEET)))
-    return run_layouts(resources, {row.run: row.layout for row in rows})
+    sheet = str(read_config(settings).get("runs", SHEET))
+    of_command = command_resources(settings.config)
+    columns: dict[str, dict[str, Any]] = {}
+    for row in read_rows(sheet):
+        if twice := of_command.keys() & row.layout.keys():
+            name = sorted(twice)[0]
+            raise ConfigError(
+                f"--config has {name}={of_command[name]}, and {sheet}, line {row.line} (run {row.run}),"
+                f" column {name}: {row.layout[name]}",
+                fix="change the cell, or leave it empty; --config is for what the sheet does not say",
+            )
+        columns[row.run] = {**row.layout, **of_command}
+    return run_layouts(resources, columns)
+
+
+def as_resources(values: Mapping[str, Any]) -> Any:
+    """Resources as Snakemake has them in its settings."""
+    from snakemake.resources import Resource, Resources
+
+    return Resources(
+        {
+            name: value if isinstance(value, Resource) else Resource(name, value)
+            for name, value in values.items()
+        }
+    )
 
 
 def known_failures(runs: dict[str, ResolvedConfig]) -> dict[str, str]:
@@ -201,15 +242,24 @@ def check_tasks(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:
         find_tasks(runs[name].evaluate)
 
 
-def end_with_table(workflow: Any, runs: dict[str, ResolvedConfig]) -> None:
+def end_with_table(
+    workflow: Any, runs: dict[str, ResolvedConfig], check: Callable[[], None]
+) -> None:
     """Make a table of these runs the last lines of this Snakemake, however it ends: Snakemake's own
-    handlers are not called where nothing is left to do, and print more after them. Not in a dry run.
+    handlers are not called where nothing is left to do, and print more after them.
+
+    check: raises what a run would be refused with at once; a dry run ends with that instead.
     """
     project = Path.cwd()  # Snakemake goes back to where it was called before it ends (--directory)
 
     def end() -> None:
         # Without an executor it was asked for something else, such as --dag or --unlock.
-        if workflow.executor_plugin and not (workflow.dryrun or workflow.touch):
+        if workflow.dryrun and workflow.dag:
+            try:
+                check()
+            except ForgeError as err:
+                say(f"without -n this is refused: {err}")
+        elif workflow.executor_plugin and not (workflow.dryrun or workflow.touch):
             with suppress(OSError), chdir(project):  # the reader of our output may have left
                 print_end([RunPaths.of(settings) for settings in runs.values()])
 

@@ -12,12 +12,19 @@ from typing import Any
 
 from forge.cluster import exclude, jobs, slurm
 from forge.cluster.placement import WorldLayout, check_layout
+from forge.cluster.profile import Profile
 from forge.core.config import Config
 from forge.core.errors import ConfigError, TrainingError
 from forge.core.machine import Machine, load_machine
 from forge.core.paths import RunPaths
 
 LOCAL_MACHINE = "profiles/local/machine.yaml"  # without a profile; beside the workflow
+# Keys of --config that are no config keys: the allocation of this one command -> its resource.
+OF_COMMAND = {
+    "nodes": "nodes",
+    "tasks_per_node": "tasks_per_node",
+    "partition": "slurm_partition",
+}
 BEFORE_TRAINING_MIN = 10  # time limit of stage, and of preflight
 
 
@@ -32,14 +39,18 @@ class Allocation:
         resources: Mapping[str, Any],
         runs: Mapping[str, Config],
         layouts: Mapping[str, Mapping[str, Any]],
+        profile: Profile,
         workflow_folder: str,
     ) -> None:
         """resources: of the profile for `train_run`, as Snakemake has them. layouts: as `run_layouts`
-        gives them. workflow_folder: of the Snakefile, beside which the profiles lie."""
+        gives them. profile: the one in use; inside a job an empty one, as `machine` is in `resources`
+        there. workflow_folder: of the Snakefile, beside which the profiles lie."""
         self.given = {name: plain(value) for name, value in resources.items()}
-        self._runs = runs
+        self._runs, self._profile = runs, profile
+        profile.refuse_other_machine()
         local = os.path.relpath(Path(workflow_folder).parent / LOCAL_MACHINE)
-        machine = self.given.get("machine", local)
+        self._named = self.given.get("machine") or profile.machine
+        machine = self._named or local
         self.machine: Machine = load_machine(machine)
         self._made: dict[str, dict[str, Any]] = {}  # run -> resources
         known = {**self.given, **next(iter(layouts.values()), {})}
@@ -49,9 +60,10 @@ class Allocation:
             made = {"machine": machine, **allocation_resources(given, self.machine)}
             self._made[run] = {**made, "train_nodes": int(given.get("nodes", 1))}
         by_run = {name for layout in layouts.values() for name in layout}
-        self.of_profile = {n: value for n, value in resources.items() if n not in by_run}
-        """What the profile sets for all runs alike. The rest must not be in Snakemake's settings, where
-        it would win over the rule's own."""
+        alike = {n: value for n, value in resources.items() if n not in by_run}
+        self.of_profile = {**alike, "machine": machine}
+        """What the profile sets for all runs alike, and the machine, which the Snakemake inside a job
+        reads here. The rest must not be in Snakemake's settings, where it would win over the rule's."""
 
     @property
     def whole(self) -> dict[str, Any]:
@@ -84,18 +96,35 @@ class Allocation:
         bad = exclude.read(RunPaths.of(self._runs[run]).bad_nodes)
         return sbatch_options(self.machine, self.layout(run).ranks_per_node, bad)
 
-    def check_profile(self, defaults: Mapping[str, Any] | None, custom: Collection[str]) -> None:
+    def check_profile(self, settings: Any, custom: Collection[str], *, submits: bool) -> None:
         """ConfigError for lines of a shipped profile that were not edited, and for names in train_run
-        that no resource has. custom: resources that the user gave a limit for (--resources)."""
-        for place, values in (("default-resources", defaults or {}), (jobs.TRAIN_RULE, self.given)):
-            for name, value in values.items():
-                if str(plain(value)).startswith("EDIT_"):
-                    raise ConfigError(
-                        f"the profile still says {name}: {plain(value)} ({place})",
-                        fix="edit this line in config.yaml of the profile: your account, and"
-                        " partitions as `sinfo` lists them",
-                    )
+        that no resource has; where jobs are submitted, also for a machine that nobody has named.
+
+        settings: Snakemake's ResourceSettings. custom: resources that the user gave a limit for
+        (--resources).
+        """
+        places = {"default-resources": settings.default_resources or {}}
+        left = [
+            f"{name}: {plain(value)} ({place})"
+            for place, values in {**places, **settings.overwrite_resources}.items()
+            for name, value in values.items()
+            if str(plain(value)).startswith("EDIT_")
+        ]
+        if left:
+            files = " and ".join(map(str, self._profile.files))
+            raise ConfigError(
+                f"the profile still says {', '.join(left)}",
+                fix=f"edit {'these lines' if len(left) > 1 else 'this line'} in"
+                f" {files or 'its config.yaml'}: your account, and partitions as `sinfo` lists them",
+            )
         refuse_unknown(self.given, custom)
+        if submits and not self._named:
+            raise ConfigError(
+                "no machine.yaml says how ranks start on this cluster",
+                cause="no profile is in use, or there is none beside its config.yaml",
+                fix="choose a profile (--profile), or name the file: `machine: FILE` in train_run of"
+                " its set-resources",
+            )
 
     def check_runs(self, due: Iterable[Any], failed: Mapping[str, str]) -> None:
         """ConfigError for a run whose batch these ranks cannot share, TrainingError for a known failure
@@ -104,12 +133,18 @@ class Allocation:
         for job in due:
             if job.rule.name == jobs.TRAIN_RULE and job.wildcards.run in failed:
                 raise TrainingError(f"run {job.wildcards.run}: {failed[job.wildcards.run]}")
+        self._profile.refuse_replaced({job.rule.name for job in due}, self._instead())
         allocated = [job for job in due if job.rule.name in jobs.ALLOCATION_RULES]
         for name in dict.fromkeys(job.wildcards.run for job in allocated):
             try:
                 check_layout(self.machine, self.layout(name), self._runs[name])
             except ConfigError as err:
                 raise ConfigError(f"run {name}: {err.what}", cause=err.cause, fix=err.fix) from None
+
+    def _instead(self) -> str:
+        """What --config needs for what --set-resources says of the allocation."""
+        said = [f"{k}={self.given[name]}" for k, name in OF_COMMAND.items() if name in self.given]
+        return " ".join(said) or "nodes=N"
 
 
 def held_allocation(given: Mapping[str, Any], machine: Machine) -> dict[str, int]:
@@ -130,10 +165,11 @@ def held_allocation(given: Mapping[str, Any], machine: Machine) -> dict[str, int
 
 
 def run_layouts(
-    resources: Mapping[str, Any], columns: Mapping[str, Mapping[str, int]]
+    resources: Mapping[str, Any], columns: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Run -> nodes, ranks and GPUs of its allocation, where the sample sheet has such columns; {} where
-    it has none. resources: what the profile sets for `train_run`, which holds for empty cells."""
+    """Run -> nodes, ranks and GPUs of its allocation, where the sample sheet has such columns, or the
+    command such keys; {} where there are none. resources: what the profile sets for `train_run`, which
+    holds for empty cells."""
     given = {name: plain(value) for name, value in resources.items()}
     names = {name for columns_of_run in columns.values() for name in columns_of_run}
     layouts: dict[str, dict[str, Any]] = {}
@@ -145,6 +181,27 @@ def run_layouts(
             layout["gres"] = f"{kind}:{layout['tasks_per_node']}"
         layouts[run] = layout
     return layouts if names else {}
+
+
+def command_resources(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Resources of `train_run` that --config sets for one command. Raises ConfigError.
+
+    given: what --config says, of which the keys in OF_COMMAND are read.
+    """
+    found: dict[str, Any] = {}
+    for key, resource in OF_COMMAND.items():
+        if key not in given:
+            continue
+        value = given[key]
+        if key == "partition":
+            is_good = type(value) in (str, int) and bool(re.fullmatch(r"[\w.,-]+", str(value)))
+            found[resource], wanted = str(value), "the name of a partition"
+        else:
+            is_good, wanted = type(value) is int and value >= 1, "a number of 1 or more"
+            found[resource] = value
+        if not is_good:
+            raise ConfigError(f"--config has {key}={value!r}", fix=f"give {wanted}")
+    return found
 
 
 def plain(value: Any) -> Any:

@@ -20,6 +20,8 @@ from forge.core.machine import MAX_SEC, Fabric, Machine
 from forge.core.process import hostname
 from forge.core.terminal import say
 
+SYS = Path("/sys/class/net")
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -77,14 +79,10 @@ def rank_settings(
             Setting("NCCL_SOCKET_IFNAME", interface, reason),
         ]
     if rdma_reason:
-        settings += [
-            Setting("NCCL_IB_DISABLE", "0", rdma_reason),
-            Setting("NCCL_NET_GDR_LEVEL", "2", "GPU direct RDMA within one PCIe switch"),
-        ]
-        if fabric.gid_index is not None:
-            settings.append(
-                Setting("NCCL_IB_GID_INDEX", str(fabric.gid_index), "from machine.yaml")
-            )
+        settings.append(Setting("NCCL_IB_DISABLE", "0", rdma_reason))
+        if fabric.gid_index is not None and any(port.is_roce for port in rdma.active_ports()):
+            why = "fabric.gid_index, which NCCL reads for RoCE"
+            settings.append(Setting("NCCL_IB_GID_INDEX", str(fabric.gid_index), why))
     else:
         never = fabric.infiniband == "never"
         why = "fabric.infiniband: never" if never else "no port of InfiniBand or RoCE is active"
@@ -230,7 +228,7 @@ def infiniband_interface() -> str | None:
     up = psutil.net_if_stats()
     for name, addresses in sorted(psutil.net_if_addrs().items()):
         # Type 32 is ARPHRD_INFINIBAND, <linux/if_arp.h>; a name such as ib0 is only a convention.
-        kind = Path(f"/sys/class/net/{name}/type")
+        kind = SYS / name / "type"
         if not kind.exists() or kind.read_text().strip() != "32":
             continue
         if up[name].isup and any(address.family == socket.AF_INET for address in addresses):

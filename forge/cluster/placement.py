@@ -92,9 +92,16 @@ def _check_memory(machine: Machine, layout: WorldLayout, config: Config) -> None
 
 
 def check_source(machine: Machine, layout: WorldLayout, config: Config) -> None:
-    """ConfigError where another training program would have no directory to run in on the nodes."""
-    has_none = config.program and config.program.source is None
-    if has_none and machine.stage.project is True and _needs_slurm(machine, layout):
+    """ConfigError where another training program would have no directory to run in, here or on the
+    nodes."""
+    if config.program is None:
+        return
+    _ = config.program.folder  # raises where it is missing
+    if (
+        config.program.source is None
+        and machine.stage.project is True
+        and _needs_slurm(machine, layout)
+    ):
         raise ConfigError(
             "stage.project is true and program.source is not set: the program would have no directory"
             " to run in on the nodes",

@@ -28,8 +28,14 @@ class Port:
     )  # index -> type, such as RoCE v2; "" if unknown
 
     def __str__(self) -> str:
-        kind = "RoCE" if self.link_layer == "Ethernet" else self.link_layer
+        kind = "RoCE" if self.is_roce else self.link_layer
         return f"{self.device} port {self.number} ({kind}, {self.rate})"
+
+    @property
+    def is_roce(self) -> bool:
+        """Whether NCCL reads NCCL_IB_GID_INDEX for this port. On InfiniBand it chooses the GID itself
+        (ncclIbGetGidIndex), and such a port has GID 0 alone."""
+        return self.link_layer == "Ethernet"
 
 
 def active_ports() -> list[Port]:
@@ -57,7 +63,7 @@ def _gids(folder: Path) -> Iterator[tuple[int, str]]:
         if _line(path) != NO_GID:
             try:
                 kind = _line(folder / "gid_attrs/types" / path.name)
-            except OSError:  # an InfiniBand port has no types
+            except OSError:  # unknown to old kernels
                 kind = ""
             yield int(path.name), kind
 
@@ -67,11 +73,13 @@ def _line(path: Path) -> str:
 
 
 def gid_trouble(port: Port, index: int) -> str:
-    """Why NCCL_IB_GID_INDEX cannot be this index on this port; "" where it can."""
+    """Why NCCL_IB_GID_INDEX cannot be this index on this port; "" where it can, or is not read."""
+    if not port.is_roce:
+        return ""
     if index not in port.gids:
         there = ", ".join(f"{n} {kind}".strip() for n, kind in port.gids.items()) or "none"
         return f"{port} has no GID {index}; it has {there}"
-    if port.link_layer == "Ethernet" and port.gids[index] not in ("RoCE v2", ""):
+    if port.gids[index] not in ("RoCE v2", ""):
         good = [str(n) for n, kind in port.gids.items() if kind == "RoCE v2"]
         return (
             f"GID {index} of {port} is of type {port.gids[index]}, which is not routed between networks;"

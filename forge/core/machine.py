@@ -48,7 +48,8 @@ class Fabric(Section):
     """`auto`: NCCL uses InfiniBand or RoCE where a port is active; `always`: preflight also refuses a
     node without one; `never`: it uses sockets."""
     gid_index: int | None = Field(None, ge=0)
-    """NCCL_IB_GID_INDEX, for clusters that need one. Preflight looks it up in the ports' tables."""
+    """NCCL_IB_GID_INDEX, for clusters with RoCE that need one. Preflight looks it up in the ports'
+    tables. It is not set on InfiniBand, where NCCL does not read it."""
     timeout_sec: float = Field(300, gt=0, le=MAX_SEC)
     """Timeout of a collective in seconds; after it the rank ends with an error."""
     debug: bool = False
@@ -67,7 +68,8 @@ class Stage(Section):
 
     mode: Literal["auto", "always", "never"] = "auto"
     """`auto`: copy the shards or inputs, unless they are on the file system of the staging directory, or
-    on a shared one that is fast enough as measured on the node (1000 random reads/s, 500 MiB/s)."""
+    on a shared one that is fast enough as measured on the node (1000 random reads/s, 500 MiB/s). Outside
+    of a Slurm job, where nothing would remove the copies, only with `always`, or `keep`."""
     folder: FilePath | None = None
     """Staging directory on each node; null: $SLURM_TMPDIR, else $TMPDIR, else /tmp."""
     keep: bool = False

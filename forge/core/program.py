@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from forge.core.errors import ConfigError
 from forge.core.section import FilePath, Section
 
 # Written {name} in `command` and `resume`.
@@ -138,6 +140,18 @@ class Program(Section):
         if isinstance(self.goal, Epochs):
             return self.goal.epochs * self.goal.steps_per_epoch
         return self.goal or 0
+
+    @property
+    def folder(self) -> Path:
+        """The directory in which the program runs. Raises ConfigError where there is none."""
+        source = self.source or "."
+        if not Path(source).is_dir():
+            raise ConfigError(
+                f"program.source is {source!r}: there is no such directory",
+                cause=f"paths are relative to {Path.cwd()}",
+                fix="name the directory that has the program",
+            )
+        return Path(source).absolute()
 
 
 def filled(text: str, values: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The directory of another program (`program.source`): its files, and the digest of its code."""
+"""The code of another program (`program.source`): its files, and their digest."""
 
 from __future__ import annotations
 
@@ -6,26 +6,11 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from forge.core.config import Config
-from forge.core.errors import ConfigError
 from forge.core.files import canonical, digest_bytes, digest_file
 
 # Directories and files that are no part of a program's code, or must not be read by others.
 NOT_CODE = (".git", ".env", "__pycache__", ".venv", ".snakemake")
 NOT_CODE_SUFFIXES = (".pem", ".key", ".pyc")
-
-
-def source_folder(config: Config) -> Path:
-    """The directory in which the program of the config runs. Raises ConfigError where there is none."""
-    assert config.program
-    source = config.program.source or "."
-    if not Path(source).is_dir():
-        raise ConfigError(
-            f"program.source is {source!r}: there is no such directory",
-            cause=f"paths are relative to {Path.cwd()}",
-            fix="name the directory that has the program",
-        )
-    return Path(source).absolute()
 
 
 def source_files(folder: Path, outputs: Collection[str] = ()) -> list[Path]:

@@ -21,7 +21,8 @@ from forge.cluster.pending import lasting_advice
 from forge.core import events
 from forge.core.errors import DataError
 from forge.core.events import Event
-from forge.core.paths import RunPaths
+from forge.core.files import read_object_or_empty
+from forge.core.paths import RunPaths, tokens_folder
 from forge.core.records import Lock, PreflightResult, Validated, Validation
 from forge.core.terminal import duration, one_line
 from forge.reporting.log_errors import Found, last_error, without_command
@@ -37,6 +38,7 @@ State = Literal[
     "cut off",
     "failed",
     "done",
+    "finished",
     "validated",
     "invalid",
     "unknown",
@@ -46,6 +48,7 @@ Queue = Sequence[QueuedJob] | None  # Slurm's; None where it cannot be asked
 
 _TONES: dict[State, Tone] = {
     "validated": "good",
+    "finished": "good",
     "failed": "bad",
     "invalid": "bad",
     "cut off": "bad",
@@ -110,6 +113,7 @@ class _Found(NamedTuple):
     reason: str
     next: str = ""
     details: Sequence[str] = ()
+    log: Path | None = None  # None: the newest
 
 
 def ask_slurm(runs: Sequence[RunPaths]) -> tuple[Queue, str]:
@@ -141,7 +145,7 @@ def judge(files: RunFiles, queue: Queue) -> RunState:
         reason=one_line(found.reason),
         details=tuple(map(one_line, found.details)),
         next=found.next,
-        log=report if is_reported else _newest_log(files),
+        log=report if is_reported else found.log or _newest_log(files),
         step=files.step,
         goal=files.goal,
         job=_where(files, job, found.state),
@@ -342,12 +346,15 @@ def _ended(files: RunFiles) -> _Found:
     found = _by_event(files)
     log = _newest_log(files)
     error = _unrecorded_error(files, log, found) if log else None
+    if error is None and found.state == "not started":
+        log, error = _failed_data(files)
     if log is None or error is None:
         return found
     subcommand = log.stem.partition("-")[0]
     more = () if error.is_traceback else error.lines[1:]
     look = f"forge logs {files.paths.root}" if log.parent == files.paths.logs else f"less {log}"
-    return _failed([f"{subcommand}: {without_command(error.headline)}", *more], look)
+    lines = [f"{subcommand}: {without_command(error.headline)}", *more]
+    return _failed(lines, look)._replace(log=log)
 
 
 def _by_event(files: RunFiles) -> _Found:
@@ -403,9 +410,20 @@ def _completed(files: RunFiles) -> _Found:
         return _Found("invalid", reason, examine, more)
     validated = Validated.read_if_there(files.paths.validated)
     if validated and validated.step == step:
-        loss = validated.loss
-        return _Found("validated", "" if loss is None else f"validation loss {loss:.3f}")
+        return _validated(validated, validation)
     return _Found("done", "not validated yet", f"forge validate {files.paths.config}")
+
+
+def _validated(validated: Validated, validation: Validation | None) -> _Found:
+    """With the loss, or what was checked of it without one: of a program that may be nothing."""
+    if validated.loss is not None:
+        return _Found("validated", f"validation loss {validated.loss:.3f}")
+    if validation is None or validation.step != validated.step:
+        return _Found("validated", "")
+    if not validation.checks:
+        return _Found("finished", "no checkpoints configured: nothing to validate")
+    names = dict.fromkeys(check.name for check in validation.checks)
+    return _Found("validated", f"checked: {', '.join(names)}")
 
 
 def _failed(lines: Sequence[str], look: str) -> _Found:
@@ -448,13 +466,32 @@ def _logs(files: RunFiles) -> list[Path]:
     """Logs of the subcommands that worked for this run, on its tokenizer and tokens too. Those of ranks
     have a dot in their names."""
     own = [log for log in files.paths.logs.glob("*.log") if "." not in log.stem]
+    return [log for log in own + _logs_of_data(files) if log.is_file() and log.stat().st_size]
+
+
+def _logs_of_data(files: RunFiles) -> list[Path]:
+    """Where logs of the subcommands may be that make what this run reads, shared with other runs."""
     data, ids = files.config.get("data"), files.config.get("ids")
-    shared = [
-        Path(data) / f"logs/{subcommand}-{ids.get(artifact)}.log"
-        for subcommand, artifact in (("tokenizer", "tokenizer"), ("tokenize", "tokens"))
-        if data and ids
-    ]
-    return [log for log in own + shared if log.is_file() and log.stat().st_size]
+    if not data or not ids:
+        return []
+    made = [("tokenizer", ids.get("tokenizer")), ("model", ids.get("model"))]
+    tokens = [ids.get("tokens"), *ids.get("sources", {}).values()]
+    for one in tokens:
+        # The files of a source from a hub have an id that only the config of its tokens tells.
+        of_tokens = read_object_or_empty(tokens_folder(data, one) / "config.json") if one else {}
+        inputs = of_tokens.get("ids", {}).get("inputs")
+        made += [("inputs", inputs), ("tokenize", one), ("sources", one)]
+    made.append(("inputs", ids.get("inputs")))
+    return [Path(data) / f"logs/{command}-{artifact}.log" for command, artifact in made if artifact]
+
+
+def _failed_data(files: RunFiles) -> tuple[Path | None, Found | None]:
+    """The first subcommand that makes what the run reads and has failed, with its log and its error: the
+    log of another one, such as `forge config`, may be newer."""
+    for log in _logs_of_data(files):
+        if log.is_file() and (error := last_error(log)):
+            return log, error
+    return None, None
 
 
 def clipped(text: str, width: int = 90) -> str:

@@ -23,7 +23,7 @@ from forge.core.records import Trained
 from forge.core.terminal import say
 from forge.data import model
 from forge.data.input_set import InputSet
-from forge.data.source import source_digest, source_folder
+from forge.data.source import source_digest
 from forge.launch.launcher import run_ranks
 from forge.launch.program_rank import (
     heartbeat_file,
@@ -239,7 +239,6 @@ class OtherProgram:
         return ProgramCheckpoints(self.paths, settings, self.layout.world_size)
 
     def prepare(self, start: Start) -> int | None:
-        source_folder(self.config)  # raises where it is missing
         if inputs := self._inputs:
             inputs.check_unchanged()
         if self.checkpoints:

@@ -34,7 +34,7 @@ from forge.core.files import short_id
 from forge.core.machine import Machine, Stage
 from forge.core.terminal import say
 from forge.data.file_set import Member
-from forge.data.source import source_digest, source_files, source_folder
+from forge.data.source import source_digest, source_files
 from forge.staging.archive import DIRECTORIES, SUMS, Archive, make_archive
 from forge.staging.on_node import SPARE_BYTES, link_mbit
 from forge.staging.sbcast import COMPRESS_PROGRAMS_BELOW, Broadcast, Broken, is_slower
@@ -153,7 +153,8 @@ def stage_project(config: Config, machine: Machine, placement: Placement) -> Sta
     code = put(_code(), blind["project"], python=python)
     source = digest = ""
     if blind["source"]:
-        folder, outputs = source_folder(config), (config.results, config.data)
+        assert config.program
+        folder, outputs = config.program.folder, (config.results, config.data)
         digest = source_digest(folder, outputs)
         source = put(_source(folder, outputs), blind["source"]) + "/source"
     roots = {} if machine.stage.keep else _claim(Path(code).parent, config.run, placement)
@@ -179,7 +180,7 @@ def _blind_nodes(config: Config, settings: Stage, placement: Placement) -> dict[
 
 def _states(config: Config, placement: Placement) -> dict[str, dict[str, str]]:
     """By node and part of the project: whether the node sees it, `ok` or `missing`."""
-    of_source = str(_any_file(source_folder(config))) if config.program else ""
+    of_source = str(_any_file(config.program.folder)) if config.program else ""
     files = [forge.__file__, sys.executable, of_source]
     answers = _on_each(placement, SEES, files, ASK_SEC, "looking for the project")
     return {

@@ -154,9 +154,10 @@ def _state(files: FileSet) -> dict[str, Any]:
 
 
 def shared_verdict(
-    kind: Kind, shared: Path, digest: str, root: Path, mode: str
+    kind: Kind, shared: Path, digest: str, root: Path, mode: str, *, goes_away: bool
 ) -> tuple[bool, str]:
-    """Whether to read the set in place from the shared file system, and why."""
+    """Whether to read the set in place from the shared file system, and why. goes_away: whether a copy
+    would be removed with a job, or shall stay."""
     if mode == "always":
         return False, "stage.mode is always"
     try:
@@ -165,8 +166,9 @@ def shared_verdict(
         return False, f"cannot read the {kind} there ({err})"
     if files.digest != digest:
         return False, f"{shared} has {kind} with another digest on this node"
-    if mode == "never":
-        return True, "stage.mode is never"
+    stays = "" if goes_away else "outside of a Slurm job nothing would remove a copy"
+    if why := "stage.mode is never" if mode == "never" else stays:
+        return True, why
     if {member.path.stat().st_dev for member in files.members} == {root.stat().st_dev}:
         return True, f"{root} is on the same file system"
     reads, rate = _measure(files.members)
@@ -219,12 +221,13 @@ def look(
     sender: str | None,
     shared: str,
     mode: str,
+    goes_away: bool,
 ) -> dict[str, Any]:
     """What `forge stage` must know of this node: directory of the copy, its state, space, speed.
 
     base: stage.folder. job: with which the copy is removed; None to keep it. sender: the host that
     would send it; None where nothing is sent. shared: the directory of the set on the shared file
-    system. mode: stage.mode.
+    system. mode: stage.mode. goes_away: as for `shared_verdict`.
     """
     root = private_root(Path(base or node_local_folder()))
     folder = set_folder(root, digest, job)
@@ -233,7 +236,7 @@ def look(
         complete = is_complete(kind, folder, digest)
     except DataError as err:
         complete, problem = False, err.what
-    in_place, why = shared_verdict(kind, Path(shared), digest, root, mode)
+    in_place, why = shared_verdict(kind, Path(shared), digest, root, mode, goes_away=goes_away)
     return {
         "root": str(root),
         "folder": str(folder),

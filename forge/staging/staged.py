@@ -17,7 +17,6 @@ from forge.core.process import hostname
 from forge.core.records import Record
 from forge.core.terminal import say
 from forge.data.input_set import InputSet, copy_folders
-from forge.data.source import source_folder
 from forge.launch.rank_records import ProgramFolders
 from forge.staging import on_node
 from forge.staging.environment import StagedProject
@@ -71,8 +70,9 @@ def staged_folders(paths: RunPaths) -> dict[str, str]:
 def program_folders(config: ResolvedConfig) -> tuple[dict[str, ProgramFolders], ProgramFolders]:
     """What the ranks of a program read: by node where it was staged, and the shared directories, for
     other nodes."""
+    assert config.program
     record = StageRecord.read_if_there(RunPaths.of(config).stage)
-    cwd = record.source if record and record.source else str(source_folder(config))
+    cwd = record.source if record and record.source else str(config.program.folder)
     if not config.ids.inputs:
         return {}, ProgramFolders(cwd=cwd, data="", hub="")
     inputs = InputSet.open(inputs_folder(config.data, config.ids.inputs))

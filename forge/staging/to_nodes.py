@@ -131,6 +131,7 @@ class _Staging:
             sender=None if self._is_here else hostname(),
             shared=str(self._source.folder.resolve()),
             mode=self.settings.mode,
+            goes_away=bool(self._job) or self.settings.keep,
         )
         unseen: dict[str, NodeFailure] = {}
         messages: dict[str, list[str]] = {}
@@ -233,6 +234,9 @@ class _Staging:
             **self._set,
         )
         self._arrived(copied)
+        if self._job is None and not self.settings.keep:
+            folders = ", ".join(self._folders[host] for host in copied)
+            say(f"stage: the copy stays in {folders}: outside of a Slurm job nothing removes it")
 
     def _archive(self, hosts: list[str]) -> Archive:
         started = time.monotonic()

@@ -72,7 +72,10 @@ def checkpoints_of(config: ResolvedConfig) -> ProgramCheckpoints:
 def _conclude(result: Validation, path: Path) -> None:
     for check in result.checks:
         say(f"  {check.status:4} {check.name}: {check.message}")
-    say(f"{path}: {result.status}, step {result.step}")
+    if result.checks:
+        say(f"{path}: {result.status}, step {result.step}")
+    else:
+        say(f"{path}: nothing to validate, no program.checkpoints and no program.validate")
     if result.reasons:
         raise DataError(
             f"{path} is invalid: " + "; ".join(result.reasons),

@@ -64,12 +64,13 @@ class Project:
     def edit_profile(self, train_run: dict[str, Any], machine: dict[str, Any]) -> None:
         path = self.profile_folder / "config.yaml"
         values = yaml.safe_load(path.read_text())
-        for place in (values.get("default-resources"), values["set-resources"]["train_run"]):
+        of_train = values.setdefault("set-resources", {}).setdefault("train_run", {})
+        for place in (values.get("default-resources"), of_train):
             if place is not None and "slurm_partition" in place:
                 place |= {key: value for key, value in SMALL.items() if key in place}
         values.get("default-resources", {}).update(slurm_account="root")
         values["set-threads"] = dict.fromkeys(values.get("set-threads", {}), 2)
-        values["set-resources"]["train_run"] |= train_run
+        of_train |= train_run
         path.write_text(yaml.safe_dump(values))
         self.edit_machine(machine)
 

@@ -70,16 +70,19 @@ def test_job_preempted_before_it_trains_is_waited_for(
 def test_kempner_profile_runs_with_only_partition_gpus_and_backend_changed(
     new_project: NewProject, uninterrupted: Uninterrupted
 ) -> None:
+    """And on the nodes of the command, which the Snakemake inside the job knows as well."""
     project = new_project(
         profile="kempner",
-        train_run={"gres": "gpu:1"},
+        train_run={"gres": "gpu:1", "nodes": 1},
         machine={
             "fabric": {"backend": "gloo", "timeout_sec": 60},
             "preflight": {"min_free_disk_gib": 1, "min_free_memory_gib": 1},
         },
     )
-    assert project.end(project.start()) == 0, project.said()
+    assert project.end(project.start("train", "--config", "nodes=2")) == 0, project.said()
     uninterrupted.equals(project.run())
+    [launch] = project.run().events("launch")
+    assert (len(launch["nodes"]), launch["world_size"]) == (2, 2)
 
 
 def test_one_rank_on_one_node_is_no_special_case_for_a_profile_that_stages(
@@ -104,7 +107,7 @@ def test_interactive_profile_trains_inside_an_allocation(
     # As shipped, it has no nodes and ranks: those of the allocation are taken.
     profile = project.profile_folder / "config.yaml"
     values = yaml.safe_load(profile.read_text())
-    values["set-resources"]["train_run"] = {"machine": "profiles/interactive/machine.yaml"}
+    del values["set-resources"]
     profile.write_text(yaml.safe_dump(values))
     others = project.excluded()
     command = cluster.popen(

@@ -18,7 +18,7 @@ from forge.cluster.jobs import QueuedJob
 from forge.core.checks import Check
 from forge.core.files import write_json
 from forge.core.process import Process
-from forge.core.records import Lock
+from forge.core.records import Lock, Validation
 
 GOAL = 100
 
@@ -97,6 +97,37 @@ def _unstaged(run: RecordedRun) -> None:
     (run.paths.logs / "stage.log").write_text("forge stage: no space on node02\n  fix: free some\n")
 
 
+def _not_downloaded(run: RecordedRun) -> None:
+    """The log of the download tells, not the newer one of `forge config`."""
+    data, name = run.paths.root.parent / "data", "a" * 12
+    write_json(run.paths.config, {"data": str(data), "ids": {"inputs": name}})
+    log = data / f"logs/inputs-{name}.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("forge inputs: cannot download hf://o/n/x.bin: 404\n  fix:   correct it\n")
+    os.utime(log, (time.time() - 5,) * 2)
+    run.paths.logs.mkdir()
+    (run.paths.logs / "config.log").write_text("wrote config.json\n")
+
+
+def _without_checkpoints(run: RecordedRun) -> None:
+    """Of another program, of which Forge knows nothing but that it has ended."""
+    write_json(run.paths.config, {"run": run.paths.root.name, "program": {"command": ["x"]}})
+    run.launch(0)
+    run.complete(0)
+    facts = {"status": "valid", "step": 0, "depth": "program", "checkpoint_digest": ""}
+    result = Validation(**facts, checks=[])
+    result.write(run.paths.validation)
+    result.short.write(run.paths.validated)
+
+
+def _without_loss(run: RecordedRun) -> None:
+    _done(run)
+    run.validate(GOAL)
+    result = Validation.read_if_there(run.paths.validation)
+    assert result
+    result.short.model_copy(update={"loss": None}).write(run.paths.validated)
+
+
 def _stopped(run: RecordedRun) -> None:
     train(run)
     run.event(happenings.stop("SIGTERM", 40))
@@ -132,6 +163,9 @@ KINDS: dict[str, tuple[Callable[[RecordedRun], None], str, str]] = {
     "invalid": (_invalid, "invalid", "a bit has flipped"),
     "failed": (_failed, "failed", "rank 1: step 41: loss nan"),
     "preflight-failed": (_preflight_failed, "failed", "preflight: disk"),
+    "not-downloaded": (_not_downloaded, "failed", "inputs: cannot download hf://o/n/x.bin: 404"),
+    "without-checkpoints": (_without_checkpoints, "finished", "nothing to validate"),
+    "without-loss": (_without_loss, "validated", "checked: digests"),
     "unstaged": (_unstaged, "failed", "stage: no space on node02"),
     "stopped": (_stopped, "stopped", "SIGTERM"),
     "cut-off": (_cut_off, "cut off", "its process is gone"),

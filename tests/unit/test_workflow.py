@@ -7,6 +7,7 @@ import pytest
 
 from forge import workflow
 from forge.core.config import Config, ResolvedConfig, checked, load_config
+from forge.core.errors import ConfigError
 from forge.core.paths import (
     RunPaths,
     inputs_folder,
@@ -190,3 +191,43 @@ def test_jobs_during_training_ask_for_what_the_profile_gives_evaluate_run(run):
 def test_settings_are_in_the_project_and_not_beside_the_results(run):
     workflow.keep_settings({run.run: run}, resources(), lambda name: 5000, submits=True)
     assert settings_file(run.run).exists() and not RunPaths.of(run).root.exists()
+
+
+# --- --config for the allocation of one command ---------------------------------------------------
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    """given(config, sheet): Snakemake's settings for --config, in a project with this sample sheet."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.yaml").write_text("train: {max_steps: 3}\n")
+
+    def make(config, sheet="run\nbase\n"):
+        (tmp_path / "config/runs.tsv").write_text(sheet)
+        return SimpleNamespace(config=config, configfiles=[], replace_workflow_config=False)
+
+    return make
+
+
+def test_nodes_of_one_command_are_no_config_and_hold_for_all_runs(given):
+    settings = given({"nodes": 8, "partition": "big", "train": {"seed": 2}}, "run\na\nb\n")
+    assert workflow.read_config(settings) == {"train": {"max_steps": 3, "seed": 2}}
+    found = workflow.read_layouts(settings, {"nodes": 2, "tasks_per_node": 4}, main=True)
+    assert found == {run: {"nodes": 8, "slurm_partition": "big"} for run in "ab"}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("node", "nodes"), ("ranks_per_node", "tasks_per_node"), ("partitions", "partition")],
+)
+def test_misspelt_key_of_one_command_is_named(given, name, meant):
+    with pytest.raises(ConfigError, match=rf"{name}=8, .*did you mean {meant}\?"):
+        workflow.read_config(given({name: 8}))
+    workflow.read_config(given({"result": 8, "runs": "x"}))  # others are refused with the config
+
+
+def test_nodes_that_the_sheet_has_as_well_are_refused_by_the_cell(given):
+    sheet = "run\tnodes\na\t\nb\t4\n"
+    with pytest.raises(ConfigError, match=r"nodes=8, and config/runs.tsv, line 3 \(run b\).*: 4"):
+        workflow.read_layouts(given({"nodes": 8}, sheet), {}, main=True)

@@ -37,6 +37,15 @@ def test_every_profile_draws_the_rule_graph_of_the_documents_where_no_target_is_
     assert edges(done.stdout) == drawn, "run: make dag"
 
 
+def test_dry_run_ends_with_the_lines_to_edit():
+    done = snakemake("--profile", "profiles/slurm-cpu", "-n")
+    assert done.returncode == 0, done.stderr
+    said, fix = (done.stdout + done.stderr).splitlines()[-2:]
+    assert said.startswith("without -n this is refused: the profile still says")
+    assert {"EDIT_account", "EDIT_partition"} <= set(said.split())
+    assert "profiles/slurm-cpu/config.yaml" in fix
+
+
 def test_lint_is_clean():
     done = snakemake("--lint")
     assert done.returncode == 0, done.stdout + done.stderr

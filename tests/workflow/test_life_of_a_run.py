@@ -64,14 +64,17 @@ def test_the_same_command_on_a_finished_run_does_nothing(shared_project):
     assert shared_project.path("trained.json").stat().st_mtime_ns == before
 
 
-def test_another_profile_trains_nothing_again(shared_project):
+def test_another_profile_and_other_ranks_train_nothing_again(shared_project):
     profiles = shared_project.root / "profiles"
     shutil.copytree(profiles / "local", profiles / "other")
     config = profiles / "other/config.yaml"
-    text = config.read_text().replace("tasks_per_node: 1", "tasks_per_node: 2")
-    config.write_text(text.replace("profiles/local", "profiles/other"))
+    config.write_text(config.read_text().replace("tasks_per_node: 1", "tasks_per_node: 2"))
     (profiles / "other/machine.yaml").write_text("launcher: torchrun\n")
     code, output = shared_project.snakemake("train", profile="profiles/other")
+    assert code == 0
+    assert "Nothing to be done" in output
+    of_command = ("--config", "tasks_per_node=4", "partition=other")
+    code, output = shared_project.snakemake("train", *of_command, profile="profiles/other")
     assert code == 0
     assert "Nothing to be done" in output
 

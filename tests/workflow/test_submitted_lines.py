@@ -1,5 +1,6 @@
 """What profiles for GPUs give to sbatch, compared word for word: it takes no GPU to see it."""
 
+import shutil
 import subprocess
 import sys
 
@@ -125,6 +126,56 @@ def test_columns_of_the_sample_sheet_are_the_nodes_and_tasks_of_the_run(submitte
     shared_project.write_runs("run\tnodes\ttasks_per_node\nbase\t4\t1\n")
     line = submitted("slurm-cpu")
     assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1"} <= set(line)
+
+
+def test_nodes_ranks_and_partition_of_one_command(submitted, shared_project):
+    """By --config: the rest stays as the profile has it. GPUs follow the ranks."""
+    shared_project.write_runs("run\nbase\n")
+    more = ("train", "--config", "nodes=4", "tasks_per_node=2", "partition=kempner_h200")
+    assert submitted("kempner", *more) == [
+        *COMMON,
+        COMMENT,
+        *("-A", "my_kempner_lab", "-p", "kempner_h200", "-t", "2880", "--mem", "1200000"),
+        *("--nodes=4", "--requeue", "--cpus-per-task=16"),
+        *("--ntasks-per-node=2", *ALWAYS[1:]),
+        "--gres=gpu:2",
+    ]
+
+
+def test_set_resources_that_would_submit_nodes_without_gpus_is_refused(submitted, shared_project):
+    """The profile is edited by now. Nothing may be submitted."""
+    environment = shared_project.environment
+    line_file = shared_project.root / "line"
+    environment |= {
+        "PATH": f"{shared_project.root / 'bin'}:{environment['PATH']}",
+        "SBATCH_LINE": str(line_file),
+    }
+    command = [sys.executable, "-m", "snakemake", "--profile", "profiles/kempner", "train"]
+    done = subprocess.run(
+        [*command, "--set-resources", "train_run:nodes=4"],
+        cwd=shared_project.root,
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode != 0 and not line_file.exists()
+    assert "--set-resources leaves train_run without" in said and "gres" in said, said
+    assert "`--config nodes=4`" in said
+
+
+def test_copy_of_a_profile_has_the_machine_beside_it_for_preflight_on_other_nodes_too(
+    submitted, shared_project
+):
+    profiles = shared_project.root / "profiles"
+    shutil.copytree(profiles / "slurm-cpu", profiles / "mine")
+    with (profiles / "mine/machine.yaml").open("a") as file:
+        file.write("slurm: {warn_sec: 77, options: --nice=5}\n")
+    line = submitted("mine", "preflight", "--config", "nodes=4")
+    assert {"--signal=SIGUSR1@77", "--nice=5"} <= set(line)
+    assert {"--nodes=4", "--ntasks=8", "--ntasks-per-node=2", "my_partition"} <= set(line)
 
 
 def trained(project):

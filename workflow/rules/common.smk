@@ -1,4 +1,5 @@
 # For the files beside this one: the config of each run, and which shared artefacts it needs.
+import sys
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
@@ -7,6 +8,7 @@ from snakemake.logging import logger
 from forge.checkpoint import family
 from forge.cluster import job_watch, jobs
 from forge.cluster.allocation import Allocation
+from forge.cluster.profile import Profile
 from forge.core.config import RUN_NAME, as_overrides
 from forge.core.errors import ForgeError
 from forge.core.paths import (
@@ -25,19 +27,23 @@ helpers.prepare_environment()
 try:
     # No `configfile:`, so that a value means the same here as in every `forge` command.
     RUNS = helpers.read_runs(workflow.config_settings, main=workflow.is_main_process)
-    OF_PROFILE = workflow.resource_settings.overwrite_resources.get(jobs.TRAIN_RULE, {})
+    overwrites = workflow.resource_settings.overwrite_resources
+    PROFILE = (
+        Profile.of_command(sys.argv[1:], overwrites)
+        if workflow.is_main_process
+        else Profile()
+    )
+    OF_PROFILE = overwrites.get(jobs.TRAIN_RULE, {})
     LAYOUTS = helpers.read_layouts(
         workflow.config_settings, OF_PROFILE, main=workflow.is_main_process
     )
-    ALLOCATION = Allocation(OF_PROFILE, RUNS, LAYOUTS, workflow.basedir)
-    if LAYOUTS:
-        overwrites = workflow.resource_settings.overwrite_resources
-        overwrites[jobs.TRAIN_RULE] = type(OF_PROFILE)(ALLOCATION.of_profile)
+    ALLOCATION = Allocation(OF_PROFILE, RUNS, LAYOUTS, PROFILE, workflow.basedir)
+    overwrites[jobs.TRAIN_RULE] = helpers.as_resources(ALLOCATION.of_profile)
 except ForgeError as err:
     raise WorkflowError(str(err)) from None
 
 if workflow.is_main_process:
-    helpers.end_with_table(workflow, RUNS)
+    helpers.end_with_table(workflow, RUNS, lambda: check_plan(submits=False))
 
 RESULTS, DATA = shared_folders(RUNS)
 # Content id of tokens -> config that makes them, and of the list of a run's sources.
@@ -72,6 +78,16 @@ wildcard_constraints:
     tokens="[0-9a-f]{12}",
     inputs="[0-9a-f]{12}",
     model="[0-9a-f]{12}",
+
+
+def check_plan(submits):
+    """ForgeError for a profile and a plan that cannot work. submits: whether rules become Slurm jobs."""
+    ALLOCATION.check_profile(
+        workflow.resource_settings, workflow.global_resources, submits=submits
+    )
+    # All, since a dry run has finished them.
+    due = list(workflow.dag.needrun_jobs(exclude_finished=False))
+    ALLOCATION.check_runs(due, FAILED)
 
 
 def allocation_of(wildcards):
@@ -192,10 +208,7 @@ onstart:
     submits = workflow.executor_plugin.name == "slurm"
     try:
         refuse_left_over()  # jobs inherit the environment
-        ALLOCATION.check_profile(
-            workflow.resource_settings.default_resources, workflow.global_resources
-        )
-        ALLOCATION.check_runs(workflow.dag.needrun_jobs(), FAILED)
+        check_plan(submits)
         helpers.check_tasks(RUNS, workflow.dag.needrun_jobs())
         if submits:
             helpers.check_submission(workflow.dag, [RESULTS, DATA], logger.warning)

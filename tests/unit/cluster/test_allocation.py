@@ -10,10 +10,12 @@ from forge.cluster import allocation, slurm
 from forge.cluster.allocation import (
     Allocation,
     allocation_resources,
+    command_resources,
     held_allocation,
     run_layouts,
     sbatch_options,
 )
+from forge.cluster.profile import Profile
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.machine import load_machine
@@ -143,13 +145,42 @@ def test_what_differs_between_runs_is_a_function_of_the_run(tmp_path):
     machine.write_text("launcher: srun\n")
     profile = {**CPUS, "machine": str(machine), "runtime": 40}
     layouts = run_layouts(profile, {"a": {}, "b": {"nodes": 5}})
-    made = Allocation(profile, runs, layouts, str(tmp_path))
+    made = Allocation(profile, runs, layouts, Profile(), str(tmp_path))
     assert made.of_profile == {"tasks_per_node": 3, "machine": str(machine), "runtime": 40}
     for name, of_a, of_b in (("nodes", 2, 5), ("train_nodes", 2, 5), ("tasks", 6, 15)):
         of_run = made.own[name]
         assert [of_run(SimpleNamespace(run=run)) for run in "ab"] == [of_a, of_b]
     assert made.whole["tasks_per_node"] == 3
     assert made.layout("b").world_size == 15
+
+
+# --- for one command (--config) ------------------------------------------------------------------------
+
+
+def test_keys_of_one_command_are_resources_and_gpus_follow_the_ranks():
+    given = {"nodes": 8, "tasks_per_node": 2, "partition": "big", "train": {"max_steps": 3}}
+    found = command_resources(given)
+    assert found == {"nodes": 8, "tasks_per_node": 2, "slurm_partition": "big"}
+    assert run_layouts(GPUS, {"a": found})["a"] == {**found, "gres": "gpu:2"}
+    assert command_resources({"train": {"max_steps": 3}}) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"nodes": 0}, r"nodes=0\n  fix:   give a number of 1 or more"),
+        ({"nodes": True}, "nodes=True"),
+        ({"nodes": "8"}, "nodes='8'"),
+        ({"tasks_per_node": 1.5}, "tasks_per_node=1.5"),
+        ({"partition": ""}, r"partition=''\n  fix:   give the name of a partition"),
+        ({"partition": "a b"}, "partition='a b'"),
+        ({"partition": None}, "partition=None"),
+    ],
+)
+def test_value_of_one_command_that_is_none_is_refused(given, told):
+    with pytest.raises(ConfigError) as caught:
+        command_resources(given)
+    assert re.search(told, str(caught.value))
 
 
 # --- inside an allocation (salloc) ---------------------------------------------------------------------

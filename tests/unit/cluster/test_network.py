@@ -53,7 +53,6 @@ WITH_INFINIBAND = [
     *COMMON,
     *interfaces(found=("ib0", "InfiniBand with an address")),
     ("NCCL_IB_DISABLE", "0", "ib0 is InfiniBand"),
-    ("NCCL_NET_GDR_LEVEL", "2", "GPU direct RDMA within one PCIe switch"),
     LOST_PEER,
 ]
 
@@ -97,7 +96,7 @@ def test_interface_of_the_machine_file_wins_and_infiniband_stays_on(node):
     assert settings(interface="bond0") == [
         *COMMON,
         *interfaces(found=("bond0", "fabric.interface")),
-        *WITH_INFINIBAND[-3:],
+        *WITH_INFINIBAND[-2:],
     ]
 
 
@@ -114,7 +113,7 @@ def test_rdma_without_an_address_is_used_over_the_interface_of_the_route(node):
         *COMMON,
         *interfaces(found=("eth7", "routes to 10.0.0.1")),
         ("NCCL_IB_DISABLE", "0", "mlx5_0 port 1 (RoCE, 100 Gb/sec) and 1 more"),
-        *WITH_INFINIBAND[-2:],
+        LOST_PEER,
     ]
 
 
@@ -156,13 +155,12 @@ def test_threads_are_those_that_slurm_gave_a_rank(node):
     assert ("OMP_NUM_THREADS", "3") in [(s.name, s.value) for s in found]
 
 
-def test_gid_index_is_set_with_infiniband_only(node):
-    node(infiniband="ib0")
-    assert settings(gid_index=3) == [
-        *WITH_INFINIBAND[:-1],
-        ("NCCL_IB_GID_INDEX", "3", "from machine.yaml"),
-        LOST_PEER,
-    ]
+def test_gid_index_is_set_where_a_port_is_roce_only(node):
+    node(ports=[rdma.Port("mlx5_0", "1", "Ethernet", "100 Gb/sec")])
+    of_roce = ("NCCL_IB_GID_INDEX", "3", "fabric.gid_index, which NCCL reads for RoCE")
+    assert of_roce in settings(gid_index=3)
+    node(infiniband="ib0", ports=[IB_PORT])
+    assert settings(gid_index=3) == settings()
     node()
     assert settings(gid_index=3) == WITHOUT_INFINIBAND
 
@@ -253,12 +251,9 @@ def test_infiniband_is_known_by_its_type_not_its_name(monkeypatch, tmp_path):
     for name, kind in (("ib0", 1), ("odd1", 32), ("odd2", 32), ("odd3", 32)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "type").write_text(f"{kind}\n")
-    real = network.Path
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: there)
     monkeypatch.setattr(psutil, "net_if_stats", lambda: up)
-    monkeypatch.setattr(
-        network, "Path", lambda path: real(path.replace("/sys/class/net", str(tmp_path)))
-    )
+    monkeypatch.setattr(network, "SYS", tmp_path)
     # ib0 is ethernet by another name, odd1 has no address, odd2 is down.
     assert network.infiniband_interface() == "odd3"
 

@@ -3,17 +3,21 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from forge.cluster import placement, slurm
+from forge.cluster.allocation import Allocation
 from forge.cluster.placement import Placement, WorldLayout
+from forge.cluster.profile import Profile
 from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.process import hostname
 from forge.core.train import ranks_per_copy
 
+ROOT = Path(__file__).parents[3]
 SPEC = "results/base/.launch/20260101T000000-7/spec.json"
 ENTRY = ["-m", "forge.worker", SPEC]
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2", "n3"), 6, "gpu", "x", True, None)
@@ -132,6 +136,22 @@ def test_batch_must_share_out_among_all_nodes():
         placement.check_layout(load_machine(None, {"launcher": "srun"}), WorldLayout(3, 2), config)
 
 
+def test_program_whose_directory_is_missing_is_refused_before_a_job_is_submitted(tmp_path):
+    program = {"command": ["x"], "source": str(tmp_path / "gone")}
+    config = Config.model_validate({"run": "base", "results": str(tmp_path), "program": program})
+    with pytest.raises(ConfigError, match=r"gone': there is no such directory"):
+        placement.check_layout(load_machine(None), WorldLayout(), config)
+    submitted = Allocation({}, {"base": config}, {}, Profile(), str(ROOT / "workflow"))
+    job = SimpleNamespace(
+        rule=SimpleNamespace(name="train_run"), wildcards=SimpleNamespace(run="base")
+    )
+    with pytest.raises(ConfigError, match=r"run base: program\.source is .*gone'") as caught:
+        submitted.check_runs([job], {})
+    assert caught.value.code == 78
+    (tmp_path / "gone").mkdir()
+    submitted.check_runs([job], {})
+
+
 @pytest.mark.parametrize(
     ("shard", "ranks"), [("none", 1), ("node", 4), ("all", 12), (2, 2), (6, 6), (12, 12)]
 )
@@ -153,7 +173,7 @@ def test_copies_of_the_model_that_ranks_cannot_hold_are_refused_before_a_job_is_
     ("source", "project", "nodes", "refused"),
     [
         (None, True, 2, True),
-        ("src", True, 2, False),
+        (".", True, 2, False),
         (None, False, 2, False),
         (None, True, 1, False),
         (None, "auto", 2, False),  # the nodes may see it, which stage asks them

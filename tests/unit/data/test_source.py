@@ -1,10 +1,6 @@
 """The code of another program: which files belong to it, and that a change of them is another digest."""
 
-import pytest
-
-from forge.core.config import Config, checked
-from forge.core.errors import ConfigError
-from forge.data.source import source_digest, source_files, source_folder
+from forge.data.source import source_digest, source_files
 
 
 def test_code_has_another_digest_when_it_changes_and_keys_are_no_part_of_it(tmp_path):
@@ -27,9 +23,3 @@ def test_outputs_below_the_directory_and_what_links_to_directories_lead_to_are_n
     found = source_files(source, [str(source / "results")])
     assert found == [source / "lib/results/x.py", source / "train.py"]
     assert source_digest(source, [str(source / "results")]) != source_digest(source)
-
-
-def test_missing_directory_is_named(tmp_path):
-    values = {"program": {"command": ["x"], "source": str(tmp_path / "gone")}}
-    with pytest.raises(ConfigError, match=r"gone': there is no such directory"):
-        source_folder(checked(Config, values, "config.yaml"))

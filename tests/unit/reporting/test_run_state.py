@@ -40,6 +40,24 @@ def now(found):
 # --- one judge ------------------------------------------------------------------------------------
 
 
+def test_failed_download_is_shown_with_its_own_log(tmp_path):
+    run = new_run(tmp_path / "base")
+    KINDS["not-downloaded"][0](run)
+    found = judged(run, ())
+    assert found.log == tmp_path / f"data/logs/inputs-{'a' * 12}.log"
+    assert (found.next, found.details) == (f"less {found.log}", ("fix: correct it",))
+    # Of a source from a hub, the config of its tokens tells the id of the files.
+    ids = {"tokenizer": "c" * 12, "tokens": "d" * 12, "sources": {"web": "b" * 12}}
+    data = tmp_path / "data"
+    write_json(run.paths.config, {"data": str(data), "ids": ids})
+    assert judged(run, ()).state == "not started"
+    write_json(data / f"tokens/{'b' * 12}/config.json", {"ids": {"inputs": "a" * 12}})
+    assert judged(run, ()) == found
+    with found.log.open("a") as log:
+        log.write("downloaded 3 files\n")
+    assert judged(run, ()).state == "not started"
+
+
 @pytest.fixture(params=KINDS)
 def kind(request, tmp_path, monkeypatch):
     """A run of each kind, with its state and its reason, while Slurm's queue has one job."""
@@ -73,7 +91,7 @@ def test_a_run_has_the_same_state_and_reason_whoever_is_asked(kind, capsys):
 
 def test_a_run_that_needs_a_person_has_a_next_command_and_no_other_has(kind):
     found = judged(kind[0], QUEUE)
-    assert bool(found.next) == (found.state not in ("validated", "waiting", "running"))
+    assert bool(found.next) == (found.state not in ("finished", "validated", "waiting", "running"))
 
 
 def test_a_lock_of_another_version_is_reported_by_its_file(run):

@@ -27,6 +27,7 @@ from forge.data.inputs import make_inputs
 from forge.staging import on_node, stage
 from forge.staging.staged import program_folders, remove_staged
 
+ROOT = Path(__file__).parents[3]
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
 
 
@@ -173,12 +174,25 @@ def test_shards_are_read_in_place_when_a_copy_gains_nothing(config, machine, roo
 def test_auto_copies_from_another_file_system_unless_it_is_fast(
     config, machine, monkeypatch, reads, in_place
 ):
-    auto = load_machine(None, {"stage.mode": "auto", "stage.folder": machine.stage.folder})
+    auto = load_machine(None, {"stage.keep": True, "stage.folder": machine.stage.folder})
     monkeypatch.setattr(Path, "stat", _other_device_below(machine.stage.folder))
     monkeypatch.setattr(on_node, "_measure", lambda _: (reads, 500))
     folder = folder_of(staged(config, auto))
     assert folder.is_relative_to(machine.stage.folder) != in_place
     assert (folder == tokens_folder(config.data, IDS.tokens)) == in_place
+
+
+def test_outside_of_a_job_auto_leaves_no_copy_behind(config, machine, root, monkeypatch, capsys):
+    """Where nothing would ever remove it; who asks for one is told that it stays."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(Path, "stat", _other_device_below(machine.stage.folder))
+    monkeypatch.setattr(on_node, "_measure", lambda _: (1, 1))
+    auto = load_machine(ROOT / "profiles/local/machine.yaml", {"stage.folder": str(root.parent)})
+    assert folder_of(staged(config, auto)) == tokens_folder(config.data, IDS.tokens)
+    assert copies(root) == []
+    assert "outside of a Slurm job nothing would remove a copy" in capsys.readouterr().err
+    staged(config, machine)  # stage.mode: always
+    assert "outside of a Slurm job nothing removes it" in capsys.readouterr().err
 
 
 def _other_device_below(folder):
@@ -335,7 +349,7 @@ def test_inputs_are_read_in_place_when_a_copy_gains_nothing(program, machine, ro
 def test_inputs_on_another_file_system_than_their_manifest_are_measured(
     program, machine, monkeypatch, tmp_path
 ):
-    auto = load_machine(None, {"stage.mode": "auto", "stage.folder": machine.stage.folder})
+    auto = load_machine(None, {"stage.keep": True, "stage.folder": machine.stage.folder})
     monkeypatch.setattr(Path, "stat", _other_device_below(f"{tmp_path}/in"))
     monkeypatch.setattr(on_node, "_measure", lambda _: (999, 500))
     assert folder_of(staged(program, auto)).is_relative_to(machine.stage.folder)

@@ -72,9 +72,14 @@ def test_shared_file_system_is_read_in_place_if_it_is_fast(
 ):
     monkeypatch.setattr(on_node, "_measure", lambda _: (reads, rate))
     elsewhere = Path("/proc")  # another file system
-    found, why = on_node.shared_verdict("shards", shards.folder, shards.digest, elsewhere, "auto")
+    verdict = partial(on_node.shared_verdict, "shards", shards.folder, shards.digest, elsewhere)
+    found, why = verdict("auto", goes_away=True)
     assert found == enough
     assert f"{reads} random reads/s and {rate} MiB/s, required are 1000 and 500" in why
+    # However slow it is.
+    in_place, why = verdict("auto", goes_away=False)
+    assert (in_place, why) == (True, "outside of a Slurm job nothing would remove a copy")
+    assert verdict("always", goes_away=False)[0] is False
 
 
 def test_speed_is_measured_on_the_files_themselves(shards):
@@ -83,7 +88,7 @@ def test_speed_is_measured_on_the_files_themselves(shards):
 
 
 def test_shared_folder_with_other_or_no_shards_is_never_read(shards, tmp_path):
-    verdict = partial(on_node.shared_verdict, "shards")
+    verdict = partial(on_node.shared_verdict, "shards", goes_away=True)
     for mode in ("auto", "never"):
         assert verdict(shards.folder, "0" * 64, tmp_path, mode)[0] is False
         assert verdict(tmp_path / "none", shards.digest, tmp_path, mode)[0] is False

@@ -1,0 +1,137 @@
+"""What a command takes from its profile, by its own parser: all of it, and the machine beside it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from forge.cluster.allocation import Allocation
+from forge.cluster.profile import Profile
+from forge.core.config import Config
+from forge.core.errors import ConfigError
+
+OWN = """executor: slurm
+set-resources:
+  train_run: {nodes: 2, tasks_per_node: 4, gres: "gpu:4", mem_mb: 1000}
+  evaluate_run: {gres: "gpu:1"}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A project with the profile profiles/own, and profiles/other with nothing but a machine.yaml."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SNAKEMAKE_PROFILE", raising=False)
+    for name, launcher in (("own", "srun"), ("other", "torchrun"), ("local", "torchrun")):
+        (tmp_path / "profiles" / name).mkdir(parents=True)
+        (tmp_path / f"profiles/{name}/machine.yaml").write_text(f"launcher: {launcher}\n")
+    (tmp_path / "profiles/own/config.yaml").write_text(OWN)
+    return tmp_path
+
+
+def of(*words):
+    """The profile of a command, and the resources that Snakemake has from it."""
+    from snakemake.cli import parse_args
+
+    resources = parse_args([*words, "-n"])[1].set_resources
+    return Profile.of_command([*words, "-n"], resources), resources
+
+
+def allocation(*words):
+    profile, resources = of(*words)
+    of_train = resources.get("train_run", {})
+    return Allocation(of_train, {"base": Config(run="base")}, {}, profile, "workflow")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--profile", "profiles/own"),
+        ("--profile=profiles/own", "train"),
+        ("--profile", "profiles/own/config.yaml"),
+        ("--workflow-profile", "profiles/own"),
+    ],
+)
+def test_machine_beside_the_profile_is_read(folder, words):
+    made = allocation(*words)
+    assert made.machine.launcher == "srun"
+    assert made.of_profile["machine"].endswith("profiles/own/machine.yaml")
+
+
+def test_profile_of_the_environment_counts_unless_the_command_has_one(folder, monkeypatch):
+    monkeypatch.setenv("SNAKEMAKE_PROFILE", "profiles/own")
+    assert allocation().machine.launcher == "srun"
+    monkeypatch.setenv("SNAKEMAKE_PROFILE", "profiles/other")  # it has no config.yaml
+    assert allocation("--profile", "profiles/own").machine.launcher == "srun"
+
+
+def test_without_a_profile_it_is_the_local_one(folder):
+    assert of() == (Profile(), {})
+    assert allocation().of_profile == {"machine": "profiles/local/machine.yaml"}
+
+
+def test_machine_that_only_the_profile_names_is_read(folder):
+    path = folder / "profiles/own/config.yaml"
+    path.write_text(OWN.replace("{nodes", "{machine: profiles/other/machine.yaml, nodes"))
+    (folder / "profiles/own/machine.yaml").unlink()
+    assert allocation("--profile", "profiles/own").machine.launcher == "torchrun"
+
+
+def test_copy_that_names_the_originals_machine_is_refused_with_the_line(folder):
+    path = folder / "profiles/own/config.yaml"
+    path.write_text(OWN.replace("{nodes", "{machine: profiles/other/machine.yaml, nodes"))
+    with pytest.raises(
+        ConfigError, match=r"own/config\.yaml says machine: profiles/other"
+    ) as caught:
+        allocation("--profile", "profiles/own")
+    assert "remove the line `machine: profiles/other/machine.yaml`" in caught.value.fix
+    path.write_text(OWN.replace("{nodes", "{machine: profiles/own/machine.yaml, nodes"))
+    assert allocation("--profile", "profiles/own").machine.launcher == "srun"  # the same file
+
+
+def due(rule):
+    return SimpleNamespace(rule=SimpleNamespace(name=rule), wildcards=SimpleNamespace(run="base"))
+
+
+def test_set_resources_that_removes_what_the_profile_sets_is_refused_for_rules_that_run(folder):
+    made = allocation("--profile", "profiles/own", "--set-resources", "train_run:nodes=4")
+    with pytest.raises(ConfigError) as caught:
+        made.check_runs([due("train_run")], {})
+    said = str(caught.value)
+    assert "leaves train_run without gres, mem_mb, tasks_per_node" in said
+    assert "give `--config nodes=4` instead" in said
+    with pytest.raises(ConfigError, match="leaves evaluate_run without gres"):
+        made.check_runs([due("evaluate_run")], {})
+    made.check_runs([due("validate_run")], {})
+
+
+def test_set_resources_that_keeps_all_keys_is_taken(folder):
+    all_keys = ("nodes=4", "tasks_per_node=4", "gres=gpu:4", "mem_mb=2000")
+    words = [f"train_run:{key}" for key in all_keys]
+    made = allocation("--profile", "profiles/own", "--set-resources", *words)
+    made.check_runs([due("train_run")], {})
+
+
+def test_cluster_without_a_machine_file_is_refused(folder):
+    (folder / "profiles/own/machine.yaml").unlink()
+    made = allocation("--profile", "profiles/own")
+    settings = SimpleNamespace(default_resources={}, overwrite_resources={})
+    made.check_profile(settings, [], submits=False)
+    with pytest.raises(ConfigError, match=r"no machine\.yaml says how ranks start"):
+        made.check_profile(settings, [], submits=True)
+
+
+def test_all_lines_to_edit_are_named(folder):
+    path = folder / "profiles/own/config.yaml"
+    path.write_text(OWN.replace('gres: "gpu:1"', "slurm_partition: EDIT_gpu_partition"))
+    made = allocation("--profile", "profiles/own")
+    of_rules = of("--profile", "profiles/own")[1]
+    settings = SimpleNamespace(
+        default_resources={"slurm_account": "EDIT_account"}, overwrite_resources=of_rules
+    )
+    with pytest.raises(ConfigError) as caught:
+        made.check_profile(settings, [], submits=False)
+    assert caught.value.what == (
+        "the profile still says slurm_account: EDIT_account (default-resources),"
+        " slurm_partition: EDIT_gpu_partition (evaluate_run)"
+    )
+    assert "profiles/own/config.yaml" in caught.value.fix
