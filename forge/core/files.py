@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,6 +123,28 @@ def atomic_open(
             raise
         if sync and sync_folder:
             fsync_folder(path.parent)
+
+
+def private_folder(path: Path, fix: str) -> Path:
+    """The directory `path`, which only this user can read and change; made with mode 0700 where it is
+    missing, below directories that exist. UnfitError, with this fix, for anything else that is there."""
+    with disk_trouble(path):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = os.lstat(path)  # not stat, which would follow a planted link
+    wrong = (
+        "is not a folder (a planted link?)"
+        if not stat.S_ISDIR(found.st_mode)
+        else f"belongs to user {found.st_uid}"
+        if found.st_uid != os.getuid()
+        else f"has mode {stat.S_IMODE(found.st_mode):o}, which lets others in"
+        if stat.S_IMODE(found.st_mode) & 0o077
+        else ""
+    )
+    if wrong:
+        cause = "another user of this host made it, or it was changed by hand"
+        raise UnfitError(f"{path} {wrong}", cause=cause, fix=fix)
+    return path
 
 
 def fsync_folder(path: Path) -> None:
