@@ -5,11 +5,11 @@
 - of a tree: `000.tar` has all directories and no file, to be unpacked before the other chunks
 - `archive.json`: size, digest, inode and ctime of every chunk, and the size of all files in them
 
-What an archive holds runs on nodes, and `data` may be a group's, or a copy of another's. So each user has
-a directory for archives, into which nobody else can write, and an archive is reused only where every chunk
-is the file that archive.json was written about: an inode and a ctime cannot be chosen beforehand by
-somebody whose files were copied or unpacked here. What is sent is verified again where it arrives, against
-the digests that this process has read. None of that holds against programs that run as this user, or root.
+What an archive holds runs on nodes, and `data` may be a group's, or a copy of another's. So each user
+has a directory for archives, into which nobody else can write, and an archive is reused only where every
+chunk is the file that archive.json was written about: an inode and a ctime cannot be chosen beforehand
+by somebody whose files were copied or unpacked here. What is sent is verified again where it arrives,
+against the digests that this process has read. None of that holds against programs that run as this user.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ DAEMONS = {"slurmdbd": ("sacctmgr", "-n", "list", "user"), "slurmctld": ("scontr
 
 
 def base_folder() -> Path:
-    """Where clusters keep their state: FORGE_SLURM_DIR, else /var/tmp/forge-slurm. Raises as own_folder."""
+    """Where clusters keep their state, FORGE_SLURM_DIR or /var/tmp/forge-slurm. Raises as own_folder."""
     return own_folder(Path(os.environ.get("FORGE_SLURM_DIR") or "/var/tmp/forge-slurm").absolute())
 
 

@@ -93,7 +93,7 @@ def test_content_that_was_changed_without_a_trace_is_noticed(tmp_path, members, 
 
 
 def test_archive_of_somebody_else_is_not_used_whatever_it_says(tmp_path, members):
-    """It was copied or unpacked here with the directory of others: same names, another inode and ctime."""
+    """It was copied or unpacked here: the same names and times, another inode and ctime."""
     make_archive(tmp_path / "theirs" / "abc", members[:1])
     shutil.copytree(tmp_path / "theirs", tmp_path / "archives", copy_function=shutil.copy2)
     assert Archive.open(tmp_path / "archives" / "abc") is None
