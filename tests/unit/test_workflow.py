@@ -1,5 +1,6 @@
 """What rules are given: configs in files, each named so that a rule runs again for a reason only."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -184,3 +185,12 @@ def test_jobs_during_training_ask_for_what_the_profile_gives_evaluate_run(run):
 def test_runs_without_tasks_get_no_directory_of_evaluations(run):
     workflow.keep_evaluations({run.run: run}, resources(), lambda name: 5000, submits=True)
     assert not RunPaths.of(run).evaluations.exists()
+
+
+def test_every_word_of_a_rules_shell_line_is_quoted():
+    """Blanks and shell characters in the path of a profile must be no words and no commands."""
+    rules = sorted((Path(__file__).parents[2] / "workflow").rglob("*.smk"))
+    lines = [part for rule in rules for part in re.split(r"\n    shell:\n", rule.read_text())[1:]]
+    words = [word for line in lines for word in re.findall(r"{[^{}]+}", line.split("\n\n")[0])]
+    assert len(words) > 30
+    assert {word for word in words if not word.endswith(":q}")} == {"{threads}"}

@@ -68,8 +68,8 @@ rule stage_run:
         **ALLOCATION.whole,
         slurm_extra=allocation_extra,
     shell:
-        "exec forge stage {input.config:q} --machine={resources.machine} --log={log:q}"
-        " --nodes={resources.train_nodes} --ranks-per-node={resources.tasks_per_node}"
+        "exec forge stage {input.config:q} --machine={resources.machine:q} --log={log:q}"
+        " --nodes={resources.train_nodes:q} --ranks-per-node={resources.tasks_per_node:q}"
 
 
 rule preflight_run:
@@ -88,8 +88,8 @@ rule preflight_run:
         **ALLOCATION.whole,
         slurm_extra=allocation_extra,
     shell:
-        "exec forge preflight {input.config:q} --machine={resources.machine} --log={log:q}"
-        " --nodes={resources.train_nodes} --ranks-per-node={resources.tasks_per_node}"
+        "exec forge preflight {input.config:q} --machine={resources.machine:q} --log={log:q}"
+        " --nodes={resources.train_nodes:q} --ranks-per-node={resources.tasks_per_node:q}"
 
 
 rule train_run:
@@ -114,5 +114,5 @@ rule train_run:
         # start anew is due until it has done so, however often the workflow is killed.
         times_anew=lambda w: helpers.times_started_anew(RUNS[w.run], w.run in ANEW),
     shell:
-        "exec forge train {input.config:q} --machine={resources.machine} --log={log:q}"
-        " --nodes={resources.train_nodes} --ranks-per-node={resources.tasks_per_node}"
+        "exec forge train {input.config:q} --machine={resources.machine:q} --log={log:q}"
+        " --nodes={resources.train_nodes:q} --ranks-per-node={resources.tasks_per_node:q}"
