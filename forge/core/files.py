@@ -19,6 +19,7 @@ from forge.core.errors import DataError, UnfitError
 DIGEST = "blake3"
 # Files are read, not memory-mapped: as fast, and a disk error raises OSError instead of SIGBUS.
 READ_BYTES = 2**20
+KERNEL = ("/proc/", "/sys/")  # where no directory can be made: there is "No such file or directory"
 
 
 def digest_bytes(data: bytes) -> str:
@@ -88,6 +89,8 @@ def disk_trouble(path: Path, action: str = "write") -> Iterator[None]:
                 "the disk or network file system reports an error: use another one",
             ),
         }
+        if str(err.filename or path).startswith(KERNEL):
+            fixes[errno.ENOENT] = "these files are the kernel's: choose another directory"
         if err.errno not in fixes:
             raise
         raise UnfitError(
