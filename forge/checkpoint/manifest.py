@@ -67,7 +67,7 @@ class ReferenceLosses(Part):
     """Loss of each rank on its reference batch of `samples` samples, which validation recomputes."""
 
     samples: Count
-    losses: list[float]
+    losses: Annotated[list[float], Field(min_length=1)]
 
 
 class Code(Part):

@@ -43,6 +43,44 @@ FOLDERS = ("run", "results", "data")
 OUTSIDE_TRAINING = ("validate", "report", "evaluate", "tracking")
 # Sections that another program has no use for.
 OF_FORGES_TRAINER = ("tokenizer", "tokenize", "model", "train")
+# How torchtitan, transformers (configs and TrainingArguments) and nanoGPT call keys, and what people
+# write for short. Only names that are not near the right one.
+ALIASES = {
+    **dict.fromkeys(("learning_rate", "max_lr", "peak_lr"), "train.lr"),
+    **dict.fromkeys(("min_lr", "min_lr_factor"), "train.min_lr_ratio"),
+    **dict.fromkeys(("bs", "global_batch_size"), "train.batch_size"),
+    **dict.fromkeys(
+        ("local_batch_size", "mbs", "per_device_train_batch_size"), "train.micro_batch_size"
+    ),
+    **dict.fromkeys(("wd", "decay"), "train.weight_decay"),
+    **dict.fromkeys(("steps", "max_iters", "total_steps", "num_steps"), "train.max_steps"),
+    **dict.fromkeys(("warmup", "warmup_iters", "num_warmup_steps"), "train.warmup_steps"),
+    **dict.fromkeys(
+        ("block_size", "context_length", "max_seq_len", "max_position_embeddings"), "train.seq_len"
+    ),
+    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "decay_type"), "train.schedule"),
+    **dict.fromkeys(("max_norm", "max_grad_norm", "clip_grad"), "train.grad_clip"),
+    "adam_beta1": "train.beta1",
+    "adam_beta2": "train.beta2",
+    **dict.fromkeys(("dtype", "bf16", "mixed_precision"), "train.precision"),
+    **dict.fromkeys(
+        ("activation_checkpoint", "activation_checkpointing", "gradient_checkpointing"),
+        "train.recompute",
+    ),
+    **dict.fromkeys(("log_freq", "logging_steps", "log_interval"), "train.log_every"),
+    **dict.fromkeys(("eval_freq", "eval_steps", "eval_interval"), "train.eval_every"),
+    **dict.fromkeys(("save_every", "save_steps", "save_interval"), "train.checkpoint_every"),
+    **dict.fromkeys(("keep_latest_k", "save_total_limit"), "train.keep_last"),
+    **dict.fromkeys(("hidden_size", "hidden_dim", "d_model", "n_embd"), "model.dim"),
+    **dict.fromkeys(("n_layer", "n_layers", "num_layers", "num_hidden_layers"), "model.layers"),
+    **dict.fromkeys(("n_head", "n_heads", "num_heads", "num_attention_heads"), "model.heads"),
+    **dict.fromkeys(("n_kv_heads", "num_kv_heads", "num_key_value_heads"), "model.kv_heads"),
+    **dict.fromkeys(("intermediate_size", "hidden_ffn", "d_ff"), "model.ffn_dim"),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon"), "model.norm_eps"),
+    "tie_word_embeddings": "model.tie_embeddings",
+    **dict.fromkeys(("dataset", "data_files", "files"), "tokenize.inputs"),
+}
+MOST_KEYS_NAMED = 10  # of a section, in an error
 
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -324,16 +362,26 @@ def _problem(model: type[Section], detail: Any) -> str:
             below = section_of_entries(section) or _fields(section).get(name)
             section = below or section
         valid = sorted(_fields(section))
-        close = difflib.get_close_matches(loc[-1], valid, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
         where = ".".join(names) or "the top level"
-        return f"unknown key {dotted}{hint}; valid keys of {where}: {', '.join(valid)}"
+        return f"unknown key {dotted}{_meant(loc[-1], where, valid)}"
     message = detail["msg"].removeprefix("Value error, ")
     if not loc or isinstance(detail["input"], dict):
         return f"{dotted}: {message}" if dotted else message
     if detail["type"] == "string_type" and isinstance(detail["input"], int | float):
         message += f'; put it in quotes: "{shown(detail["input"])}"'
     return f"{dotted} is {shown(detail['input'])}: {message}"
+
+
+def _meant(unknown: str, where: str, valid: list[str]) -> str:
+    """What may have been meant by a key that is unknown in a section, and some of its keys."""
+    elsewhere = ALIASES.get(unknown, "")
+    alias = elsewhere.removeprefix(f"{where}.")
+    close = [alias] if alias else difflib.get_close_matches(unknown, valid, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    if len(valid) <= MOST_KEYS_NAMED:
+        return f"{hint}; valid keys of {where}: {', '.join(valid)}"
+    near = difflib.get_close_matches(unknown, valid, n=MOST_KEYS_NAMED // 2, cutoff=0)
+    return f"{hint}; the nearest of the {len(valid)} keys of {where}: {', '.join(near)}"
 
 
 def _fields(section: type[BaseModel]) -> dict[str, Any]:

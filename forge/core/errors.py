@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from forge.core.terminal import visible
+
 
 class Exit(IntEnum):
     """Exit codes of every `forge` subcommand, from BSD's sysexits.h where one fits."""
@@ -34,7 +36,7 @@ class ForgeError(Exception):
             parts.append(f"  cause: {self.cause}")
         if self.fix:
             parts.append(f"  fix:   {self.fix}")
-        return "\n".join(parts)
+        return visible("\n".join(parts))
 
 
 class ConfigError(ForgeError):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from forge.core.errors import DataError, UnfitError
 DIGEST = "blake3"
 # Files are read, not memory-mapped: as fast, and a disk error raises OSError instead of SIGBUS.
 READ_BYTES = 2**20
+KERNEL = ("/proc/", "/sys/")  # where no directory can be made: there is "No such file or directory"
 # A sparse file of terabytes costs nothing to hand out.
 MAX_JSON_BYTES = 2**30
 MAX_NAME_BYTES = 255  # on Linux (man 7 path_resolution)
@@ -124,6 +127,8 @@ def disk_trouble(path: Path, action: str = "write") -> Iterator[None]:
                 "the disk or network file system reports an error: use another one",
             ),
         }
+        if str(err.filename or path).startswith(KERNEL):
+            fixes[errno.ENOENT] = "these files are the kernel's: choose another directory"
         if err.errno not in fixes:
             raise
         raise UnfitError(
@@ -170,6 +175,28 @@ def atomic_open(
 def open_private(path: str, flags: int) -> int:
     """An opener of `open` for a new file that its owner alone may read: it may hold a password."""
     return os.open(path, flags, 0o600)
+
+
+def private_folder(path: Path, fix: str) -> Path:
+    """The directory `path`, which only this user can read and change; made with mode 0700 where it is
+    missing, below directories that exist. UnfitError, with this fix, for anything else that is there."""
+    with disk_trouble(path):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = os.lstat(path)  # not stat, which would follow a planted link
+    wrong = (
+        "is not a folder (a planted link?)"
+        if not stat.S_ISDIR(found.st_mode)
+        else f"belongs to user {found.st_uid}"
+        if found.st_uid != os.getuid()
+        else f"has mode {stat.S_IMODE(found.st_mode):o}, which lets others in"
+        if stat.S_IMODE(found.st_mode) & 0o077
+        else ""
+    )
+    if wrong:
+        cause = "another user of this host made it, or it was changed by hand"
+        raise UnfitError(f"{path} {wrong}", cause=cause, fix=fix)
+    return path
 
 
 def fsync_folder(path: Path) -> None:

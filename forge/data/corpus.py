@@ -25,6 +25,7 @@ from forge.core.terminal import say
 from forge.core.tokenize import Tokenize
 from forge.data import hub
 from forge.data.input_bytes import CHUNK_BYTES, COMPRESSED, BytesRead, Consumed, open_bytes
+from forge.data.parquet_pages import rows_per_batch
 
 INPUTS = "tokenize.inputs"  # the key that errors name
 STDLIB = "python:stdlib"
@@ -36,7 +37,6 @@ STDLIB_SKIPPED = frozenset(
 )
 
 MAX_DOCUMENT_BYTES = 2**28
-PARQUET_BATCH_ROWS = 1024
 
 Warn = Callable[[str], None]
 
@@ -450,13 +450,14 @@ def _parquet(file: InputFile, settings: Tokenize, utf8: _Utf8, consumed: Consume
         with pyarrow.parquet.ParquetFile(file.path) as table:
             _check_column(table.schema_arrow, file.location, field)
             num_rows = max(table.metadata.num_rows, 1)
-            for batch in table.iter_batches(PARQUET_BATCH_ROWS, columns=[field]):
+            rows = rows_per_batch(file.path, table.metadata, field)
+            for batch in table.iter_batches(rows, columns=[field], use_threads=False):
                 # As bytes: pyarrow does not check that a string column is UTF-8.
                 for value in batch.column(0).cast("large_string").cast("large_binary"):
                     row += 1
                     yield _parquet_document(value.as_py(), f"row {row}", field, utf8)
-                consumed(file.size * batch.num_rows // num_rows)
-    except pyarrow.lib.ArrowException as err:
+                consumed(file.size * row // num_rows - file.size * (row - len(batch)) // num_rows)
+    except (pyarrow.lib.ArrowException, ValueError) as err:
         raise _corrupt(file.location, err) from None
 
 

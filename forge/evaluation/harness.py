@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forge.core.errors import DataError
 from forge.core.evaluation import Evaluate
 from forge.core.files import digest_bytes
 from forge.core.records import Score
+from forge.core.terminal import say
 from forge.trainer import numerics
 
 if TYPE_CHECKING:
+    from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
 
 # What the harness puts beside the metrics of a task.
@@ -30,24 +33,57 @@ def score(
 ) -> tuple[list[Score], str]:
     """Scores of an exported checkpoint, by task and metric, and the device that computed them.
 
-    precision: `fp32`, or `bf16` for autocast over weights in fp32, as in training. An input that is
-    longer than train.seq_len loses its beginning.
+    precision: `fp32`, or `bf16` for autocast over weights in fp32, as in training. What is longer than
+    train.seq_len loses its beginning, with a warning where that is a part of an answer. DataError where
+    a task asks for what the model cannot do.
     """
     from lm_eval import simple_evaluate
 
     where = device()
     autocast = {"mixed_precision_dtype": "bfloat16"} if precision == "bf16" else {}
-    results = simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(exported), "dtype": "float32", **autocast},
-        tasks=list(evaluate.tasks),
-        num_fewshot=evaluate.num_fewshot,
-        limit=evaluate.limit,
+    model = _model(
+        pretrained=str(exported),
+        dtype="float32",
         batch_size=evaluate.batch_size,
         device=where.type,
-        task_manager=index,
+        **autocast,
     )
+    try:
+        results = simple_evaluate(
+            model=model,
+            tasks=list(evaluate.tasks),
+            num_fewshot=evaluate.num_fewshot,
+            limit=evaluate.limit,
+            batch_size=evaluate.batch_size,
+            device=where.type,
+            task_manager=index,
+        )
+    except AssertionError as err:
+        raise DataError(
+            f"the evaluation harness refuses {', '.join(evaluate.tasks)}: {err or 'an assertion'}",
+            cause=f"a task does not fit a model of {model.max_length} tokens, or has a mistake",
+            fix="leave the task out of evaluate.tasks, or train with a larger train.seq_len",
+        ) from err
     return scores_of(results), numerics.device_name(where)
+
+
+def _model(**settings: Any) -> LM:
+    """The harness' model. It cuts long contexts on the left, and has an assertion against answers that
+    are longer than the model's input: they are cut in the same way."""
+    from lm_eval.models.huggingface import HFLM
+
+    class Model(HFLM):
+        def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
+            most = self.max_length
+            if cut := sum(len(answer) > most for _, _, answer in requests):
+                say(
+                    f"warning: {cut} of {len(requests)} answers are longer than the {most} tokens of"
+                    " the model: scored by their last ones"
+                )
+            cut_requests = [(key, context, answer[-most:]) for key, context, answer in requests]
+            return super()._loglikelihood_tokens(cut_requests, *args, **kwargs)
+
+    return Model(**settings)
 
 
 def scores_of(results: Any) -> list[Score]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -18,6 +19,7 @@ START = (
     "console.start"  # bytes of the messages that are not shown; of a log that is longer than them
 )
 BAR_EVERY_SEC = 0.2
+_COLOR = re.compile("\x1b\\[[0-9;]*m")
 
 
 def send_log(folder: Path, log: Path) -> None:
@@ -84,7 +86,8 @@ class Console:
             self._messages = Follower(path)
         while self._messages and (lines := self._messages.new_lines()):
             for line in lines:
-                say(line.rstrip())
+                # Of another program: bars are drawn over each other, and colors are not ours.
+                say(_COLOR.sub("", line.rstrip().rpartition("\r")[2]))
 
     def _show_bar(self) -> None:
         if not self._bar_file.exists() or (text := self._bar_file.read_text()) == self._bar_facts:

@@ -12,6 +12,7 @@ import resource
 import shutil
 import socket
 import socketserver
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ import forge
 from forge.cluster import network, rdma, rendezvous, slurm
 from forge.core.checks import Check
 from forge.core.errors import DataError, UnfitError
-from forge.core.files import atomic_open
+from forge.core.files import atomic_open, disk_trouble
 from forge.core.machine import Fabric, Machine
 from forge.core.process import hostname, node_local_folder
 from forge.data.file_set import Kind
@@ -267,9 +268,13 @@ def _local_disk() -> Check:
     """Writes a file: neither a quota nor a read-only disk shows in the number of free bytes."""
     folder = node_local_folder()
     try:
-        with atomic_open(folder / f".forge-preflight-{os.getpid()}") as file:
-            file.write(bytes(LOCAL_MIB * 2**20))
-        (folder / f".forge-preflight-{os.getpid()}").unlink()
+        with disk_trouble(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            # A name that nobody can know before: all users of the node may write to /tmp.
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".forge-preflight-") as file:
+                file.write(bytes(LOCAL_MIB * 2**20))
+                file.flush()
+                os.fsync(file.fileno())
     except UnfitError as err:
         fix = f"remove old files in {folder} on this node, or set TMPDIR to another disk"
         return Check("local disk", "fail", f"{err.what}, {LOCAL_MIB} MiB needed", fix)

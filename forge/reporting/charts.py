@@ -48,6 +48,7 @@ STYLE: dict[Any, Any] = {
     "ytick.color": INK,
     "text.color": INK,
     "legend.frameon": False,
+    "text.parse_math": False,  # a name with $ is no formula
     "path.simplify_threshold": 0.5,  # a long run has more points than pixels
 }
 SIZE_INCHES = (5.0, 3.2)
@@ -74,8 +75,10 @@ def family_chart(family: Sequence[Member]) -> str:
         for number, (name, frame) in enumerate(lines.items()):
             label = name if number < MOST_NAMED else None
             _line(axes, frame, "loss", label=label, **_style_of(number))
-        branches = [member.start for member in family if member.start]
-        late = [frame.loc[frame["step"] >= min(branches), "loss"] for frame in lines.values()]
+        # Where the lines of the children begin: at the parent's last loss before the start.
+        children = [lines[member.run]["step"] for member in family if member.start]
+        first = min((steps.min() for steps in children if len(steps)), default=0)
+        late = [frame.loc[frame["step"] >= first, "loss"] for frame in lines.values()]
         late = [losses for losses in late if len(losses)]
         if late:
             low, high = min(map(min, late)), max(map(max, late))

@@ -19,7 +19,7 @@ from forge.core import events
 from forge.core.errors import ConfigError
 from forge.core.paths import RunPaths
 from forge.core.tail import Follower, last_lines
-from forge.core.terminal import is_terminal, print_plain
+from forge.core.terminal import is_terminal, print_plain, visible
 from forge.reporting.log_errors import (
     SEARCHED_BYTES,
     Found,
@@ -252,7 +252,7 @@ class _Screen:
             self.line = self._colored
 
     def _colored(self, text: str = "", style: str = "") -> None:
-        self._console.print(text, style=style, markup=False)
+        self._console.print(visible(text), style=style, markup=False)
 
     def _plain(self, text: str = "", style: str = "") -> None:
         print_plain(text)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from forge.core.paths import RunPaths
-from forge.core.terminal import is_terminal, print_plain
+from forge.core.terminal import is_terminal, print_plain, visible
 from forge.reporting.run_state import COLORS
 from forge.reporting.scores import read_scores
 from forge.reporting.summary import Summary, summarize
@@ -78,7 +78,8 @@ def _print_panel(summary: Summary, rows: list[tuple[str, str]]) -> None:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for label, value in rows:
-        grid.add_row(label, Text(value))
+        grid.add_row(label, Text(visible(value)))
     color = COLORS[summary.state.tone]
-    title = Text(f"{summary.state.run}: {summary.state.headline}", style=f"bold {color}")
+    headline = visible(f"{summary.state.run}: {summary.state.headline}")
+    title = Text(headline, style=f"bold {color}")
     Console().print(Panel(grid, title=title, title_align="left", border_style=color))

@@ -11,7 +11,7 @@ from typing import Any
 
 from forge.core.errors import ConfigError
 from forge.core.paths import RunPaths
-from forge.core.terminal import Table, duration, is_terminal, say
+from forge.core.terminal import Table, duration, is_terminal, say, visible
 from forge.reporting.find_runs import results_folder
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import COLORS, TRAINING, Queue, RunState, ask_slurm, clipped, judge
@@ -133,13 +133,15 @@ def _table(rows: Sequence[Row]) -> Table:
 def _watch(runs: Sequence[RunPaths]) -> None:
     from rich.console import Group
     from rich.live import Live
+    from rich.text import Text
 
     try:
         with Live(auto_refresh=False) as live:
             while True:
                 rows, note = look(runs)
                 foot = f"{time.strftime('%H:%M:%S')}  Ctrl-C ends this, not the runs  {note}"
-                live.update(Group(_table(rows).drawn(), "", foot.rstrip()), refresh=True)
+                shown = Group(_table(rows).drawn(), "", Text(visible(foot.rstrip())))
+                live.update(shown, refresh=True)
                 time.sleep(WATCH_SEC)
     except KeyboardInterrupt:
         pass

@@ -1,10 +1,15 @@
 """Archives for `sbcast`: many files in a few tar files (chunks) of about equal size, written once.
 
-- `{data}/archives/{name}/000.tar`, `001.tar`, … (`.tar.zst` if compressed): every chunk is a complete
-  tar file, so that a node unpacks one while the next ones are sent
-- of a tree: `000.tar` has all directories and no file, to be unpacked before the other chunks, and
-  SHA256SUMS the digests of the chunks
-- `archive.json`: the size of every chunk, and of all files in them
+- `{data}/archives/forge-{uid}/{name}/000.tar`, `001.tar`, … (`.tar.zst` if compressed): every chunk is a
+  complete tar file, so that a node unpacks one while the next ones are sent
+- of a tree: `000.tar` has all directories and no file, to be unpacked before the other chunks
+- `archive.json`: size, digest, inode and ctime of every chunk, and the size of all files in them
+
+What an archive holds runs on nodes, and `data` may be a group's, or a copy of another's. So each user
+has a directory for archives, into which nobody else can write, and an archive is reused only where every
+chunk is the file that archive.json was written about: an inode and a ctime cannot be chosen beforehand
+by somebody whose files were copied or unpacked here. What is sent is verified again where it arrives,
+against the digests that this process has read. None of that holds against programs that run as this user.
 """
 
 from __future__ import annotations
@@ -16,13 +21,16 @@ import shutil
 import tarfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
+import blake3
 import psutil
 
 from forge.core.errors import DataError
-from forge.core.files import disk_trouble, plain_name, read_json, write_json
+from forge.core.files import disk_trouble, read_json, write_json
 from forge.core.process import hostname
 from forge.core.terminal import progress
 from forge.data.file_set import Member
@@ -33,8 +41,9 @@ MIN_CHUNK_BYTES = 8 * 2**20  # an sbcast costs about 15 ms by itself
 MAX_CHUNK_BYTES = 256 * 2**20  # a larger one would delay the first unpacking
 ABANDONED_SEC = 24 * 3600
 COPY_BYTES = 2**22
-SUMS = "SHA256SUMS"
 DIRECTORIES = "000.tar"
+# sha256 where nodes without Python verify the chunks, with sha256sum.
+ALGORITHMS = {"sha256": hashlib.sha256, "blake3": blake3.blake3}
 
 
 @dataclass(frozen=True)
@@ -43,24 +52,32 @@ class Archive:
 
     folder: Path
     chunks: dict[str, int]  # name -> bytes
+    digests: dict[str, str]  # name -> sha256 of a chunk of a tree, else blake3
     content_bytes: int  # of the files in it
 
     @property
     def num_bytes(self) -> int:
         return sum(self.chunks.values())
 
+    @property
+    def sums(self) -> str:
+        """The digests, as `sha256sum --check` reads them."""
+        return "\n".join(f"{digest}  {name}" for name, digest in self.digests.items())
+
     @classmethod
-    def open(cls, folder: Path) -> Archive | None:
-        """The archive in a directory; None without one, or where a chunk is truncated or missing."""
+    def open(cls, folder: Path, *, verify: bool = True) -> Archive | None:
+        """The archive in a directory; None without one, or where a chunk is missing, corrupt, or another
+        file than the one that was written there. verify: read all of it."""
         try:
             facts = read_json(folder / "archive.json")
-            chunks = {plain_name(name): size for name, size in dict(facts["chunks"]).items()}
-            content_bytes = int(facts["content_bytes"])
-        except (DataError, KeyError, TypeError, ValueError):
+            states, digests = facts["states"], facts["digests"]
+            algorithm, content_bytes = facts["algorithm"], int(facts["content_bytes"])
+            same = states == _states(folder)
+            same = same and (not verify or digests == _digests(folder, algorithm))
+        except (DataError, OSError, KeyError, TypeError, ValueError):
             return None
-        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-        complete = all(sizes.get(name) == size for name, size in chunks.items())
-        return cls(folder, chunks, content_bytes) if complete else None
+        sizes = {name: size for name, (size, *_) in states.items()}
+        return cls(folder, sizes, digests, content_bytes) if same else None
 
 
 def make_archive(
@@ -68,9 +85,9 @@ def make_archive(
 ) -> Archive:
     """Write the archive `folder` of these files, unless it exists.
 
-    compress: zstd, level 1. tree: nodes without Python unpack several chunks at once with tar; adds the
-    chunk with the directories, and SHA256SUMS. Links are archived as links in a tree, else as the files
-    that they lead to.
+    folder: in a directory of this user alone. compress: zstd, level 1. tree: nodes without Python unpack
+    several chunks at once with tar; adds the chunk with the directories. Links are archived as links in a
+    tree, else as the files that they lead to.
     Of runs that write the same archive at once, the first to finish wins. Raises UnfitError for a full
     disk.
     """
@@ -84,18 +101,16 @@ def make_archive(
             if tree:
                 _write_directories(temporary / DIRECTORIES, members)
             _write_chunks(temporary, members, compress, tree=tree)
-            if tree:
-                _write_sums(temporary)
-            sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
             content = sum(member.num_bytes for member in members)
-            write_json(temporary / "archive.json", {"chunks": sizes, "content_bytes": content})
-            if not Archive.open(folder):
+            facts = _facts(temporary, "sha256" if tree else "blake3")
+            write_json(temporary / "archive.json", {**facts, "content_bytes": content})
+            if not Archive.open(folder, verify=False):
                 shutil.rmtree(folder, ignore_errors=True)
                 with contextlib.suppress(FileExistsError):
                     temporary.rename(folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    archive = Archive.open(folder)
+    archive = Archive.open(folder, verify=False)
     assert archive, f"{folder} vanished"
     return archive
 
@@ -165,9 +180,27 @@ def _tar(path: Path, compress: bool, *, dereference: bool) -> Iterator[tarfile.T
         yield tar
 
 
-def _write_sums(folder: Path) -> None:
-    lines = []
-    for path in sorted(folder.iterdir()):
+def _facts(folder: Path, algorithm: str) -> dict[str, Any]:
+    """What archive.json says of the chunks."""
+    digests = _digests(folder, algorithm)
+    return {"algorithm": algorithm, "digests": digests, "states": _states(folder)}
+
+
+def _chunks(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.name != "archive.json")
+
+
+def _states(folder: Path) -> dict[str, list[int]]:
+    """By chunk: size, inode, and ctime in ns, which the kernel sets at every change."""
+    found = {path.name: path.lstat() for path in _chunks(folder)}
+    return {name: [s.st_size, s.st_ino, s.st_ctime_ns] for name, s in found.items()}
+
+
+def _digests(folder: Path, algorithm: str) -> dict[str, str]:
+    def digest(path: Path) -> str:
         with open(path, "rb") as file:
-            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n")
-    (folder / SUMS).write_text("".join(lines))
+            return hashlib.file_digest(file, ALGORITHMS[algorithm]).hexdigest()
+
+    paths = _chunks(folder)
+    with ThreadPoolExecutor(PARALLEL_CHUNKS) as pool:
+        return dict(zip((path.name for path in paths), pool.map(digest, paths), strict=True))

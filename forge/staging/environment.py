@@ -35,8 +35,8 @@ from forge.core.machine import Machine, Stage
 from forge.core.terminal import say
 from forge.data.file_set import Member
 from forge.data.source import source_digest, source_files
-from forge.staging.archive import DIRECTORIES, SUMS, Archive, make_archive
-from forge.staging.on_node import SPARE_BYTES, link_mbit
+from forge.staging.archive import DIRECTORIES, Archive, make_archive
+from forge.staging.on_node import SPARE_BYTES, link_mbit, private_root
 from forge.staging.sbcast import COMPRESS_PROGRAMS_BELOW, Broadcast, Broken, is_slower
 
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -75,13 +75,13 @@ if [ ! -d "$path" ]; then echo lacks; elif [ -L "$path" ]; then echo linked; els
 BEGIN = r"""rm -rf "$1" && mkdir -p "$1/chunks" """
 
 # $1: the temporary directory. $2: its final name. $3: the directory of the staged Python, or "". $4: the
-# directory in it. $5: the shared directory of which that is a copy or a link.
+# directory in it. $5: the shared directory of which that is a copy or a link. $6: digests of the chunks.
 FORGET = 'if [ -L "$2/$4" ] || [ ! -d "$2/$4" ]; then rm -rf "$2"; fi\n'
 LINK = r"""
 rm -rf "$1" && mkdir -p "$1" && cd "$1" && ln -s "$5" "$4" || exit 1
 """
 UNPACK = rf"""
-cd "$1/chunks" && sha256sum --check --quiet {SUMS} && rm {SUMS} || exit 1
+cd "$1/chunks" && printf '%s\n' "$6" | sha256sum --check --quiet - || exit 1
 tar -C .. --no-same-owner -xf {DIRECTORIES} && rm {DIRECTORIES} || exit 1
 ls | xargs -P 4 -I CHUNK sh -c 'tar -C .. --no-same-owner -xf CHUNK && rm CHUNK' || exit 1
 cd .. && rmdir chunks || exit 1
@@ -146,7 +146,7 @@ def stage_project(config: Config, machine: Machine, placement: Placement) -> Sta
     blind = _blind_nodes(config, machine.stage, placement)
     if not any(blind.values()):
         return None
-    put = partial(_put, Path(config.data) / "archives", machine.stage, placement)
+    put = partial(_put, Path(config.data), machine.stage, placement)
     if blind["python"]:
         _require_virtual_environment()
     python = put(_python(), blind["python"])
@@ -212,7 +212,7 @@ def _claim(folder: Path, run: str, placement: Placement) -> dict[str, str]:
 
 
 def _put(
-    archives: Path,
+    data: Path,
     settings: Stage,
     placement: Placement,
     part: Part,
@@ -239,11 +239,12 @@ def _put(
         content = sum(member.num_bytes for member in members)
         _require_space({host: int(found[host][1]) * 1024 for host in copied}, root, 2 * content)
         started = time.monotonic()
-        archive = make_archive(archives / digest, members, tree=True)
+        archive = make_archive(private_root(data / "archives") / digest, members, tree=True)
         nodes = placement.only(copied)
         _send(nodes, archive, temporary)
         script = FORGET + UNPACK + part.ready
-        _on_each(nodes, script, arguments, UNPACK_SEC, f"unpacking the {part.name}")
+        given = [*arguments, archive.sums]
+        _on_each(nodes, script, given, UNPACK_SEC, f"unpacking the {part.name}")
         say(
             f"stage: {part.name} ({content / 2**20:.1f} MiB) on {', '.join(copied)}"
             f" in {time.monotonic() - started:.1f} s"

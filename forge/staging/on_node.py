@@ -17,7 +17,6 @@ import fcntl
 import os
 import random
 import shutil
-import stat
 import tarfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +28,14 @@ import psutil
 
 from forge.cluster.network import interface_towards
 from forge.core.errors import DataError, UnfitError
-from forge.core.files import disk_trouble, read_json, relative_path, write_json
+from forge.core.files import (
+    digest_file,
+    disk_trouble,
+    private_folder,
+    read_json,
+    relative_path,
+    write_json,
+)
 from forge.core.process import node_local_folder
 from forge.core.terminal import progress
 from forge.data.file_set import FileSet, Kind, Member
@@ -74,27 +80,12 @@ def open_copy(kind: Kind, folder: Path) -> FileSet:
 def private_root(base: Path) -> Path:
     """The user's private directory (mode 0700) in `base`. UnfitError where another user made it."""
     root = base / f"forge-{os.getuid()}"
-    with disk_trouble(root):
+    with disk_trouble(base):
         base.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            root.mkdir(mode=0o700)
-        found = os.lstat(root)  # not stat, which would follow a planted link
-    wrong = (
-        "is not a folder (a planted link?)"
-        if not stat.S_ISDIR(found.st_mode)
-        else f"belongs to user {found.st_uid}"
-        if found.st_uid != os.getuid()
-        else f"has mode {stat.S_IMODE(found.st_mode):o}, which lets others in"
-        if stat.S_IMODE(found.st_mode) & 0o077
-        else ""
+    return private_folder(
+        root,
+        fix="remove it, or choose another directory: stage.folder in machine.yaml, `data` for archives",
     )
-    if wrong:
-        raise UnfitError(
-            f"{root} {wrong}",
-            cause="another user of this node made it, or it was changed by hand",
-            fix="set stage.folder in machine.yaml to a directory of your own, or remove this one",
-        )
-    return root
 
 
 def set_folder(root: Path, digest: str, job: str | None) -> Path:
@@ -345,10 +336,17 @@ def begin(*, temporary: str) -> None:
         (folder / CHUNKS).mkdir()
 
 
-def unpack(*, temporary: str, chunk: str) -> None:
-    """Unpack one chunk of an archive, and remove it to free its space. Raises DataError as `_extract`."""
+def unpack(*, temporary: str, chunk: str, digest: str) -> None:
+    """Unpack one chunk of an archive, and remove it to free its space. DataError where it has another
+    digest, and as `_extract`."""
     path = Path(temporary) / CHUNKS / chunk
     with disk_trouble(path):
+        if digest_file(path) != digest:
+            raise DataError(
+                f"{path} is not the chunk that was sent",
+                cause="damaged on its way or on this disk, or replaced after it was verified",
+                fix="rerun the same command",
+            )
         if path.suffix == ".zst":
             import pyarrow
 

@@ -242,7 +242,8 @@ class _Staging:
         started = time.monotonic()
         compress = is_slower((self._found[h]["link_mbit"] for h in hosts), COMPRESS_SHARDS_BELOW)
         source = self._source
-        folder = Path(self._config.data) / "archives" / (source.digest[:32] + "-zstd" * compress)
+        archives = on_node.private_root(Path(self._config.data) / "archives")
+        folder = archives / (source.digest[:32] + "-zstd" * compress)
         archive = Archive.open(folder)
         if archive is None:
             on_node.verify(source)
@@ -269,9 +270,8 @@ class _Staging:
                 for chunk in broadcast.send(files, f"{temporary}/{CHUNKS}"):
                     deadline = ASK_SEC + archive.chunks[chunk] * 8 / MIN_DISK_BYTES_PER_SEC
                     here = [host for host in hosts if host in self._hosts]
-                    self._ask(
-                        "unpack", "unpacking", deadline, here, temporary=temporary, chunk=chunk
-                    )
+                    what = {"chunk": chunk, "digest": archive.digests[chunk]}
+                    self._ask("unpack", "unpacking", deadline, here, temporary=temporary, **what)
                     done += archive.chunks[chunk]
                     report(done / 2**20)
         except Broken as broken:

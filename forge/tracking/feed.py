@@ -26,7 +26,7 @@ from forge.core.errors import ConfigError, ForgeError, UnfitError
 from forge.core.paths import RunPaths
 from forge.core.process import stop_with_parent
 from forge.core.records import Sent
-from forge.core.terminal import say
+from forge.core.terminal import say, visible
 from forge.core.tracking import Tracking
 from forge.tracking.rows import Rows
 from forge.tracking.tracker import (
@@ -203,7 +203,7 @@ def _messages() -> Callable[[str], None]:
     def tell(message: str) -> None:
         say(message)  # into the log
         with suppress(OSError):  # its reader may have left
-            print(message, file=terminal, flush=True)
+            print(visible(message), file=terminal, flush=True)
 
     return tell
 

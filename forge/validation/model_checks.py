@@ -166,6 +166,11 @@ class ModelChecks:
     def probe(self) -> str:
         """Recompute reference losses that ranks recorded, on the same samples."""
         recorded, then = self._manifest.reference.losses, self._manifest.lineage.numerics
+        if len(recorded) != self._manifest.world_size:
+            raise DataError(
+                f"{len(recorded)} losses are recorded of {self._manifest.world_size} ranks",
+                cause="checkpoint.json was not written by Forge",
+            )
         ranks = recomputed_ranks(len(recorded))
         result = self._on_gpus(ranks=ranks)
         if result is None:

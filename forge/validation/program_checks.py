@@ -228,7 +228,7 @@ def validate_all(config: ResolvedConfig, *, fix: bool) -> None:
     corrupt.
     """
     checkpoints, paths = checkpoints_of(config), RunPaths.of(config)
-    table = Table(("step", "size", "verdict"), numbers=("step", "size"))
+    table = Table(("step", "size", "verdict"), numbers=("step", "size"), wrapped=("verdict",))
     corrupt = []
     with lock(paths.root, "validate") if fix else nullcontext():
         for found in checkpoints.sealed():

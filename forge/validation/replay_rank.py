@@ -19,7 +19,7 @@ from forge.trainer.nonfinite import Skipped, diverged
 from forge.trainer.numerics import numerics, precision, prepare
 from forge.trainer.parallel import ParallelModel
 from forge.trainer.source_mix import SourceMix
-from forge.trainer.spike import SpikeRule
+from forge.trainer.spike import SpikeRule, ended_by_spike
 from forge.trainer.step import TrainStep, train_loader
 from forge.validation.rank_losses import sharded_decoder
 
@@ -105,6 +105,7 @@ def _losses(
     for step in range(found.step, config.train.max_steps):
         result = train_step(step).read()
         if fatal := skipped.count(result.trouble, config.train, is_spike=result.is_spike):
-            raise diverged(config, fatal, step=step, lr=result.lr, saved_step=0)
+            ended = ended_by_spike if result.is_spike else diverged
+            raise ended(config, fatal, step=step + 1, lr=result.lr, saved_step=0)
         losses.append(result.loss if math.isfinite(result.loss) else None)
     return losses

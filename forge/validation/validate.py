@@ -325,7 +325,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _print(rows: Sequence[Row]) -> None:
-    table = Table(_HEADS, numbers=_HEADS[:3])
+    table = Table(_HEADS, numbers=_HEADS[:3], wrapped=_HEADS[-1:])
     for row in rows:
         table.add(_cells(row), {"verdict": _TONES.get(row.verdict, "yellow")})
     table.print()

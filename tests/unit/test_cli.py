@@ -333,3 +333,15 @@ def test_locale_changes_no_file(tmp_path, variables):
     assert "é/tokens" in (tmp_path / "log").read_text(encoding="utf-8")
     written = json.loads((tmp_path / "ü/base/config.json").read_text(encoding="utf-8"))
     assert written["tokenizer"]["eos_token"] == "é😀"
+
+
+@pytest.mark.parametrize(
+    "option", ["--results=/proc/x", "--data=/proc/x", "--log=/proc/x", "--log=/proc/x/log"]
+)
+def test_directory_of_the_kernel_is_no_bug(config, tmp_path, capsys, option):
+    command = "tokenizer" if "data" in option else "config"
+    places = [f"--results={tmp_path}/results", f"--data={tmp_path}/data"]
+    kept = [place for place in places if place.split("=")[0] != option.split("=")[0]]
+    assert main([command, config, *kept, option]) == Exit.UNFIT
+    said = capsys.readouterr().err
+    assert "/proc/x" in said and "these files are the kernel's" in said and "Traceback" not in said

@@ -306,3 +306,9 @@ def test_page_of_the_gpu_lists_every_check_and_no_other() -> None:
         for name in re.findall(r"^def test_(\w+)", path.read_text(), re.M)
     ]
     assert listed == checks
+
+
+def test_no_page_advises_to_unpickle_a_file():
+    """`python -m pickle` runs what is in it; `-m pickletools` only shows it."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]
+    assert [page.name for page in pages if "-m pickle " in page.read_text()] == []

@@ -1,5 +1,6 @@
 """What rules are given: configs in files, each named so that a rule runs again for a reason only."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -231,3 +232,12 @@ def test_nodes_that_the_sheet_has_as_well_are_refused_by_the_cell(given):
     sheet = "run\tnodes\na\t\nb\t4\n"
     with pytest.raises(ConfigError, match=r"nodes=8, and config/runs.tsv, line 3 \(run b\).*: 4"):
         workflow.read_layouts(given({"nodes": 8}, sheet), {}, main=True)
+
+
+def test_every_word_of_a_rules_shell_line_is_quoted():
+    """Blanks and shell characters in the path of a profile must be no words and no commands."""
+    rules = sorted((Path(__file__).parents[2] / "workflow").rglob("*.smk"))
+    lines = [part for rule in rules for part in re.split(r"\n    shell:\n", rule.read_text())[1:]]
+    words = [word for line in lines for word in re.findall(r"{[^{}]+}", line.split("\n\n")[0])]
+    assert len(words) > 30
+    assert {word for word in words if not word.endswith(":q}")} == {"{threads}"}

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from .faults import BreakableMachines
-from .machines import RACK, REPOSITORY, ClusterError, wait_until
+from .machines import RACK, REPOSITORY, ClusterError, own_folder, wait_until
 from .settings import CONTROLLER, Settings, other_files, slurm_conf
 
 PACKAGES = "slurm-wlm slurmdbd slurm-wlm-mysql-plugin munge mariadb-server iproute2 procps"
@@ -32,8 +32,8 @@ DAEMONS = {"slurmdbd": ("sacctmgr", "-n", "list", "user"), "slurmctld": ("scontr
 
 
 def base_folder() -> Path:
-    """Where clusters keep their state: FORGE_SLURM_DIR, else /var/tmp/forge-slurm."""
-    return Path(os.environ.get("FORGE_SLURM_DIR") or "/var/tmp/forge-slurm").resolve()
+    """Where clusters keep their state, FORGE_SLURM_DIR or /var/tmp/forge-slurm. Raises as own_folder."""
+    return own_folder(Path(os.environ.get("FORGE_SLURM_DIR") or "/var/tmp/forge-slurm").absolute())
 
 
 def why_not() -> str | None:
@@ -220,7 +220,6 @@ def _empty_database() -> Path:
     kept = base_folder() / f"empty-mariadb-{version}"
     if kept.exists():
         return kept
-    kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
         fresh = Path(folder) / "empty"
         fresh.mkdir()
@@ -261,7 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.slurm_cluster", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--folder", type=Path, default=base_folder() / "cluster")
+    parser.add_argument("--folder", type=Path, help="default: `cluster` in FORGE_SLURM_DIR")
     parser.add_argument("--nodes", type=int, default=4, help="1 to 12, for a new start")
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb in ("up", "down", "status", "shell"):
@@ -271,7 +270,10 @@ def main() -> None:
     inside.add_argument("command", nargs=argparse.REMAINDER)
     given = parser.parse_args()
     try:
-        act(Cluster(given.folder, Settings(nodes=given.nodes)), given)
+        if reason := why_not():
+            raise ClusterError(reason)
+        folder = given.folder or base_folder() / "cluster"
+        act(Cluster(folder, Settings(nodes=given.nodes)), given)
     except (ClusterError, ValueError) as error:
         sys.exit(str(error))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -48,11 +49,32 @@ def wait_until(
         time.sleep(every)
 
 
+def own_folder(folder: Path) -> Path:
+    """The directory, into which nobody but this user (root) can write; made where it is missing.
+
+    ClusterError for anything else of that name: root removes what is below it, and kills the processes
+    whose pids are there.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()  # not stat, which would follow a planted link
+    if not stat.S_ISDIR(found.st_mode):
+        wrong = "is not a directory, or a link to one"
+    elif found.st_uid != os.geteuid():
+        wrong = f"belongs to user {found.st_uid}"
+    elif found.st_mode & 0o022:
+        wrong = f"has mode {stat.S_IMODE(found.st_mode):o}: others may write there"
+    else:
+        return folder
+    raise ClusterError(f"{folder} {wrong}: remove it, or set FORGE_SLURM_DIR to another directory")
+
+
 class Machines:
     """The machines whose state is in `folder`. Several processes may have an object for it."""
 
     def __init__(self, folder: Path, settings: Settings) -> None:
-        self.folder = folder.resolve()
+        self.folder = own_folder(folder.parent.resolve() / folder.name)
         self.settings = settings
         self._started: list[Inside] = []
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from .cluster import Cluster
+from .machines import own_folder
 from .settings import Settings
 
 # Longer than the others take to remove the clusters that dead processes left.
@@ -38,12 +39,11 @@ def locked(path: Path, *, patience: float = PATIENCE_SEC) -> Iterator[None]:
 def temporary_cluster(base: Path, name: str, settings: Settings) -> Iterator[Cluster]:
     """A cluster in base/tests-NAME, started here and removed at the end. No other process may use
     the name at the same time."""
-    base.mkdir(parents=True, exist_ok=True)
-    folder = base / f"tests-{name}"
+    folder = own_folder(base) / f"tests-{name}"
     with ExitStack() as owner:
         with locked(base / "tests.lock"):  # a folder without its lock counts as left behind
             _remove_dead(base)
-            folder.mkdir(exist_ok=True)
+            own_folder(folder)
             owner.enter_context(locked(folder / "members.lock", patience=0))
         cluster = Cluster(folder, settings)
         try:

@@ -68,8 +68,8 @@ rule stage_run:
         **ALLOCATION.whole,
         slurm_extra=allocation_extra,
     shell:
-        "exec forge stage {input.config:q} --machine={resources.machine} --log={log:q}"
-        " --nodes={resources.train_nodes} --ranks-per-node={resources.tasks_per_node}"
+        "exec forge stage {input.config:q} --machine={resources.machine:q} --log={log:q}"
+        " --nodes={resources.train_nodes:q} --ranks-per-node={resources.tasks_per_node:q}"
 
 
 rule preflight_run:
@@ -88,8 +88,8 @@ rule preflight_run:
         **ALLOCATION.whole,
         slurm_extra=allocation_extra,
     shell:
-        "exec forge preflight {input.config:q} --machine={resources.machine} --log={log:q}"
-        " --nodes={resources.train_nodes} --ranks-per-node={resources.tasks_per_node}"
+        "exec forge preflight {input.config:q} --machine={resources.machine:q} --log={log:q}"
+        " --nodes={resources.train_nodes:q} --ranks-per-node={resources.tasks_per_node:q}"
 
 
 rule train_run:
@@ -116,6 +116,6 @@ rule train_run:
         # Trackers and evaluations, which may change without training again: always the same name.
         settings=lambda w: helpers.settings_file(w.run),
     shell:
-        "exec forge train {input.config:q} --machine={resources.machine} --log={log:q}"
+        "exec forge train {input.config:q} --machine={resources.machine:q} --log={log:q}"
         " --settings={params.settings:q}"
-        " --nodes={resources.train_nodes} --ranks-per-node={resources.tasks_per_node}"
+        " --nodes={resources.train_nodes:q} --ranks-per-node={resources.tasks_per_node:q}"

@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 
 from forge.core.config import (
+    ALIASES,
     Config,
     ResolvedConfig,
     Section,
@@ -30,6 +31,29 @@ def test_unknown_key_is_refused_with_the_valid_ones_and_a_guess():
     assert "unknown key train.max_stepz" in str(caught.value)
     assert "did you mean max_steps?" in str(caught.value)
     assert "warmup_steps" in str(caught.value)
+
+
+@pytest.mark.parametrize("alias", sorted(ALIASES))
+def test_name_of_other_software_is_answered_with_the_key_that_is_meant(alias):
+    section, _, key = ALIASES[alias].partition(".")
+    names = type(getattr(Config(), section)).model_fields
+    assert key in names and alias not in names
+    with pytest.raises(ConfigError) as caught:
+        config_of(**{f"{section}.{alias}": 1})
+    assert f"unknown key {section}.{alias} (did you mean {key}?)" in str(caught.value)
+
+
+def test_key_of_another_section_is_named_with_it():
+    with pytest.raises(ConfigError, match=r"train\.n_layers \(did you mean model\.layers\?\)"):
+        config_of(**{"train.n_layers": 2})
+
+
+def test_unknown_key_of_a_large_section_is_not_answered_with_all_its_keys():
+    with pytest.raises(ConfigError) as caught:
+        config_of(**{"train.learning_rate": 0.1})
+    assert "did you mean lr?" in str(caught.value)
+    assert "the nearest of the 38 keys of train: " in str(caught.value)
+    assert str(caught.value).splitlines()[0].count(",") < 6
 
 
 def test_unknown_section_is_refused():

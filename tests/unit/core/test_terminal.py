@@ -1,12 +1,15 @@
 """What people read: the same table in a terminal and in a pipe, and durations without false precision."""
 
+import io
 import re
 import subprocess
 import sys
 
 import pytest
 
-from forge.core.terminal import Table, duration
+from forge.core import terminal
+from forge.core.errors import ForgeError
+from forge.core.terminal import Table, duration, print_plain, progress, say
 
 SGR = re.compile(r"\x1b\[[\d;]*m")
 
@@ -105,3 +108,94 @@ def test_durations_of_what_still_changes(seconds, words):
 )
 def test_durations_that_were_measured_are_precise(seconds, words):
     assert duration(seconds, precise=True) == words
+
+
+# --- narrow terminals -------------------------------------------------------------------------------
+
+HEADS = ("run", "state", "job", "ranks", "step", "loss", "tokens/s", "now")
+ROWS = (
+    (
+        "base",
+        "training",
+        "12345 on node[01-04]",
+        "4x32",
+        "1200/10000",
+        "3.214",
+        "1,203,456",
+        "fine",
+    ),
+    ("lr-3e-4-warmup", "failed", "", "4x32", "12/10000", "9.2", "9", "step 13: loss nan on rank 0"),
+)
+
+
+@pytest.mark.parametrize("columns", [20, 40, 60, 80, 100, 200])
+def test_nothing_is_lost_or_squeezed_at_any_width(capsys, monkeypatch, columns):
+    table = Table(HEADS, numbers=HEADS[3:-1], wrapped=("job", "now"))
+    for row in ROWS:
+        table.add(row, {})
+    draw_on_a_terminal(table, monkeypatch, COLUMNS=str(columns), NO_COLOR="1")
+    lines = SGR.sub("", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= columns
+    words = " ".join(lines).split()
+    for word in " ".join(" ".join(row) for row in (HEADS, *ROWS)).split():
+        assert any(found.startswith(word) for found in words), word  # in one piece
+
+
+def test_text_column_is_as_wide_as_its_longest_word_or_has_a_line_of_its_own(capsys, monkeypatch):
+    table = Table(("run", "log"), wrapped=("log",))
+    table.add(("base", "see results/base/logs/train.log there"), {})
+    draw_on_a_terminal(table, monkeypatch, COLUMNS="34", NO_COLOR="1")
+    assert capsys.readouterr().out == (
+        "run   log\nbase  see\n      results/base/logs/train.log\n      there\n"
+    )
+    draw_on_a_terminal(table, monkeypatch, COLUMNS="32", NO_COLOR="1")
+    assert capsys.readouterr().out == (
+        "run\nbase\n    log: see\n    results/base/logs/train.log\n    there\n"
+    )
+
+
+# --- names and lines of strangers ---------------------------------------------------------------------
+
+EVIL = "a\x1b]0;owned\x07\x1b[2J\x9b31m\rb\u202e"
+SHOWN = r"a\x1b]0;owned\x07\x1b[2J\x9b31m\rb\u202e"
+
+
+def test_control_characters_are_text_wherever_something_is_printed(capsys, monkeypatch):
+    log = io.StringIO()
+    monkeypatch.setattr(terminal, "_copies", [log])
+    say(f"first\n\t{EVIL}")
+    assert capsys.readouterr().err == log.getvalue() == f"first\n\t{SHOWN}\n"
+    print_plain(EVIL)
+    assert capsys.readouterr().out == f"{SHOWN}\n"
+    table = Table(("name",))
+    table.add((EVIL,), {"name": "red"})
+    table.print()
+    assert capsys.readouterr().out == f"name\n{SHOWN}\n"
+    draw_on_a_terminal(table, monkeypatch, COLUMNS="100")
+    assert f"\x1b[31m{SHOWN}\x1b[0m" in capsys.readouterr().out  # the color is Forge's own
+    assert str(ForgeError(EVIL, cause=EVIL, fix=EVIL)).count(SHOWN) == 3
+
+
+def test_notes_of_a_progress_bar_are_text(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "150")
+    with progress(EVIL, 2, "files") as report:
+        report(1, f"[red]{EVIL}")
+    shown = SGR.sub("", capsys.readouterr().err)
+    assert "]0;owned\x07" not in shown
+    assert SHOWN.replace(r"\u202e", "") in shown and "[red]a" in shown
+
+
+@pytest.mark.parametrize("subcommand", ["show", "status", "logs", "report", "validate"])
+def test_no_command_prints_an_escape_sequence_of_a_name(tmp_path, subcommand):
+    done = subprocess.run(
+        [sys.executable, "-m", "forge", subcommand, str(tmp_path / EVIL)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode in (65, 78)
+    assert r"\x1b]0;owned\x07" in done.stderr
+    assert "\x1b" not in done.stderr + done.stdout

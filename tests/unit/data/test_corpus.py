@@ -15,7 +15,7 @@ import zstandard
 from forge.core.errors import DataError
 from forge.core.files import digest_file
 from forge.core.tokenize import Tokenize
-from forge.data import corpus
+from forge.data import corpus, parquet_pages
 from forge.data.input_bytes import CHUNK_BYTES
 
 
@@ -302,6 +302,60 @@ def test_bad_bytes_in_parquet_are_named_by_row(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.parquet is not UTF-8 at row 2, byte 2 of its text"):
         read(path)
     assert read(path, invalid_utf8="replace") == ["fine", "ab\ufffd"]
+
+
+def allocated_at_the_first_document(path: Path, length: int) -> int:
+    """Bytes that pyarrow holds."""
+    chosen = Tokenize(inputs=[str(path)])
+    (file,) = corpus.list_files(chosen)
+    before = pyarrow.total_allocated_bytes()
+    documents = corpus.read_documents(file, chosen)
+    assert len(next(documents)) == length
+    held = pyarrow.total_allocated_bytes() - before
+    del documents
+    return held
+
+
+def test_rows_that_share_a_long_text_are_not_decoded_all_at_once(tmp_path: Path) -> None:
+    shared = pyarrow.DictionaryArray.from_arrays([0] * 400, ["x" * 2**20])
+    path = parquet(tmp_path / "a.parquet", 400, text=shared)
+    assert path.stat().st_size < 2**16
+    assert allocated_at_the_first_document(path, 2**20) < 2**28
+
+
+def test_long_rows_at_the_start_are_not_decoded_all_at_once(tmp_path: Path) -> None:
+    texts = ["x" * 2**20] * 400 + ["short"] * 10_000
+    table, path = pyarrow.table({"text": texts}), tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, path, use_dictionary=False, write_batch_size=1)
+    assert allocated_at_the_first_document(path, 2**20) < 2**28
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_parquet_of_any_layout_is_read(tmp_path: Path, version: str, dictionary: bool) -> None:
+    texts = [f"{number} " * (number % 50) + "end" for number in range(3000)]
+    options = {"data_page_version": version, "use_dictionary": dictionary, "data_page_size": 2000}
+    table, path = pyarrow.table({"id": range(3000), "text": texts}), tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, path, row_group_size=1000, **options)
+    assert read(path) == texts
+
+
+def test_page_that_decompresses_to_too_much_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = parquet(tmp_path / "a.parquet", text=["x" * 2**21])
+    monkeypatch.setattr(parquet_pages, "MAX_PAGE_BYTES", 2**20)
+    with pytest.raises(DataError, match=r"a\.parquet has a page of 2 MiB, at most 1 are read"):
+        read(path)
+
+
+def test_parquet_with_a_bad_page_header_is_corrupt(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "a.parquet", text=["x"])
+    data = bytearray(path.read_bytes())
+    for bad in (b"\xff", b"\x1c", b"\x15\x01"):
+        data[4 : 4 + 8 * len(bad)] = bad * 8
+        with pytest.raises(DataError, match=r"a\.parquet is corrupt: .*page header"):
+            read(write(path, bytes(data)))
 
 
 # --- progress -----------------------------------------------------------------------------------

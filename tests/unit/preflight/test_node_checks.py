@@ -210,6 +210,15 @@ def test_full_local_disk_fails(wanted, monkeypatch, tmp_path):
     assert list(tmp_path.glob(".forge*")) == []
 
 
+def test_local_disk_is_checked_by_a_file_whose_name_nobody_can_know(wanted, monkeypatch, tmp_path):
+    planted = tmp_path / "tmp" / f".forge-preflight-{os.getpid()}"
+    planted.mkdir(parents=True)
+    monkeypatch.setenv("TMPDIR", str(planted.parent))
+    monkeypatch.delenv("SLURM_TMPDIR", raising=False)
+    assert checks(wanted)["local disk"].status == "ok"
+    assert list(planted.parent.iterdir()) == [planted]
+
+
 def test_staged_shards_must_have_the_staged_digest(wanted, tmp_path):
     folder = tmp_path / "staged"
     make(folder)

@@ -9,7 +9,7 @@ import tarfile
 import pytest
 
 from forge.core.errors import DataError
-from forge.core.files import write_json
+from forge.core.files import digest_file
 from forge.core.process import hostname
 from forge.data.file_set import Member
 from forge.staging import archive, environment, on_node
@@ -40,7 +40,8 @@ def unpack(made, folder):
     for name in made.chunks:
         if name.endswith((".tar", ".zst")):
             (folder / "chunks" / name).write_bytes((made.folder / name).read_bytes())
-            on_node.unpack(temporary=str(folder), chunk=name)
+            digest = digest_file(made.folder / name)
+            on_node.unpack(temporary=str(folder), chunk=name, digest=digest)
 
 
 @pytest.mark.parametrize("compress", [False, True])
@@ -63,18 +64,50 @@ def test_pack_is_made_once(tmp_path, members):
     assert (folder / "000.tar").stat().st_mtime_ns == before.st_mtime_ns
 
 
-@pytest.mark.parametrize("damage", ["cut", "missing", "no list", "a name outside"])
+DAMAGES = {
+    "cut": lambda folder: os.truncate(folder / "000.tar", 10),
+    "missing": lambda folder: (folder / "000.tar").unlink(),
+    "no list": lambda folder: (folder / "archive.json").unlink(),
+    "another size": lambda folder: (folder / "000.tar").write_bytes(b"not mine"),
+    "another file": lambda folder: shutil.copy2(folder / "000.tar", folder / "001.tar"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_corrupt_archive_is_written_again(tmp_path, members, damage):
     folder = tmp_path / "archives" / "abc"
     first = make_archive(folder, members)
-    if damage == "cut":
-        os.truncate(folder / "000.tar", 10)
-    elif damage == "a name outside":
-        write_json(folder / "archive.json", {"chunks": {"../000.tar": None}, "content_bytes": 1})
-    else:
-        (folder / ("000.tar" if damage == "missing" else "archive.json")).unlink()
+    DAMAGES[damage](folder)
     assert Archive.open(folder) is None
     assert make_archive(folder, members) == first
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_content_that_was_changed_without_a_trace_is_noticed(tmp_path, members, monkeypatch, tree):
+    folder = tmp_path / "archives" / "abc"
+    monkeypatch.setattr(archive, "_states", lambda _: {"000.tar": [1, 2, 3]})
+    make_archive(folder, members, tree=tree)
+    path = folder / "000.tar"
+    path.write_bytes(path.read_bytes().replace(b"0.bin", b"1.bin") + b"\0")
+    assert Archive.open(folder) is None
+
+
+def test_archive_of_somebody_else_is_not_used_whatever_it_says(tmp_path, members):
+    """It was copied or unpacked here: the same names and times, another inode and ctime."""
+    make_archive(tmp_path / "theirs" / "abc", members[:1])
+    shutil.copytree(tmp_path / "theirs", tmp_path / "archives", copy_function=shutil.copy2)
+    assert Archive.open(tmp_path / "archives" / "abc") is None
+    made = make_archive(tmp_path / "archives" / "abc", members)
+    assert made.content_bytes == 15910
+
+
+def test_chunk_with_another_digest_is_not_unpacked(tmp_path, members):
+    made = make_archive(tmp_path / "archives" / "abc", members)
+    on_node.begin(temporary=str(tmp_path / "node"))
+    shutil.copy(made.folder / "000.tar", tmp_path / "node/chunks")
+    with pytest.raises(DataError, match=r"000\.tar is not the chunk that was sent"):
+        on_node.unpack(temporary=str(tmp_path / "node"), chunk="000.tar", digest="0" * 64)
+    assert not (tmp_path / "node/deep").exists()
 
 
 def test_failed_packing_leaves_nothing(tmp_path, members):
@@ -97,13 +130,20 @@ def test_leftovers_of_killed_commands_are_removed_and_those_of_living_ones_stay(
     assert [folder.exists() for folder in folders] == [False, True, True]
 
 
-def test_sums_are_what_sha256sum_checks(tmp_path, members, small_parts):
+def unpack_tree(made, arrived, sums):
+    """As a node without Python does it."""
+    shutil.copytree(made.folder, arrived / "chunks", ignore=lambda *_: ["archive.json"])
+    line = ["sh", "-c", environment.UNPACK, "sh", arrived, *4 * [""], sums]
+    return subprocess.run(line, check=False, capture_output=True, text=True)
+
+
+def test_node_verifies_the_digests_that_the_sender_knows(tmp_path, members, small_parts):
     made = make_archive(tmp_path / "archives" / "abc", members, tree=True)
-    check = ["sha256sum", "--check", "--quiet", archive.SUMS]
-    assert subprocess.run(check, cwd=made.folder, check=False).returncode == 0
+    assert unpack_tree(made, tmp_path / "good", made.sums).returncode == 0
     (made.folder / "001.tar").write_bytes(b"x")
-    done = subprocess.run(check, cwd=made.folder, check=False, capture_output=True, text=True)
+    done = unpack_tree(made, tmp_path / "bad", made.sums)
     assert (done.returncode, "001.tar: FAILED" in done.stdout) == (1, True)
+    assert [path.name for path in (tmp_path / "bad").iterdir()] == ["chunks"]
 
 
 def test_parts_of_one_tree_are_unpacked_by_the_shell_at_once(tmp_path, monkeypatch):
@@ -115,16 +155,10 @@ def test_parts_of_one_tree_are_unpacked_by_the_shell_at_once(tmp_path, monkeypat
     made = make_archive(
         tmp_path / "archives" / "abc", [Member(file, n, 100) for n in names], tree=True
     )
-    assert len(made.chunks) == 1 + 4 + 1  # directories, files, sums
+    assert len(made.chunks) == 1 + 4  # directories, files
     for attempt in range(3):
         arrived = tmp_path / f"node-{attempt}"
-        shutil.copytree(made.folder, arrived / "chunks", ignore=lambda *_: ["archive.json"])
-        done = subprocess.run(
-            ["sh", "-c", environment.UNPACK, "sh", arrived],
-            check=False,
-            capture_output=True,
-            text=True,
-        )
+        done = unpack_tree(made, arrived, made.sums)
         assert (done.returncode, done.stderr) == (0, "")
         found = [str(p.relative_to(arrived)) for p in arrived.rglob("*") if p.is_file()]
         assert sorted(found) == sorted(names)

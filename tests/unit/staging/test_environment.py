@@ -1,10 +1,13 @@
 """What `stage.project` puts on nodes. Here its scripts run on this host, and a copy stands for sbcast;
 tests/slurm/test_staging.py does it with real ones."""
 
+import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from functools import partial
 from pathlib import Path
 
@@ -44,7 +47,7 @@ def put(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "_on_each", on_this_host)
     monkeypatch.setattr(environment, "_send", send)
     stage = load_machine(None, {"stage.folder": str(tmp_path / "node")}).stage
-    return partial(environment._put, tmp_path / "archives", stage, PLACEMENT.only(["n1"]))
+    return partial(environment._put, tmp_path / "data", stage, PLACEMENT.only(["n1"]))
 
 
 @pytest.fixture
@@ -77,6 +80,21 @@ def test_source_that_has_changed_gets_another_directory(put, source):
     (source / "train.py").write_text("changed")
     assert (put_source(put, source) / "train.py").read_text() == "changed"
     assert (first / "train.py").read_text() == "train.py"
+
+
+def test_archive_of_the_source_that_was_put_there_by_another_does_not_run(put, source, tmp_path):
+    first = put_source(put, source)
+    archive = next((tmp_path / "data/archives").glob("*/*"))
+    evil = tmp_path / "train.py"
+    evil.write_text("evil")
+    with tarfile.open(archive / "001.tar", "w") as tar:
+        tar.add(evil, "source/train.py")
+    facts = json.loads((archive / "archive.json").read_text())
+    digest = hashlib.sha256((archive / "001.tar").read_bytes()).hexdigest()
+    facts["digests"]["001.tar"], facts["states"]["001.tar"][0] = digest, 10240
+    (archive / "archive.json").write_text(json.dumps(facts))
+    shutil.rmtree(first.parent)
+    assert (put_source(put, source) / "train.py").read_text() == "train.py"
 
 
 def test_source_without_files_is_a_directory_to_run_in(put, tmp_path):

@@ -126,4 +126,30 @@ def test_input_that_has_changed_is_named_before_anything_is_sent(
     (tmp_path / "in/train.csv").write_text("9,z\n")
     with pytest.raises(DataError, match=r"in/train\.csv has changed"):
         stage(source, config)
-    assert not list(root.iterdir()) and not (tmp_path / "made/archives").exists()
+    assert not list(root.iterdir()) and not list((tmp_path / "made/archives").glob("*/*"))
+
+
+def test_archive_that_lies_there_ready_is_not_sent(staged, root, tmp_path):
+    record = staged()
+    own = next((tmp_path / "data/archives").glob("*/*"))
+    assert own.parent.name == f"forge-{os.getuid()}" and own.parent.stat().st_mode & 0o77 == 0
+    shutil.rmtree(root)
+    planted = tmp_path / "data/archives" / own.name
+    own.rename(planted)
+    (planted / "000.tar").write_bytes(b"not mine")
+    assert staged().sent == ["n1"]
+    assert (root / "job-7" / record.digest[:32] / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("planted", ["link", "open to all"])
+def test_folder_of_archives_that_another_could_write_is_refused(staged, tmp_path, planted):
+    folder = tmp_path / f"data/archives/forge-{os.getuid()}"
+    folder.parent.mkdir(parents=True)
+    if planted == "link":
+        (tmp_path / "theirs").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "theirs")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    with pytest.raises(UnfitError, match=f"{folder} (is not a folder|has mode 777)"):
+        staged()
