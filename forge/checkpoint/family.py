@@ -235,12 +235,14 @@ MADE = (
 
 def set_aside_if_parent_changed(config: Config) -> None:
     """Move what a run has made into `superseded/` where its parent's checkpoint is another one now: the
-    run starts anew. Under the run's lock, in the launcher. Raises UnfitError when the disk refuses."""
+    run starts anew. Under the run's lock, in the launcher. Raises UnfitError when the disk refuses,
+    DataError as `directory.refuse_link`."""
     made_from, reason = _same_start(config), _changed_parent(config)
     if made_from is None or reason is None:
         return
     paths = RunPaths.of(config)
     name = f"{made_from.run}-{made_from.step}-{made_from.digest[:12]}"
+    directory.refuse_link(paths.superseded)
     aside = directory.free_name(paths.superseded, name, having="checkpoints")
     with disk_trouble(aside):
         for found in (path for pattern in MADE for path in sorted(paths.root.glob(pattern))):
