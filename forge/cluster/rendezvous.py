@@ -133,7 +133,7 @@ def _unresolved(job_id: str, hosts: Sequence[str], name: str) -> list[str]:
         return [] if resolves(name) else list(hosts)
     line = slurm.srun(job_id, hosts, options=("--overlap", "--gres=none"))
     command = [*line, "sh", "-c", UNRESOLVED, "sh", name]
-    output, _ = slurm.run(command, timeout_sec=RESOLVE_SEC)
+    output, _ = slurm.run_step(command, timeout_sec=RESOLVE_SEC)
     return [node for node in hosts if node in output.split()]
 
 

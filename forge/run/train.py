@@ -130,7 +130,10 @@ def _train_until_it_ends(
             step = program.resume_step()
             if step is not None and program.is_complete(step):
                 return RankRecord("completed", step=step)
-        record = _launch(program, start, hosts, step)
+        try:
+            record = _launch(program, start, hosts, step)
+        except slurm.SlurmSilent as err:  # no rank was lost, and no node is to blame
+            return RankRecord("lost", code=err.code, cause=lost_ranks.PEER_LOST, message=err.what)
         if record.status != "lost":
             break
         silent = nodes.unresponsive(hosts)
