@@ -19,7 +19,13 @@ from typing import Any
 
 from forge.cluster import jobs, slurm
 from forge.cluster.jobs import QueuedJob
-from forge.cluster.pending import lasting_advice
+from forge.cluster.pending import (
+    advice_on_excluded,
+    excluded_nodes,
+    lasting_advice,
+    slow_advice,
+)
+from forge.core.paths import RunPaths
 
 PLUGIN = "2.8.0"  # the tested version of the executor plugin
 POLL_SEC = 5.0  # the end of a job is reported within 10 s: this pause, squeue, and sacct
@@ -179,8 +185,7 @@ class JobWatch:
         if job is None:
             return self._lives_unlisted(info)
         self._unlisted.pop(job.id, None)
-        if job.is_waiting and (advice := lasting_advice(job.id, job.reason)):
-            words = f"waits for a reason that does not pass by itself ({job.reason}): {advice}"
+        if job.is_waiting and (words := _why_it_waits(info.job, job)):
             self._tell(job.id, job.reason, f"{_name(info.job, job.id)} {words}")
         else:
             self._told.pop(job.id, None)
@@ -274,6 +279,20 @@ class JobWatch:
         if told != state or time.monotonic() - when >= TELL_AGAIN_SEC:
             self._executor.logger.warning(words)
             self._told[about] = (state, time.monotonic())
+
+
+def _why_it_waits(job: Any, queued: QueuedJob) -> str:
+    """Words on a reason that lasts, or that a person can do something about; "" for others."""
+    advice = lasting_advice(queued.id, queued.reason)
+    what = "waits for a reason that does not pass by itself" if advice else "waits"
+    for output in map(Path, job.output):
+        bad_nodes = RunPaths(output.parent).bad_nodes
+        if excluded := excluded_nodes(queued.reason, bad_nodes):
+            names = ", ".join(f"{node.name} ({node.reason})" for node in excluded)
+            advice = advice_on_excluded(queued.id, names, bad_nodes)
+            break
+    advice = advice or slow_advice(queued.reason)
+    return f"{what} ({queued.reason}): {advice}" if advice else ""
 
 
 def _stamps(job: Any) -> list[object]:

@@ -131,7 +131,7 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
         events.record(paths.events, event)
         if not found.chosen:
             if placement.job and len(found.healthy) < layout.nodes:
-                exclude.add(paths.bad_nodes, compare_nodes.bad_nodes(nodes))
+                exclude.add(paths.bad_nodes, compare_nodes.bad_nodes(nodes), placement.job)
             raise _unfit(config, paths, found)
         # All healthy nodes: training takes the first ones, and another one when it loses a node.
         PreflightPass(host=hostname(), nodes=found.healthy).write(paths.preflight_pass)

@@ -141,7 +141,8 @@ def _train_until_it_ends(
         events.record(paths.events, lost)
         unhealthy = dict.fromkeys(silent, "does not start a process")
         unhealthy |= _at_fault(record, program.config, start, healthy.without(silent))
-        exclude.add(paths.bad_nodes, unhealthy)
+        if placement.job:
+            exclude.add(paths.bad_nodes, unhealthy, placement.job)
         if record.cause == lost_ranks.HANG:
             hung.append(record.host)
         healthy = healthy.without(unhealthy)

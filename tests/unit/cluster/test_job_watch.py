@@ -291,6 +291,24 @@ def test_reason_that_does_not_pass_is_said_at_once_and_again_every_ten_minutes(
     assert all("PartitionTimeLimit" in said and "MaxTime" in said for said in watch._executor.said)
 
 
+def test_job_that_has_too_few_nodes_left_names_those_that_its_run_excludes(
+    command, watch, info, tmp_path
+):
+    (tmp_path / "bad_nodes.txt").write_text("n1   # 2999-01-01T00:00:00 GPU fault\n")
+    lists(command, "PENDING", "BadConstraints")
+    assert check(watch, info) == [info]
+    [said] = watch._executor.said
+    assert "does not pass by itself (BadConstraints)" in said
+    assert f"{tmp_path}/bad_nodes.txt excludes n1 (GPU fault): remove" in said
+
+
+def test_maintenance_that_keeps_a_job_back_is_said_once(command, watch, info):
+    lists(command, "PENDING", "ReqNodeNotAvail, Reserved for maintenance")
+    assert check(watch, info) == [info] and check(watch, info) == [info]
+    [said] = watch._executor.said
+    assert "job 17 (rule validate_run, run base) waits (ReqNodeNotAvail, Reserved for" in said
+
+
 def test_pause_is_short_even_and_over_at_once_at_the_end(watch):
     assert job_watch.POLL_SEC <= 5
     watch._executor.wait = False
