@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import selectors
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, Self, cast
 
 from forge.cluster import slurm
@@ -23,6 +25,11 @@ from forge.core.process import stop_with_parent
 END_SEC = 5.0  # an agent that still runs this long after its input was closed is killed
 LAST_LINES = 3  # of the output of an agent that has ended
 BLOCK = 2**16
+# In the failure of a node whose own disk is full, read-only or broken; sbcast gives no reason for that.
+_OF_DISK = re.compile(
+    r"No space left on device|Read-only file system|Input/output error|GiB free"
+    r"|REQUEST_FILE_BCAST|sbcast: Unspecified error"
+)
 ANSWER_SEC = 20.0  # for a node to start a process that does nothing
 ASKED_AT_ONCE = 32
 
@@ -143,15 +150,37 @@ class NodePool:
             member.release()
 
 
-def failed_on(failures: Mapping[str, NodeFailure], action: str) -> UnfitError:
+class NodesFailed(UnfitError):
+    """An action failed on these nodes."""
+
+    failures: Mapping[str, NodeFailure]
+
+
+def failed_on(failures: Mapping[str, NodeFailure], action: str) -> NodesFailed:
     """The error for an action that failed on these nodes, with their causes and fixes."""
-    return UnfitError(
+    error = NodesFailed(
         f"{action} failed on "
         + "; ".join(f"node {host}: {failure.message}" for host, failure in failures.items()),
         cause="; ".join(dict.fromkeys(f.cause for f in failures.values() if f.cause)),
         fix="; ".join(dict.fromkeys(f.fix for f in failures.values() if f.fix))
         or "leave these nodes out (slurm.exclude in machine.yaml), or repair them",
     )
+    error.failures = failures
+    return error
+
+
+def at_fault(
+    failures: Mapping[str, NodeFailure], placement: Placement, folder: Path
+) -> dict[str, str]:
+    """The nodes that failed for a reason of their own, and why: a disk that fails on them, and not on all
+    of several nodes, or they do not start a process. folder: on the disks of the nodes."""
+    found = {host: f.message for host, f in failures.items() if _OF_DISK.search(f.message)}
+    if placement.is_here:  # the shared file system may fail there, too
+        found = {host: message for host, message in found.items() if str(folder) in message}
+    if len(found) == len(placement.hosts) > 1:
+        found = {}  # it is not their own disk, or too much was asked for
+    others = placement.only([host for host in failures if host not in found])
+    return found | dict.fromkeys(unresponsive(others), "does not start a process")
 
 
 def unresponsive(placement: Placement) -> list[str]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -177,6 +178,29 @@ def test_no_node_is_blamed_for_a_controller_that_is_away(
     answers = {"srun": ("", trouble), "scontrol": ("", controller)}
     monkeypatch.setattr(slurm, "run", lambda command, **_: answers[command[0]])
     assert nodes.unresponsive(Placement(("n1", "n2"), JOB)) == unresponsive
+
+
+FULL = NodeFailure("/tmp/forge-0 has 0.01 GiB free, the shards and their archive need 3.00 GiB")
+SILENT = NodeFailure("no answer to 'hello' within 30 s")
+
+
+@pytest.mark.parametrize(
+    ("failures", "dead", "named"),
+    [
+        ({"n1": FULL}, [], ["n1"]),
+        ({"n1": NodeFailure("cannot write /tmp/x: Read-only file system")}, [], ["n1"]),
+        ({"n1": FULL, "n2": FULL}, [], []),
+        ({"n1": FULL, "n2": SILENT}, ["n2"], ["n1", "n2"]),
+        ({"n1": SILENT, "n2": SILENT}, [], []),
+        ({"n1": NodeFailure("its process ended: No module named forge")}, [], []),
+    ],
+)
+def test_node_is_at_fault_for_its_own_disk_or_where_it_starts_no_process(
+    monkeypatch, failures, dead, named
+):
+    monkeypatch.setattr(slurm, "answers", lambda job, host, sec: host not in dead)
+    found = nodes.at_fault(failures, Placement(("n1", "n2"), JOB), Path("/tmp"))
+    assert list(found) == named
 
 
 def test_agent_that_slurm_itself_has_not_started_is_started_again(pool_of, monkeypatch, tmp_path):
