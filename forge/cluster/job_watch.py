@@ -52,6 +52,10 @@ ENDS = {
 }
 # In errors of sbatch and sacctmgr while a daemon is down. Not "timed out": the job may be in the queue.
 AWAY = (slurm.CONTROLLER_AWAY, "Connection refused")
+MANY = (
+    "after another job of yours has ended: Slurm allows no more in the queue ({limit}). `jobs: NUMBER` in"
+    " config.yaml of the profile sets how many this command has there at a time"
+)
 # Slurm may requeue jobs in these states, so that they count as ended when seen twice.
 PASSING = ("NODE_FAIL", "PREEMPTED")
 
@@ -86,18 +90,35 @@ class JobWatch:
         self._silent_since: float | None = None  # on the monotonic clock
 
     def submit(self, job: Any) -> None:
-        """Submit a job; retry while Slurm is down, for SILENCE_SEC at most."""
+        """Submit a job; retry while Slurm is down, for SILENCE_SEC at most, and while other jobs of this
+        command take up the number of jobs that Slurm allows."""
         # Outputs of an earlier job must not count as success of this one.
         self._before[id(job)] = _stamps(job)
-        end = time.monotonic() + SILENCE_SEC
+        end, alone = time.monotonic() + SILENCE_SEC, 0
         while trouble := self._try_to_submit(job):
+            limit = slurm.submit_limit(trouble)
+            # Twice: the last other job may have ended since sbatch refused this one.
+            alone = 0 if not limit or self._has_jobs() else alone + 1
             is_away = any(sign in trouble for sign in AWAY) and time.monotonic() < end
-            if self._cancelled or not is_away:
-                self._refuse(job, trouble)
+            if self._cancelled or alone > 1 or not (limit or is_away):
+                self._refuse(
+                    job, trouble + f"\nIt can be submitted {MANY.format(limit=limit)}" * bool(limit)
+                )
                 return
-            self._tell("sbatch", "away", f"{_name(job)} waits until Slurm takes new jobs")
+            words = MANY.format(limit=limit) if limit else "when Slurm takes new jobs"
+            self._tell("sbatch", limit or "away", f"{_name(job)} is submitted {words}")
             time.sleep(POLL_SEC)
         self._told.pop("sbatch", None)
+
+    def _has_jobs(self) -> bool:
+        """Whether jobs of this command are in the queue; also true when Slurm does not respond."""
+        try:
+            found = jobs.read_queue(
+                [os.getuid()], name=self._executor.run_uuid, patience_sec=0, timeout_sec=SQUEUE_SEC
+            )
+        except slurm.SlurmSilent:
+            return True
+        return any(job.is_living or job.is_waiting for job in found)
 
     def _try_to_submit(self, job: Any) -> str:
         """Submit the job. Returns the error, or ""."""

@@ -407,6 +407,13 @@ def controller_trouble() -> str:
     return f"scontrol: {trouble}" if is_silence(trouble) else ""
 
 
+def submit_limit(trouble: str) -> str:
+    """The limit on jobs of a user in the queue for which sbatch refused one more, such as
+    `QOSMaxSubmitJobPerUserLimit`; "" for another error."""
+    found = re.search(r"\b(Assoc|QOS)\w*SubmitJob\w*", trouble)
+    return found[0] if found else ""
+
+
 def silent(trouble: str) -> SlurmSilent:
     what = "does not answer" if is_silence(trouble) else "starts no process"
     return SlurmSilent(

@@ -372,6 +372,31 @@ def test_job_is_submitted_when_slurm_is_back(refusing):
     assert executor.submitted == [job] and executor.failure == [] and len(executor.said) == 1
 
 
+MANY = (
+    "SLURM sbatch failed. The error message was 'sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch:"
+    " error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size"
+    " and/or time limits)'."
+)
+
+
+def test_job_above_the_number_that_slurm_allows_waits_for_its_turn(refusing, command):
+    lists(command, "RUNNING")
+    executor, job = refusing(MANY, MANY, ""), Job()
+    executor.run_job(job)
+    assert executor.submitted == [job] and executor.failure == []
+    [said] = executor.said
+    assert "(rule validate_run, run base) is submitted after another job of yours has ended" in said
+    assert "QOSMaxSubmitJobPerUserLimit" in said and "`jobs: NUMBER`" in said
+
+
+def test_job_above_the_number_that_others_take_up_fails_and_names_the_setting(refusing, command):
+    lists(command, "COMPLETED")
+    executor, job = refusing(MANY, MANY), Job()
+    executor.run_job(job)
+    assert executor.failure == [job]
+    assert "could not be submitted" in executor.said[-1] and "`jobs: NUMBER`" in executor.said[-1]
+
+
 def test_submission_that_waits_for_slurm_ends_when_the_command_is_cancelled(refusing):
     executor = refusing(*["Unable to contact slurm controller"] * 3)
     executor.cancel_jobs([])
