@@ -101,9 +101,8 @@ class JobWatch:
             alone = 0 if not limit or self._has_jobs() else alone + 1
             is_away = any(sign in trouble for sign in AWAY) and time.monotonic() < end
             if self._cancelled or alone > 1 or not (limit or is_away):
-                self._refuse(
-                    job, trouble + f"\nIt can be submitted {MANY.format(limit=limit)}" * bool(limit)
-                )
+                when = f"\nIt can be submitted {MANY.format(limit=limit)}" if limit else ""
+                self._refuse(job, trouble + when)
                 return
             words = MANY.format(limit=limit) if limit else "when Slurm takes new jobs"
             self._tell("sbatch", limit or "away", f"{_name(job)} is submitted {words}")

@@ -374,8 +374,8 @@ def test_job_is_submitted_when_slurm_is_back(refusing):
 
 MANY = (
     "SLURM sbatch failed. The error message was 'sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch:"
-    " error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size"
-    " and/or time limits)'."
+    " error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's"
+    " size and/or time limits)'."
 )
 
 
