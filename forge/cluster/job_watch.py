@@ -304,15 +304,17 @@ class JobWatch:
 def _why_it_waits(job: Any, queued: QueuedJob) -> str:
     """Words on a reason that lasts, or that a person can do something about; "" for others."""
     advice = lasting_advice(queued.id, queued.reason)
-    what = "waits for a reason that does not pass by itself" if advice else "waits"
+    lasts = bool(advice)
     for output in map(Path, job.output):
         bad_nodes = RunPaths(output.parent).bad_nodes
         if excluded := excluded_nodes(queued.reason, bad_nodes):
             names = ", ".join(f"{node.name} ({node.reason})" for node in excluded)
             advice = advice_on_excluded(queued.id, names, bad_nodes)
             break
+    if lasts:
+        return f"waits for a reason that does not pass by itself ({queued.reason}): {advice}"
     advice = advice or slow_advice(queued.reason)
-    return f"{what} ({queued.reason}): {advice}" if advice else ""
+    return f"waits ({queued.reason}): {advice}" if advice else ""
 
 
 def _stamps(job: Any) -> list[object]:

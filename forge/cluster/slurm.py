@@ -415,9 +415,9 @@ def submit_limit(trouble: str) -> str:
 
 
 def silent(trouble: str) -> SlurmSilent:
-    what = "does not answer" if is_silence(trouble) else "starts no process"
+    is_away = is_silence(trouble)
     return SlurmSilent(
-        f"Slurm {what}: {trouble}",
+        f"Slurm does not answer: {trouble}" if is_away else f"Slurm starts no process: {trouble}",
         cause="its controller is down or restarting, or this node has no Slurm commands",
         fix="ask `sinfo`; rerun the same command when it answers",
     )
