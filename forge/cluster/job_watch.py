@@ -305,10 +305,13 @@ def _why_it_waits(job: Any, queued: QueuedJob) -> str:
     """Words on a reason that lasts, or that a person can do something about; "" for others."""
     advice = lasting_advice(queued.id, queued.reason)
     lasts = bool(advice)
-    for output in map(Path, job.output):
-        bad_nodes = RunPaths(output.parent).bad_nodes
+    # Outputs are in the directory of the run, or in its .allocation.
+    for folder in dict.fromkeys(f for output in map(Path, job.output) for f in output.parents[:2]):
+        bad_nodes = RunPaths(folder).bad_nodes
         if excluded := excluded_nodes(queued.reason, bad_nodes):
-            names = ", ".join(f"{node.name} ({node.reason})" for node in excluded)
+            names = ", ".join(
+                f"{node.name} ({node.reason or 'added by hand'})" for node in excluded
+            )
             advice = advice_on_excluded(queued.id, names, bad_nodes)
             break
     if lasts:

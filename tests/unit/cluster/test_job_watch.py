@@ -291,15 +291,17 @@ def test_reason_that_does_not_pass_is_said_at_once_and_again_every_ten_minutes(
     assert all("PartitionTimeLimit" in said and "MaxTime" in said for said in watch._executor.said)
 
 
+@pytest.mark.parametrize("output", ["trained.json", ".allocation/preflight.json"])
 def test_job_that_has_too_few_nodes_left_names_those_that_its_run_excludes(
-    command, watch, info, tmp_path
+    command, watch, info, tmp_path, output
 ):
-    (tmp_path / "bad_nodes.txt").write_text("n1   # 2999-01-01T00:00:00 GPU fault\n")
+    info.job.output = (tmp_path / output,)
+    (tmp_path / "bad_nodes.txt").write_text("n1   # 2999-01-01T00:00:00 GPU fault\nn2\n")
     lists(command, "PENDING", "BadConstraints")
     assert check(watch, info) == [info]
     [said] = watch._executor.said
     assert "does not pass by itself (BadConstraints)" in said
-    assert f"{tmp_path}/bad_nodes.txt excludes n1 (GPU fault): remove" in said
+    assert f"{tmp_path}/bad_nodes.txt excludes n1 (GPU fault), n2 (added by hand): remove" in said
 
 
 def test_maintenance_that_keeps_a_job_back_is_said_once(command, watch, info):
