@@ -2,6 +2,7 @@
 # make test    set up, run all tests        make check   lint, formats, types
 # make faults  every fault at every point of a checkpoint's way (6 minutes)
 # make labs    the programs of config/labs on a real Slurm, every event (25 minutes; root)
+# make absences   Slurm's controller away for 22 s at every moment of a run (4 minutes; root)
 # make gpu     check Forge on the GPU of this machine, with its own PyTorch (minutes; docs/gpu.md)
 # make gpu-wheels   download the packages that such a machine without internet lacks
 # make dag     draw the workflow            make bench   measure, side by side
@@ -12,7 +13,7 @@ SHELL := /bin/bash
 PROFILE ?= profiles/local
 BIN := .venv/bin
 
-.PHONY: train test faults labs check lint types dag bench docs slurm-up slurm-shell slurm-down setup lock wheelhouse gpu gpu-wheels clean
+.PHONY: train test faults labs absences check lint types dag bench docs slurm-up slurm-shell slurm-down setup lock wheelhouse gpu gpu-wheels clean
 
 train: .venv/ready
 	$(BIN)/snakemake --profile $(PROFILE) train
@@ -43,6 +44,12 @@ labs: export FORGE_TEST_SLURM := required
 labs: .venv/ready
 	$(BIN)/python -m pytest tests/slurm/test_programs.py -k struck $(PYTEST_ARGS)
 	$(BIN)/python tests/slurm/labs_table.py $$FORGE_LABS_RESULTS
+
+# A restart of 3 s is part of `make test`.
+absences: export FORGE_ABSENCES := all
+absences: export FORGE_TEST_SLURM := required
+absences: .venv/ready
+	$(BIN)/python -m pytest tests/slurm/test_silence.py -k restarts $(PYTEST_ARGS)
 
 check: lint types
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from forge.checkpoint.manifest import MANIFEST, Manifest, StoredFile
 from forge.core import events, failpoints
-from forge.core.errors import DataError, UnfitError
+from forge.core.errors import DataError, DiskFull, UnfitError
 from forge.core.files import digest_file, disk_trouble, fsync_folder, is_file_below, plain_name
 from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
 from forge.core.records import Damage
@@ -227,7 +227,7 @@ def begin(paths: RunPaths, step: int, size: int = 0) -> Path:
         free = shutil.disk_usage(folder).free
     needed = size + SPARE_BYTES
     if free < needed:
-        raise UnfitError(
+        raise DiskFull(
             f"the checkpoint of step {step} needs {needed / 2**20:,.1f} MiB in {paths.checkpoints},"
             f" {free / 2**20:,.1f} MiB are free",
             cause="the disk is almost full",

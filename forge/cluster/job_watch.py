@@ -19,7 +19,13 @@ from typing import Any
 
 from forge.cluster import jobs, slurm
 from forge.cluster.jobs import QueuedJob
-from forge.cluster.pending import lasting_advice
+from forge.cluster.pending import (
+    advice_on_excluded,
+    excluded_nodes,
+    lasting_advice,
+    slow_advice,
+)
+from forge.core.paths import RunPaths
 
 PLUGIN = "2.8.0"  # the tested version of the executor plugin
 POLL_SEC = 5.0  # the end of a job is reported within 10 s: this pause, squeue, and sacct
@@ -48,6 +54,10 @@ ENDS = {
 AWAY = (slurm.CONTROLLER_AWAY, "Connection refused")
 # For a request of an sbatch that was killed to reach the controller.
 ON_ITS_WAY_SEC = 2.0
+MANY = (
+    "after another job of yours has ended: Slurm allows no more in the queue ({limit}). `jobs: NUMBER` in"
+    " config.yaml of the profile sets how many this command has there at a time"
+)
 # Slurm may requeue jobs in these states, so that they count as ended when seen twice.
 PASSING = ("NODE_FAIL", "PREEMPTED")
 
@@ -83,24 +93,40 @@ class JobWatch:
         self._silent_since: float | None = None  # on the monotonic clock
 
     def submit(self, job: Any) -> None:
-        """Submit a job; retry while Slurm is down, for SILENCE_SEC at most. Nothing after `cancel`; a job
-        that sbatch was submitting then is cancelled."""
+        """Submit a job; retry while Slurm is down, for SILENCE_SEC at most, and while other jobs of this
+        command take up the number of jobs that Slurm allows. Nothing after `cancel`; a job that sbatch
+        was submitting then is cancelled."""
         if self._cancelled:
             return
         # Outputs of an earlier job must not count as success of this one.
         self._before[id(job)] = _stamps(job)
-        end = time.monotonic() + SILENCE_SEC
+        end, alone = time.monotonic() + SILENCE_SEC, 0
         while trouble := self._try_to_submit(job):
+            limit = slurm.submit_limit(trouble)
+            # Twice: the last other job may have ended since sbatch refused this one.
+            alone = 0 if not limit or self._has_jobs() else alone + 1
             is_away = any(sign in trouble for sign in AWAY) and time.monotonic() < end
-            if self._cancelled or not is_away:
-                self._refuse(job, trouble)
+            if self._cancelled or alone > 1 or not (limit or is_away):
+                when = f"\nIt can be submitted {MANY.format(limit=limit)}" if limit else ""
+                self._refuse(job, trouble + when)
                 break
-            self._tell("sbatch", "away", f"{_name(job)} waits until Slurm takes new jobs")
+            words = MANY.format(limit=limit) if limit else "when Slurm takes new jobs"
+            self._tell("sbatch", limit or "away", f"{_name(job)} is submitted {words}")
             time.sleep(POLL_SEC)
         else:
             self._told.pop("sbatch", None)
         if self._cancelled:
             self._cancel_by_name(again=bool(trouble))
+
+    def _has_jobs(self) -> bool:
+        """Whether jobs of this command are in the queue; also true when Slurm does not respond."""
+        try:
+            found = jobs.read_queue(
+                [os.getuid()], name=self._executor.run_uuid, patience_sec=0, timeout_sec=SQUEUE_SEC
+            )
+        except slurm.SlurmSilent:
+            return True
+        return any(job.is_living or job.is_waiting for job in found)
 
     def _try_to_submit(self, job: Any) -> str:
         """Submit the job. Returns the error, or ""."""
@@ -207,8 +233,7 @@ class JobWatch:
         if job is None:
             return self._lives_unlisted(info)
         self._unlisted.pop(job.id, None)
-        if job.is_waiting and (advice := lasting_advice(job.id, job.reason)):
-            words = f"waits for a reason that does not pass by itself ({job.reason}): {advice}"
+        if job.is_waiting and (words := _why_it_waits(info.job, job)):
             self._tell(job.id, job.reason, f"{_name(info.job, job.id)} {words}")
         else:
             self._told.pop(job.id, None)
@@ -308,6 +333,25 @@ class JobWatch:
         if told != state or time.monotonic() - when >= TELL_AGAIN_SEC:
             self._executor.logger.warning(words)
             self._told[about] = (state, time.monotonic())
+
+
+def _why_it_waits(job: Any, queued: QueuedJob) -> str:
+    """Words on a reason that lasts, or that a person can do something about; "" for others."""
+    advice = lasting_advice(queued.id, queued.reason)
+    lasts = bool(advice)
+    # Outputs are in the directory of the run, or in its .allocation.
+    for folder in dict.fromkeys(f for output in map(Path, job.output) for f in output.parents[:2]):
+        bad_nodes = RunPaths(folder).bad_nodes
+        if excluded := excluded_nodes(queued.reason, bad_nodes):
+            names = ", ".join(
+                f"{node.name} ({node.reason or 'added by hand'})" for node in excluded
+            )
+            advice = advice_on_excluded(queued.id, names, bad_nodes)
+            break
+    if lasts:
+        return f"waits for a reason that does not pass by itself ({queued.reason}): {advice}"
+    advice = advice or slow_advice(queued.reason)
+    return f"waits ({queued.reason}): {advice}" if advice else ""
 
 
 def _stamps(job: Any) -> list[object]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import selectors
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, Self, cast
 
 from forge.cluster import slurm
@@ -23,6 +25,11 @@ from forge.core.process import stop_with_parent
 END_SEC = 5.0  # an agent that still runs this long after its input was closed is killed
 LAST_LINES = 3  # of the output of an agent that has ended
 BLOCK = 2**16
+# In the failure of a node whose own disk is full, read-only or broken; sbcast gives no reason for that.
+_OF_DISK = re.compile(
+    r"No space left on device|Read-only file system|Input/output error|GiB free"
+    r"|REQUEST_FILE_BCAST|sbcast: Unspecified error"
+)
 ANSWER_SEC = 20.0  # for a node to start a process that does nothing
 ASKED_AT_ONCE = 32
 
@@ -44,7 +51,8 @@ class NodePool:
 
     Each agent is started by an srun of its own, so that a dead or frozen node delays no other; without
     srun where the placement is this host alone. The response of an agent that has not started within
-    `start_sec`, or has ended, is that NodeFailure, at once.
+    `start_sec`, or has ended, is that NodeFailure, at once. Raises SlurmSilent where Slurm itself starts
+    none.
     """
 
     def __init__(
@@ -58,11 +66,7 @@ class NodePool:
 
     def __enter__(self) -> Self:
         try:
-            for host in self.placement.hosts:
-                self._members[host] = _Member(self._command(host))
-            for host, response in self.ask("hello", timeout_sec=self._start_sec).items():
-                if isinstance(response, NodeFailure):
-                    self._members[host].give_up(response)
+            self._start()
         except BaseException:
             self._end()
             raise
@@ -94,6 +98,36 @@ class NodePool:
         late = NodeFailure(f"no answer to {request!r} within {timeout_sec:g} s")
         return {host: self._members[host].take(self._asked, late) for host in wanted}
 
+    def _start(self) -> None:
+        """Start the agents; again where Slurm itself is the reason that there is none. Raises SlurmSilent
+        when it stays that."""
+        patience = slurm.Patience("asking the nodes")
+        errors = self._start_on(self.placement.hosts)
+        while errors:
+            error = next(iter(errors.values()))
+            if not patience.again(error):
+                raise slurm.silent(error)
+            for host in errors:
+                self._members[host].close()
+                self._members[host].release()
+            errors = self._start_on(errors)
+
+    def _start_on(self, hosts: Iterable[str]) -> dict[str, str]:
+        """Start agents on these hosts; by host, the error where Slurm itself started none. An agent that
+        fails otherwise is given up."""
+        for host in hosts:
+            self._members[host] = _Member(self._command(host))
+        answers = self.ask("hello", timeout_sec=self._start_sec, hosts=list(hosts))
+        failures = {h: a for h, a in answers.items() if isinstance(a, NodeFailure)}
+        errors = {host: self._members[host].error() for host in failures}
+        if self.placement.job and not all(errors.values()):
+            away = slurm.controller_trouble()  # an srun that waits for it says nothing
+            errors = {host: error or away for host, error in errors.items()}
+        for host, failure in failures.items():
+            if not slurm.is_slurms_own(errors[host]):
+                self._members[host].give_up(failure)
+        return {host: error for host, error in errors.items() if slurm.is_slurms_own(error)}
+
     def _command(self, host: str) -> list[str]:
         entry = [self._python, "-m", "forge.node_agent"]
         if self.placement.is_here:
@@ -116,15 +150,37 @@ class NodePool:
             member.release()
 
 
-def failed_on(failures: Mapping[str, NodeFailure], action: str) -> UnfitError:
+class NodesFailed(UnfitError):
+    """An action failed on these nodes."""
+
+    failures: Mapping[str, NodeFailure]
+
+
+def failed_on(failures: Mapping[str, NodeFailure], action: str) -> NodesFailed:
     """The error for an action that failed on these nodes, with their causes and fixes."""
-    return UnfitError(
+    error = NodesFailed(
         f"{action} failed on "
         + "; ".join(f"node {host}: {failure.message}" for host, failure in failures.items()),
         cause="; ".join(dict.fromkeys(f.cause for f in failures.values() if f.cause)),
         fix="; ".join(dict.fromkeys(f.fix for f in failures.values() if f.fix))
         or "leave these nodes out (slurm.exclude in machine.yaml), or repair them",
     )
+    error.failures = failures
+    return error
+
+
+def at_fault(
+    failures: Mapping[str, NodeFailure], placement: Placement, folder: Path
+) -> dict[str, str]:
+    """The nodes that failed for a reason of their own, and why: a disk that fails on them, and not on all
+    of several nodes, or they do not start a process. folder: on the disks of the nodes."""
+    found = {host: f.message for host, f in failures.items() if _OF_DISK.search(f.message)}
+    if placement.is_here:  # the shared file system may fail there, too
+        found = {host: message for host, message in found.items() if str(folder) in message}
+    if len(found) == len(placement.hosts) > 1:
+        found = {}  # it is not their own disk, or too much was asked for
+    others = placement.only([host for host in failures if host not in found])
+    return found | dict.fromkeys(unresponsive(others), "does not start a process")
 
 
 def unresponsive(placement: Placement) -> list[str]:
@@ -214,13 +270,17 @@ class _Member:
     def _why_ended(self) -> NodeFailure:
         """The last lines that the agent or its srun wrote to standard error."""
         self.has_ended(END_SEC)
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        lines = self.error().splitlines()
         return NodeFailure(
             f"its process ended: {' | '.join(lines[-LAST_LINES:]) or 'no output'}",
             cause="the node is down, or does not see this Python and the project",
             fix="check that the node is up and sees the project directory (or set stage.project: auto)",
         )
+
+    def error(self) -> str:
+        """What the agent and its srun have written to standard error so far."""
+        size = os.fstat(self._errors.fileno()).st_size
+        return os.pread(self._errors.fileno(), size, 0).decode(errors="replace").strip()
 
     def close(self) -> None:
         self._outbox = b""

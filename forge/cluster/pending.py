@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+
+from forge.cluster import exclude
 
 # Slurm's reasons (man squeue, JOB REASON CODES) that last until somebody acts, as patterns, with what
 # to do. {job} is the id of the job. The first pattern that matches the reason counts.
@@ -33,13 +36,49 @@ _LASTING = {
 }
 
 
+# Reasons that pass, but after hours or days, and with which a person can do something.
+_SLOW = {
+    r"ReqNodeNotAvail.*maintenance.*|Reservation": "nodes that it needs are reserved, for maintenance or"
+    " for others (`scontrol show reservation`): it starts after that, or before with a shorter runtime",
+    r"ReqNodeNotAvail.*": "nodes that it needs are down, drained or reserved (`sinfo -R`): it starts when"
+    " they are back",
+}
+# Reasons that a job may have because of the nodes that it excludes.
+_OF_EXCLUDED = r"(BadConstraints|ReqNodeNotAvail).*"
+
+
+def excluded_nodes(reason: str, bad_nodes: Path) -> list[exclude.BadNode]:
+    """The nodes that the run excludes as unhealthy (bad_nodes.txt), where the reason may be that too few
+    are left."""
+    is_of_excluded = re.fullmatch(_OF_EXCLUDED, _word(reason), flags=re.IGNORECASE)
+    return exclude.entries(bad_nodes) if is_of_excluded else []
+
+
+def advice_on_excluded(job_id: str, names: str, bad_nodes: Path) -> str:
+    """What to do about a job that may have too few nodes because of those in this file."""
+    return (
+        f"{bad_nodes} excludes {names}: remove lines of healthy nodes, {_AGAIN.format(job=job_id)}"
+    )
+
+
+def slow_advice(reason: str) -> str:
+    """What a reason means that passes by itself, but slowly; "" for others."""
+    for pattern, advice in _SLOW.items():
+        if re.fullmatch(pattern, _word(reason), flags=re.IGNORECASE):
+            return advice
+    return ""
+
+
+def _word(reason: str) -> str:
+    return reason.strip("() ").replace(" ", "_")
+
+
 def lasting_advice(job_id: str, reason: str) -> str:
     """What to do about a reason that does not pass by itself; "" for one that does, such as Priority.
 
     reason: as squeue writes it (%r), with blanks or underscores.
     """
-    word = reason.strip("() ").replace(" ", "_")
     for pattern, advice in _LASTING.items():
-        if re.fullmatch(pattern, word, flags=re.IGNORECASE):
+        if re.fullmatch(pattern, _word(reason), flags=re.IGNORECASE):
             return advice.format(job=job_id)
     return ""

@@ -140,7 +140,7 @@ def _unresolved(job_id: str, hosts: Sequence[str], name: str) -> list[str]:
     """The nodes that do not resolve a name; [] where they cannot be asked, which the launch will tell."""
     line = slurm.srun(job_id, hosts, options=("--overlap", "--gres=none"))
     command = [*line, "sh", "-c", UNRESOLVED, "sh", name]
-    output, _ = slurm.run(command, timeout_sec=RESOLVE_SEC)
+    output, _ = slurm.run_step(command, timeout_sec=RESOLVE_SEC)
     return [node for node in hosts if node in output.split()]
 
 

@@ -15,6 +15,7 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 
 from forge.core.errors import UnfitError
+from forge.core.terminal import one_line, say
 
 # slurmctld may be restarting: commands are repeated for this long.
 PATIENCE_SEC = 60.0
@@ -22,6 +23,21 @@ ASK_SEC = 20.0
 CANCEL_SEC = 10.0  # a person who has pressed Ctrl-C waits
 
 CONTROLLER_AWAY = "Unable to contact"  # "Unable to contact slurm controller (connect failure)"
+NO_ANSWER = "no answer within"  # of `run`, where a command takes too long
+_SILENCE = (CONTROLLER_AWAY, "Connection refused", "timed out", NO_ANSWER)
+# What srun and sbcast say where the reason is Slurm itself, and no node: its controller is away, busy, or
+# has just started. Nodes are not up for it then until they have registered, which takes up to a minute,
+# and it says that memory is lacking on them (_pick_step_nodes in slurmctld/step_mgr.c of 22.05).
+_SLURMS_OWN = (
+    *_SILENCE,
+    "Memory required by task is not available",
+    "Requested nodes are busy",
+    "step creation temporarily disabled",
+    "step creation still disabled",
+    "operation is presently disabled",
+    "standby mode",
+    "Zero Bytes were transmitted or received",
+)
 
 # All job states (man squeue, JOB STATE CODES). Slurm shows a flag, such as SIGNALING, in place of the
 # state that it belongs to, and COMPLETING before all others (job_state_string in slurm_protocol_defs.c).
@@ -297,7 +313,7 @@ def run(command: Sequence[str], *, timeout_sec: float, submits: bool = False) ->
             env={**environment(submits=submits), "SLURM_TIME_FORMAT": "standard"},
         )
     except subprocess.TimeoutExpired:
-        return "", f"no answer within {timeout_sec:g} s"
+        return "", f"{NO_ANSWER} {timeout_sec:g} s"
     except OSError as err:
         return "", f"{command[0]}: {err}"
     if done.returncode:
@@ -305,18 +321,56 @@ def run(command: Sequence[str], *, timeout_sec: float, submits: bool = False) ->
     return done.stdout, ""
 
 
+class Patience:
+    """Tells whether to repeat a command that failed: for PATIENCE_SEC from the first failure on that is
+    Slurm's own. action: what cannot be done meanwhile, for people; "" says nothing."""
+
+    def __init__(self, action: str = "") -> None:
+        self._action = action
+        self._end: float | None = None  # on the monotonic clock
+
+    def again(self, trouble: str) -> bool:
+        """Whether to repeat the command, after a pause; False for an error that is not Slurm's own."""
+        if not is_slurms_own(trouble):
+            return False
+        if self._end is None:
+            self._end = time.monotonic() + PATIENCE_SEC
+            if self._action:
+                what = one_line(trouble)
+                say(f"{self._action} waits for Slurm, {PATIENCE_SEC:g} s at most: {what}")
+        if time.monotonic() > self._end:
+            return False
+        time.sleep(1)
+        return True
+
+
+def run_step(command: Sequence[str], *, timeout_sec: float) -> tuple[str, str]:
+    """As `run`, for srun and sbcast, which are repeated while the error is Slurm's own. timeout_sec: of
+    each try."""
+    patience = Patience()
+    while True:
+        output, trouble = run(command, timeout_sec=timeout_sec)
+        if trouble.startswith(NO_ANSWER) and (away := controller_trouble()):
+            trouble = away
+        if not trouble or not patience.again(trouble):
+            return output, trouble
+
+
 def answers(job_id: str, host: str, timeout_sec: float) -> bool:
-    """Whether this node of the job starts a process within the time. Also true when only Slurm's
-    controller does not respond, which says nothing about the node."""
+    """Whether this node of the job starts a process within the time. Also true where the trouble is, and
+    stays, Slurm's own, which says nothing about the node."""
     line = srun(job_id, [host], options=("--overlap", "--gres=none", "--immediate=10"))
-    trouble = run([*line, "true"], timeout_sec=timeout_sec)[1]
-    return not trouble or CONTROLLER_AWAY in trouble
+    trouble = run_step([*line, "true"], timeout_sec=timeout_sec)[1]
+    return not trouble or is_slurms_own(trouble)
 
 
 def output_on(job_id: str, host: str, command: Sequence[str], timeout_sec: float = 60) -> str:
-    """The output of a short command on one node of the job. Raises UnfitError that names the node."""
+    """The output of a short command on one node of the job. Raises UnfitError that names the node, and
+    SlurmSilent."""
     line = srun(job_id, [host], options=("--overlap", "--gres=none"))
-    output, trouble = run([*line, *command], timeout_sec=timeout_sec)
+    output, trouble = run_step([*line, *command], timeout_sec=timeout_sec)
+    if is_slurms_own(trouble):
+        raise silent(trouble)
     if trouble:
         raise UnfitError(
             f"node {host} cannot run {command[0]}: {trouble}",
@@ -411,15 +465,38 @@ def ask(*command: str, patience_sec: float | None = None, timeout_sec: float = A
 
 
 def is_silence(trouble: str) -> bool:
+    """Whether this error of a command that only asks the controller means that it does not respond."""
+    return any(sign in trouble for sign in _SILENCE)
+
+
+def is_slurms_own(trouble: str) -> bool:
+    """Whether srun or sbcast failed for a reason that is Slurm's own and passes. What the command itself
+    has printed does not count, nor an error of a node that did not start its task."""
     return any(
-        sign in trouble
-        for sign in (CONTROLLER_AWAY, "Connection refused", "timed out", "no answer within")
+        line.startswith(("srun: ", "sbcast: ", "scontrol: "))
+        and not re.search(r"on node|launch", line)
+        and any(sign in line for sign in _SLURMS_OWN)
+        for line in trouble.splitlines()
     )
 
 
+def controller_trouble() -> str:
+    """The error of a command that asks the controller now; "" where it responds."""
+    trouble = run(["scontrol", "show", "config"], timeout_sec=ASK_SEC)[1]
+    return f"scontrol: {trouble}" if is_silence(trouble) else ""
+
+
+def submit_limit(trouble: str) -> str:
+    """The limit on jobs of a user in the queue for which sbatch refused one more, such as
+    `QOSMaxSubmitJobPerUserLimit`; "" for another error."""
+    found = re.search(r"\b(Assoc|QOS)\w*SubmitJob\w*", trouble)
+    return found[0] if found else ""
+
+
 def silent(trouble: str) -> SlurmSilent:
+    is_away = is_silence(trouble)
     return SlurmSilent(
-        f"Slurm does not answer: {trouble}",
+        f"Slurm does not answer: {trouble}" if is_away else f"Slurm starts no process: {trouble}",
         cause="its controller is down or restarting, or this node has no Slurm commands",
         fix="ask `sinfo`; rerun the same command when it answers",
     )

@@ -264,7 +264,7 @@ def _ask_sbatch(
     _, trouble = slurm.run(line, timeout_sec=TEST_SEC, submits=True)
     if not trouble or slurm.is_silence(trouble):
         return
-    if reason := _passing_reason(trouble, request, known):
+    if reason := slurm.submit_limit(trouble) or _passing_reason(trouble, request, known):
         say(f"{request.name} waits in the queue: {reason}")
     elif "allocation failure" in trouble or trouble.startswith("sbatch: "):
         partitions = f"partitions are: {', '.join(known)}; " if known else ""

@@ -61,6 +61,10 @@ class UnfitError(ForgeError):
     code = Exit.UNFIT
 
 
+class DiskFull(UnfitError):
+    """A disk, or the user's quota on it, is full."""
+
+
 class TrainingError(ForgeError):
     """Training diverged, or makes no progress."""
 

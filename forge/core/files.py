@@ -15,7 +15,7 @@ from typing import IO, Annotated, Any
 import blake3
 from pydantic import AfterValidator
 
-from forge.core.errors import DataError, UnfitError
+from forge.core.errors import DataError, DiskFull, UnfitError
 
 # blake3 is as fast as the disk: 7 GB/s on a core, sha256 1.9.
 DIGEST = "blake3"
@@ -131,7 +131,8 @@ def disk_trouble(path: Path, action: str = "write") -> Iterator[None]:
             fixes[errno.ENOENT] = "these files are the kernel's: choose another directory"
         if err.errno not in fixes:
             raise
-        raise UnfitError(
+        is_full = err.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise (DiskFull if is_full else UnfitError)(
             f"cannot {action} {err.filename or path}: {err.strerror}", fix=fixes[err.errno]
         ) from err
 

@@ -67,7 +67,8 @@ def run_ranks(
 
     placement: exactly layout.nodes hosts; None for this host. python: the interpreter of the ranks.
     The outcome comes from the rank records, never from the exit status of the launch command: torchrun
-    turns every code into 1. A rank without a record is `lost`.
+    turns every code into 1. A rank without a record is `lost`. Raises SlurmSilent where Slurm itself is
+    the reason that no rank starts.
     """
     wait_for_orphans(paths)
     placement = placement or Placement.here()
@@ -147,20 +148,50 @@ def _run(
 
     The terminal shows the messages of rank 0 only; the output of torchrun and of libraries goes to logs.
     """
-    killed_at = time.monotonic() + deadline_sec if deadline_sec else None
+    patience, trouble = slurm.Patience("starting the ranks"), ""
+    log.parent.mkdir(parents=True, exist_ok=True)
     with _stop_signals() as stopped:  # before the child exists, so that it misses none
-        log.parent.mkdir(parents=True, exist_ok=True)
-        child = _start(command, log, _environment(spec))
-        try:
-            register(spec, "launcher", child.pid)
-            _watch(child, spec, stopped, grace_sec, killed_at)
-        except BaseException:  # the lock is released next: no rank may write after that
-            _kill_all(spec, child)
-            raise
+        while True:
+            killed_at = time.monotonic() + deadline_sec if deadline_sec else None
+            child, trouble = _run_once(
+                command, spec, log, stopped, grace_sec=grace_sec, killed_at=killed_at
+            )
+            if stopped or not patience.again(trouble):
+                break
     # Ranks whose launch command was killed exit by themselves; none may write after this returns.
     _wait_until_gone(spec.directory, grace_sec)
     _kill_all(spec, child)
+    if trouble and not stopped:
+        raise slurm.silent(trouble)
     return stopped
+
+
+def _run_once(
+    command: list[str],
+    spec: LaunchSpec,
+    log: Path,
+    stopped: list[int],
+    *,
+    grace_sec: float,
+    killed_at: float | None,
+) -> tuple[subprocess.Popen[bytes], str]:
+    """The launch command after its end, and Slurm's own error for which it has started no rank ("" where
+    it has started any)."""
+    begin = log.stat().st_size if log.exists() else 0
+    child = _start(command, log, _environment(spec))
+    try:
+        register(spec, "launcher", child.pid)
+        _watch(child, spec, stopped, grace_sec, killed_at)
+    except BaseException:  # the lock is released next: no rank may write after that
+        _kill_all(spec, child)
+        raise
+    if not spec.job or any(spec.directory.glob("rank-*.pid")):
+        return child, ""
+    with open(log, "rb") as file:
+        file.seek(begin)
+        error = file.read().decode(errors="replace").strip()
+    error = error or slurm.controller_trouble()  # srun says nothing while it waits
+    return child, error if slurm.is_slurms_own(error) else ""
 
 
 def _watch(

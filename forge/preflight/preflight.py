@@ -29,7 +29,8 @@ from forge.preflight.isolate import ENDPOINT, Prober
 from forge.preflight.node_checks import Wanted
 from forge.staging.staged import StageRecord, program_folders, staged_python
 
-# The nodes' own checks may take this share of the deadline. Where a node is down they take all of it.
+# The nodes' own checks may take this share of the deadline. Where a node is down they take all of it. The
+# ranks' checks have the rest, also where the former had to wait for Slurm.
 NODES_SHARE = 0.5
 # With more nodes than this without any trouble, one line stands for all of these.
 MOST_LINES = 16
@@ -92,7 +93,8 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
     which lists the healthy nodes. The first layout.nodes of them train.
 
     Writes preflight.json and preflight.tsv, passed or not. Raises UnfitError that names every unhealthy
-    node where too few are left. Takes preflight.deadline_sec and a few seconds at most.
+    node where too few are left. Takes preflight.deadline_sec and a few seconds at most, and the time for
+    which Slurm itself starts no process; raises SlurmSilent when that does not pass.
     """
     started, end = time.time(), time.monotonic() + machine.preflight.deadline_sec
     check_layout(machine, layout, config)
@@ -111,6 +113,7 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
         else:
             ranks = layout.ranks_per_node
             addresses = {node.name: node.facts["address"] for node in nodes if node.facts}
+            end = max(end, time.monotonic() + machine.preflight.deadline_sec - sec)
             prober = Prober(
                 paths, machine, ranks, placement, python=python, end=end, addresses=addresses
             )
@@ -128,7 +131,7 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
         events.record(paths.events, event)
         if not found.chosen:
             if placement.job and len(found.healthy) < layout.nodes:
-                exclude.add(paths.bad_nodes, compare_nodes.bad_nodes(nodes))
+                exclude.add(paths.bad_nodes, compare_nodes.bad_nodes(nodes), placement.job)
             raise _unfit(config, paths, found)
         # All healthy nodes: training takes the first ones, and another one when it loses a node.
         PreflightPass(host=hostname(), nodes=found.healthy).write(paths.preflight_pass)
@@ -161,7 +164,7 @@ def recheck(
         layout.ranks_per_node,
         placement,
         python=python,
-        end=end,
+        end=max(end, time.monotonic() + machine.preflight.deadline_sec - sec),
         addresses=addresses,
     )
     return checks.summary(checks.failed(prober.together([node.name])))

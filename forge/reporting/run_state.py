@@ -17,7 +17,12 @@ from typing import Literal, NamedTuple
 
 from forge.cluster import jobs, slurm
 from forge.cluster.jobs import QueuedJob
-from forge.cluster.pending import lasting_advice
+from forge.cluster.pending import (
+    advice_on_excluded,
+    excluded_nodes,
+    lasting_advice,
+    slow_advice,
+)
 from forge.core import events
 from forge.core.errors import DataError
 from forge.core.events import Event
@@ -221,7 +226,12 @@ def _waiting(files: RunFiles, job: QueuedJob) -> _Found:
     if job.start and job.start > files.now:
         text += f", expected to start in {duration(job.start - files.now)}"
     advice = lasting_advice(job.id, job.reason)
-    return _Found("waiting", text + "; it does not pass by itself" * bool(advice), advice)
+    text += "; it does not pass by itself" * bool(advice)
+    if excluded := excluded_nodes(job.reason, files.paths.bad_nodes):
+        names = ", ".join(node.name for node in excluded)
+        advice = advice_on_excluded(job.id, names, files.paths.bad_nodes)
+        return _Found("waiting", text, advice, [f"excluded: {node}" for node in excluded])
+    return _Found("waiting", text, advice or slow_advice(job.reason))
 
 
 # Slurm's states of a job whose processes are stopped for a while: by whom, and what ends that.

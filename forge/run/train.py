@@ -11,7 +11,7 @@ from forge.cluster.lock import lock
 from forge.cluster.placement import Placement, WorldLayout, check_layout, find_placement
 from forge.core import events
 from forge.core.config import ResolvedConfig
-from forge.core.errors import Exit, ForgeError, TrainingError, UnfitError
+from forge.core.errors import DiskFull, Exit, ForgeError, TrainingError, UnfitError
 from forge.core.files import read_json, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
@@ -27,6 +27,9 @@ from forge.run import crash_loop, requeue
 from forge.run.programs import Start, TrainingProgram, program_of
 from forge.staging.staged import remove_staged
 from forge.tracking.process import tracked
+
+# Before each start after the disk was full.
+DISK_WAIT_SEC = (30.0, 120.0)
 
 
 class StoppedEarly(ForgeError):
@@ -108,7 +111,8 @@ def refuse_known_failure(config: ResolvedConfig, paths: RunPaths) -> None:
 def _train_until_it_ends(
     program: TrainingProgram, start: Start, placement: Placement, step: int | None
 ) -> RankRecord:
-    """Launch the ranks; after the loss of one, launch again without unhealthy nodes, twice at most.
+    """Launch the ranks; after the loss of one, launch again without unhealthy nodes, and in a Slurm job
+    after a pause for a full disk: twice at most.
 
     step: of the checkpoint that the first launch resumes from; None for a fresh start.
     """
@@ -131,7 +135,12 @@ def _train_until_it_ends(
             step = program.resume_step()
             if step is not None and program.is_complete(step):
                 return RankRecord("completed", step=step)
-        record = _launch(program, start, hosts, step)
+        try:
+            record = _launch(program, start, hosts, step)
+        except slurm.SlurmSilent as err:  # no rank was lost, and no node is to blame
+            return RankRecord("lost", code=err.code, cause=lost_ranks.PEER_LOST, message=err.what)
+        if _waits_for_disk(record, placement, attempt):
+            continue
         if record.status != "lost":
             break
         silent = nodes.unresponsive(hosts)
@@ -139,7 +148,8 @@ def _train_until_it_ends(
         events.record(paths.events, lost)
         unhealthy = dict.fromkeys(silent, "does not start a process")
         unhealthy |= _at_fault(record, program.config, start, healthy.without(silent))
-        exclude.add(paths.bad_nodes, unhealthy)
+        if placement.job:
+            exclude.add(paths.bad_nodes, unhealthy, placement.job)
         if record.cause == lost_ranks.HANG:
             hung.append(record.host)
         healthy = healthy.without(unhealthy)
@@ -151,6 +161,17 @@ def _train_until_it_ends(
     return record
 
 
+def _waits_for_disk(record: RankRecord, placement: Placement, attempt: int) -> bool:
+    """Whether the ranks ended because of a full disk and start again in the allocation, after a pause.
+    Others often free a shared disk within a minute, and the next allocation may come after days."""
+    if record.cause != DiskFull.__name__ or placement.job is None or attempt == len(DISK_WAIT_SEC):
+        return False
+    seconds = DISK_WAIT_SEC[attempt]
+    say(f"{record.message.splitlines()[0]}; starting again in {seconds:g} s")
+    time.sleep(seconds)
+    return True
+
+
 def _launch(
     program: TrainingProgram, start: Start, hosts: Placement, step: int | None
 ) -> RankRecord:
@@ -158,7 +179,12 @@ def _launch(
     resume from; None without one."""
     while True:
         _end_if_stuck(program, start.machine, program.first_step if step is None else step)
-        record = program.launch(start, hosts, step)
+        try:
+            record = program.launch(start, hosts, step)
+        except DiskFull as err:  # before any rank started
+            if hosts.job is None:
+                raise
+            return RankRecord("failed", code=err.code, cause=DiskFull.__name__, message=str(err))
         if record.status != "stopped" or record.cause != rewinds.CAUSE:
             return record
         step = program.resume_step()

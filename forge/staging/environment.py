@@ -347,6 +347,8 @@ def _on_each(
     def ask(host: str) -> str | NodeFailure:
         try:
             return slurm.output_on(job, host, command, timeout_sec)
+        except slurm.SlurmSilent:
+            raise  # no fault of a node
         except UnfitError as err:
             return NodeFailure(err.what, err.cause, err.fix)
 

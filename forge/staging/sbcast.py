@@ -23,6 +23,7 @@ from typing import IO, Self, cast
 
 from forge.cluster import slurm
 from forge.cluster.nodes import END_SEC, NodeFailure, failed_on
+from forge.core.errors import UnfitError
 from forge.core.process import stop_with_parent
 from forge.staging.archive import PARALLEL_CHUNKS
 
@@ -62,6 +63,16 @@ class Broadcast:
         self._name = f"sbcast-{os.getpid()}"
 
     def __enter__(self) -> Self:
+        patience = slurm.Patience("stage")
+        while not (line := self._start()).isdigit():
+            self._end()
+            if not patience.again(line):
+                raise self._no_step(line)
+        self._step_id = line
+        return self
+
+    def _start(self) -> str:
+        """Start the step; the first line of its output: its id, else an error."""
         options = ("--overlap", "--gres=none", f"--job-name={self._name}")
         line = slurm.srun(self._job_id, self._hosts, options=options)
         self._step = subprocess.Popen(
@@ -74,11 +85,16 @@ class Broadcast:
             preexec_fn=stop_with_parent,  # noqa: PLW1509  no threads run yet
         )
         try:
-            self._step_id = self._read_step_id()
+            return self._first_line()
         except BaseException:
             self._end()
             raise
-        return self
+
+    def _no_step(self, trouble: str) -> UnfitError:
+        if slurm.is_slurms_own(trouble):
+            return slurm.silent(trouble)
+        failure = NodeFailure(trouble or "no step")
+        return failed_on(dict.fromkeys(self._hosts, failure), "starting sbcast")
 
     def __exit__(self, *_: object) -> None:
         self._end()
@@ -102,20 +118,17 @@ class Broadcast:
             f"--jobid={self._job_id}.{self._step_id}",
             *(str(file), f"{folder}/{file.name}"),
         ]
-        _, trouble = slurm.run(command, timeout_sec=limit)
+        _, trouble = slurm.run_step(command, timeout_sec=limit)
+        if slurm.is_slurms_own(trouble):
+            raise slurm.silent(trouble)
         if trouble:
             raise Broken(blame(trouble, self._hosts))
 
-    def _read_step_id(self) -> str:
+    def _first_line(self) -> str:
         output = cast("IO[bytes]", self._step.stdout)
         with selectors.DefaultSelector() as selector:
             selector.register(output, selectors.EVENT_READ)
-            line = output.readline().decode().strip() if selector.select(START_SEC) else ""
-        if not line.isdigit():
-            raise failed_on(
-                dict.fromkeys(self._hosts, NodeFailure(line or "no step")), "starting sbcast"
-            )
-        return line
+            return output.readline().decode().strip() if selector.select(START_SEC) else ""
 
     def _end(self) -> None:
         pipes = [cast("IO[bytes]", pipe) for pipe in (self._step.stdin, self._step.stdout)]

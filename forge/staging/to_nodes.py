@@ -60,7 +60,7 @@ def stage_nodes(
 
 
 class ThisHost:
-    """In place of a NodePool where this is the only host: runs requests in this process; errors raise."""
+    """In place of a NodePool where this is the only host: runs requests in this process."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -74,10 +74,16 @@ class ThisHost:
         each: Mapping[str, Mapping[str, Any]] | None = None,
         **arguments: Any,
     ) -> dict[str, Response]:
-        """As `NodePool.ask`, but without the timeout."""
+        """As `NodePool.ask`, but without the timeout, and DataError is raised."""
         function = on_node.REQUESTS[request]
         wanted = self.placement.hosts if hosts is None else hosts
-        return {host: function(**{**arguments, **(each or {}).get(host, {})}) for host in wanted}
+        answers: dict[str, Response] = {}
+        for host in wanted:
+            try:
+                answers[host] = function(**{**arguments, **(each or {}).get(host, {})})
+            except UnfitError as err:
+                answers[host] = NodeFailure(err.what, err.cause, err.fix)
+        return answers
 
 
 def _stage(staging: _Staging) -> StageRecord:

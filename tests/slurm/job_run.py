@@ -183,9 +183,9 @@ class Progress:
             with contextlib.suppress(psutil.NoSuchProcess):
                 # Not srun and torchrun, which have the same words behind others.
                 line = [word for word in process.cmdline()[1:] if word != "-u"]
-                mine = line[:2] == ["-m", "forge.worker"] and line[2].startswith(
-                    str(self.paths.launches)
-                )
+                mine = line[:2] == ["-m", "forge.worker"] and Path(
+                    process.cwd(), line[2]
+                ).is_relative_to(self.paths.launches)
                 if mine and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found

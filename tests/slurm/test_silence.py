@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import threading
+import time
 from collections.abc import Callable
 
-from tools.slurm_cluster.cluster import Cluster
+import pytest
 
-from .job_run import MOST_LOST, PAUSES, JobRun, Uninterrupted
+from forge.core.files import read_json
+from tools.slurm_cluster.cluster import Cluster
+from tools.slurm_cluster.machines import wait_until
+
+from .job_run import INTERVAL, MOST_LOST, PAUSES, JobRun, Uninterrupted, paused
+from .project import Project
 
 NewRun = Callable[..., JobRun]
+NewProject = Callable[..., Project]
 
 
 def test_ranks_leave_silent_nodes_before_slurm_has_noticed_first_for_a_spare_then_by_a_requeue(
@@ -41,29 +48,66 @@ def test_ranks_leave_silent_nodes_before_slurm_has_noticed_first_for_a_spare_the
     assert max(map(run.steps_lost, times)) <= MOST_LOST
 
 
-def test_restarted_controller_is_not_noticed_and_a_stop_while_it_is_away_requeues_the_job(
-    new_run: NewRun, uninterrupted: Uninterrupted, whole_cluster: Cluster
+# Seconds for which the controller is away: a restart, and one that takes longer than srun waits for it.
+# The second one takes minutes: FORGE_ABSENCES=all (make absences).
+ABSENCES = [
+    3,
+    pytest.param(
+        22,
+        marks=[
+            pytest.mark.skipif(
+                os.environ.get("FORGE_ABSENCES") != "all", reason="FORGE_ABSENCES=all"
+            ),
+            pytest.mark.timeout(900, func_only=True),
+        ],
+    ),
+]
+COMMANDS = ("stage", "preflight", "train")
+
+
+@pytest.mark.parametrize("seconds", ABSENCES)
+def test_controller_that_restarts_at_any_moment_of_a_run_ends_nothing_and_blames_no_node(
+    new_project: NewProject, whole_cluster: Cluster, uninterrupted: Uninterrupted, seconds: int
 ) -> None:
-    before_a_restart, before_a_stop, _ = PAUSES
-    run = new_run(pauses=(before_a_restart, before_a_stop))
-    job = run.submit()
-    run.during_pause(before_a_restart, whole_cluster.restart_slurmctld)
-    run.wait_for_pause(before_a_stop)
-    assert len(run.events("launch")) == 1
-    assert whole_cluster.job(job)["Restarts"] == "0"
+    before_a_save, before_a_stop = 2 * INTERVAL, 2 * INTERVAL + 10
+    project = new_project(machine={"stage": {"mode": "always"}})
+    hold = project.folder / "hold"
+    hold.mkdir()
+    for name in COMMANDS:
+        (hold / f"{name}-hold").touch()
+    command = project.start(
+        env={**paused(before_a_save, before_a_stop), "FORGE_TEST_HOLD": str(hold)}
+    )
+    run = project.run()
 
-    back = threading.Timer(8, whole_cluster.start_daemon, ["slurmctld"])
-
-    def stop_while_it_is_away() -> None:
+    def away(go_on: Callable[[], object]) -> None:
+        """The controller is away when the run goes on, and for some seconds from then."""
         whole_cluster.stop_daemon("slurmctld")
-        back.start()
-        for rank in run.ranks():
-            rank.send_signal(signal.SIGTERM)
+        go_on()
+        time.sleep(seconds)  # the case itself
+        whole_cluster.start_daemon("slurmctld")
 
-    stopped = run.during_pause(before_a_stop, stop_while_it_is_away)
-    run.wait_for_event("requeue", timeout=60)
-    back.join(60)
-    ended = run.wait_for_end(job)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1")
+    for name in COMMANDS:
+        waits = (hold / f"{name}-waiting").exists
+        wait_until(waits, 240, f"{name} waits", project.said, every=0.1)
+        away((hold / f"{name}-over").touch)
+    run.wait_for_pause(before_a_save)
+    away(lambda: run.end_pause(before_a_save))
+    run.wait_for_pause(before_a_stop)
+
+    def stop() -> None:
+        ranks = run.ranks()
+        assert len(ranks) == 2
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
+        run.end_pause_when_told_to_stop(before_a_stop)
+
+    away(stop)
+    assert project.end(command) == 0, project.said()
+    assert read_json(run.paths.validated)["status"] == "valid"
     uninterrupted.equals(run)
-    assert run.steps_lost(stopped) == 0
+    assert len(run.events("launch")) == 2 and len(run.events("requeue")) == 1
+    assert run.events("lost") == run.events("failed") == []
+    assert {event["status"] for event in run.events("preflight")} == {"ok"}
+    assert not run.paths.bad_nodes.exists()
+    assert whole_cluster.job(project.submitted()[0])["Restarts"] == "1"

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
+from forge.cluster import exclude
 from forge.data.source import source_digest
 from tools.slurm_cluster.cluster import Cluster
 
@@ -161,6 +162,7 @@ def test_full_disk_of_one_node_is_named_before_anything_is_sent(allocate):
     assert done.returncode == UNFIT
     assert f"staging failed on node {two}: {ROOT} has 0.01 GiB free" in done.stderr
     assert f"node {one}" not in done.stderr
+    assert exclude.read(here.results / "base/bad_nodes.txt") == [two]
     assert here.content(one) == []
 
 
@@ -175,6 +177,7 @@ def test_disk_that_takes_no_more_while_sbcast_writes_is_named(allocate):
     assert done.returncode == UNFIT, done.stderr
     assert f"sbcast failed on node {two}: sbcast: " in done.stderr
     assert f"node {one}" not in done.stderr
+    assert exclude.read(here.results / "base/bad_nodes.txt") == [two]
     assert here.on(one, f"ls /tmp/few/forge-{os.getuid()}") == ""
 
 

@@ -6,6 +6,9 @@ RUN/.pause/STEP/over is there; where it is there already, as in later launches, 
 A rank on a host for which there is RUN/.pause/STEP/gpu-fails-HOST then fails as PyTorch does with a
 broken GPU.
 It waits in its main thread and between two collectives, so it handles signals as in a step.
+
+FORGE_TEST_HOLD is a folder. A command `forge NAME` for which it holds NAME-hold leaves NAME-waiting there
+as it starts, and goes on once there is NAME-over.
 """
 
 import json
@@ -54,5 +57,16 @@ class Pause:
             raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
 
+def _hold(folder: Path) -> None:
+    words = [Path(word).name for word in sys.orig_argv]
+    name = words[words.index("forge") + 1] if "forge" in words[:-1] else ""
+    if name and (folder / f"{name}-hold").exists():
+        (folder / f"{name}-waiting").touch()
+        while not (folder / f"{name}-over").exists():
+            time.sleep(0.02)
+
+
+if "FORGE_TEST_HOLD" in os.environ:
+    _hold(Path(os.environ["FORGE_TEST_HOLD"]))
 if "FORGE_TEST_PAUSE" in os.environ:
     _arm()

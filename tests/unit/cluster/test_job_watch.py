@@ -310,6 +310,26 @@ def test_reason_that_does_not_pass_is_said_at_once_and_again_every_ten_minutes(
     assert all("PartitionTimeLimit" in said and "MaxTime" in said for said in watch._executor.said)
 
 
+@pytest.mark.parametrize("output", ["trained.json", ".allocation/preflight.json"])
+def test_job_that_has_too_few_nodes_left_names_those_that_its_run_excludes(
+    command, watch, info, tmp_path, output
+):
+    info.job.output = (tmp_path / output,)
+    (tmp_path / "bad_nodes.txt").write_text("n1   # 2999-01-01T00:00:00 GPU fault\nn2\n")
+    lists(command, "PENDING", "BadConstraints")
+    assert check(watch, info) == [info]
+    [said] = watch._executor.said
+    assert "does not pass by itself (BadConstraints)" in said
+    assert f"{tmp_path}/bad_nodes.txt excludes n1 (GPU fault), n2 (added by hand): remove" in said
+
+
+def test_maintenance_that_keeps_a_job_back_is_said_once(command, watch, info):
+    lists(command, "PENDING", "ReqNodeNotAvail, Reserved for maintenance")
+    assert check(watch, info) == [info] and check(watch, info) == [info]
+    [said] = watch._executor.said
+    assert "job 17 (rule validate_run, run base) waits (ReqNodeNotAvail, Reserved for" in said
+
+
 def test_pause_is_short_even_and_over_at_once_at_the_end(watch):
     assert job_watch.POLL_SEC <= 5
     watch._executor.wait = False
@@ -371,6 +391,31 @@ def test_job_is_submitted_when_slurm_is_back(refusing):
     executor, job = refusing(away, database, ""), Job()
     executor.run_job(job)
     assert executor.submitted == [job] and executor.failure == [] and len(executor.said) == 1
+
+
+MANY = (
+    "SLURM sbatch failed. The error message was 'sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch:"
+    " error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's"
+    " size and/or time limits)'."
+)
+
+
+def test_job_above_the_number_that_slurm_allows_waits_for_its_turn(refusing, command):
+    lists(command, "RUNNING")
+    executor, job = refusing(MANY, MANY, ""), Job()
+    executor.run_job(job)
+    assert executor.submitted == [job] and executor.failure == []
+    [said] = executor.said
+    assert "(rule validate_run, run base) is submitted after another job of yours has ended" in said
+    assert "QOSMaxSubmitJobPerUserLimit" in said and "`jobs: NUMBER`" in said
+
+
+def test_job_above_the_number_that_others_take_up_fails_and_names_the_setting(refusing, command):
+    lists(command, "COMPLETED")
+    executor, job = refusing(MANY, MANY), Job()
+    executor.run_job(job)
+    assert executor.failure == [job]
+    assert "could not be submitted" in executor.said[-1] and "`jobs: NUMBER`" in executor.said[-1]
 
 
 def test_submission_that_waits_for_slurm_ends_when_the_command_is_cancelled(refusing, monkeypatch):

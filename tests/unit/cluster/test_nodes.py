@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -22,6 +23,9 @@ from forge.core.process import hostname
 NODE = [sys.executable, "-m", "forge.node_agent"]
 FROZEN = ["sleep", "60"]
 DEAD = ["sh", "-c", "echo no such node >&2; exit 1"]
+JUST_STARTED = (
+    "srun: error: Unable to create step for job 1: Memory required by task is not available"
+)
 CHATTY = ["sh", "-c", f'echo "Welcome to this site"; exec {sys.executable} -m forge.node_agent']
 
 
@@ -158,15 +162,21 @@ JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)
 
 
 @pytest.mark.parametrize(
-    ("trouble", "unresponsive"),
+    ("trouble", "controller", "unresponsive"),
     [
-        ("srun: error: Unable to create step: Unable to contact slurm controller", []),
-        ("no answer within 20 s", ["n1", "n2"]),
-        ("", []),
+        ("srun: error: Unable to create step: Unable to contact slurm controller", "", []),
+        (JUST_STARTED, "", []),
+        ("no answer within 20 s", "Unable to contact slurm controller (connect failure)", []),
+        ("no answer within 20 s", "", ["n1", "n2"]),
+        ("", "", []),
     ],
 )
-def test_no_node_is_blamed_for_a_controller_that_is_away(monkeypatch, trouble, unresponsive):
-    monkeypatch.setattr(slurm, "run", lambda *_, **__: ("", trouble))
+def test_no_node_is_blamed_for_a_controller_that_is_away(
+    monkeypatch, trouble, controller, unresponsive
+):
+    monkeypatch.setattr(slurm, "PATIENCE_SEC", -1)
+    answers = {"srun": ("", trouble), "scontrol": ("", controller)}
+    monkeypatch.setattr(slurm, "run", lambda command, **_: answers[command[0]])
     assert nodes.unresponsive(Placement(("n1", "n2"), JOB)) == unresponsive
 
 
@@ -179,3 +189,47 @@ def test_process_that_waits_in_the_kernel_is_not_waited_for_forever(monkeypatch)
     assert member._process.poll() is None
     member._process.kill()
     member._process.wait()
+
+
+FULL = NodeFailure("/tmp/forge-0 has 0.01 GiB free, the shards and their archive need 3.00 GiB")
+SILENT = NodeFailure("no answer to 'hello' within 30 s")
+
+
+@pytest.mark.parametrize(
+    ("failures", "dead", "named"),
+    [
+        ({"n1": FULL}, [], ["n1"]),
+        ({"n1": NodeFailure("cannot write /tmp/x: Read-only file system")}, [], ["n1"]),
+        ({"n1": FULL, "n2": FULL}, [], []),
+        ({"n1": FULL, "n2": SILENT}, ["n2"], ["n1", "n2"]),
+        ({"n1": SILENT, "n2": SILENT}, [], []),
+        ({"n1": NodeFailure("its process ended: No module named forge")}, [], []),
+    ],
+)
+def test_node_is_at_fault_for_its_own_disk_or_where_it_starts_no_process(
+    monkeypatch, failures, dead, named
+):
+    monkeypatch.setattr(slurm, "answers", lambda job, host, sec: host not in dead)
+    found = nodes.at_fault(failures, Placement(("n1", "n2"), JOB), Path("/tmp"))
+    assert list(found) == named
+
+
+def test_agent_that_slurm_itself_has_not_started_is_started_again(pool_of, monkeypatch, tmp_path):
+    monkeypatch.setattr(slurm.time, "sleep", lambda _: None)
+    once = (
+        f"[ -e {tmp_path}/up ] || {{ touch {tmp_path}/up; echo '{JUST_STARTED}' >&2; exit 1; }}; "
+    )
+    late = ["sh", "-c", f"{once}exec {sys.executable} -m forge.node_agent"]
+    with pool_of(a=late, b=NODE, c=DEAD) as three:
+        answers = three.ask("hello", timeout_sec=5)
+    assert answers["a"]["host"] == answers["b"]["host"] == hostname()
+    assert answers["c"].message == "its process ended: no such node"
+
+
+def test_agents_that_slurm_itself_never_starts_blame_slurm_and_no_node(pool_of, monkeypatch):
+    monkeypatch.setattr(slurm, "PATIENCE_SEC", -1)
+    with (
+        pytest.raises(slurm.SlurmSilent, match=r"starts no process: srun: .*Memory required"),
+        pool_of(a=NODE, b=["sh", "-c", f"echo '{JUST_STARTED}' >&2; exit 1"]),
+    ):
+        pass

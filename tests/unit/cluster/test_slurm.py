@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.cluster import slurm
+from forge.core.errors import UnfitError
 
 RUNNING = (
     "JobId=8 JobName=wrap UserId=ada(1000) GroupId=ada(1000) MCS_label=N/A Priority=1 Nice=0"
@@ -198,6 +199,66 @@ def test_a_silent_controller_ends_with_what_to_do(monkeypatch):
 )
 def test_gpus_of_a_job_are_read_as_versions_of_slurm_write_them(tres, gpus):
     assert slurm.parse_job(f"{RUNNING} TresPerNode={tres}").gpus_per_node == gpus
+
+
+# What srun, sbcast and a program that srun started print: of 22.05, as recorded.
+AWAY = (
+    "srun: error: Unable to confirm allocation for job 1: Unable to contact slurm controller (connect"
+    " failure)\nsrun: Check SLURM_JOB_ID environment variable. Expired or invalid job 1"
+)
+JUST_STARTED = (
+    "srun: error: Unable to create step for job 1: Memory required by task is not available"
+)
+OF_A_NODE = (
+    "srun: error: Task launch for StepId=2.5 failed on node node03: Socket timed out on send/recv"
+    " operation\nsrun: error: Application launch failed: Socket timed out on send/recv operation"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_own"),
+    [
+        *((AWAY, True), (JUST_STARTED, True)),
+        (
+            "srun: Job 1 step creation temporarily disabled, retrying (Requested nodes are busy)",
+            True,
+        ),
+        ("srun: error: Unable to create step for job 1: Requested nodes are busy", True),
+        (
+            "srun: error: Unable to create step for job 1: Socket timed out on send/recv operation",
+            True,
+        ),
+        ("sbcast: error: Slurm job 2.0 lookup error: Unable to contact slurm controller", True),
+        (OF_A_NODE, False),
+        (
+            "srun: error: Unable to create step for job 2: Requested node configuration is not",
+            False,
+        ),
+        ("srun: error: Unable to confirm allocation for job 9: Invalid job id specified", False),
+        ("ConnectionRefusedError: [Errno 111] Connection refused", False),
+        ("no answer within 20 s", False),
+        ("", False),
+    ],
+)
+def test_errors_of_slurm_itself_are_told_from_those_of_nodes_and_programs(error, is_own):
+    assert slurm.is_slurms_own(error) == is_own
+
+
+def test_step_is_tried_again_while_slurm_itself_starts_none(monkeypatch):
+    answer(
+        monkeypatch, (1, "", AWAY), (1, "", JUST_STARTED), (1, "", JUST_STARTED), (0, "n1\n", "")
+    )
+    assert slurm.output_on("1", "n1", ["hostname"]) == "n1\n"
+    answer(monkeypatch, (1, "", JUST_STARTED), (1, "", OF_A_NODE))
+    with pytest.raises(UnfitError, match=r"node n1 cannot run hostname: .*failed on node"):
+        slurm.output_on("1", "n1", ["hostname"])
+
+
+def test_step_that_slurm_itself_never_starts_blames_slurm(monkeypatch):
+    answer(monkeypatch, (1, "", JUST_STARTED))
+    monkeypatch.setattr(slurm, "PATIENCE_SEC", -1)
+    with pytest.raises(slurm.SlurmSilent, match=r"Slurm starts no process: .*Memory required"):
+        slurm.output_on("1", "n1", ["hostname"])
 
 
 SHELL = {"PATH": "/bin", "NCCL_DEBUG": "INFO", "MY_MODE": "a", "MY_API_KEY": "s", "HF_TOKEN": "s"}

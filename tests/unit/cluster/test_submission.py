@@ -183,6 +183,15 @@ def test_what_sbatch_refuses_for_good_is_refused(answers, answer):
     assert "partitions are: main, long" in caught.value.fix
 
 
+def test_number_of_jobs_that_slurm_allows_is_no_reason_to_refuse(answers):
+    answers.said["sbatch"] = (
+        "sbatch: error: AssocMaxSubmitJobLimit\nallocation failure: Job violates accounting/QOS policy"
+        " (job submit limit, user's size and/or time limits)"
+    )
+    check(answers, ALLOCATION)
+    assert "waits in the queue: AssocMaxSubmitJobLimit" in answers.lines[0]
+
+
 @pytest.mark.parametrize(
     "answer",
     [

@@ -9,6 +9,7 @@ import threading
 import pytest
 from support.live_run import wait_until
 
+from forge.cluster import slurm
 from forge.core import process
 from forge.core.errors import Exit, UnfitError
 from forge.core.files import write_json
@@ -216,3 +217,45 @@ def test_failure_of_a_rank_keeps_its_code_and_its_own_fix(tmp_path):
     assert str(failure) == f"rank 2: rank 2 failed\n  fix:   read the ranks' logs in {tmp_path}"
     told = RankRecord("failed", 1, Exit.UNFIT, message="no disk\n  fix:   free space")
     assert str(launcher.RankFailure(told, tmp_path)) == "rank 1: no disk\n  fix:   free space"
+
+
+# --- launches for which Slurm itself starts no rank ------------------------------------------------
+
+JUST_STARTED = (
+    "srun: error: Unable to create step for job 17: Memory required by task is not available"
+)
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch):
+    """launch(script): run it in the place of srun; how often it ran. $RANK: a file that a rank leaves."""
+    monkeypatch.setattr(slurm.time, "sleep", lambda _: None)
+    spec = spec_of(tmp_path).model_copy(update={"job": "17"})
+    spec.directory.mkdir(parents=True)
+    monkeypatch.setenv("RANK", str(spec.directory / "rank-0.pid"))
+    monkeypatch.setenv("TRIES", str(tmp_path / "tries"))
+    log = tmp_path / "logs" / "srun.log"
+
+    def launch(script):
+        command = ["sh", "-c", f"echo x >> $TRIES; {script}"]
+        launcher._run(command, spec, log, 1, None)
+        return len((tmp_path / "tries").read_text().split())
+
+    return launch
+
+
+def test_launch_is_repeated_while_slurm_itself_starts_no_rank(launch, capsys):
+    fail = f"echo '{JUST_STARTED}' >&2; exit 1"
+    assert launch(f"[ $(wc -l < $TRIES) = 3 ] || {{ {fail}; }}; touch $RANK") == 3
+    assert capsys.readouterr().err.count("starting the ranks waits for Slurm") == 1
+
+
+def test_launch_is_not_repeated_once_a_rank_has_started_or_for_another_reason(launch):
+    assert launch("echo 'srun: error: node01: task 0: Killed' >&2; exit 1") == 1
+    assert launch(f"touch $RANK; echo '{JUST_STARTED}' >&2; exit 1") == 2
+
+
+def test_launch_for_which_slurm_itself_never_starts_a_rank_lost_none(launch, monkeypatch):
+    monkeypatch.setattr(slurm, "PATIENCE_SEC", -1)
+    with pytest.raises(slurm.SlurmSilent, match=r"Slurm starts no process: .*Memory required"):
+        launch(f"echo '{JUST_STARTED}' >&2; exit 1")

@@ -350,6 +350,16 @@ def test_a_job_that_never_starts_by_itself_says_what_to_do(run):
     assert "PENDING (PartitionTimeLimit)" in now(found) and "lower runtime" in now(found)
 
 
+def test_a_job_that_has_too_few_nodes_left_names_those_that_the_run_excludes(run):
+    run.paths.bad_nodes.write_text("n1   # 2999-01-01T00:00:00 does not start a process\nn2\n")
+    found = judged(run, [queued("PENDING", reason="BadConstraints")])
+    assert f"{run.paths.bad_nodes} excludes n1, n2: remove" in found.next
+    assert "scancel 17" in found.next
+    assert "excluded: n1   # 2999-01-01T00:00:00 does not start a process" in found.details
+    found = judged(run, [queued("PENDING", reason="Priority")])
+    assert (found.next, found.details) == ("", ())
+
+
 def test_a_job_of_this_run_runs_on_nodes(run):
     train(run)
     hold(run, elsewhere("17"))

@@ -149,6 +149,37 @@ def test_an_error_that_a_kernel_may_have_made_blames_no_node(trained, paths):
     assert not paths.bad_nodes.exists()
 
 
+def test_launch_that_slurm_itself_never_starts_blames_no_node_and_the_job_is_requeued(
+    trained, paths, monkeypatch
+):
+    def launch(*_):
+        raise slurm.silent(
+            "srun: error: Unable to create step: Memory required by task is not available"
+        )
+
+    monkeypatch.setattr(Program, "launch", launch)
+    _, record = trained()
+    assert record.status == "lost" and record.cause in requeue.REQUEUED_CAUSES
+    assert "Slurm starts no process" in record.message
+    assert not paths.bad_nodes.exists() and events.read(paths.events) == []
+
+
+FULL = RankRecord(
+    "failed", 1, 69, cause="DiskFull", message="cannot write x: No space left on device"
+)
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_allocation(trained, monkeypatch, paths, capsys):
+    pauses = []
+    monkeypatch.setattr(train.time, "sleep", pauses.append)
+    program, record = trained(FULL, DONE)
+    assert record == DONE and pauses == [30]
+    assert program.hosts == [("n1", "n2")] * 2
+    assert "No space left on device; starting again in 30 s" in capsys.readouterr().err
+    assert trained(FULL, FULL, FULL)[1] == FULL
+    assert pauses == [30, 30, 120] and not paths.bad_nodes.exists()
+
+
 def test_without_nodes_left_the_job_is_requeued(trained):
     program, record = trained(*(of_gpu(gpu_errors.FAULT, host) for host in ("n2", "n1")))
     assert program.hosts == [("n1", "n2"), ("n1", "n3")]

@@ -13,7 +13,7 @@ import pytest
 from support import inputs
 from support.shards import make
 
-from forge.cluster import slurm
+from forge.cluster import exclude, slurm
 from forge.cluster.placement import Placement, WorldLayout
 from forge.core import json_lines
 from forge.core.config import Config, Ids, load_config
@@ -70,6 +70,39 @@ def test_copy_is_named_by_its_content_and_equal_to_the_source(config, machine, r
         assert (root / facts["digest"][:32] / file.name).read_bytes() == file.read_bytes()
     event = json_lines.read(RunPaths.of(config).events)[-1]
     assert (event["event"], event["bytes"], event["folders"]) == ("stage", 7200, facts["folders"])
+
+
+@pytest.fixture
+def in_job(monkeypatch, tmp_path):
+    """in_job(): what is in bad_nodes.txt after a stage in a Slurm job that has this node only."""
+    here = slurm.Job("7", "RUNNING", 0, (hostname(),), 1, "main", "forge", True, None)
+    monkeypatch.setattr(slurm, "this_job", lambda: here)
+    monkeypatch.setattr(exclude, "read_partitions", dict)
+
+    def excluded(config):
+        return exclude.read(RunPaths.of(config).bad_nodes)
+
+    return excluded
+
+
+def test_node_whose_own_disk_fails_is_excluded_from_the_next_jobs(
+    config, machine, tmp_path, monkeypatch, in_job
+):
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(on_node.shutil, "disk_usage", lambda _: usage(10 * 2**20))
+    with pytest.raises(UnfitError, match=r"GiB free"):
+        staged(config, machine)
+    assert in_job(config) == [hostname()]
+
+
+def test_shared_disk_that_fails_excludes_no_node(config, machine, monkeypatch, in_job):
+    def broken(files, share):
+        raise UnfitError("cannot read /shared/train.bin: Input/output error")
+
+    monkeypatch.setattr(on_node, "_copy_files", broken)
+    with pytest.raises(UnfitError, match="Input/output error"):
+        staged(config, machine)
+    assert in_job(config) == []
 
 
 def test_complete_copy_is_kept(config, machine, root):

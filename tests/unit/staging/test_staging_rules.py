@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from support.shards import make
 
+from forge.cluster import slurm
 from forge.cluster.nodes import NodeFailure
 from forge.core.errors import DataError
 from forge.staging import on_node
-from forge.staging.sbcast import COMPRESS_SHARDS_BELOW, blame, is_slower
+from forge.staging.sbcast import COMPRESS_SHARDS_BELOW, Broadcast, blame, is_slower
 
 
 @pytest.fixture
@@ -141,3 +142,22 @@ def test_nodes_are_read_from_what_sbcast_prints():
     }
     lost = "sbcast: error: Slurm job 17.99 lookup error: Invalid job id specified"
     assert blame(lost, hosts) == dict.fromkeys(hosts, NodeFailure(lost))
+
+
+def test_step_of_sbcast_is_started_again_while_slurm_itself_starts_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm.time, "sleep", lambda _: None)
+    no_step = (
+        "srun: error: Unable to create step for job 7: Memory required by task is not available"
+    )
+    script = (
+        f"[ -e {tmp_path}/up ] && {{ echo 5; exec cat; }}; touch {tmp_path}/up; echo '{no_step}'"
+    )
+    (tmp_path / "srun").write_text(f"#!/bin/sh\n{script}; exit 1\n")
+    (tmp_path / "srun").chmod(0o755)
+    with Broadcast("7", ["n1"]) as broadcast:
+        assert broadcast._step_id == "5"
+    (tmp_path / "up").unlink()
+    monkeypatch.setattr(slurm, "PATIENCE_SEC", -1)
+    with pytest.raises(slurm.SlurmSilent, match="Memory required"), Broadcast("7", ["n1"]):
+        pass

@@ -1,0 +1,77 @@
+"""Threat: unhealthy nodes are given again, or so many are excluded that no job can start any more."""
+
+from datetime import datetime, timedelta
+
+import pytest
+
+from forge.cluster import exclude, slurm
+from forge.cluster.partitions import parse_partitions
+from forge.cluster.slurm import Job
+
+JOB = Job("7", "RUNNING", 0, ("n1", "n2"), 1, "main", "forge", True, None, excluded=("n9",))
+
+
+@pytest.fixture(autouse=True)
+def partition(monkeypatch):
+    """partition(5): nodes n1 to n5, and n9, which the user of JOB excludes."""
+
+    def has(count):
+        names = [f"n{number}" for number in range(1, count + 1)]
+        nodes = [f"main|{name}|8|5000|idle|(null)|(null)" for name in [*names, "n9"]]
+        found = parse_partitions(["PartitionName=main State=UP MaxTime=UNLIMITED"], nodes)
+        monkeypatch.setattr(exclude, "read_partitions", lambda: found)
+
+    has(6)
+    return has
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "bad_nodes.txt"
+
+
+def test_node_is_excluded_with_time_and_reason(path, capsys):
+    exclude.add(path, {"n2": "GPU fault:\n  ECC"}, JOB)
+    [node] = exclude.entries(path)
+    assert (node.name, node.reason) == ("n2", "GPU fault: ECC")
+    assert abs(datetime.now() - node.since) < timedelta(minutes=1)
+    assert f"n2: excluded for 24 hours, see {path}" in capsys.readouterr().err
+    exclude.add(path, {}, JOB)
+    assert exclude.read(path) == ["n2"]
+
+
+def test_entries_expire_after_a_day_and_those_of_a_person_do_not(path):
+    now = datetime.now()
+    lines = {"n1": now - timedelta(hours=23), "n2": now - timedelta(hours=25)}
+    path.write_text(
+        "".join(f"{name}   # {time.isoformat()} down\n" for name, time in lines.items())
+        + "# mine\nn3\nn4  # loud fan\n"
+    )
+    assert exclude.read(path) == ["n1", "n3", "n4"]
+    exclude.add(path, {"n2": "down again"}, JOB)
+    assert exclude.read(path) == ["n1", "n3", "n4", "n2"]
+    assert path.read_text().splitlines()[1:3] == ["n3", "n4   # loud fan"]
+
+
+def test_partition_keeps_enough_nodes_for_the_job(path, partition, capsys):
+    partition(4)
+    exclude.add(path, {"n1": "down"}, JOB)
+    path.write_text(path.read_text().replace(str(datetime.now().year), "2999"))
+    exclude.add(path, {"n2": "down", "n4": "down"}, JOB)
+    assert len(exclude.read(path)) == 2 and "n1" in exclude.read(path)
+    assert "n4: not excluded, since partition main would have too few" in capsys.readouterr().err
+
+
+def test_none_of_two_nodes_is_excluded_for_a_job_on_two(path, partition):
+    partition(2)
+    exclude.add(path, {"n1": "down"}, JOB)
+    assert exclude.read(path) == []
+
+
+def test_without_an_answer_of_slurm_nodes_are_excluded(path, monkeypatch):
+    def silent():
+        raise slurm.silent("Unable to contact slurm controller")
+
+    monkeypatch.setattr(exclude, "read_partitions", silent)
+    exclude.add(path, {"n1": "down"}, JOB)
+    assert exclude.read(path) == ["n1"]
