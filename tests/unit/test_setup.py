@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tools" / "setup.sh"
@@ -401,3 +402,16 @@ def test_uv_installs_only_files_of_hashes_txt(place, changed):
         assert done.returncode == 0, done.stderr
     assert (place / ".venv" / "ready").exists() is not changed
     assert bool(list(place.glob(".venv/lib/*/site-packages/tiny.py"))) is not changed
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / ".github").glob("workflows/*.yml")), ids=str)
+def test_workflow_of_continuous_integration_reads_only_and_pins_what_it_runs(file):
+    workflow = yaml.safe_load(file.read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    assert workflow[True]  # `on`, which YAML takes for a truth value
+    for job in workflow["jobs"].values():
+        assert job["timeout-minutes"] and job["runs-on"]
+        for step in job["steps"]:
+            assert re.fullmatch(r"actions/\w+@v\d+", step.get("uses", "actions/x@v1"))
+            for install in re.findall(r"(?:pip install|uvx|pipx run) .*", step.get("run", "")):
+                assert "==" in install
