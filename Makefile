@@ -1,5 +1,6 @@
 # make train   set up .venv, then raw text to a validated checkpoint on this machine
-# make test    set up, run all tests        make check   lint, formats, types
+# make setup EXTRAS=tracking,evaluate   add what a config may turn on: pyproject.toml lists the extras
+# make test    add what tests need, run all of them        make check   lint, formats, types
 # make faults  every fault at every point of a checkpoint's way (6 minutes)
 # make labs    the programs of config/labs on a real Slurm, every event (25 minutes; root)
 # make absences   Slurm's controller away for 22 s at every moment of a run (4 minutes; root)
@@ -12,10 +13,12 @@
 SHELL := /bin/bash
 PROFILE ?= profiles/local
 BIN := .venv/bin
+comma := ,
+READY := .venv/ready $(patsubst %,.venv/with-%,$(subst $(comma), ,$(EXTRAS)))
 
 .PHONY: train test faults labs absences check lint types dag bench docs slurm-up slurm-shell slurm-down setup lock wheelhouse gpu gpu-wheels clean
 
-train: .venv/ready
+train: $(READY)
 	$(BIN)/snakemake --profile $(PROFILE) train
 
 # More processes than the two cores of CI: tests on Slurm wait more than they compute. Files in the
@@ -25,14 +28,14 @@ test: export FORGE_GPU_CHECKS := cpu
 test: export PYTHONDONTWRITEBYTECODE :=
 # Each of thousands of processes imports NumPy, whose BLAS would start threads that spin for 0.05 s.
 test: export OPENBLAS_NUM_THREADS := 1
-test: .venv/ready
+test: .venv/with-dev
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Every fault at every point, and random ones, whose seed is printed; renews the tables of docs/faults.md.
 faults: export FORGE_FAULTS := all
 faults: export FORGE_FAULTS_SEED := $(or $(FORGE_FAULTS_SEED),$(shell echo $$RANDOM))
 faults: export FORGE_FAULTS_RESULTS := $(shell mktemp -u)
-faults: .venv/ready
+faults: .venv/with-dev
 	@echo "FORGE_FAULTS_SEED=$$FORGE_FAULTS_SEED make faults   brings these random interruptions back"
 	$(BIN)/python -m pytest tests/faults -n 2 --dist worksteal --deselect tests/faults/test_table.py
 	$(BIN)/python tests/faults/outcomes.py $$FORGE_FAULTS_RESULTS
@@ -41,7 +44,7 @@ faults: .venv/ready
 labs: export FORGE_LABS := all
 labs: export FORGE_LABS_RESULTS := $(shell mktemp -u)
 labs: export FORGE_TEST_SLURM := required
-labs: .venv/ready
+labs: .venv/with-dev
 	$(BIN)/python -m pytest tests/slurm/test_programs.py -k struck $(PYTEST_ARGS)
 	$(BIN)/python tests/slurm/labs_table.py $$FORGE_LABS_RESULTS
 
@@ -53,38 +56,42 @@ absences: .venv/ready
 
 check: lint types
 
-lint: .venv/ready
+lint: .venv/with-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/snakefmt --check workflow
 	$(BIN)/snakemake --lint
 	$(BIN)/python -m tools.config_docs --check
 
-types: .venv/ready
+types: .venv/with-dev
 	$(BIN)/mypy
 
-dag: .venv/ready
+dag: $(READY)
 	tools/dag.sh $(PROFILE)
 
-bench: .venv/ready
+bench: .venv/with-dev
 	$(BIN)/python -m bench
 
-docs: .venv/ready
+docs: $(READY)
 	$(BIN)/python -m tools.config_docs
 
-slurm-up: .venv/ready
+slurm-up: $(READY)
 	@$(BIN)/python -m tools.slurm_cluster up
 
 # Without .venv/ready: to stop a cluster, or to look into it, must not renew the environment it uses.
 slurm-shell slurm-down: slurm-%:
 	@$(BIN)/python -m tools.slurm_cluster $*
 
-setup: .venv/ready
+setup: $(READY)
 
-.venv/ready: pyproject.toml constraints.txt tools/setup.sh
+.venv/ready: pyproject.toml constraints.txt hashes.txt tools/setup.sh
 	tools/setup.sh
 
-lock: .venv/ready
+# dev: tests and checks. A renewed .venv has again what was added to the old one.
+.venv/with-%: .venv/ready
+	tools/setup.sh $*
+
+lock: .venv/with-dev .venv/with-gigatoken
 	tools/lock.sh
 
 wheelhouse:

@@ -10,7 +10,7 @@ from forge.core.section import FilePath, Section
 
 
 class Evaluate(Section):
-    """Tasks of the lm-evaluation-harness for checkpoints of the run. They need `forge[evaluate]`."""
+    """Tasks of the lm-evaluation-harness for a run's checkpoints. Needs `make setup EXTRAS=evaluate`."""
 
     BOUND = ()
 

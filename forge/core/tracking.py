@@ -44,7 +44,7 @@ class Mlflow(Section):
 
 
 class Tracking(Section):
-    """Trackers of the run's numbers, which training never waits for. They need `forge[tracking]`."""
+    """Trackers of a run's numbers, which training never waits for. Needs `make setup EXTRAS=tracking`."""
 
     BOUND = ()
 

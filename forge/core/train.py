@@ -91,7 +91,7 @@ class Train(Section):
     fp8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
     """Matrix products of the blocks in float8, in training steps only, by this recipe of torchao:
     `tensorwise` is the fastest, `rowwise_with_gw_hp` the most accurate. For H100 and newer; CPUs emulate
-    them, slowly. Needs `forge[fp8]`. null: none."""
+    them, slowly. Needs `make setup EXTRAS=fp8`. null: none."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which FSDP2 averages gradients over ranks: with `shard`, and on GPUs in bf16. `bf16`
     halves the traffic and rounds to 8 bits what is sent; with several copies of the model also their
@@ -198,7 +198,7 @@ def refuse_fp8(train: Train, model: Model) -> None:
     if find_spec("torchao") is None:
         raise ConfigError(
             f"train.fp8 is {train.fp8}, but Python has no package torchao here",
-            fix="pip install 'forge[fp8]', or remove the key",
+            fix="make setup EXTRAS=fp8, or remove the key",
         )
     if train.precision == "fp32":
         raise ConfigError(

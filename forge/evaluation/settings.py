@@ -21,7 +21,7 @@ def refuse_missing_package(evaluate: Evaluate, where: str) -> None:
     if evaluate.tasks and find_spec(PACKAGE) is None:
         raise ConfigError(
             f"{where}: evaluate.tasks is set, but Python has no package {PACKAGE} here",
-            fix="pip install 'forge[evaluate]', or remove the key",
+            fix="make setup EXTRAS=evaluate, or remove the key",
         )
 
 

@@ -77,5 +77,5 @@ def refuse_missing_packages(tracking: Tracking, where: str) -> None:
     if missing := missing_packages(tracking):
         raise ConfigError(
             f"{where}: tracking.{missing[0]} is set, but Python has no package {missing[0]} here",
-            fix="pip install 'forge[tracking]', or remove the key",
+            fix="make setup EXTRAS=tracking, or remove the key",
         )

@@ -37,7 +37,7 @@ def apply(decoder: Decoder, settings: Train, device: torch.device) -> None:
     except ImportError as err:
         raise ConfigError(
             f"train.fp8 is {settings.fp8}, and Python cannot import torchao on {hostname()}: {err}",
-            fix="pip install 'forge[fp8]' there, or remove train.fp8",
+            fix="make setup EXTRAS=fp8 there, or remove train.fp8",
         ) from err
 
     recipe = Float8LinearConfig.from_recipe_name(settings.fp8)

@@ -104,4 +104,4 @@ def test_harness_that_is_not_installed_is_refused_only_where_tasks_are_set(
     settings.refuse_missing_package(Evaluate(), "run base")
     with pytest.raises(ConfigError, match=r"run base: .*, but Python has no package") as err:
         settings.refuse_missing_package(Evaluate(tasks=["x"]), "run base")
-    assert "forge[evaluate]" in err.value.fix
+    assert "make setup EXTRAS=evaluate" in err.value.fix

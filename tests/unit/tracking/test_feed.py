@@ -327,9 +327,12 @@ def test_trackers_change_neither_the_digest_of_a_config_nor_what_trains(tmp_path
 def test_missing_package_is_refused_where_the_config_is_read():
     with (
         mock.patch.object(tracker, "find_spec", return_value=None),
-        pytest.raises(ConfigError, match=r"run base: tracking\.wandb is set, .* no package wandb"),
+        pytest.raises(
+            ConfigError, match=r"run base: tracking\.wandb is set, .* no package wandb"
+        ) as err,
     ):
         tracker.refuse_missing_packages(Tracking(wandb=Wandb()), "run base")
+    assert "make setup EXTRAS=tracking" in err.value.fix
 
 
 def test_wandb_is_offline_without_a_key_where_asked_and_where_nobody_answers(monkeypatch, tmp_path):

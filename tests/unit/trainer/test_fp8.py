@@ -135,4 +135,4 @@ def test_a_missing_package_is_named_before_ranks_start(monkeypatch):
     config = Config.model_validate({"train": {"fp8": "rowwise"}})
     with pytest.raises(ConfigError) as raised:
         check_layout(Machine(), WorldLayout(), config)
-    assert "pip install 'forge[fp8]'" in str(raised.value)
+    assert "make setup EXTRAS=fp8" in str(raised.value)
