@@ -23,7 +23,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u20
 # Of a table: text and style; how narrow a column of text may be; indent of what does not fit into a row.
 _Piece = tuple[str, str]
 _LEAST_TEXT, _INDENT = 16, 4
-_ALL_DIM = defaultdict(lambda: "dim")
+_ALL_DIM: Mapping[str, str] = defaultdict(lambda: "dim")
 # Seconds and name of each unit, then of the smaller unit that shows the remainder.
 _UNITS = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 

@@ -43,7 +43,7 @@ ABANDONED_SEC = 24 * 3600
 COPY_BYTES = 2**22
 DIRECTORIES = "000.tar"
 # sha256 where nodes without Python verify the chunks, with sha256sum.
-ALGORITHMS = {"sha256": hashlib.sha256, "blake3": blake3.blake3}
+ALGORITHMS: dict[str, Any] = {"sha256": hashlib.sha256, "blake3": blake3.blake3}
 
 
 @dataclass(frozen=True)
