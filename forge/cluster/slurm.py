@@ -22,6 +22,8 @@ PATIENCE_SEC = 60.0
 ASK_SEC = 20.0
 CANCEL_SEC = 10.0  # a person who has pressed Ctrl-C waits
 
+# Slurm's packages are installed, and nothing says where a controller would be.
+NO_CLUSTER = "Could not establish a configuration source"
 CONTROLLER_AWAY = "Unable to contact"  # "Unable to contact slurm controller (connect failure)"
 NO_ANSWER = "no answer within"  # of `run`, where a command takes too long
 _SILENCE = (CONTROLLER_AWAY, "Connection refused", "timed out", NO_ANSWER)
@@ -494,9 +496,10 @@ def submit_limit(trouble: str) -> str:
 
 
 def silent(trouble: str) -> SlurmSilent:
-    is_away = is_silence(trouble)
+    starts_none = is_slurms_own(trouble) and not is_silence(trouble)
+    what = "starts no process" if starts_none else "does not answer"
     return SlurmSilent(
-        f"Slurm does not answer: {trouble}" if is_away else f"Slurm starts no process: {trouble}",
+        f"Slurm {what}: {trouble}",
         cause="its controller is down or restarting, or this node has no Slurm commands",
         fix="ask `sinfo`; rerun the same command when it answers",
     )

@@ -24,7 +24,7 @@ from forge.core.config import (
     checked,
     read_values,
 )
-from forge.core.errors import ConfigError, ForgeError
+from forge.core.errors import ForgeError
 from forge.core.files import read_object_or_empty
 from forge.core.paths import CONFIG, SHEET, RunPaths
 from forge.core.records import RunSettings
@@ -32,6 +32,7 @@ from forge.core.sample_sheet import run_configs
 from forge.core.terminal import say
 from forge.core.values import shown
 from forge.data.model import with_pretrained
+from forge.reporting.find_runs import project_folder
 
 # What a run's own config.json never decides, since it is executed or opened. `evaluate` and `tracking`,
 # which it should not have, hold modules and addresses.
@@ -119,21 +120,6 @@ def training_settings(
     if run := directory_of(named):
         config = believed(run, None, overrides, "tracking", "evaluate", writes=False).config
     return RunSettings(tracking=config.tracking, evaluate=config.evaluate)
-
-
-def project_folder(key: str) -> str:
-    """Where config/config.yaml has its runs (`results`), or its tokenizers and tokens (`data`); the
-    default without that file, and where it is being edited, which is said."""
-    default = str(Config.model_fields[key].default)
-    if not Path(CONFIG).exists():
-        return default
-    try:
-        values = {key: read_values(CONFIG).get(key, default)}
-        return str(getattr(checked(Config, values, CONFIG), key))
-    except ConfigError as err:
-        what = "runs" if key == "results" else key
-        say(f"note: {err.what}; looking for {what} in {default}/")
-        return default
 
 
 # --- the config of the project --------------------------------------------------------------------

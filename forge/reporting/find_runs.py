@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from forge.core.config import Config, checked, read_values
 from forge.core.errors import ConfigError, DataError
-from forge.core.paths import WORKFLOW_RUNS, RunPaths
+from forge.core.paths import CONFIG, WORKFLOW_RUNS, RunPaths
 from forge.core.records import WorkflowRuns
 from forge.core.terminal import say
-from forge.reporting.believed import project_folder
 
 
 def find_runs(names: list[str], *, with_config: bool = False) -> list[RunPaths]:
@@ -58,3 +58,18 @@ def results_folder() -> Path:
     """Where config/config.yaml has the runs; results/ without that file, or where it is being edited,
     which hides no run."""
     return Path(project_folder("results"))
+
+
+def project_folder(key: str) -> str:
+    """Where config/config.yaml has its runs (`results`), or its tokenizers and tokens (`data`); the
+    default without that file, and where it is being edited, which is said."""
+    default = str(Config.model_fields[key].default)
+    if not Path(CONFIG).exists():
+        return default
+    try:
+        values = {key: read_values(CONFIG).get(key, default)}
+        return str(getattr(checked(Config, values, CONFIG), key))
+    except ConfigError as err:
+        what = "runs" if key == "results" else key
+        say(f"note: {err.what}; looking for {what} in {default}/")
+        return default

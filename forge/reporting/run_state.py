@@ -122,7 +122,8 @@ class _Found(NamedTuple):
 
 
 def ask_slurm(runs: Sequence[RunPaths]) -> tuple[Queue, str]:
-    """Slurm's queue for `judge`, and a note where it does not answer."""
+    """Slurm's queue for `judge`, and a note where it does not answer. None without a cluster, also where
+    only Slurm's packages are installed."""
     if not slurm.is_here():
         return None, ""
     # A run of a colleague in a shared folder is asked for as well.
@@ -130,6 +131,8 @@ def ask_slurm(runs: Sequence[RunPaths]) -> tuple[Queue, str]:
     try:
         return jobs.read_queue(users, patience_sec=0, timeout_sec=ASK_SEC), ""
     except slurm.SlurmSilent as err:
+        if slurm.NO_CLUSTER in err.what:
+            return None, ""
         what = err.what.split("\n")[0]
         return None, f"note: {clipped(what)}; this is from the runs' files alone"
 

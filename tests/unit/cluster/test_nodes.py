@@ -85,7 +85,7 @@ def test_node_that_freezes_later_misses_only_its_own_deadline(pool_of):
 def test_error_of_a_node_comes_with_cause_and_fix(pool_of, tmp_path):
     (tmp_path / f"forge-{os.getuid()}").symlink_to(tmp_path)
     of_set = {"kind": "shards", "digest": "d", "shared": "/"}
-    arguments = {**of_set, "job": None, "sender": "localhost", "mode": "always"}
+    arguments = {**of_set, "job": None, "sender": "localhost", "mode": "always", "goes_away": True}
     with pool_of(a=NODE) as one:
         answers = one.ask("look", timeout_sec=5, base=str(tmp_path), **arguments)
     assert "planted link" in answers["a"].message

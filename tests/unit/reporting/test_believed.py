@@ -166,7 +166,7 @@ def test_links_lead_no_file_out_of_a_run_that_is_not_the_projects(
     target.touch() if link == "events.jsonl" else target.mkdir()
     (paths.root / link).symlink_to(target)
     done = forge(capsys, *arguments)
-    assert done.code == 65 and f"{link} is a link to {target}" in done.text
+    assert done.code == 65 and f"{link} is a link to '{target}'" in done.text
     assert target.stat().st_size == 0 if target.is_file() else not any(target.iterdir())
 
 

@@ -113,6 +113,11 @@ def test_a_silent_slurm_leaves_a_note_and_the_table(run, squeue, script, monkeyp
     assert rows[0].state.state == "stopped" and note.startswith("note: Slurm does not answer")
 
 
+def test_slurms_commands_without_a_cluster_are_no_slurm(run, squeue):
+    squeue("echo 'squeue: fatal: Could not establish a configuration source' >&2; exit 1")
+    assert look([run.paths])[1] == ""
+
+
 # --- on the screen --------------------------------------------------------------------------------
 
 
