@@ -433,7 +433,7 @@ def _preflight(options: argparse.Namespace) -> None:
 def _train(options: argparse.Namespace) -> None:
     from forge.core.paths import RunPaths, place_logs
     from forge.launch.rank import refuse_left_over
-    from forge.reporting.believed import training_settings
+    from forge.reporting.trusted import training_settings
     from forge.run.train import train
     from forge.tracking.tracker import refuse_missing_packages
 
@@ -453,15 +453,15 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _validate(options: argparse.Namespace) -> None:
-    from forge.reporting.believed import believed, believed_data, directory_of, is_of_program
+    from forge.reporting.trusted import directory_of, is_of_program, trusted, trusted_data
 
     run = directory_of(options.config)
     if run and Path(options.config).is_dir() and not is_of_program(run):
-        data = {"data": believed_data(run, options.its_config)}
+        data = {"data": trusted_data(run, options.its_config)}
         _validate_checkpoints(options, run.root, data | options.overrides)
     elif run:
         needed = () if options.all or options.fix else ("program.validate",)
-        found = believed(run, options.its_config, options.overrides, *needed, "data")
+        found = trusted(run, options.its_config, options.overrides, *needed, "data")
         _validate_run(options, found.config)
     else:
         _validate_run(options, _resolved(options))
@@ -501,8 +501,8 @@ def _report(options: argparse.Namespace) -> None:
     from forge.core.process import fast_imports
 
     with fast_imports():
-        from forge.reporting.believed import directory_of
         from forge.reporting.report import write_report
+        from forge.reporting.trusted import directory_of
 
     path = write_report(directory_of(options.config) or RunPaths.of(_load(options)))
     say(f"report: {path}")
@@ -565,8 +565,8 @@ def _evaluate(options: argparse.Namespace) -> None:
 def _to_evaluate(options: argparse.Namespace) -> tuple[Any, Path | None, Config, bool]:
     """Paths of the run, the checkpoint if one is named, the config, and whether the run is the user's."""
     from forge.core.paths import RunPaths
-    from forge.reporting.believed import believed, directory_of, run_of
     from forge.reporting.find_runs import find_runs
+    from forge.reporting.trusted import directory_of, run_of, trusted
 
     place = directory_of(options.config)
     if place is None and Path(options.config).is_file():
@@ -574,7 +574,7 @@ def _to_evaluate(options: argparse.Namespace) -> tuple[Any, Path | None, Config,
         return RunPaths.of(config), None, config, True
     place = place or find_runs([options.config])[0]
     run = run_of(place)
-    found = believed(run, options.its_config, options.overrides, "evaluate", "data")
+    found = trusted(run, options.its_config, options.overrides, "evaluate", "data")
     checkpoint = place.root.resolve() if run is not place else None
     return run, checkpoint, found.config, found.is_ours
 
@@ -587,29 +587,29 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _sync(options: argparse.Namespace) -> None:
-    from forge.reporting.believed import believed
     from forge.reporting.find_runs import find_runs
+    from forge.reporting.trusted import trusted
     from forge.tracking.feed import sync
 
     runs = find_runs(options.runs, with_config=True)
-    sync([(run, believed(run, options.its_config, {}, "tracking").config.tracking) for run in runs])
+    sync([(run, trusted(run, options.its_config, {}, "tracking").config.tracking) for run in runs])
 
 
 def _export(options: argparse.Namespace) -> None:
     from forge.checkpoint.export_folder import record_export
-    from forge.reporting.believed import believed, believed_data, is_of_program, run_of
     from forge.reporting.find_runs import find_runs
+    from forge.reporting.trusted import is_of_program, run_of, trusted, trusted_data
 
     (run,) = find_runs([options.run])
     if is_of_program(run):
         from forge.checkpoint.export_sealed import export_sealed
 
-        config = believed(run, options.its_config, options.overrides).config
+        config = trusted(run, options.its_config, options.overrides).config
         folder = export_sealed(config, options.to)
     else:
         from forge.trainer.export import export
 
-        data = {"data": believed_data(run_of(run), options.its_config, writes=not options.to)}
+        data = {"data": trusted_data(run_of(run), options.its_config, writes=not options.to)}
         folder = export(run.root, options.to, options.dtype, data | options.overrides)
     if not options.to:
         record_export(folder)

@@ -496,10 +496,9 @@ def submit_limit(trouble: str) -> str:
 
 
 def silent(trouble: str) -> SlurmSilent:
-    starts_none = is_slurms_own(trouble) and not is_silence(trouble)
-    what = "starts no process" if starts_none else "does not answer"
+    answers = is_slurms_own(trouble) and not is_silence(trouble)
     return SlurmSilent(
-        f"Slurm {what}: {trouble}",
+        f"Slurm starts no process: {trouble}" if answers else f"Slurm does not answer: {trouble}",
         cause="its controller is down or restarting, or this node has no Slurm commands",
         fix="ask `sinfo`; rerun the same command when it answers",
     )

@@ -99,7 +99,7 @@ def submit(paths: RunPaths, settings: RunSettings, data: str, folder: Path) -> N
 
 def sbatch_line(paths: RunPaths, settings: RunSettings, data: str, folder: Path) -> list[str]:
     """The sbatch command of the job that evaluates this checkpoint. It names the tasks, since the job
-    believes nothing that stands beside the results."""
+    trusts nothing that stands beside the results."""
     # The log is no *.log: an error in it is none of the run, whose state would be `failed`.
     threads = user_threads()
     environment = [*(f"--unset={name}" for name in OF_THE_RULE)]

@@ -1,4 +1,4 @@
-"""What may be believed of a run whose directory a user names: the config that the project has for it.
+"""What may be trusted of a run whose directory a user names: the config that the project has for it.
 
 The files in that directory may come from somebody else. Commands, modules, addresses and paths are taken
 from config/config.yaml and the sample sheet of the project in the current directory, or from the file
@@ -42,7 +42,7 @@ WRITTEN = ("events.jsonl", "evaluations", "export")
 
 
 @dataclass(frozen=True)
-class Believed:
+class Trusted:
     """The config by which a command may work on a run. is_ours: it is the project's, or --config has
     named it; else it is that of the run without what would be executed or opened."""
 
@@ -73,13 +73,13 @@ def is_of_program(run: RunPaths) -> bool:
     return not is_checkpoint(run.root) and bool(read_object_or_empty(run.config).get("program"))
 
 
-def believed(
+def trusted(
     run: RunPaths,
     file: str | None,
     overrides: dict[str, Any],
     *needed: str,
     writes: bool = True,
-) -> Believed:
+) -> Trusted:
     """The config by which a command may work on a run, at the directory that the user has named. Says in
     one line what is not used of a run that is not the project's.
 
@@ -97,10 +97,10 @@ def believed(
     values = {**values, "ids": values.get("ids") or own.get("ids") or {}}
     config = checked(ResolvedConfig, apply_overrides(values, overrides), str(run.config))
     place = {"run": _name(run), "results": str(run.root.absolute().parent)}
-    return Believed(config.model_copy(update=place), known is not None)
+    return Trusted(config.model_copy(update=place), known is not None)
 
 
-def believed_data(run: RunPaths, file: str | None, *, writes: bool = False) -> str:
+def trusted_data(run: RunPaths, file: str | None, *, writes: bool = False) -> str:
     """The directory with tokenizers and tokens: of --config, else of the project. For runs of Forge's own
     trainer, whose checkpoints have a config. writes: whether the command writes beside them."""
     if file:
@@ -118,7 +118,7 @@ def training_settings(
     if file:
         return RunSettings.read(Path(file))
     if run := directory_of(named):
-        config = believed(run, None, overrides, "tracking", "evaluate", writes=False).config
+        config = trusted(run, None, overrides, "tracking", "evaluate", writes=False).config
     return RunSettings(tracking=config.tracking, evaluate=config.evaluate)
 
 
@@ -192,7 +192,7 @@ def _without(values: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
 def _unused(
     own: dict[str, Any], used: dict[str, Any], overrides: dict[str, Any], needed: tuple[str, ...]
 ) -> Iterator[str]:
-    """What the command needs, and neither the options nor anything that may be believed gives."""
+    """What the command needs, and neither the options nor anything that may be trusted gives."""
     for key in needed:
         section, _, name = key.partition(".")
         found = own.get(section)
