@@ -18,7 +18,7 @@ from forge.core.machine import Machine
 from tools.config_docs import ROOT
 
 PAGES = [
-    *("README.md", "config/labs/six-nodes/README.md"),
+    *("README.md", "SECURITY.md", "config/labs/six-nodes/README.md"),
     *(f"docs/{n}.md" for n in ("new-cluster", "environment", "troubleshooting", "gpu", "tracking")),
     *("docs/evaluation.md", "docs/guarantees.md", "docs/commands.md", "docs/installation.md"),
 ]
@@ -277,6 +277,16 @@ def test_readmes_profile_for_the_test_cluster_is_edited_to_the_end(tmp_path: Pat
     assert "EDIT_" not in text
     assert text.count("slurm_partition: main") == 2
     assert "mem_mb: 4000 # per node" in text and "cpus_per_task: 1" in text
+
+
+def test_promises_of_security_name_tests_that_there_are() -> None:
+    rows = re.findall(r"^\| \*\*.+ \| (.+) \|$", (ROOT / "SECURITY.md").read_text(), re.M)
+    assert len(rows) > 10
+    names = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    for row in rows:
+        tests = re.findall(r"`(?:tests/[\w/]+/)?(test_\w+\.py)`", row)
+        assert tests and set(tests) <= names, row
+        assert all((ROOT / path).exists() for path in re.findall(r"`(tests/[^`]+)`", row)), row
 
 
 # --- docs/architecture.md ------------------------------------------------------------------------
