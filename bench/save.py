@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import pickle
 import shutil
 import socket
 import statistics
@@ -34,6 +35,7 @@ from forge.core.paths import RunPaths
 from forge.core.train import Train
 from forge.launch.process_group import World, joined
 from forge.launch.rank import Rank
+from forge.launch.torch_private import unpickle_objects_with
 from forge.trainer import cpu
 from forge.trainer.initialize import initialized
 from forge.trainer.optim import make_optimizers
@@ -171,10 +173,12 @@ class Bench:
             return self.save(beside=False)
 
     def dcp_save(self, threads: int) -> None:
+        unpickle_objects_with(pickle.Unpickler)  # as torch has it; Forge's own saves set theirs
         writer = dcp.FileSystemWriter(self.folder / "other", thread_count=threads)
         dcp.save(self.state, storage_writer=writer)
 
     def dcp_async(self, kind: AsyncCheckpointerType) -> float:
+        unpickle_objects_with(pickle.Unpickler)
         started = time.perf_counter()
         writer = dcp.FileSystemWriter(self.folder / "other")
         saving: Any = dcp.async_save(

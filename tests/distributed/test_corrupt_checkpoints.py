@@ -219,7 +219,7 @@ def test_index_that_sets_attributes_of_classes_removes_nothing(solo, tmp_path, v
     index.write_bytes(planted(victim) + index.read_bytes())
     make_digests_right(folder)
     to = [f"--to={tmp_path / 'out'}"] if command == "export" else []
-    done = forge_outside(command, run.folder, *to)
+    done = forge_outside(command, run.folder, run.data, *to)
     assert (victim / "thesis.tex").read_text() == "years of work"
     assert done.returncode == 65, done.stderr
     assert f"{index.name} is not JSON" in done.stderr

@@ -10,9 +10,11 @@ tests/distributed/test_interruptions.py.
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -149,8 +151,10 @@ class Launched:
     def poll(self) -> int | None:
         return self._process.exitcode  # type: ignore[no-any-return]
 
-    def wait(self) -> None:
-        self._process.join()
+    def wait(self, timeout: float | None = None) -> None:
+        self._process.join(timeout)
+        if self._process.is_alive():
+            raise subprocess.TimeoutExpired("forked ranks", timeout or 0)
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -237,8 +241,11 @@ class ForkedRanks:
         codes = list(self._codes.values())
         return None if None in codes else max(map(abs, codes))  # type: ignore[arg-type]
 
-    def wait(self) -> None:
+    def wait(self, timeout: float | None = None) -> None:
+        end = time.monotonic() + (timeout or math.inf)
         while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("forked ranks", timeout or 0)
             time.sleep(0.01)
 
     def send_signal(self, number: int) -> None:
