@@ -95,7 +95,7 @@ def test_two_runs_at_once_listen_to_this_host_alone_and_run_nothing_for_another_
 def test_ranks_of_other_commands_listen_to_this_host_alone(verb, solo, runs):
     run = runs("ports")
     words = (
-        ["validate", str(solo.folder)] if verb == "validate" else run.arguments(verb, *TWO_RANKS)
+        ["validate", str(solo.folder), solo.data] if verb == "validate" else run.arguments(verb, *TWO_RANKS)
     )
     started = run.launch(words)
     assert_loopback(seen_until_the_end(started))
