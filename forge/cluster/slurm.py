@@ -476,7 +476,7 @@ def is_slurms_own(trouble: str) -> bool:
     has printed does not count, nor an error of a node that did not start its task."""
     return any(
         line.startswith(("srun: ", "sbcast: ", "scontrol: "))
-        and not re.search(r"on node|launch", line)
+        and not re.search(r"on node|launch|\]:\d+\] failed", line)
         and any(sign in line for sign in _SLURMS_OWN)
         for line in trouble.splitlines()
     )

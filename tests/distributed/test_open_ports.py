@@ -94,9 +94,8 @@ def test_two_runs_at_once_listen_to_this_host_alone_and_run_nothing_for_another_
 @pytest.mark.parametrize("verb", ["preflight", "validate"])
 def test_ranks_of_other_commands_listen_to_this_host_alone(verb, solo, runs):
     run = runs("ports")
-    words = (
-        ["validate", str(solo.folder), solo.data] if verb == "validate" else run.arguments(verb, *TWO_RANKS)
-    )
+    validated = ["validate", str(solo.folder), solo.data]
+    words = validated if verb == "validate" else run.arguments(verb, *TWO_RANKS)
     started = run.launch(words)
     assert_loopback(seen_until_the_end(started))
     assert started.end().code == 0

@@ -214,6 +214,12 @@ OF_A_NODE = (
     " operation\nsrun: error: Application launch failed: Socket timed out on send/recv operation"
 )
 
+OF_LARGE_PACKETS = (
+    "srun: error: slurm_receive_msgs: [[node03]:6818] failed: Zero Bytes were transmitted or received\n"
+    "srun: error: Task launch for StepId=1.2 failed on node node03: Zero Bytes were transmitted or"
+    " received\nsrun: error: Application launch failed: Zero Bytes were transmitted or received"
+)
+
 
 @pytest.mark.parametrize(
     ("error", "is_own"),
@@ -230,6 +236,7 @@ OF_A_NODE = (
         ),
         ("sbcast: error: Slurm job 2.0 lookup error: Unable to contact slurm controller", True),
         (OF_A_NODE, False),
+        (OF_LARGE_PACKETS, False),
         (
             "srun: error: Unable to create step for job 2: Requested node configuration is not",
             False,
