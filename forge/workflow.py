@@ -8,8 +8,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import ExitStack, chdir, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,14 @@ from forge.cluster.job_requests import Request, requests_of
 from forge.cluster.lock import WORKFLOW_LOCK, lock
 from forge.core.config import OF_FORGES_TRAINER, Config, ResolvedConfig, checked, read_values
 from forge.core.errors import ConfigError, ForgeError, TrainingError, UnfitError
-from forge.core.files import canonical, digest_bytes, read_json, write_json
+from forge.core.files import (
+    canonical,
+    digest_bytes,
+    disk_trouble,
+    read_json,
+    read_object_or_empty,
+    write_json,
+)
 from forge.core.machine import Slurm
 from forge.core.paths import (
     CONFIG,
@@ -311,21 +319,99 @@ def take_over(
 # --- what rules are given --------------------------------------------------------------------------
 
 
-def training_config(config: ResolvedConfig) -> str:
-    """The file with what a run's training depends on. Its name has the digest of its content, so that as
-    a param of config_run it changes with that."""
-    digest = digest_bytes(canonical(config.of_training.to_json()))
-    return str(WORKFLOW / f"{config.run}-{digest[:16]}.json")
+@dataclass(frozen=True)
+class RuleSettings:
+    """A file with settings, an input of the rule that uses them, by which Snakemake sees them change.
+
+    As params they would be compared with Snakemake's own record, which `make clean` removes and a copied
+    project lacks: a changed config would then count as done. The output says what it was made with.
+    """
+
+    name: str
+    """With the digest of the values: a waiting job keeps those that it was submitted with."""
+    values: Any
+    output: Path
+    made_with: Any
+    """The same settings as the output has them; None where it does not tell."""
+
+    @classmethod
+    def of(cls, name: str, values: Any, output: Path, made_with: Any) -> RuleSettings:
+        digest = digest_bytes(canonical(values))
+        return cls(f"{name}-{digest[:16]}.json", values, output, made_with)
+
+    @property
+    def path(self) -> Path:
+        return WORKFLOW / self.name
+
+    def write(self) -> None:
+        """Make the file newer than the output if that was made with other settings, and only then. Raises
+        UnfitError when the disk does not let it."""
+        is_new = not self.path.exists()
+        if is_new:
+            write_json(self.path, self.values)
+        if not self.output.exists() or (self.made_with is None and not is_new):
+            return
+        made = self.output.stat().st_mtime_ns
+        is_newer = self.path.stat().st_mtime_ns > made
+        if is_newer != (self.made_with != self.values):
+            # The disk may have another clock than this machine.
+            when = made if is_newer else max(time.time_ns(), made + 10**9)
+            with disk_trouble(self.path):
+                os.utime(self.path, ns=(when, when))
 
 
-def times_started_anew(config: ResolvedConfig, anew: bool) -> int:
-    """How often a run has started anew, with this time. anew: whether it shall now. A param of train_run:
-    Snakemake's --forcerun cannot be set in a Snakefile."""
-    return family.times_started_anew(RunPaths.of(config)) + anew
+def rule_settings(
+    runs: Mapping[str, ResolvedConfig], anew: Container[str], page: str, *, main: bool
+) -> dict[str, dict[str, str]]:
+    """Rule -> run -> path of its settings, an input; for compare_runs one path, by its page.
+
+    anew: runs that shall start anew. main: whether to write them, False for the Snakemake inside a job.
+    Raises UnfitError where the disk does not let it.
+    """
+    found: dict[str, dict[str, RuleSettings]] = {
+        "config_run": {name: _of_training(config) for name, config in runs.items()},
+        "train_run": {name: _of_start(config, name in anew) for name, config in runs.items()},
+        "validate_run": {name: _of_validation(config) for name, config in runs.items()},
+        "evaluate_run": {name: _of_evaluation(config) for name, config in runs.items()},
+        "compare_runs": {page: RuleSettings.of("compare", sorted(runs), Path(page), None)},
+    }
+    for settings in (one for by_run in found.values() for one in by_run.values() if main):
+        settings.write()
+    return {rule: {run: str(s.path) for run, s in by_run.items()} for rule, by_run in found.items()}
+
+
+def _of_training(config: ResolvedConfig) -> RuleSettings:
+    """What a run's training depends on."""
+    output = RunPaths.of(config).config
+    return RuleSettings.of(config.run, config.training_json(), output, read_object_or_empty(output))
+
+
+def _of_start(config: ResolvedConfig, anew: bool) -> RuleSettings:
+    """How often a run has started anew, with this time: Snakemake's --forcerun cannot be set in a
+    Snakefile. anew: whether it shall now."""
+    paths = RunPaths.of(config)
+    times = family.times_started_anew(paths)
+    return RuleSettings.of(f"{config.run}.anew", times + anew, paths.trained, times)
+
+
+def _of_validation(config: ResolvedConfig) -> RuleSettings:
+    paths = RunPaths.of(config)
+    made_with = read_object_or_empty(paths.validation).get("settings")
+    name = f"{config.run}.validate"
+    return RuleSettings.of(name, config.validation_json(), paths.validated, made_with)
+
+
+def _of_evaluation(config: ResolvedConfig) -> RuleSettings:
+    """For the download of the tasks' data, too, which is older."""
+    paths = RunPaths.of(config)
+    made_with = read_object_or_empty(paths.evaluation).get("evaluate")
+    name, values = f"{config.run}.evaluate", config.to_json()["evaluate"]
+    return RuleSettings.of(name, values, evaluation.data_file(paths), made_with)
 
 
 def write_configs(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:
-    """Write the config files that rules name in their param `config`. due: jobs that will run.
+    """Write the config files that rules of shared artefacts name in their param `config`. due: jobs that
+    will run.
 
     Only theirs, so that the config of a shared artefact is the one that it was made by. Raises UnfitError
     where the disk does not let it.
@@ -333,10 +419,7 @@ def write_configs(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:
     # As paths: a rule says ./data/… where the config does.
     wanted = {Path(path) for job in due if (path := job.params.get("config"))}
     for config in runs.values():
-        files = {
-            Path(training_config(config)): config.of_training.to_json(),
-            **_data_configs(config),
-        }
+        files = _data_configs(config)
         for path in wanted & files.keys():
             write_json(path, files[path])
         wanted -= files.keys()

@@ -273,6 +273,11 @@ class ResolvedConfig(Config):
         """What config.json holds: all but the sections that training does not read."""
         return {key: value for key, value in self.to_json().items() if key not in OUTSIDE_TRAINING}
 
+    def validation_json(self) -> dict[str, Any]:
+        """The sections that only validation reads."""
+        values = self.to_json()
+        return {key: values[key] for key in ("validate", "report")}
+
 
 # --- reading ------------------------------------------------------------------------------------
 

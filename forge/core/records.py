@@ -245,6 +245,8 @@ class Validation(Validated):
     """validation.json: the results of `forge validate`, of valid and invalid checkpoints."""
 
     depth: str
+    settings: dict[str, Any] = {}
+    """The sections `validate` and `report` of the config that this was made by."""
     reasons: list[str] = []
     checks: list[Check]
     samples: list[Sample] = []

@@ -6,9 +6,17 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from forge.core.config import Config, Ids, ResolvedConfig
+from forge.core.config import Config, Ids, ResolvedConfig, checked
 from forge.core.errors import ConfigError, DataError
-from forge.core.files import canonical, digest_bytes, digest_file, short_id
+from forge.core.files import (
+    canonical,
+    digest_bytes,
+    digest_file,
+    read_object_or_empty,
+    short_id,
+)
+from forge.core.paths import RunPaths, inputs_folder, tokenizer_folder, tokens_folder
+from forge.core.terminal import say
 from forge.core.tokenize import TOKEN_FORMATS, Tokenize
 from forge.data import corpus, model
 from forge.data.corpus import INPUTS, of_key
@@ -26,10 +34,18 @@ def resolve(config: Config) -> ResolvedConfig:
     """The config with its ids filled in, and what model.init gives; existing ids are kept.
 
     Called once, at the start of a command or of the workflow. Raises as `resolve_ids`, and as
-    `model.with_pretrained`.
+    `model.with_pretrained`. A run whose inputs are gone keeps its ids while what was made from them is
+    there.
     """
     config = model.with_pretrained(config)
-    ids = config.ids or resolve_ids(config)
+    try:
+        ids = config.ids or resolve_ids(config)
+    except (ConfigError, DataError) as err:
+        kept = _ids_of_run(config)
+        if kept is None:
+            raise
+        ids = kept
+        say(f"{config.run} goes on with the data that it has: {err.what}")
     resolved = ResolvedConfig.model_validate({**config.to_json(), "ids": ids})
     if not config.ids and not config.program:
         model.check_tokenizer(resolved)
@@ -57,6 +73,26 @@ def resolve_ids(config: Config) -> Ids:
         return Ids(tokenizer=tokenizer, tokens=tokens[""], inputs=inputs, model=weights)
     listed = short_id({"format": SOURCES_FORMAT, "sources": tokens})
     return Ids(tokenizer=tokenizer, tokens=listed, sources=tokens, model=weights)
+
+
+def _ids_of_run(config: Config) -> Ids | None:
+    """The ids in the run's config.json, where its inputs are named alike and no longer needed: there are
+    the tokens that were made from them, or a program has ended. Else None."""
+    paths = RunPaths.of(config)
+    recorded = read_object_or_empty(paths.config)
+    values = config.to_json()
+    inputs = ("data", "program", "tokenizer", "tokenize", "model")
+    if "ids" not in recorded or any(recorded.get(key) != values.get(key) for key in inputs):
+        return None
+    ids = checked(Ids, recorded["ids"], f"{paths.config}, ids")
+    folders = [inputs_folder(config.data, ids.inputs)] if ids.inputs else []
+    if not config.program:
+        tokens = [ids.tokens, *ids.sources.values()]
+        folders += [tokens_folder(config.data, one) for one in tokens]
+        folders.append(tokenizer_folder(config.data, ids.tokenizer))
+    is_needed = config.program is not None and not paths.trained.exists()
+    is_there = all((folder / "manifest.json").exists() for folder in folders)
+    return ids if is_there and not is_needed else None
 
 
 def corpus_config(config: ResolvedConfig, name: str) -> ResolvedConfig:

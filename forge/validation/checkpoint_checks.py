@@ -138,6 +138,7 @@ class CheckpointChecks:
             status="invalid" if failed else "valid",
             step=self.checkpoint.step,
             depth=self.config.validation.depth,
+            settings=self.config.validation_json(),
             reasons=[f"{failed.name}: {failed.message}"] if failed else [],
             checks=self.checks,
             loss=model.loss if model else None,

@@ -51,6 +51,7 @@ def validate(config: ResolvedConfig) -> Path:
             checkpoint_digest=latest.seal.digest if latest else "",
             status="invalid" if bad else "valid",
             depth="program",
+            settings=config.validation_json(),
             reasons=[f"{check.name}: {check.message}" for check in bad],
             checks=checks,
         )

@@ -1,13 +1,16 @@
 """What rules are given: configs in files, each named so that a rule runs again for a reason only."""
 
+import json
+import os
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from forge import workflow
-from forge.core.config import Config, ResolvedConfig, checked, load_config
+from forge.core.config import Config, checked, load_config
 from forge.core.errors import ConfigError
 from forge.core.paths import (
     RunPaths,
@@ -33,13 +36,74 @@ def changed(config, section, **values):
     return config.model_copy(update={section: new})
 
 
-def test_name_of_a_runs_config_changes_with_what_training_depends_on_and_nothing_else(run):
-    name = workflow.training_config(run)
-    assert workflow.training_config(changed(run, "validation", depth="load")) == name
-    assert workflow.training_config(changed(run, "report", sample_tokens=4)) == name
-    assert workflow.training_config(changed(run, "evaluate", tasks=["words"])) == name
-    assert workflow.training_config(changed(run, "train", max_steps=7)) != name
-    assert workflow.training_config(changed(run, "tokenize", val_fraction=0.5)) != name
+def settings(config, rule, *, anew=()):
+    found = workflow.rule_settings({"base": config}, anew, "compare.html", main=True)
+    return Path(found[rule]["base"])
+
+
+def test_settings_of_a_rule_change_with_what_it_depends_on_and_nothing_else(run):
+    sections = {
+        "config_run": changed(run, "train", max_steps=7),
+        "validate_run": changed(run, "report", sample_tokens=4),
+        "evaluate_run": changed(run, "evaluate", tasks=["words"]),
+    }
+    for rule in sections:
+        differs = {
+            of for of, config in sections.items() if settings(config, rule) != settings(run, rule)
+        }
+        assert differs == {rule}
+    assert settings(changed(run, "validation", depth="load"), "validate_run") != settings(
+        run, "validate_run"
+    )
+    config = load_config(str(settings(run, "config_run")))
+    assert config.to_json() == run.of_training.to_json()
+
+
+def made(path, values):
+    """An output of an hour ago."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values))
+    os.utime(path, (time.time() - 3600,) * 2)
+    return path
+
+
+def is_due(settings, output):
+    return settings.stat().st_mtime_ns > output.stat().st_mtime_ns
+
+
+def test_only_settings_that_an_output_was_not_made_with_are_newer_than_the_output(run):
+    """Also when Snakemake's record is gone, with a file of settings from before or without."""
+    paths = RunPaths.of(run)
+    outputs = {
+        "config_run": (paths.config, paths.config, run.training_json()),
+        "validate_run": (paths.validated, paths.validation, {"settings": run.validation_json()}),
+        "evaluate_run": (
+            paths.evaluations / "data.json",
+            paths.evaluation,
+            {"evaluate": run.to_json()["evaluate"]},
+        ),
+    }
+    for rule, (output, record, values) in outputs.items():
+        made(output, {})
+        made(record, values)
+        for _ in range(2):
+            assert not is_due(settings(run, rule), output)
+        os.utime(settings(run, rule))
+        assert not is_due(settings(run, rule), output)
+        made(record, {key: {} for key in values})
+        for when in (None, (0, 0)):
+            os.utime(settings(run, rule), when)
+            assert is_due(settings(run, rule), output)
+
+
+def test_a_run_that_shall_start_anew_is_due_until_it_has_done_so(run):
+    paths = RunPaths.of(run)
+    made(paths.trained, {})
+    assert not is_due(settings(run, "train_run"), paths.trained)
+    for _ in range(2):
+        assert is_due(settings(run, "train_run", anew={"base"}), paths.trained)
+    (paths.superseded / "parent-4/checkpoints").mkdir(parents=True)
+    assert not is_due(settings(run, "train_run"), paths.trained)
 
 
 def jobs(*paths):
@@ -47,11 +111,11 @@ def jobs(*paths):
 
 
 def test_only_configs_of_jobs_that_will_run_are_written(run):
-    path = workflow.training_config(run)
+    path = tokens_folder("data", run.ids.tokens) / "config.json"
     other = changed(run, "train", seed=7)
     workflow.write_configs({"base": run, "other": other}, jobs(path, None))
     assert [str(p) for p in Path.cwd().rglob("*.json")] == [str(Path(path).absolute())]
-    assert ResolvedConfig.model_validate(load_config(path).to_json()) == run.of_training
+    assert load_config(str(path)).ids == run.ids
 
 
 def test_data_folder_may_be_spelled_as_in_a_shell(run):
@@ -115,7 +179,7 @@ def test_runs_with_other_weights_and_a_run_of_one_corpus_share_the_tokens_of_a_s
     runs = {"base": mixed, "other": other, "alone": alone}
     assert set(workflow.tokenizing(runs)) == set(mixed.ids.sources.values())
     assert set(workflow.listing_sources(runs)) == {mixed.ids.tokens}
-    assert workflow.training_config(other) != workflow.training_config(mixed)
+    assert settings(other, "config_run") != settings(mixed, "config_run")
 
 
 def test_config_of_a_sources_tokens_is_that_of_a_single_corpus(mixed):

@@ -3,6 +3,7 @@
 A run that starts from another one is refused until it can, then trained like any row.
 """
 
+import re
 import shutil
 from pathlib import Path
 
@@ -161,6 +162,56 @@ def test_tasks_score_every_kept_checkpoint_on_this_machine_and_train_nothing(
     code, output = shared_project.snakemake("-n", "evaluate")
     assert code != 0
     assert "nothing to evaluate: evaluate.tasks is [] for base" in output
+
+
+def test_without_snakemakes_record_a_finished_run_is_done_and_a_changed_config_is_seen(
+    shared_project,
+):
+    """As after `make clean`, or in a project that was copied."""
+    plan = ("-n", "train", "evaluate", "compare")
+    evaluate = {"tasks": ["words"], "include_path": "tasks", "every": 8}
+    shutil.rmtree(shared_project.root / ".snakemake")
+    shared_project.write_config(evaluate=evaluate)
+    code, output = shared_project.snakemake(*plan)
+    assert code == 0, output
+    due = {"compare", "compare_runs"}  # the page does not say which runs it should have
+    assert due == set(re.findall(r"rule (\w+):", output))
+
+    for changed, rule in (
+        ({"train": {"max_steps": 20}}, "train_run"),
+        ({"report": {"prompts": ["while "]}}, "validate_run"),
+        ({"evaluate": {**evaluate, "limit": 4}}, "evaluate_run"),
+    ):
+        shutil.rmtree(shared_project.root / ".snakemake")
+        shared_project.write_config(**{"evaluate": evaluate, **changed})
+        code, output = shared_project.snakemake(*plan)
+        assert code == 0, output
+        first = re.findall(r"rule (\w+_run):", output)
+        assert rule in first and ("train_run" in first) == (rule == "train_run"), output
+    shared_project.write_config()
+
+
+def test_a_run_needs_its_text_no_more_once_its_tokens_are_made(shared_project):
+    corpus = shared_project.root / "corpus"
+    corpus.rename(shared_project.root / "away")
+    code, output = shared_project.snakemake("-n", "train")
+    assert code == 0, output
+    assert "base goes on with the data that it has: tokenize.inputs: 'corpus'" in output
+    assert "Nothing to be done" in output
+    shared_project.write_config(train={"max_steps": 20})
+    code, output = shared_project.snakemake("-n", "train")
+    assert code == 0 and "rule train_run:" in output and "rule tokenize" not in output, output
+
+    shared_project.write_config(tokenize={"val_fraction": 0.2})
+    code, output = shared_project.snakemake("-n", "train")
+    assert code != 0 and "tokenize.inputs: 'corpus'" in output
+    [tokens] = shared_project.root.glob("data/tokens/*/manifest.json")
+    tokens.rename(tokens.with_name("moved"))
+    shared_project.write_config()
+    code, output = shared_project.snakemake("-n", "train")
+    assert code != 0 and "tokenize.inputs: 'corpus'" in output
+    tokens.with_name("moved").rename(tokens)
+    (shared_project.root / "away").rename(corpus)
 
 
 def test_goal_below_latest_is_refused_before_anything_is_removed(shared_project):

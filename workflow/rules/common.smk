@@ -70,6 +70,13 @@ FAILED = (
     else {}
 )
 RESUMED = {}  # run name -> step, filled when `resume` is the target
+COMPARISON = f"{RESULTS}/compare.html"
+try:
+    SETTINGS = helpers.rule_settings(
+        RUNS, ANEW, COMPARISON, main=workflow.is_main_process
+    )
+except ForgeError as err:
+    raise WorkflowError(str(err)) from None
 
 
 wildcard_constraints:
@@ -88,6 +95,11 @@ def check_plan(submits):
     # All, since a dry run has finished them.
     due = list(workflow.dag.needrun_jobs(exclude_finished=False))
     ALLOCATION.check_runs(due, FAILED)
+
+
+def settings_of(rule):
+    """Input of this rule: newer than its output where that was made with other settings."""
+    return lambda wildcards: SETTINGS[rule][wildcards.run]
 
 
 def allocation_of(wildcards):

@@ -9,6 +9,7 @@ rule validate_run:
     input:
         config=f"{RESULTS}/{{run}}/config.json",
         trained=f"{RESULTS}/{{run}}/trained.json",
+        settings=settings_of("validate_run"),
     output:
         report(
             f"{RESULTS}/{{run}}/validated.json",
@@ -24,7 +25,7 @@ rule validate_run:
         mem_mb=validation_mem_mb,
     params:
         # As it was when the workflow started, and not as it is beside the results.
-        config=lambda w: helpers.training_config(RUNS[w.run]),
+        config=settings_of("config_run"),
         overrides=lambda w: as_overrides(RUNS[w.run], "validate", "report"),
     shell:
         "exec forge validate {params.config:q} --log={log:q} {params.overrides:q}"
@@ -41,7 +42,7 @@ rule export_run:
     conda:
         "../envs/forge.yaml"
     params:
-        config=lambda w: helpers.training_config(RUNS[w.run]),
+        config=settings_of("config_run"),
         run=lambda w: f"{RESULTS}/{w.run}",
     shell:
         "exec forge export {params.run:q} --config={params.config:q} --log={log:q}"
@@ -52,6 +53,7 @@ rule export_run:
 rule evaluate_data:
     input:
         config=f"{RESULTS}/{{run}}/config.json",
+        settings=settings_of("evaluate_run"),
         tasks=task_files_of,
     output:
         f"{RESULTS}/{{run}}/evaluations/data.json",
@@ -60,7 +62,7 @@ rule evaluate_data:
     conda:
         "../envs/forge.yaml"
     params:
-        config=lambda w: helpers.training_config(RUNS[w.run]),
+        config=settings_of("config_run"),
         tasks=lambda w: [
             f"--evaluate.tasks={as_cell(RUNS[w.run].evaluate.tasks)}",
             f"--evaluate.include_path={as_cell(RUNS[w.run].evaluate.include_path)}",
@@ -75,6 +77,7 @@ rule evaluate_run:
         config=f"{RESULTS}/{{run}}/config.json",
         trained=f"{RESULTS}/{{run}}/trained.json",
         data=f"{RESULTS}/{{run}}/evaluations/data.json",
+        settings=settings_of("evaluate_run"),
         tasks=task_files_of,
     output:
         f"{RESULTS}/{{run}}/evaluation.json",
@@ -86,7 +89,7 @@ rule evaluate_run:
         # As much as validation needs. What set-resources of the profile says wins.
         mem_mb=validation_mem_mb,
     params:
-        config=lambda w: helpers.training_config(RUNS[w.run]),
+        config=settings_of("config_run"),
         overrides=lambda w: as_overrides(RUNS[w.run], "evaluate"),
     shell:
         "exec forge evaluate {params.config:q} --log={log:q} {params.overrides:q}"
@@ -96,9 +99,10 @@ rule compare_runs:
     input:
         files_of([run for run in RUNS if run not in FAILED], "validated.json"),
         files_of([run for run in EVALUATED if run not in FAILED], "evaluation.json"),
+        SETTINGS["compare_runs"][COMPARISON],
     output:
         report(
-            f"{RESULTS}/compare.html",
+            COMPARISON,
             caption="../report/compare.rst",
             category="comparison",
         ),

@@ -23,18 +23,18 @@ rule known_failure_run:
 
 
 rule config_run:
+    input:
+        # When what training depends on changes, the run trains on. The sections of later rules are inputs
+        # of those.
+        settings_of("config_run"),
     output:
         f"{RESULTS}/{{run}}/config.json",
     log:
         f"{RESULTS}/{{run}}/logs/config.log",
     conda:
         "../envs/forge.yaml"
-    params:
-        # Written when the workflow starts, and named by the digest of what training depends on: when
-        # that changes, the run trains on. The sections of later rules are those rules' params.
-        config=lambda w: helpers.training_config(RUNS[w.run]),
     shell:
-        "exec forge config {params.config:q} --log={log:q}"
+        "exec forge config {input:q} --log={log:q}"
 
 
 # A run starts when its parent has trained, where that is on the sheet, too. Once the run has begun there
@@ -98,6 +98,7 @@ rule train_run:
         data=lambda w: data_of(RUNS[w.run]),
         stage=f"{RESULTS}/{{run}}/.allocation/stage.json",
         preflight=f"{RESULTS}/{{run}}/.allocation/preflight.json",
+        times_anew=settings_of("train_run"),
     output:
         f"{RESULTS}/{{run}}/trained.json",
     log:
@@ -110,9 +111,6 @@ rule train_run:
         **ALLOCATION.own,
         slurm_extra=allocation_extra,
     params:
-        # Of this rule, since Snakemake keeps the params of a rule when it has ended: a run that shall
-        # start anew is due until it has done so, however often the workflow is killed.
-        times_anew=lambda w: helpers.times_started_anew(RUNS[w.run], w.run in ANEW),
         # Trackers and evaluations, which may change without training again: always the same name.
         settings=lambda w: helpers.settings_file(w.run),
     shell:
