@@ -17,7 +17,7 @@ MACHINE = "machine.yaml"
 
 @dataclass(frozen=True)
 class Profile:
-    """What a command of Snakemake takes from its profile; empty without one, and inside a job."""
+    """What a Snakemake command reads from its profile; empty without a profile, and inside a job."""
 
     files: tuple[Path, ...] = ()  # config.yaml of each, of which the last wins
     replaced: Mapping[str, Sequence[str]] = field(default_factory=dict)
