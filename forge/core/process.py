@@ -60,8 +60,8 @@ class Process:
     @classmethod
     def of(cls, pid: int) -> Process:
         """The process with this pid on this host. Raises ProcessLookupError without one."""
-        found = _state_and_start(pid)
-        if found is None:
+        state = _state_and_start(pid)
+        if state is None:
             raise ProcessLookupError(f"no process {pid} on {hostname()}")
         return cls(
             host=hostname(),
@@ -69,7 +69,7 @@ class Process:
             pid_namespace=_pid_namespace("self"),
             boot_id=_boot_id(),
             machine_id=_machine_id(),
-            start_ticks=found[1],
+            start_ticks=state[1],
             slurm_job=os.environ.get("SLURM_JOB_ID"),
         )
 
@@ -136,8 +136,8 @@ def _boot_id() -> str:
 def _machine_id() -> str:
     """A digest of /etc/machine-id, which itself is to stay on its machine (man 5 machine-id)."""
     with suppress(OSError):
-        if found := Path("/etc/machine-id").read_text().strip():
-            return hashlib.sha256(f"forge {found}".encode()).hexdigest()[:16]
+        if machine_id := Path("/etc/machine-id").read_text().strip():
+            return hashlib.sha256(f"forge {machine_id}".encode()).hexdigest()[:16]
     return ""
 
 
