@@ -21,7 +21,7 @@ from forge.core.model import Model
 # Numbers of documents to which `Documents.bounds` is padded: powers of this. torch.compile makes one
 # graph for each, and stops after eight (torch._dynamo.config.recompile_limit).
 PADDING = 4
-# Of the FlashAttention kernels behind varlen_attn.
+# Limits of the FlashAttention kernels behind varlen_attn.
 SMALLEST_CAPABILITY, WIDEST_HEAD, HEAD_MULTIPLE = (8, 0), 256, 8
 
 

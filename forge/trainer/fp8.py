@@ -69,11 +69,11 @@ def _refuse_old_gpu(recipe: str, device: torch.device) -> None:
     if device.type != "cuda":
         return
     needed = ADA if recipe == "tensorwise" else HOPPER
-    found = torch.cuda.get_device_capability(device)
-    if found < needed:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < needed:
         raise ConfigError(
             f"train.fp8 is {recipe}, which needs compute capability {needed[0]}.{needed[1]}, and"
-            f" {torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}",
+            f" {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}",
             cause="this GPU cannot multiply in float8",
             fix="remove train.fp8, or ask for H100, H200 or newer GPUs",
         )
