@@ -37,7 +37,7 @@ class Rows:
 
     paths: RunPaths
     state: str = field(default="running", init=False)
-    """How the run has ended, from its events."""
+    """State in which the run ended, from its events."""
     _open: Row | None = field(default=None, init=False)
     _last: int = field(default=-1, init=False)
     _may_repeat: bool = field(default=False, init=False)

@@ -45,7 +45,7 @@ class MLflow:
         return sent
 
     def _log_params(self, config: dict[str, Any], there: dict[str, str]) -> None:
-        """Those that it lacks: a parameter of MLflow never changes."""
+        """Log the parameters that MLflow lacks: a parameter there never changes."""
         from mlflow.entities import Param
 
         params = [Param(k, str(v)[:PARAM_CHARACTERS]) for k, v in flat(config) if k not in there]
