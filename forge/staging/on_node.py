@@ -104,12 +104,12 @@ def is_complete(kind: Kind, folder: Path, digest: str) -> bool:
     """
     if not folder.exists():
         return False
-    found = open_copy(kind, folder)
-    if found.digest != digest:
+    existing = open_copy(kind, folder)
+    if existing.digest != digest:
         return False
-    if not _is_stamped(found):
-        verify(found)
-        stamp(found)
+    if not _is_stamped(existing):
+        verify(existing)
+        stamp(existing)
     return True
 
 
@@ -132,12 +132,12 @@ def _is_stamped(files: FileSet) -> bool:
 
 def _state(files: FileSet) -> dict[str, Any]:
     paths = {member.name: member.path for member in files.members}
-    found = {n: path.stat() for n, path in {**paths, MANIFEST: files.folder / MANIFEST}.items()}
+    stats = {n: path.stat() for n, path in {**paths, MANIFEST: files.folder / MANIFEST}.items()}
     return {
         "digest": files.digest,
         # After a power failure a file may have its size, but zeros as content.
         "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        "files": {n: [s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns] for n, s in found.items()},
+        "files": {n: [s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns] for n, s in stats.items()},
     }
 
 
@@ -374,7 +374,7 @@ def _extract(tar: tarfile.TarFile, path: Path, folder: Path) -> None:
             content = None
         if content is None:
             raise DataError(
-                f"{path} has {entry.name!r}, which is no file inside of its directory",
+                f"{path} has {entry.name!r}, which is not a file inside its directory",
                 cause="the archive was changed after it was written",
                 fix="remove data/archives, and rerun the same command",
             )
