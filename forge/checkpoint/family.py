@@ -234,7 +234,7 @@ MADE = (
 
 
 def set_aside_if_parent_changed(config: Config) -> None:
-    """Move what a run has made into `superseded/` where its parent's checkpoint is another one now: the
+    """Move what a run has made into `superseded/` where its parent's checkpoint has changed: the
     run starts anew. Under the run's lock, in the launcher. Raises UnfitError when the disk refuses,
     DataError as `directory.refuse_link`."""
     made_from, reason = _same_start(config), _changed_parent(config)

@@ -80,7 +80,7 @@ def find(config: ResolvedConfig) -> directory.Checkpoint | None:
 
 
 def corrupt(config: Config, reasons: list[str]) -> DataError:
-    """The error for a corrupt parent checkpoint. Forge never takes another one instead."""
+    """The error for a corrupt parent checkpoint. Forge never takes another checkpoint instead."""
     parent = Parent.of(config)
     assert parent
     if not parent.folder.is_dir():

@@ -75,7 +75,7 @@ class Sealer:
     progress: Callable[[], Progress]
     lineage: SealLineage
     keep_last: int | None = None
-    told: Callable[[Progress, bool], None] = lambda *_: None
+    on_look: Callable[[Progress, bool], None] = lambda *_: None
     """Called with the progress each time the ranks are looked at, and whether this is the last time."""
     _candidates: dict[Path, Candidate] = field(default_factory=dict)
     _sealed: dict[Path, Signature] = field(default_factory=dict)  # in this launch, as sealed
@@ -111,7 +111,7 @@ class Sealer:
         """Seal what has become complete. A disk error is a warning: the next scan tries again."""
         try:
             progress = self.progress()
-            self.told(progress, self._ended.is_set())
+            self.on_look(progress, self._ended.is_set())
             for step, path in self.checkpoints.there().items():
                 if self._is_due(path, step, progress, orderly):
                     self._seal(path, step)

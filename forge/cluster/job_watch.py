@@ -98,12 +98,12 @@ class JobWatch:
         was submitting then is cancelled."""
         if self._cancelled:
             return
-        # Outputs of an earlier job must not count as success of this one.
+        # Outputs of an earlier job must not count as success of this job.
         self._before[id(job)] = _stamps(job)
         end, alone = time.monotonic() + SILENCE_SEC, 0
         while trouble := self._try_to_submit(job):
             limit = slurm.submit_limit(trouble)
-            # Twice: the last other job may have ended since sbatch refused this one.
+            # Twice: the last other job may have ended since sbatch refused this job.
             alone = 0 if not limit or self._has_jobs() else alone + 1
             is_away = any(sign in trouble for sign in AWAY) and time.monotonic() < end
             if self._cancelled or alone > 1 or not (limit or is_away):

@@ -130,9 +130,9 @@ def uses_rdma(fabric: Fabric) -> str:
 
 
 def choose_interface(fabric: Fabric, master: str) -> tuple[str | None, str]:
-    """This node's interface for the ranks, and why: the one that the user exported, else the loopback
-    interface where they meet there, else the profile's, else InfiniBand with an address, else the
-    route's."""
+    """This node's interface for the ranks, and why: the interface that the user exported, else the
+    loopback interface where they meet there, else the profile's, else InfiniBand with an address, else
+    the route's."""
     if interface := _exported_interface(fabric):
         return interface
     if rendezvous.is_loopback(master):

@@ -55,7 +55,7 @@ class Profile:
         return next((str(path) for path in beside if path.exists()), None)
 
     def refuse_other_machine(self) -> None:
-        """ConfigError where the profile names another machine.yaml than the one beside it."""
+        """ConfigError where the profile names a machine.yaml other than that beside the profile."""
         beside = self.machine
         if self.named and beside and Path(self.named).resolve() != Path(beside).resolve():
             raise ConfigError(

@@ -64,7 +64,8 @@ def stages(mix: Mix) -> list[Stage]:
 
 
 def stage_at(all_stages: Sequence[Stage], step: int) -> Stage:
-    """The stage by which a step, counted from 0, draws its samples; the first one before all of them."""
+    """The stage by which a step, counted from 0, draws its samples; the first stage before all of
+    them."""
     return next((stage for stage in reversed(all_stages) if stage.step <= step), all_stages[0])
 
 

@@ -88,7 +88,7 @@ class Process:
         return (self.host, self.boot_id, self.pid_namespace) == here
 
     def life(self) -> Life:
-        """Whether the process still runs; not a zombie, or another one with its pid.
+        """Whether the process still runs; not a zombie, or another process with its pid.
 
         `unknown` where this process cannot tell: the other is of another host, or in a pid namespace (a
         container) that is not part of this one.
@@ -109,10 +109,10 @@ class Process:
         return not self.slurm_job and self.machine_id != "" and self.machine_id == _machine_id()
 
     def _runs_here(self) -> bool:
-        found = _state_and_start(self.pid)
-        if found is None:
+        seen = _state_and_start(self.pid)
+        if seen is None:
             return _is_hidden(self.pid)
-        state, start_ticks = found
+        state, start_ticks = seen
         return state not in "ZX" and start_ticks == self.start_ticks
 
     def _may_be(self, proc: Path) -> bool:

@@ -277,7 +277,7 @@ def _ends_of_dolma(path: Path) -> Ids:
 
 
 def _ends(path: Path, rows: Iterable[list[str]]) -> Iterator[int]:
-    """The second column. Each document must begin where the one before it ends: MemmapWriter leaves
+    """The second column. Each document must begin where the document before it ends: MemmapWriter leaves
     nothing out, and tokens between two would become part of a document."""
     before = 0
     for number, row in enumerate(rows, start=1):

@@ -166,7 +166,7 @@ def _done(paths: RunPaths, step: int, identity: Evaluated) -> Evaluation | None:
 
 @contextmanager
 def _held(paths: RunPaths, step: int) -> Iterator[None]:
-    """Hold the right to evaluate this checkpoint. A job waits for another one that does; elsewhere
+    """Hold the right to evaluate this checkpoint. A job waits for another job that holds it; elsewhere
     UnfitError names who does."""
     name = f".{record_file(paths, step).stem}.lock"
     paths.evaluations.mkdir(parents=True, exist_ok=True)

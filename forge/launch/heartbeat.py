@@ -20,7 +20,7 @@ SHARE_OF_TIMEOUT = 0.5
 class Activity:
     """The work of a rank at one moment."""
 
-    step: int  # that it trains, from 1; 0 before the first one of a launch
+    step: int  # that it trains, from 1; 0 before the first step of a launch
     phase: str  # the name of a collective, or of work of its own
     waits: bool  # whether the phase is a collective, in which it waits for other ranks
     sec: float  # for how long, in seconds

@@ -259,7 +259,7 @@ def _start(command: list[str], log: Path, environment: dict[str, str]) -> subpro
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Collect stop signals instead of exiting. Only the first one is forwarded to the ranks: a second
+    """Collect stop signals instead of exiting. Only the first signal is forwarded to the ranks: a second
     one would end torchrun's wait for the final save."""
     received: list[int] = []
     before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in STOP_SIGNALS}

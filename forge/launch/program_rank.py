@@ -36,7 +36,7 @@ SHARED_SEC = 1.0  # between two looks at files on the shared file system
 NO_RESTART = 93
 STOP_ASKED = "stop"  # in the directory of the launch: the cause, for ranks that got no signal
 TAIL_BYTES = 4096
-VICTIM_SEC = 5.0  # a rank that only waits for a hung one reports so much later than that one
+VICTIM_SEC = 5.0  # a rank that only waits for a hung rank reports so much later than the hung rank
 LOST = "peer lost"  # the cause after which ranks are started again, and the job is requeued
 
 Signs = tuple[tuple[int, int], ...]  # time of last change and size of each of some files

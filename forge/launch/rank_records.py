@@ -69,7 +69,7 @@ class ProgramTask(_Task):
     step: int  # of the checkpoint to resume from; 0 without one
     resume: str  # path of that checkpoint; "" without one
     goal: int
-    restart: int  # launches of this run before this one
+    restart: int  # launches of this run before this launch
     staged: dict[str, ProgramFolders]  # host -> those with copies on its own disk
     shared: ProgramFolders  # for the other hosts
     deadline: float | None = None  # from max_minutes or the job's time limit, whichever is earlier
@@ -198,7 +198,7 @@ class RankRecord:
                 file.write(json.dumps(values)[:RESERVED_BYTES])
 
     def write_provisional(self, spec: LaunchSpec) -> None:
-        """Write the record that counts if this rank never writes another one."""
+        """Write the record that counts if this rank never writes another record."""
         write_json(_provisional(_path(spec, self.rank)), {"format": FORMAT, **asdict(self)})
 
     @classmethod

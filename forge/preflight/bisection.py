@@ -27,7 +27,7 @@ class Broken:
     nodes: list[str] = field(default_factory=list)
     """Nodes at fault themselves: they fail alone, or with several others."""
     pairs: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs that fail together, while each node works with another one."""
+    """Pairs that fail together, while each node works with another node."""
     unclear: list[tuple[str, str]] = field(default_factory=list)
     """Pairs that fail together, without a third node to tell which of the two is at fault."""
     among: Group = ()

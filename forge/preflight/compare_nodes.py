@@ -101,8 +101,8 @@ def inspect(
 
 
 def _master(pool: NodePool, machine: Machine, wanted: str, *, sec: float) -> str:
-    """Name or address at which the ranks meet. wanted: the one that was asked for, else the name of their
-    first node, which some of the nodes may not resolve."""
+    """Name or address at which the ranks meet. wanted: the address that was asked for, else the name of
+    their first node, which some of the nodes may not resolve."""
 
     def unresolved(name: str) -> list[str]:
         answers = pool.ask("resolves", name=name, timeout_sec=sec)
@@ -155,7 +155,7 @@ Links = dict[str, dict[str, dict[str, Any]]]  # from, to: trouble ("" for none),
 def _connect_all(
     pool: NodePool, nodes: Sequence[Node], machine: Machine, *, head: str, master: str, sec: float
 ) -> Links:
-    """Have every node connect to every other one. A node that cannot take part gets a failed check."""
+    """Have every node connect to every other node. A node that cannot take part gets a failed check."""
     by_name = {node.name: node for node in nodes}
     settings = machine.model_dump(mode="json")
     listening = pool.ask("listen", hosts=by_name, timeout_sec=sec, machine=settings, master=master)

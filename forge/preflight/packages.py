@@ -15,7 +15,7 @@ from typing import Any
 
 from forge.core.checks import Check
 
-# In a process of its own: the Python of another program may be another one, and an import may crash.
+# In a process of its own: another program may have another Python, and an import may crash.
 IMPORT = """
 import importlib, json, sys
 found = {}

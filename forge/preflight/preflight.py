@@ -133,7 +133,7 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
             if placement.job and len(findings.healthy) < layout.nodes:
                 exclude.add(paths.bad_nodes, compare_nodes.bad_nodes(nodes), placement.job)
             raise _unfit(config, paths, findings)
-        # All healthy nodes: training takes the first ones, and another one when it loses a node.
+        # All healthy nodes: training takes the first of them, and another node when it loses one.
         PreflightPass(host=hostname(), nodes=findings.healthy).write(paths.preflight_pass)
     return paths.preflight_pass
 

@@ -48,7 +48,7 @@ class Watchdog:
         self._timer: threading.Timer | None = None
 
     def begin(self, doing: str) -> None:
-        """End the step before, if any, and begin this one."""
+        """End the previous step, if any, and begin this step."""
         self.end()
         self._timer = threading.Timer(self.patience_sec, self._end_process, [doing])
         self._timer.daemon = True

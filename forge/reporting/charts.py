@@ -89,7 +89,7 @@ def family_chart(family: Sequence[Member]) -> str:
 
 
 def _from_parent(member: Member, family: Sequence[Member]) -> pd.DataFrame:
-    """The losses of a run, after the parent's last one before the start, where it is there."""
+    """The losses of a run, preceded by the parent's last loss before the start, if it is recorded."""
     import pandas as pd
 
     parents = [other for other in family if other.run == member.parent_run]

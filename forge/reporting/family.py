@@ -1,4 +1,4 @@
-"""Runs that start from each other, as a tree: where each one branches off, and to which loss it comes."""
+"""Runs that start from each other, as a tree: the step of each branch, and its losses."""
 
 from __future__ import annotations
 

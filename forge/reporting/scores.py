@@ -30,7 +30,7 @@ class ScoreRow:
         return f"{self.task} {self.metric} ({shots}{self.last.num_documents:,} documents)"
 
     def text(self, step: int | None = None) -> str:
-        """`0.7500 ± 0.1100` of this step, or of the last one; empty where there is none."""
+        """The score at this step, by default at the last, as `0.7500 ± 0.1100`; empty without a score."""
         score = self.last if step is None else self.by_step.get(step)
         if score is None:
             return ""

@@ -256,7 +256,7 @@ class OtherProgram:
         return step
 
     def _changed(self) -> str:
-        """Which artifact is another than the one that the checkpoint was made with; "" for none."""
+        """Name of the artifact that differs from the one that made the checkpoint; "" for none."""
         latest = self.checkpoints and self.checkpoints.latest()
         if not latest:
             return ""
@@ -326,7 +326,7 @@ class OtherProgram:
             self._progress(),
             self._lineage(),
             self.program.keep_last,
-            told=lambda progress, is_last: log.tell(progress.steps, is_last=is_last),
+            on_look=lambda progress, is_last: log.tell(progress.steps, is_last=is_last),
         )
 
     def _progress(self) -> Callable[[], Progress]:

@@ -67,7 +67,7 @@ class Archive:
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True) -> Archive | None:
         """The archive in a directory; None without one, or where a chunk is missing, corrupt, or another
-        file than the one that was written there. verify: read all of it."""
+        file than the file that was written there. verify: read all of it."""
         try:
             facts = read_json(folder / "archive.json")
             states, digests = facts["states"], facts["digests"]

@@ -45,7 +45,9 @@ from forge.data.sources import open_tokens
 
 SPARE_BYTES = 256 * 2**20  # left free for other users of the node
 STAMP = ".stamp.json"
-CHUNKS = "chunks"  # directory of the chunks of an archive, inside the one they are unpacked into
+CHUNKS = (
+    "chunks"  # directory of the chunks of an archive, inside the directory they are unpacked into
+)
 VERIFY_THREADS = 4
 COPY_THREADS = 4
 COPY_BLOCK = 2**22
@@ -404,7 +406,7 @@ def finish(*, kind: Kind, temporary: str, folder: str, digest: str) -> None:
 
 
 def _came_meanwhile(kind: Kind, target: Path, digest: str) -> bool:
-    """Whether another run has staged this set since this one began."""
+    """Whether another run has staged this set since this run began."""
     try:
         return is_complete(kind, target, digest)
     except DataError:

@@ -98,7 +98,7 @@ def _in_copy(inputs: InputSet, folder: str, cwd: str) -> ProgramFolders:
 
 
 def staged_python(paths: RunPaths) -> str:
-    """The Python for the ranks: the one that `stage.project` copied to the nodes, else this one."""
+    """The Python for the ranks: that which `stage.project` copied to the nodes, else this process's."""
     record = StageRecord.read_if_there(paths.stage)
     return record.python or sys.executable if record else sys.executable
 

@@ -171,7 +171,7 @@ class _Staging:
     def withdraw(self) -> None:
         """Undo `claim` on every node. What is to be kept is in another directory."""
         if self._job:
-            each = {host: {"root": found["root"]} for host, found in self._states.items()}
+            each = {host: {"root": response["root"]} for host, response in self._states.items()}
             self._pool.ask("unmark", timeout_sec=ASK_SEC, hosts=each, each=each, **self._claim)
 
     @property
@@ -260,7 +260,7 @@ class _Staging:
         return archive
 
     def _send_below(self, root: str, hosts: list[str], archive: Archive) -> None:
-        """Send the chunks to nodes with the same root, unpack each one there, verify, rename."""
+        """Send the chunks to nodes with the same root, unpack each chunk there, verify, rename."""
         assert self._job
         name = f"job-{self._job}/writing-{hostname()}-{os.getpid()}"
         temporary = f"{root}/{name}"

@@ -58,7 +58,7 @@ def find_documents(
 
 
 def _mask(start_BT: Tensor) -> Tensor:
-    """start_BT: for each token the index of the first one of its document, in the window."""
+    """start_BT: for each token the index of the first token of its document, in the window."""
     same_BTT = start_BT[:, :, None] == start_BT[:, None, :]
     mask_BTT = torch.zeros_like(same_BTT, dtype=torch.float32)
     return mask_BTT.masked_fill_(~same_BTT.tril(), -torch.inf)[:, None]

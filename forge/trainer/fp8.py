@@ -52,7 +52,8 @@ def apply(decoder: Decoder, settings: Train, device: torch.device) -> None:
 def _in_training(
     linear: nn.Linear, scaled: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """The forward method of a linear layer, float8 in training mode only. scaled: the one in float8."""
+    """The forward method of a linear layer, float8 in training mode only. scaled: the method in
+    float8."""
 
     def forward(x: Tensor) -> Tensor:
         if not linear.training:

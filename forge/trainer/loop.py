@@ -51,7 +51,7 @@ from forge.trainer.numerics import (
     prepare,
 )
 from forge.trainer.parallel import ParallelModel
-from forge.trainer.source_mix import SourceMix, mean_loss, told
+from forge.trainer.source_mix import SourceMix, losses_text, mean_loss
 from forge.trainer.spike import SpikeRule, ended_by_spike
 from forge.trainer.step import LaunchedStep, StepResult, TrainStep, train_loader
 
@@ -91,7 +91,7 @@ class Trainer:
         self.saved_at = time.monotonic()
         self.lr = self.settings.lr  # of the last step whose result is read
         self.skipped = Skipped()
-        # A GPU always has the next step to compute while the host reads the results of the one before.
+        # A GPU always has the next step to compute while the host reads the results of the step before.
         self.most_launched = 1 if world.runs_ahead else 0
         self.launched: deque[LaunchedStep] = deque()
         self.read_at = 0.0  # when the newest result was read, or the first of `launched` begun
@@ -341,7 +341,7 @@ class Trainer:
         started = time.perf_counter()
         losses = validation_losses(self.parallel, self.val_windows)
         if not all(map(math.isfinite, losses.values())):
-            raise self._diverged(f"validation loss {told(losses)} is not finite")
+            raise self._diverged(f"validation loss {losses_text(losses)} is not finite")
         if self.world.rank.is_main:
             loss = mean_loss(losses, self.mix.at_start if self.mix else None, self.step)
             sources = losses if self.mix else None
@@ -350,7 +350,7 @@ class Trainer:
             seconds = round(time.perf_counter() - started, 3)
             self.budget.measure_evaluation(seconds)
             self._record(events.Eval(step=self.step, seconds=seconds, loss=loss, sources=sources))
-            by_source = f" ({told(losses)})" if sources else ""
+            by_source = f" ({losses_text(losses)})" if sources else ""
             say(f"step {self.step}: validation loss {loss:.4f}{by_source}")
 
     # --- checkpoints ---------------------------------------------------------------------------

@@ -90,6 +90,6 @@ def mean_loss(losses: Mapping[str, float], mix: MixAtStart | None, step: int) ->
     return sum(float(share) * losses[name] for name, share in shares.items() if share)
 
 
-def told(losses: Mapping[str, float]) -> str:
+def losses_text(losses: Mapping[str, float]) -> str:
     """`code 2.1034, web 3.5120`; of a single corpus the loss alone."""
     return ", ".join(f"{name} {loss:.4f}".strip() for name, loss in losses.items())

@@ -25,7 +25,7 @@ from forge.core.records import Sample, Trained
 from forge.launch.rank_records import LossesTask
 from forge.trainer import llama, optim
 from forge.trainer.numerics import REFERENCE_SAMPLES, prepare
-from forge.trainer.source_mix import mean_loss, told
+from forge.trainer.source_mix import losses_text, mean_loss
 from forge.validation.checkpoint_checks import Data
 from forge.validation.estimates import MAX_RECOMPUTED, affordable, recomputed_ranks
 from forge.validation.rank_losses import Evaluation
@@ -254,7 +254,7 @@ class ModelChecks:
         self.loss = mean_loss(losses, mix, self._manifest.step)
         self._continued = zip(report.prompts, prompts, result["samples"], strict=True)
         tokens = sum(tokens for _, tokens in result["validation"].values())
-        by_source = f" ({told(losses)})" if mix else ""
+        by_source = f" ({losses_text(losses)})" if mix else ""
         return f"{self.loss:.4f}{by_source} over {tokens:,} tokens{self._where}"
 
     def sample(self) -> str:
