@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"forge {options.subcommand}: {err}")
         return int(err.code)
     except BrokenPipeError:
-        # The reader of standard output (head, less) has exited; that is no failure.
+        # The reader of standard output (head, less) has exited; that is not a failure.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception:
         say(
@@ -396,7 +396,7 @@ def _inputs(options: argparse.Namespace) -> None:
     from forge.data.content_ids import single_corpora
     from forge.data.inputs import make_inputs
 
-    named = [one for one in single_corpora(_resolved(options)) if one.ids.inputs]
+    named = [corpus for corpus in single_corpora(_resolved(options)) if corpus.ids.inputs]
     if not named:
         raise ConfigError(
             f"{options.config} has no program.inputs, and no hf:// URL in tokenize.inputs",
@@ -461,8 +461,8 @@ def _validate(options: argparse.Namespace) -> None:
         _validate_checkpoints(options, run.root, data | options.overrides)
     elif run:
         needed = () if options.all or options.fix else ("program.validate",)
-        found = trusted(run, options.its_config, options.overrides, *needed, "data")
-        _validate_run(options, found.config)
+        accepted = trusted(run, options.its_config, options.overrides, *needed, "data")
+        _validate_run(options, accepted.config)
     else:
         _validate_run(options, _resolved(options))
 
@@ -482,7 +482,8 @@ def _validate_run(options: argparse.Namespace, config: ResolvedConfig) -> None:
 def _validate_checkpoints(
     options: argparse.Namespace, run: ResolvedConfig | Path, overrides: dict[str, Any]
 ) -> None:
-    """Of Forge's own trainer: a run by its config, or the directory of a run or of a checkpoint."""
+    """Validate checkpoints of Forge's own trainer. run: the config, or the directory of a run or of one
+    checkpoint."""
     from forge.core.process import fast_imports
 
     with fast_imports():
@@ -574,9 +575,9 @@ def _to_evaluate(options: argparse.Namespace) -> tuple[Any, Path | None, Config,
         return RunPaths.of(config), None, config, True
     place = place or find_runs([options.config])[0]
     run = run_of(place)
-    found = trusted(run, options.its_config, options.overrides, "evaluate", "data")
+    accepted = trusted(run, options.its_config, options.overrides, "evaluate", "data")
     checkpoint = place.root.resolve() if run is not place else None
-    return run, checkpoint, found.config, found.is_ours
+    return run, checkpoint, accepted.config, accepted.is_ours
 
 
 def _compare(options: argparse.Namespace) -> None:

@@ -50,7 +50,7 @@ def respond(line: str) -> dict[str, Any]:
 def main() -> None:
     """Respond to requests until the input ends: then the program that sent them has ended."""
     responses = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries is no response
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries is not a response
     for line in sys.stdin:
         print(json.dumps(respond(line), allow_nan=False), file=responses, flush=True)
 

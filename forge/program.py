@@ -30,7 +30,7 @@ class Run:
 
     def __init__(self) -> None:
         environ = os.environ
-        self.resume: Path | None = Path(found) if (found := environ.get("FORGE_RESUME")) else None
+        self.resume: Path | None = Path(path) if (path := environ.get("FORGE_RESUME")) else None
         """The verified checkpoint to resume from; None for a fresh start."""
         self.checkpoints = Path(environ.get("FORGE_CHECKPOINTS") or "checkpoints")
         """Directory in which to write checkpoints."""

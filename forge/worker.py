@@ -98,7 +98,7 @@ def _prepare(spec: LaunchSpec, rank: Rank) -> None:
 
 
 def _flight_recorder(spec: LaunchSpec) -> network.Setting:
-    """Where torch puts the last collectives of a rank; it appends the rank's number."""
+    """Path prefix of torch's dump of a rank's last collectives; torch appends the rank's number."""
     prefix = RunPaths(Path(spec.run)).logs.absolute() / f"{spec.log_prefix}.flight-recorder."
     return network.Setting(
         network.FLIGHT_RECORDER, str(prefix), "with the other logs, not in ~/.cache"
@@ -106,7 +106,7 @@ def _flight_recorder(spec: LaunchSpec) -> network.Setting:
 
 
 def _of_job(spec: LaunchSpec) -> str:
-    """What Slurm says of this rank's job; "" outside of Slurm."""
+    """Slurm's facts of this rank's job, for its first log line; "" outside of Slurm."""
     if not spec.job:
         return ""
     environ = os.environ
@@ -150,7 +150,7 @@ def _peer_lost(err: Exception, rank: Rank) -> RankRecord:
 
 
 def _unexpected(err: Exception, rank: Rank) -> RankRecord:
-    """The record of an error that is no ForgeError: of the GPU, or a bug."""
+    """The record of an error that is not a ForgeError: an error of the GPU, or a bug."""
     cause = gpu_errors.cause_of(err)
     if cause in (gpu_errors.FAULT, gpu_errors.ERROR):
         message = f"{cause} on {hostname()} (rank {rank.rank}): {gpu_errors.first_line(err)}"

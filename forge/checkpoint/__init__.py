@@ -1,1 +1,1 @@
-"""Checkpoints: write, commit, verify, and choose the one to resume from."""
+"""Checkpoints: write, commit, verify, and choose from which to resume."""

@@ -54,11 +54,11 @@ def check_compatible(config: ResolvedConfig, checkpoint: Checkpoint) -> None:
 
 
 def _changed(section: str, model: type[Section], now: Section, then: Part) -> Iterator[str]:
-    for key, mine in now.model_dump(mode="json").items():
+    for key, current in now.model_dump(mode="json").items():
         if key == "decay_steps" or is_free(model, key):
             continue
-        if mine != (value := recorded_value(model, then, key)):
-            yield differs(f"{section}.{key}", mine, value)
+        if current != (value := recorded_value(model, then, key)):
+            yield differs(f"{section}.{key}", current, value)
 
 
 def recorded_value(model: type[Section], section: Part, key: str) -> object:
@@ -85,7 +85,8 @@ def changed_ids(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str
 
 
 def _changed_keys_of_data(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:
-    """None where the same settings name other corpus files than then."""
+    """The keys that name other data than the checkpoint's; empty where equal settings name other
+    files."""
     sections = config.to_json()
     for section in ("tokenizer", "tokenize"):
         then = getattr(made_by, section, {})
@@ -107,7 +108,7 @@ def differs(key: str, now: object, then: object) -> str:
 
 
 def schedule_warnings(config: ResolvedConfig, checkpoint: Checkpoint | None) -> list[str]:
-    """What people should know of the learning rate before a start: no peak, or no rate left."""
+    """Warnings about the learning rate before a start: no peak, or no rate left."""
     train, decay_steps = config.train, frozen_decay_steps(config, checkpoint)
     goal, warmup = train.max_steps, train.warmup_steps
     warnings: list[str] = []

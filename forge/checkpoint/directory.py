@@ -45,14 +45,14 @@ class Checkpoint:
     def open(cls, folder: Path) -> Checkpoint:
         """Read the manifest. Raises DataError as `Manifest.read` does, and where the directory is named
         for another step than that of the manifest."""
-        found, named = cls(folder, Manifest.read(folder)), checkpoint_step(folder.name)
-        if named is not None and named != found.step:
+        checkpoint, named = cls(folder, Manifest.read(folder)), checkpoint_step(folder.name)
+        if named is not None and named != checkpoint.step:
             raise DataError(
-                f"{folder} is named for step {named}, its manifest is of step {found.step}",
+                f"{folder} is named for step {named}, its manifest is of step {checkpoint.step}",
                 cause="the directory was renamed, or another checkpoint was copied into it",
-                fix=f"remove it, or rename it to {checkpoint_name(found.step)} if there is none",
+                fix=f"remove it, or rename it to {checkpoint_name(checkpoint.step)} if there is none",
             )
-        return found
+        return checkpoint
 
     @property
     def step(self) -> int:
@@ -80,10 +80,10 @@ class Checkpoint:
         the disk reports an error, which says nothing about the content.
         """
         files = self.manifest.files
-        mine = dict(sorted(files.items())[share[0] :: share[1]])
+        own_share = dict(sorted(files.items())[share[0] :: share[1]])
         with disk_trouble(self.folder, "read"), ThreadPoolExecutor(VERIFY_THREADS) as pool:
             failpoints.reach("load.verify", self.folder)
-            yield from filter(None, pool.map(self._bad_file, mine, mine.values()))
+            yield from filter(None, pool.map(self._bad_file, own_share, own_share.values()))
         if share[0] == 0:
             extra = {p.name for p in self.folder.iterdir()} - set(files) - {MANIFEST}
             for name in sorted(extra):
@@ -107,8 +107,8 @@ class Checkpoint:
 
 def committed(checkpoints: Path) -> list[Path]:
     """All committed checkpoint directories of a run, oldest first."""
-    found = checkpoints.glob(f"{CHECKPOINT_PREFIX}*/{MANIFEST}")
-    folders = (path.parent for path in found if not path.parent.is_symlink())
+    manifests = checkpoints.glob(f"{CHECKPOINT_PREFIX}*/{MANIFEST}")
+    folders = (path.parent for path in manifests if not path.parent.is_symlink())
     return sorted((f for f in folders if checkpoint_step(f.name) is not None), key=by_step)
 
 
@@ -162,21 +162,21 @@ def linked(paths: RunPaths) -> Path | None:
 
 
 def target_of(link: Path) -> Path:
-    """What a link that Forge has made points to: a checkpoint in the same directory, by its plain name.
+    """Target of a link that Forge has made: a checkpoint in the same directory, by its plain name.
 
-    Raises DataError for any other link, also for one to a link: what it leads to is none of this run, and
-    would be moved, removed or placed somewhere.
+    Raises DataError for any other link, also for a link to a link: its target may not belong to this
+    run, and would be moved, removed or put into another directory.
     """
     name = str(link.readlink())
     try:
-        found = link.parent / plain_name(name)
+        target = link.parent / plain_name(name)
     except ValueError:
-        raise _leads_out(link, name, "which is no name of a checkpoint beside it") from None
-    if name.startswith(TEMPORARY) or found == RunPaths(link.parent.parent).quarantine:
-        raise _leads_out(link, name, "which is no checkpoint")
-    if found.is_symlink() and found != link:
-        raise _leads_out(link, name, f"which is a link to {str(found.readlink())!r}")
-    return found
+        raise _leads_out(link, name, "which is not the name of a checkpoint beside it") from None
+    if name.startswith(TEMPORARY) or target == RunPaths(link.parent.parent).quarantine:
+        raise _leads_out(link, name, "which is not a checkpoint")
+    if target.is_symlink() and target != link:
+        raise _leads_out(link, name, f"which is a link to {str(target.readlink())!r}")
+    return target
 
 
 def _leads_out(link: Path, name: str, why: str) -> DataError:
@@ -237,7 +237,7 @@ def begin(paths: RunPaths, step: int, size: int = 0) -> Path:
 
 
 def temporary_folder(paths: RunPaths, step: int) -> Path:
-    """Where the checkpoint of this step is written before it is committed."""
+    """Directory in which the checkpoint of this step is written before it is committed."""
     return paths.checkpoints / f"{TEMPORARY}{checkpoint_name(step)}"
 
 

@@ -29,12 +29,14 @@ def is_exported(target: Path, identity: dict[str, Any]) -> bool:
     """Whether the target is this export, complete. ConfigError where the target is something else."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return False
-    found = read_object_or_empty(target / MANIFEST) if (target / MANIFEST).is_file() else {}
-    files = found.get("files")
-    if not isinstance(files, dict) or any(found.get(k) != value for k, value in identity.items()):
+    manifest = read_object_or_empty(target / MANIFEST) if (target / MANIFEST).is_file() else {}
+    files = manifest.get("files")
+    if not isinstance(files, dict) or any(
+        manifest.get(k) != value for k, value in identity.items()
+    ):
         what = (
-            f"holds the export of step {found['step']}{_in(found)}"
-            if "checkpoint_digest" in found
+            f"holds the export of step {manifest['step']}{_in(manifest)}"
+            if "checkpoint_digest" in manifest
             else "exists and is not an export of Forge"
         )
         raise ConfigError(f"{target} {what}", fix="name another directory with --to, or remove it")
@@ -55,8 +57,8 @@ def record_export(target: Path) -> None:
     Exported(step=facts["step"], folder=folder, files=facts["files"]).write(paths.exported)
 
 
-def _in(found: dict[str, Any]) -> str:
-    return f" in {found['dtype']}" if "dtype" in found else ""
+def _in(manifest: dict[str, Any]) -> str:
+    return f" in {manifest['dtype']}" if "dtype" in manifest else ""
 
 
 @contextmanager

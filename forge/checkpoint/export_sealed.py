@@ -48,16 +48,16 @@ def export_sealed(config: Config, to: Path | None) -> Path:
 
 def _latest(config: Config, paths: RunPaths) -> SealedCheckpoint:
     program = config.program
-    found = None
+    checkpoint = None
     if program and program.checkpoints:
-        found = ProgramCheckpoints(paths, program.checkpoints, 1).latest()
-    if found is None:
+        checkpoint = ProgramCheckpoints(paths, program.checkpoints, 1).latest()
+    if checkpoint is None:
         raise DataError(
             f"{paths.root} has no sealed checkpoint",
             cause="the run has not saved one, or its config has no program.checkpoints",
             fix="train it first",
         )
-    return found
+    return checkpoint
 
 
 def _names(config: Config, checkpoint: SealedCheckpoint) -> list[str]:
@@ -68,14 +68,14 @@ def _names(config: Config, checkpoint: SealedCheckpoint) -> list[str]:
         return there
     chosen = set()
     for pattern in config.program.export:
-        found = {name for name in there if fnmatch(name, pattern)}
-        if not found:
+        matching = {name for name in there if fnmatch(name, pattern)}
+        if not matching:
             raise ConfigError(
                 f"program.export: no file of {checkpoint.path.name} matches {pattern!r}",
                 cause=f"it has {', '.join(there)}",
                 fix="correct program.export in the config, and rerun the workflow",
             )
-        chosen |= found
+        chosen |= matching
     return sorted(chosen)
 
 

@@ -180,14 +180,14 @@ def _trained(paths: RunPaths) -> Trained | None:
 def starting_anew(runs: Mapping[str, ResolvedConfig]) -> dict[str, str]:
     """Run name -> reason, for each run that has started from a checkpoint which its parent has made anew,
     or which a parent among these runs will make anew. Changes nothing."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name in _parents_first(runs):
         config = runs[name]
         if reason := _changed_parent(config):
-            found[name] = reason
-        elif _same_start(config) and _pending(config, runs, found):
-            found[name] = f"{config.parent}, from which it started, is made anew"
-    return found
+            reasons[name] = reason
+        elif _same_start(config) and _pending(config, runs, reasons):
+            reasons[name] = f"{config.parent}, from which it started, is made anew"
+    return reasons
 
 
 def _parents_first(runs: Mapping[str, Config]) -> list[str]:
@@ -199,7 +199,7 @@ def _parents_first(runs: Mapping[str, Config]) -> list[str]:
 
 
 def _same_start(config: Config) -> ParentCheckpoint | None:
-    """What the run has started from, where its config names the same run and step."""
+    """The checkpoint from which the run started, if its config names the same run and step."""
     named, made_from = Parent.of(config), started_from(RunPaths.of(config))
     if named is None or made_from is None:
         return None
@@ -234,7 +234,7 @@ MADE = (
 
 
 def set_aside_if_parent_changed(config: Config) -> None:
-    """Move what a run has made into `superseded/` where its parent's checkpoint is another one now: the
+    """Move what a run has made into `superseded/` where its parent's checkpoint has changed: the
     run starts anew. Under the run's lock, in the launcher. Raises UnfitError when the disk refuses,
     DataError as `directory.refuse_link`."""
     made_from, reason = _same_start(config), _changed_parent(config)
@@ -245,13 +245,13 @@ def set_aside_if_parent_changed(config: Config) -> None:
     directory.refuse_link(paths.superseded)
     aside = directory.free_name(paths.superseded, name, having="checkpoints")
     with disk_trouble(aside):
-        for found in (path for pattern in MADE for path in sorted(paths.root.glob(pattern))):
-            target = aside / found.relative_to(paths.root)
+        for file in (path for pattern in MADE for path in sorted(paths.root.glob(pattern))):
+            target = aside / file.relative_to(paths.root)
             target.parent.mkdir(parents=True, exist_ok=True)
-            found.rename(target)
+            file.rename(target)
     say(f"{paths.root} starts anew: {reason}; what it had made is in {aside}")
 
 
 def times_started_anew(paths: RunPaths) -> int:
-    """How often a run has started anew because of another checkpoint of its parent."""
+    """Number of times that a run has started anew because its parent's checkpoint changed."""
     return len(list(paths.superseded.glob("*/checkpoints")))  # which is moved last

@@ -322,15 +322,15 @@ class Manifest(Part):
         return self.model_copy(update={"files": files, "digest": ""})
 
 
-def _writer_of(found: object) -> str:
-    if found in (1, 2, 3):
+def _writer_of(number: object) -> str:
+    if number in (1, 2, 3):
         return "written by an earlier development version of Forge, whose index is a pickle"
     return "written by another version of Forge"
 
 
 def _without_empty(values: dict[str, Any], *keys: str) -> dict[str, Any]:
-    """Without these keys where they have no value: so the manifests of runs without sources or parents
-    have always been."""
+    """The values without those of these keys that are empty: the manifest of a run without sources or
+    parents does not have the keys."""
     return {name: value for name, value in values.items() if value or name not in keys}
 
 

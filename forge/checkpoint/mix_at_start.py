@@ -1,4 +1,4 @@
-"""By which weights a run with sources draws its samples: its own, after those of its parent."""
+"""The weights by which a run with sources draws its samples: its own, after those of its parent."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ class MixAtStart:
         if own is not None:
             return cls.recorded(own)
         mix = config.train.mix
-        mine = [Stage(0, dict(num_windows))] if mix is None else stages(mix)
+        configured = [Stage(0, dict(num_windows))] if mix is None else stages(mix)
         if parent is None:
-            return cls(mine, dict.fromkeys(num_windows, 0))
-        return _after(parent, mine, same_seed=config.train.seed == _seed_of(parent))
+            return cls(configured, dict.fromkeys(num_windows, 0))
+        return _after(parent, configured, same_seed=config.train.seed == _seed_of(parent))
 
     @classmethod
     def recorded(cls, checkpoint: Checkpoint) -> MixAtStart:
-        """As a checkpoint with sources was trained."""
+        """The mix with which a checkpoint with sources was trained."""
         mix = checkpoint.manifest.mix
         assert mix, "the ids of a run without sources do not fit (compatibility.changed_ids)"
-        return cls([Stage(one.step, one.weights) for one in mix.stages], mix.drawn_before)
+        return cls([Stage(stage.step, stage.weights) for stage in mix.stages], mix.drawn_before)
 
     def record(self, sources: dict[str, SourceUse]) -> RecordedMix:
-        """For the manifest of a checkpoint."""
+        """The record of the mix for the manifest of a checkpoint."""
         recorded = [
-            RecordedStage(step=one.step, weights={n: float(w) for n, w in one.weights.items()})
-            for one in self.stages
+            RecordedStage(step=stage.step, weights={n: float(w) for n, w in stage.weights.items()})
+            for stage in self.stages
         ]
         return RecordedMix(stages=recorded, drawn_before=self.drawn_before, sources=sources)
 
 
-def _after(parent: Checkpoint, mine: list[Stage], *, same_seed: bool) -> MixAtStart:
+def _after(parent: Checkpoint, configured: list[Stage], *, same_seed: bool) -> MixAtStart:
     step, before = parent.step, MixAtStart.recorded(parent)
-    begun = [stage for stage in mine if stage.step <= step]
+    begun = [stage for stage in configured if stage.step <= step]
     first = Stage(step, begun[-1].weights)
-    following = [first, *(stage for stage in mine if stage.step > step)]
+    following = [first, *(stage for stage in configured if stage.step > step)]
     kept = [stage for stage in before.stages if stage.step < step]
     if same_seed and kept and kept[-1].has_shares_of(first):
         return MixAtStart([*kept, *following[1:]], before.drawn_before)

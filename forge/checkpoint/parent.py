@@ -80,7 +80,7 @@ def find(config: ResolvedConfig) -> directory.Checkpoint | None:
 
 
 def corrupt(config: Config, reasons: list[str]) -> DataError:
-    """The error for a corrupt parent checkpoint. Forge never takes another one instead."""
+    """The error for a corrupt parent checkpoint. Forge never takes another checkpoint instead."""
     parent = Parent.of(config)
     assert parent
     if not parent.folder.is_dir():
@@ -137,9 +137,9 @@ def check_fits(config: ResolvedConfig, made_by: RecordedConfig) -> None:
 def _misfits(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:
     for section, keys in KEPT.items():
         for key in keys:
-            mine = getattr(config, section)
-            now = mine.model_dump(mode="json", include={key})[key]
-            then = compatibility.recorded_value(type(mine), getattr(made_by, section), key)
+            settings = getattr(config, section)
+            now = settings.model_dump(mode="json", include={key})[key]
+            then = compatibility.recorded_value(type(settings), getattr(made_by, section), key)
             if now != then:
                 yield compatibility.differs(f"{section}.{key}", now, then)
     yield from compatibility.changed_ids(config, made_by)
@@ -162,7 +162,7 @@ def recorded(
 
 
 def fix_for_divergence(config: Config, saved_step: int) -> str:
-    """What to do after a run has diverged. saved_step: of its newest checkpoint, 0 without one."""
+    """Advice after a run has diverged. saved_step: of its newest checkpoint, 0 without one."""
     name = f"{config.run}@{saved_step}" if saved_step > first_step(config) else config.parent
     if name is None:
         return "lower train.lr or raise train.warmup_steps under a new run name"

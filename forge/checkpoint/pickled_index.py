@@ -43,7 +43,7 @@ class IndexedPart:
     name: str
     """Name of the tensor."""
     dtype: str
-    """As torch names it."""
+    """Name of the dtype in torch."""
     shape: Sizes
     file: PlainName
     start: Number
@@ -54,7 +54,7 @@ _PARTS = TypeAdapter(list[IndexedPart])
 
 
 def read_pickled_index(path: Path) -> list[IndexedPart]:
-    """The parts of all tensors in an index of DCP. Entries that are no tensors are left out.
+    """The parts of all tensors in an index of DCP. Entries that are not tensors are left out.
 
     Raises DataError where it is corrupt, or asks for what no index needs; UnknownIndexError; OSError.
     """
@@ -90,7 +90,7 @@ class Name(NamedTuple):
 
 
 class Made:
-    """What a pickle would make: by which class or function, of what, with which attributes."""
+    """An object that a pickle would make: its class or function, its arguments and attributes."""
 
     __slots__ = ("arguments", "by", "state")
 
@@ -228,7 +228,7 @@ class _Machine:
 def _known(module: Any, name: Any) -> Name:
     """The name of what an index may have. Raises DataError, UnknownIndexError for any other."""
     if not isinstance(module, str) or not isinstance(name, str):
-        raise _tampered("names what is no text")
+        raise _tampered("names what is not text")
     if (known := Name(module, name)) in _KNOWN:
         return known
     # What a planted index would call is in the standard library.
@@ -237,9 +237,9 @@ def _known(module: Any, name: Any) -> Name:
     raise UnknownIndexError(f"its index names {module:.60}.{name:.60}, which Forge does not know")
 
 
-def _tampered(found: str) -> DataError:
+def _tampered(what: str) -> DataError:
     return DataError(
-        f"the checkpoint's index {found}, which no index needs",
+        f"the checkpoint's index {what}, which no index needs",
         cause="it was not written by torch.distributed.checkpoint, or it was tampered with",
         fix="do not use this checkpoint",
     )
@@ -250,7 +250,8 @@ def _tampered(found: str) -> DataError:
 
 def _parts(index: Any, limit: int) -> Iterator[dict[str, Any]]:
     """The parts of the tensors, their values not checked yet. limit: more parts are refused, since a
-    small file can list the same ones again and again. Raises ValueError, KeyError for what is no index.
+    small file can list the same ones again and again. Raises ValueError, KeyError for data that is not
+    an index.
     """
     lists = _attributes(index, Name(METADATA, "Metadata"))
     dtypes, shapes = {}, {}  # by text, whose hash nobody can choose
@@ -279,24 +280,24 @@ def _parts(index: Any, limit: int) -> Iterator[dict[str, Any]]:
 
 
 def _attributes(value: Any, by: Name) -> dict[str, Any]:
-    """Of what would be made by this class, from its pickled state."""
+    """Attributes of the object that this class would make from its pickled state."""
     if _of(Made, value).by != by:
         raise ValueError(f"it has a {value.by.name} where a {by.name} should be")
     return {_text(key): attribute for key, attribute in _pairs(value.state)}
 
 
 def _dtype(properties: Any) -> str:
-    """Of a TensorProperties, whose state is a tuple that begins with it."""
+    """The dtype of a TensorProperties, whose state is a tuple that begins with the dtype."""
     if _of(Made, properties).by != Name(METADATA, "TensorProperties"):
         raise ValueError(f"it has a {properties.by.name} where properties should be")
     dtype = _of(Name, _of(tuple, properties.state)[0])
     if dtype.module != "torch" or dtype.name not in DTYPES:
-        raise ValueError(f"{dtype.name} is no type of numbers")
+        raise ValueError(f"{dtype.name} is not a type of numbers")
     return dtype.name
 
 
 def _sizes(value: Any) -> list[int]:
-    """Of a torch.Size, which is made of one tuple."""
+    """The sizes in a torch.Size, which is made from one tuple."""
     if _of(Made, value).by != Name("torch", "Size"):
         raise ValueError(f"it has a {value.by.name} where sizes should be")
     (sizes,) = value.arguments

@@ -56,11 +56,11 @@ class PlanUnpickler(pickle.Unpickler):
         if (module, name) in ALLOWED:
             return super().find_class(module, name)
         if module in ("builtins", "torch", errors.__name__) and "." not in name:
-            found = getattr(sys.modules[module], name, None)
-            if found is errors.Exit or (
-                isinstance(found, type) and issubclass(found, BaseException)
+            member = getattr(sys.modules[module], name, None)
+            if member is errors.Exit or (
+                isinstance(member, type) and issubclass(member, BaseException)
             ):
-                return found
+                return member
         raise _foreign(f"{module}.{name}")
 
 
@@ -74,7 +74,7 @@ def _member(owner: Any, name: str = "") -> Any:
 def _foreign(what: str) -> UnfitError:
     return UnfitError(
         f"a rank sent a pickle with {what}, which no save and no load needs",
-        cause="its node has another version of torch or Forge, or it is no rank: another program"
+        cause="its node has another version of torch or Forge, or another program, not a rank,"
         " connected to the ports of this launch",
         fix=f"{SAME_VERSION}; docs/environment.md says who can connect",
     )

@@ -1,7 +1,7 @@
 """Read the tensors that a program has saved with torch.distributed.checkpoint (DCP), running no code.
 
 The index is read without unpickling it (checkpoint/pickled_index.py), each tensor by `torch.load` with
-weights_only. Entries that are no tensors (learning rates, states of data loaders) are not read.
+weights_only. Entries that are not tensors (learning rates, states of data loaders) are not read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Part:
     """A stored part of a tensor: all of it, or one rank's shard."""
 
     name: str
-    """Of the tensor."""
+    """Name of the tensor."""
     file: str
     tensor: torch.Tensor
 
@@ -65,8 +65,8 @@ def _read(folder: Path, part: IndexedPart) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise DataError(f"{part.name} in {path.name} is a {type(tensor).__name__}")
     if tensor.dtype != DTYPES[part.dtype] or list(tensor.shape) != part.shape:
-        found = f"{tensor.dtype}, shape {tuple(tensor.shape)}"
-        raise DataError(f"{part.name} is stored as {found}: the index says otherwise")
+        stored = f"{tensor.dtype}, shape {tuple(tensor.shape)}"
+        raise DataError(f"{part.name} is stored as {stored}: the index says otherwise")
     if tensor.nbytes > part.bytes:  # a view that repeats few numbers
         raise DataError(f"{part.name} in {path.name} has fewer numbers than its shape")
     return tensor

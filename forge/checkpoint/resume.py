@@ -132,12 +132,12 @@ def newest_verified(
     which is a DataError with require_checkpoint. parent_name: as in `begin_afresh`. All ranks call it.
     """
     lost = False
-    while (found := _chosen(paths, world)) is not None:
-        damage = _damage(found, world)
+    while (checkpoint := _chosen(paths, world)) is not None:
+        damage = _damage(checkpoint, world)
         if not damage:
-            return found
+            return checkpoint
         lost = True
-        world.on_main(partial(directory.quarantine, paths, found.folder, damage), "quarantine")
+        world.on_main(partial(directory.quarantine, paths, checkpoint.folder, damage), "quarantine")
     if lost:
         begin = partial(begin_afresh, paths, require_checkpoint, parent_name)
         world.on_main(begin, "fresh start")
@@ -156,17 +156,17 @@ def verified_parent(config: ResolvedConfig, world: World) -> directory.Checkpoin
         return None
     what = "choice of the parent's checkpoint"
     world.on_main(partial(parent.find, config), what)
-    found = _open_alike(named.folder, world, what)
-    if damage := _damage(found, world):
+    checkpoint = _open_alike(named.folder, world, what)
+    if damage := _damage(checkpoint, world):
         raise parent.corrupt(config, damage)
-    return found
+    return checkpoint
 
 
-def _damage(found: directory.Checkpoint, world: World) -> list[str]:
+def _damage(checkpoint: directory.Checkpoint, world: World) -> list[str]:
     """Sentences on corrupt files, the same on all ranks; each rank reads a share of the files."""
     share = (world.rank.rank, world.rank.world_size)
-    mine = world.patiently(partial(_bad_files, found, share), "check of digests")
-    return [bad for part in world.gather_objects(mine, list[str], "damage") for bad in part]
+    corrupt = world.patiently(partial(_bad_files, checkpoint, share), "check of digests")
+    return [bad for part in world.gather_objects(corrupt, list[str], "damage") for bad in part]
 
 
 def _chosen(paths: RunPaths, world: World) -> directory.Checkpoint | None:
@@ -174,8 +174,8 @@ def _chosen(paths: RunPaths, world: World) -> directory.Checkpoint | None:
     other nodes may see an older state. Raises UnfitError when a node does not see that checkpoint."""
 
     def look() -> str:
-        found = latest(paths) if world.rank.is_main else None
-        return os.path.relpath(found.folder, paths.checkpoints.resolve()) if found else ""
+        newest = latest(paths) if world.rank.is_main else None
+        return os.path.relpath(newest.folder, paths.checkpoints.resolve()) if newest else ""
 
     what = "choice of the checkpoint"
     name = world.gather_objects(world.together(look, what), str, what)[0]
@@ -184,15 +184,15 @@ def _chosen(paths: RunPaths, world: World) -> directory.Checkpoint | None:
 
 def _open_alike(folder: Path, world: World, what: str) -> directory.Checkpoint:
     """Open the same checkpoint on all ranks. Raises UnfitError when a node does not see it."""
-    found = world.patiently(partial(_open, folder), what)
-    digests = world.gather_objects(found.manifest.digest, str, what)
+    checkpoint = world.patiently(partial(_open, folder), what)
+    digests = world.gather_objects(checkpoint.manifest.digest, str, what)
     if len(set(digests)) > 1:
         raise UnfitError(
-            f"{found.folder} is not the same checkpoint on all nodes",
+            f"{checkpoint.folder} is not the same checkpoint on all nodes",
             cause="the network file system shows an old state on some of them",
             fix="rerun the same command",
         )
-    return found
+    return checkpoint
 
 
 def _open(folder: Path) -> directory.Checkpoint:
@@ -217,14 +217,14 @@ def _bad_files(checkpoint: directory.Checkpoint, share: tuple[int, int]) -> list
         return [f"{err.filename} was removed while it was read"]
 
 
-def check_same_data(found: directory.Checkpoint, lineage: Lineage) -> None:
+def check_same_data(checkpoint: directory.Checkpoint, lineage: Lineage) -> None:
     """DataError when a checkpoint was trained on data with other digests than those of `lineage`. Sources
     that the checkpoint does not have may be there."""
-    for name, then in _data_of(found.manifest.lineage).items():
+    for name, then in _data_of(checkpoint.manifest.lineage).items():
         now = _data_of(lineage).get(name, "none")
         if then != now:
             raise DataError(
-                f"the {name} of this run have digest {now[:12]}, {found.folder} was trained"
+                f"the {name} of this run have digest {now[:12]}, {checkpoint.folder} was trained"
                 f" with {then[:12]}",
                 cause="the corpus or the tokenizer was edited in place and rebuilt",
                 fix="restore the old input, or give the run a new name",
@@ -233,7 +233,9 @@ def check_same_data(found: directory.Checkpoint, lineage: Lineage) -> None:
 
 def _data_of(lineage: Lineage) -> dict[str, str]:
     """The digest of each artefact, by what people call it."""
-    sources = {f"tokens of source {name}": one.digest for name, one in lineage.sources.items()}
+    sources = {
+        f"tokens of source {name}": tokens.digest for name, tokens in lineage.sources.items()
+    }
     return {
         **(sources or {"tokens": lineage.tokens.digest}),
         "tokenizer": lineage.tokenizer.digest,

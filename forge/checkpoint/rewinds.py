@@ -16,7 +16,7 @@ from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.data.left_out import LeftOut
 
-# Of the records of ranks that end so that the launcher starts them again.
+# Cause in the records of ranks that end so that the launcher starts them again.
 CAUSE = "loss spike"
 # From one checkpoint. Where the batches that follow have spikes too, the batches are not the cause.
 MOST_FROM_ONE_CHECKPOINT = 3
@@ -30,8 +30,8 @@ class Rewind(Exception):
 
 
 def decided(log: Path, config: ResolvedConfig) -> list[Decision]:
-    """The decisions in a run's event log about the order of samples that this config has. (Of another one
-    are those of a run that was begun again with another seed, after its checkpoints were removed.)"""
+    """The decisions in a run's event log about the order of samples that this config has. Decisions
+    made under another seed, or with other tokens, belong to an earlier, deleted start."""
     order = config.train.seed, config.ids.tokens
     return [
         (event.number, event.to_step, event.batches)
@@ -41,15 +41,15 @@ def decided(log: Path, config: ResolvedConfig) -> list[Decision]:
 
 
 def left_out(manifest: Manifest | None, decisions: Iterable[Decision] = ()) -> LeftOut:
-    """What a run leaves out that resumes from a checkpoint: what its manifest has, and what was decided
-    after it was saved. None: a run from step 0."""
-    recorded = [(one.step, one.batches) for one in manifest.left_out] if manifest else []
-    later = sorted(one for one in decisions if one[0] > len(recorded))
+    """Batches that a run leaves out when it resumes from a checkpoint: those in the manifest, and those
+    of decisions after the save. manifest: None for a run from step 0."""
+    recorded = [(rewind.step, rewind.batches) for rewind in manifest.left_out] if manifest else []
+    later = sorted(decision for decision in decisions if decision[0] > len(recorded))
     return LeftOut((*recorded, *((step, batches) for _, step, batches in later)))
 
 
 def to_record(left_out: LeftOut) -> list[LeftOutBatches]:
-    """For the manifest of a checkpoint."""
+    """The batches left out, as the manifest of a checkpoint records them."""
     return [LeftOutBatches(step=step, batches=batches) for step, batches in left_out.entries]
 
 

@@ -48,7 +48,7 @@ Signature = tuple[tuple[str, int, int], ...]
 
 
 class SealLineage(BaseModel):
-    """What made a checkpoint of a program."""
+    """Artifacts and code that made a checkpoint of a program."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -61,7 +61,7 @@ class SealLineage(BaseModel):
     """Id and digest of its input files."""
     world_size: int
     code: Code
-    """Of Forge."""
+    """Version of Forge."""
 
 
 class Seal(Record):
@@ -71,7 +71,7 @@ class Seal(Record):
 
     step: int
     files: dict[SealedName, StoredFile]
-    """By path in the checkpoint; "" for a checkpoint that is a file."""
+    """Files by their path in the checkpoint; "" for a checkpoint that is a file."""
     lineage: SealLineage
     digest: str
     """blake3 of step and files."""
@@ -129,12 +129,12 @@ class ProgramCheckpoints:
         directory.refuse_link(self.paths.checkpoints)
         before, _, after = self.settings.pattern.partition(STEP)
         named = re.compile(f"{re.escape(before)}([0-9]+){re.escape(after)}")
-        found: dict[int, Path] = {}
+        by_step: dict[int, Path] = {}
         with suppress(FileNotFoundError):
             for path in self.paths.checkpoints.iterdir():
                 if (match := named.fullmatch(path.name)) and not path.is_symlink():
-                    found[int(match[1])] = path
-        return dict(sorted(found.items()))
+                    by_step[int(match[1])] = path
+        return dict(sorted(by_step.items()))
 
     def refuse_other_pattern(self) -> None:
         """ConfigError where `latest` points to a checkpoint that the pattern does not name: the run would
@@ -168,16 +168,16 @@ class ProgramCheckpoints:
     def sealed(self) -> list[SealedCheckpoint]:
         """All sealed checkpoints, newest first; those with an unreadable seal are left out. Raises
         OtherFormat for a seal of another version of Forge."""
-        found = []
+        checkpoints = []
         for path in self.there().values():
             try:
                 if self.seal_of(path).exists():
-                    found.append(SealedCheckpoint(path, Seal.read(self.seal_of(path))))
+                    checkpoints.append(SealedCheckpoint(path, Seal.read(self.seal_of(path))))
             except OtherFormat:
                 raise
             except DataError:
                 continue
-        return found[::-1]
+        return checkpoints[::-1]
 
     def latest(self) -> SealedCheckpoint | None:
         """The newest sealed checkpoint; None without one. Raises OtherFormat.
@@ -225,17 +225,19 @@ class ProgramCheckpoints:
         Everything newer that is corrupt, incomplete or was never sealed is moved to quarantine, so that a
         program that looks for its newest checkpoint finds this one. Raises UnfitError, OtherFormat.
         """
-        known = {found.path: found for found in self.sealed()}
+        known = {checkpoint.path: checkpoint for checkpoint in self.sealed()}
         for path in reversed(self.there().values()):
             reasons = [
                 "it was never sealed: the program ended before its save was known to be complete"
             ]
             if self.seal_of(path).exists():
-                found = known.get(path)
-                reasons = list(found.bad_files()) if found else ["its seal cannot be read"]
-                if found and not reasons:
+                checkpoint = known.get(path)
+                reasons = (
+                    list(checkpoint.bad_files()) if checkpoint else ["its seal cannot be read"]
+                )
+                if checkpoint and not reasons:
                     self._point_latest(path)
-                    return found
+                    return checkpoint
             self._quarantine(path, reasons)
         with disk_trouble(self.paths.latest):
             self.paths.latest.unlink(missing_ok=True)
@@ -266,13 +268,15 @@ class ProgramCheckpoints:
 
     def prune(self, keep_last: int | None) -> None:
         """Remove all but the newest `keep_last` sealed checkpoints, and seals without a checkpoint."""
-        for found in self.sealed()[keep_last:] if keep_last else []:
-            doomed = found.path.with_name(f"{directory.TEMPORARY}pruned-{found.path.name}")
+        for checkpoint in self.sealed()[keep_last:] if keep_last else []:
+            doomed = checkpoint.path.with_name(
+                f"{directory.TEMPORARY}pruned-{checkpoint.path.name}"
+            )
             try:
-                found.path.rename(doomed)
-                self.seal_of(found.path).unlink(missing_ok=True)
+                checkpoint.path.rename(doomed)
+                self.seal_of(checkpoint.path).unlink(missing_ok=True)
             except OSError as err:
-                say(f"warning: cannot remove the old checkpoint {found.path}: {err}")
+                say(f"warning: cannot remove the old checkpoint {checkpoint.path}: {err}")
             remove(doomed)
         for seal in self.paths.checkpoints.glob(f"*{SEAL}"):
             if not os.path.lexists(str(seal).removesuffix(SEAL)):
@@ -280,15 +284,16 @@ class ProgramCheckpoints:
 
 
 def signature(path: Path) -> Signature:
-    """Of the files of a checkpoint as they are now; () where it is gone, or a file goes meanwhile."""
-    found = []
+    """Name, size and time of change of each file of a checkpoint, to see later whether one has changed;
+    () where the checkpoint is gone, or a file disappears meanwhile."""
+    signs = []
     try:
         for name in _names(path):
             status = (path / name if name else path).stat()
-            found.append((name, status.st_size, status.st_mtime_ns))
+            signs.append((name, status.st_size, status.st_mtime_ns))
     except OSError:
         return ()
-    return tuple(found)
+    return tuple(signs)
 
 
 def remove(path: Path) -> None:

@@ -38,11 +38,13 @@ class Progress:
         return any(step is not None for step in self.saved)
 
     def has_saved(self, step: int) -> bool:
-        """Whether no rank still writes the checkpoint of this step: all have said that they saved it, or,
-        in a program that does not say so, told a later step."""
+        """Whether no rank still writes the checkpoint of this step: all have said that they saved it,
+        or, in a program that does not say so, have reported a later step."""
         if self.tells_saves:
-            return all(told is not None and told >= step for told in self.saved)
-        return bool(self.steps) and all(told is not None and told > step for told in self.steps)
+            return all(saved_step is not None and saved_step >= step for saved_step in self.saved)
+        return bool(self.steps) and all(
+            saved_step is not None and saved_step > step for saved_step in self.steps
+        )
 
     def has_run(self, seconds: float, since: Progress) -> bool:
         """Whether every rank has been running for so long since then. A dead rank has not, so that its
@@ -73,8 +75,8 @@ class Sealer:
     progress: Callable[[], Progress]
     lineage: SealLineage
     keep_last: int | None = None
-    told: Callable[[Progress, bool], None] = lambda *_: None
-    """Called with each look at the ranks, and whether it is the last one."""
+    on_look: Callable[[Progress, bool], None] = lambda *_: None
+    """Called with the progress each time the ranks are looked at, and whether this is the last time."""
     _candidates: dict[Path, Candidate] = field(default_factory=dict)
     _sealed: dict[Path, Signature] = field(default_factory=dict)  # in this launch, as sealed
     _ended: threading.Event = field(default_factory=threading.Event)
@@ -109,7 +111,7 @@ class Sealer:
         """Seal what has become complete. A disk error is a warning: the next scan tries again."""
         try:
             progress = self.progress()
-            self.told(progress, self._ended.is_set())
+            self.on_look(progress, self._ended.is_set())
             for step, path in self.checkpoints.there().items():
                 if self._is_due(path, step, progress, orderly):
                     self._seal(path, step)
@@ -143,15 +145,17 @@ class Sealer:
 
     def _seal(self, path: Path, step: int) -> None:
         started = time.monotonic()
-        found = self.checkpoints.seal(path, step, self.lineage)
-        if found is None:
+        sealed = self.checkpoints.seal(path, step, self.lineage)
+        if sealed is None:
             return
         self._sealed[path] = signature(path)
-        self._record(found, time.monotonic() - started)
+        self._record(sealed, time.monotonic() - started)
         self.checkpoints.prune(self.keep_last)
 
-    def _record(self, found: SealedCheckpoint, seconds: float) -> None:
-        num_bytes = sum(file.bytes for file in found.seal.files.values())
-        save = events.Save(step=found.step, seconds=round(seconds, 3), stall=0.0, bytes=num_bytes)
+    def _record(self, checkpoint: SealedCheckpoint, seconds: float) -> None:
+        num_bytes = sum(file.bytes for file in checkpoint.seal.files.values())
+        save = events.Save(
+            step=checkpoint.step, seconds=round(seconds, 3), stall=0.0, bytes=num_bytes
+        )
         events.record(self.checkpoints.paths.events, save)
-        say(f"sealed {found.path.name}: {num_bytes / 2**20:,.1f} MiB, `latest` points to it")
+        say(f"sealed {checkpoint.path.name}: {num_bytes / 2**20:,.1f} MiB, `latest` points to it")

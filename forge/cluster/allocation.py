@@ -19,7 +19,7 @@ from forge.core.machine import Machine, load_machine
 from forge.core.paths import RunPaths
 
 LOCAL_MACHINE = "profiles/local/machine.yaml"  # without a profile; beside the workflow
-# Keys of --config that are no config keys: the allocation of this one command -> its resource.
+# Keys of --config that are not config keys: the allocation of this one command -> its resource.
 OF_COMMAND = {
     "nodes": "nodes",
     "tasks_per_node": "tasks_per_node",

@@ -78,7 +78,7 @@ def add(path: Path, reasons: Mapping[str, str], job: slurm.Job) -> None:
 
 
 def _too_many(nodes: Sequence[BadNode], job: slurm.Job) -> list[BadNode]:
-    """Those that the partition of the job cannot spare. [] where Slurm does not tell."""
+    """Excluded nodes that the partition of the job cannot spare. [] where Slurm does not answer."""
     try:
         partition = read_partitions().get(job.partition)
     except (slurm.SlurmSilent, slurm.Refused):
@@ -92,6 +92,6 @@ def _too_many(nodes: Sequence[BadNode], job: slurm.Job) -> list[BadNode]:
         for node in partition.nodes
         if node.cpus >= cores and node.num_gpus("") >= job.gpus_per_node
     } - of_user
-    mine = [node for node in nodes if node.name in fitting]
-    mine.sort(key=lambda node: node.since or datetime.max, reverse=True)
-    return mine[max(0, len(fitting) - len(job.nodes)) :]
+    fitting_nodes = [node for node in nodes if node.name in fitting]
+    fitting_nodes.sort(key=lambda node: node.since or datetime.max, reverse=True)
+    return fitting_nodes[max(0, len(fitting) - len(job.nodes)) :]

@@ -85,8 +85,8 @@ class Request:
     @property
     def gpus(self) -> tuple[str, int]:
         """Model ("" for any) and number of GPUs on each node."""
-        found = re.fullmatch(r"gpu(?::([A-Za-z][\w.-]*))?(?::(\d+))?", self.gres)
-        return (found.group(1) or "", int(found.group(2) or 1)) if found else ("", 0)
+        match = re.fullmatch(r"gpu(?::([A-Za-z][\w.-]*))?(?::(\d+))?", self.gres)
+        return (match.group(1) or "", int(match.group(2) or 1)) if match else ("", 0)
 
     @property
     def features(self) -> frozenset[str]:
@@ -114,7 +114,7 @@ class Request:
 
 
 def _texts(asked: Callable[[str], Any]) -> dict[str, Any]:
-    """What is handed to Slurm as the profile has it; "" for what it does not ask for."""
+    """Values of the profile that Slurm gets unchanged; "" for each that the profile does not set."""
     keys = {"account": "slurm_account", "partition": "slurm_partition", "extra": "slurm_extra"}
     keys |= {key: key for key in ("gres", "constraint", "qos")}
     return {name: str(asked(key) or "") for name, key in keys.items()}

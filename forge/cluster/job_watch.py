@@ -87,7 +87,7 @@ class JobWatch:
         self._refusals: dict[int, str] = {}  # id() of a job in submission -> error
         self._before: dict[int, list[object]] = {}  # id() of a job -> state of its outputs before
         self._asked: list[Any] = []  # jobs of the current check that have not ended
-        self._told: dict[str, tuple[str, float]] = {}  # subject of a message -> its state, time
+        self._messages: dict[str, tuple[str, float]] = {}  # subject of a message -> its state, time
         self._unlisted: dict[str, float] = {}  # job id -> time since which it is not listed
         self._passing: set[str] = set()
         self._silent_since: float | None = None  # on the monotonic clock
@@ -98,12 +98,12 @@ class JobWatch:
         was submitting then is cancelled."""
         if self._cancelled:
             return
-        # Outputs of an earlier job must not count as success of this one.
+        # Outputs of an earlier job must not count as success of this job.
         self._before[id(job)] = _stamps(job)
         end, alone = time.monotonic() + SILENCE_SEC, 0
         while trouble := self._try_to_submit(job):
             limit = slurm.submit_limit(trouble)
-            # Twice: the last other job may have ended since sbatch refused this one.
+            # Twice: the last other job may have ended since sbatch refused this job.
             alone = 0 if not limit or self._has_jobs() else alone + 1
             is_away = any(sign in trouble for sign in AWAY) and time.monotonic() < end
             if self._cancelled or alone > 1 or not (limit or is_away):
@@ -114,19 +114,19 @@ class JobWatch:
             self._tell("sbatch", limit or "away", f"{_name(job)} is submitted {words}")
             time.sleep(POLL_SEC)
         else:
-            self._told.pop("sbatch", None)
+            self._messages.pop("sbatch", None)
         if self._cancelled:
             self._cancel_by_name(again=bool(trouble))
 
     def _has_jobs(self) -> bool:
         """Whether jobs of this command are in the queue; also true when Slurm does not respond."""
         try:
-            found = jobs.read_queue(
+            listed = jobs.read_queue(
                 [os.getuid()], name=self._executor.run_uuid, patience_sec=0, timeout_sec=SQUEUE_SEC
             )
         except slurm.SlurmSilent:
             return True
-        return any(job.is_living or job.is_waiting for job in found)
+        return any(job.is_living or job.is_waiting for job in listed)
 
     def _try_to_submit(self, job: Any) -> str:
         """Submit the job. Returns the error, or ""."""
@@ -184,7 +184,7 @@ class JobWatch:
         queue = self._queue() if active else {}
         for info in active:
             if queue is None:
-                lives = self._lives_unheard(info)
+                lives = self._while_slurm_is_silent(info)
             else:
                 lives = self._lives(info, queue.get(str(info.external_jobid)))
             if lives:
@@ -199,7 +199,7 @@ class JobWatch:
     def _queue(self) -> dict[str, QueuedJob] | None:
         """The jobs of this command that Slurm lists, by id; None while it does not respond."""
         try:
-            found = jobs.read_queue(
+            listed = jobs.read_queue(
                 [os.getuid()],
                 name=self._executor.run_uuid,
                 patience_sec=0,
@@ -212,11 +212,11 @@ class JobWatch:
             self._silent_since = self._silent_since or time.monotonic()
             return None
         self._silent_since = None
-        if self._told.pop("slurm", None):
+        if self._messages.pop("slurm", None):
             self._executor.logger.info("Slurm answers again")
-        return {job.id: job for job in found}
+        return {job.id: job for job in listed}
 
-    def _lives_unheard(self, info: Any) -> bool:
+    def _while_slurm_is_silent(self, info: Any) -> bool:
         """Whether to keep waiting for this job while Slurm does not respond; else report it as failed."""
         if time.monotonic() - (self._silent_since or time.monotonic()) < SILENCE_SEC:
             return True
@@ -231,19 +231,19 @@ class JobWatch:
     def _lives(self, info: Any, job: QueuedJob | None) -> bool:
         """Whether the job has not ended; if it has, report it. job: None where squeue lists none."""
         if job is None:
-            return self._lives_unlisted(info)
+            return self._not_in_queue(info)
         self._unlisted.pop(job.id, None)
         if job.is_waiting and (words := _why_it_waits(info.job, job)):
             self._tell(job.id, job.reason, f"{_name(info.job, job.id)} {words}")
         else:
-            self._told.pop(job.id, None)
+            self._messages.pop(job.id, None)
         if job.state in PASSING and job.id not in self._passing:
             self._passing.add(job.id)
             return True
         self._passing.discard(job.id)
         return not self._has_ended(info, job.state, job.nodes)
 
-    def _lives_unlisted(self, info: Any) -> bool:
+    def _not_in_queue(self, info: Any) -> bool:
         """As `_lives`, for a job that Slurm has forgotten (MinJobAge after its end): judged by its
         outputs, which it writes last, then by accounting; without either it failed."""
         since = self._unlisted.setdefault(info.external_jobid, time.monotonic())
@@ -316,8 +316,8 @@ class JobWatch:
         end = time.monotonic() + WHO_SEC
         while True:
             state = slurm.accounted_state(job_id, timeout_sec=SACCT_SEC)
-            if found := re.search(r"by (\d+)", state):
-                return _user(int(found[1]))
+            if match := re.search(r"by (\d+)", state):
+                return _user(int(match[1]))
             if time.monotonic() > end:
                 return "somebody (accounting does not say who)"
             time.sleep(0.5)
@@ -329,10 +329,10 @@ class JobWatch:
 
     def _tell(self, about: str, state: str, words: str) -> None:
         """Print a message when the state of a subject changes, and every ten minutes while it stays."""
-        told, when = self._told.get(about, ("", 0.0))
-        if told != state or time.monotonic() - when >= TELL_AGAIN_SEC:
+        last, when = self._messages.get(about, ("", 0.0))
+        if last != state or time.monotonic() - when >= TELL_AGAIN_SEC:
             self._executor.logger.warning(words)
-            self._told[about] = (state, time.monotonic())
+            self._messages[about] = (state, time.monotonic())
 
 
 def _why_it_waits(job: Any, queued: QueuedJob) -> str:
@@ -356,14 +356,14 @@ def _why_it_waits(job: Any, queued: QueuedJob) -> str:
 
 def _stamps(job: Any) -> list[object]:
     """Values that change with the outputs of a job; None for an output that does not exist."""
-    found: list[object] = []
+    signs: list[object] = []
     for path in map(Path, job.output):
         try:
             stat = path.stat()
-            found.append((stat.st_mtime_ns, stat.st_ino, stat.st_size))
+            signs.append((stat.st_mtime_ns, stat.st_ino, stat.st_size))
         except OSError:
-            found.append(None)
-    return found
+            signs.append(None)
+    return signs
 
 
 def _is_there(path: Path) -> bool:

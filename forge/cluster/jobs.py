@@ -92,23 +92,25 @@ def of_run(queue: Iterable[QueuedJob], name: str, ids: set[str], project: Path) 
     ids: jobs that the files of the run name. project: directory from which Snakemake is called.
     """
     home = os.path.realpath(project)
-    mine = [
+    of_this_run = [
         job
         for job in queue
         if job.id in ids or (job.run == name and os.path.realpath(job.folder) == home)
     ]
-    wanted = [job for job in mine if job.is_living] + [job for job in mine if job.is_waiting]
+    wanted = [job for job in of_this_run if job.is_living] + [
+        job for job in of_this_run if job.is_waiting
+    ]
     return wanted[0] if wanted else None
 
 
 def refuse_queued(runs: Iterable[str]) -> None:
     """UnfitError for jobs in the queue that the project in this folder submitted for these runs."""
     queue = read_queue([os.getuid()])
-    found = [(run, job) for run in runs if (job := of_run(queue, run, set(), Path.cwd()))]
-    if found:
+    training = [(run, job) for run in runs if (job := of_run(queue, run, set(), Path.cwd()))]
+    if training:
         raise UnfitError(
-            "; ".join(f"job {job.id} ({job.state}) trains {run}" for run, job in found),
+            "; ".join(f"job {job.id} ({job.state}) trains {run}" for run, job in training),
             cause="an earlier Snakemake was killed, or the same command was given twice",
-            fix=f"wait for it, or end it: scancel {' '.join(job.id for _, job in found)}\n"
+            fix=f"wait for it, or end it: scancel {' '.join(job.id for _, job in training)}\n"
             "         (slurm.when_running: wait in machine.yaml waits and then continues)",
         )

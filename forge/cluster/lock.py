@@ -56,7 +56,7 @@ def check_held(folder: Path, writer: Process) -> None:
     """UnfitError when `writer` does not hold the folder any more: whoever has taken
     over writes there now, or has ended, and must not find its files changed.
 
-    A successor that sees our processes is no danger: it waits for them.
+    A successor that sees our processes does no harm: it waits for them.
     """
     held = holder(folder)
     if writer.is_here and (not held or held.process.is_here):
@@ -80,7 +80,7 @@ def _acquire(path: Path, mine: Lock) -> None:
 
 
 def _give_back(path: Path, mine: Lock) -> None:
-    """Its failure is no error: the end of this process gives the lock back as well."""
+    """Best effort: a lock whose process has exited counts as released."""
     try:
         if _read(path) == mine:
             path.unlink(missing_ok=True)

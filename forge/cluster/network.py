@@ -102,7 +102,7 @@ def with_exported_timeout(machine: Machine) -> Machine:
         fabric = checked(Fabric, {**machine.fabric.model_dump(), "timeout_sec": exported}, "")
     except ConfigError:
         raise ConfigError(
-            f"NCCL_TIMEOUT={exported} is no time: it must be seconds, above 0 and at most {MAX_SEC}",
+            f"NCCL_TIMEOUT={exported} is not a time: it must be seconds, above 0 and at most {MAX_SEC}",
             cause="exported in the shell",
             fix="unset NCCL_TIMEOUT, and set fabric.timeout_sec in machine.yaml",
         ) from None
@@ -124,17 +124,17 @@ def uses_rdma(fabric: Fabric) -> str:
     if ports := rdma.active_ports():
         more = f" and {len(ports) - 1} more" if len(ports) > 1 else ""
         return f"{ports[0]}{more}"
-    if found := infiniband_interface():
-        return f"{found} is InfiniBand"
+    if interface := infiniband_interface():
+        return f"{interface} is InfiniBand"
     return "fabric.infiniband: always" if fabric.infiniband == "always" else ""
 
 
 def choose_interface(fabric: Fabric, master: str) -> tuple[str | None, str]:
-    """This node's interface for the ranks, and why: the one that the user exported, else the loopback
-    interface where they meet there, else the profile's, else InfiniBand with an address, else the
-    route's."""
-    if found := _exported_interface(fabric):
-        return found
+    """This node's interface for the ranks, and why: the interface that the user exported, else the
+    loopback interface where they meet there, else the profile's, else InfiniBand with an address, else
+    the route's."""
+    if interface := _exported_interface(fabric):
+        return interface
     if rendezvous.is_loopback(master):
         return interface_towards(rendezvous.LOOPBACK), "all ranks are on this node"
     if named := fabric.interfaces.get(hostname()):
@@ -242,15 +242,15 @@ def interface_towards(address: str) -> str | None:
         family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # UDP: selects a route, sends nothing
-            mine = ipaddress.ip_address(probe.getsockname()[0])
+            own_address = ipaddress.ip_address(probe.getsockname()[0])
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():
-        for found in addresses:
+        for entry in addresses:
             if (
-                found.family == family
-                and ipaddress.ip_address(found.address.partition("%")[0]) == mine
+                entry.family == family
+                and ipaddress.ip_address(entry.address.partition("%")[0]) == own_address
             ):
                 return name
     # Any address of 127.0.0.0/8 is the loopback interface, which lists one of them only.
-    return "lo" if mine.is_loopback and "lo" in psutil.net_if_addrs() else None
+    return "lo" if own_address.is_loopback and "lo" in psutil.net_if_addrs() else None

@@ -104,8 +104,8 @@ def _node(values: list[str], partition: dict[str, str]) -> Node:
 
 def _number(text: str) -> float:
     """The number; infinity for a word (UNLIMITED, NONE)."""
-    found = re.match(r"\d+", text)  # sinfo writes 8+ where nodes differ
-    return int(found.group()) if found else math.inf
+    match = re.match(r"\d+", text)  # sinfo writes 8+ where nodes differ
+    return int(match.group()) if match else math.inf
 
 
 def _names(text: str) -> frozenset[str]:
@@ -114,8 +114,8 @@ def _names(text: str) -> frozenset[str]:
 
 def _minutes(text: str) -> float:
     """Slurm's [DAYS-]HOURS:MINUTES:SECONDS in minutes; infinity for a word."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
-    if not found:
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if not match:
         return math.inf
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return 24 * 60 * days + 60 * hours + minutes + seconds / 60

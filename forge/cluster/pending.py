@@ -62,7 +62,7 @@ def advice_on_excluded(job_id: str, names: str, bad_nodes: Path) -> str:
 
 
 def slow_advice(reason: str) -> str:
-    """What a reason means that passes by itself, but slowly; "" for others."""
+    """Meaning of a reason that passes by itself, but slowly; "" for others."""
     for pattern, advice in _SLOW.items():
         if re.fullmatch(pattern, _word(reason), flags=re.IGNORECASE):
             return advice

@@ -17,7 +17,7 @@ MACHINE = "machine.yaml"
 
 @dataclass(frozen=True)
 class Profile:
-    """What a command of Snakemake takes from its profile; empty without one, and inside a job."""
+    """What a Snakemake command reads from its profile; empty without a profile, and inside a job."""
 
     files: tuple[Path, ...] = ()  # config.yaml of each, of which the last wins
     replaced: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Profile:
         return next((str(path) for path in beside if path.exists()), None)
 
     def refuse_other_machine(self) -> None:
-        """ConfigError where the profile names another machine.yaml than the one beside it."""
+        """ConfigError where the profile names a machine.yaml other than that beside the profile."""
         beside = self.machine
         if self.named and beside and Path(self.named).resolve() != Path(beside).resolve():
             raise ConfigError(

@@ -62,10 +62,10 @@ def check(fabric: Fabric, nodes: int) -> None:
 def is_loopback(address: str) -> bool:
     """Whether a host listens there only to itself; of names, localhost alone."""
     try:
-        found = ipaddress.ip_address(address)
+        parsed = ipaddress.ip_address(address)
     except ValueError:
         return address == "localhost"
-    return found.is_loopback or found.is_unspecified
+    return parsed.is_loopback or parsed.is_unspecified
 
 
 def _ports(fabric: Fabric) -> range | None:
@@ -77,7 +77,7 @@ def _ports(fabric: Fabric) -> range | None:
         return port_range(int(exported))
     except ValueError:
         raise ConfigError(
-            f"MASTER_PORT={exported} is no port: it must be a number from 1 to 65535",
+            f"MASTER_PORT={exported} is not a port number: it must be a number from 1 to 65535",
             cause="exported in the shell",
             fix="unset MASTER_PORT; fabric.master_port in machine.yaml may be a range",
         ) from None
@@ -105,15 +105,15 @@ def endpoint(fabric: Fabric, job_id: str, hosts: Sequence[str], python: str) -> 
     head, asked, ports = hosts[0], host(fabric, ""), _ports(fabric)
     limits = [ports[0], ports[-1]] if ports else None
     if head == hostname():
-        found = probe(asked, limits)
+        answer = probe(asked, limits)
     else:
         words = ["-m", "forge.cluster.rendezvous", json.dumps([asked, limits])]
-        found = json.loads(slurm.output_on(job_id, head, [python, *words]))
-    refuse(fabric, head, found["trouble"])
-    if found["port"] is None:
+        answer = json.loads(slurm.output_on(job_id, head, [python, *words]))
+    refuse(fabric, head, answer["trouble"])
+    if answer["port"] is None:
         raise _no_free_port(ports, head)
     _say_what_was_exported(fabric, head if len(hosts) > 1 else LOOPBACK)
-    port = int(found["port"])
+    port = int(answer["port"])
     if asked or len(hosts) == 1:
         return asked or LOOPBACK, port
     return name_or_address(head, lambda name: _unresolved(job_id, hosts, name)), port
@@ -208,14 +208,20 @@ def trouble(address: str) -> str:
         try:
             server.bind(place)  # only an address of this node can be bound
         except OSError:
-            return f"is no address (those are {', '.join(_addresses())}) of"
+            return f"is not an address (those are {', '.join(_addresses())}) of"
     return ""
 
 
 def _addresses() -> list[str]:
     """The IPv4 addresses of this node, without the loopback interface."""
-    found = psutil.net_if_addrs()
-    return [a.address for n in found if n != "lo" for a in found[n] if a.family == socket.AF_INET]
+    interfaces = psutil.net_if_addrs()
+    return [
+        a.address
+        for n in interfaces
+        if n != "lo"
+        for a in interfaces[n]
+        if a.family == socket.AF_INET
+    ]
 
 
 def _free_port_of(ports: range) -> int | None:

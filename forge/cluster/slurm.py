@@ -138,8 +138,8 @@ def _setting(name: str, patience_sec: float | None = None, timeout_sec: float = 
         text = ask(*line, patience_sec=patience_sec, timeout_sec=timeout_sec)
     except Refused as err:
         raise silent(str(err)) from None
-    found = re.search(rf"^{name}\s*=\s*(\S+)", text, re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(rf"^{name}\s*=\s*(\S+)", text, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def show_job(
@@ -160,8 +160,8 @@ def parse_job(text: str) -> Job:
     """The job in a line of `scontrol show job --details --oneliner`."""
 
     def field(name: str, otherwise: str = "") -> str:
-        found = re.search(rf"(?:^|\s){re.escape(name)}=(\S*)", text)
-        value = found.group(1) if found else otherwise
+        match = re.search(rf"(?:^|\s){re.escape(name)}=(\S*)", text)
+        value = match.group(1) if match else otherwise
         return otherwise if value in ("(null)", "N/A") else value
 
     nodes = field("NodeList")
@@ -190,8 +190,8 @@ def parse_job(text: str) -> Job:
 
 def _num_gpus(tres: str) -> int:
     """GPUs in `gres:gpu:2`, `gres/gpu:h100=4` or `gres:gpu`, as versions of Slurm write them."""
-    found = re.search(r"\bgpu(?::[A-Za-z]\w*)?(?:[:=](\d+))?(?:,|$)", tres)
-    return int(found.group(1) or 1) if found else 0
+    match = re.search(r"\bgpu(?::[A-Za-z]\w*)?(?:[:=](\d+))?(?:,|$)", tres)
+    return int(match.group(1) or 1) if match else 0
 
 
 def _num_ids(ids: str) -> int:
@@ -212,8 +212,8 @@ def node_address(name: str) -> str:
         text = ask("scontrol", "show", "node", "--oneliner", name)
     except Refused as err:
         raise silent(str(err)) from None
-    found = re.search(r"\sNodeAddr=(\S+)", text)
-    return found[1] if found else name
+    match = re.search(r"\sNodeAddr=(\S+)", text)
+    return match[1] if match else name
 
 
 def expand(hostlist: str) -> list[str]:
@@ -225,10 +225,10 @@ def expand(hostlist: str) -> list[str]:
 
 
 def _expand_part(part: str) -> list[str]:
-    found = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)
-    if not found:
+    match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)
+    if not match:
         return [part]
-    head, ranges, tail = found.groups()
+    head, ranges, tail = match.groups()
     names = []
     for item in ranges.split(","):
         first, _, last = item.partition("-")
@@ -387,8 +387,8 @@ def cancel_step(job_id: str, name: str) -> None:
     with contextlib.suppress(Refused, SlurmSilent):
         listed = ask("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i|%j")
         for line in listed.splitlines():
-            step, _, found = line.strip().partition("|")
-            if found == name:
+            step, _, step_name = line.strip().partition("|")
+            if step_name == name:
                 ask("scancel", "--signal=KILL", step)
 
 
@@ -491,8 +491,8 @@ def controller_trouble() -> str:
 def submit_limit(trouble: str) -> str:
     """The limit on jobs of a user in the queue for which sbatch refused one more, such as
     `QOSMaxSubmitJobPerUserLimit`; "" for another error."""
-    found = re.search(r"\b(Assoc|QOS)\w*SubmitJob\w*", trouble)
-    return found[0] if found else ""
+    match = re.search(r"\b(Assoc|QOS)\w*SubmitJob\w*", trouble)
+    return match[0] if match else ""
 
 
 def silent(trouble: str) -> SlurmSilent:

@@ -37,16 +37,16 @@ def check(requests: Sequence[Request], say: Callable[[str], None]) -> None:
     for account, keys in accounts.items():
         _check_account(account, keys)
     partitions = _known_partitions(say)
-    found = [
+    troubles = [
         problem
         for request in requests
         for problem in problems(request, _as_its_qos_has_them(partitions, request.qos))
     ]
-    if found:
+    if troubles:
         raise ConfigError(
-            "\n".join(dict.fromkeys(problem for problem, _ in found)),
+            "\n".join(dict.fromkeys(problem for problem, _ in troubles)),
             cause="Slurm would refuse the job, or accept it and never start it",
-            fix="\n         ".join(dict.fromkeys(fix for _, fix in found)),
+            fix="\n         ".join(dict.fromkeys(fix for _, fix in troubles)),
         )
     for request in requests:
         for partition in asked_partitions(request, partitions):
@@ -105,16 +105,16 @@ def asked_partitions(request: Request, known: Mapping[str, Partition]) -> list[P
 
 def problems(request: Request, known: Mapping[str, Partition]) -> list[tuple[str, str]]:
     """Why no partition could ever start this request, each with its fix; [] when one could."""
-    found = [_problems_in(partition, request) for partition in asked_partitions(request, known)]
-    return [problem for each in found for problem in each] if all(found) else []
+    troubles = [_problems_in(partition, request) for partition in asked_partitions(request, known)]
+    return [problem for each in troubles for problem in each] if all(troubles) else []
 
 
 def _problems_in(partition: Partition, request: Request) -> list[tuple[str, str]]:
     keys, asks = request.profile_keys, f"{request.name} asks partition {partition.name} for"
-    found = []
+    troubles = []
     if request.account and not any(map(partition.accepts, request.account.split(","))):
         allowed = ", ".join(sorted(partition.accounts)) or "not this one"
-        found.append(
+        troubles.append(
             (
                 f"{request.name}: partition {partition.name} does not admit account"
                 f" {request.account} (it admits: {allowed})",
@@ -122,15 +122,15 @@ def _problems_in(partition: Partition, request: Request) -> list[tuple[str, str]
             )
         )
     if partition.state in ("DRAIN", "INACTIVE"):
-        found.append(
+        troubles.append(
             (
                 f"{request.name}: partition {partition.name} is {partition.state} and takes no jobs",
                 f"set another slurm_partition ({keys}), or ask the administrators",
             )
         )
     if request.minutes > partition.max_minutes:
-        found.append((_time_problem(asks, request, partition), _time_fix(request, partition)))
-    return found + _node_problems(asks, request, partition)
+        troubles.append((_time_problem(asks, request, partition), _time_fix(request, partition)))
+    return troubles + _node_problems(asks, request, partition)
 
 
 def _time_problem(asks: str, request: Request, partition: Partition) -> str:
@@ -183,24 +183,24 @@ def _size_problems(asks: str, request: Request, partition: Partition) -> list[tu
         ("MB a node", "mem_mb", request.mem_mb): [n.memory_mb for n in usable],
         (f"{model} GPUs a node".strip(), "gres", gpus): [n.num_gpus(model) for n in usable],
     }
-    found = []
+    troubles = []
     for (unit, key, wanted), offered in sizes.items():
         most = sorted(offered, reverse=True)[request.nodes - 1]
         if wanted > most:
             what = f"{asks} {wanted} {unit}, {request.nodes} of its nodes have {most}"
-            found.append((what, f"set {key} for {most} {unit} or less ({request.profile_keys})"))
+            troubles.append((what, f"set {key} for {most} {unit} or less ({request.profile_keys})"))
     fitting = fitting_nodes(request, partition)
-    if not found and len(fitting) < request.nodes:
+    if not troubles and len(fitting) < request.nodes:
         what = (
             f"{asks} {request.nodes} nodes with {request.cpus} cores, {request.mem_mb} MB"
             f"{f', {gpus} GPUs' if gpus else ''}"
             f"{f', feature {request.constraint}' if request.features else ''} each;"
             f" {len(fitting)} of its {len(partition.nodes)} have all of this"
         )
-        found.append(
+        troubles.append(
             (what, f"lower them ({request.profile_keys}); `sinfo -N -o '%N %c %m %G %f'` shows")
         )
-    return found
+    return troubles
 
 
 def _cores_key(request: Request) -> str:

@@ -1,1 +1,1 @@
-"""What every part needs: config, machine, names of files, errors, events. No torch, no Slurm."""
+"""Shared by every package: config, machine, names of files, errors, events. No torch, no Slurm."""

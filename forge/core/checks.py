@@ -11,7 +11,7 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Check:
-    """What a check found, the likely cause, and what to do about it."""
+    """Result of a check: what is wrong, the likely cause, and what to do about it."""
 
     name: str
     status: Status

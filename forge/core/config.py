@@ -158,7 +158,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _parent_on_a_hub(cls, values: Any) -> Any:
-        """In the column `parent` a family may begin with pretrained weights, which are no run."""
+        """In the column `parent` a family may begin with pretrained weights, which are not a run."""
         name = values.get("parent") if isinstance(values, dict) else None
         if not isinstance(name, str) or not name.startswith(HUB_PARENT):
             return values
@@ -191,8 +191,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _ids_have_a_tokenizer(self) -> Self:
-        formats = [one.format for one in self.tokenize.corpora.values()]
-        of_ids = next((one for one in formats if one in TOKEN_FORMATS), None)
+        formats = [corpus.format for corpus in self.tokenize.corpora.values()]
+        of_ids = next((name for name in formats if name in TOKEN_FORMATS), None)
         if of_ids and self.tokenizer.source == "train":
             raise ValueError(
                 f"tokenize.format is {of_ids}, whose files hold ids and no text, and"
@@ -251,7 +251,9 @@ class Config(Section):
         values = self.model_dump(mode="json", by_alias=True)
         unused = OF_FORGES_TRAINER if self.program else ("program",)
         if values["ids"]:
-            values["ids"] = {name: found for name, found in values["ids"].items() if found}
+            values["ids"] = {
+                name: content_id for name, content_id in values["ids"].items() if content_id
+            }
         return {key: value for key, value in values.items() if key not in unused}
 
 

@@ -184,14 +184,14 @@ def private_folder(path: Path, fix: str) -> Path:
     with disk_trouble(path):
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        found = os.lstat(path)  # not stat, which would follow a planted link
+        status = os.lstat(path)  # not stat, which would follow a planted link
     wrong = (
         "is not a folder (a planted link?)"
-        if not stat.S_ISDIR(found.st_mode)
-        else f"belongs to user {found.st_uid}"
-        if found.st_uid != os.getuid()
-        else f"has mode {stat.S_IMODE(found.st_mode):o}, which lets others in"
-        if stat.S_IMODE(found.st_mode) & 0o077
+        if not stat.S_ISDIR(status.st_mode)
+        else f"belongs to user {status.st_uid}"
+        if status.st_uid != os.getuid()
+        else f"has mode {stat.S_IMODE(status.st_mode):o}, which lets others in"
+        if stat.S_IMODE(status.st_mode) & 0o077
         else ""
     )
     if wrong:

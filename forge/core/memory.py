@@ -19,7 +19,7 @@ GIB = 2**30
 WEIGHT, GRADIENT, ADAM, MUON = 4, 4, 8, 4  # bytes a parameter, in fp32
 # CUDA context, cuBLAS workspaces and buffers of NCCL; and the share that the allocator cannot use.
 FIXED_BYTES, FRAGMENTS = 1.5 * GIB, 1.05
-# Of the loss: fp32 probabilities of a chunk of logits on a GPU (loss.LOGITS_BYTES_GPU), and its logits.
+# The loss: fp32 probabilities of a chunk of logits on a GPU (loss.LOGITS_BYTES_GPU), and its logits.
 CHUNK_BYTES = 2**29
 # Fraction of a GPU that train.micro_batch_size: auto fills: the estimate is within 15 % of what torch
 # allocates, on either side.
@@ -40,7 +40,7 @@ class Memory:
 
     @property
     def allocated(self) -> float:
-        """What PyTorch allocates: all but `fixed` and fragments."""
+        """Bytes that PyTorch allocates: all but `fixed` and fragments."""
         parts = self.gradients + self.gathered + self.activations + self.working
         return self.weights + self.optimizer + parts
 
@@ -51,7 +51,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained on which ranks. precision: of forward and backward, fp32 or bf16."""
+    """The model, its training settings and the world layout. precision: of forward and backward, fp32
+    or bf16."""
 
     model: Model
     vocab_size: int
@@ -62,7 +63,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: Config, vocab_size: int, world_size: int, ranks_per_node: int) -> Shape:
-        """Of a config on GPUs."""
+        """Shape of the training that a config describes, on GPUs."""
         precision = config.train.precision or "bf16"
         rows = config.model.num_rows(vocab_size)
         return cls(config.model, rows, config.train, world_size, ranks_per_node, precision)
@@ -144,9 +145,9 @@ def _moments(shape: Shape) -> Iterator[Memory]:
     own = {"weights": WEIGHT * numbers / ranks, "optimizer": shape.optimizer_bytes / ranks}
     gradients = GRADIENT * numbers / ranks
     before = gradients if shape.accumulates else 0.0
-    # Of the blocks of a sharded model FSDP2 gathers the computed one, and in the backward pass the next
-    # one too; of copies it keeps each until its backward pass is over, and so the output layer in both
-    # cases. A tied matrix stays to the end.
+    # FSDP2 gathers the block that a sharded model computes, and in the backward pass the next block
+    # too. Without sharding it keeps the copy of each block until its backward pass is over; the output
+    # layer stays in both cases. A tied matrix stays to the end.
     tied = shape.model.tie_embeddings
     table = shape.vocab_size * shape.model.dim
     gathered = size if shape.uses_fsdp2 else 0
@@ -159,10 +160,10 @@ def _moments(shape: Shape) -> Iterator[Memory]:
     reduced = 2 if shape.train.reduce_dtype == "bf16" else 4
     unreduced = size + reduced + added if shape.uses_fsdp2 else 0.0
     at_loss = tokens * 2 * size * shape.model.dim + _loss_bytes(shape, size)
-    # Of one block: what is computed again, and gradients of its widest activations.
+    # One block: what is computed again, and gradients of its widest activations.
     again = whole - kept
     passing = 2 * size * (shape.model.inner_dim + shape.model.dim)
-    # Of the output layer: its gradient, or the copy that is being reduced, which a tied matrix has later.
+    # The output layer: its gradient, or the copy that is being reduced, which a tied matrix has later.
     of_table = table * (reduced if shape.uses_fsdp2 and not tied else size)
     yield Memory(  # the loss
         **own,
@@ -203,8 +204,8 @@ def _kept_per_token(shape: Shape, size: int) -> tuple[float, float]:
 
 
 def _loss_bytes(shape: Shape, size: int) -> float:
-    """Of linear_cross_entropy, beside its inputs: chunks of logits and probabilities, and the gradient of
-    the output layer, in fp32 and in the precision of the weight."""
+    """Bytes of linear_cross_entropy, beside its inputs: chunks of logits and probabilities, and the
+    gradient of the output layer, in fp32 and in the precision of the weight."""
     chunk = min(CHUNK_BYTES, 4 * shape.micro_tokens * shape.vocab_size)
     table = shape.vocab_size * shape.model.dim
     return chunk * (1 + size / 4) + table * (4 + 2 * size)
@@ -227,13 +228,13 @@ def alternatives(shape: Shape) -> list[Shape]:
 
 
 def with_micro_batch(shape: Shape, gpu_bytes: float) -> Shape:
-    """Where train.micro_batch_size is auto: with the largest micro-batch that fits, or with one sample.
-    It divides a rank's share of the batch, so that all micro-batches of a step are alike."""
+    """The shape, with train.micro_batch_size: auto replaced by the largest micro-batch that fits, else
+    by 1. It divides a rank's share of the batch, so that all micro-batches of a step are alike."""
     if shape.train.micro_batch_size != "auto":
         return shape
     share = shape.share
     sizes = [shape.changed(micro_batch_size=n) for n in range(1, share + 1) if share % n == 0]
-    fitting = [one for one in sizes if estimate(one).total <= FILLED * gpu_bytes]
+    fitting = [changed for changed in sizes if estimate(changed).total <= FILLED * gpu_bytes]
     return fitting[-1] if fitting else sizes[0]
 
 
@@ -242,8 +243,8 @@ def refuse_what_cannot_fit(shape: Shape, gpu_memory_gib: float) -> None:
     if (needed := least(shape) / GIB) <= gpu_memory_gib:
         return
     gpu_bytes = gpu_memory_gib * GIB
-    ways = [with_micro_batch(one, gpu_bytes) for one in alternatives(shape)]
-    fitting = [one for one in ways if estimate(one).total <= gpu_bytes]
+    ways = [with_micro_batch(way, gpu_bytes) for way in alternatives(shape)]
+    fitting = [way for way in ways if estimate(way).total <= gpu_bytes]
     setting = (
         f"set train.shard: {fitting[0].train.shard} and train.recompute: {fitting[0].train.recompute}"
         if fitting

@@ -15,7 +15,7 @@ from forge.core.values import shown
 Mix = dict[str, float | int] | list[dict[str, float | int]]
 
 STEP = "step"
-# Of all samples. A smaller share would need blocks of more samples (data/mixed_order.py).
+# Smallest share of all samples. A smaller share would need blocks of more samples (data/mixed_order.py).
 MIN_SHARE = Fraction(1, 100_000)
 
 
@@ -46,11 +46,11 @@ class Stage:
 
     def has_shares_of(self, other: Stage) -> bool:
         """Whether both draw alike."""
-        mine, others = (
+        own, others = (
             {name: share for name, share in stage.shares.items() if share}
             for stage in (self, other)
         )
-        return mine == others
+        return own == others
 
 
 def stages(mix: Mix) -> list[Stage]:
@@ -64,8 +64,9 @@ def stages(mix: Mix) -> list[Stage]:
 
 
 def stage_at(all_stages: Sequence[Stage], step: int) -> Stage:
-    """The stage by which a step, counted from 0, draws its samples; the first one before all of them."""
-    return next((one for one in reversed(all_stages) if one.step <= step), all_stages[0])
+    """The stage by which a step, counted from 0, draws its samples; the first stage before all of
+    them."""
+    return next((stage for stage in reversed(all_stages) if stage.step <= step), all_stages[0])
 
 
 # --- checks of the config: ValueError with a sentence for people -----------------------------------
@@ -127,8 +128,8 @@ def require_sources(mix: Mix, sources: Iterable[str], first_step: int) -> None:
             "train.mix has weights of sources, and tokenize.sources names none: write"
             " `tokenize: {sources: {NAME: {inputs: […]}, …}}`, or remove train.mix"
         )
-    found = stages(mix)
-    for stage in found:
+    in_order = stages(mix)
+    for stage in in_order:
         unknown = [name for name in stage.weights if name not in names]
         if unknown:
             close = difflib.get_close_matches(unknown[0], names, n=1)
@@ -137,13 +138,13 @@ def require_sources(mix: Mix, sources: Iterable[str], first_step: int) -> None:
                 f"train.mix names the source {unknown[0]}{hint}; tokenize.sources has {', '.join(names)}"
             )
         if missing := [name for name in names if name not in stage.weights]:
-            where = f" in the stage of step {stage.step}" if len(found) > 1 else ""
+            where = f" in the stage of step {stage.step}" if len(in_order) > 1 else ""
             raise ValueError(
                 f"train.mix has no weight of {', '.join(missing)}{where}; write 0 for a source that is"
                 " not to be drawn"
             )
-    if found[0].step > first_step:
+    if in_order[0].step > first_step:
         raise ValueError(
-            f"the first stage of train.mix begins at step {found[0].step}, but the run at step"
+            f"the first stage of train.mix begins at step {in_order[0].step}, but the run at step"
             f" {first_step}: add a stage from step {first_step} on"
         )

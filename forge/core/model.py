@@ -53,7 +53,7 @@ class Init(Section):
 
     @property
     def name(self) -> str:
-        """For people: `hub:owner/name@revision`, or the directory."""
+        """The source in messages: `hub:owner/name@revision`, or the directory."""
         return f"hub:{self.hub}" if self.hub else str(self.path)
 
 

@@ -60,8 +60,8 @@ class Process:
     @classmethod
     def of(cls, pid: int) -> Process:
         """The process with this pid on this host. Raises ProcessLookupError without one."""
-        found = _state_and_start(pid)
-        if found is None:
+        state = _state_and_start(pid)
+        if state is None:
             raise ProcessLookupError(f"no process {pid} on {hostname()}")
         return cls(
             host=hostname(),
@@ -69,7 +69,7 @@ class Process:
             pid_namespace=_pid_namespace("self"),
             boot_id=_boot_id(),
             machine_id=_machine_id(),
-            start_ticks=found[1],
+            start_ticks=state[1],
             slurm_job=os.environ.get("SLURM_JOB_ID"),
         )
 
@@ -88,7 +88,7 @@ class Process:
         return (self.host, self.boot_id, self.pid_namespace) == here
 
     def life(self) -> Life:
-        """Whether the process still runs; not a zombie, or another one with its pid.
+        """Whether the process still runs; not a zombie, or another process with its pid.
 
         `unknown` where this process cannot tell: the other is of another host, or in a pid namespace (a
         container) that is not part of this one.
@@ -109,10 +109,10 @@ class Process:
         return not self.slurm_job and self.machine_id != "" and self.machine_id == _machine_id()
 
     def _runs_here(self) -> bool:
-        found = _state_and_start(self.pid)
-        if found is None:
+        seen = _state_and_start(self.pid)
+        if seen is None:
             return _is_hidden(self.pid)
-        state, start_ticks = found
+        state, start_ticks = seen
         return state not in "ZX" and start_ticks == self.start_ticks
 
     def _may_be(self, proc: Path) -> bool:
@@ -136,8 +136,8 @@ def _boot_id() -> str:
 def _machine_id() -> str:
     """A digest of /etc/machine-id, which itself is to stay on its machine (man 5 machine-id)."""
     with suppress(OSError):
-        if found := Path("/etc/machine-id").read_text().strip():
-            return hashlib.sha256(f"forge {found}".encode()).hexdigest()[:16]
+        if machine_id := Path("/etc/machine-id").read_text().strip():
+            return hashlib.sha256(f"forge {machine_id}".encode()).hexdigest()[:16]
     return ""
 
 

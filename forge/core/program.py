@@ -158,6 +158,6 @@ def filled(text: str, values: dict[str, Any]) -> str:
     """`text` with each `{name}` that `values` knows replaced; other braces stay."""
     return re.sub(
         r"\{([a-z_]+)\}",
-        lambda found: str(values[found[1]]) if found[1] in values else found[0],
+        lambda match: str(values[match[1]]) if match[1] in values else match[0],
         text,
     )

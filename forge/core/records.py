@@ -59,9 +59,9 @@ def content(path: Path, expected: int, fix: str) -> dict[str, Any]:
     """The object in a file, without its format. Raises DataError where it has none, OtherFormat where it
     is not the expected one."""
     values = read_object(path, "format")
-    if (found := values.pop("format")) != expected:
+    if (number := values.pop("format")) != expected:
         raise OtherFormat(
-            f"{path} has format {found!r}, this version of Forge reads {expected}",
+            f"{path} has format {number!r}, this version of Forge reads {expected}",
             cause="written by another version of Forge",
             fix=fix,
         )
@@ -86,7 +86,7 @@ class Lock(Record):
     slurm_job: str | None
     command: str
     restart: int
-    """How often Slurm had restarted the job."""
+    """Number of times that Slurm had restarted the job."""
     cluster: str | None = None
     """Slurm's name of the cluster of the job: ids of jobs repeat between clusters."""
 
@@ -135,7 +135,7 @@ class Sent(Record):
     FIX = "remove it: everything is then sent again, to a new run of the tracker"
 
     id: str = Field(pattern=r"^[0-9a-f]{8}$")
-    """Of the tracked run, over all restarts."""
+    """Id of the tracked run, the same over all restarts."""
     step: int = -1
     """All rows up to this step are sent."""
     complete: bool = False
@@ -205,7 +205,7 @@ class Trained(Record):
     goal_step: int
     step: int
     checkpoint: str
-    """Its directory, relative to the run's."""
+    """Directory of the checkpoint, relative to the run's."""
     weights_digest: str
     config_digest: str
     parent: dict[str, Any] | None = None
@@ -283,18 +283,18 @@ class Score(BaseModel):
 
     task: str
     metric: str
-    """As the harness names it; with its filter behind a comma, unless that is `none`."""
+    """The metric's name in the harness; with its filter behind a comma, unless that is `none`."""
     value: float | None
-    """None where it is not finite."""
+    """None where the number is not finite."""
     stderr: float | None = None
     higher_is_better: bool | None = None
     num_documents: int
     num_fewshot: int | None = None
     """None for a group whose tasks differ."""
     version: str = ""
-    """Of the task."""
+    """Version of the task."""
     data_digest: str = ""
-    """Of all documents, prompts and targets; empty for a group."""
+    """Digest of all documents, prompts and targets; empty for a group."""
 
 
 class Evaluated(BaseModel):
@@ -328,7 +328,7 @@ class Evaluations(Record):
 
     run: str
     step: int
-    """Of the last checkpoint."""
+    """Step of the last checkpoint."""
     evaluate: Evaluate
     evaluations: list[Evaluation]
-    """By step; the last one is of `step`."""
+    """Evaluations in the order of steps; the last is of `step`."""

@@ -12,7 +12,7 @@ from forge.core.config import RUN_NAME, Config, apply_overrides, checked
 from forge.core.errors import ConfigError
 from forge.core.values import read_cell, read_text, shown
 
-# Columns that are no config keys, since they change nothing of what is trained: as in the profile.
+# Columns that are not config keys, since they change nothing of what is trained: as in the profile.
 LAYOUT = ("nodes", "tasks_per_node")
 COLUMN = r"[A-Za-z_][\w.]*"  # as the dotted names on the command line
 
@@ -56,7 +56,8 @@ def read_rows(path: str | Path) -> list[Row]:
 
 
 def _lines(path: str | Path) -> list[tuple[int, list[str]]]:
-    """Line number and cells of each line that is no comment and not blank. Quotes are part of a cell."""
+    """Line number and cells of each line that is neither a comment nor blank. Quotes are part of a
+    cell."""
     text = read_text(path, "sample sheet")
     return [
         (number, line.split("\t"))
@@ -124,7 +125,7 @@ def _row(where: str, line: int, columns: list[str], cells: list[str]) -> Row:
 def _count(where: str, column: str, cell: str) -> int:
     if not re.fullmatch("[1-9][0-9]{0,5}", cell):
         raise ConfigError(
-            f"{where}, column {column}: value {shown(cell)} is no number of 1 or more",
+            f"{where}, column {column}: value {shown(cell)} is not a number of 1 or more",
             fix="give the number of nodes, or of ranks on each node, or leave the cell empty",
         )
     return int(cell)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 PLAIN_EVERY_SEC = 5.0
 # Characters that drive a terminal, or turn the direction of what follows; not \n and \t.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-# Of a table: text and style; how narrow a column of text may be; indent of what does not fit into a row.
+# In tables: text and its style; smallest width of a column of text; indent of what does not fit into a
+# row.
 _Piece = tuple[str, str]
 _LEAST_TEXT, _INDENT = 16, 4
 _ALL_DIM: Mapping[str, str] = defaultdict(lambda: "dim")
@@ -58,7 +59,7 @@ def visible(text: str) -> str:
     All output for people goes through it: names of files and tensors, and lines of logs, may be those of
     strangers, and would drive the reader's terminal.
     """
-    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def is_terminal(stream: IO[str]) -> bool:
@@ -101,7 +102,7 @@ class Table:
         self.rows.append(([visible(cell) for cell in cells], styles))
 
     def print(self) -> None:
-        """To standard output."""
+        """Print the table to standard output."""
         if is_terminal(sys.stdout):
             from rich.console import Console
 
@@ -110,7 +111,7 @@ class Table:
             print_plain("\n".join("".join(text for text, _ in line) for line in self._lines()))
 
     def drawn(self) -> rich.text.Text:
-        """As a text of rich, which honors NO_COLOR, as wide as the terminal at most."""
+        """The table as a text of rich, which honors NO_COLOR, as wide as the terminal at most."""
         from rich.console import Console
         from rich.text import Text
 

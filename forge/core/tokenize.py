@@ -17,7 +17,7 @@ SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
 MAX_MIB = 2**30  # a PiB
 # Ids of a tokenizer that is not known yet: those of Gemma's, the largest in wide use.
 LARGE_VOCABULARY = 2**18
-# Of tokenize.format: files of ids in place of text.
+# Values of tokenize.format for files that hold ids in place of text.
 TOKEN_FORMATS = ("nanogpt", "megatron", "dolma")
 
 
@@ -65,7 +65,7 @@ class Source(Section):
     nanoGPT (.bin), Megatron-LM (.bin, .idx) and dolma (.npy) hold ids, made with the tokenizer that is
     given."""
     token_dtype: Literal["uint16", "uint32", "int32"] = "uint16"
-    """Of the ids in files of nanoGPT and dolma, which do not say; Megatron-LM's index does."""
+    """Type of the ids in files of nanoGPT and dolma, which do not record it; Megatron-LM's index does."""
     text_field: str = "text"
     """The field (JSONL) or column (parquet) that holds the text."""
     document_separator: str | None = None

@@ -12,12 +12,12 @@ from forge.core.mix import Mix, check_mix
 from forge.core.model import Model
 from forge.core.section import FREE, Section
 
-# Of train.shard.
+# Values of train.shard.
 Shard = Literal["none", "node", "all"] | Annotated[int, Field(ge=2)]
 Recompute = Literal["none", "selective", "full"]
 # Rows and columns of a matrix that GPUs multiply in float8 (torch._scaled_mm).
 FP8_MULTIPLE = 16
-# Of train.micro_batch_size.
+# Values of train.micro_batch_size.
 MicroBatch = Literal["auto"] | Annotated[int, Field(ge=1)] | None
 
 

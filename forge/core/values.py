@@ -92,7 +92,7 @@ def as_cell(value: Any) -> str:
 def read_yaml(text: str, *, whole: bool = False) -> Any:
     """The value of one YAML document; None for an empty one.
 
-    Built from the parser's events, so that the value is no larger than its text: no aliases (300 bytes
+    Built from the parser's events, so that the value is not larger than its text: no aliases (300 bytes
     can expand to gigabytes), no tags, dates or sets, no duplicate keys.
     whole: nothing may follow the value, not even a comment. Raises yaml.YAMLError.
     """

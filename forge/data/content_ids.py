@@ -146,7 +146,9 @@ def tokenizer_recipe(config: Config) -> dict[str, Any]:
     match settings.source:
         case "train":
             recipe |= settings.model_dump(include={"vocab_size", "sample_mib"})
-            read = {name: _reading(one, name) for name, one in config.tokenize.corpora.items()}
+            read = {
+                name: _reading(corpus, name) for name, corpus in config.tokenize.corpora.items()
+            }
             recipe |= read[""] if config.tokenize.sources is None else {"sources": read}
         case "path":
             recipe["files"] = {
@@ -186,7 +188,7 @@ def _tokens_recipe(settings: Tokenize, tokenizer: str, source: str = "") -> dict
 
 
 def _reading(settings: Tokenize, source: str) -> dict[str, Any]:
-    """What a tokenizer that is trained depends on, of one corpus."""
+    """The settings of one corpus on which a trained tokenizer depends."""
     listing = _listing_digest(settings, source)
     return {**settings.model_dump(include=set(READING)), "listing": listing}
 

@@ -47,7 +47,7 @@ class InputFile(NamedTuple):
     name: str
     """The path as the config spells it, equal on every machine."""
     location: str
-    """Where the file is on this machine."""
+    """Path of the file on this machine."""
     size: int
     """Bytes on disk."""
 
@@ -79,14 +79,14 @@ def list_named(inputs: Sequence[str]) -> list[InputFile]:
     """
     files: dict[str, InputFile] = {}  # by path: a directory and a file in it may both be named
     for spec in inputs:
-        found = list(_files_of(spec))
-        if not found:
+        listed = list(_files_of(spec))
+        if not listed:
             raise DataError(
                 f"tokenize.inputs: {spec!r} matches no files",
                 cause="a glob that matches nothing, or an empty directory (hidden files do not count)",
                 fix="correct tokenize.inputs; `**` in a glob matches nested directories",
             )
-        for file in found:
+        for file in listed:
             files.setdefault(os.path.abspath(file.location), file)  # noqa: PTH100 (resolve is slow)
     return sorted(files.values(), key=lambda file: file.name)
 
@@ -434,9 +434,9 @@ def _without_surrogates(text: str, place: str, utf8: _Utf8) -> str:
     return text
 
 
-def _no_text(where: str, field: str, problem: str, found: list[str]) -> DataError:
+def _no_text(where: str, field: str, problem: str, fields: list[str]) -> DataError:
     return DataError(
-        f"{where}: field {field!r} {problem}; fields found: {', '.join(found) or 'none'}",
+        f"{where}: field {field!r} {problem}; fields found: {', '.join(fields) or 'none'}",
         fix="set tokenize.text_field to the field that holds the text, or correct the file",
     )
 

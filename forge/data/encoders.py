@@ -81,8 +81,8 @@ def reference_encoder(tokenizer: LoadedTokenizer) -> Encode:
 def _encodings(tokenizer: LoadedTokenizer, batch: list[tuple[int, str]]) -> list[Any]:
     texts = [piece for _, piece in batch]
     try:
-        found: list[Any] = tokenizer.for_text.encode_batch_fast(texts, add_special_tokens=False)
-        return found
+        encodings: list[Any] = tokenizer.for_text.encode_batch_fast(texts, add_special_tokens=False)
+        return encodings
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException:  # the library raises plain Exception, and panics of Rust
@@ -228,7 +228,7 @@ def _is_divisible(tokenizer: LoadedTokenizer) -> bool:
 
 def _pieces(document: str) -> Iterator[str]:
     start = 0
-    while found := BOUNDARY.search(document, start + BATCH_BYTES):
-        yield document[start : found.start()]
-        start = found.start()
+    while match := BOUNDARY.search(document, start + BATCH_BYTES):
+        yield document[start : match.start()]
+        start = match.start()
     yield document[start:]

@@ -1,4 +1,4 @@
-"""What staging copies to nodes: files that a manifest lists with their digests."""
+"""Sets of files that staging copies to nodes: files that a manifest lists with their digests."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from forge.core.errors import ConfigError
 from forge.core.model import Model
 from forge.core.values import shown
 
-# Of each number: key in config.json -> key of `model`.
+# Each number: key in config.json -> key of `model`.
 NUMBERS = {
     "hidden_size": "dim",
     "num_hidden_layers": "layers",
@@ -32,7 +32,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "clip_qkv": (None,),
     "quantization_config": (None,),
 }
-# Of rope_type llama3: key in config.json -> key of model.rope_scaling.
+# rope_type llama3: key in config.json -> key of model.rope_scaling.
 LLAMA3 = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -137,9 +137,9 @@ def _family(values: dict[str, Any], where: str) -> Family:
 
 def _rope(values: dict[str, Any]) -> dict[str, Any]:
     """Rotary settings as transformers 5 writes them, also where those of 4 are there."""
-    found = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
     theta = {"rope_theta": values["rope_theta"]} if "rope_theta" in values else {}
-    return {**theta, **found} if isinstance(found, dict) else {"rope_type": found}
+    return {**theta, **scaling} if isinstance(scaling, dict) else {"rope_type": scaling}
 
 
 def _kind(rope: dict[str, Any]) -> Any:

@@ -31,7 +31,7 @@ class Repo:
 
     @property
     def folder(self) -> str:
-        """Its directory among downloads, which is its name on the hub."""
+        """The repository's directory among downloads, which is its name on the hub."""
         return f"datasets/{self.name}" if self.kind == "dataset" else self.name
 
     def __str__(self) -> str:
@@ -48,15 +48,15 @@ class HubFiles:
     @classmethod
     def parse(cls, url: str, key: str = "program.inputs") -> Self:
         """key: that has the URL. Raises ConfigError where the URL has another form."""
-        found = URL.fullmatch(url)
-        if not found:
+        match = URL.fullmatch(url)
+        if not match:
             raise ConfigError(
                 f"{key} has {url!r}, which names no files of the hub",
                 fix="write hf://owner/name@revision/file or hf://datasets/owner/name@revision/file;"
                 " file may be a glob, and is optional",
             )
-        kind = "dataset" if found["kind"] else "model"
-        return cls(Repo(found["name"], found["revision"], kind, key), found["path"] or "*")
+        kind = "dataset" if match["kind"] else "model"
+        return cls(Repo(match["name"], match["revision"], kind, key), match["path"] or "*")
 
 
 def list_files(files: HubFiles) -> list[str]:
@@ -71,14 +71,14 @@ def list_files(files: HubFiles) -> list[str]:
     repo = files.repo
     with _Failures(repo, files.pattern):
         names = HfApi().list_repo_files(repo.name, revision=repo.revision, repo_type=repo.kind)
-    found = sorted(name for name in names if fnmatch(name, files.pattern))
-    if not found:
+    matching = sorted(name for name in names if fnmatch(name, files.pattern))
+    if not matching:
         raise DataError(
             f"{repo.key}: no file of {repo} matches {files.pattern!r}",
             cause=f"it has {len(names)} files: {', '.join(sorted(names)[:5])} …",
             fix=f"correct {repo.key}",
         )
-    return found
+    return matching
 
 
 def download(repo: Repo, name: str) -> Path | None:

@@ -38,10 +38,10 @@ def list_inputs(inputs: Sequence[str]) -> list[InputFile]:
 def of_hub(inputs: Sequence[str], key: str = "program.inputs") -> list[HubFiles]:
     """What the inputs of a config key name of a hub. Raises ConfigError for a malformed URL, and for two
     revisions of a repository, whose files have the same places among the downloads."""
-    found = [HubFiles.parse(name, key) for name in inputs if name.startswith(hub.SCHEME)]
+    hub_files = [HubFiles.parse(name, key) for name in inputs if name.startswith(hub.SCHEME)]
     apart = "; or make each a source of tokenize.sources" if key == "tokenize.inputs" else ""
     first: dict[str, HubFiles] = {}
-    for files in found:
+    for files in hub_files:
         other = first.setdefault(files.repo.folder, files).repo
         if other.revision != files.repo.revision:
             raise ConfigError(
@@ -49,7 +49,7 @@ def of_hub(inputs: Sequence[str], key: str = "program.inputs") -> list[HubFiles]
                 cause="downloads are at their name on the hub, which both have",
                 fix="name one revision" + apart,
             )
-    return found
+    return hub_files
 
 
 def named_inputs(config: Config) -> tuple[list[str], str]:
@@ -74,11 +74,11 @@ def corpus_files(config: ResolvedConfig) -> list[InputFile]:
             cause="they are downloaded before the corpus is read, where there is a network",
             fix="on a login node: forge inputs CONFIG",
         )
-    found = InputSet.open(folder)
-    found.check_unchanged()
+    input_set = InputSet.open(folder)
+    input_set.check_unchanged()
     downloads = [
-        InputFile(f"{hub.SCHEME}{entry.name}", str(Path(found.hub) / entry.name), entry.size)
-        for entry in found.manifest.downloads
+        InputFile(f"{hub.SCHEME}{entry.name}", str(Path(input_set.hub) / entry.name), entry.size)
+        for entry in input_set.manifest.downloads
     ]
     files = sorted(local + downloads, key=lambda file: file.name)
     return data_files(files, config.tokenize)
@@ -119,14 +119,14 @@ def _digest(files: list[PathEntry], downloads: list[PathEntry]) -> str:
     """Which files are downloads counts, too: a copy has them in another directory."""
     listed = {"files": files, "downloads": downloads}
     return digest_bytes(
-        canonical({k: [entry.model_dump() for entry in found] for k, found in listed.items()})
+        canonical({k: [entry.model_dump() for entry in entries] for k, entries in listed.items()})
     )
 
 
 def _download(files: HubFiles, to: Path, commits: dict[str, str]) -> list[InputFile]:
     """Put the files into `to`. commits: of each repository; the first file of one decides, so that all
     its files are of one commit."""
-    found = []
+    downloaded = []
     for name in hub.list_files(files):
         at_commit = commits.get(str(files.repo))
         repo = replace(files.repo, revision=at_commit) if at_commit else files.repo
@@ -140,9 +140,9 @@ def _download(files: HubFiles, to: Path, commits: dict[str, str]) -> list[InputF
             target.parent.mkdir(parents=True, exist_ok=True)
             target.unlink(missing_ok=True)  # of an interrupted command
             _link(cached.resolve(), target)
-        found.append(InputFile(str(target), str(target), target.stat().st_size))
-    say(f"inputs: {len(found)} files of {files.repo}, commit {commits[str(files.repo)]}")
-    return found
+        downloaded.append(InputFile(str(target), str(target), target.stat().st_size))
+    say(f"inputs: {len(downloaded)} files of {files.repo}, commit {commits[str(files.repo)]}")
+    return downloaded
 
 
 def _link(source: Path, target: Path) -> None:

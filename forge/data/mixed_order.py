@@ -163,7 +163,7 @@ class MixedOrder:
         return sources, draws
 
     def drawn(self, number: int) -> dict[str, int]:
-        """How many samples before this one are of each source."""
+        """Numbers of samples that each source has among those before this sample."""
         span = next(span for span in reversed(self._spans) if span.start <= number)
         return dict(zip(self.names, span.drawn(number - span.start).tolist(), strict=True))
 

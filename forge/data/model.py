@@ -48,7 +48,7 @@ class ModelManifest(Record):
     source: str
     """`hub:owner/name@revision`, or the directory of model.init.path."""
     commit: str
-    """Of the hub; "" for a directory."""
+    """Commit of the repository on the hub; "" for a directory."""
     folder: str
     """Absolute path of the directory that has the files."""
     files: list[FileEntry]
@@ -81,10 +81,10 @@ class ModelManifest(Record):
                     f" data/models/{self.id}/{MANIFEST} and rerun",
                 )
             with disk_trouble(path, "read"):
-                found = digest_file(path, threads=THREADS)
-            if found != entry.digest:
+                actual = digest_file(path, threads=THREADS)
+            if actual != entry.digest:
                 raise DataError(
-                    f"{path} has digest {found[:12]}; the manifest of model {self.id} says"
+                    f"{path} has digest {actual[:12]}; the manifest of model {self.id} says"
                     f" {entry.digest[:12]}",
                     cause="changed after `forge model`, or a disk error",
                     fix=f"restore it, or remove data/models/{self.id}/{MANIFEST} to use it as it is",
@@ -288,7 +288,7 @@ def _local_files(folder: str) -> list[Path]:
 
 
 def _names_in(index: Path) -> list[str]:
-    """The files that an index names. DataError where it is no such index."""
+    """The files that an index names. DataError where the file is not such an index."""
     values = read_json(index)
     places = values.get("weight_map") if isinstance(values, dict) else None
     names = sorted(set(places.values())) if isinstance(places, dict) else []

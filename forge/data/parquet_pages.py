@@ -91,10 +91,10 @@ def _pages(file: int, chunk: Any) -> Iterator[Page]:
         # 5: data_page_header, 8: data_page_header_v2, both with num_values first
         values = header.get(5) or header.get(8) or {1: 0}
         count = values.get(1) if isinstance(values, dict) else None
-        found: list[Any] = [*(header.get(field) for field in (1, 2, 3)), count]
-        if not all(isinstance(number, int) and number >= 0 for number in found):
+        numbers: list[Any] = [*(header.get(field) for field in (1, 2, 3)), count]
+        if not all(isinstance(number, int) and number >= 0 for number in numbers):
             raise ValueError(f"no valid page header at byte {at}")
-        kind, unpacked, packed, count = found
+        kind, unpacked, packed, count = numbers
         page = Page(kind, unpacked, count)
         yield page
         at, rows = at + length + packed, rows + page.rows

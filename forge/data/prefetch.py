@@ -25,7 +25,7 @@ class Prefetcher:
         self._next: tuple[int, Future[Batch]] | None = None
 
     def batch(self, step: int) -> Batch:
-        """As Loader.batch. Raises what the loader raised in the thread."""
+        """The batch of a step, as Loader.batch gives it. Raises what the loader raised in the thread."""
         if self._next is None or self._next[0] != step:
             self._next = self._begin(step)
         wanted, self._next = self._next[1], self._begin(step + 1)

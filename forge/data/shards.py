@@ -196,10 +196,10 @@ class Shard:
     def check_digest(self) -> None:
         """DataError where the file is missing or has changed. Reads and digests all of it."""
         self.check_size()
-        found = digest_file(self.path)
-        if found != self.digest:
+        actual = digest_file(self.path)
+        if actual != self.digest:
             raise DataError(
-                f"shard {self.path} has digest {found[:12]}…; "
+                f"shard {self.path} has digest {actual[:12]}…; "
                 f"the manifest says {self.digest[:12]}…",
                 cause="the file has changed: a disk or copy error, or an edit",
                 fix=AGAIN,
@@ -251,7 +251,7 @@ class ShardSet:
 
     @property
     def by_source(self) -> dict[str, ShardSet]:
-        """As of several sources (`data.sources`): a single corpus has no name."""
+        """The shards by source, as `data.sources` has them: a single corpus has no name."""
         return {"": self}
 
     @property

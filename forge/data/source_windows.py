@@ -22,7 +22,7 @@ def windows_by_source(tokens: Tokens, split: Split, seq_len: int) -> dict[str, W
 
 def joined(tokens: Tokens, seq_len: int) -> Windows:
     """The windows of all training splits, numbered through the sources."""
-    shards = [shard for one in tokens.by_source.values() for shard in one.train]
+    shards = [shard for of_source in tokens.by_source.values() for shard in of_source.train]
     return Windows(shards, seq_len)
 
 

@@ -38,7 +38,7 @@ class SourcesManifest(Record):
     FIX: ClassVar[str] = AGAIN
 
     sources: dict[str, ListedTokens]
-    """By name, sorted."""
+    """The sources, sorted by name."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class SourceSet:
         """All shards, and the manifest of each source."""
         sets = {shards.manifest.id: shards for shards in self.by_source.values()}
         return [
-            Member(one.path, f"{name}/{one.name}", one.num_bytes)
+            Member(member.path, f"{name}/{member.name}", member.num_bytes)
             for name, shards in sets.items()
-            for one in (*shards.members, _manifest_of(shards))
+            for member in (*shards.members, _manifest_of(shards))
         ]
 
     @property
@@ -143,10 +143,10 @@ def list_sources(config: ResolvedConfig) -> Path:
     The same sources give the same bytes. Raises DataError where one is not tokenized or incomplete.
     """
     folder = tokens_folder(config.data, config.ids.tokens)
-    found = {}
+    entries = {}
     for name, tokens_id in sorted(config.ids.sources.items()):
         shards = ShardSet.open(tokens_folder(config.data, tokens_id))
-        found[name] = ListedTokens(id=tokens_id, digest=shards.digest)
+        entries[name] = ListedTokens(id=tokens_id, digest=shards.digest)
         say(f"source {name}: {shards.manifest.totals['train'].tokens:,} tokens in {shards.folder}")
-    SourcesManifest(sources=found).write(folder / MANIFEST)
+    SourcesManifest(sources=entries).write(folder / MANIFEST)
     return folder

@@ -42,18 +42,19 @@ Ids = np.ndarray[Any, np.dtype[Any]]
 
 
 def data_files(files: list[InputFile], settings: Tokenize) -> list[InputFile]:
-    """Of the inputs those with ids, where the format is one of tokens. DataError where there are none."""
+    """The inputs that hold ids, if tokenize.format is a format of tokens; else all. DataError where no
+    input holds ids."""
     if settings.format not in TOKEN_FORMATS:
         return files
     suffix = DATA_SUFFIX[settings.format]
-    found = [file for file in files if file.path.suffix == suffix]
-    if not found:
+    matching = [file for file in files if file.path.suffix == suffix]
+    if not matching:
         raise DataError(
             f"{settings.shown_inputs} has no file of ids: of {len(files)} files none ends in {suffix}",
             cause=f"`format` in tokenize is {settings.format}",
             fix=f"name the {suffix} files, or correct `format`",
         )
-    return found
+    return matching
 
 
 def with_index(files: list[InputFile], settings: Tokenize) -> list[InputFile]:
@@ -126,7 +127,7 @@ def _document(parts: list[Ids], eos_id: int) -> Iterator[Ids]:
 
 
 def _cuts(ids: Ids, start: int, eos_id: int, ends: Ids | None) -> Ids:
-    """Where documents end in a chunk whose first token has position `start` in its file."""
+    """Positions at which documents end in a chunk whose first token has position `start` in its file."""
     cuts = np.flatnonzero(ids == eos_id) + 1
     if ends is None:
         return cuts
@@ -276,7 +277,7 @@ def _ends_of_dolma(path: Path) -> Ids:
 
 
 def _ends(path: Path, rows: Iterable[list[str]]) -> Iterator[int]:
-    """The second column. Each document must begin where the one before it ends: MemmapWriter leaves
+    """The second column. Each document must begin where the document before it ends: MemmapWriter leaves
     nothing out, and tokens between two would become part of a document."""
     before = 0
     for number, row in enumerate(rows, start=1):

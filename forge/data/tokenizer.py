@@ -102,10 +102,10 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
             f"{folder / MANIFEST} is not a tokenizer's manifest: {place}: {first['msg']}", fix=again
         ) from None
     path = folder / TOKENIZER
-    found = digest_file(path) if path.is_file() else "no file"
-    if found != facts.digest:
+    actual = digest_file(path) if path.is_file() else "no file"
+    if actual != facts.digest:
         raise DataError(
-            f"{path} has digest {found[:12]}; its manifest says {facts.digest[:12]}",
+            f"{path} has digest {actual[:12]}; its manifest says {facts.digest[:12]}",
             cause="changed, truncated or removed after it was built",
             fix=again,
         )
@@ -303,9 +303,9 @@ def _sample(config: ResolvedConfig) -> Iterator[str]:
     """At most sample_mib of text: the beginning of every file of all sources, in proportion to its
     size."""
     files = [
-        (file, one.tokenize)
-        for one in content_ids.single_corpora(config)
-        for file in corpus_files(one)
+        (file, single.tokenize)
+        for single in content_ids.single_corpora(config)
+        for file in corpus_files(single)
     ]
     limit = config.tokenizer.sample_mib * 2**20
     total = sum(file.size for file, _ in files)

@@ -20,7 +20,7 @@ from forge.core.values import as_cell
 from forge.evaluation.settings import record_file
 
 POLL_SEC = 10.0
-# Of the rule that trains; the job is no part of the workflow.
+# Variables of the rule that trains, removed for the job: it is not a part of the workflow.
 OF_THE_RULE = ("FORGE_IN_WORKFLOW", "FORGE_SUBMITTED", "OMP_NUM_THREADS")
 
 
@@ -100,7 +100,7 @@ def submit(paths: RunPaths, settings: RunSettings, data: str, folder: Path) -> N
 def sbatch_line(paths: RunPaths, settings: RunSettings, data: str, folder: Path) -> list[str]:
     """The sbatch command of the job that evaluates this checkpoint. It names the tasks, since the job
     trusts nothing that stands beside the results."""
-    # The log is no *.log: an error in it is none of the run, whose state would be `failed`.
+    # Not *.log: an error in this file would make the state of the run `failed`.
     threads = user_threads()
     environment = [*(f"--unset={name}" for name in OF_THE_RULE)]
     environment += [f"OMP_NUM_THREADS={threads}"] if threads else []

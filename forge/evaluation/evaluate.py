@@ -50,9 +50,9 @@ def evaluate_run(paths: RunPaths, evaluate: Evaluate, data: str, *, is_ours: boo
         if step and evaluate.every and step % evaluate.every == 0:
             chosen[step] = directory.Checkpoint.open(folder)
     evaluator = _Evaluator(paths, evaluate, data, is_ours)
-    found = [evaluator.evaluation(chosen[step]) for step in sorted(chosen)]
+    evaluations = [evaluator.evaluation(chosen[step]) for step in sorted(chosen)]
     run = paths.root.resolve().name
-    record = Evaluations(run=run, step=last.step, evaluate=evaluate, evaluations=found)
+    record = Evaluations(run=run, step=last.step, evaluate=evaluate, evaluations=evaluations)
     record.write(paths.evaluation)
 
 
@@ -148,16 +148,16 @@ def _identity(checkpoint: directory.Checkpoint, evaluate: Evaluate) -> Evaluated
 def _done(paths: RunPaths, step: int, identity: Evaluated) -> Evaluation | None:
     """The evaluation that was made of exactly this; None where it is due."""
     try:
-        found = Evaluation.read_if_there(record_file(paths, step))
+        recorded = Evaluation.read_if_there(record_file(paths, step))
     except DataError as err:
         say(f"{err.what}: evaluating again")
         return None
-    if found is None or found.of == identity:
-        return found
+    if recorded is None or recorded.of == identity:
+        return recorded
     now = identity.model_dump()
     changed = [
         f"{key} {shown(value)}, now {shown(now[key])}"
-        for key, value in found.of.model_dump().items()
+        for key, value in recorded.of.model_dump().items()
         if value != now[key]
     ]
     say(f"evaluation of step {step}: replaces the scores of before ({'; '.join(changed)})")
@@ -166,7 +166,7 @@ def _done(paths: RunPaths, step: int, identity: Evaluated) -> Evaluation | None:
 
 @contextmanager
 def _held(paths: RunPaths, step: int) -> Iterator[None]:
-    """Hold the right to evaluate this checkpoint. A job waits for another one that does; elsewhere
+    """Hold the right to evaluate this checkpoint. A job waits for another job that holds it; elsewhere
     UnfitError names who does."""
     name = f".{record_file(paths, step).stem}.lock"
     paths.evaluations.mkdir(parents=True, exist_ok=True)

@@ -90,22 +90,22 @@ def scores_of(results: Any) -> list[Score]:
     """The scores in what `simple_evaluate` returns; those of groups have no digest of data."""
     return [
         _score(results, task, key, value)
-        for task, found in sorted(results["results"].items())
-        for key, value in sorted(found.items())
+        for task, numbers in sorted(results["results"].items())
+        for key, value in sorted(numbers.items())
         if key not in NO_METRICS and "_stderr," not in key and isinstance(value, int | float)
     ]
 
 
 def _score(results: Any, task: str, key: str, value: float) -> Score:
     metric, _, chosen = key.partition(",")
-    found = results["results"][task]
+    numbers = results["results"][task]
     return Score(
         task=task,
         metric=metric if chosen in ("", "none") else key,
         value=_finite(value),
-        stderr=_finite(found.get(f"{metric}_stderr,{chosen}")),
+        stderr=_finite(numbers.get(f"{metric}_stderr,{chosen}")),
         higher_is_better=results["higher_is_better"].get(task, {}).get(metric),
-        num_documents=found["sample_len"],
+        num_documents=numbers["sample_len"],
         num_fewshot=results["n-shot"].get(task),
         version=str(results["versions"].get(task) or ""),
         data_digest=_data_digest(results["samples"].get(task, [])),
@@ -113,7 +113,7 @@ def _score(results: Any, task: str, key: str, value: float) -> Score:
 
 
 def _finite(value: Any) -> float | None:
-    """None for NaN, infinity and the harness' `N/A`."""
+    """The number; None for NaN, infinity and the harness' `N/A`."""
     is_number = isinstance(value, int | float) and math.isfinite(value)
     return float(value) if is_number else None
 

@@ -1,4 +1,4 @@
-"""What is evaluated: the files of a user's own tasks, and the records so far."""
+"""Settings of evaluation: the files of a user's own tasks, and the records so far."""
 
 from __future__ import annotations
 
@@ -66,4 +66,4 @@ def read_evaluations(paths: RunPaths) -> list[Evaluation]:
     """The scores of all evaluated checkpoints, by step. Raises DataError where a file is corrupt."""
     files = paths.evaluations.glob("step-*.json") if paths.evaluations.is_dir() else ()
     records = [path for path in files if checkpoint_step(path.stem) is not None]
-    return sorted(map(Evaluation.read, records), key=lambda found: found.step)
+    return sorted(map(Evaluation.read, records), key=lambda evaluation: evaluation.step)

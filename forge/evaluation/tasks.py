@@ -60,9 +60,9 @@ def _unknown(task: str, known: list[str], own: list[str]) -> ConfigError:
     close = difflib.get_close_matches(task, known, n=3)
     listed = ", ".join(own[:MOST_LISTED]) + ", …" * (len(own) > MOST_LISTED)
     return ConfigError(
-        f"evaluate.tasks has {task!r}, which is no task of lm-eval {harness_version()}"
+        f"evaluate.tasks has {task!r}, which is not a task of lm-eval {harness_version()}"
         + (f" (did you mean {', '.join(close)}?)" if close else ""),
-        cause=f"evaluate.include_path has {listed}; a file that is no valid YAML is left out"
+        cause=f"evaluate.include_path has {listed}; a file that is not valid YAML is left out"
         if own
         else "",
         fix="`lm-eval ls tasks` lists all; evaluate.include_path names a directory of your own",
@@ -98,7 +98,7 @@ def _download_command(paths: RunPaths, evaluate: Evaluate) -> str:
 
 
 def _trouble(name: str, err: Exception, download_command: str | None) -> ForgeError:
-    """What to tell of an exception of the harness, or of `datasets`, while it loads a task."""
+    """Message for an exception of the harness, or of `datasets`, while a task is loaded."""
     if isinstance(err, ConnectionError) or "Couldn't find cache" in str(err):
         if download_command is None:
             return UnfitError(

@@ -22,7 +22,7 @@ NCCL_ON_SLICES = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank sees of its node's GPUs.
+    """The GPUs of its node that one rank sees.
 
     gpus: UUIDs of those that torch can use, in the order of their indices; of a MIG slice the name that
     CUDA_VISIBLE_DEVICES has for it. present: number of GPUs of
@@ -38,18 +38,18 @@ class Seen:
 
     @classmethod
     def here(cls, rank: Rank, wanted: str) -> Seen:
-        """What this rank sees. With `cpu` wanted, CUDA is not initialized."""
+        """The GPUs that this rank sees. With `cpu` wanted, CUDA is not initialized."""
         if wanted == "cpu":
             return cls(hostname(), rank.local_rank, [], 0)
         _take_own_slice(rank)
-        found = [
+        uuids = [
             str(torch.cuda.get_device_properties(index).uuid)
             for index in range(torch.cuda.device_count())
         ]
-        if found:  # slices of one GPU may have its UUID
-            found = mig_slices()[:1] or found
-        trouble = "" if found else _why_no_gpu()
-        return cls(hostname(), rank.local_rank, found, count_gpus(), trouble)
+        if uuids:  # slices of one GPU may have its UUID
+            uuids = mig_slices()[:1] or uuids
+        trouble = "" if uuids else _why_no_gpu()
+        return cls(hostname(), rank.local_rank, uuids, count_gpus(), trouble)
 
     def index(self, ranks_per_node: int) -> int | None:
         """Index of this rank's GPU; None where the rank has none.

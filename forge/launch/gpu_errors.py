@@ -36,5 +36,5 @@ def cause_of(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What failed, without torch's advice on debugging."""
+    """First line of an error's message, without torch's advice on debugging."""
     return str(error).strip().partition("\n")[0]

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 # and saves count to the step in which they fall, so that a rank that only waits for them is not stalled.
 SLOWEST_STEPS = 10.0
 SHORTEST_STALL_SEC = 30.0
-# Of the timeout of a collective: a stalled rank says where it is before the others give it up.
+# Share of the timeout of a collective: a stalled rank says where it is before the others give up on it.
 SHARE_OF_TIMEOUT = 0.5
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What a rank did at one moment."""
+    """The work of a rank at one moment."""
 
-    step: int  # that it trains, from 1; 0 before the first one of a launch
+    step: int  # that it trains, from 1; 0 before the first step of a launch
     phase: str  # the name of a collective, or of work of its own
     waits: bool  # whether the phase is a collective, in which it waits for other ranks
     sec: float  # for how long, in seconds
@@ -64,11 +64,11 @@ class Heartbeat:
 
     @property
     def activity(self) -> Activity:
-        """What the main thread does at this moment."""
+        """The work of the main thread at this moment."""
         phase, waits, since = self._now
         sec = self._clock() - since
         return Activity(self._step, phase, waits, round(sec, 1), sec >= self.limit_sec)
 
 
 heartbeat = Heartbeat()
-"""That of this process."""
+"""The heartbeat of this process."""

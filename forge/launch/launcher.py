@@ -235,7 +235,7 @@ def _environment(spec: LaunchSpec) -> dict[str, str]:
 
 
 def _stopping(task: Task) -> str:
-    """What the ranks do when they are asked to stop."""
+    """What the ranks do when they are asked to stop, for a message."""
     if not isinstance(task, ProgramTask):
         return "the ranks finish their step and commit a checkpoint"
     stop = task.program.stop
@@ -259,7 +259,7 @@ def _start(command: list[str], log: Path, environment: dict[str, str]) -> subpro
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Collect stop signals instead of exiting. Only the first one is forwarded to the ranks: a second
+    """Collect stop signals instead of exiting. Only the first signal is forwarded to the ranks: a second
     one would end torchrun's wait for the final save."""
     received: list[int] = []
     before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in STOP_SIGNALS}
@@ -283,8 +283,8 @@ def _living(folder: Path) -> list[Process]:
 
 
 def _registered(folder: Path) -> list[Process]:
-    found = [_process(path) for path in sorted(folder.glob("*.pid"))]
-    return [process for process in found if process]
+    processes = [_process(path) for path in sorted(folder.glob("*.pid"))]
+    return [process for process in processes if process]
 
 
 def _process(path: Path) -> Process | None:
@@ -400,9 +400,9 @@ def verdict(records: list[RankRecord]) -> RankRecord:
     broken = [r for r in records if r.cause in (gpu_errors.FAULT, gpu_errors.ERROR)]
     if broken:
         return replace(broken[0], status="lost", lost=tuple(r.rank for r in (*broken, *lost)))
-    if told := sorted((r for r in lost if r.ended), key=lambda r: r.ended or 0.0):
+    if ended := sorted((r for r in lost if r.ended), key=lambda r: r.ended or 0.0):
         # The program of a rank ended; those of the others ended because of it.
-        return replace(told[0], lost=tuple(r.rank for r in lost))
+        return replace(ended[0], lost=tuple(r.rank for r in lost))
     if lost or any(r.status == "failed" for r in records):
         return lost_ranks.judged(records)
     first = next((r for r in records if r.status == "stopped"), records[0])

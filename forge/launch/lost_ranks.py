@@ -48,7 +48,7 @@ def with_hosts(
     records: Sequence[RankRecord], hosts: Sequence[str], ranks_per_node: int
 ) -> list[RankRecord]:
     """The records, by rank, with the host of each as the placement names it. A rank without a record has
-    told none."""
+    reported no host."""
     return [
         record if record.host in hosts else replace(record, host=hosts[rank // ranks_per_node])
         for rank, record in enumerate(records)

@@ -36,7 +36,7 @@ SHARED_SEC = 1.0  # between two looks at files on the shared file system
 NO_RESTART = 93
 STOP_ASKED = "stop"  # in the directory of the launch: the cause, for ranks that got no signal
 TAIL_BYTES = 4096
-VICTIM_SEC = 5.0  # a rank that only waits for a hung one reports so much later than that one
+VICTIM_SEC = 5.0  # a rank that only waits for a hung rank reports so much later than the hung rank
 LOST = "peer lost"  # the cause after which ranks are started again, and the job is requeued
 
 Signs = tuple[tuple[int, int], ...]  # time of last change and size of each of some files
@@ -96,7 +96,7 @@ def run(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> RankRe
 
 
 def _folders(task: ProgramTask) -> ProgramFolders:
-    """What this rank reads: copies on this node's disk, unless they have disappeared."""
+    """The directories that this rank reads: copies on this node's disk, unless they have disappeared."""
     staged = task.staged.get(hostname(), task.shared)
     if not staged.unreadable or staged == task.shared:
         return staged
@@ -169,15 +169,16 @@ def _start(
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """That of this process, with these variables. What restricts the staged Python (`stage.project`) to
-    its own packages is taken back: the program has the job's PYTHONPATH, and Forge behind it."""
-    found = {**os.environ, **variables}
-    of_job = found.pop("FORGE_JOB_PYTHONPATH", None)
+    """The environment of this process with these variables. What restricts the staged Python
+    (`stage.project`) to its own packages is taken back: the program has the job's PYTHONPATH, and Forge
+    behind it."""
+    environment = {**os.environ, **variables}
+    of_job = environment.pop("FORGE_JOB_PYTHONPATH", None)
     if of_job is not None:
-        del found["PYTHONSAFEPATH"]  # a script imports the modules beside it
-        paths = [of_job, found["PYTHONPATH"]]
-        found["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    return found
+        del environment["PYTHONSAFEPATH"]  # a script imports the modules beside it
+        paths = [of_job, environment["PYTHONPATH"]]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return environment
 
 
 @dataclass
@@ -301,8 +302,8 @@ class _Watch:
         one is to be named."""
         program, paths = self.task.program, self.paths
         ranks = range(self.rank.world_size)
-        told = [read_step(heartbeat_file(program, paths, rank)) for rank in ranks]
-        return step is not None and any(other is not None and other < step for other in told)
+        steps = [read_step(heartbeat_file(program, paths, rank)) for rank in ranks]
+        return step is not None and any(other is not None and other < step for other in steps)
 
     def _record(self, status: int) -> RankRecord:
         record = RankRecord("completed", self.rank.rank, exit_status=status, ended=time.time())
@@ -321,12 +322,12 @@ class _Watch:
 
 
 def _signs(*paths: Path) -> Signs:
-    """Of those of the files that are there."""
+    """Time of change and size of each of the files that exists."""
     signs = []
     for path in paths:
         with contextlib.suppress(OSError):
-            found = path.stat()
-            signs.append((found.st_mtime_ns, found.st_size))
+            status = path.stat()
+            signs.append((status.st_mtime_ns, status.st_size))
     return tuple(signs)
 
 
@@ -336,7 +337,7 @@ def _log() -> Path:
 
 
 def how_it_ended(status: int) -> str:
-    """What an exit status says, as a predicate."""
+    """An exit status as a predicate: `exited with 3`."""
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"exited with {status}"

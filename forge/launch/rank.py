@@ -83,9 +83,9 @@ def _numbers(inherited: dict[str, str]) -> tuple[int, int, int]:
 
 
 def _left_over(inherited: dict[str, str], problem: str) -> ConfigError:
-    found = ", ".join(f"{name}={value}" for name, value in inherited.items())
+    variables = ", ".join(f"{name}={value}" for name, value in inherited.items())
     return ConfigError(
-        f"the environment has {found}, {problem}",
+        f"the environment has {variables}, {problem}",
         cause="left over in the shell from another program, or torchrun started this command, although"
         " Forge starts its ranks itself",
         fix=f"unset {' '.join(inherited)}, then rerun the same command",

@@ -86,7 +86,7 @@ class Console:
             self._messages = Follower(path)
         while self._messages and (lines := self._messages.new_lines()):
             for line in lines:
-                # Of another program: bars are drawn over each other, and colors are not ours.
+                # Another program may draw progress bars over each other, and colors of its own.
                 say(_COLOR.sub("", line.rstrip().rpartition("\r")[2]))
 
     def _show_bar(self) -> None:

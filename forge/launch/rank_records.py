@@ -56,7 +56,7 @@ class ProgramFolders(_Task):
 
     @property
     def unreadable(self) -> list[str]:
-        """Those that this host cannot read."""
+        """The directories that this host cannot read."""
         named = [folder for folder in (self.cwd, self.data, self.hub) if folder]
         return [folder for folder in named if not os.access(folder, os.R_OK | os.X_OK)]
 
@@ -69,7 +69,7 @@ class ProgramTask(_Task):
     step: int  # of the checkpoint to resume from; 0 without one
     resume: str  # path of that checkpoint; "" without one
     goal: int
-    restart: int  # launches of this run before this one
+    restart: int  # launches of this run before this launch
     staged: dict[str, ProgramFolders]  # host -> those with copies on its own disk
     shared: ProgramFolders  # for the other hosts
     deadline: float | None = None  # from max_minutes or the job's time limit, whichever is earlier
@@ -177,12 +177,13 @@ class RankRecord:
 
     @property
     def what(self) -> str:
-        """The message of a loss. One that a rank has told itself gets its number."""
+        """The message of a failure. A message that a rank has written itself gets the rank's number in
+        front."""
         return f"rank {self.rank}: {self.message}" if self.ended else self.message
 
     @property
     def all_exited_with_0(self) -> bool:
-        """Of all ranks of another program: whether each ended with 0, asked to stop or not."""
+        """Whether each rank of another program exited with 0, whether asked to stop or not."""
         return self.status in ("completed", "stopped") and self.exit_status == 0
 
     def write(self, spec: LaunchSpec) -> None:
@@ -197,7 +198,7 @@ class RankRecord:
                 file.write(json.dumps(values)[:RESERVED_BYTES])
 
     def write_provisional(self, spec: LaunchSpec) -> None:
-        """Write the record that counts if this rank never writes another one."""
+        """Write the record that counts if this rank never writes another record."""
         write_json(_provisional(_path(spec, self.rank)), {"format": FORMAT, **asdict(self)})
 
     @classmethod

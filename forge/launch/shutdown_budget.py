@@ -31,7 +31,8 @@ WARN_AGAIN = 1.5
 
 @dataclass
 class ShutdownBudget:
-    """What a stop needs and what it has, as rank 0 measures it. `deadline`: seconds since the epoch."""
+    """Time that a stop needs and time that is left, as rank 0 measures them. `deadline`: seconds since
+    the epoch."""
 
     windows: dict[str, float]  # key of machine.yaml -> seconds between the stop signal and the kill
     deadline: float | None = None
@@ -47,7 +48,7 @@ class ShutdownBudget:
 
     @classmethod
     def of(cls, spec: LaunchSpec, num_weights: int, *, steps_ahead: int = 0) -> ShutdownBudget:
-        """As known when a launch begins: the windows of machine.yaml and the end of the job."""
+        """The budget when a launch begins: the windows of machine.yaml and the end of the job."""
         task, machine, job = spec.train_task, spec.machine, spec.job
         windows = {"stop_grace_sec": machine.stop_grace_sec}
         if job and machine.slurm.warn_sec:

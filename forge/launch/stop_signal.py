@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-# In order of rising priority: when ranks have different causes, all take the one with the highest.
+# In order of rising priority: when ranks have different causes, all take the cause with the highest.
 CAUSES = ("", "deadline", "STOP file", "SIGUSR1", "SIGTERM", "Ctrl-C")
 PERSONS_CAUSES = ("STOP file", "Ctrl-C")
 

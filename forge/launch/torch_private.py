@@ -33,7 +33,7 @@ foreach_norm = torch._foreach_norm
 
 def flight_record(backend: str) -> bytes:
     """The last collectives of this rank, as torch's flight recorder pickles them. torch has no other way
-    to ask for them; NCCL's recorder is another one than that of all other backends."""
+    to ask for them; NCCL has a recorder of its own, apart from that of all other backends."""
     record: bytes = getattr(c10d, "_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace")()
     return record
 

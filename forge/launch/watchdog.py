@@ -42,7 +42,7 @@ class Watchdog:
     def start(self) -> None:
         """Look from now on until the process ends, in a thread.
 
-        What was before is no part of a stall: the import of torch may take minutes.
+        The time before is not part of a stall: the import of torch may take minutes.
         """
         self._beats.beat("start of training")
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
@@ -92,5 +92,5 @@ def provisional(rank: int, activity: Activity) -> RankRecord:
 
 
 def _log(line: str) -> None:
-    """Into this rank's log alone: a long phase need not be a hang, so nobody else is told."""
+    """Report only in this rank's own log: a long phase need not be a hang."""
     print(line, file=sys.stderr, flush=True)

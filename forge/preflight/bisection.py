@@ -27,17 +27,17 @@ class Broken:
     nodes: list[str] = field(default_factory=list)
     """Nodes at fault themselves: they fail alone, or with several others."""
     pairs: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs that fail together, while each node works with another one."""
+    """Pairs that fail together, while each node works with another node."""
     unclear: list[tuple[str, str]] = field(default_factory=list)
     """Pairs that fail together, without a third node to tell which of the two is at fault."""
     among: Group = ()
-    """Where time ran out, or the failure did not repeat: the nodes that hold, or held, the fault."""
+    """The nodes among which the fault is, or was, where time ran out or the failure did not repeat."""
     probes: int = 0
     """Number of groups tried."""
 
 
 def find_broken(nodes: Sequence[str], works: Works) -> Broken:
-    """What is at fault among nodes that fail together. Never raises NoTimeLeft.
+    """Find the bad nodes and pairs among nodes that fail together. Never raises NoTimeLeft.
 
     works: whether each of some disjoint groups works; they may be tried at the same time. A group
     that contains a failing group fails, and is not tried. For each fault at most 4 log2(n) + 10
@@ -47,8 +47,8 @@ def find_broken(nodes: Sequence[str], works: Works) -> Broken:
     try:
         search.run()
     except NoTimeLeft:
-        search.found.among = search.narrowest
-    return search.found
+        search.broken.among = search.narrowest
+    return search.broken
 
 
 class _Search:
@@ -56,7 +56,7 @@ class _Search:
         self._nodes, self._works = nodes, works
         self._good: list[frozenset[str]] = []
         self._bad = [frozenset(nodes)]
-        self.found = Broken()
+        self.broken = Broken()
         self.narrowest = nodes  # the smallest group that is known to hold a fault
 
     def run(self) -> None:
@@ -65,7 +65,7 @@ class _Search:
         while rest and not self._ask(rest)[0]:
             fault = self._smallest_fault(rest)
             if not fault:
-                self.found.among = rest
+                self.broken.among = rest
                 return
             gone = self._judge(*fault) if len(fault) == 2 else self._blame(*fault)
             rest = tuple(node for node in rest if node not in gone)
@@ -75,7 +75,7 @@ class _Search:
         unknown = [group for group in groups if self._known(group) is None]
         if unknown:
             answers = self._works(unknown)
-            self.found.probes += len(unknown)
+            self.broken.probes += len(unknown)
             for group, good in zip(unknown, answers, strict=True):
                 (self._good if good else self._bad).append(frozenset(group))
         return [bool(self._known(group)) for group in groups]
@@ -129,11 +129,11 @@ class _Search:
         if guilty:
             return self._blame(*guilty)
         clear = all(self._is_cleared(node) for node in pair)
-        (self.found.pairs if clear else self.found.unclear).append((one, other))
+        (self.broken.pairs if clear else self.broken.unclear).append((one, other))
         return [other]
 
     def _blame(self, *nodes: str) -> list[str]:
-        self.found.nodes += nodes
+        self.broken.nodes += nodes
         return list(nodes)
 
     def _thirds(
@@ -144,7 +144,7 @@ class _Search:
         for node, partner in pair.items():
             if self._is_cleared(node) or against[node] + self._is_cleared(partner) >= ENOUGH:
                 continue
-            taken = {*pair, *self.found.nodes, *tried[node], *thirds.values()}
+            taken = {*pair, *self.broken.nodes, *tried[node], *thirds.values()}
             left = [third for third in self._nodes if third not in taken]
             if left:
                 thirds[node] = max(left, key=self._is_cleared)

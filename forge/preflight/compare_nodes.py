@@ -88,9 +88,9 @@ def inspect(
         answered = [node for node in nodes.values() if node.facts]
         if imports:
             hosts = [node.name for node in answered]
-            found = pool.ask("import_packages", each=imports, hosts=hosts, timeout_sec=sec)
+            imported = pool.ask("import_packages", each=imports, hosts=hosts, timeout_sec=sec)
             for node in answered:
-                _add_imports(node, found[node.name])
+                _add_imports(node, imported[node.name])
         if nodes[head].facts:
             rendezvous.refuse(machine.fabric, head, nodes[head].facts["master_trouble"])
         links = _connect_all(pool, answered, machine, head=head, master=master, sec=sec / 4)
@@ -101,8 +101,8 @@ def inspect(
 
 
 def _master(pool: NodePool, machine: Machine, wanted: str, *, sec: float) -> str:
-    """Name or address at which the ranks meet. wanted: the one that was asked for, else the name of their
-    first node, which some of the nodes may not resolve."""
+    """Name or address at which the ranks meet. wanted: the address that was asked for, else the name of
+    their first node, which some of the nodes may not resolve."""
 
     def unresolved(name: str) -> list[str]:
         answers = pool.ask("resolves", name=name, timeout_sec=sec)
@@ -143,8 +143,8 @@ def _answered(host: str, answer: Any) -> Node:
     if isinstance(answer, NodeFailure):
         trouble = Check("answers", "fail", answer.message, answer.fix, answer.cause)
         return Node(host, [trouble])
-    found = [Check(**check) for check in answer.pop("checks")]
-    return Node(host, found, answer)
+    results = [Check(**check) for check in answer.pop("checks")]
+    return Node(host, results, answer)
 
 
 # --- connections between all nodes ----------------------------------------------------------------
@@ -155,7 +155,7 @@ Links = dict[str, dict[str, dict[str, Any]]]  # from, to: trouble ("" for none),
 def _connect_all(
     pool: NodePool, nodes: Sequence[Node], machine: Machine, *, head: str, master: str, sec: float
 ) -> Links:
-    """Have every node connect to every other one. A node that cannot take part gets a failed check."""
+    """Have every node connect to every other node. A node that cannot take part gets a failed check."""
     by_name = {node.name: node for node in nodes}
     settings = machine.model_dump(mode="json")
     listening = pool.ask("listen", hosts=by_name, timeout_sec=sec, machine=settings, master=master)
@@ -230,9 +230,9 @@ def fewest_to_leave_out(pairs: Iterable[tuple[str, str]], order: Sequence[str]) 
     failures = Counter(one for one, _ in pairs)
     for most in range(len(order) + 1):
         rank = {name: (failures[name], place) for place, name in enumerate(order)}
-        found = _cover(edges, most, rank)
-        if found is not None:
-            return tuple(name for name in order if name in found)
+        cover = _cover(edges, most, rank)
+        if cover is not None:
+            return tuple(name for name in order if name in cover)
     raise AssertionError("all nodes together cover every pair")
 
 
@@ -251,9 +251,9 @@ def _cover(
     for taken in ({busiest}, neighbors):
         if len(taken) <= most:
             rest = {edge for edge in edges if not edge & taken}
-            found = _cover(rest, most - len(taken), rank)
-            if found is not None:
-                return found | taken
+            cover = _cover(rest, most - len(taken), rank)
+            if cover is not None:
+                return cover | taken
     return None
 
 
@@ -290,9 +290,9 @@ def compare(nodes: Sequence[Node], machine: Machine) -> None:
 
 def _same_versions(node: Node, nodes: Sequence[Node]) -> Check:
     """Whether Python, packages and Forge's code are those of most nodes (in a tie, of the first)."""
-    mine: dict[str, str] = node.facts["versions"]
+    versions: dict[str, str] = node.facts["versions"]
     other = []
-    for name, number in mine.items():
+    for name, number in versions.items():
         counts = Counter(each.facts["versions"].get(name, "") for each in nodes)
         usual, times = counts.most_common(1)[0]
         if number != usual:
@@ -310,12 +310,12 @@ def _same_versions(node: Node, nodes: Sequence[Node]) -> Check:
 
 def _same_environment(node: Node, nodes: Sequence[Node]) -> Iterator[Check]:
     """Warnings where variables of NCCL, Gloo and torch, or the driver, are not those of most nodes."""
-    mine: dict[str, str] = node.facts["exported"]
+    exported: dict[str, str] = node.facts["exported"]
     other = []
     for name in sorted({name for each in nodes for name in each.facts["exported"]}):
         usual, times = Counter(each.facts["exported"].get(name) for each in nodes).most_common(1)[0]
-        if mine.get(name) != usual:
-            here, there = mine.get(name, "not set"), "not set" if usual is None else usual
+        if exported.get(name) != usual:
+            here, there = exported.get(name, "not set"), "not set" if usual is None else usual
             other.append(f"{name} is {here} here, {there} on {times} nodes")
     if other:
         fix = "unset it, or export it in the shell of the submission, which all nodes inherit"
@@ -355,9 +355,9 @@ def bad_nodes(nodes: Sequence[Node]) -> dict[str, str]:
     """Nodes to exclude from the next submission, and why. A check that fails on every node does not
     count, except those in OWN."""
     everywhere = set.intersection(*({check.name for check in node.failed} for node in nodes))
-    found = {}
+    reasons = {}
     for node in nodes:
         own = [c for c in node.failed if c.name in OWN or c.name not in {*everywhere, UNCLEAR}]
         if own:
-            found[node.name] = checks.summary(own)
-    return found
+            reasons[node.name] = checks.summary(own)
+    return reasons

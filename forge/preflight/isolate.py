@@ -138,7 +138,7 @@ class Prober:
         ):
             return find_broken(hosts, lambda groups: self._work(groups, pool))
 
-    def found(self, hosts: Sequence[str]) -> list[Check] | None:
+    def known(self, hosts: Sequence[str]) -> list[Check] | None:
         """Checks of exactly these hosts, if they were tried together."""
         return self._tried.get(frozenset(hosts))
 
@@ -151,8 +151,8 @@ class Prober:
         """Why the smallest trial that has all these hosts failed."""
         failures = [
             (len(tried), failure)
-            for tried, found in self._tried.items()
-            if tried >= set(hosts) and (failure := _failure(found))
+            for tried, results in self._tried.items()
+            if tried >= set(hosts) and (failure := _failure(results))
         ]
         return min(failures)[1] if failures else ""
 
@@ -188,14 +188,14 @@ class Prober:
             sec,
         )
 
-    def _note(self, hosts: Sequence[str], found: list[Check]) -> list[Check]:
-        self._tried[frozenset(hosts)] = found
-        return found
+    def _note(self, hosts: Sequence[str], results: list[Check]) -> list[Check]:
+        self._tried[frozenset(hosts)] = results
+        return results
 
 
-def _failure(found: Sequence[Check]) -> str:
+def _failure(results: Sequence[Check]) -> str:
     """Why a trial failed, in one line; empty where it did not."""
-    return " ".join(checks.summary(checks.failed(found)).split())
+    return " ".join(checks.summary(checks.failed(results)).split())
 
 
 def _with_short_timeouts(machine: Machine) -> Machine:

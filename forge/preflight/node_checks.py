@@ -55,7 +55,7 @@ CONNECT_THREADS = 32
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a node needs for training, and is checked for."""
+    """Requirements of training that a node is checked for."""
 
     results: str  # the run's directory
     data: str  # the shards on the shared file system; "" where another program trains
@@ -154,27 +154,27 @@ def _project_visible() -> Check:
 
 def _packages() -> Check:
     try:
-        found = {name: version(name) for name in PACKAGES}
+        versions = {name: version(name) for name in PACKAGES}
     except PackageNotFoundError as err:
         return Check("packages", "fail", f"package {err.name} is missing", "run: make setup")
-    text = ", ".join(f"{name} {number}" for name, number in found.items())
+    text = ", ".join(f"{name} {number}" for name, number in versions.items())
     return Check("packages", "ok", f"Python {platform.python_version()}, {text}")
 
 
 def installed_versions() -> dict[str, str]:
     """Versions of Python and PACKAGES ("" where one is missing), and a digest of Forge's own code."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = ""
+            versions[name] = ""
     hasher = blake3.blake3()
     folder = Path(forge.__file__).parent
     for path in sorted(folder.rglob("*.py")):
         hasher.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     of_forge = {"forge": forge.__version__, "forge code": hasher.hexdigest()[:12]}
-    return {**found, **packages.cuda_versions(), **of_forge}
+    return {**versions, **packages.cuda_versions(), **of_forge}
 
 
 def _data_visible(wanted: Wanted) -> Check:
@@ -202,8 +202,8 @@ def _program_visible(wanted: Wanted) -> Check:
         return Check("program", "fail", f"cannot read {', '.join(reads.unreadable)}", fix)
     word = program["command"]
     # As the ranks start it: a path is relative to its directory, a plain name is looked up on the PATH.
-    found = shutil.which(str(Path(reads.cwd, word)) if "/" in word else word)
-    if not found:
+    path = shutil.which(str(Path(reads.cwd, word)) if "/" in word else word)
+    if not path:
         fix = "give its path, or install it on the nodes"
         where = f"in {reads.cwd}" if "/" in word else "on the PATH of the ranks"
         return Check("program", "fail", f"no command {word!r} {where}", fix)
@@ -211,17 +211,17 @@ def _program_visible(wanted: Wanted) -> Check:
     if gone:
         message = f"staged files are gone from {gone}; ranks read {used}"
         return Check("program", "warn", message, "run: forge stage", "this disk was cleaned up")
-    return Check("program", "ok", f"{found}, reads {used}")
+    return Check("program", "ok", f"{path}, reads {used}")
 
 
 def _staged(name: str, kind: Kind, wanted: Wanted) -> Check:
     folder, digest = Path(wanted.staged), wanted.digest
     try:
-        found = open_copy(kind, folder).digest
+        actual = open_copy(kind, folder).digest
     except DataError as err:
         return Check(name, "fail", f"staged {kind}: {err.what}", "run: forge stage", err.cause)
-    if found != digest:
-        message = f"staged {kind} in {folder} have digest {found[:12]}, not {digest[:12]}"
+    if actual != digest:
+        message = f"staged {kind} in {folder} have digest {actual[:12]}, not {digest[:12]}"
         return Check(name, "fail", message, "run: forge stage", "staged for other data")
     return Check(name, "ok", f"staged {kind} in {folder}")
 
@@ -281,9 +281,9 @@ def _local_disk() -> Check:
     return Check("local disk", "ok", f"wrote {LOCAL_MIB} MiB to {folder}")
 
 
-def at_least(name: str, found: float, needed: float, unit: str, fix: str) -> Check:
-    message = f"{found:,.1f} {unit}, {needed:g} needed"
-    return Check(name, "ok", message) if found >= needed else Check(name, "fail", message, fix)
+def at_least(name: str, measured: float, needed: float, unit: str, fix: str) -> Check:
+    message = f"{measured:,.1f} {unit}, {needed:g} needed"
+    return Check(name, "ok", message) if measured >= needed else Check(name, "fail", message, fix)
 
 
 def _cores(ranks: int) -> Check:
@@ -356,13 +356,13 @@ def _locked_memory() -> Check:
 
 
 def _gpus(ranks: int) -> Check:
-    found = len(network.mig_slices()) or network.count_gpus()
-    if found >= ranks:
-        return Check("gpus", "ok", f"{found} GPUs for {ranks} ranks")
+    count = len(network.mig_slices()) or network.count_gpus()
+    if count >= ranks:
+        return Check("gpus", "ok", f"{count} GPUs for {ranks} ranks")
     return Check(
         "gpus",
         "fail",
-        f"{found} GPUs for {ranks} ranks",
+        f"{count} GPUs for {ranks} ranks",
         "use fewer ranks a node, or leave this node out",
         cause="a GPU has fallen off the bus (see nvidia-smi), or the node never had so many",
     )
@@ -485,8 +485,8 @@ class _Peer:
     def clock_ahead(self) -> float:
         """Seconds that the peer's clock is ahead of ours, taken to be read at half of the round trip."""
         asked = time.time()
-        told = float(self.receive(64, stop=b"\n"))
-        return told - (asked + time.time()) / 2
+        their_time = float(self.receive(64, stop=b"\n"))
+        return their_time - (asked + time.time()) / 2
 
     def _limit_wait(self) -> None:
         # A timeout of 0 would make the socket non-blocking.

@@ -15,7 +15,7 @@ from typing import Any
 
 from forge.core.checks import Check
 
-# In a process of its own: the Python of another program may be another one, and an import may crash.
+# In a process of its own: another program may have another Python, and an import may crash.
 IMPORT = """
 import importlib, json, sys
 found = {}
@@ -48,7 +48,7 @@ def import_packages(*, names: Sequence[str], command: str, cwd: str, sec: float)
             text=True,
             timeout=sec,
         )
-        number, found = json.loads(done.stdout.splitlines()[-1])
+        number, imported = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         message = f"importing {', '.join(names)} takes longer than {sec:.0f} s"
         fix = "raise preflight.deadline_sec, or copy the environment to the nodes (stage.project)"
@@ -56,11 +56,11 @@ def import_packages(*, names: Sequence[str], command: str, cwd: str, sec: float)
     except (OSError, IndexError, ValueError) as err:
         trouble = done.stderr.strip()[-200:] if isinstance(err, IndexError) else str(err)
         return _failed(f"{python} imports nothing: {trouble}", f"try it there: {python} -V")
-    missing = [f"{name} ({trouble})" for name, (_, trouble) in found.items() if trouble]
+    missing = [f"{name} ({trouble})" for name, (_, trouble) in imported.items() if trouble]
     if missing:
         fix = f"install them for {python}, or correct preflight.packages"
         return _failed(f"cannot import {', '.join(missing)}", fix)
-    versions = {name: text for name, (text, _) in found.items()}
+    versions = {name: text for name, (text, _) in imported.items()}
     said = ", ".join(f"{name} {text}".strip() for name, text in versions.items())
     return {"check": ["ok", f"Python {number}, {said}", "", ""], "versions": versions}
 
@@ -80,20 +80,20 @@ def as_check(answer: dict[str, Any]) -> Check:
 
 def cuda_versions() -> dict[str, str]:
     """Versions of the libraries of CUDA that are installed as packages."""
-    found = {}
+    versions = {}
     for name in CUDA:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def driver_version() -> str:
-    """Of NVIDIA's driver; "" without one."""
+    """Version of NVIDIA's driver; "" without one."""
     return DRIVER.read_text().strip() if DRIVER.exists() else ""
 
 
 def exported() -> dict[str, str]:
-    """What this process inherited for NCCL, Gloo and torch."""
+    """Variables for NCCL, Gloo and torch that this process inherited."""
     return {name: value for name, value in os.environ.items() if COMPARED.fullmatch(name)}

@@ -38,7 +38,7 @@ MOST_LINES = 16
 
 @dataclass
 class Findings:
-    """What preflight found on one allocation."""
+    """Results of preflight on one allocation."""
 
     placement: Placement
     layout: WorldLayout
@@ -106,10 +106,10 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
         sec = NODES_SHARE * machine.preflight.deadline_sec
         python = staged_python(paths)
         nodes = compare_nodes.inspect(placement, wanted, machine, sec=sec, python=python)
-        found = Findings(placement, layout, nodes)
-        found.identity = _identity(found, machine, wanted)
-        if reason := _reason_to_skip(found, paths):
-            found.ranks = [Check("ranks", "ok", f"skipped: {reason}")]
+        findings = Findings(placement, layout, nodes)
+        findings.identity = _identity(findings, machine, wanted)
+        if reason := _reason_to_skip(findings, paths):
+            findings.ranks = [Check("ranks", "ok", f"skipped: {reason}")]
         else:
             ranks = layout.ranks_per_node
             addresses = {node.name: node.facts["address"] for node in nodes if node.facts}
@@ -117,24 +117,24 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
             prober = Prober(
                 paths, machine, ranks, placement, python=python, end=end, addresses=addresses
             )
-            found.ranks = _check_ranks(found, prober)
-        _write(paths, found)
-        _print_summary(found)
+            findings.ranks = _check_ranks(findings, prober)
+        _write(paths, findings)
+        _print_summary(findings)
         event = events.Preflight(
             seconds=round(time.time() - started, 3),
-            status="ok" if found.chosen else "failed",
-            failed=[check.name for check in found.failed],
-            nodes=found.chosen,
-            left_out=found.left_out,
-            bytes_per_sec=found.bytes_per_sec,
+            status="ok" if findings.chosen else "failed",
+            failed=[check.name for check in findings.failed],
+            nodes=findings.chosen,
+            left_out=findings.left_out,
+            bytes_per_sec=findings.bytes_per_sec,
         )
         events.record(paths.events, event)
-        if not found.chosen:
-            if placement.job and len(found.healthy) < layout.nodes:
+        if not findings.chosen:
+            if placement.job and len(findings.healthy) < layout.nodes:
                 exclude.add(paths.bad_nodes, compare_nodes.bad_nodes(nodes), placement.job)
-            raise _unfit(config, paths, found)
-        # All healthy nodes: training takes the first ones, and another one when it loses a node.
-        PreflightPass(host=hostname(), nodes=found.healthy).write(paths.preflight_pass)
+            raise _unfit(config, paths, findings)
+        # All healthy nodes: training takes the first of them, and another node when it loses one.
+        PreflightPass(host=hostname(), nodes=findings.healthy).write(paths.preflight_pass)
     return paths.preflight_pass
 
 
@@ -197,7 +197,7 @@ def _wanted(
     layout: WorldLayout,
     placement: Placement,
 ) -> dict[str, Wanted]:
-    """What each node is checked for, by host."""
+    """Requirements for each node, by host."""
     record = StageRecord.read_if_there(paths.stage)
     master = rendezvous.host(machine.fabric, placement.hosts[0])
     programs = _programs(config, placement)
@@ -219,26 +219,26 @@ def _wanted(
 # --- ranks ----------------------------------------------------------------------------------------
 
 
-def _check_ranks(found: Findings, prober: Prober) -> list[Check]:
+def _check_ranks(findings: Findings, prober: Prober) -> list[Check]:
     """Checks of the ranks of all healthy nodes. A node at fault where they fail gets a failed check.
 
     Also runs where too few nodes are healthy already, so that one submission finds all faults.
     """
     # Ranks on an unhealthy node would only fail with a less readable error.
-    everyone = found.healthy
+    everyone = findings.healthy
     if not everyone:
         return []
     ranks = prober.together(everyone)
     if len(everyone) == 1 or not checks.failed(ranks) or ranks[0].name == ENDPOINT:
         return ranks
     broken = prober.search(everyone)
-    _blame(found.nodes, broken, prober)
-    if len(found.healthy) < found.layout.nodes:
+    _blame(findings.nodes, broken, prober)
+    if len(findings.healthy) < findings.layout.nodes:
         return ranks
-    if found.healthy != everyone and (known := prober.found(found.healthy)):
+    if findings.healthy != everyone and (known := prober.known(findings.healthy)):
         return known
     if prober.has_time:
-        return prober.together(found.healthy)
+        return prober.together(findings.healthy)
     return [*ranks, _still_in_doubt(broken)]
 
 
@@ -280,31 +280,31 @@ def _still_in_doubt(broken: Broken) -> Check:
 # --- a pass of an earlier start of the same job ---------------------------------------------------
 
 
-def _identity(found: Findings, machine: Machine, wanted: dict[str, Wanted]) -> dict[str, Any]:
+def _identity(findings: Findings, machine: Machine, wanted: dict[str, Wanted]) -> dict[str, Any]:
     """Everything that the ranks' checks depend on. While it is unchanged they need not run again."""
     return {
-        "job": found.placement.job.id if found.placement.job else None,
-        "nodes": {node.name: node.facts.get("versions") for node in found.nodes},
-        "ranks_per_node": found.layout.ranks_per_node,
+        "job": findings.placement.job.id if findings.placement.job else None,
+        "nodes": {node.name: node.facts.get("versions") for node in findings.nodes},
+        "ranks_per_node": findings.layout.ranks_per_node,
         "launcher": machine.launcher,
         "fabric": machine.fabric.model_dump(mode="json"),
         "staged": sorted({wish.digest for wish in wanted.values()}),
     }
 
 
-def _reason_to_skip(found: Findings, paths: RunPaths) -> str:
+def _reason_to_skip(findings: Findings, paths: RunPaths) -> str:
     """Why the ranks need no check after this restart; "" where they need one.
 
     They need none where Slurm restarted the job that passed, unless a rank failed or was lost since:
     the fabric may have been the reason.
     """
-    job = found.placement.job
+    job = findings.placement.job
     if job is None or not job.restarts:
         return ""
     earlier = PreflightResult.read_if_there(paths.preflight)
-    if earlier is None or earlier.status != "ok" or earlier.left_out or found.left_out:
+    if earlier is None or earlier.status != "ok" or earlier.left_out or findings.left_out:
         return ""
-    if earlier.identity != found.identity or earlier.restart >= job.restarts:
+    if earlier.identity != findings.identity or earlier.restart >= job.restarts:
         return ""
     for event in reversed(events.read(paths.events)):
         if isinstance(event, events.Preflight):
@@ -317,14 +317,14 @@ def _reason_to_skip(found: Findings, paths: RunPaths) -> str:
 # --- output ---------------------------------------------------------------------------------------
 
 
-def _write(paths: RunPaths, found: Findings) -> None:
+def _write(paths: RunPaths, findings: Findings) -> None:
     """Write preflight.json and preflight.tsv, and a copy in logs/ that no later start replaces."""
-    result, job = found.result(), found.placement.job
+    result, job = findings.result(), findings.placement.job
     start = f"{job.id}.{job.restarts}" if job else f"local.{time.strftime('%Y%m%dT%H%M%S')}"
     result.write(paths.preflight)
     result.write(paths.logs / f"preflight.{start}.json")
     keys = ("name", "status", "message", "fix", "cause")
-    by_place = [*((node.name, node.checks) for node in found.nodes), ("ranks", found.ranks)]
+    by_place = [*((node.name, node.checks) for node in findings.nodes), ("ranks", findings.ranks)]
     with atomic_open(paths.preflight_table, "w") as file:
         table = csv.writer(file, delimiter="\t", lineterminator="\n")
         table.writerow(["where", *keys])
@@ -332,8 +332,8 @@ def _write(paths: RunPaths, found: Findings) -> None:
             table.writerows([where, *(getattr(check, key) for key in keys)] for check in of_place)
 
 
-def _print_summary(found: Findings) -> None:
-    nodes = sorted(found.nodes, key=lambda node: node.name)
+def _print_summary(findings: Findings) -> None:
+    nodes = sorted(findings.nodes, key=lambda node: node.name)
     fine = [node for node in nodes if all(check.status == "ok" for check in node.checks)]
     if len(fine) > MOST_LINES:
         say(f"{fine[0].line}   ({fine[0].name} to {fine[-1].name}: {len(fine)} nodes like this)")
@@ -341,39 +341,41 @@ def _print_summary(found: Findings) -> None:
     for node in nodes:
         say(node.line)
         _print_troubles(node.checks)
-    by_name = {check.name: check for check in found.ranks}
+    by_name = {check.name: check for check in findings.ranks}
     if "all-reduce" in by_name:
         say(f"RANKS {by_name['mapping'].message}; all-reduce {by_name['all-reduce'].message}")
     elif "ranks" in by_name:
         say(f"RANKS {by_name['ranks'].message}")
-    _print_troubles(found.ranks)
-    if found.chosen and len(found.nodes) > found.layout.nodes:
-        out = ", ".join(found.left_out) or "none"
-        say(f"training gets {', '.join(found.chosen)}; unhealthy: {out}")
+    _print_troubles(findings.ranks)
+    if findings.chosen and len(findings.nodes) > findings.layout.nodes:
+        out = ", ".join(findings.left_out) or "none"
+        say(f"training gets {', '.join(findings.chosen)}; unhealthy: {out}")
 
 
-def _print_troubles(found: Sequence[Check]) -> None:
-    for check in found:
+def _print_troubles(results: Sequence[Check]) -> None:
+    for check in results:
         if check.status != "ok":
             cause = f"   cause: {check.cause}" if check.cause else ""
             fix = f"   fix: {check.fix}" if check.fix else ""
             say(f"  {check.status}: {check.name}: {check.message}{cause}{fix}")
 
 
-def _unfit(config: ResolvedConfig, paths: RunPaths, found: Findings) -> UnfitError:
+def _unfit(config: ResolvedConfig, paths: RunPaths, findings: Findings) -> UnfitError:
     """The error of a preflight that failed: every unhealthy node and every failed check of the ranks."""
-    failed = checks.summary(found.failed_ranks)
-    if len(found.nodes) == 1:
-        reasons = "; ".join(filter(None, [found.nodes[0].reason, failed]))
-        what = f"{found.nodes[0].name} is not healthy, so it cannot train {config.run}: {reasons}"
-    else:
-        what = f"{len(found.healthy)} of {len(found.nodes)} nodes are healthy, {config.run} needs"
-        what += f" {found.layout.nodes}:\n" + "\n".join(
-            f"    {name}: {reason}" for name, reason in sorted(found.left_out.items())
+    failed = checks.summary(findings.failed_ranks)
+    if len(findings.nodes) == 1:
+        reasons = "; ".join(filter(None, [findings.nodes[0].reason, failed]))
+        what = (
+            f"{findings.nodes[0].name} is not healthy, so it cannot train {config.run}: {reasons}"
         )
-        what += f"\n    ranks: {failed}" if failed and not found.left_out else ""
-    fixes = dict.fromkeys(check.fix for check in found.failed if check.fix)
-    causes = dict.fromkeys(check.cause for check in found.failed if check.cause)
+    else:
+        what = f"{len(findings.healthy)} of {len(findings.nodes)} nodes are healthy, {config.run} needs"
+        what += f" {findings.layout.nodes}:\n" + "\n".join(
+            f"    {name}: {reason}" for name, reason in sorted(findings.left_out.items())
+        )
+        what += f"\n    ranks: {failed}" if failed and not findings.left_out else ""
+    fixes = dict.fromkeys(check.fix for check in findings.failed if check.fix)
+    causes = dict.fromkeys(check.cause for check in findings.failed if check.cause)
     return UnfitError(
         what,
         cause="; ".join(causes),

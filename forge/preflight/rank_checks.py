@@ -97,6 +97,6 @@ def _compared(
     slow = {host: speed for host, speed in speeds.items() if speed * factor < middle}
     if not slow:
         return Check(name, "ok", f"median {middle:.3g} {unit}, no node below 1/{factor:g} of it")
-    found = ", ".join(f"{host} {speed:.3g}" for host, speed in sorted(slow.items()))
-    message = f"slow: {found}; median of {len(speeds)} nodes {middle:.3g} {unit}"
+    hosts = ", ".join(f"{host} {speed:.3g}" for host, speed in sorted(slow.items()))
+    message = f"slow: {hosts}; median of {len(speeds)} nodes {middle:.3g} {unit}"
     return Check(name, "warn", message, f"exclude {', '.join(sorted(slow))}, or continue", cause)

@@ -48,7 +48,7 @@ class Watchdog:
         self._timer: threading.Timer | None = None
 
     def begin(self, doing: str) -> None:
-        """End the step before, if any, and begin this one."""
+        """End the previous step, if any, and begin this step."""
         self.end()
         self._timer = threading.Timer(self.patience_sec, self._end_process, [doing])
         self._timer.daemon = True
@@ -95,9 +95,9 @@ def check(world: World, task: PreflightTask, spec: LaunchSpec) -> RankRecord:
     speeds = _all_reduce(world, groups, watchdog)
     pairs = _pairs(world, groups, watchdog)
     watchdog.begin("gathering the results of all ranks")
-    mine = {**_facts(world, task.nccl_file), "tflop_per_sec": _matmul(world.device), "pairs": pairs}
+    own = {**_facts(world, task.nccl_file), "tflop_per_sec": _matmul(world.device), "pairs": pairs}
     quick = replace(world, control=groups.control)
-    facts = quick.gather_objects(mine, dict[str, Any], "results of all ranks")
+    facts = quick.gather_objects(own, dict[str, Any], "results of all ranks")
     result = {
         "ranks": facts,
         "backend": world.backend,
@@ -133,8 +133,8 @@ def _network(nccl_file: str) -> str:
 
 def network_chosen(log: str) -> str:
     """The network in NCCL_DEBUG=INFO output, such as `IB mlx5_0` or `Socket eth0`; "" if none."""
-    found = re.search(r"NET/(\w+) : Using (?:\[\d+\])?([^\s:]+)", log)
-    return f"{found.group(1)} {found.group(2)}" if found else ""
+    match = re.search(r"NET/(\w+) : Using (?:\[\d+\])?([^\s:]+)", log)
+    return f"{match.group(1)} {match.group(2)}" if match else ""
 
 
 def _all_reduce(world: World, groups: Groups, watchdog: Watchdog) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What people read: status, logs, results, the report."""
+"""Output for people: status, logs, results, the report."""

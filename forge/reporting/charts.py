@@ -48,7 +48,7 @@ STYLE: dict[Any, Any] = {
     "ytick.color": INK,
     "text.color": INK,
     "legend.frameon": False,
-    "text.parse_math": False,  # a name with $ is no formula
+    "text.parse_math": False,  # a name with $ is not a formula
     "path.simplify_threshold": 0.5,  # a long run has more points than pixels
 }
 SIZE_INCHES = (5.0, 3.2)
@@ -89,11 +89,11 @@ def family_chart(family: Sequence[Member]) -> str:
 
 
 def _from_parent(member: Member, family: Sequence[Member]) -> pd.DataFrame:
-    """The losses of a run, after the parent's last one before the start, where it is there."""
+    """The losses of a run, preceded by the parent's last loss before the start, if it is recorded."""
     import pandas as pd
 
-    parents = [one for one in family if one.run == member.parent_run]
-    before = [one.evals[one.evals["step"] <= member.start].tail(1) for one in parents]
+    parents = [other for other in family if other.run == member.parent_run]
+    before = [other.evals[other.evals["step"] <= member.start].tail(1) for other in parents]
     return pd.concat([*before, member.evals])
 
 
@@ -108,7 +108,7 @@ def source_chart(history: History) -> str:
 
 
 def _style_of(number: int) -> dict[str, Any]:
-    """Of the line of this number, in a figure of many."""
+    """Color, dashes and marker of the line with this number in a figure of many lines."""
     again, color = divmod(number, len(COLORS))
     dashes = DASHES[again % len(DASHES)]
     return {"color": COLORS[color], "lw": 1.6, "marker": "o", "ms": 3, "ls": dashes}

@@ -98,13 +98,13 @@ def compare(runs: Sequence[RunPaths], *, as_json: bool = False, page: Path | Non
 
 def comparison(runs: Sequence[RunPaths]) -> Comparison:
     """The comparison of these runs. Lines that no run has a value for are left out."""
-    found = [_run(paths) for paths in runs]
+    compared = [_run(paths) for paths in runs]
     results = [
-        Row(label, [_text(run.facts[name], write) for run in found])
+        Row(label, [_text(run.facts[name], write) for run in compared])
         for name, (label, write) in FACTS.items()
-        if any(run.facts[name] is not None for run in found)
+        if any(run.facts[name] is not None for run in compared)
     ]
-    return Comparison(found, results, _scores(found), _changed_keys(found))
+    return Comparison(compared, results, _scores(compared), _changed_keys(compared))
 
 
 def _run(paths: RunPaths) -> ComparedRun:
@@ -130,7 +130,7 @@ def _run(paths: RunPaths) -> ComparedRun:
 
 
 def _digest(summary: Summary) -> str | None:
-    """Of the last checkpoint, as `forge validate`, `export` and `evaluate` name it."""
+    """Digest of the last checkpoint, as `forge validate`, `export` and `evaluate` print it."""
     if summary.seal:
         return summary.seal.digest
     if summary.manifest is None or summary.checkpoint is None:

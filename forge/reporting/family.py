@@ -1,4 +1,4 @@
-"""Runs that start from each other, as a tree: where each one branches off, and to which loss it comes."""
+"""Runs that start from each other, as a tree: the step of each branch, and its losses."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Member:
 
 def families(runs: Sequence[RunPaths]) -> list[Member]:
     """The runs that are children or parents of others among them, each below its parent; [] for none."""
-    found = {paths.root.name: _member(paths) for paths in runs}
-    parents = {member.parent_run for member in found.values()}
+    members = {paths.root.name: _member(paths) for paths in runs}
+    parents = {member.parent_run for member in members.values()}
     related = {
-        name: member for name, member in found.items() if member.start or member.run in parents
+        name: member for name, member in members.items() if member.start or member.run in parents
     }
     roots = [member for member in related.values() if member.parent_run not in related]
     return [placed for root in roots for placed in _below(root, related, "", "")]
@@ -65,8 +65,10 @@ def family_of(paths: RunPaths) -> list[Member]:
 def _below(member: Member, among: dict[str, Member], own: str, below: str) -> Iterator[Member]:
     """The member and its descendants. own, below: what stands before its name, and before theirs."""
     yield replace(member, branch=own)
-    children = [one for one in among.values() if one.parent_run == member.run and one != member]
-    children.sort(key=lambda one: one.start)
+    children = [
+        other for other in among.values() if other.parent_run == member.run and other != member
+    ]
+    children.sort(key=lambda other: other.start)
     for child in children:
         is_last = child is children[-1]
         head, rest = ("└─ ", "   ") if is_last else ("├─ ", "│  ")
@@ -91,7 +93,8 @@ def _member(paths: RunPaths) -> Member:
 
 
 def _parent(paths: RunPaths) -> tuple[str, int]:
-    """What the run has started from, and at which step; without a checkpoint what its config says."""
+    """The parent from which the run started, and its step; before the first checkpoint from the
+    config."""
     config = read_object_or_empty(paths.config)
     try:
         made_from = started_from(paths)

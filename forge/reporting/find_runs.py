@@ -49,9 +49,9 @@ def _folders(results: Path) -> list[Path]:
         say(f"note: {err.what}")
         last = None
     recorded = [Path(folder) for folder in last.folders.values()] if last else []
-    found = [folder for folder in recorded if RunPaths(folder).config.exists()]
-    found += sorted(path.parent for path in results.glob("*/config.json"))
-    return list({folder.resolve(): folder for folder in found}.values())
+    folders = [folder for folder in recorded if RunPaths(folder).config.exists()]
+    folders += sorted(path.parent for path in results.glob("*/config.json"))
+    return list({folder.resolve(): folder for folder in folders}.values())
 
 
 def results_folder() -> Path:

@@ -54,7 +54,7 @@ class Phase(NamedTuple):
 
 
 class Restart(NamedTuple):
-    """A launch that went on from a checkpoint: at which step, when, and how the last one ended."""
+    """A launch that resumed from a checkpoint: at which step, when, and how the previous launch ended."""
 
     step: int
     time: float
@@ -72,7 +72,7 @@ class Launch:
     is_last: bool = False
 
     def first(self, *kinds: type[Event]) -> Any:
-        """Its first event of one of these kinds; None without one."""
+        """The launch's first event of one of these kinds; None without such an event."""
         return next((event for event in self.log if isinstance(event, kinds)), None)
 
     @cached_property
@@ -99,9 +99,9 @@ class Launch:
         """The step it went on from (0: a fresh start); None if it never got there."""
         if init := self.first(events.Init):
             return init.step
-        told = self.first(events.Launch)
-        if told and any(line.kind == "step" for line in self.metrics):
-            return told.step
+        launch = self.first(events.Launch)
+        if launch and any(line.kind == "step" for line in self.metrics):
+            return launch.step
         # Without the event: its first line tells that everything from there on was done again.
         first = next((line.step for line in self.metrics if line.kind == "train"), None)
         return None if first is None else max(first - 1, 0)
@@ -109,9 +109,9 @@ class Launch:
     @cached_property
     def passed(self) -> list[tuple[int, float]]:
         """(step, when training went on beyond it) of all that was recorded of a step."""
-        told = [(line.step, line.time) for line in self.metrics]
-        return told + [
-            # A save is told when it is committed, steps later.
+        reached = [(line.step, line.time) for line in self.metrics]
+        return reached + [
+            # The event of a save is written when the checkpoint is committed, steps later.
             (event.step, _span(event).end if isinstance(event, events.Save) else event.time)
             for event in self.log
             if hasattr(event, "step")
@@ -132,7 +132,7 @@ class Launch:
 
     @property
     def outcome(self) -> str:
-        """How it ended, in the words of `run_state.ending`."""
+        """How the launch ended, in the words of `run_state.ending`."""
         if self.ending:
             return ": ".join(filter(None, ending(self.ending)))
         return "no end recorded: it still runs or was killed" if self.is_last else "cut off"
@@ -199,8 +199,8 @@ def _history(log: list[Event], lines: Sequence[Line]) -> History:
         train=_frame(lines, "train", TRAIN_COLUMNS, kept),
         evals=_frame(lines, "eval", EVAL_COLUMNS, kept),
         source_evals={
-            name: _frame(found, "eval", EVAL_COLUMNS, kept)
-            for name, found in sorted(_by_source(lines).items())
+            name: _frame(its_lines, "eval", EVAL_COLUMNS, kept)
+            for name, its_lines in sorted(_by_source(lines).items())
         },
         launches=launches,
         restarts=_restarts(launches),
@@ -227,7 +227,7 @@ def facts(history: History) -> dict[str, Any]:
 
 
 def _last_step(history: History) -> int | None:
-    """Of a program that tells no losses; None before its first step."""
+    """The last step of a program that records no losses; None before its first step."""
     return history.launches[-1].last_step or None if history.launches else None
 
 
@@ -252,21 +252,21 @@ def device_hours(launches: Iterable[Launch]) -> dict[str, float]:
 
 
 def _launches(log: list[Event], lines: Sequence[Line]) -> list[Launch]:
-    """An event that names no launch belongs to the one before it."""
+    """An event that names no launch belongs to the launch of the event before it."""
     launches: dict[str, Launch] = {}
     name: str | None = None
     own = [(event.time, event) for event in log if isinstance(event, _IN_LAUNCH)]
     rows = [(line.time, line) for line in lines]
     # Stable: equal times keep the order of the files.
-    for when, one in sorted([*own, *rows], key=lambda pair: pair[0]):
-        name = getattr(one, "launch", name)
+    for when, entry in sorted([*own, *rows], key=lambda pair: pair[0]):
+        name = getattr(entry, "launch", name)
         if name is None:
             continue
         launch = launches.setdefault(name, Launch(name, when))
-        if isinstance(one, Line):
-            launch.metrics.append(one)
+        if isinstance(entry, Line):
+            launch.metrics.append(entry)
         else:
-            launch.log.append(one)
+            launch.log.append(entry)
     for launch in list(launches.values())[-1:]:
         launch.is_last = True
     return list(launches.values())
@@ -292,11 +292,11 @@ def _restarts(launches: list[Launch]) -> list[Restart]:
 
 def _by_source(lines: Sequence[Line]) -> dict[str, list[Line]]:
     """The lines of evaluations with the loss of one source, by source."""
-    found: dict[str, list[Line]] = defaultdict(list)
+    by_source: dict[str, list[Line]] = defaultdict(list)
     for line in lines:
         for name, loss in (getattr(line, "sources", None) or {}).items():
-            found[name].append(replace(line, loss=loss))
-    return found
+            by_source[name].append(replace(line, loss=loss))
+    return by_source
 
 
 def _frame(
@@ -376,7 +376,7 @@ def _undone(pieces: Iterable[Phase], recomputed_from: float) -> list[Phase]:
 def _joined(pieces: Iterable[Phase]) -> list[Phase]:
     """Ordered pieces without overlap, gaps filled with waiting, equal neighbours merged.
 
-    A gap after validation is no waiting: the run was over until somebody wanted more of it.
+    A gap after validation does not count as waiting: the run was complete until its goal was raised.
     """
     joined: list[Phase] = []
     for piece in pieces:

@@ -55,7 +55,7 @@ _ECHO = re.compile(
 _ISO = re.compile(r"\b(\d{4}-\d\d-\d\d)[T _](\d\d:\d\d:\d\d(?:[.,]\d+)?)")
 _GLOG = re.compile(r"^\[?[EFWI](\d\d)(\d\d) (\d\d:\d\d:\d\d(?:\.\d+)?)")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-# How a subcommand's log ends when the subcommand has failed; what is asked for is no error.
+# How a subcommand's log ends when the subcommand has failed; a stop that was asked for is not an error.
 _LAST_WORD = re.compile(
     r"^forge \w+: (?!.*(?: stopped at step |asks this run to stop|interrupted;))"
 )
@@ -63,7 +63,7 @@ _GLOG_HEAD = re.compile(_GLOG.pattern + r"[^\]]*\] ")
 
 
 @dataclass(frozen=True)
-class Found:
+class LoggedError:
     """One error in one log. time: seconds since the epoch, at the latest."""
 
     lines: tuple[str, ...]
@@ -78,7 +78,7 @@ class Found:
 
     @property
     def headline(self) -> str:
-        """The line that tells what it is: of a traceback the exception."""
+        """The line that names the error: the last line of a traceback, with the exception."""
         if not self.is_traceback:
             return self.lines[0]
         return next(
@@ -94,11 +94,13 @@ class Found:
         return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", text)
 
 
-def find(lines: Sequence[str], who: str, *, written: float, node: str = "") -> Iterator[Found]:
+def find(
+    lines: Sequence[str], who: str, *, written: float, node: str = ""
+) -> Iterator[LoggedError]:
     """The errors in a log's lines, in their order.
 
     written: when the log was last written. Lines mostly have no time of their own, so an error gets
-    that of a stamp in it, else `written`: what ends a process is the last that its log is told.
+    that of a stamp in its lines, else `written`: the error that ends a process is the last in its log.
     """
     rest = [_LABEL.sub("", line) for line in lines]
     at = 0
@@ -111,12 +113,12 @@ def find(lines: Sequence[str], who: str, *, written: float, node: str = "") -> I
             at += 1
             continue
         block = tuple(line.rstrip() for line in rest[at:end])
-        found = Found(block, _stamp(block, written) or written, who, node)
-        yield Found(block, found.time, who, node, bool(_ECHO.search(found.headline)))
+        error = LoggedError(block, _stamp(block, written) or written, who, node)
+        yield LoggedError(block, error.time, who, node, bool(_ECHO.search(error.headline)))
         at = end
 
 
-def last_error(log: Path) -> Found | None:
+def last_error(log: Path) -> LoggedError | None:
     """The error that a subcommand's log ends with. The log has every start, so what is followed by
     something else has been overcome."""
     words = clean(last_lines(log, SEARCHED_BYTES)[0])
@@ -128,7 +130,7 @@ def last_error(log: Path) -> Found | None:
     written = log.stat().st_mtime
     if "is a bug of Forge" in words[at]:
         return next(reversed(list(find(words, log.name, written=written))), None)
-    return Found(tuple(words[at:]), written, log.name)
+    return LoggedError(tuple(words[at:]), written, log.name)
 
 
 def without_command(headline: str) -> str:
@@ -198,30 +200,30 @@ def said(headline: str) -> str:
 class Group:
     """The same error, of one rank or of many; `all` in order of time."""
 
-    all: tuple[Found, ...]
+    all: tuple[LoggedError, ...]
 
     @property
-    def first(self) -> Found:
+    def first(self) -> LoggedError:
         return self.all[0]
 
     @property
-    def fullest(self) -> Found:
-        """The one that tells most."""
-        return max(self.all, key=lambda found: len(found.lines))
+    def fullest(self) -> LoggedError:
+        """The error with the most lines."""
+        return max(self.all, key=lambda error: len(error.lines))
 
     @property
     def title(self) -> str:
-        """Who had it: `rank 3 (and 63 more) on node02`. Ranks, where any had it."""
-        had = [found for found in self.all if found.who.startswith("rank ")] or list(self.all)
-        others = len({found.who for found in had}) - 1
+        """Where the error occurred: `rank 3 (and 63 more) on node02`. Ranks, if any rank had it."""
+        had = [error for error in self.all if error.who.startswith("rank ")] or list(self.all)
+        others = len({error.who for error in had}) - 1
         more = f" (and {others} more)" if others else ""
         return f"{had[0].who}{more}{f' on {had[0].node}' if had[0].node else ''}"
 
 
-def group(errors: Iterable[Found]) -> list[Group]:
+def group(errors: Iterable[LoggedError]) -> list[Group]:
     """Equal errors together. Earliest first, which mostly is the cause; those that only tell of
     another rank's end come last, since times of different logs are not exact enough to tell."""
-    groups: dict[str, list[Found]] = {}
-    for found in sorted(errors, key=lambda found: (found.is_echo, found.time)):
-        groups.setdefault(found.kind, []).append(found)
-    return [Group(tuple(found)) for found in groups.values()]
+    groups: dict[str, list[LoggedError]] = {}
+    for error in sorted(errors, key=lambda error: (error.is_echo, error.time)):
+        groups.setdefault(error.kind, []).append(error)
+    return [Group(tuple(alike)) for alike in groups.values()]

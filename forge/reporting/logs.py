@@ -22,8 +22,8 @@ from forge.core.tail import Follower, last_lines
 from forge.core.terminal import is_terminal, print_plain, visible
 from forge.reporting.log_errors import (
     SEARCHED_BYTES,
-    Found,
     Group,
+    LoggedError,
     clean,
     find,
     group,
@@ -125,16 +125,16 @@ def logs(
 
 def read_starts(paths: RunPaths) -> tuple[list[Start], list[Log]]:
     """The run's starts and the logs of its subcommands, each the oldest first."""
-    found, commands = defaultdict(list), []
+    by_start, commands = defaultdict(list), []
     for path in paths.logs.glob("*.log"):
         log = _log(path)
         if log.start:
-            found[log.start].append(log)
+            by_start[log.start].append(log)
         else:
             commands.append(log)
     starts = [
         Start(name, tuple(sorted(its, key=lambda log: (log.rank is None, log.rank, log.who))))
-        for name, its in found.items()
+        for name, its in by_start.items()
     ]
     return sorted(starts, key=lambda s: s.written), sorted(commands, key=lambda log: log.written)
 
@@ -170,8 +170,8 @@ def choose(starts: Sequence[Start], wanted: str | None) -> list[Start]:
 
 def _only(start: Start, rank: int) -> Start:
     """The start with the log of one rank alone. Raises ConfigError."""
-    mine = tuple(log for log in start.logs if log.rank == rank)
-    if not mine:
+    of_rank = tuple(log for log in start.logs if log.rank == rank)
+    if not of_rank:
         there = [str(log.rank) for log in start.ranks]
         listed = there if len(there) <= 4 else [*there[:2], "…", there[-1]]
         raise ConfigError(
@@ -179,7 +179,7 @@ def _only(start: Start, rank: int) -> Start:
             cause="it was not started, or ended before its first line",
             fix=f"ranks with a log: {', '.join(listed) or 'none'}",
         )
-    return Start(start.name, mine)
+    return Start(start.name, of_rank)
 
 
 # --- errors --------------------------------------------------------------------------------------
@@ -188,26 +188,26 @@ def _only(start: Start, rank: int) -> Start:
 def errors_of(paths: RunPaths, start: Start, commands: Sequence[Log]) -> list[Group]:
     """The errors of a start: from its logs, the event log, and the last words of `commands`."""
     share = _searched_bytes(start)
-    errors = [found for log in start.logs for found in _errors_in(log, share)]
+    errors = [error for log in start.logs for error in _errors_in(log, share)]
     # What ranks record and subcommands end with repeats their logs, or is the only place that tells it.
     for more in (
         _recorded(paths, start),
-        [found for log in commands if log.written >= start.began for found in _last_error(log)],
+        [error for log in commands if log.written >= start.began for error in _last_error(log)],
     ):
-        known = {found.kind for found in errors}
-        errors += [found for found in more if found.kind not in known]
+        known = {error.kind for error in errors}
+        errors += [error for error in more if error.kind not in known]
     return group(errors)
 
 
-def _recorded(paths: RunPaths, start: Start) -> list[Found]:
-    """What the launcher was told, from the event log."""
+def _recorded(paths: RunPaths, start: Start) -> list[LoggedError]:
+    """Errors that the launcher recorded in the event log."""
     node_of = {log.who: log.node for log in start.logs}
     errors = []
     for event in _events(paths, start):
         if isinstance(event, events.Lost | events.Failed):
             who = f"rank {event.rank}" if isinstance(event, events.Failed) else "launcher"
             lines = tuple(clean(event.message.splitlines()))
-            errors.append(Found(lines, event.time, who, node_of.get(who, "")))
+            errors.append(LoggedError(lines, event.time, who, node_of.get(who, "")))
     return errors
 
 
@@ -216,25 +216,25 @@ def _searched_bytes(start: Start) -> int:
     return max(SEARCHED_LEAST_BYTES, min(SEARCHED_BYTES, share))
 
 
-def _errors_in(log: Log, num_bytes: int) -> Iterator[Found]:
+def _errors_in(log: Log, num_bytes: int) -> Iterator[LoggedError]:
     lines, _ = last_lines(log.path, num_bytes)
     yield from find(clean(lines), log.who, written=log.written, node=log.node)
 
 
-def _last_error(log: Log) -> list[Found]:
-    found = last_error(log.path)
-    return [found] if found else []
+def _last_error(log: Log) -> list[LoggedError]:
+    error = last_error(log.path)
+    return [error] if error else []
 
 
 def _events(paths: RunPaths, start: Start) -> list[events.Event]:
     """The events from this start's first launch to the next start's."""
-    mine, inside = [], False
+    own_events, inside = [], False
     for event in events.read(paths.events):
         if isinstance(event, events.Launch):
             inside = start.name in (f"{event.job}.{event.restart}", f"local.{event.launch}")
         if inside:
-            mine.append(event)
-    return mine
+            own_events.append(event)
+    return own_events
 
 
 # --- on the screen ---------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class _Screen:
 
 @dataclass(frozen=True)
 class _View:
-    """What is known of a run's logs, and how it is told."""
+    """A run's logs, and how they are printed."""
 
     screen: _Screen
     paths: RunPaths
@@ -293,35 +293,35 @@ class _View:
         """Before the first rank: what the subcommands said."""
         names = ", ".join(log.who for log in self.commands)
         self.screen.line(f"{self.paths.root}: no rank has started yet; {names}", "bold")
-        self.show_errors(group(found for log in self.commands for found in _last_error(log)))
+        self.show_errors(group(error for log in self.commands for error in _last_error(log)))
         self.show_tail(self.commands[-1])
 
     def show_errors(self, groups: Sequence[Group]) -> None:
-        causes = [one for one in groups if not one.first.is_echo]
-        echoes = [one for one in groups if one.first.is_echo]
+        causes = [errors for errors in groups if not errors.first.is_echo]
+        echoes = [errors for errors in groups if errors.first.is_echo]
         many = f"{len(causes)} errors, the earliest first" if len(causes) > 1 else "1 error"
         self.screen.line()
         self.screen.line(many if causes else "no errors" + " of their own" * bool(echoes), "bold")
-        for one in causes[:MAX_GROUPS]:
+        for errors in causes[:MAX_GROUPS]:
             self.screen.line()
-            self.screen.line(f"  {_title(one)}", "bold red")
-            for line in _shortened(one.fullest):
+            self.screen.line(f"  {_title(errors)}", "bold red")
+            for line in _shortened(errors.fullest):
                 self.screen.line(f"    {line}", "red")
         if len(causes) > MAX_GROUPS:
             self.screen.line(f"\n  and {len(causes) - MAX_GROUPS} more that came later")
         if echoes:
             self.screen.line("\n  said because processes were ended:")
-        for one in echoes[:MAX_GROUPS]:
-            self.screen.line(f"    {_title(one)}: {said(one.first.headline)[:MAX_ECHO]}")
+        for errors in echoes[:MAX_GROUPS]:
+            self.screen.line(f"    {_title(errors)}: {said(errors.first.headline)[:MAX_ECHO]}")
 
     def show_tail(self, log: Log) -> None:
         words, cut = last_lines(log.path, max(SEARCHED_BYTES, self.lines * MAX_WIDTH))
         cut = cut or len(words) > self.lines
         who = f"{log.who} on {log.node}" if log.node else log.who
-        told = f"the last {self.lines} lines of {log.path}" if cut else str(log.path)
+        shown = f"the last {self.lines} lines of {log.path}" if cut else str(log.path)
         when = f"last written {clock(log.written)}" if words else "has written nothing"
         self.screen.line()
-        self.screen.line(f"{who}, {when}: {told}", "bold")
+        self.screen.line(f"{who}, {when}: {shown}", "bold")
         for line in clean(words[-self.lines :]):
             self.screen.line(f"  {line}", "red" if _is_error(line) else "")
 
@@ -339,17 +339,19 @@ def _outcome(event: events.Completed | events.Stop) -> str:
     return f"completed at step {event.step}"
 
 
-def _title(one: Group) -> str:
-    often = f", {len(one.all)} times" if len(one.all) > len({f.who for f in one.all}) else ""
-    return f"{one.title}, {clock(one.first.time)}{often}"
+def _title(errors: Group) -> str:
+    often = (
+        f", {len(errors.all)} times" if len(errors.all) > len({f.who for f in errors.all}) else ""
+    )
+    return f"{errors.title}, {clock(errors.first.time)}{often}"
 
 
-def _shortened(found: Found) -> list[str]:
+def _shortened(error: LoggedError) -> list[str]:
     """The lines of an error that tell most: the end of a traceback, the head of a message."""
-    lines = [line if len(line) <= MAX_WIDTH else line[:MAX_WIDTH] + "…" for line in found.lines]
+    lines = [line if len(line) <= MAX_WIDTH else line[:MAX_WIDTH] + "…" for line in error.lines]
     if len(lines) <= MAX_BLOCK:
         return lines
-    if found.headline == found.lines[0]:
+    if error.headline == error.lines[0]:
         return [*lines[:MAX_BLOCK], f"… {len(lines) - MAX_BLOCK} lines more"]
     return [lines[0], f"  … {len(lines) - MAX_BLOCK} lines", *lines[1 - MAX_BLOCK :]]
 

@@ -87,7 +87,7 @@ def _context(paths: RunPaths) -> dict[str, Any]:
 
 
 def family_context(family: list[Member], here: str = "") -> dict[str, Any]:
-    """What family.html.j2 is about. here: the run that the page is about."""
+    """Contents of family.html.j2. here: the run of the page."""
     has_losses = any(len(member.evals) for member in family)
     chart = Markup(family_chart(family)) if has_losses else ""
     return {"family": family, "family_chart": chart, "here": here}
@@ -104,7 +104,7 @@ def _config_text(paths: RunPaths) -> str:
 
 
 def _missing(paths: RunPaths, summary: Summary, history: History) -> list[str]:
-    """What a reader would look for and not find, each with why or what to do."""
+    """Parts that a report lacks, each with the reason or what to do."""
     evaluated = history.evals["loss"].notna().any()
     absent = [
         (not paths.config.exists(), "config.json: the run's config was never resolved"),

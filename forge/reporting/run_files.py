@@ -1,4 +1,4 @@
-"""What a run's files say: its events, its last steps, its goal, and who holds its lock."""
+"""The files of a run: its events, last steps, goal, and the process that holds its lock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METRICS_BYTES = 2**16  # some 300 lines of metrics.jsonl, for the newest step an
 
 @dataclass
 class RunFiles:
-    """What a run's files say. Each is read when it is first asked for, and once."""
+    """The contents of a run's files. Each file is read once, at its first use."""
 
     paths: RunPaths
     now: float = field(default_factory=time.time)
@@ -60,7 +60,7 @@ class RunFiles:
 
     @cached_property
     def steps_of_launch(self) -> list[TrainLine | StepLine]:
-        """Of the newest launch alone."""
+        """The steps of the newest launch."""
         name = self.launches[-1].launch if self.launches else None
         return [step for step in self.steps if step.launch == name]
 
@@ -113,7 +113,7 @@ class RunFiles:
 
     @property
     def lock(self) -> Lock | None:
-        """Who writes the run's directory; None also where the lock is of another version of Forge."""
+        """The holder of the run's lock; None also where the lock is of another version of Forge."""
         return self._lock[0]
 
     @cached_property

@@ -30,7 +30,7 @@ from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.records import Lock, PreflightResult, Validated, Validation
 from forge.core.terminal import duration, one_line
-from forge.reporting.log_errors import Found, last_error, without_command
+from forge.reporting.log_errors import LoggedError, last_error, without_command
 from forge.reporting.run_files import RunFiles
 
 State = Literal[
@@ -80,7 +80,7 @@ RESUME = "rerun the command to resume"
 
 @dataclass(frozen=True)
 class RunState:
-    """How it stands with a run."""
+    """State of a run, with the reason and the next command."""
 
     run: str
     state: State
@@ -96,7 +96,7 @@ class RunState:
     step: int | None
     goal: int | None
     job: str
-    """Of Slurm: the one that is in the queue, with its nodes, else the last; else the host."""
+    """Slurm's job: the queued one with its nodes, else the last one; without Slurm the host."""
 
     @property
     def tone(self) -> Tone:
@@ -459,7 +459,7 @@ def _preflight_failed(files: RunFiles, event: events.Preflight) -> _Found:
     return _Found("failed", f"preflight: {names}" if names else "preflight", table, details)
 
 
-def _unrecorded_error(files: RunFiles, log: Path, found: _Found) -> Found | None:
+def _unrecorded_error(files: RunFiles, log: Path, found: _Found) -> LoggedError | None:
     """The error that the newest log ends with, where it is newer than all that was recorded and says
     something else: of staging, or of training before its first launch, no event tells."""
     recorded = files.log[-1].time if files.log else 0.0
@@ -498,7 +498,7 @@ def _logs_of_data(files: RunFiles) -> list[Path]:
     return [Path(data) / f"logs/{command}-{artifact}.log" for command, artifact in made if artifact]
 
 
-def _failed_data(files: RunFiles) -> tuple[Path | None, Found | None]:
+def _failed_data(files: RunFiles) -> tuple[Path | None, LoggedError | None]:
     """The first subcommand that makes what the run reads and has failed, with its log and its error: the
     log of another one, such as `forge config`, may be newer."""
     for log in _logs_of_data(files):

@@ -20,7 +20,7 @@ class ScoreRow:
 
     @property
     def last(self) -> Score:
-        """Of the last step."""
+        """The score at the last step."""
         return self.by_step[max(self.by_step)]
 
     @property
@@ -30,7 +30,7 @@ class ScoreRow:
         return f"{self.task} {self.metric} ({shots}{self.last.num_documents:,} documents)"
 
     def text(self, step: int | None = None) -> str:
-        """`0.7500 ± 0.1100` of this step, or of the last one; empty where there is none."""
+        """The score at this step, by default at the last, as `0.7500 ± 0.1100`; empty without a score."""
         score = self.last if step is None else self.by_step.get(step)
         if score is None:
             return ""
@@ -46,13 +46,13 @@ def read_scores(paths: RunPaths) -> list[ScoreRow]:
     except DataError:
         return []
     rows: dict[tuple[str, str], dict[int, Score]] = {}
-    for found in evaluations:
-        if _settings(found) == _settings(evaluations[-1]):
-            for score in found.scores:
-                rows.setdefault((score.task, score.metric), {})[found.step] = score
+    for evaluation in evaluations:
+        if _settings(evaluation) == _settings(evaluations[-1]):
+            for score in evaluation.scores:
+                rows.setdefault((score.task, score.metric), {})[evaluation.step] = score
     return [ScoreRow(task, metric, by_step) for (task, metric), by_step in sorted(rows.items())]
 
 
-def _settings(found: Evaluation) -> dict[str, object]:
-    """What the scores of two checkpoints must have in common, to be compared."""
-    return found.of.model_dump(exclude={"checkpoint_digest"})
+def _settings(evaluation: Evaluation) -> dict[str, object]:
+    """Settings that must be equal for the scores of two checkpoints to be compared."""
+    return evaluation.of.model_dump(exclude={"checkpoint_digest"})

@@ -68,7 +68,7 @@ def _print_plain(summary: Summary, rows: list[tuple[str, str]]) -> None:
 
 
 def _print_panel(summary: Summary, rows: list[tuple[str, str]]) -> None:
-    """rich honors NO_COLOR by itself. Text objects: sampled brackets are no markup."""
+    """rich honors NO_COLOR by itself. Text objects: brackets in sampled text are not markup."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.table import Table

@@ -39,7 +39,9 @@ def source_rows(manifest: Manifest | None) -> list[SourceRow]:
 
 def _weight(mix: RecordedMix, name: str) -> str:
     """`70 %, 30 % from step 8000`; a stage that leaves the share as it was is passed over."""
-    shares = [(one.step, Stage(one.step, one.weights).shares.get(name, 0)) for one in mix.stages]
+    shares = [
+        (stage.step, Stage(stage.step, stage.weights).shares.get(name, 0)) for stage in mix.stages
+    ]
     changes = [
         f"{100 * float(after):.3g} % from step {step}"
         for (_, before), (step, after) in pairwise(shares)

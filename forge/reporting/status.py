@@ -34,7 +34,7 @@ class Row:
     eta_sec: float | None  # None when it does not train, or just began
 
     def to_json(self) -> dict[str, Any]:
-        """For scripts: what is known of the state and of the speed, side by side."""
+        """The row as JSON for scripts: state and speed in one object."""
         values = asdict(self)
         state = values.pop("state")
         return {**state, "log": state["log"] and str(state["log"]), **values}
@@ -105,28 +105,28 @@ _HEADS = (
 _NUMBERS = ("ranks", "step", "loss", "steps/s", "tokens/s", "restarts", "ETA")
 
 
-def _cells(one: Row) -> list[str]:
-    state = one.state
+def _cells(run: Row) -> list[str]:
+    state = run.state
     step = "" if state.step is None else str(state.step)
     return [
         state.run,
         state.state,
         state.job,
-        f"{one.nodes}x{one.ranks // one.nodes}" if one.nodes else "",
+        f"{run.nodes}x{run.ranks // run.nodes}" if run.nodes else "",
         f"{state.step or 0}/{state.goal}" if state.goal else step,
-        "" if one.loss is None else f"{one.loss:.3f}",
-        "" if one.steps_per_sec is None else f"{one.steps_per_sec:.3g}",
-        "" if one.tokens_per_sec is None else f"{one.tokens_per_sec:,.0f}",
-        str(one.restarts),
-        "" if one.eta_sec is None else duration(one.eta_sec),
+        "" if run.loss is None else f"{run.loss:.3f}",
+        "" if run.steps_per_sec is None else f"{run.steps_per_sec:.3g}",
+        "" if run.tokens_per_sec is None else f"{run.tokens_per_sec:,.0f}",
+        str(run.restarts),
+        "" if run.eta_sec is None else duration(run.eta_sec),
         ": ".join(filter(None, (clipped(state.reason), state.next))),
     ]
 
 
 def _table(rows: Sequence[Row]) -> Table:
     table = Table(_HEADS, numbers=_NUMBERS, wrapped=("job", "now"))
-    for one in rows:
-        table.add(_cells(one), {"run": "bold", "state": COLORS[one.state.tone]})
+    for run in rows:
+        table.add(_cells(run), {"run": "bold", "state": COLORS[run.state.tone]})
     return table
 
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Summary:
-    """What people ask first about a run."""
+    """The facts of a run that people ask for first."""
 
     state: RunState
     notes: list[
@@ -68,7 +68,7 @@ class Summary:
             ("config digest", lineage.config_digest),
             ("tokenizer", _id_and_digest(lineage.tokenizer)),
             ("tokens", _id_and_digest(lineage.tokens)),
-            *((f"source {n}", _id_and_digest(one)) for n, one in lineage.sources.items()),
+            *((f"source {n}", _id_and_digest(source)) for n, source in lineage.sources.items()),
             ("parent", _parent(lineage.parent)),
             ("pretrained", _id_and_digest(lineage.model) if lineage.model else ""),
             ("weights digest", self._weights_digest()),
@@ -82,7 +82,8 @@ class Summary:
         return [(name, value) for name, value in rows if value]
 
     def _weights_digest(self) -> str:
-        """From the completion record or the validation, whichever is of the checkpoint's step."""
+        """Digest of the checkpoint's weights, from the completion record or the validation of its
+        step."""
         same_step = (r for r in (self.trained, self.validation) if r and r.step == self.step)
         return next((r.weights_digest for r in same_step if r.weights_digest), "")
 
@@ -105,8 +106,8 @@ def summarize(paths: RunPaths) -> Summary:
     files = RunFiles(paths)
     if files.program and files.program.checkpoints:
         sealed = ProgramCheckpoints(paths, files.program.checkpoints, world_size=1)
-        if found := _readable(sealed.latest, troubles):
-            folder, seal = found.path, found.seal
+        if newest := _readable(sealed.latest, troubles):
+            folder, seal = newest.path, newest.seal
     elif files.program is None and (
         checkpoint := _readable(lambda: resume.latest(paths), troubles)
     ):
@@ -121,7 +122,7 @@ def summarize(paths: RunPaths) -> Summary:
 def _verdict(
     state: RunState, validation: Validation | None, manifest: Manifest | None
 ) -> list[str]:
-    """What validation said of the checkpoint, where the state is about something later."""
+    """Result of validation of the checkpoint, where the state of the run does not already say it."""
     is_of_it = validation and manifest and validation.step == manifest.step
     if not validation or not is_of_it or state.state in ("validated", "invalid"):
         return []

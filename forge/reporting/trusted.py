@@ -1,4 +1,4 @@
-"""What may be trusted of a run whose directory a user names: the config that the project has for it.
+"""Which config is trusted for a run whose directory a user names: the project's config of that run.
 
 The files in that directory may come from somebody else. Commands, modules, addresses and paths are taken
 from config/config.yaml and the sample sheet of the project in the current directory, or from the file
@@ -153,7 +153,7 @@ def _of_project(run: RunPaths, own: dict[str, Any]) -> tuple[Config | None, str]
         values, sheet = _base(CONFIG)
         rows = run_configs(values, str(sheet))
         if name not in rows or RunPaths.of(rows[name]).root.resolve() != run.root.resolve():
-            return None, f"it is no run of {sheet}"
+            return None, f"it is not a run of {sheet}"
         config = with_pretrained(with_steps(rows)[name])
     except ForgeError as err:
         return None, err.what
@@ -163,7 +163,7 @@ def _of_project(run: RunPaths, own: dict[str, Any]) -> tuple[Config | None, str]
 
 
 def _of_training(values: dict[str, Any]) -> dict[str, Any]:
-    """What the config digest is made of, but for the ids, which name files and nothing to execute."""
+    """The values in the config digest, without the ids, which name files and nothing to execute."""
     return {k: v for k, v in values.items() if k not in (*FOLDERS, *OUTSIDE_TRAINING, "ids")}
 
 
@@ -192,17 +192,18 @@ def _without(values: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
 def _unused(
     own: dict[str, Any], used: dict[str, Any], overrides: dict[str, Any], needed: tuple[str, ...]
 ) -> Iterator[str]:
-    """What the command needs, and neither the options nor anything that may be trusted gives."""
+    """Keys beside the run that the command needs and does not use: no option or trusted config has
+    them."""
     for key in needed:
         section, _, name = key.partition(".")
-        found = own.get(section)
-        found = found.get(name) if name and isinstance(found, dict) else found
+        value = own.get(section)
+        value = value.get(name) if name and isinstance(value, dict) else value
         if any(f"{given}.".startswith(f"{key}.") for given in overrides):
             continue
         if section in OUTSIDE_TRAINING:  # a config.json never has them
             yield key
-        elif found and found != used.get(key):
-            yield f"{key} {shown(found)}"
+        elif value and value != used.get(key):
+            yield f"{key} {shown(value)}"
 
 
 def _say_what_is_not_used(run: RunPaths, why: str, keys: list[str]) -> None:

@@ -64,7 +64,7 @@ def _facts(config: Config, shape: Shape, layout: WorldLayout) -> list[str]:
 
 
 def _sources(config: Config) -> list[str]:
-    """How many tokens each source is to give, by train.mix."""
+    """Number of tokens that each source contributes, by train.mix."""
     sources, train = sorted(config.tokenize.sources or ()), config.train
     if not sources:
         return []
@@ -77,8 +77,8 @@ def _sources(config: Config) -> list[str]:
         steps = max(0, min(end, train.max_steps) - max(stage.step, first_step(config)))
         for name, share in stage.shares.items():
             samples[name] += float(share) * steps * train.batch_size
-    told = (f"{name} {train.seq_len * number:,.0f}" for name, number in samples.items())
-    return [f"sources: {', '.join(told)} tokens up to the goal"]
+    shares = (f"{name} {train.seq_len * number:,.0f}" for name, number in samples.items())
+    return [f"sources: {', '.join(shares)} tokens up to the goal"]
 
 
 def _table(shape: Shape, gpu_gib: float) -> Table:
@@ -93,11 +93,11 @@ def _table(shape: Shape, gpu_gib: float) -> Table:
     if own not in [(row.train.shard, row.train.recompute) for row in rows]:
         rows.insert(0, shape)
     for row in (memory.with_micro_batch(row, gpu_gib * GIB) for row in rows):
-        found = memory.estimate(row)
-        state = found.weights + found.optimizer + found.gradients
-        parts = (state, found.activations, found.total - state - found.activations, found.total)
+        need = memory.estimate(row)
+        state = need.weights + need.optimizer + need.gradients
+        parts = (state, need.activations, need.total - state - need.activations, need.total)
         is_own = (row.train.shard, row.train.recompute) == own
-        verdict = "yes" if found.total <= gpu_gib * GIB else "no"
+        verdict = "yes" if need.total <= gpu_gib * GIB else "no"
         name = f"{row.train.shard}{' (config)' if is_own else ''}"
         samples = f"{row.micro_samples}"
         cells = (name, row.train.recompute, samples, *(f"{part / GIB:,.1f}" for part in parts))

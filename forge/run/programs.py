@@ -1,4 +1,4 @@
-"""What trains a run: Forge's own trainer, or the program of the config, behind one interface."""
+"""The training program of a run, Forge's own trainer or the config's, behind one interface."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Start:
 
 
 class TrainingProgram(Protocol):
-    """What trains a run. All methods are called by the launcher, under the run's lock."""
+    """The training program of a run. The launcher calls all methods, under the run's lock."""
 
     @property
     def config(self) -> ResolvedConfig: ...
@@ -77,7 +77,7 @@ class TrainingProgram(Protocol):
         """The step of the checkpoint that the next launch resumes from."""
 
     def warnings(self) -> list[str]:
-        """What people should know before the first launch."""
+        """Warnings before the first launch."""
 
     def launch(self, start: Start, placement: Placement, step: int | None) -> RankRecord:
         """Run the ranks to their end; one record for all of them, by evidence. step: of the checkpoint to
@@ -92,7 +92,7 @@ class TrainingProgram(Protocol):
 
 
 def program_of(config: ResolvedConfig, start: Start) -> TrainingProgram:
-    """What trains this run."""
+    """The training program of this run."""
     if config.program:
         return OtherProgram(config, RunPaths.of(config), config.program, start.layout)
     return ForgeTrainer(config, RunPaths.of(config))
@@ -256,7 +256,7 @@ class OtherProgram:
         return step
 
     def _changed(self) -> str:
-        """Which artifact is another than the one that the checkpoint was made with; "" for none."""
+        """Name of the artifact that differs from the one that made the checkpoint; "" for none."""
         latest = self.checkpoints and self.checkpoints.latest()
         if not latest:
             return ""
@@ -268,8 +268,8 @@ class OtherProgram:
         return self.checkpoints is not None and step >= self.config.goal
 
     def resume_step(self) -> int | None:
-        found = self.checkpoints and self.checkpoints.newest_verified()
-        return found.step if found else None
+        checkpoint = self.checkpoints and self.checkpoints.newest_verified()
+        return checkpoint.step if checkpoint else None
 
     def warnings(self) -> list[str]:
         return []
@@ -312,8 +312,8 @@ class OtherProgram:
 
     @property
     def _inputs(self) -> InputSet | None:
-        found = self.config.ids.inputs
-        return InputSet.open(inputs_folder(self.config.data, found)) if found else None
+        inputs_id = self.config.ids.inputs
+        return InputSet.open(inputs_folder(self.config.data, inputs_id)) if inputs_id else None
 
     def _sealer(self) -> Sealer | None:
         checkpoints = self.checkpoints
@@ -326,7 +326,7 @@ class OtherProgram:
             self._progress(),
             self._lineage(),
             self.program.keep_last,
-            told=lambda progress, is_last: log.tell(progress.steps, is_last=is_last),
+            on_look=lambda progress, is_last: log.tell(progress.steps, is_last=is_last),
         )
 
     def _progress(self) -> Callable[[], Progress]:
@@ -339,7 +339,7 @@ class OtherProgram:
         )
 
     def _lineage(self) -> SealLineage:
-        """What makes the checkpoints of this launch."""
+        """Artifacts and code that make the checkpoints of this launch."""
         source, inputs, config = self.program.source, self._inputs, self.config
         digest = ""
         if source:

@@ -16,22 +16,22 @@ EVERY_SEC = 5.0
 
 @dataclass
 class StepLog:
-    """Of one launch. Called by the launcher with each look at the ranks."""
+    """The step log of one launch. The launcher calls it each time that it looks at the ranks."""
 
     paths: RunPaths
     _step: int = field(default=-1, init=False)
     _written: float = field(default=float("-inf"), init=False)
 
     def tell(self, steps: list[int | None], *, is_last: bool) -> None:
-        """Write the last step that all ranks have told, at most every EVERY_SEC; the last one at once.
-        Raises UnfitError when the disk cannot be written."""
-        told = [step for step in steps if step is not None]
+        """Write the last step that all ranks have reached, at most every EVERY_SEC; the last step at
+        once. Raises UnfitError when the disk cannot be written."""
+        reached = [step for step in steps if step is not None]
         now = time.monotonic()
-        if len(told) < len(steps) or not told or min(told) <= self._step:
+        if len(reached) < len(steps) or not reached or min(reached) <= self._step:
             return
         if now - self._written < EVERY_SEC and not is_last:
             return
         launch = events.last(events.read(self.paths.events), events.Launch)
         if isinstance(launch, events.Launch):
-            self._step, self._written = min(told), now
+            self._step, self._written = min(reached), now
             metrics.write(self.paths.metrics, StepLine(launch=launch.launch, step=self._step))

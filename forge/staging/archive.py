@@ -67,7 +67,7 @@ class Archive:
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True) -> Archive | None:
         """The archive in a directory; None without one, or where a chunk is missing, corrupt, or another
-        file than the one that was written there. verify: read all of it."""
+        file than the file that was written there. verify: read all of it."""
         try:
             facts = read_json(folder / "archive.json")
             states, digests = facts["states"], facts["digests"]
@@ -181,7 +181,7 @@ def _tar(path: Path, compress: bool, *, dereference: bool) -> Iterator[tarfile.T
 
 
 def _facts(folder: Path, algorithm: str) -> dict[str, Any]:
-    """What archive.json says of the chunks."""
+    """Contents of archive.json about the chunks."""
     digests = _digests(folder, algorithm)
     return {"algorithm": algorithm, "digests": digests, "states": _states(folder)}
 
@@ -191,9 +191,9 @@ def _chunks(folder: Path) -> list[Path]:
 
 
 def _states(folder: Path) -> dict[str, list[int]]:
-    """By chunk: size, inode, and ctime in ns, which the kernel sets at every change."""
-    found = {path.name: path.lstat() for path in _chunks(folder)}
-    return {name: [s.st_size, s.st_ino, s.st_ctime_ns] for name, s in found.items()}
+    """Size, inode, and ctime in ns of each chunk; the kernel sets ctime at every change."""
+    stats = {path.name: path.lstat() for path in _chunks(folder)}
+    return {name: [s.st_size, s.st_ino, s.st_ctime_ns] for name, s in stats.items()}
 
 
 def _digests(folder: Path, algorithm: str) -> dict[str, str]:

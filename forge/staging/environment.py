@@ -117,7 +117,7 @@ CLAIM = 'mkdir -p "$1" && touch "$1/$2"'
 
 @dataclass(frozen=True)
 class StagedProject:
-    """What `stage.project` has copied or linked, at the same paths on all nodes."""
+    """Directories that `stage.project` has copied or linked, at the same paths on all nodes."""
 
     python: str  # runs Forge there
     source: str = ""  # the directory in which another training program runs
@@ -162,7 +162,7 @@ def stage_project(config: Config, machine: Machine, placement: Placement) -> Sta
 
 
 def _blind_nodes(config: Config, settings: Stage, placement: Placement) -> dict[str, list[str]]:
-    """By part of the project: the nodes that are to get a copy of it."""
+    """Nodes that need a copy, by part of the project."""
     hosts, program = list(placement.hosts), config.program
     if settings.project != "auto":
         return {"project": hosts, "python": hosts, "source": hosts if program else []}
@@ -179,7 +179,7 @@ def _blind_nodes(config: Config, settings: Stage, placement: Placement) -> dict[
 
 
 def _states(config: Config, placement: Placement) -> dict[str, dict[str, str]]:
-    """By node and part of the project: whether the node sees it, `ok` or `missing`."""
+    """Whether a node sees a part of the project, `ok` or `missing`, by node and part."""
     of_source = str(_any_file(config.program.folder)) if config.program else ""
     files = [forge.__file__, sys.executable, of_source]
     answers = _on_each(placement, SEES, files, ASK_SEC, "looking for the project")
@@ -227,17 +227,17 @@ def _put(
     digest = short_id([part.ready, *([m.name, m.num_bytes, _version(m.path)] for m in members)])
     below = f"{part.name}-{digest}"
     name = below if settings.keep else f"job-{placement.job.id}/{below}"
-    found = _look(placement, settings.folder or "", name, part.inside)
-    root = _common_root({host: lines[0] for host, lines in found.items()})
+    answers = _look(placement, settings.folder or "", name, part.inside)
+    root = _common_root({host: lines[0] for host, lines in answers.items()})
     temporary, target = f"{root}/job-{placement.job.id}/writing-project", f"{root}/{name}"
     arguments = [temporary, target, python, part.inside, str(part.shared)]
-    states = {host: lines[2] for host, lines in found.items()}
+    states = {host: lines[2] for host, lines in answers.items()}
     if linked := [h for h in states if h not in blind and states[h] == "lacks"]:
         script = FORGET + LINK + part.ready
         _on_each(placement.only(linked), script, arguments, ASK_SEC, f"linking the {part.name}")
     if copied := [h for h in states if h in blind and states[h] != "there"]:
         content = sum(member.num_bytes for member in members)
-        _require_space({host: int(found[host][1]) * 1024 for host in copied}, root, 2 * content)
+        _require_space({host: int(answers[host][1]) * 1024 for host in copied}, root, 2 * content)
         started = time.monotonic()
         archive = make_archive(private_root(data / "archives") / digest, members, tree=True)
         nodes = placement.only(copied)
@@ -322,15 +322,15 @@ def _is_unused(path: str) -> bool:
 
 def _version(path: Path) -> list[int]:
     """Numbers that change with a file. The gigabytes of content are not read for the digest."""
-    found = path.lstat()
-    return [found.st_mtime_ns, found.st_mode]
+    status = path.lstat()
+    return [status.st_mtime_ns, status.st_mode]
 
 
 # --- copying to the nodes --------------------------------------------------------------------------
 
 
 def _look(placement: Placement, base: str, name: str, inside: str) -> dict[str, list[str]]:
-    """By node: its private root, free KiB there, and whether it has the files, as LOOK says."""
+    """Output of LOOK by node: its private root, free KiB there, and whether it has the files."""
     arguments = [base, name, inside]
     answers = _on_each(placement, LOOK, arguments, ASK_SEC, "looking for space for the project")
     return {host: text.splitlines() for host, text in answers.items()}

@@ -45,7 +45,9 @@ from forge.data.sources import open_tokens
 
 SPARE_BYTES = 256 * 2**20  # left free for other users of the node
 STAMP = ".stamp.json"
-CHUNKS = "chunks"  # directory of the chunks of an archive, inside the one they are unpacked into
+CHUNKS = (
+    "chunks"  # directory of the chunks of an archive, inside the directory they are unpacked into
+)
 VERIFY_THREADS = 4
 COPY_THREADS = 4
 COPY_BLOCK = 2**22
@@ -104,12 +106,12 @@ def is_complete(kind: Kind, folder: Path, digest: str) -> bool:
     """
     if not folder.exists():
         return False
-    found = open_copy(kind, folder)
-    if found.digest != digest:
+    existing = open_copy(kind, folder)
+    if existing.digest != digest:
         return False
-    if not _is_stamped(found):
-        verify(found)
-        stamp(found)
+    if not _is_stamped(existing):
+        verify(existing)
+        stamp(existing)
     return True
 
 
@@ -132,12 +134,12 @@ def _is_stamped(files: FileSet) -> bool:
 
 def _state(files: FileSet) -> dict[str, Any]:
     paths = {member.name: member.path for member in files.members}
-    found = {n: path.stat() for n, path in {**paths, MANIFEST: files.folder / MANIFEST}.items()}
+    stats = {n: path.stat() for n, path in {**paths, MANIFEST: files.folder / MANIFEST}.items()}
     return {
         "digest": files.digest,
         # After a power failure a file may have its size, but zeros as content.
         "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        "files": {n: [s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns] for n, s in found.items()},
+        "files": {n: [s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns] for n, s in stats.items()},
     }
 
 
@@ -374,7 +376,7 @@ def _extract(tar: tarfile.TarFile, path: Path, folder: Path) -> None:
             content = None
         if content is None:
             raise DataError(
-                f"{path} has {entry.name!r}, which is no file inside of its directory",
+                f"{path} has {entry.name!r}, which is not a file inside its directory",
                 cause="the archive was changed after it was written",
                 fix="remove data/archives, and rerun the same command",
             )
@@ -404,7 +406,7 @@ def finish(*, kind: Kind, temporary: str, folder: str, digest: str) -> None:
 
 
 def _came_meanwhile(kind: Kind, target: Path, digest: str) -> bool:
-    """Whether another run has staged this set since this one began."""
+    """Whether another run has staged this set since this run began."""
     try:
         return is_complete(kind, target, digest)
     except DataError:

@@ -148,8 +148,8 @@ def blame(stderr: str, hosts: Sequence[str]) -> dict[str, NodeFailure]:
 
     For a full disk it prints `sbcast: error: REQUEST_FILE_BCAST(node03): Unspecified error`.
     """
-    found = re.findall(r"REQUEST_FILE_BCAST\(([^)]+)\): (.+)", stderr)
-    blamed = {host: why for names, why in found for host in slurm.expand(names) if host in hosts}
+    messages = re.findall(r"REQUEST_FILE_BCAST\(([^)]+)\): (.+)", stderr)
+    blamed = {host: why for names, why in messages for host in slurm.expand(names) if host in hosts}
     if blamed:
         return {host: NodeFailure(f"sbcast: {why}") for host, why in blamed.items()}
     return dict.fromkeys(hosts, NodeFailure(stderr.strip()))

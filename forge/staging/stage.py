@@ -49,7 +49,7 @@ def stage(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path
 
 
 def _files(config: ResolvedConfig) -> FileSet | None:
-    """What the run reads; None for a program without inputs."""
+    """The files that the run reads; None for a program without inputs."""
     if config.program is None:
         return open_tokens(tokens_folder(config.data, config.ids.tokens))
     if not config.ids.inputs:

@@ -30,9 +30,9 @@ class StageRecord(Record):
     FIX: ClassVar[str] = "run forge stage again"
 
     digest: str
-    """Of the shards, or of a program's inputs; "" for a program without inputs."""
+    """Digest of the shards, or of a program's inputs; "" for a program without inputs."""
     bytes: int
-    """Of these files."""
+    """Size of these files."""
     folders: dict[str, str]
     """The directory that the ranks of each node read: a copy on its disk, or the shared one."""
     sent: list[str]
@@ -46,7 +46,7 @@ class StageRecord(Record):
     source: str = ""
     """The directory on the nodes in which another training program runs, with `stage.project`."""
     source_digest: str = ""
-    """Of the files in `source`, when they were copied."""
+    """Digest of the files in `source`, when they were copied."""
     phase_sec: dict[str, float] = Field(default_factory=dict)
     """Seconds of archiving, sending and verifying."""
 
@@ -87,7 +87,7 @@ def program_folders(config: ResolvedConfig) -> tuple[dict[str, ProgramFolders], 
 
 
 def staged_source_digest(paths: RunPaths) -> str:
-    """Of the directory in which a program's ranks run; "" where they run in the shared one."""
+    """Digest of the directory in which a program's ranks run; "" where they run in the shared one."""
     record = StageRecord.read_if_there(paths.stage)
     return record.source_digest if record else ""
 
@@ -98,7 +98,7 @@ def _in_copy(inputs: InputSet, folder: str, cwd: str) -> ProgramFolders:
 
 
 def staged_python(paths: RunPaths) -> str:
-    """The Python for the ranks: the one that `stage.project` copied to the nodes, else this one."""
+    """The Python for the ranks: that which `stage.project` copied to the nodes, else this process's."""
     record = StageRecord.read_if_there(paths.stage)
     return record.python or sys.executable if record else sys.executable
 

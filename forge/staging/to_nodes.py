@@ -118,7 +118,7 @@ class _Staging:
         self._job = job.id if job else slurm.this_job_id()  # None outside of Slurm
         self.settings, self._min_nodes = settings, min_nodes
         self._hosts = list(pool.placement.hosts)
-        self._found: dict[str, dict[str, Any]] = {}  # node -> response to `look`
+        self._states: dict[str, dict[str, Any]] = {}  # node -> response to `look`
         self._folders: dict[str, str] = {}  # node -> directory that its ranks read
         self._sent: list[str] = []
         self._seconds = {"archive": 0.0, "send": 0.0, "verify": 0.0}
@@ -127,7 +127,7 @@ class _Staging:
 
     def look(self) -> None:
         """Ask every node for its state, decide where its ranks read, and print that."""
-        self._found = self._ask(
+        self._states = self._ask(
             "look",
             f"looking for the {self._kind}",
             self._read_all_sec,
@@ -141,24 +141,24 @@ class _Staging:
         )
         unseen: dict[str, NodeFailure] = {}
         messages: dict[str, list[str]] = {}
-        for host, found in self._found.items():
-            if found["in_place"]:
+        for host, state in self._states.items():
+            if state["in_place"]:
                 self._folders[host] = str(self._source.folder.resolve())
-                messages.setdefault(f"reading in place ({found['why']})", []).append(host)
+                messages.setdefault(f"reading in place ({state['why']})", []).append(host)
             elif self.settings.mode == "never":
                 fix = "set stage.mode to auto, or mount the data directory there"
-                unseen[host] = NodeFailure(found["why"], "stage.mode is never", fix)
-            elif found["complete"]:
-                self._folders[host] = found["folder"]
-                messages.setdefault(f"has the {self._kind} in {found['folder']}", []).append(host)
+                unseen[host] = NodeFailure(state["why"], "stage.mode is never", fix)
+            elif state["complete"]:
+                self._folders[host] = state["folder"]
+                messages.setdefault(f"has the {self._kind} in {state['folder']}", []).append(host)
             else:
-                why = found["problem"] and f"replacing a corrupt copy: {found['problem']}"
-                why = why or f"gets the {self._kind}: {found['why']}"
+                why = state["problem"] and f"replacing a corrupt copy: {state['problem']}"
+                why = why or f"gets the {self._kind}: {state['why']}"
                 messages.setdefault(why, []).append(host)
         for message, hosts in messages.items():
             say(f"stage: {', '.join(hosts)}: {message}")
         self._drop(unseen, f"reading the {self._kind} in place")
-        if self._is_here and any(found["in_place"] for found in self._found.values()):
+        if self._is_here and any(state["in_place"] for state in self._states.values()):
             # Only here: on several nodes, each rank verifies its part of the shards when it starts, and
             # of inputs in place only sizes and times are compared.
             on_node.verify(self._source)
@@ -171,7 +171,7 @@ class _Staging:
     def withdraw(self) -> None:
         """Undo `claim` on every node. What is to be kept is in another directory."""
         if self._job:
-            each = {host: {"root": found["root"]} for host, found in self._found.items()}
+            each = {host: {"root": response["root"]} for host, response in self._states.items()}
             self._pool.ask("unmark", timeout_sec=ASK_SEC, hosts=each, each=each, **self._claim)
 
     @property
@@ -182,14 +182,14 @@ class _Staging:
         """Remove the directories of jobs that have ended."""
         if self._job is None or not slurm.is_here():
             return
-        left = {job for found in self._found.values() for job in found["jobs"]} - {self._job}
+        left = {job for state in self._states.values() for job in state["jobs"]} - {self._job}
         ended = [f"job-{job}" for job in left if not _may_run(job)]
         if ended:
             free = self._ask(
                 "forget", "removing old sets", ASK_SEC, each=self._roots(), names=ended
             )
             for host, bytes_free in free.items():
-                self._found[host]["free"] = bytes_free
+                self._states[host]["free"] = bytes_free
             say(f"stage: removed what ended jobs had left ({', '.join(sorted(ended))})")
 
     def lacking(self) -> list[str]:
@@ -207,8 +207,8 @@ class _Staging:
             self._copy(hosts)
             return
         archive = self._archive(hosts)
-        for root in sorted({self._found[host]["root"] for host in hosts}):
-            self._send_below(root, [h for h in hosts if self._found[h]["root"] == root], archive)
+        for root in sorted({self._states[host]["root"] for host in hosts}):
+            self._send_below(root, [h for h in hosts if self._states[h]["root"] == root], archive)
 
     def _with_space(self, hosts: list[str]) -> list[str]:
         # The archive and what is unpacked of it are on the disk at the same time.
@@ -216,13 +216,13 @@ class _Staging:
         needed = copies * self._source.num_bytes + SPARE_BYTES
         full = {
             host: NodeFailure(
-                f"{found['root']} has {found['free'] / 2**30:.2f} GiB free, the {self._kind}{archive}"
+                f"{state['root']} has {state['free'] / 2**30:.2f} GiB free, the {self._kind}{archive}"
                 f" need {needed / 2**30:.2f} GiB",
                 "other jobs or older staged sets fill this disk",
                 "remove old sets there, choose another stage.folder, or set stage.mode to never",
             )
             for host in hosts
-            if (found := self._found[host])["free"] < needed
+            if (state := self._states[host])["free"] < needed
         }
         self._drop(full, "staging")
         return [host for host in hosts if host not in full]
@@ -230,7 +230,7 @@ class _Staging:
     def _copy(self, hosts: list[str]) -> None:
         """Copy on this host, the only one, without an archive."""
         shared = str(self._source.folder.resolve())
-        each = {host: {"folder": self._found[host]["folder"]} for host in hosts}
+        each = {host: {"folder": self._states[host]["folder"]} for host in hosts}
         sec = self._read_all_sec  # for the copy of another run, and for our own
         copied = self._ask(
             *("copy", "copying", 2 * sec, hosts),
@@ -246,7 +246,7 @@ class _Staging:
 
     def _archive(self, hosts: list[str]) -> Archive:
         started = time.monotonic()
-        compress = is_slower((self._found[h]["link_mbit"] for h in hosts), COMPRESS_SHARDS_BELOW)
+        compress = is_slower((self._states[h]["link_mbit"] for h in hosts), COMPRESS_SHARDS_BELOW)
         source = self._source
         archives = on_node.private_root(Path(self._config.data) / "archives")
         folder = archives / (source.digest[:32] + "-zstd" * compress)
@@ -260,7 +260,7 @@ class _Staging:
         return archive
 
     def _send_below(self, root: str, hosts: list[str], archive: Archive) -> None:
-        """Send the chunks to nodes with the same root, unpack each one there, verify, rename."""
+        """Send the chunks to nodes with the same root, unpack each chunk there, verify, rename."""
         assert self._job
         name = f"job-{self._job}/writing-{hostname()}-{os.getpid()}"
         temporary = f"{root}/{name}"
@@ -291,16 +291,17 @@ class _Staging:
 
     def _finish(self, temporary: str, hosts: list[str]) -> None:
         started = time.monotonic()
-        each = {host: {"folder": self._found[host]["folder"]} for host in hosts}
+        each = {host: {"folder": self._states[host]["folder"]} for host in hosts}
         common = {"temporary": temporary, **self._set}
         done = self._ask("finish", "verifying", self._read_all_sec, hosts, each=each, **common)
         self._seconds["verify"] += time.monotonic() - started
         self._arrived(dict.fromkeys(done, True))
 
     def _arrived(self, hosts: Mapping[str, bool]) -> None:
-        """These nodes have a valid copy now; False where another run has made it."""
+        """Note that these nodes have a valid copy now. hosts: node -> False where another run has made
+        its copy."""
         for host, is_ours in hosts.items():
-            self._folders[host] = self._found[host]["folder"]
+            self._folders[host] = self._states[host]["folder"]
             if is_ours:
                 self._sent.append(host)
         if hosts:
@@ -311,7 +312,7 @@ class _Staging:
 
     def record(self) -> StageRecord:
         """The stage record."""
-        roots = {host: self._found[host]["root"] for host in self._hosts}
+        roots = {host: self._states[host]["root"] for host in self._hosts}
         return StageRecord(
             digest=self._source.digest,
             bytes=self._source.num_bytes,
@@ -328,7 +329,7 @@ class _Staging:
 
     @property
     def _set(self) -> dict[str, Any]:
-        """What requests must know of the set."""
+        """Arguments that every request about the set has."""
         return {"kind": self._source.kind, "digest": self._source.digest}
 
     @property
@@ -341,7 +342,7 @@ class _Staging:
         return ASK_SEC + self._source.num_bytes / MIN_DISK_BYTES_PER_SEC
 
     def _roots(self) -> dict[str, dict[str, str]]:
-        return {host: {"root": self._found[host]["root"]} for host in self._hosts}
+        return {host: {"root": self._states[host]["root"]} for host in self._hosts}
 
     def _ask(
         self,

@@ -79,8 +79,8 @@ class Feed:
 
     def keep_sending(self, tell: Callable[[str], None]) -> None:
         """As `send`, again and again after failures of the tracker, until all is sent; the last attempt
-        begins when training is over. The first failure is told."""
-        told = False
+        begins when training is over. The first failure is printed."""
+        has_warned = False
         while True:
             is_last = self.is_over.is_set()
             try:
@@ -88,10 +88,10 @@ class Feed:
                 return
             except Exception as err:
                 print(without_passwords(traceback.format_exc()), file=sys.stderr)
-                if not told:
+                if not has_warned:
                     why = _in_a_line(err)
                     tell(f"warning: tracking.{self.name}: {why}; training is not affected")
-                told = True
+                has_warned = True
                 if isinstance(err, ForgeError) or is_last:
                     return
             self.is_over.wait(RETRY_SEC)

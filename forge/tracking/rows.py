@@ -37,7 +37,7 @@ class Rows:
 
     paths: RunPaths
     state: str = field(default="running", init=False)
-    """How the run has ended, from its events."""
+    """State in which the run ended, from its events."""
     _open: Row | None = field(default=None, init=False)
     _last: int = field(default=-1, init=False)
     _may_repeat: bool = field(default=False, init=False)
@@ -118,13 +118,13 @@ class Rows:
 def values_of(line: Line) -> dict[str, float]:
     """The numbers of a line of metrics.jsonl, by name; those that were not finite are left out."""
     if isinstance(line, TrainLine):
-        found = {f"train/{name}": getattr(line, name) for name in OF_A_STEP}
+        values = {f"train/{name}": getattr(line, name) for name in OF_A_STEP}
     elif isinstance(line, EvalLine):
-        found = {"val/loss": line.loss}
-        found |= {f"val/loss/{name}": loss for name, loss in (line.sources or {}).items()}
+        values = {"val/loss": line.loss}
+        values |= {f"val/loss/{name}": loss for name, loss in (line.sources or {}).items()}
     else:
-        found = {"train/step": line.step}
-    return {name: float(value) for name, value in found.items() if value is not None}
+        values = {"train/step": line.step}
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 def _is_last_of_its_step(event: Event) -> bool:

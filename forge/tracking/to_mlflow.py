@@ -35,17 +35,17 @@ class MLflow:
         )
         runs = self._client.search_runs([number], filter_string=f"tags.`{TAG}` = '{sent.id}'")
         if runs:
-            found = runs[0]
+            tracked = runs[0]
         else:
             sent = sent.model_copy(update={"step": -1})  # another server, or the run was removed
-            found = self._client.create_run(number, tags={TAG: sent.id}, run_name=run.name)
-        self._run_id = found.info.run_id
+            tracked = self._client.create_run(number, tags={TAG: sent.id}, run_name=run.name)
+        self._run_id = tracked.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
-        self._log_params(run.config, found.data.params)
+        self._log_params(run.config, tracked.data.params)
         return sent
 
     def _log_params(self, config: dict[str, Any], there: dict[str, str]) -> None:
-        """Those that it lacks: a parameter of MLflow never changes."""
+        """Log the parameters that MLflow lacks: a parameter there never changes."""
         from mlflow.entities import Param
 
         params = [Param(k, str(v)[:PARAM_CHARACTERS]) for k, v in flat(config) if k not in there]

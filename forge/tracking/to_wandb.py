@@ -107,10 +107,10 @@ class WeightsAndBiases:
         anywhere: only such a directory is ever removed."""
         if self._folder.is_symlink():
             return []
-        found = self._folder.glob(f"offline-run-*-{self._id}")
+        folders = self._folder.glob(f"offline-run-*-{self._id}")
         return [
             folder.name
-            for folder in found
+            for folder in folders
             if folder.is_dir() and not folder.is_symlink() and not _is_synced(folder)
         ]
 

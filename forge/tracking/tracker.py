@@ -1,4 +1,4 @@
-"""What a tracker does, and the run as it is told to one."""
+"""The interface of a tracker, and the description of a run that a tracker gets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class TrackedRun:
 
     @classmethod
     def read(cls, paths: RunPaths) -> Self:
-        """From the run's config.json. Raises DataError and ConfigError where it cannot be read."""
+        """Read the description from the run's config.json. Raises DataError and ConfigError where it
+        cannot be read."""
         values = read_object(paths.config, "run", "ids")
         config = checked(ResolvedConfig, values, str(paths.config))
         return cls(paths, config.run, {**values, "config_digest": config_digest(config)})

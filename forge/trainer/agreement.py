@@ -1,4 +1,4 @@
-"""What the ranks tell each other with each step, and what they decide from it. No torch."""
+"""The flags that ranks exchange with each step, and the decisions from them. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forge.launch.stop_signal import CAUSES
 
 
 class Flags(NamedTuple):
-    """What one rank tells the others."""
+    """The flags that one rank sends to the others."""
 
     stop_cause: str  # one of CAUSES; "" to continue
     checkpoint_overdue: bool  # by its clock
@@ -17,7 +17,7 @@ class Flags(NamedTuple):
 
     @property
     def numbers(self) -> list[float]:
-        """As a collective carries them."""
+        """The flags as numbers, for a collective."""
         return [
             float(CAUSES.index(self.stop_cause)),
             float(self.checkpoint_overdue),

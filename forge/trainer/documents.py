@@ -21,7 +21,7 @@ from forge.core.model import Model
 # Numbers of documents to which `Documents.bounds` is padded: powers of this. torch.compile makes one
 # graph for each, and stops after eight (torch._dynamo.config.recompile_limit).
 PADDING = 4
-# Of the FlashAttention kernels behind varlen_attn.
+# Limits of the FlashAttention kernels behind varlen_attn.
 SMALLEST_CAPABILITY, WIDEST_HEAD, HEAD_MULTIPLE = (8, 0), 256, 8
 
 
@@ -58,7 +58,7 @@ def find_documents(
 
 
 def _mask(start_BT: Tensor) -> Tensor:
-    """start_BT: for each token the index of the first one of its document, in the window."""
+    """start_BT: for each token the index of the first token of its document, in the window."""
     same_BTT = start_BT[:, :, None] == start_BT[:, None, :]
     mask_BTT = torch.zeros_like(same_BTT, dtype=torch.float32)
     return mask_BTT.masked_fill_(~same_BTT.tril(), -torch.inf)[:, None]

@@ -17,7 +17,7 @@ def validation_losses(parallel: ParallelModel, windows: Mapping[str, Windows]) -
     """Mean loss over train.eval_samples fixed validation windows of each source, split among the ranks.
     All ranks call it."""
     parallel.decoder.eval()
-    sums = [number for one in windows.values() for number in _loss_sum(parallel, one)]
+    sums = [number for of_source in windows.values() for number in _loss_sum(parallel, of_source)]
     parallel.decoder.train()
     table = parallel.world.gather(sums, "validation losses")
     totals = [sum(column) for column in zip(*table, strict=True)]

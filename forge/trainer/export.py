@@ -165,7 +165,7 @@ def _shapes(
     if not model.tie_embeddings:
         wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
     index = storage.SafeReader(checkpoint.folder).read_metadata()
-    found = {
+    stored = {
         name.removeprefix("model."): entry.size
         for name, entry in index.state_dict_metadata.items()
         if name.startswith("model.")
@@ -173,13 +173,13 @@ def _shapes(
         and entry.properties.dtype == torch.float32
     }
     wrong = sorted(
-        name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)
+        name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name)
     )
     if wrong:
         name = wrong[0]
         raise DataError(
             f"{len(wrong)} weights in {checkpoint.folder} are not those of its config: {name} is"
-            f" {found.get(name, 'missing')}, not {wanted.get(name, 'expected')}",
+            f" {stored.get(name, 'missing')}, not {wanted.get(name, 'expected')}",
             cause="checkpoint.json was edited, or belongs to another checkpoint",
         )
     return dict(sorted(wanted.items()))
@@ -401,7 +401,7 @@ def _origin(source: _Source) -> str:
 def _validation_loss(checkpoint: directory.Checkpoint, facts: dict[str, Any]) -> float | None:
     """The loss in validation.json; None unless that is of this checkpoint and says `valid`."""
     paths = _run_of(checkpoint)
-    found = Validation.read_if_there(paths.validation) if paths else None
-    if found is None or found.status != "valid":
+    validation = Validation.read_if_there(paths.validation) if paths else None
+    if validation is None or validation.status != "valid":
         return None
-    return found.loss if found.checkpoint_digest == facts["checkpoint_digest"] else None
+    return validation.loss if validation.checkpoint_digest == facts["checkpoint_digest"] else None

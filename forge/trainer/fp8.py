@@ -52,7 +52,8 @@ def apply(decoder: Decoder, settings: Train, device: torch.device) -> None:
 def _in_training(
     linear: nn.Linear, scaled: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """The forward method of a linear layer, float8 in training mode only. scaled: the one in float8."""
+    """The forward method of a linear layer, float8 in training mode only. scaled: the method in
+    float8."""
 
     def forward(x: Tensor) -> Tensor:
         if not linear.training:
@@ -69,11 +70,11 @@ def _refuse_old_gpu(recipe: str, device: torch.device) -> None:
     if device.type != "cuda":
         return
     needed = ADA if recipe == "tensorwise" else HOPPER
-    found = torch.cuda.get_device_capability(device)
-    if found < needed:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < needed:
         raise ConfigError(
             f"train.fp8 is {recipe}, which needs compute capability {needed[0]}.{needed[1]}, and"
-            f" {torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}",
+            f" {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}",
             cause="this GPU cannot multiply in float8",
             fix="remove train.fp8, or ask for H100, H200 or newer GPUs",
         )

@@ -95,7 +95,7 @@ def _draw(target: Tensor, block: Block, std: float, seed: int) -> None:
 
 
 def _seed(seed: int, name: str) -> int:
-    """Of a parameter's first block; the following blocks have the following seeds. torch's generator
-    uses 32 bits of a seed, in which hashes of all blocks of a large model would collide."""
+    """Seed of a parameter's first block; the following blocks have the following seeds. torch's
+    generator uses 32 bits of a seed, in which hashes of all blocks of a large model would collide."""
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")

@@ -139,7 +139,7 @@ class Trunk(nn.Module):
 
 
 class OutputLayer(nn.Linear):
-    """From the last hidden states to logits, or straight to the loss."""
+    """The output layer: from the last hidden states to logits, or straight to the loss."""
 
     def forward(
         self, x_BTD: Tensor, targets_BT: Tensor | None = None, compiled: bool = False

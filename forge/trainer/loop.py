@@ -51,7 +51,7 @@ from forge.trainer.numerics import (
     prepare,
 )
 from forge.trainer.parallel import ParallelModel
-from forge.trainer.source_mix import SourceMix, mean_loss, told
+from forge.trainer.source_mix import SourceMix, losses_text, mean_loss
 from forge.trainer.spike import SpikeRule, ended_by_spike
 from forge.trainer.step import LaunchedStep, StepResult, TrainStep, train_loader
 
@@ -91,7 +91,7 @@ class Trainer:
         self.saved_at = time.monotonic()
         self.lr = self.settings.lr  # of the last step whose result is read
         self.skipped = Skipped()
-        # A GPU always has the next step to compute while the host reads the results of the one before.
+        # A GPU always has the next step to compute while the host reads the results of the step before.
         self.most_launched = 1 if world.runs_ahead else 0
         self.launched: deque[LaunchedStep] = deque()
         self.read_at = 0.0  # when the newest result was read, or the first of `launched` begun
@@ -120,31 +120,31 @@ class Trainer:
         own = resume.newest_verified(
             self.paths, self.world, require_checkpoint=require, parent_name=self.config.starts_from
         )
-        found = own or resume.verified_parent(self.config, self.world)
+        checkpoint = own or resume.verified_parent(self.config, self.world)
         self.decay_steps = compatibility.frozen_decay_steps(self.config, own)
-        made_from = parent.recorded(self.config, own, found)
-        self.lineage = self._lineage(made_from, pretrained.recorded(self.config, found))
+        made_from = parent.recorded(self.config, own, checkpoint)
+        self.lineage = self._lineage(made_from, pretrained.recorded(self.config, checkpoint))
         decisions = self.spec.train_task.rewinds
-        self.left_out = rewinds.left_out(found.manifest if found else None, decisions)
-        self.mix = SourceMix.of_start(self.tokens, self.config, own, found, self.left_out)
+        self.left_out = rewinds.left_out(checkpoint.manifest if checkpoint else None, decisions)
+        self.mix = SourceMix.of_start(self.tokens, self.config, own, checkpoint, self.left_out)
         order = self.mix.order if self.mix else None
         loader = train_loader(self.tokens, self.settings, self.world, order, self.left_out)
-        if found is None and self.config.ids.model:
+        if checkpoint is None and self.config.ids.model:
             pretrained.load(self.model, self.config, self.world)
-        elif found is None:
+        elif checkpoint is None:
             heartbeat.beat("draw of the initial weights")
             initialize(self.model, self.settings.seed)
         else:
-            same_data = functools.partial(resume.check_same_data, found, self.lineage)
+            same_data = functools.partial(resume.check_same_data, checkpoint, self.lineage)
             self.world.on_main(same_data, "check of the lineage")
-            storage.load_state(self.model, self.optimizers, found.folder, self.world)
-            failpoints.reach("load.done", found.folder)
-            self.step = self.saved_step = self.first_step = found.step
-            self.skipped = Skipped.of(found.manifest)
+            storage.load_state(self.model, self.optimizers, checkpoint.folder, self.world)
+            failpoints.reach("load.done", checkpoint.folder)
+            self.step = self.saved_step = self.first_step = checkpoint.step
+            self.skipped = Skipped.of(checkpoint.manifest)
             if self.world.rank.is_main:
-                say(f"{'resume' if own else 'start'} from {found.folder}")
+                say(f"{'resume' if own else 'start'} from {checkpoint.folder}")
         self.parallel.wrap()
-        manifest = found.manifest if found else None
+        manifest = checkpoint.manifest if checkpoint else None
         self.spikes = SpikeRule.of(self.settings, self.world.device, manifest)
         self.train_step = TrainStep(
             self.parallel, self.optimizers, loader, self.decay_steps, self.spikes
@@ -171,8 +171,8 @@ class Trainer:
     def run(self, stop: StopFlag) -> RankRecord:
         """Train to train.max_steps or to a stop; commits the last state, unless that is step 0.
 
-        At step 0 nothing is lost without a commit. And to read AdamW's state before its first step
-        would count as a step, so that the resumed run would end with other weights.
+        At step 0 nothing is lost without a commit. Reading AdamW's state before its first step advances
+        its counter, so that the resumed run would end with other weights.
         """
         settings = self.settings
         self.progress = RankProgress(
@@ -205,7 +205,8 @@ class Trainer:
         return step % every == 0 or step == self.settings.max_steps
 
     def _checkpoint_is_due(self, agreed: Agreement) -> bool:
-        """By steps or by the clock. Not after the last step, which is saved after the loop."""
+        """Whether to save now, by steps or time. Not after the last step, which is saved after the
+        loop."""
         by_steps = self.step % self.settings.checkpoint_every == 0
         return self.step < self.settings.max_steps and (by_steps or agreed.checkpoint_overdue)
 
@@ -275,13 +276,13 @@ class Trainer:
         raise rewinds.Rewind
 
     def _flags(self, stop: StopFlag) -> list[float]:
-        """What this rank tells the others."""
-        mine, overdue = stop.cause(), False
+        """The flags that this rank sends to the others."""
+        cause, overdue = stop.cause(), False
         if self.world.rank.is_main:
             minutes = self.settings.checkpoint_minutes
             overdue = minutes is not None and time.monotonic() - self.saved_at > 60 * minutes
-            mine = mine or ("deadline" if self.budget.is_due() else "")
-        return Flags(mine, overdue, self.saver.is_done()).numbers
+            cause = cause or ("deadline" if self.budget.is_due() else "")
+        return Flags(cause, overdue, self.saver.is_done()).numbers
 
     def _agree(self, stop: StopFlag) -> Agreement:
         """Decide together with all ranks where no step carries the flags."""
@@ -310,7 +311,7 @@ class Trainer:
     def _diverged(
         self, what: str, step: int | None = None, *, is_spike: bool = False
     ) -> TrainingError:
-        """step: the one in which it happened; by default the last one."""
+        """The error for training that diverged. step: where it did; by default the last step."""
         step = self.step if step is None else step
         error = ended_by_spike if is_spike else diverged
         return error(self.config, what, step=step, lr=self.lr, saved_step=self.saved_step)
@@ -340,7 +341,7 @@ class Trainer:
         started = time.perf_counter()
         losses = validation_losses(self.parallel, self.val_windows)
         if not all(map(math.isfinite, losses.values())):
-            raise self._diverged(f"validation loss {told(losses)} is not finite")
+            raise self._diverged(f"validation loss {losses_text(losses)} is not finite")
         if self.world.rank.is_main:
             loss = mean_loss(losses, self.mix.at_start if self.mix else None, self.step)
             sources = losses if self.mix else None
@@ -349,7 +350,7 @@ class Trainer:
             seconds = round(time.perf_counter() - started, 3)
             self.budget.measure_evaluation(seconds)
             self._record(events.Eval(step=self.step, seconds=seconds, loss=loss, sources=sources))
-            by_source = f" ({told(losses)})" if sources else ""
+            by_source = f" ({losses_text(losses)})" if sources else ""
             say(f"step {self.step}: validation loss {loss:.4f}{by_source}")
 
     # --- checkpoints ---------------------------------------------------------------------------

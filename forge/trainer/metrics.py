@@ -127,7 +127,7 @@ class EvalLine(Line):
 
 @dataclass(kw_only=True)
 class StepLine(Line):
-    """A step that all ranks of another program have told by heartbeat. It tells no numbers."""
+    """A step that all ranks of another program have reached by their heartbeats. It has no numbers."""
 
     kind: Literal["step"] = "step"
     loss: None = None
@@ -161,8 +161,8 @@ def read_last(path: Path, num_bytes: int) -> list[TrainLine | EvalLine | StepLin
 
 def parse(lines: Iterable[str]) -> list[TrainLine | EvalLine | StepLine]:
     """The typed lines of metrics.jsonl; others are passed over."""
-    found = []
+    parsed = []
     for line in lines:
         with suppress(ValidationError):
-            found.append(_ANY.validate_json(line, strict=True))
-    return found
+            parsed.append(_ANY.validate_json(line, strict=True))
+    return parsed

@@ -22,8 +22,8 @@ def choose(decoder: Decoder, settings: Train, world: World, precision: str) -> i
         decoder.settings, vocab_size, settings, rank.world_size, rank.local_world_size, precision
     )
     if settings.micro_batch_size == "auto" and world.device.type == "cuda":
-        _, mine = torch.cuda.mem_get_info(world.device)
-        smallest = min(row[0] for row in world.gather([float(mine)], "memory of the GPUs"))
+        _, total = torch.cuda.mem_get_info(world.device)
+        smallest = min(row[0] for row in world.gather([float(total)], "memory of the GPUs"))
         shape = with_micro_batch(shape, smallest)
         if rank.is_main:
             say(f"train.micro_batch_size: auto is {shape.micro_samples} of {shape.share} samples")

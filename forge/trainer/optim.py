@@ -55,7 +55,7 @@ def state_shapes(name: str, weight: torch.Tensor, train: Train) -> dict[str, tup
 
 
 def set_learning_rate(optimizers: Optimizers, lr: float) -> None:
-    """For the next update of all parameters."""
+    """Set the learning rate for the next update of all parameters."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr

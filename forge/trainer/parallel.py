@@ -140,7 +140,7 @@ class ParallelModel:
             self.decoder(inputs, targets, documents).backward()
 
     def _documents(self, tokens: torch.Tensor) -> Documents | None:
-        """Of inputs on the CPU; None without train.document_mask."""
+        """Documents in these inputs, which are on the CPU; None without train.document_mask."""
         if not self.settings.document_mask:
             return None
         assert self._eos_id is not None

@@ -57,11 +57,11 @@ def manifest_of(config: ResolvedConfig) -> ModelManifest:
     return ModelManifest.read(path)
 
 
-def recorded(config: ResolvedConfig, found: Checkpoint | None) -> Artifact | None:
-    """The pretrained weights to record in the lineage of a run; None without. found: the checkpoint
-    that the run resumes from, or its parent's: which then has it recorded."""
-    if found is not None:
-        return found.manifest.lineage.model
+def recorded(config: ResolvedConfig, checkpoint: Checkpoint | None) -> Artifact | None:
+    """The pretrained weights to record in the lineage of a run; None without. checkpoint: the one that
+    the run resumes from, or its parent's: which then has it recorded."""
+    if checkpoint is not None:
+        return checkpoint.manifest.lineage.model
     if not config.ids.model:
         return None
     return Artifact(id=config.ids.model, digest=manifest_of(config).digest)
@@ -125,11 +125,11 @@ class _Tensors:
             name: list(parameter.shape)
             for name, parameter in Decoder(settings, settings.vocab_size).named_parameters()
         }
-        found = {name for name in self._place if not IGNORED.fullmatch(name)}
-        found -= {TIED} if settings.tie_embeddings else set()
-        wrong = [f"{name} is missing" for name in wanted if name not in found]
-        wrong += [f"{name} is not in the model" for name in sorted(found - wanted.keys())]
-        for name in wanted.keys() & found:
+        names = {name for name in self._place if not IGNORED.fullmatch(name)}
+        names -= {TIED} if settings.tie_embeddings else set()
+        wrong = [f"{name} is missing" for name in wanted if name not in names]
+        wrong += [f"{name} is not in the model" for name in sorted(names - wanted.keys())]
+        for name in wanted.keys() & names:
             part = self.slice(name)
             if (shape := list(part.get_shape())) != wanted[name]:
                 wrong.append(f"{name} has shape {shape}, the model {wanted[name]}")

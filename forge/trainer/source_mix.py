@@ -1,4 +1,4 @@
-"""What several sources add to training: the order of their samples, and the weights of their losses."""
+"""Training on several sources: the order of their samples, and the weights of their losses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SourceMix:
         self.at_start, self._tokens, self._batch_size = at_start, tokens, settings.batch_size
         self._num_windows = num_windows(tokens, settings.seq_len)
         self.order = MixedOrder(
-            [replace(one, step=left_out.stage_start(one.step)) for one in at_start.stages],
+            [replace(stage, step=left_out.stage_start(stage.step)) for stage in at_start.stages],
             self._num_windows,
             drawn_before=at_start.drawn_before,
             seed=settings.seed,
@@ -46,7 +46,7 @@ class SourceMix:
         parent: Checkpoint | None,
         left_out: LeftOut,
     ) -> Self | None:
-        """None for a run without sources. own, parent: as for `MixAtStart.of`."""
+        """The mix at a start; None for a run without sources. own, parent: as for `MixAtStart.of`."""
         if not isinstance(tokens, SourceSet):
             return None
         windows = num_windows(tokens, config.train.seq_len)
@@ -54,14 +54,14 @@ class SourceMix:
 
     @classmethod
     def recorded(cls, tokens: Tokens, settings: Train, checkpoint: Checkpoint) -> Self | None:
-        """As a checkpoint was trained; None without sources."""
+        """The mix with which a checkpoint was trained; None without sources."""
         if not isinstance(tokens, SourceSet):
             return None
         left_out = rewinds.left_out(checkpoint.manifest)
         return cls(tokens, settings, MixAtStart.recorded(checkpoint), left_out)
 
     def record(self, step: int) -> RecordedMix:
-        """For the manifest of a checkpoint of this step."""
+        """The record of the mix in the manifest of a checkpoint of this step."""
         drawn = self.order.drawn(self._left_out.batch(step) * self._batch_size)
         return self.at_start.record(
             {
@@ -77,8 +77,8 @@ class SourceMix:
 
 def num_windows(tokens: SourceSet, seq_len: int) -> dict[str, int]:
     """Windows in an epoch of each source. DataError where one has none."""
-    found = windows_by_source(tokens, "train", seq_len)
-    return {name: windows.num_samples for name, windows in found.items()}
+    by_source = windows_by_source(tokens, "train", seq_len)
+    return {name: windows.num_samples for name, windows in by_source.items()}
 
 
 def mean_loss(losses: Mapping[str, float], mix: MixAtStart | None, step: int) -> float:
@@ -90,6 +90,6 @@ def mean_loss(losses: Mapping[str, float], mix: MixAtStart | None, step: int) ->
     return sum(float(share) * losses[name] for name, share in shares.items() if share)
 
 
-def told(losses: Mapping[str, float]) -> str:
+def losses_text(losses: Mapping[str, float]) -> str:
     """`code 2.1034, web 3.5120`; of a single corpus the loss alone."""
     return ", ".join(f"{name} {loss:.4f}".strip() for name, loss in losses.items())

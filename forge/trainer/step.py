@@ -29,7 +29,7 @@ from forge.trainer.spike import SpikeRule, Verdict
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step computed, equal on all ranks.
+    """Results of a step, equal on all ranks.
 
     step: counted from 0. loss: mean over ranks. grad_norm: over all parameters, before clipping.
     trouble: which loss or gradient norm is not finite, or a spike; the update was then left out. flags:
@@ -107,8 +107,8 @@ class TrainStep:
         with named(f"all-reduce of gradients in step {step + 1}"):
             loss = self.parallel.backward(*batch)
             grad_norm = self.parallel.clip_gradients(settings.grad_clip)
-        mine = torch.cat([torch.stack([loss, grad_norm]), world.on_device(flags())])
-        table = world.gather_on_device(mine, f"losses of step {step + 1}")
+        own_numbers = torch.cat([torch.stack([loss, grad_norm]), world.on_device(flags())])
+        table = world.gather_on_device(own_numbers, f"losses of step {step + 1}")
         verdict = self.spikes.judge(table[:, :2]) if self.spikes else None
         is_bad = ~table[:, :2].isfinite().all()
         optim.update(self.optimizers, unless=is_bad | verdict.is_spike if verdict else is_bad)

@@ -43,9 +43,9 @@ class Data:
 
     @cached_property
     def shards(self) -> Tokens:
-        found = open_tokens(self._tokens)
-        found.verify()
-        return found
+        tokens = open_tokens(self._tokens)
+        tokens.verify()
+        return tokens
 
     @cached_property
     def tokenizer(self) -> LoadedTokenizer:
@@ -124,12 +124,12 @@ class CheckpointChecks:
             if self.failed:
                 return
             try:
-                found = check()
+                result = check()
             except UnfitError:
                 raise
             except ForgeError as err:
-                found = Check(name, "fail", err.what, err.fix)
-            self.checks.append(found if isinstance(found, Check) else Check(name, "ok", found))
+                result = Check(name, "fail", err.what, err.fix)
+            self.checks.append(result if isinstance(result, Check) else Check(name, "ok", result))
 
     def result(self) -> Validation:
         """The content of validation.json."""

@@ -47,7 +47,7 @@ def memory_bytes(config: ResolvedConfig, world_size: int) -> float:
 
 
 def _activation_bytes(config: ResolvedConfig) -> int:
-    """Of a token in the forward pass of a block, in fp32. The factors cover what was measured with
+    """Bytes per token in the forward pass of a block, in fp32. The factors cover what was measured with
     samples of 256 and of 2048 tokens (profiles/README.md)."""
     model = config.model
     return 4 * (4 * model.inner_dim + 12 * max(model.dim, model.query_dim))

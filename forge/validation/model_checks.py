@@ -25,7 +25,7 @@ from forge.core.records import Sample, Trained
 from forge.launch.rank_records import LossesTask
 from forge.trainer import llama, optim
 from forge.trainer.numerics import REFERENCE_SAMPLES, prepare
-from forge.trainer.source_mix import mean_loss, told
+from forge.trainer.source_mix import losses_text, mean_loss
 from forge.validation.checkpoint_checks import Data
 from forge.validation.estimates import MAX_RECOMPUTED, affordable, recomputed_ranks
 from forge.validation.rank_losses import Evaluation
@@ -41,7 +41,7 @@ from forge.validation.replay import (
 # Optimizer state read at a time, or one larger tensor. A read costs some milliseconds.
 GROUP_BYTES = 2**25
 
-# Of a load and its forward passes; a collective that hangs ends sooner.
+# For a load and its forward passes; a collective that hangs fails sooner.
 GPU_DEADLINE_SEC = 3600.0
 
 _prepare = functools.cache(prepare)  # settings of this process, once for all checkpoints
@@ -72,7 +72,7 @@ class ModelChecks:
         self.samples: list[Sample] = []
 
     def _first_where(self) -> str:
-        """Where losses are computed, for messages; empty for a checkpoint that CPUs trained."""
+        """The device that computes losses, for messages; empty for a checkpoint that CPUs trained."""
         if self._gpus:
             return f", on {self._gpus} GPUs"
         by_cpus = self._manifest.lineage.numerics.device == "cpu"
@@ -84,7 +84,7 @@ class ModelChecks:
         """Compare names, shapes and types in the index with a model built from the config."""
         self._model = llama.Decoder(self._config.model, self._data.shards.vocab_size)
         index = storage.SafeReader(self._checkpoint.folder).read_metadata()
-        found = {
+        stored = {
             name: (tuple(entry.size), entry.properties.dtype)
             for name, entry in index.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
@@ -93,9 +93,9 @@ class ModelChecks:
         wanted = {f"model.{n}": (tuple(t.shape), t.dtype) for n, t in weights.items()}
         wanted |= {name: (shape, torch.float32) for name, shape in self._optimizer_shapes()}
         wrong = [
-            f"{name} is {found.get(name, 'missing')}, the config says {wanted.get(name, 'nothing')}"
-            for name in sorted(found.keys() | wanted.keys())
-            if found.get(name) != wanted.get(name)
+            f"{name} is {stored.get(name, 'missing')}, the config says {wanted.get(name, 'nothing')}"
+            for name in sorted(stored.keys() | wanted.keys())
+            if stored.get(name) != wanted.get(name)
         ]
         if wrong:
             raise DataError("; ".join(wrong[:5]))
@@ -118,7 +118,7 @@ class ModelChecks:
     def _optimizer_groups(self) -> Iterator[dict[str, torch.Tensor]]:
         """Empty tensors for the optimizer state by name in the checkpoint, in groups of GROUP_BYTES."""
         for group in grouped(
-            self._optimizer_shapes(), lambda one: 4 * math.prod(one[1]), GROUP_BYTES
+            self._optimizer_shapes(), lambda entry: 4 * math.prod(entry[1]), GROUP_BYTES
         ):
             yield {name: torch.empty(shape) for name, shape in group}
 
@@ -138,7 +138,7 @@ class ModelChecks:
             if any(isinstance(failure[0], OSError) for failure in failures.values()):
                 raise UnfitError(err.what, fix="use another disk, then validate again") from None
             raise
-        return [name for name, one in tensors.items() if not storage.is_finite({name: one})]
+        return [name for name, tensor in tensors.items() if not storage.is_finite({name: tensor})]
 
     def weights(self) -> str:
         hasher = blake3.blake3()
@@ -254,7 +254,7 @@ class ModelChecks:
         self.loss = mean_loss(losses, mix, self._manifest.step)
         self._continued = zip(report.prompts, prompts, result["samples"], strict=True)
         tokens = sum(tokens for _, tokens in result["validation"].values())
-        by_source = f" ({told(losses)})" if mix else ""
+        by_source = f" ({losses_text(losses)})" if mix else ""
         return f"{self.loss:.4f}{by_source} over {tokens:,} tokens{self._where}"
 
     def sample(self) -> str:

@@ -105,7 +105,7 @@ def _checks(
 
 
 def _weights(latest: SealedCheckpoint) -> Iterator[Check]:
-    """That weights in safetensors files can be read, and are finite."""
+    """Check that weights in safetensors files can be read, and are finite."""
     names = [name or latest.path.name for name in latest.seal.files]
     files = [latest.path / name for name in names if name.endswith(".safetensors")]
     if not files:
@@ -131,14 +131,15 @@ def _weights(latest: SealedCheckpoint) -> Iterator[Check]:
 
 
 def _dcp_tensors(latest: SealedCheckpoint) -> Iterator[Check]:
-    """That the tensors of torch.distributed.checkpoint can be read, and are finite."""
+    """Check that the tensors of torch.distributed.checkpoint can be read, and are finite."""
     files = (latest.path / name for name in latest.seal.files)
     if folders := [file.parent for file in files if file.name == DCP_INDEX]:
         yield _all_finite(folders)
 
 
 def _all_finite(folders: Sequence[Path]) -> Check:
-    """Of the floating-point tensors in these directories of torch.distributed.checkpoint."""
+    """Whether all floating-point tensors in these directories of torch.distributed.checkpoint are
+    finite."""
     from forge.checkpoint.pickled_index import UnknownIndexError
     from forge.checkpoint.program_tensors import floating_parts
 
@@ -232,13 +233,13 @@ def validate_all(config: ResolvedConfig, *, fix: bool) -> None:
     table = Table(("step", "size", "verdict"), numbers=("step", "size"), wrapped=("verdict",))
     corrupt = []
     with lock(paths.root, "validate") if fix else nullcontext():
-        for found in checkpoints.sealed():
-            reasons = list(found.bad_files())
-            size = sum(file.bytes for file in found.seal.files.values())
+        for checkpoint in checkpoints.sealed():
+            reasons = list(checkpoint.bad_files())
+            size = sum(file.bytes for file in checkpoint.seal.files.values())
             verdict = "corrupt" if reasons else "valid"
-            cells = [str(found.step), f"{size / 2**20:,.1f} MiB", verdict]
+            cells = [str(checkpoint.step), f"{size / 2**20:,.1f} MiB", verdict]
             table.add(cells, {"verdict": "red" if reasons else "green"})
-            corrupt += [f"{found.path.name}: {reason}" for reason in reasons]
+            corrupt += [f"{checkpoint.path.name}: {reason}" for reason in reasons]
         table.print()
         if fix:
             checkpoints.newest_verified()

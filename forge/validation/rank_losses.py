@@ -74,13 +74,14 @@ class Evaluation:
         the ids that continue each prompt. A loss that is not finite is None, and leaves no samples."""
         result = self._reference(task) if task.ranks else {}
         if task.eval_samples:
-            found = {
-                n: self._validation(one, task.eval_samples) for n, one in self._windows.items()
+            losses = {
+                n: self._validation(windows, task.eval_samples)
+                for n, windows in self._windows.items()
             }
             result["validation"] = {
-                n: [_finite(loss), tokens] for n, (loss, tokens) in found.items()
+                n: [_finite(loss), tokens] for n, (loss, tokens) in losses.items()
             }
-            if all(math.isfinite(loss) for loss, _ in found.values()):
+            if all(math.isfinite(loss) for loss, _ in losses.values()):
                 prompts = list(enumerate(task.prompts))
                 result["samples"] = self._divided(
                     prompts, lambda item: self._sample(*item, task), list[int]
@@ -99,7 +100,7 @@ class Evaluation:
         return {"reference": [_finite(loss) for loss in losses], "numerics": now}
 
     def _reference_loss(self, rank: int, task: LossesTask) -> float:
-        """As the rank computed it in training."""
+        """The reference-batch loss of a rank, computed as the rank did in training."""
         inputs, targets = split(reference_batch(self._windows, rank))
         # Without the cache, which would keep a copy of all weights in bf16.
         is_bf16 = task.precision == "bf16"
@@ -143,8 +144,8 @@ class Evaluation:
         result."""
         size = self._world_size
         rounds = range(-(-len(items) // size))
-        mine = [action(items[(number * size + self._rank) % len(items)]) for number in rounds]
-        table = self._of_all_ranks(mine, list[kind])
+        own = [action(items[(number * size + self._rank) % len(items)]) for number in rounds]
+        table = self._of_all_ranks(own, list[kind])
         return [table[number % size][number // size] for number in range(len(items))]
 
     def _of_all_ranks(self, value: T, kind: Any) -> list[T]:

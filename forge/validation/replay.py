@@ -191,9 +191,9 @@ def recorded_losses(paths: RunPaths, checkpoint: directory.Checkpoint) -> Record
     if not after:
         return None
     launch = maker if maker in after else list(after)[-1]
-    found = after[launch]
-    last = min((step for step in found if step >= checkpoint.step + 2), default=max(found))
-    losses = {step: loss for step, loss in found.items() if step <= last}
+    by_step = after[launch]
+    last = min((step for step in by_step if step >= checkpoint.step + 2), default=max(by_step))
+    losses = {step: loss for step, loss in by_step.items() if step <= last}
     return Recorded(losses, launch == maker)
 
 

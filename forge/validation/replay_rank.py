@@ -27,9 +27,9 @@ from forge.validation.rank_losses import sharded_decoder
 def check(world: World, config: ResolvedConfig, checkpoint: Path, shards: Path) -> RankRecord:
     """The record has the digest of the loaded weights, or the result of `_train` if train.max_steps
     is beyond the checkpoint. All ranks call it."""
-    found = directory.Checkpoint.open(checkpoint)
-    if config.train.max_steps > found.step:
-        result = _train(world, config, found, open_tokens(shards))
+    opened = directory.Checkpoint.open(checkpoint)
+    if config.train.max_steps > opened.step:
+        result = _train(world, config, opened, open_tokens(shards))
         record = RankRecord("completed", world.rank.rank, result=result)
     else:
         digest = _load(world, config, checkpoint, open_tokens(shards))
@@ -47,14 +47,14 @@ def _load(world: World, config: ResolvedConfig, checkpoint: Path, tokens: Tokens
 
 
 def _train(
-    world: World, config: ResolvedConfig, found: directory.Checkpoint, tokens: Tokens
+    world: World, config: ResolvedConfig, checkpoint: directory.Checkpoint, tokens: Tokens
 ) -> dict[str, object]:
     """The losses of the steps after a checkpoint, and whether the state after them is finite."""
     prepare(world.device, deterministic=config.train.deterministic)
-    then = found.manifest.lineage.numerics
+    then = checkpoint.manifest.lineage.numerics
     torch.set_num_threads(then.threads)  # the order of sums in a product depends on it
-    train_step = _step_after(world, config, found, tokens)
-    losses = _losses(config, train_step, found)
+    train_step = _step_after(world, config, checkpoint, tokens)
+    losses = _losses(config, train_step, checkpoint)
     state = storage.training_state(train_step.parallel.decoder, train_step.optimizers)
     finite = world.gather([float(storage.is_finite(state))], "check of numbers")
     return {
@@ -65,7 +65,7 @@ def _train(
 
 
 def _step_after(
-    world: World, config: ResolvedConfig, found: directory.Checkpoint, tokens: Tokens
+    world: World, config: ResolvedConfig, checkpoint: directory.Checkpoint, tokens: Tokens
 ) -> TrainStep:
     """The training step with the state of a checkpoint."""
     settings = config.train
@@ -78,9 +78,9 @@ def _step_after(
         eos_id=tokens.eos_id,
     )
     optimizers = optim.make_optimizers(model, settings)
-    storage.load_state(model, optimizers, found.folder, world)
+    storage.load_state(model, optimizers, checkpoint.folder, world)
     parallel.wrap()
-    mix = SourceMix.recorded(tokens, settings, found)
+    mix = SourceMix.recorded(tokens, settings, checkpoint)
     return TrainStep(
         parallel,
         optimizers,
@@ -89,20 +89,20 @@ def _step_after(
             settings,
             world,
             mix.order if mix else None,
-            rewinds.left_out(found.manifest),
+            rewinds.left_out(checkpoint.manifest),
         ),
-        found.manifest.decay_steps,
-        SpikeRule.of(settings, world.device, found.manifest),
+        checkpoint.manifest.decay_steps,
+        SpikeRule.of(settings, world.device, checkpoint.manifest),
     )
 
 
 def _losses(
-    config: ResolvedConfig, train_step: TrainStep, found: directory.Checkpoint
+    config: ResolvedConfig, train_step: TrainStep, checkpoint: directory.Checkpoint
 ) -> list[float | None]:
     """Losses, averaged over ranks, of the steps after a checkpoint up to train.max_steps; None where a
     loss is not finite. TrainingError where the config does not allow skipping the update."""
-    losses, skipped = [], Skipped.of(found.manifest)
-    for step in range(found.step, config.train.max_steps):
+    losses, skipped = [], Skipped.of(checkpoint.manifest)
+    for step in range(checkpoint.step, config.train.max_steps):
         result = train_step(step).read()
         if fatal := skipped.count(result.trouble, config.train, is_spike=result.is_spike):
             ended = ended_by_spike if result.is_spike else diverged

@@ -125,8 +125,8 @@ def validate_all(run: Path | ResolvedConfig, overrides: dict[str, Any], *, fix: 
         if fix:
             wait_for_orphans(paths)
             directory.finish_commit(paths)
-        found = _folders(paths.checkpoints)
-        rows = [_row(folder) for folder in found if checkpoint_step(folder.name) is not None]
+        folders = _folders(paths.checkpoints)
+        rows = [_row(folder) for folder in folders if checkpoint_step(folder.name) is not None]
         if not rows:
             raise DataError(f"{paths.root} has no checkpoint", fix="train the run first")
         _check_all(rows, paths, config, overrides)
@@ -148,8 +148,8 @@ def _run_at(run: Path | ResolvedConfig) -> tuple[RunPaths, ResolvedConfig | None
 def _folders(parent: Path) -> list[Path]:
     """Checkpoint directories, newest first, with or without a manifest."""
     there = parent.glob(f"{CHECKPOINT_PREFIX}*")
-    found = (path for path in there if path.is_dir() and not path.is_symlink())
-    return sorted(found, key=by_step, reverse=True)
+    folders = (path for path in there if path.is_dir() and not path.is_symlink())
+    return sorted(folders, key=by_step, reverse=True)
 
 
 def _row(folder: Path) -> Row:

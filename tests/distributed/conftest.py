@@ -48,9 +48,9 @@ def launches() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def science(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of config.yaml, a corpus, its tokenizer and its shards."""
-    root = tmp_path_factory.mktemp("science")
+    root = tmp_path_factory.mktemp("tiny_project")
     corpus = write_corpus(root)
     values = {
         **TINY,
@@ -64,16 +64,18 @@ def science(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def session_runs(science: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+def session_runs(
+    tiny_project: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Run]:
     """Makes runs that several tests look at: `session_runs(name, *overrides)`."""
     results = tmp_path_factory.mktemp("results")
-    return lambda name, *overrides: make_run(science, results, name, overrides)
+    return lambda name, *overrides: make_run(tiny_project, results, name, overrides)
 
 
 @pytest.fixture
-def runs(science: Path, tmp_path: Path) -> Callable[..., Run]:
+def runs(tiny_project: Path, tmp_path: Path) -> Callable[..., Run]:
     """Makes runs of one test: `runs(name, *overrides)`."""
-    return lambda name, *overrides: make_run(science, tmp_path / "results", name, overrides)
+    return lambda name, *overrides: make_run(tiny_project, tmp_path / "results", name, overrides)
 
 
 @pytest.fixture(scope="session")

@@ -492,10 +492,10 @@ def foreign_tokenizer(own_tokenizer: LoadedTokenizer, folder: Path) -> Path:
     return folder / "tokenizer.json"
 
 
-def test_foreign_tokenizer_gives_the_ids_of_training(tied, science, tmp_path, transformers):
+def test_foreign_tokenizer_gives_the_ids_of_training(tied, tiny_project, tmp_path, transformers):
     """It adds a token to each text and cuts it; training asked for neither."""
     path = foreign_tokenizer(tokenizer_of(tied), tmp_path / "foreign")
-    values = yaml.safe_load((science / "config.yaml").read_text())
+    values = yaml.safe_load((tiny_project / "config.yaml").read_text())
     values["tokenizer"] = {"source": "path", "path": str(path)}
     values["data"] = str(tmp_path / "data")
     config = tmp_path / "config.yaml"

@@ -35,8 +35,8 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer(science) -> Path:
-    (folder,) = (path.parent for path in science.glob("data/tokenizers/*/tokenizer.json"))
+def tokenizer(tiny_project) -> Path:
+    (folder,) = (path.parent for path in tiny_project.glob("data/tokenizers/*/tokenizer.json"))
     return folder
 
 

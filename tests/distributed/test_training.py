@@ -132,9 +132,9 @@ def test_run_at_its_goal_starts_no_rank(solo, tmp_path):
 # --- what must not be trained on --------------------------------------------------------------------
 
 
-def test_ranks_with_staged_shards_need_no_data_directory(runs, solo, science, tmp_path):
+def test_ranks_with_staged_shards_need_no_data_directory(runs, solo, tiny_project, tmp_path):
     data = tmp_path / "data"
-    shutil.copytree(science / "data", data)
+    shutil.copytree(tiny_project / "data", data)
     run = runs("staged", f"--data={data}", "--train.checkpoint_every=6")
     here = ("--machine.stage.mode=always", f"--machine.stage.folder={tmp_path}/disk")
     assert run.forge("stage", *here, "--machine.stage.keep=true").code == 0
@@ -144,11 +144,11 @@ def test_ranks_with_staged_shards_need_no_data_directory(runs, solo, science, tm
     assert run.weights_digest() == solo.weights_digest()
 
 
-def test_data_edited_in_place_under_a_run_is_refused(solo, science, tmp_path):
+def test_data_edited_in_place_under_a_run_is_refused(solo, tiny_project, tmp_path):
     """A flipped byte in a shard; another tokenizer under the same id."""
     started = {}
     for name in ("shard", "tokenizer"):
-        shutil.copytree(science / "data", tmp_path / f"data-{name}")
+        shutil.copytree(tiny_project / "data", tmp_path / f"data-{name}")
         run = solo.copy(tmp_path / name)
         data = f"--data={tmp_path}/data-{name}"
         started[name] = replace(run, overrides=(*run.overrides, data))

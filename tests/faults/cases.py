@@ -14,7 +14,7 @@ from forge.core.failpoints import FAILPOINTS
 EVERYTHING = os.environ.get("FORGE_FAULTS") == "all"  # `make faults`
 KILLED = -9
 
-# At these points every rank comes by, at the others rank 0 alone.
+# Every rank reaches these failpoints; only rank 0 reaches the others.
 ON_EVERY_RANK = {
     *("data.read", "save.staged", "save.write", "save.sync", "save.written"),
     *("load.verify", "load.read", "load.done"),
@@ -70,12 +70,12 @@ class Case:
         if self.point == "data.read":
             return Exit.DATA if self.kind == "empty" else KILLED
         if self.point == "load.verify" and self.kind in DAMAGES:
-            return Exit.DONE  # found there and then
+            return Exit.DONE  # found at once
         return KILLED
 
     @property
     def is_quarantined(self) -> bool:
-        """Whether the checkpoint that it strikes is the one to go on from, and damaged."""
+        """Whether the fault corrupts the checkpoint from which the run would resume."""
         return self.kind in DAMAGES and self.point not in PRUNING | {"data.read"}
 
     @property

@@ -13,9 +13,9 @@ from support.live_run import TINY, write_corpus
 
 
 @pytest.fixture(scope="session")
-def science(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of config.yaml, a corpus, its tokenizer and its shards."""
-    root = tmp_path_factory.mktemp("science")
+    root = tmp_path_factory.mktemp("tiny_project")
     corpus = write_corpus(root)
     train = {
         **TINY["train"],
@@ -38,18 +38,18 @@ def science(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def session_runs(
-    science: Path, tmp_path_factory: pytest.TempPathFactory
+    tiny_project: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., FaultyRun]:
     """Makes runs that several tests look at: `session_runs(name, ranks, *overrides)`."""
     results = tmp_path_factory.mktemp("results")
-    return lambda name, ranks, *more: FaultyRun.make(science, results, name, ranks, more)
+    return lambda name, ranks, *more: FaultyRun.make(tiny_project, results, name, ranks, more)
 
 
 @pytest.fixture
-def runs(science: Path, tmp_path: Path) -> Callable[..., FaultyRun]:
+def runs(tiny_project: Path, tmp_path: Path) -> Callable[..., FaultyRun]:
     """Makes runs of one test: `runs(name, ranks, *overrides)`."""
     return lambda name, ranks, *more: FaultyRun.make(
-        science, tmp_path / "results", name, ranks, more
+        tiny_project, tmp_path / "results", name, ranks, more
     )
 
 

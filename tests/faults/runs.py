@@ -38,10 +38,12 @@ class FaultyRun(Run):
 
     @classmethod
     def make(
-        cls, science: Path, results: Path, name: str, ranks: int, more: tuple[str, ...]
+        cls, tiny_project: Path, results: Path, name: str, ranks: int, more: tuple[str, ...]
     ) -> FaultyRun:
         where = (f"--run={name}", f"--results={results}")
-        return cls(science / "config.yaml", results / name, (*where, *MACHINE, *more)).on(ranks)
+        return cls(tiny_project / "config.yaml", results / name, (*where, *MACHINE, *more)).on(
+            ranks
+        )
 
     def on(self, ranks: int) -> FaultyRun:
         """The same run on so many ranks from now on."""
@@ -104,7 +106,8 @@ class FaultyRun(Run):
         return sorted(path.name for path in self.paths.quarantine.glob("step-*"))
 
     def assert_whole(self) -> None:
-        """`latest` is sound, its digests right, and nothing half-done lies about."""
+        """`latest` is a valid checkpoint with the digests of its manifest, and no temporary files are
+        left."""
         newest = resume.latest(self.paths)
         assert newest is not None
         assert list(newest.bad_files()) == []

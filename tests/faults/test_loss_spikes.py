@@ -213,7 +213,7 @@ def test_resume_on_another_number_of_ranks_leaves_out_what_was_decided(make, rew
     assert numbers[0] == numbers[1]
 
 
-def test_child_of_a_checkpoint_goes_on_behind_what_its_parent_left_out(make, rewound):
+def test_child_of_a_checkpoint_continues_after_the_batches_that_its_parent_left_out(make, rewound):
     child = make("child", 1, "--parent=rewound@24", "--train.max_steps=26")
     ended = child.train()
     assert ended.code == Exit.DONE, ended.text

@@ -101,7 +101,7 @@ def _nothing_outlives_its_check() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def science(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of config.yaml, a corpus, its tokenizer and its shards."""
     import yaml
 
@@ -129,11 +129,13 @@ def science(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def new_run(science: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+def new_run(tiny_project: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     """Makes runs of a tiny model: `new_run(name, *overrides)`."""
     results = tmp_path_factory.mktemp("results")
     on = "--machine.device=cpu" if ON_CPU else "--machine.device=cuda"
-    return lambda name, *overrides: make_run(science, results, name, (*SETTINGS, on, *overrides))
+    return lambda name, *overrides: make_run(
+        tiny_project, results, name, (*SETTINGS, on, *overrides)
+    )
 
 
 @pytest.fixture(scope="session")

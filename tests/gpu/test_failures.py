@@ -29,18 +29,18 @@ def failure_of(run, done):
     return failed["message"]
 
 
-def with_a_smaller_vocabulary(science, folder):
+def with_a_smaller_vocabulary(tiny_project, folder):
     """A copy of the data whose shards claim a vocabulary that is smaller than their ids."""
-    shutil.copytree(science / "data", folder)
+    shutil.copytree(tiny_project / "data", folder)
     [manifest] = folder.glob("tokens/*/manifest.json")
     write_json(manifest, {**read_json(manifest), "vocab_size": 40})
     return folder
 
 
 def test_token_id_beyond_the_vocabulary_is_recorded_with_its_cause(
-    device, science, new_run, tmp_path, measured
+    device, tiny_project, new_run, tmp_path, measured
 ):
-    run = new_run("assert", f"--data={with_a_smaller_vocabulary(science, tmp_path / 'data')}")
+    run = new_run("assert", f"--data={with_a_smaller_vocabulary(tiny_project, tmp_path / 'data')}")
     message = failure_of(run, run.start("train").end())
     measured("recorded", message.splitlines()[0][:100])
     assert "device-side assert" in message or "index out of range" in message

@@ -23,7 +23,7 @@ from tools.slurm_cluster.machines import ClusterError
 from tools.slurm_cluster.settings import Settings
 from tools.slurm_cluster.temporary import temporary_cluster
 
-from .job_run import PAUSE, JobRun, Uninterrupted, write_science
+from .job_run import PAUSE, JobRun, Uninterrupted, write_tiny_config
 from .project import Project
 
 HERE = Path(__file__).parent
@@ -101,7 +101,7 @@ def cluster(cluster_of_this_process: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def whole_cluster(cluster: Cluster) -> Iterator[Cluster]:
+def exclusive_cluster(cluster: Cluster) -> Iterator[Cluster]:
     """The cluster, all of which a test may break. Everything is repaired afterwards."""
     yield cluster
     cluster.repair_all()
@@ -117,7 +117,7 @@ def nodes(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Callable
         return list(taken)
 
     yield take
-    if taken and "whole_cluster" not in request.fixturenames:  # which repairs everything
+    if taken and "exclusive_cluster" not in request.fixturenames:  # which repairs everything
         cluster.repair(taken)
 
 
@@ -132,24 +132,24 @@ def shared_folder(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[
 
 
 @pytest.fixture(scope="session")
-def science(cluster_of_this_process: Cluster) -> Path:
+def tiny_config(cluster_of_this_process: Cluster) -> Path:
     """The config of a tiny training, its corpus and shards, where all machines see them."""
-    return write_science(cluster_of_this_process.folder / "science")
+    return write_tiny_config(cluster_of_this_process.folder / "tiny_config")
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(science: Path, tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
+def uninterrupted(tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
     """The tiny training without any trouble, one for all processes of this pytest run."""
     own = tmp_path_factory.getbasetemp()
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-    return Uninterrupted(science, shared / "uninterrupted")
+    return Uninterrupted(tiny_config, shared / "uninterrupted")
 
 
 @pytest.fixture
 def new_run(
     cluster: Cluster,
     nodes: Callable[[int], list[str]],
-    science: Path,
+    tiny_config: Path,
     shared_folder: Path,
 ) -> Callable[..., JobRun]:
     """new_run("srun"): the tiny training as a job on two nodes, one rank on each, to be submitted."""
@@ -162,7 +162,7 @@ def new_run(
         pauses: Sequence[int] = (PAUSE,),
     ) -> JobRun:
         folder = shared_folder / "results" / "base"
-        return JobRun(folder, cluster, nodes(on), science, launcher, ranks_per_node, pauses)
+        return JobRun(folder, cluster, nodes(on), tiny_config, launcher, ranks_per_node, pauses)
 
     return make
 
@@ -171,15 +171,17 @@ def new_run(
 def new_project(
     cluster: Cluster,
     nodes: Callable[[int], list[str]],
-    science: Path,
+    tiny_config: Path,
     shared_folder: Path,
 ) -> Callable[..., Project]:
-    """The project with the tiny science, whose tokens are there already, to train on two nodes, one
+    """The project with the tiny config, whose tokens exist already, to train on two nodes, one
     rank on each; on=1: a single rank. on=0: it runs no job, so it names all nodes and none is
     repaired."""
 
     def make(*, on: int = 2, **given: Any) -> Project:
-        values = yaml.safe_load(science.read_text()) | CHEAP_VALIDATION | given.pop("values", {})
+        values = (
+            yaml.safe_load(tiny_config.read_text()) | CHEAP_VALIDATION | given.pop("values", {})
+        )
         return Project.make(
             shared_folder / "project",
             cluster,

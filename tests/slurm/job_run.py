@@ -31,7 +31,7 @@ PAUSES = (30, 50, 70)
 # Of a run that is struck there: back to the checkpoint at 20 where that at 40 is not committed yet.
 MOST_LOST = PAUSE - 1 - INTERVAL
 PAUSE_FOLDER = Path(__file__).parent / "pause"
-SCIENCE: dict[str, Any] = {
+TINY_CONFIG: dict[str, Any] = {
     "tokenizer": {"vocab_size": 300, "sample_mib": 1},
     "model": {"dim": 32, "layers": 2, "heads": 2, "ffn_dim": 64, "dropout": 0.1},
     "train": {
@@ -64,7 +64,7 @@ def paused(*steps: int) -> dict[str, str]:
     return {"FORGE_TEST_PAUSE": numbers, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def write_science(folder: Path) -> Path:
+def write_tiny_config(folder: Path) -> Path:
     """A corpus and its shards in the folder; the config file."""
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)
@@ -72,7 +72,7 @@ def write_science(folder: Path) -> Path:
         words = (f"{number * word % 97} times {word} is the word" for word in range(60))
         (corpus / f"{number:02}.txt").write_text(", ".join(words))
     tokens = {"inputs": [str(corpus)], "val_fraction": 0.3}
-    values = {**SCIENCE, "data": str(folder / "data"), "tokenize": tokens}
+    values = {**TINY_CONFIG, "data": str(folder / "data"), "tokenize": tokens}
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(values))
     for command in ("tokenizer", "tokenize"):
@@ -240,7 +240,7 @@ class JobRun(Progress):
 
 @dataclass(frozen=True)
 class Uninterrupted:
-    """The same science without any trouble: what every case must end with. Trained on this machine
+    """The tiny config trained without any trouble: what every case must end with. Trained on this machine
     outside of Slurm, once for each world size that a case asks for. Several processes may have an
     object for the same results: the others wait for the one that trains."""
 

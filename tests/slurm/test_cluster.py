@@ -194,24 +194,24 @@ def test_command_in_a_machine_gets_signals_and_is_killed_when_late(cluster: Clus
     assert cluster.run("pgrep", "-f", "sleep 61.75", check=False).returncode == 1
 
 
-def test_daemons_restart_and_the_queue_survives(whole_cluster: Cluster) -> None:
-    job = whole_cluster.submit("--hold", "--wrap", "true", "--output=/dev/null")
-    whole_cluster.stop_daemon("slurmdbd")
-    assert whole_cluster.run("sacct", check=False).returncode
-    whole_cluster.start_daemon("slurmdbd")
-    whole_cluster.run("sacct")
-    whole_cluster.restart_slurmctld()
-    assert whole_cluster.job(job)["JobState"] == "PENDING"
+def test_daemons_restart_and_the_queue_survives(exclusive_cluster: Cluster) -> None:
+    job = exclusive_cluster.submit("--hold", "--wrap", "true", "--output=/dev/null")
+    exclusive_cluster.stop_daemon("slurmdbd")
+    assert exclusive_cluster.run("sacct", check=False).returncode
+    exclusive_cluster.start_daemon("slurmdbd")
+    exclusive_cluster.run("sacct")
+    exclusive_cluster.restart_slurmctld()
+    assert exclusive_cluster.job(job)["JobState"] == "PENDING"
 
 
-def test_configuration_changes_and_is_restored(whole_cluster: Cluster) -> None:
+def test_configuration_changes_and_is_restored(exclusive_cluster: Cluster) -> None:
     def timeout() -> str:
-        config = whole_cluster.run("scontrol", "show", "config").stdout
+        config = exclusive_cluster.run("scontrol", "show", "config").stdout
         return next(line for line in config.splitlines() if line.startswith("SlurmdTimeout"))
 
-    whole_cluster.configure(SlurmdTimeout=300)
+    exclusive_cluster.configure(SlurmdTimeout=300)
     assert timeout().endswith(" 300 sec")
-    whole_cluster.configure()
+    exclusive_cluster.configure()
     assert timeout().endswith(" 10 sec")
 
 

@@ -53,11 +53,11 @@ def test_held_job_is_named_and_its_cancellation_ends_the_command_soon(
 
 
 def test_job_on_nodes_that_do_not_see_the_project_is_reported_as_such(
-    new_project: NewProject, whole_cluster: Cluster
+    new_project: NewProject, exclusive_cluster: Cluster
 ) -> None:
     project = new_project()
-    for node in set(whole_cluster.nodes) - set(project.excluded()):
-        whole_cluster.hide(node, project.folder)
+    for node in set(exclusive_cluster.nodes) - set(project.excluded()):
+        exclusive_cluster.hide(node, project.folder)
     assert project.end(project.start("preflight"), timeout=120) != 0
     [job] = project.submitted()
     words = rf"job {job} \(run base\) failed on (node\d+) before .*: does it see (\S+)\?"
@@ -68,47 +68,49 @@ def test_job_on_nodes_that_do_not_see_the_project_is_reported_as_such(
 
 
 def test_daemons_away_for_half_a_minute_are_waited_for_in_the_queue_in_training_and_at_its_end(
-    new_project: NewProject, whole_cluster: Cluster, uninterrupted: Uninterrupted
+    new_project: NewProject, exclusive_cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:
     in_training, before_its_end, _ = PAUSES
     project = new_project(on=1, machine=HELD)
     command = project.start(env=paused(in_training, before_its_end))
     job = project.wait_for_job()
-    with both_daemons_away(whole_cluster):
+    with both_daemons_away(exclusive_cluster):
         time.sleep(30)  # the case itself: that long they are away
     wait_for_words(project, "Slurm answers again", SOON_SEC)
-    whole_cluster.run("scontrol", "release", job)
+    exclusive_cluster.run("scontrol", "release", job)
     project.run().wait_for_pause(in_training)
-    with both_daemons_away(whole_cluster):
+    with both_daemons_away(exclusive_cluster):
         time.sleep(30)
     project.run().end_pause(in_training)
     project.run().wait_for_pause(before_its_end)
-    whole_cluster.stop_daemon("slurmdbd")
+    exclusive_cluster.stop_daemon("slurmdbd")
     project.run().end_pause(before_its_end)  # the job ends meanwhile, the next one is submitted
     time.sleep(30)
-    whole_cluster.start_daemon("slurmdbd")
+    exclusive_cluster.start_daemon("slurmdbd")
     assert project.end(command) == 0, project.said()
     assert project.submitted()[0] == job and len(project.submitted()) == 2
     uninterrupted.equals(project.run())
 
 
 def test_job_that_slurm_has_forgotten_is_judged_by_its_completion_record(
-    new_project: NewProject, whole_cluster: Cluster
+    new_project: NewProject, exclusive_cluster: Cluster
 ) -> None:
-    whole_cluster.configure(MinJobAge=2)
+    exclusive_cluster.configure(MinJobAge=2)
     project = new_project(on=1)
     command = project.start(env=paused())
     job = project.wait_for_job()
     project.run().wait_for_pause()
     command.send_signal(signal.SIGSTOP)  # it does not see the end
     project.run().end_pause()
-    whole_cluster.wait_for_state(job, "COMPLETED")
-    with both_daemons_away(whole_cluster):
+    exclusive_cluster.wait_for_state(job, "COMPLETED")
+    with both_daemons_away(exclusive_cluster):
         command.send_signal(signal.SIGCONT)
         wait_for_words(project, "Slurm does not answer", SOON_SEC)
         command.send_signal(signal.SIGSTOP)  # nor what Slurm knows until it has forgotten the job
     show = ("scontrol", "show", "job", job)
-    wait_until(lambda: whole_cluster.run(*show, check=False).returncode, 60, "forgotten", every=0.5)
+    wait_until(
+        lambda: exclusive_cluster.run(*show, check=False).returncode, 60, "forgotten", every=0.5
+    )
     command.send_signal(signal.SIGCONT)
     assert project.end(command) == 0, project.said()
     assert read_json(project.run().paths.validated)["status"] == "valid"

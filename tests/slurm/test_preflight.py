@@ -52,7 +52,7 @@ Preflight = Callable[..., Outcome]
 
 
 @pytest.fixture
-def preflight(cluster: Cluster, science: Path, shared_folder: Path) -> Iterator[Preflight]:
+def preflight(cluster: Cluster, tiny_config: Path, shared_folder: Path) -> Iterator[Preflight]:
     """The command in an allocation of the given nodes, of which `train` are needed."""
     # Else Slurm ends the allocation when it misses a node for 10 s, earlier than a busy machine is
     # through with its checks.
@@ -67,7 +67,7 @@ def preflight(cluster: Cluster, science: Path, shared_folder: Path) -> Iterator[
         done = cluster.run(
             *("salloc", "--quiet", f"--nodes={len(names)}", f"--nodelist={','.join(names)}"),
             *(f"--ntasks-per-node={ranks}", "--cpus-per-task=1", "--time=5"),
-            *("python", "-m", "forge", "preflight", science, f"--machine={file}"),
+            *("python", "-m", "forge", "preflight", tiny_config, f"--machine={file}"),
             *("--run=base", f"--results={shared_folder}/results", "--train.batch_size=60"),
             *(f"--nodes={train}", f"--ranks-per-node={ranks}"),
             check=False,
@@ -176,7 +176,7 @@ def test_torch_that_one_node_cannot_import_is_found_by_trying_halves(
 
 
 def test_uneven_allocation_is_reported_as_what_slurm_gave(
-    nodes: Callable[[int], list[str]], cluster: Cluster, science: Path, shared_folder: Path
+    nodes: Callable[[int], list[str]], cluster: Cluster, tiny_config: Path, shared_folder: Path
 ) -> None:
     """4 tasks on 2 nodes without --ntasks-per-node: Slurm gives 3 + 1. A network was blamed."""
     names = nodes(2)
@@ -184,7 +184,7 @@ def test_uneven_allocation_is_reported_as_what_slurm_gave(
     file.write_text(yaml.safe_dump(machine("srun", preflight=MODEST)))
     done = cluster.run(
         *("salloc", "--quiet", "--nodes=2", f"--nodelist={','.join(names)}", "--ntasks=4"),
-        *("--cpus-per-task=1", "--time=5", "python", "-m", "forge", "preflight", science),
+        *("--cpus-per-task=1", "--time=5", "python", "-m", "forge", "preflight", tiny_config),
         *(f"--machine={file}", "--run=base", f"--results={shared_folder}/results"),
         *("--nodes=2", "--ranks-per-node=2"),
         check=False,

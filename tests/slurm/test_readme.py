@@ -15,7 +15,7 @@ from forge.core.files import read_json
 from tools.slurm_cluster.cluster import REPOSITORY, Cluster
 from tools.slurm_cluster.machines import wait_until
 
-from .job_run import SCIENCE, Progress
+from .job_run import TINY_CONFIG, Progress
 
 
 def recipe() -> list[str]:
@@ -26,33 +26,33 @@ def recipe() -> list[str]:
 
 
 @pytest.fixture
-def copy(shared_folder: Path, science: Path) -> Path:
+def copy(shared_folder: Path, tiny_config: Path) -> Path:
     """The project as a user has it, but for the config: a smaller model on a smaller text."""
     folder = shared_folder / "project"
     for part in ("workflow", "profiles", "config"):
         shutil.copytree(REPOSITORY / part, folder / part)
-    inputs = yaml.safe_load(science.read_text())["tokenize"]
-    values: dict[str, Any] = {**SCIENCE, "tokenize": inputs}
-    values["train"] = {**SCIENCE["train"], "max_steps": 20, "eval_every": 10}
+    inputs = yaml.safe_load(tiny_config.read_text())["tokenize"]
+    values: dict[str, Any] = {**TINY_CONFIG, "tokenize": inputs}
+    values["train"] = {**TINY_CONFIG["train"], "max_steps": 20, "eval_every": 10}
     (folder / "config/config.yaml").write_text(yaml.safe_dump(values))
     return folder
 
 
 def test_commands_of_the_readme_train_as_they_are_written(
-    whole_cluster: Cluster, copy: Path
+    exclusive_cluster: Cluster, copy: Path
 ) -> None:
     commands = recipe()
     words = [command.split()[0] for command in commands]
     assert words == ["cp", "sed", "snakemake", "snakemake", "forge", "forge"]
     script = "set -e\n" + "\n".join(commands)
     output = copy / "recipe.out"
-    shell = whole_cluster.popen("bash", "-c", f"({script}) > {output} 2>&1", cwd=copy)
+    shell = exclusive_cluster.popen("bash", "-c", f"({script}) > {output} 2>&1", cwd=copy)
     run = Progress(copy / "results/base")
     wait_until(
         lambda: shell.poll() is not None,
         500,
         "the end of the recipe",
-        lambda: f"{output.read_text()[-3000:]}\n{whole_cluster.squeue()}",
+        lambda: f"{output.read_text()[-3000:]}\n{exclusive_cluster.squeue()}",
         every=0.2,
     )
     said = output.read_text()

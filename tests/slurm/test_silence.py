@@ -21,28 +21,28 @@ NewProject = Callable[..., Project]
 
 
 def test_ranks_leave_silent_nodes_before_slurm_has_noticed_first_for_a_spare_then_by_a_requeue(
-    new_run: NewRun, uninterrupted: Uninterrupted, whole_cluster: Cluster
+    new_run: NewRun, uninterrupted: Uninterrupted, exclusive_cluster: Cluster
 ) -> None:
-    whole_cluster.configure(SlurmdTimeout=600)
+    exclusive_cluster.configure(SlurmdTimeout=600)
     before_a_power_cut, before_a_cable_cut, _ = PAUSES
     run = new_run(on=5, pauses=(before_a_power_cut, before_a_cable_cut))
     job = run.submit("--no-kill", nodes=3)
     run.wait_for_pause(before_a_power_cut)
     dark = run.events("launch")[-1]["nodes"][1]
-    times = [run.during_pause(before_a_power_cut, lambda: whole_cluster.power_cut(dark))]
+    times = [run.during_pause(before_a_power_cut, lambda: exclusive_cluster.power_cut(dark))]
     assert run.wait_for_event("lost", timeout=120)["silent"] == [dark]
     run.wait_for_pause(before_a_cable_cut)
     with_spare = run.events("launch")[-1]["nodes"]
     assert dark not in with_spare and len(with_spare) == 2
     assert run.events("requeue") == []  # the spare node took over without the queue
     cut = with_spare[1]
-    times.append(run.during_pause(before_a_cable_cut, lambda: whole_cluster.cable_cut(cut)))
+    times.append(run.during_pause(before_a_cable_cut, lambda: exclusive_cluster.cable_cut(cut)))
     assert run.wait_for_event("lost", 2, timeout=120)["silent"] == [cut]
     assert run.wait_for_event("requeue", timeout=60)["cause"] == "peer lost"
     assert {dark, cut} <= set(run.paths.bad_nodes.read_text().split())
     # Slurm keeps the job back until the lost nodes have answered, or are declared dead.
     lost = f"NodeName={dark},{cut}"
-    whole_cluster.run("scontrol", "update", lost, "State=DOWN", "Reason=lost")
+    exclusive_cluster.run("scontrol", "update", lost, "State=DOWN", "Reason=lost")
     assert run.wait_for_end(job)["JobState"] == "COMPLETED"
     uninterrupted.equals(run)
     assert max(map(run.steps_lost, times)) <= MOST_LOST
@@ -67,7 +67,7 @@ COMMANDS = ("stage", "preflight", "train")
 
 @pytest.mark.parametrize("seconds", ABSENCES)
 def test_controller_that_restarts_at_any_moment_of_a_run_ends_nothing_and_blames_no_node(
-    new_project: NewProject, whole_cluster: Cluster, uninterrupted: Uninterrupted, seconds: int
+    new_project: NewProject, exclusive_cluster: Cluster, uninterrupted: Uninterrupted, seconds: int
 ) -> None:
     before_a_save, before_a_stop = 2 * INTERVAL, 2 * INTERVAL + 10
     project = new_project(machine={"stage": {"mode": "always"}})
@@ -82,10 +82,10 @@ def test_controller_that_restarts_at_any_moment_of_a_run_ends_nothing_and_blames
 
     def away(go_on: Callable[[], object]) -> None:
         """The controller is away when the run goes on, and for some seconds from then."""
-        whole_cluster.stop_daemon("slurmctld")
+        exclusive_cluster.stop_daemon("slurmctld")
         go_on()
         time.sleep(seconds)  # the case itself
-        whole_cluster.start_daemon("slurmctld")
+        exclusive_cluster.start_daemon("slurmctld")
 
     for name in COMMANDS:
         waits = (hold / f"{name}-waiting").exists
@@ -110,4 +110,4 @@ def test_controller_that_restarts_at_any_moment_of_a_run_ends_nothing_and_blames
     assert run.events("lost") == run.events("failed") == []
     assert {event["status"] for event in run.events("preflight")} == {"ok"}
     assert not run.paths.bad_nodes.exists()
-    assert whole_cluster.job(project.submitted()[0])["Restarts"] == "1"
+    assert exclusive_cluster.job(project.submitted()[0])["Restarts"] == "1"

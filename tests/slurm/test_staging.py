@@ -87,7 +87,7 @@ class Allocation:
 
 @pytest.fixture
 def allocate(
-    cluster: Cluster, nodes: Callable[[int], list[str]], science: Path, shared_folder: Path
+    cluster: Cluster, nodes: Callable[[int], list[str]], tiny_config: Path, shared_folder: Path
 ) -> Iterator[Callable[[int], Allocation]]:
     """allocate(2): an allocation of two nodes, whose disks are empty."""
     jobs = []
@@ -103,7 +103,7 @@ def allocate(
             )
         )
         cluster.wait_for_state(jobs[-1], "RUNNING")
-        return Allocation(cluster, jobs[-1], hosts, science, shared_folder / "results")
+        return Allocation(cluster, jobs[-1], hosts, tiny_config, shared_folder / "results")
 
     yield make
     for job in jobs:

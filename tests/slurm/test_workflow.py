@@ -13,7 +13,7 @@ from forge.core.files import read_json
 from forge.core.train import Train
 from tools.slurm_cluster.cluster import Cluster
 
-from .job_run import GOAL, SCIENCE, Uninterrupted
+from .job_run import GOAL, TINY_CONFIG, Uninterrupted
 from .project import Project
 
 Nodes = Callable[[int], list[str]]
@@ -23,7 +23,7 @@ NewProject = Callable[..., Project]
 def test_raw_text_becomes_a_validated_checkpoint_on_several_nodes_beside_a_run_that_fails(
     new_project: NewProject, shared_folder: Path, uninterrupted: Uninterrupted
 ) -> None:
-    few = SCIENCE["train"] | {"max_steps": 20}
+    few = TINY_CONFIG["train"] | {"max_steps": 20}
     project = new_project(
         values={"data": str(shared_folder / "data"), "validate": {}, "train": few}
     )
@@ -144,7 +144,7 @@ def test_profile_that_cannot_work_is_refused_before_anything_is_submitted(
     new_project: NewProject, section: str, wrong: dict[str, Any], told: list[str]
 ) -> None:
     # A batch that also 50 ranks can share.
-    project = new_project(on=0, values={"train": {**SCIENCE["train"], "batch_size": 100}})
+    project = new_project(on=0, values={"train": {**TINY_CONFIG["train"], "batch_size": 100}})
     path = project.profile_folder / "config.yaml"
     values = yaml.safe_load(path.read_text())
     (values["set-resources"]["train_run"] if section == "train_run" else values[section]).update(

@@ -192,9 +192,9 @@ def write_corpus(root: Path) -> Path:
     return corpus
 
 
-def make_run(science: Path, results: Path, name: str, overrides: tuple[str, ...]) -> Run:
+def make_run(tiny_project: Path, results: Path, name: str, overrides: tuple[str, ...]) -> Run:
     return Run(
-        science / "config.yaml",
+        tiny_project / "config.yaml",
         results / name,
         (f"--run={name}", f"--results={results}", *overrides),
     )

@@ -176,7 +176,7 @@ def test_config_that_does_not_exist_is_a_bad_config(tmp_path, capsys):
     assert "nowhere.yaml does not exist" in capsys.readouterr().err
 
 
-def test_folder_that_is_no_run_is_refused_by_show(tmp_path, capsys):
+def test_folder_that_is_not_a_run_is_refused_by_show(tmp_path, capsys):
     assert main(["show", str(tmp_path)]) == 78
     assert f"{tmp_path} is not a run's directory" in capsys.readouterr().err
 

@@ -238,7 +238,7 @@ def test_errors_and_documents_name_extras_that_there_are():
     assert {"tracking", "evaluate", "fp8"} <= set(named) <= set(extras())
 
 
-def test_set_up_goes_on_without_gigatoken(place):
+def test_set_up_continues_without_gigatoken(place):
     program(place, "uv", f'{UV}case "$*" in *gigatoken) echo "a long story" >&2; exit 1 ;; esac')
     done = setup(place)
     assert done.returncode == 0

@@ -224,7 +224,7 @@ def test_goal_below_latest_is_refused_before_anything_is_removed(shared_project)
     assert shared_project.forge("train", "config/config.yaml").returncode == 78
 
 
-def test_changed_science_is_refused_by_key_and_nothing_is_overwritten(shared_project):
+def test_changed_hyperparameter_is_refused_by_key_and_nothing_is_overwritten(shared_project):
     before = shared_project.path("config.json").read_bytes()
     shared_project.write_config(train={"lr": 0.5})
     code, output = shared_project.snakemake("train")

@@ -168,12 +168,12 @@ def data_of(settings):
 
 
 def staged_data(settings):
-    """Of those, the one whose files are staged: weights and tokenizer are not."""
+    """The manifest among these whose files are staged; weights and tokenizer are not staged."""
     return data_of(settings)[-1:]
 
 
 def files_of(runs, *names):
-    """These files of each run; of a known failure the one that its rule never makes."""
+    """These files of each run; for a known failure the file that its rule never makes."""
     return [
         f"{RESULTS}/{run}/{name}"
         for run in runs
@@ -182,7 +182,7 @@ def files_of(runs, *names):
 
 
 def parent_of(wildcards):
-    """What parent_run makes, also for a run that has begun: its inputs stay the same ones."""
+    """The output of parent_run, also for a run that has begun, so that its inputs stay the same."""
     made = Path(f"{RESULTS}/{wildcards.run}/.parent_trained")
     return [made] if wildcards.run in WAITING or made.exists() else []
 
@@ -236,5 +236,5 @@ onstart:
         )
     except ForgeError as err:
         raise WorkflowError(str(err)) from None
-    # Who asks to resume a run that a STOP file has stopped wants it to train. Not in a dry run.
+    # A STOP file is removed: who resumes a stopped run wants it to train. Not in a dry run.
     helpers.remove_stop_files({name: RUNS[name] for name in RESUMED}, logger.info)

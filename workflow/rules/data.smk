@@ -74,7 +74,7 @@ rule model:
         "exec forge model {params.config:q} --log={log:q}"
 
 
-# Of another training program: its input files stay where they are. Of a corpus: its files on a hub.
+# The input files of another training program, which stay where they are; or the files of a corpus on a hub.
 rule inputs:
     output:
         f"{DATA}/inputs/{{inputs}}/manifest.json",

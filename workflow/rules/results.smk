@@ -1,4 +1,4 @@
-# What is said of a trained run: an independent validation, and a page to look at.
+# Results of a trained run: an independent validation, evaluation, export and a report.
 localrules:
     report_run,
     evaluate_data,
@@ -21,10 +21,10 @@ rule validate_run:
     conda:
         "../envs/forge.yaml"
     resources:
-        # Of one node. What set-resources of the profile says wins.
+        # On one node. set-resources of the profile wins.
         mem_mb=validation_mem_mb,
     params:
-        # As it was when the workflow started, and not as it is beside the results.
+        # The config as it was when the workflow started, not the one beside the results.
         config=settings_of("config_run"),
         overrides=lambda w: as_overrides(RUNS[w.run], "validate", "report"),
     shell:
@@ -86,7 +86,7 @@ rule evaluate_run:
     conda:
         "../envs/forge.yaml"
     resources:
-        # As much as validation needs. What set-resources of the profile says wins.
+        # As much as validation needs. set-resources of the profile wins.
         mem_mb=validation_mem_mb,
     params:
         config=settings_of("config_run"),

@@ -6,8 +6,8 @@ localrules:
     known_failure_run,
 
 
-# Asked for in place of the results of a run that failed with this very config. It fails at once with
-# the message, so that nothing is submitted for the run; with keep-going the other runs continue.
+# Requested in place of the results of a run that failed with the same config. This rule fails at once
+# with the message, so that nothing is submitted for the run; with keep-going the other runs continue.
 rule known_failure_run:
     output:
         # Never made.
@@ -37,9 +37,9 @@ rule config_run:
         "exec forge config {input:q} --log={log:q}"
 
 
-# A run starts when its parent has trained, where that is on the sheet, too. Once the run has begun there
-# is no such job, and the file is like one of the user's: how far the parent trains on, and whether its row
-# is there, is nothing to the run. (ancient() would not do. Where a job has to run, Snakemake looks at no
+# A run waits until its parent has trained, if the parent is in the sample sheet. After its first launch a
+# run no longer depends on its parent: this job is gone, and the parent may train further or leave the
+# sheet. (ancient() would not do. Where a job has to run, Snakemake looks at no
 # job downstream of it by itself, and ancient() stops it from reaching them: missing outputs and changed
 # params, up to the target's, would be found by the next command only.)
 rule parent_run:

@@ -28,7 +28,7 @@ def paths(tmp_path):
     return RunPaths(tmp_path / "results" / "run")
 
 
-def test_changed_science_is_refused_by_key_and_value(paths):
+def test_changed_hyperparameter_is_refused_by_key_and_value(paths):
     saved = save(paths, 10)
     with pytest.raises(ConfigError) as caught:
         check_compatible(config_of(**{"train.lr": 0.5, "model.layers": 9}), saved)

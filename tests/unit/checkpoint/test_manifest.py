@@ -120,7 +120,7 @@ def test_manifest_of_another_format_is_refused_by_name_with_what_to_do(folder):
     assert "train under a new run name" in str(caught.value)
 
 
-def test_checkpoint_with_a_pickled_index_is_told_to_be_of_an_earlier_development_version(folder):
+def test_checkpoint_with_a_pickled_index_is_named_as_of_an_earlier_development_version(folder):
     text = (folder / MANIFEST).read_text()
     (folder / MANIFEST).write_text(text.replace(f'"format": {FORMAT}', '"format": 3'))
     with pytest.raises(OtherFormat, match="an earlier development version of Forge, whose index"):

@@ -43,7 +43,7 @@ def test_without_a_mix_the_proportion_is_that_of_the_windows(tmp_path):
     assert found == MixAtStart([Stage(0, WINDOWS)], {"code": 0, "web": 0})
 
 
-def test_resumed_run_goes_on_as_its_checkpoint_says(tmp_path):
+def test_resumed_run_keeps_the_mix_of_its_checkpoint(tmp_path):
     config = config_of(tmp_path, mix={"code": 1, "web": 3})
     own = trained(config, drawn_before={"code": 5, "web": 6})
     found = MixAtStart.of(config, {"code": 1, "web": 1}, own, None)

@@ -75,7 +75,7 @@ def test_index_that_runs_a_command_is_refused_and_does_not_run(folder, tmp_path)
 
 
 @pytest.mark.parametrize("function", [torch.load, yaml.load])
-def test_class_of_a_newer_torch_or_of_the_program_is_told_apart_and_not_called(folder, function):
+def test_class_of_a_newer_torch_or_of_the_program_is_recognized_and_not_called(folder, function):
     (folder / ".metadata").write_bytes(pickle.dumps(Planted(function, "x")))
     with pytest.raises(UnknownIndexError, match=r"(torch|yaml).*load, which Forge does not know"):
         list(floating_parts(folder))

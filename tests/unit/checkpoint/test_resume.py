@@ -241,7 +241,7 @@ def test_latest_that_links_to_itself_is_reported_and_repaired_by_training(paths,
 
 
 @pytest.mark.parametrize("kind", ["text", "directory", "copy"])
-def test_latest_that_is_no_link_is_refused_before_anything_is_written_over_it(paths, kind):
+def test_latest_that_is_not_a_link_is_refused_before_anything_is_written_over_it(paths, kind):
     """A copy that follows links (cp -L) leaves a directory, an editor or git on Windows a text file."""
     saved = save(paths, 10)
     paths.latest.unlink()

@@ -208,7 +208,7 @@ def test_index_of_terabytes_is_refused_unread(folder):
         read(folder)
 
 
-def test_index_of_another_version_of_forge_is_told_apart(folder):
+def test_index_of_another_version_of_forge_is_recognized(folder):
     index = json.loads((folder / INDEX).read_bytes())
     (folder / INDEX).write_text(json.dumps({**index, "format": 99}))
     with pytest.raises(OtherFormat, match="has format 99"):

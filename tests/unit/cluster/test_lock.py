@@ -522,7 +522,7 @@ def test_lock_that_somebody_else_has_got_meanwhile_is_not_given_back(tmp_path):
     assert Lock.read(tmp_path / ".lock") == other
 
 
-def test_a_node_that_was_cut_off_is_told_that_the_run_went_on_elsewhere(tmp_path):
+def test_a_node_that_was_cut_off_learns_that_the_run_continued_elsewhere(tmp_path):
     mine = Process.current()
     with lock(tmp_path, "train"):
         check_held(tmp_path, mine)

@@ -207,9 +207,9 @@ def test_timeout_that_the_user_exported_wins_and_is_said(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("value", ["half an hour", "0", "-5", "inf"])
-def test_exported_timeout_that_is_no_time_is_refused_by_name(monkeypatch, value):
+def test_exported_timeout_that_is_not_a_time_is_refused_by_name(monkeypatch, value):
     monkeypatch.setenv("NCCL_TIMEOUT", value)
-    with pytest.raises(ConfigError, match=f"NCCL_TIMEOUT={value} is no time") as caught:
+    with pytest.raises(ConfigError, match=f"NCCL_TIMEOUT={value} is not a time") as caught:
         network.with_exported_timeout(load_machine(None))
     assert caught.value.fix.startswith("unset NCCL_TIMEOUT")
 

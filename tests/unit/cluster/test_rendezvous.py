@@ -73,7 +73,7 @@ def test_loopback_address_is_refused_for_several_nodes_only(monkeypatch, address
 @pytest.mark.parametrize("port", ["0", "65536", "http", "15000-20000"])
 def test_exported_port_that_is_none_is_refused(monkeypatch, port):
     monkeypatch.setenv("MASTER_PORT", port)
-    with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is no port") as caught:
+    with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is not a port number") as caught:
         rendezvous.check(fabric(), 1)
     assert caught.value.code == Exit.CONFIG
 
@@ -145,7 +145,7 @@ def test_what_was_exported_wins_and_is_said(endpoint, taken, monkeypatch, capsys
     [
         (
             "203.0.113.7",
-            r"is no address \(those are .*\) of",
+            r"is not an address \(those are .*\) of",
         ),  # of the documentation, nobody has it
         ("no-such-host.invalid", "does not resolve on"),
     ],

@@ -53,7 +53,7 @@ def check(answers, *requests):
     submission.check(requests, answers.lines.append)
 
 
-def test_what_fits_is_submitted_without_a_word(answers):
+def test_a_request_that_fits_is_submitted_without_a_message(answers):
     check(answers, ALLOCATION, TOKENIZE)
     assert answers.lines == []
     assert len(answers.asked) == 2
@@ -228,7 +228,7 @@ def test_folder_in_memory_is_reported(folder):
     )
 
 
-def test_folder_on_a_disk_is_not_told():
+def test_folder_on_a_local_disk_is_not_reported():
     lines = []
     submission.check_folders([Path("/usr"), Path("/usr/not/there")], lines.append)
     assert lines == []

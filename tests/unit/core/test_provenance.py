@@ -17,7 +17,7 @@ def config_of(**overrides):
     return resolve(load_config("/dev/null", {**overrides, "ids": IDS}))
 
 
-def test_config_digest_counts_science_and_not_folders():
+def test_config_digest_depends_on_hyperparameters_and_not_on_folders():
     digest = provenance.config_digest(config_of())
     assert provenance.config_digest(config_of(run="x", results="r", data="d")) == digest
     assert provenance.config_digest(config_of(**{"train.lr": 0.5})) != digest

@@ -147,5 +147,5 @@ def test_nodes_and_ranks_are_no_config_keys(sheet):
 
 @pytest.mark.parametrize("cell", ["0", "-1", "two", "1.5"])
 def test_number_of_nodes_that_is_none_is_named(sheet, cell):
-    with pytest.raises(ConfigError, match=rf"line 2, column nodes: value '{cell}' is no number"):
+    with pytest.raises(ConfigError, match=rf"line 2, column nodes: value '{cell}' is not a number"):
         read_rows(sheet(f"run\tnodes\na\t{cell}\n"))

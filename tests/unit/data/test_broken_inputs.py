@@ -129,7 +129,7 @@ def test_records_of_shards_with_wrong_keys_are_rebuilt(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_index_of_a_pack_of_another_shape_is_no_pack(tmp_path: Path, shape: str) -> None:
+def test_an_index_of_another_shape_is_not_an_archive(tmp_path: Path, shape: str) -> None:
     break_file(tmp_path / "archive.json", SHAPES[shape])
     assert archive.Archive.open(tmp_path) is None
 
@@ -203,7 +203,7 @@ def odd(tmp_path: Path) -> Path:
         ("pipe", "pipe is not a regular file"),
     ],
 )
-def test_an_input_that_is_no_file_is_named(odd: Path, name: str, message: str) -> None:
+def test_an_input_that_is_not_a_file_is_named(odd: Path, name: str, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         corpus.list_files(Tokenize(inputs=[f"{odd}/{name}"]))
     assert "tokenize.inputs" in caught.value.what
@@ -232,7 +232,7 @@ def test_an_end_of_text_token_that_is_not_utf8_is_refused(place: Path, token: st
 
 
 @pytest.mark.parametrize("path", ["texts", "texts/0.txt/x", "."])
-def test_a_tokenizer_path_that_is_no_file_is_named(
+def test_a_tokenizer_path_that_is_not_a_file_is_named(
     place: Path, capsys: pytest.CaptureFixture[str], path: str
 ) -> None:
     code, said = ends(capsys, "tokenizer", "--tokenizer.source=path", f"--tokenizer.path={path}")

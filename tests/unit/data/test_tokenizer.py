@@ -201,7 +201,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         build_tokenizer(taken(tmp_path, tmp_path / "nowhere.json"))
 
 
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_tokenizer_is_named(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text('{"model": "none"}')
     with pytest.raises(DataError, match="is not a tokenizer that can be loaded"):

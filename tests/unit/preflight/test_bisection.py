@@ -83,7 +83,7 @@ def test_two_bad_nodes_are_both_found(where, kind):
 
 
 @given(clusters(4, smallest=8))
-def test_bad_node_and_broken_pair_are_told_apart(where):
+def test_bad_node_and_broken_pair_are_distinguished(where):
     size, (bad, one, other, _) = where
     found = Cluster(size, deaf=[bad], blocked=[(one, other)]).search()
     assert found.nodes == [bad]

@@ -188,7 +188,7 @@ def test_interface_of_this_node_in_the_map_wins_and_is_named_by_its_key(wanted):
     assert (check.status, check.message) == ("ok", "lo")
 
 
-def test_loopback_is_no_interface_for_several_nodes(wanted):
+def test_loopback_is_refused_as_interface_for_several_nodes(wanted):
     check = problems(checks(replace(wanted, master="localhost")))["interface"]
     assert check.status == "fail"
     assert "other nodes cannot reach lo" in check.message

@@ -12,7 +12,7 @@ def imports(*names, command="", cwd=".", sec=60.0):
     return as_check(answer), answer["versions"]
 
 
-def test_versions_of_what_was_imported_are_told():
+def test_versions_of_imported_packages_are_reported():
     check, versions = imports("yaml", "json")
     assert check.status == "ok"
     assert f"Python {sys.version.split()[0]}, yaml {versions['yaml']}, json" in check.message
@@ -26,7 +26,7 @@ def test_missing_package_and_one_that_breaks_at_import_are_named(tmp_path):
     assert "json" not in check.message
 
 
-def test_import_that_ends_the_process_is_told(tmp_path):
+def test_import_that_ends_the_process_is_reported(tmp_path):
     (tmp_path / "crash.py").write_text(
         "import os; os.write(2, b'illegal instruction'); os._exit(1)"
     )
@@ -34,7 +34,7 @@ def test_import_that_ends_the_process_is_told(tmp_path):
     assert (check.status, "imports nothing: illegal instruction" in check.message) == ("fail", True)
 
 
-def test_import_that_takes_too_long_is_told(tmp_path):
+def test_import_that_takes_too_long_is_reported(tmp_path):
     (tmp_path / "slow.py").write_text("import time; time.sleep(600)")
     check, _ = imports("slow", cwd=tmp_path, sec=0.5)
     assert "importing slow takes longer than" in check.message

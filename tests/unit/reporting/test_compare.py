@@ -76,7 +76,7 @@ def test_results_are_those_of_status_report_and_checkpoint(first, second):
     assert "GPU hours" not in found and "core hours" in found
 
 
-def test_a_run_of_another_version_is_told_and_hides_no_other(first, second, capsys):
+def test_a_run_of_another_version_is_named_and_hides_no_other(first, second, capsys):
     """Its state is unknown, as `forge status` says; pages of other runs are as without it."""
     second.paths.events.write_text('{"format": 2, "event": "launch"}\n')
     found = rows(comparison([first.paths, second.paths]).results)

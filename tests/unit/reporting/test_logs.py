@@ -95,7 +95,7 @@ def test_lines_with_their_own_time_are_ordered_by_it(run, capsys):
     assert text.index("Watchdog caught timeout") < text.index("KeyError: 'later'")
 
 
-def test_what_a_rank_told_its_launcher_alone_is_found_in_the_event_log(run, capsys):
+def test_an_error_that_a_rank_sent_only_to_its_launcher_is_read_from_the_event_log(run, capsys):
     events.record(run.events, happenings.launch(job="12", restart=0))
     message = "step 3: loss nan\n  cause: a learning rate too high\n  fix:   lower train.lr"
     events.record(run.events, happenings.failed(message, rank=1))
@@ -125,7 +125,7 @@ def test_the_event_log_of_another_start_is_left_out(run, capsys):
         (TRACEBACK + "forge train: this is a bug of Forge, please report it\n", True),
     ],
 )
-def test_a_verb_failed_if_its_last_word_is_an_error(run, capsys, written, is_error):
+def test_a_subcommand_failed_if_its_last_line_is_an_error(run, capsys, written, is_error):
     write(run, "stage.log", written)
     assert ("1 error\n" in shown(capsys, run)) == is_error
 
@@ -255,7 +255,7 @@ def test_a_rank_without_a_log_is_refused_with_those_that_have_one(three_starts):
     assert "0, 1" in caught.value.fix
 
 
-def test_a_run_without_logs_is_told_where_to_look(run):
+def test_for_a_run_without_logs_the_message_says_where_to_look(run):
     with pytest.raises(ConfigError, match="holds no logs yet") as caught:
         logs.logs(run)
     assert "forge status" in caught.value.fix

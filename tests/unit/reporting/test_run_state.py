@@ -112,7 +112,7 @@ def log(run, name, text, at=None):
         run_state.os.utime(run.paths.logs / name, (at, at))
 
 
-def test_an_error_that_only_a_log_tells_is_the_reason_with_its_fix(run):
+def test_an_error_that_is_only_in_a_log_is_the_reason_with_its_fix(run):
     train(run)
     run.event(happenings.stop("SIGUSR1", 40))
     log(run, "stage.log", "forge stage: no space on node02\n  cause: full\n  fix:   free some\n")
@@ -172,7 +172,7 @@ def test_a_job_that_only_completes_hides_no_end(run):
     assert judged(run, [queued("COMPLETING")]).state == "done"
 
 
-def test_a_launch_ends_in_the_words_of_the_judge(run):
+def test_the_outcome_of_a_launch_is_the_reason_of_the_runs_state(run):
     assert run_state.ending(happenings.failed("loss nan")) == ("failed", "rank 1: loss nan")
     assert not any(run_state.ending(events.Save(seconds=1, stall=1, bytes=1, step=1)))
 
@@ -405,7 +405,7 @@ def test_a_job_of_another_cluster_is_not_the_one_of_its_number_here(run, monkeyp
     assert judged(run, []).state == "unknown"
 
 
-def test_a_job_is_known_by_what_the_run_wrote_where_no_comment_tells(run, tmp_path):
+def test_a_job_without_a_comment_is_known_by_what_the_run_wrote(run, tmp_path):
     train(run, job="17")
     hold(run, elsewhere("17"))
     assert judged(run, [queued(run=None, folder=tmp_path)]).state == "running"
@@ -422,7 +422,7 @@ def test_a_holder_whose_job_has_left_the_queue_is_gone(run):
     assert judged(run, None).state == "unknown"  # Slurm was not asked
 
 
-def test_what_accounting_says_of_a_job_that_left_without_a_word_is_told(run, fake_slurm):
+def test_what_accounting_says_of_a_job_that_left_no_record_is_shown(run, fake_slurm):
     train(run, job="17")
     hold(run, elsewhere("17"))
     fake_slurm(sacct="OUT_OF_MEMORY|0:125")

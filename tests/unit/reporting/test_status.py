@@ -170,7 +170,7 @@ def test_watching_needs_a_terminal(project, capsys):
     assert "--watch needs a terminal" in capsys.readouterr().err
 
 
-def test_watching_draws_anew_until_interrupted(project):
+def test_watching_redraws_until_interrupted(project):
     mine, theirs = pty.openpty()
     code = (
         "import sys; from forge import cli; from forge.reporting import status; status.WATCH_SEC = 0.2\n"

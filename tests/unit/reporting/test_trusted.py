@@ -80,7 +80,7 @@ def test_check_of_a_run_that_is_not_the_projects_is_not_run_and_forges_own_are(
     assert check_names(paths) == ["digests"]
     [note] = [line for line in done.text.splitlines() if line.startswith("note: ")]
     assert "not used of results/theirs: program.validate ['touch'," in note
-    assert "it is no run of config/runs.tsv" in note and "--config FILE" in note
+    assert "it is not a run of config/runs.tsv" in note and "--config FILE" in note
 
 
 @pytest.mark.parametrize("named", FORMS)
@@ -211,7 +211,7 @@ def test_tasks_beside_the_results_are_not_imported(
     done = forge(capsys, "evaluate", named)
     assert not (project / "ran").exists()
     assert done.code == 78 and "no tasks to evaluate" in done.text
-    assert "note: not used of " in done.text and ": evaluate; it is no run of" in done.text
+    assert "note: not used of " in done.text and ": evaluate; it is not a run of" in done.text
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ def test_address_beside_the_results_gets_no_token(
     done = forge(capsys, "sync", "theirs")
     assert seen == []
     assert done.code == 78 and "theirs has no trackers" in done.text
-    assert "not used of results/theirs: tracking; it is no run of config/runs.tsv" in done.text
+    assert "not used of results/theirs: tracking; it is not a run of config/runs.tsv" in done.text
     Path("mine.yaml").write_text(f"tracking: {{mlflow: {{tracking_uri: '{address}'}}}}")
     forge(capsys, "sync", "theirs", "--config=mine.yaml")
     assert seen[:1] == ["Bearer the user's"]

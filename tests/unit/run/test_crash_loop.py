@@ -50,7 +50,7 @@ def test_starts_at_the_same_step_end_with_the_reason_of_each(events):
         (20, 20, 20),  # the newest checkpoint is beyond
     ],
 )
-def test_what_is_no_repetition_is_not_counted(events, these):
+def test_an_event_that_is_not_a_repetition_is_not_counted(events, these):
     tell(events, *these)
     crash_loop.refuse_if_stuck(events, 40, LIMIT)
 

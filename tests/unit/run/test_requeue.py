@@ -87,7 +87,9 @@ def test_a_job_that_slurm_ends_is_not_requeued(tmp_path, slurm_says, state):
     assert requeued == []
 
 
-def test_a_cancellation_between_the_guard_and_the_call_is_told(tmp_path, slurm_says, monkeypatch):
+def test_a_cancellation_between_the_guard_and_the_call_is_reported(
+    tmp_path, slurm_says, monkeypatch
+):
     slurm_says(JOB)
     monkeypatch.setattr(slurm, "requeue", lambda *_: "it is COMPLETING: it was cancelled meanwhile")
     assert "it was cancelled meanwhile" in ask(tmp_path, "SIGTERM")

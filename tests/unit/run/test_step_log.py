@@ -20,7 +20,7 @@ def steps(paths):
     return [(line.launch, line.step) for line in metrics.read(paths.metrics)]
 
 
-def test_the_step_that_all_ranks_have_told_is_written_and_the_last_one_at_once(paths):
+def test_the_step_that_all_ranks_have_reached_is_written_and_the_last_step_at_once(paths):
     log = StepLog(paths)
     log.tell([None, 41], is_last=False)
     log.tell([41, 42], is_last=False)

@@ -168,7 +168,7 @@ def test_part_that_reaches_out_of_its_folder_is_refused(tmp_path):
     evil = tmp_path / "evil"
     evil.write_text("x")
     made = make_archive(tmp_path / "archives" / "abc", [Member(evil, "../../evil.txt", 1)])
-    with pytest.raises(DataError, match=r"has '\.\./\.\./evil\.txt', which is no file inside"):
+    with pytest.raises(DataError, match=r"has '\.\./\.\./evil\.txt', which is not a file inside"):
         unpack(made, tmp_path / "a" / "node")
     assert not list(tmp_path.rglob("evil.txt"))
 
@@ -180,7 +180,7 @@ def test_part_with_anything_but_files_is_refused(tmp_path, members, kind):
         entry = tarfile.TarInfo("deep/0.bin")
         entry.type, entry.linkname = kind, "/etc/passwd"
         tar.addfile(entry)
-    with pytest.raises(DataError, match=r"000\.tar has 'deep/0\.bin', which is no file inside"):
+    with pytest.raises(DataError, match=r"000\.tar has 'deep/0\.bin', which is not a file inside"):
         unpack(made, tmp_path / "node")
     assert not (tmp_path / "node/deep/0.bin").is_symlink()
 

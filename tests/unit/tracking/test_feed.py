@@ -212,7 +212,7 @@ def test_process_that_crashes_leads_to_one_warning(paths, capsys):
     assert capsys.readouterr().err.count("warning") == 1
 
 
-def test_package_that_a_node_lacks_is_said_and_training_goes_on(paths, capsys):
+def test_package_that_a_node_lacks_is_reported_and_training_continues(paths, capsys):
     with mock.patch.object(tracker, "find_spec", return_value=None), process.tracked(paths, ON):
         pass
     assert "Python has no package tensorboard on this node" in capsys.readouterr().err

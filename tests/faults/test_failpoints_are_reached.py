@@ -1,4 +1,4 @@
-"""Against points that no run comes by: a fault there would prove nothing."""
+"""Against failpoints that no run reaches: a fault there would prove nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plans import Plan
 from forge.core.failpoints import FAILPOINTS
 
 
-def test_a_run_with_a_resume_comes_by_every_point(runs):
+def test_a_run_with_a_resume_reaches_every_failpoint(runs):
     run = runs("reached", 1)
     stop = Fault("term", "data.read", at=10)
     first = run.train(plan=Plan((stop,), points=True))
