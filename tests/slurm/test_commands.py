@@ -30,10 +30,14 @@ def all_jobs_gone(cluster: Cluster, project: Project, timeout: float) -> None:
 def test_ctrl_c_leaves_a_checkpoint_and_no_job_and_the_next_command_resumes(
     new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:
+    """And what was exported before the command reaches every rank."""
+    exported = {"NCCL_DEBUG": "INFO", "HF_HOME": "/of/mine", "MY_OWN": "a b"}
     project = new_project()
-    command = project.start(env=paused())
+    command = project.start(env=paused() | exported)
     run = project.run()
     run.wait_for_pause()
+    environments = [rank.environ() for rank in run.ranks()]
+    assert [{name: each.get(name) for name in exported} for each in environments] == [exported] * 2
     command.press_ctrl_c()
     run.end_pause_when_told_to_stop()
     assert project.end(command) != 0

@@ -68,21 +68,24 @@ def test_job_preempted_before_it_trains_is_waited_for(
 
 
 def test_kempner_profile_runs_with_only_partition_gpus_and_backend_changed(
-    new_project: NewProject, uninterrupted: Uninterrupted
+    new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:
-    """And on the nodes of the command, which the Snakemake inside the job knows as well."""
+    """And on the nodes of the command, which the Snakemake inside the job knows as well, with further
+    options for sbatch."""
     project = new_project(
         profile="kempner",
         train_run={"gres": "gpu:1", "nodes": 1},
         machine={
             "fabric": {"backend": "gloo", "timeout_sec": 60},
             "preflight": {"min_free_disk_gib": 1, "min_free_memory_gib": 1},
+            "slurm": {"options": "--switches=1@2"},
         },
     )
     assert project.end(project.start("train", "--config", "nodes=2")) == 0, project.said()
     uninterrupted.equals(project.run())
     [launch] = project.run().events("launch")
     assert (len(launch["nodes"]), launch["world_size"]) == (2, 2)
+    assert cluster.job(launch["job"])["Switches"] == "1@00:02:00"
 
 
 def test_one_rank_on_one_node_is_no_special_case_for_a_profile_that_stages(

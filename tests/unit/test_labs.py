@@ -1,5 +1,6 @@
 """The configs in config/labs: they are valid, their READMEs name them, and start what they say."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,29 @@ def test_command_of_torchtitan():
         *("--checkpoint.folder=/r/x/checkpoints", "--checkpoint.interval=20"),
         *("--checkpoint.keep_latest_k=0", "--checkpoint.no_last_save_model_only"),
     ]
+
+
+@pytest.fixture(scope="module")
+def six_nodes():
+    """The module train.py of six-nodes."""
+    path = ROOT / "config/labs/six-nodes/train.py"
+    spec = importlib.util.spec_from_file_location("six_nodes", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("wanted", "on_gpu", "backend"),
+    [
+        *[("auto", True, "nccl"), ("auto", False, "gloo"), ("nccl", True, "nccl")],
+        *[("gloo", True, "gloo"), ("gloo", False, "gloo")],
+    ],
+)
+def test_backend_of_six_nodes_is_the_one_of_its_command(six_nodes, wanted, on_gpu, backend):
+    assert six_nodes.backend_of(wanted, on_gpu=on_gpu) == backend
+
+
+def test_six_nodes_refuses_nccl_on_a_rank_without_gpu(six_nodes):
+    with pytest.raises(SystemExit, match=r"torch sees no GPU on this node\. --backend gloo trains"):
+        six_nodes.backend_of("nccl", on_gpu=False)

@@ -45,21 +45,37 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     Path(os.environ["FORGE_SAVED"]).write_text(str(step))  # it can be sealed from here on
 
 
+def backend_of(wanted: str, *, on_gpu: bool) -> str:
+    """`auto`: NCCL where this rank has a GPU. All ranks must have the same: a rank for itself cannot know
+    what the others have."""
+    if wanted == "nccl" and not on_gpu:
+        raise SystemExit(
+            "--backend nccl: torch sees no GPU on this node. --backend gloo trains with and without GPUs"
+        )
+    if wanted == "auto":
+        return "nccl" if on_gpu else "gloo"
+    return wanted
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--sleep", type=float, default=0.0, help="seconds for each step")
+    parser.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto")
     options = parser.parse_args()
 
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)  # NCCL's barrier takes the current one
+    backend = backend_of(options.backend, on_gpu=on_gpu)
+    dist.init_process_group(backend)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    print(f"[RANK {rank}] WORLD_SIZE={world_size}", flush=True)
+    print(f"[RANK {rank}] WORLD_SIZE={world_size} backend={backend} device={device}", flush=True)
 
     torch.manual_seed(0)
     model = DistributedDataParallel(SimpleModel().to(device))

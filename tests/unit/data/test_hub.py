@@ -4,9 +4,11 @@ interface."""
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
+from support.bert_hub import repositories
 from support.hub import COMMIT, served
 from support.live_run import forge
 
@@ -19,6 +21,7 @@ from forge.data.input_set import InputSet
 from forge.data.inputs import corpus_files
 from forge.data.shards import ShardSet
 
+LAB = Path(__file__).parents[3] / "config/labs/bert-cpu"
 BERT = "hf://google/tiny-bert@main"
 NEWS = "hf://datasets/team/news@main"
 
@@ -128,6 +131,17 @@ def test_named_files_come_from_the_cache_without_network_and_a_glob_is_never_gue
     assert code == 69, output
     assert "cannot get data/*.parquet of datasets/team/news@main" in output
     assert "on a login node: forge inputs CONFIG" in output
+
+
+def test_lab_asks_no_hub_where_the_cache_has_its_files(forge_inputs, tmp_path, hub):
+    hub.repos |= repositories(rows=20)
+    inputs = yaml.safe_load((LAB / "config.yaml").read_text())["program"]["inputs"]
+    assert forge_inputs(inputs)[0] == 0
+    [folder] = (tmp_path / "data/inputs").iterdir()
+    (folder / "manifest.json").unlink()
+    hub.asked.clear()
+    code, output = forge_inputs(inputs, HF_HUB_OFFLINE="1")
+    assert (code, hub.asked) == (0, []), output
 
 
 @pytest.mark.parametrize(
