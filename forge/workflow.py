@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import difflib
+import logging
 import math
 import os
 import sys
@@ -70,6 +71,8 @@ def prepare_environment() -> None:
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     environ["FORGE_IN_WORKFLOW"] = "1"
     environ.setdefault("FORGE_USER_OMP_NUM_THREADS", environ.get("OMP_NUM_THREADS", ""))
+    # Else each line that Snakemake's log on a full disk does not take is a traceback on the terminal.
+    logging.raiseExceptions = False
 
 
 def read_config(settings: Any) -> dict[str, Any]:
@@ -309,7 +312,8 @@ def take_over(
             # Other jobs may be due now: plan again.
             os.execv(sys.executable, [sys.executable, "-m", "snakemake", *sys.argv[1:]])
         except UnfitError as err:
-            if slurm.when_running == "stop":
+            is_of_disk = isinstance(err.__cause__, OSError)  # which no end of a job makes writable
+            if slurm.when_running == "stop" or is_of_disk:
                 raise
             say(f"waiting: {err.what}")
             waited = True

@@ -16,7 +16,7 @@ from forge.checkpoint import directory, storage
 from forge.checkpoint.manifest import Manifest
 from forge.cluster.network import available_memory
 from forge.core import failpoints
-from forge.core.errors import TrainingError, UnfitError
+from forge.core.errors import DiskFull, TrainingError, UnfitError
 from forge.core.paths import RunPaths, checkpoint_name
 from forge.core.terminal import say
 from forge.launch.process_group import Background, World
@@ -177,7 +177,11 @@ class Saver:
 
         def commit() -> None:
             self.before_commit()
-            directory.commit(self.paths, folder, complete, keep_last, keep_every)
+            try:
+                directory.commit(self.paths, folder, complete, keep_last, keep_every)
+            except DiskFull:  # else it would stay full
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
 
         world.on_main(commit, "commit")
         return directory.Checkpoint(self.paths.checkpoints / checkpoint_name(step), complete)

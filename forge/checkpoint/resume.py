@@ -19,7 +19,13 @@ from forge.checkpoint.manifest import MANIFEST, Lineage
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, OtherFormat, UnfitError
 from forge.core.files import disk_trouble
-from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_step
+from forge.core.paths import (
+    CHECKPOINT_PREFIX,
+    RunPaths,
+    by_step,
+    checkpoint_name,
+    checkpoint_step,
+)
 from forge.core.process import hostname
 from forge.core.terminal import say
 
@@ -57,6 +63,25 @@ def named(place: Path) -> directory.Checkpoint:
     if is_checkpoint(place):
         return directory.Checkpoint.open(place.resolve())
     return required(RunPaths(place))
+
+
+def check_still_there(paths: RunPaths, step: int) -> None:
+    """DataError, with what to do, where the checkpoint at which a run has ended is missing or incomplete,
+    or `latest` does not point to it. Reads no digests. Raises as `directory.Checkpoint.open_complete`."""
+    folder = paths.checkpoints / checkpoint_name(step)
+    with disk_trouble(folder, "read"):
+        found = directory.linked(paths)
+        if not folder.is_dir():
+            raise DataError(f"{folder} is missing", fix=directory.restore_or_train_again(paths))
+        try:
+            directory.Checkpoint.open_complete(folder)
+        except OtherFormat:
+            raise
+        except DataError as err:
+            raise DataError(err.what, fix=f"forge validate {paths.root} --all") from None
+        if found != folder.resolve():
+            where = f"points to {found.name}" if found else "is missing"
+            raise DataError(f"{paths.latest} {where}", fix=f"ln -sfn {folder.name} {paths.latest}")
 
 
 def is_checkpoint(place: Path) -> bool:

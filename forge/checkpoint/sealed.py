@@ -100,17 +100,31 @@ class SealedCheckpoint:
             for name in sorted(set(_names(self.path)) - set(self.seal.files)):
                 yield f"{name} is not in its seal"
 
-    def _bad_file(self, name: str) -> str | None:
-        path, expected = self.path / name if name else self.path, self.seal.files[name]
+    def check_sizes(self) -> None:
+        """DataError when a file is missing or truncated."""
+        for name in self.seal.files:
+            if bad := self._bad_size(name):
+                raise DataError(bad)
+
+    def _file(self, name: str) -> Path:
+        return self.path / name if name else self.path
+
+    def _bad_size(self, name: str) -> str | None:
+        path, expected = self._file(name), self.seal.files[name]
         shown = name or path.name
         if not is_file_below(path, self.path if name else self.path.parent):
             there = "a link out of the checkpoint" if path.exists() else "missing"
             return f"{shown} is {there}"
         if (size := path.stat().st_size) != expected.bytes:
             return f"{shown} has {size} bytes, its seal says {expected.bytes}"
-        return (
-            None if digest_file(path) == expected.digest else f"the content of {shown} has changed"
-        )
+        return None
+
+    def _bad_file(self, name: str) -> str | None:
+        if bad := self._bad_size(name):
+            return bad
+        path = self._file(name)
+        is_same = digest_file(path) == self.seal.files[name].digest
+        return None if is_same else f"the content of {name or path.name} has changed"
 
 
 @dataclass(frozen=True)
@@ -186,6 +200,20 @@ class ProgramCheckpoints:
         checkpoints that are not sealed yet.
         """
         return next(iter(self.sealed()), None)
+
+    def check_still_there(self, step: int) -> None:
+        """As `resume.check_still_there`; `latest` is the program's own."""
+        paths, found = self.paths, self.latest()
+        if found is None or found.step < step:
+            raise DataError(
+                f"the checkpoint of step {step} in {paths.checkpoints} is missing, or its seal",
+                fix=directory.restore_or_train_again(paths),
+            )
+        with disk_trouble(found.path, "read"):
+            try:
+                found.check_sizes()
+            except DataError as err:
+                raise DataError(err.what, fix=f"forge validate {paths.root} --all") from None
 
     # --- sealing ---
 

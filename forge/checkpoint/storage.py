@@ -64,7 +64,7 @@ from forge.checkpoint.manifest import StoredFile
 from forge.checkpoint.plan_pickles import read_only_plans
 from forge.cluster.network import available_cores
 from forge.core import failpoints
-from forge.core.errors import DataError, ForgeError, UnfitError
+from forge.core.errors import DataError, DiskFull, ForgeError, UnfitError
 from forge.core.files import disk_trouble
 from forge.launch.process_group import World, named
 from forge.launch.torch_private import (
@@ -336,7 +336,7 @@ def _write_error(err: CheckpointException, folder: Path) -> ForgeError:
     with suppress(OSError):
         free_mib = shutil.disk_usage(folder).free / 2**20
         if numbers & {errno.ENOSPC, errno.EDQUOT} or free_mib < FULL_MIB:
-            return UnfitError(
+            return DiskFull(
                 what,
                 cause=f"no space left on the device: {free_mib:.1f} MiB are free",
                 fix="free space and rerun the same command; the last checkpoint is intact",

@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple
 
+from forge.checkpoint import resume
+from forge.checkpoint.sealed import ProgramCheckpoints
 from forge.cluster import jobs, slurm
 from forge.cluster.jobs import QueuedJob
 from forge.cluster.pending import (
@@ -24,7 +26,7 @@ from forge.cluster.pending import (
     slow_advice,
 )
 from forge.core import events
-from forge.core.errors import DataError
+from forge.core.errors import DataError, OtherFormat, UnfitError
 from forge.core.events import Event
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths, tokens_folder
@@ -46,6 +48,7 @@ State = Literal[
     "finished",
     "validated",
     "invalid",
+    "checkpoint missing",
     "unknown",
 ]
 Tone = Literal["good", "bad", "busy", "open"]
@@ -143,7 +146,7 @@ def judge(files: RunFiles, queue: Queue) -> RunState:
     job = jobs.of_run(queue or (), files.paths.root.name, files.job_ids, Path.cwd())
     try:
         found = _judged(files, job, queue)
-    except DataError as err:
+    except (DataError, UnfitError) as err:
         found = _Found("unknown", err.what, err.fix)
     report = files.paths.report
     is_reported = found.state == "validated" and report.exists()
@@ -422,9 +425,29 @@ def _completed(files: RunFiles) -> _Found:
         examine = f"forge validate {files.paths.root} --all"
         return _Found("invalid", reason, examine, more)
     validated = Validated.read_if_there(files.paths.validated)
-    if validated and validated.step == step:
+    is_validated = validated is not None and validated.step == step
+    if step is not None and (trouble := _of_checkpoint(files, step)):
+        before = "it was validated; " if is_validated else ""
+        return _Found("checkpoint missing", before + trouble.what, trouble.fix)
+    if validated and is_validated:
         return _validated(validated, validation)
     return _Found("done", "not validated yet", f"forge validate {files.paths.config}")
+
+
+def _of_checkpoint(files: RunFiles, step: int) -> DataError | None:
+    """Why a run that has completed does not have its checkpoint any more. None where it does, and for a
+    program without checkpoints. Raises OtherFormat, and UnfitError where the disk reports an error."""
+    try:
+        if files.program is None:
+            resume.check_still_there(files.paths, step)
+        elif files.program.checkpoints:
+            checkpoints = files.program.checkpoints
+            ProgramCheckpoints(files.paths, checkpoints, world_size=1).check_still_there(step)
+    except OtherFormat:
+        raise
+    except DataError as err:
+        return err
+    return None
 
 
 def _validated(validated: Validated, validation: Validation | None) -> _Found:

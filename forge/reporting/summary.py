@@ -124,7 +124,11 @@ def _verdict(
 ) -> list[str]:
     """Result of validation of the checkpoint, where the state of the run does not already say it."""
     is_of_it = validation and manifest and validation.step == manifest.step
-    if not validation or not is_of_it or state.state in ("validated", "invalid"):
+    if (
+        not validation
+        or not is_of_it
+        or state.state in ("validated", "invalid", "checkpoint missing")
+    ):
         return []
     return [f"its checkpoint is {validation.status} at step {validation.step}", *validation.reasons]
 

@@ -12,6 +12,7 @@ from forge.checkpoint import compatibility, directory, family, parent, resume, r
 from forge.checkpoint.manifest import Artifact, Code
 from forge.checkpoint.sealed import ProgramCheckpoints, SealLineage
 from forge.checkpoint.sealer import Progress, Sealer
+from forge.cluster import slurm
 from forge.cluster.placement import Placement, WorldLayout
 from forge.core import events, provenance
 from forge.core.config import ResolvedConfig
@@ -51,6 +52,7 @@ class Start:
     require_checkpoint: bool = False
     deadline: float | None = None  # from max_minutes or the job's time limit, whichever is earlier
     own_deadline: float | None = None  # from max_minutes alone
+    job: slurm.Job | None = None  # of this command, also where its ranks need no srun
 
 
 class TrainingProgram(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from forge.checkpoint import rewinds
@@ -58,7 +59,7 @@ def train(
     placement = find_placement(machine, layout)
     job = placement.job or slurm.this_job()  # ranks that need no srun may run inside a job, too
     ends = [end for end in (own_deadline, job and job.end_time) if end]
-    start = Start(machine, layout, require_checkpoint, min(ends, default=None), own_deadline)
+    start = Start(machine, layout, require_checkpoint, min(ends, default=None), own_deadline, job)
     with lock(paths.root, "train"):
         wait_for_orphans(paths)
         program = program_of(config, start)
@@ -139,7 +140,7 @@ def _train_until_it_ends(
             record = _launch(program, start, hosts, step)
         except slurm.SlurmSilent as err:  # no rank was lost, and no node is to blame
             return RankRecord("lost", code=err.code, cause=lost_ranks.PEER_LOST, message=err.what)
-        if _waits_for_disk(record, placement, attempt):
+        if _waits_for_disk(record, start.job, attempt):
             continue
         if record.status != "lost":
             break
@@ -161,10 +162,10 @@ def _train_until_it_ends(
     return record
 
 
-def _waits_for_disk(record: RankRecord, placement: Placement, attempt: int) -> bool:
+def _waits_for_disk(record: RankRecord, job: slurm.Job | None, attempt: int) -> bool:
     """Whether the ranks ended because of a full disk and start again in the allocation, after a pause.
     Others often free a shared disk within a minute, and the next allocation may come after days."""
-    if record.cause != DiskFull.__name__ or placement.job is None or attempt == len(DISK_WAIT_SEC):
+    if record.cause != DiskFull.__name__ or job is None or attempt == len(DISK_WAIT_SEC):
         return False
     seconds = DISK_WAIT_SEC[attempt]
     say(f"{record.message.splitlines()[0]}; starting again in {seconds:g} s")
@@ -182,7 +183,7 @@ def _launch(
         try:
             record = program.launch(start, hosts, step)
         except DiskFull as err:  # before any rank started
-            if hosts.job is None:
+            if start.job is None:
                 raise
             return RankRecord("failed", code=err.code, cause=DiskFull.__name__, message=str(err))
         if record.status != "stopped" or record.cause != rewinds.CAUSE:
@@ -293,7 +294,8 @@ def _record_failure(config: ResolvedConfig, paths: RunPaths, record: RankRecord)
         diverged=record.cause == TrainingError.__name__,
         config_digest=config_digest(config),
     )
-    events.record(paths.events, failed)
+    with suppress(DiskFull):  # of which the message itself tells, with more
+        events.record(paths.events, failed)
 
 
 def _write_trained(program: TrainingProgram, step: int) -> Path:

@@ -10,11 +10,19 @@ import pytest
 from injection import Fault
 from plans import Plan
 from runs import INTERVAL
+from support import forked
+from support.live_run import wait_until
 
-from forge.checkpoint import resume
+from forge.checkpoint import directory, resume
+from forge.cluster import slurm
+from forge.core import events
 from forge.core.errors import Exit
+from forge.run import train
+from forge.trainer import metrics
 
 DISK_MIB = 16
+PAUSE_SEC = 2.0  # between two launches of a job on a full disk
+JOB = slurm.Job("42", "RUNNING", 0, ("here",), 1, "cpu", "x", True, None)
 
 
 @pytest.fixture
@@ -52,6 +60,75 @@ def test_disk_that_fills_up_ends_with_69_and_the_last_checkpoint(
     again = run.train()
     assert again.code == Exit.DONE, again.text
     assert run.story() == uninterrupted(1)
+    run.assert_whole()
+
+
+def in_a_job_with_short_pauses():
+    slurm.this_job = lambda: JOB
+    train.DISK_WAIT_SEC = (PAUSE_SEC, PAUSE_SEC)
+
+
+@pytest.fixture
+def in_job(runs, small_disk, tmp_path):
+    """in_job(*faults): a run of two ranks in a Slurm job, on the small disk, and its command."""
+
+    def start(*faults):
+        run = dataclasses.replace(
+            runs("full", 2, f"--results={small_disk}"), folder=small_disk / "full"
+        )
+        output = tmp_path / "train.out"
+        return run, forked.start(
+            run.arguments("train"), output, Plan(faults).arm, in_a_job_with_short_pauses
+        )
+
+    return start
+
+
+def pauses_or_ended(command):
+    said = command.output.read_text() if command.output.exists() else ""
+    return "starting again in" in said or not command.process.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("point", "rank"), [("save.begin", 0), ("save.write", 1), ("commit.manifest", 0)]
+)
+def test_job_waits_for_space_and_ends_with_the_weights_of_an_undisturbed_run(
+    point, rank, in_job, small_disk, uninterrupted
+):
+    filler = small_disk / "filler"
+    run, command = in_job(Fault("fill", point, step=2 * INTERVAL, rank=rank, target=str(filler)))
+    wait_until(lambda: pauses_or_ended(command), "the pause")
+    filler.unlink()
+    ended = command.end()
+    assert ended.code == Exit.DONE, ended.text
+    assert "Traceback" not in ended.text
+    assert run.story() == uninterrupted(2)
+    run.assert_whole()
+
+
+def test_job_on_a_disk_that_stays_full_ends_with_69_and_resumes_once_there_is_space(
+    in_job, small_disk, uninterrupted
+):
+    filler = small_disk / "filler"
+    run, command = in_job(Fault("fill", "commit.manifest", step=2 * INTERVAL, target=str(filler)))
+    ended = command.end()
+    assert ended.code == Exit.UNFIT, ended.text
+    assert ended.text.count("starting again in") == 2 and "Traceback" not in ended.text
+    assert "free space" in ended.text.partition("forge train: ")[2], ended.text
+    newest = resume.latest(run.paths)
+    assert newest.step == INTERVAL and list(newest.bad_files()) == []
+    assert not list(
+        run.paths.checkpoints.glob(f"{directory.TEMPORARY}step-*")
+    )  # its bytes are free
+    assert not run.paths.trained.exists()
+    # Whatever could be written is read as far as it goes.
+    assert max(line.step for line in metrics.read(run.paths.metrics)) >= INTERVAL
+    assert not isinstance(events.read(run.paths.events)[-1], events.Completed)
+
+    filler.unlink()
+    again = run.train()
+    assert again.code == Exit.DONE, again.text
+    assert run.story() == uninterrupted(2)
     run.assert_whole()
 
 

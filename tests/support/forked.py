@@ -115,10 +115,15 @@ def living() -> list[psutil.Process]:
     return found
 
 
-def start(arguments: list[str], output: Path, arm: Arm | None = None) -> Command:
-    """Start `forge ARGUMENTS` in a child."""
+def start(
+    arguments: list[str],
+    output: Path,
+    arm: Arm | None = None,
+    before: Callable[[], None] | None = None,
+) -> Command:
+    """Start `forge ARGUMENTS` in a child. before: called there first, something that can be pickled."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    return Command(_start(_command, arguments, output, arm), output)
+    return Command(_start(_command, arguments, output, arm, before), output)
 
 
 @contextlib.contextmanager
@@ -174,8 +179,12 @@ def _write_to(file: Path) -> None:
             os.dup2(output.fileno(), stream.fileno())
 
 
-def _command(arguments: list[str], output: Path, arm: Arm | None) -> None:
+def _command(
+    arguments: list[str], output: Path, arm: Arm | None, before: Callable[[], None] | None
+) -> None:
     _write_to(output)
+    if before:
+        before()
     from forge import cli
     from forge.launch import launcher
 

@@ -11,7 +11,8 @@ import pytest
 
 from forge import workflow
 from forge.core.config import Config, checked, load_config
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, UnfitError
+from forge.core.machine import Slurm
 from forge.core.paths import (
     RunPaths,
     inputs_folder,
@@ -305,3 +306,10 @@ def test_every_word_of_a_rules_shell_line_is_quoted():
     words = [word for line in lines for word in re.findall(r"{[^{}]+}", line.split("\n\n")[0])]
     assert len(words) > 30
     assert {word for word in words if not word.endswith(":q}")} == {"{threads}"}
+
+
+def test_a_disk_that_cannot_be_written_is_not_waited_for(run, monkeypatch):
+    Path(run.results).write_text("a file where the directory of results should be")
+    monkeypatch.setattr(workflow.time, "sleep", lambda _: pytest.fail("it waits"))
+    with pytest.raises(UnfitError, match="cannot write"):
+        workflow.take_over({"base": run}, Slurm(when_running="wait"), print, submits=False)

@@ -1,7 +1,9 @@
 """A rule that fails leaves what people need to see why; Snakemake deletes only what it declared."""
 
+import contextlib
 import shutil
 import subprocess
+from contextlib import contextmanager
 
 import pytest
 
@@ -79,23 +81,39 @@ def test_failing_validation_leaves_its_verdict_and_the_checkpoint(small):
     assert shard.exists()
 
 
-@pytest.fixture
-def small_disk(project):
-    """The project's results on a file system of 300 KiB."""
-    results = project.root / "results"
-    results.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(results)]
+@contextmanager
+def small_disk(folder):
+    """A new directory on a file system of 300 KiB."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(folder)]
     if not shutil.which("mount") or subprocess.run(mount, check=False).returncode:
         pytest.skip("needs permission to mount a small file system")
-    yield results
-    subprocess.run(["umount", "-l", str(results)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_full_disk_is_reported_as_such(project, small_disk):
+def test_full_disk_is_reported_as_such(project):
     project.one_rank()
     project.machine(preflight={"min_free_disk_gib": 0})
-    code, output = project.snakemake("train")
+    with small_disk(project.root / "results"):
+        code, output = project.snakemake("train")
     assert code != 0
     assert "MiB are free" in output, output[-3000:]
     assert "free space" in output, output[-3000:]
     assert "this is a bug" not in output
+
+
+@pytest.mark.parametrize("name", ["results", ".snakemake"])
+def test_disk_that_is_full_at_the_start_is_one_message(project, name):
+    """Also of the disk on which Snakemake has its log: no traceback for each of its lines."""
+    with small_disk(project.root / name):
+        with contextlib.suppress(OSError), open(project.root / name / "filler", "wb") as filler:
+            while True:
+                filler.write(bytes(2**12))
+        code, output = project.snakemake("train")
+    assert code == 1
+    assert f"cannot write {name}/" in output, output[-3000:]
+    assert "No space left on device" in output and "free space there" in output
+    assert "Traceback" not in output, output[-3000:]

@@ -3,13 +3,16 @@
 A run that starts from another one is refused until it can, then trained like any row.
 """
 
+import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from forge.core import json_lines
+from forge.core.errors import Exit
 from forge.core.paths import WORKFLOW_RUNS
 from forge.core.records import WorkflowRuns
 
@@ -270,3 +273,52 @@ def test_snakemakes_own_report_has_the_runs_pages(shared_project):
     assert code == 0, output
     page = (shared_project.root / "workflow.html").read_text()
     assert "report.html" in page and "validated.json" in page
+
+
+@pytest.fixture
+def read_only_results(shared_project):
+    """The project's results on a read-only file system: root heeds no modes."""
+    results = shared_project.root / "results"
+    mounts = (
+        ["mount", "-o", "bind", results, results],
+        ["mount", "-o", "remount,bind,ro", results],
+    )
+    if os.geteuid() != 0 or any(subprocess.run(line, check=False).returncode for line in mounts):
+        pytest.skip("needs permission to mount a read-only file system")
+    yield results
+    subprocess.run(["umount", "--lazy", results], check=True)
+
+
+def test_read_only_results_are_read_and_what_must_write_says_so(shared_project, read_only_results):
+    code, output = shared_project.snakemake("train")
+    assert code == 0, output
+    assert "Nothing to be done" in output and "Traceback" not in output
+    assert output.splitlines()[-1].startswith("base  validated")
+    for command in ("status", "show", "logs base"):
+        done = shared_project.forge(*command.split())
+        assert done.returncode == 0 and "base" in done.stdout, done.stderr
+    for command in ("export base", "validate results/base/config.json"):
+        done = shared_project.forge(*command.split())
+        assert done.returncode == Exit.UNFIT, done.stderr
+        assert "results/base/" in done.stderr and "Read-only file system" in done.stderr
+        assert "choose another directory" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_run_whose_checkpoints_were_removed_is_not_trained_again_and_not_called_validated(
+    shared_project,
+):
+    shutil.rmtree(shared_project.path("checkpoints"))
+    before = shared_project.path("trained.json").stat().st_mtime_ns
+    code, output = shared_project.snakemake("train")
+    assert code == 0, output
+    assert "Nothing to be done" in output
+    row = output.splitlines()[-1]
+    assert row.startswith("base  checkpoint missing at step 20  it was validated; "), row
+    assert "rm -f results/base/{trained,validated}.json, then rerun the command" in row
+    assert shared_project.path("trained.json").stat().st_mtime_ns == before
+    for name in ("trained.json", "validated.json"):
+        shared_project.path(name).unlink()
+    code, output = shared_project.snakemake("train")
+    assert code == 0, output
+    assert output.splitlines()[-1].startswith("base  validated")
+    assert shared_project.read("trained.json")["step"] == 20

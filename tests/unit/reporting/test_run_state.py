@@ -2,12 +2,15 @@
 same wherever it is asked."""
 
 import json
+import shutil
 import time
 
 import pytest
 from support import happenings
+from support.manifests import MADE_BY, save
 from support.run_states import GOAL, KINDS, QUEUE, dead, elsewhere, hold, new_run, queued, train
 
+from forge.checkpoint.sealed import ProgramCheckpoints
 from forge.cluster import jobs, slurm
 from forge.core import events
 from forge.core.files import read_json, write_json
@@ -168,6 +171,7 @@ def test_tokens_that_cannot_be_made_fail_each_run_that_wants_them(run, tmp_path)
 
 def test_a_job_that_only_completes_hides_no_end(run):
     train(run, GOAL, job="17")
+    run.save(GOAL)
     run.complete(GOAL)
     assert judged(run, [queued("COMPLETING")]).state == "done"
 
@@ -315,6 +319,7 @@ def test_a_passed_preflight_hides_no_earlier_end(run):
 
 def test_a_finished_run_is_done_then_validated_or_invalid(run):
     train(run, GOAL)
+    run.save(GOAL)
     run.complete(GOAL)
     found = judged(run, None)
     assert found.state == "done" and "forge validate" in now(found)
@@ -325,6 +330,106 @@ def test_a_finished_run_is_done_then_validated_or_invalid(run):
     found = judged(run, None)
     assert (found.state, found.reason) == ("invalid", "a bit has flipped")
     assert found.next == f"forge validate {run.root} --all"
+
+
+def remove_all(run):
+    shutil.rmtree(run.paths.checkpoints)
+
+
+def remove_step(run):
+    shutil.rmtree(run.paths.checkpoints / "step-00000100")
+
+
+def remove_manifest(run):
+    (run.paths.latest / "checkpoint.json").unlink()
+
+
+def cut_file(run):
+    (run.paths.latest / "__0_0.distcp").write_bytes(b"")
+
+
+def remove_link(run):
+    run.paths.latest.unlink()
+
+
+def set_back(run):
+    save(run.paths, 50)
+    run.paths.latest.unlink()
+    run.paths.latest.symlink_to("step-00000050")
+
+
+AGAIN = (
+    "restore it, or to train again: rm -f {run}/{{trained,validated}}.json, then rerun the command"
+)
+EXAMINE = "forge validate {run} --all"
+RELINK = "ln -sfn step-00000100 {run}/checkpoints/latest"
+
+
+@pytest.mark.parametrize(
+    ("happens", "reason", "following"),
+    [
+        (remove_all, "{run}/checkpoints/step-00000100 is missing", AGAIN),
+        (remove_step, "{run}/checkpoints/step-00000100 is missing", AGAIN),
+        (remove_manifest, "checkpoint.json does not exist", EXAMINE),
+        (cut_file, "__0_0.distcp has 0 bytes, the manifest says 7", EXAMINE),
+        (remove_link, "{run}/checkpoints/latest is missing", RELINK),
+        (set_back, "{run}/checkpoints/latest points to step-00000050", RELINK),
+    ],
+)
+def test_a_run_without_the_checkpoint_that_was_validated_is_not_validated(
+    run, happens, reason, following, capsys
+):
+    train(run, GOAL)
+    save(run.paths, GOAL)
+    run.complete(GOAL)
+    run.validate(GOAL)
+    assert judged(run, None).state == "validated"
+    happens(run)
+    found = judged(run, None)
+    assert found.state == "checkpoint missing" and found.tone == "open"
+    assert found.reason.startswith("it was validated; ")
+    assert reason.format(run=run.root) in found.reason
+    assert found.next == following.format(run=run.root)
+    show.show([run.paths])
+    assert "its checkpoint is valid" not in capsys.readouterr().out
+    run.paths.validated.unlink()
+    found = judged(run, None)
+    assert found.state == "checkpoint missing" and "it was validated" not in found.reason
+
+
+def test_a_program_without_the_checkpoint_that_it_ended_with_is_not_validated(run):
+    program = {"command": ["x"], "checkpoints": {"pattern": "{step}.pt"}, "goal": GOAL}
+    write_json(run.paths.config, {"run": "base", "program": program})
+    file = run.paths.checkpoints / f"{GOAL}.pt"
+    file.parent.mkdir()
+    file.write_bytes(b"weights")
+    checkpoints = ProgramCheckpoints(run.paths, RunFiles(run.paths).program.checkpoints, 1)
+    checkpoints.seal(file, GOAL, MADE_BY)
+    run.launch(0)
+    run.complete(GOAL)
+    run.validate(GOAL)
+    assert judged(run, None).state == "validated"
+    file.write_bytes(b"")
+    found = judged(run, None)
+    assert found.state == "checkpoint missing" and "has 0 bytes, its seal says 7" in found.reason
+    assert found.next == EXAMINE.format(run=run.root)
+    file.unlink()
+    found = judged(run, None)
+    assert f"the checkpoint of step {GOAL}" in found.reason
+    assert found.next == AGAIN.format(run=run.root)
+
+
+def test_a_checkpoint_that_may_not_be_read_is_unknown(run, monkeypatch):
+    train(run, GOAL)
+    save(run.paths, GOAL)
+    run.complete(GOAL)
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", str(run.paths.latest))
+
+    monkeypatch.setattr(run_state.resume.directory.Checkpoint, "check_sizes", refuse)
+    found = judged(run, None)
+    assert found.state == "unknown" and "Permission denied" in found.reason
 
 
 def test_a_raised_goal_is_not_done(run):

@@ -67,7 +67,7 @@ def trained(paths, monkeypatch):
 
     def trained(*records):
         program = Program(paths, *records)
-        start = Start(load_machine(None, {"launcher": "srun"}), WorldLayout(2, 1))
+        start = Start(load_machine(None, {"launcher": "srun"}), WorldLayout(2, 1), job=JOB)
         placement = Placement(("n1", "n2", "n3"), JOB)
         return program, train._train_until_it_ends(program, start, placement, 0)
 
