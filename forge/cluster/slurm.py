@@ -496,9 +496,9 @@ def is_slurms_own(trouble: str) -> bool:
     )
 
 
-def controller_trouble() -> str:
+def controller_trouble(*, timeout_sec: float = ASK_SEC) -> str:
     """The error of a command that asks the controller now; "" where it responds."""
-    trouble = run(["scontrol", "show", "config"], timeout_sec=ASK_SEC)[1]
+    trouble = run(["scontrol", "show", "config"], timeout_sec=timeout_sec)[1]
     return f"scontrol: {trouble}" if is_silence(trouble) else ""
 
 
