@@ -142,11 +142,11 @@ def _attempt(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> R
 
 
 def _peer_lost(err: Exception, rank: Rank) -> RankRecord:
-    """The record of a rank that has done no wrong itself. An error outside of a named collective does not
-    know what the rank did."""
-    activity = getattr(err, "activity", heartbeat.activity)
+    """The record of a rank that has done no wrong itself, or holds up the others. An error outside of a
+    named collective does not know what the rank did."""
     record = RankRecord("failed", rank.rank, Exit.UNFIT, cause=PEER_LOST, message=str(err))
-    return replace(record, activity=activity)
+    told = {name: getattr(err, name) for name in ("activity", "status") if hasattr(err, name)}
+    return replace(record, **{"activity": heartbeat.activity, **told})
 
 
 def _unexpected(err: Exception, rank: Rank) -> RankRecord:

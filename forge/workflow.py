@@ -20,6 +20,7 @@ from forge.cluster import jobs, submission
 from forge.cluster.allocation import OF_COMMAND, command_resources, plain, run_layouts
 from forge.cluster.job_requests import Request, requests_of
 from forge.cluster.lock import WORKFLOW_LOCK, lock
+from forge.cluster.slurm import refuse_missing
 from forge.core.config import OF_FORGES_TRAINER, Config, ResolvedConfig, checked, read_values
 from forge.core.errors import ConfigError, ForgeError, TrainingError, UnfitError
 from forge.core.files import (
@@ -278,8 +279,9 @@ def end_with_table(
 
 
 def check_submission(dag: Any, folders: Iterable[str], say: Callable[[str], None]) -> None:
-    """ConfigError for a job of Snakemake's plan that Slurm could never start. folders: that nodes must
-    see, beside the project's."""
+    """ConfigError for a job of Snakemake's plan that Slurm could never start, UnfitError without Slurm's
+    programs. folders: that nodes must see, beside the project's."""
+    refuse_missing("sbatch", "squeue", "scontrol")
     submission.check_folders([Path.cwd(), *map(Path, folders)], say)
     due = dag.needrun_jobs()
     submission.check(requests_of({dag.get_job_group(job) or job for job in due}), say)

@@ -120,10 +120,13 @@ def _needs_slurm(machine: Machine, layout: WorldLayout) -> bool:
 def find_placement(machine: Machine, layout: WorldLayout) -> Placement:
     """The nodes of this Slurm job, or this host where the ranks need no srun.
 
-    Raises UnfitError where the ranks need a job and there is none, or one with too few nodes or cores.
+    Raises UnfitError where the ranks need a job and there is none, or one with too few nodes or cores, or
+    where Slurm's programs are not found.
     """
     if not _needs_slurm(machine, layout):
         return Placement.here()
+    if slurm.this_job_id():
+        slurm.refuse_missing("scontrol", "srun")
     job = slurm.this_job()
     if job is None or not job.nodes:
         raise UnfitError(

@@ -15,6 +15,7 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 
 from forge.core.errors import UnfitError
+from forge.core.process import hostname
 from forge.core.terminal import one_line, say
 
 # slurmctld may be restarting: commands are repeated for this long.
@@ -107,6 +108,19 @@ def is_living(state: str) -> bool:
 def is_here() -> bool:
     """Whether Slurm's commands are installed on this host."""
     return shutil.which("scontrol") is not None
+
+
+def refuse_missing(*programs: str) -> None:
+    """UnfitError for Slurm's programs that this process cannot start, with the PATH that it searches."""
+    missing = [program for program in programs if not shutil.which(program)]
+    if missing:
+        names, searched = ", ".join(missing), os.environ.get("PATH", "")
+        raise UnfitError(
+            f"{names} not found on {hostname()}; searched PATH={searched}",
+            cause="the directory of Slurm's programs is not in PATH, or Slurm is not installed here",
+            fix=f"in a shell in which `command -v {missing[0]}` prints a path, rerun the same command"
+            " (many sites: `module load slurm`); where batch jobs get another PATH, set it in ~/.bashrc",
+        )
 
 
 def this_job_id() -> str | None:
@@ -482,9 +496,9 @@ def is_slurms_own(trouble: str) -> bool:
     )
 
 
-def controller_trouble() -> str:
+def controller_trouble(*, timeout_sec: float = ASK_SEC) -> str:
     """The error of a command that asks the controller now; "" where it responds."""
-    trouble = run(["scontrol", "show", "config"], timeout_sec=ASK_SEC)[1]
+    trouble = run(["scontrol", "show", "config"], timeout_sec=timeout_sec)[1]
     return f"scontrol: {trouble}" if is_silence(trouble) else ""
 
 

@@ -103,6 +103,15 @@ class Process:
             return "alive" if any(map(self._may_be, Path("/proc").glob("[0-9]*"))) else "gone"
         return "unknown"
 
+    def is_stopped(self, stats: str) -> bool:
+        """Whether one of these lines of /proc/PID/stat, read on its host, shows the process as stopped:
+        by SIGSTOP, or by a debugger."""
+        lines = [line for line in stats.splitlines() if line.startswith(f"{self.pid} (")]
+        return any(
+            state in "Tt" and start_ticks == self.start_ticks
+            for state, start_ticks in map(_parsed, lines)
+        )
+
     def _ended_with_its_boot(self) -> bool:
         """Whether this host has rebooted since; another one may have the same name. A job is judged by
         Slurm: nodes of two clusters may be copies of one installation."""
@@ -153,12 +162,15 @@ def _sees_all() -> bool:
 def _state_and_start(pid: int) -> tuple[str, int] | None:
     """State and start ticks, fields 3 and 22 of /proc/PID/stat (man 5 proc); None without a process."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        return _parsed(Path(f"/proc/{pid}/stat").read_text(errors="replace"))
     except (FileNotFoundError, ProcessLookupError):
         return None
+
+
+def _parsed(stat: str) -> tuple[str, int]:
     # Field 2, the name in brackets, may contain blanks and brackets.
-    fields = stat.rpartition(b")")[2].split()
-    return fields[0].decode(), int(fields[19])
+    fields = stat.rpartition(")")[2].split()
+    return fields[0], int(fields[19])
 
 
 def _is_hidden(pid: int) -> bool:

@@ -25,6 +25,8 @@ class Activity:
     waits: bool  # whether the phase is a collective, in which it waits for other ranks
     sec: float  # for how long, in seconds
     stalled: bool  # whether that is longer than the rank's limit
+    # Whether Slurm's controller then responded to this node; None: it was not asked.
+    reaches_slurm: bool | None = None
 
     @property
     def where(self) -> str:
@@ -39,6 +41,7 @@ class Heartbeat:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: seconds, from any origin."""
         self.timeout_sec = math.inf  # of a collective
+        self.reaches_slurm: bool | None = None  # in this stall, see Activity
         self._clock = clock
         self._step, self._step_began, self._slowest_sec = 0, math.nan, 0.0
         self._now = ("start", False, clock())  # replaced as one, since the watchdog reads it
@@ -67,7 +70,8 @@ class Heartbeat:
         """The work of the main thread at this moment."""
         phase, waits, since = self._now
         sec = self._clock() - since
-        return Activity(self._step, phase, waits, round(sec, 1), sec >= self.limit_sec)
+        stalled = sec >= self.limit_sec
+        return Activity(self._step, phase, waits, round(sec, 1), stalled, self.reaches_slurm)
 
 
 heartbeat = Heartbeat()

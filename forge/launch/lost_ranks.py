@@ -21,13 +21,13 @@ def judged(records: Sequence[RankRecord]) -> RankRecord:
     """
     lost = [record for record in records if record.status == "lost"]
     waiting = [record for record in records if record.status == "failed"]
-    suspects = _suspects(lost, waiting)
+    suspects = _noticed(records, waiting) or _suspects(lost, waiting)
     witness = _witness([record for record in waiting if record not in suspects])
     missed = witness.activity.phase if witness and _is_stalled(witness) and witness.activity else ""
     first, hangs = (suspects or waiting)[0], False
     if not suspects:
         what = "ranks lost each other"
-    elif first.activity or missed:
+    elif first.activity or first.stopped or missed:
         hangs, what = True, _of_a_hang(suspects, len(records), missed)
     else:
         on = f" on {first.host}" if first.host else ""
@@ -41,7 +41,30 @@ def judged(records: Sequence[RankRecord]) -> RankRecord:
         message=f"{what}{seen}",
         lost=tuple(record.rank for record in lost),
         host=first.host if suspects else "",
+        connected=tuple(dict.fromkeys(r.host for r in records if _reaches_slurm(r) is True)),
     )
+
+
+def on_nodes(
+    record: RankRecord, silent: Sequence[str], head: str, connected: Sequence[str] = ()
+) -> tuple[RankRecord, list[str]]:
+    """A loss with the nodes to blame in place of a rank of another one, and those that are lost.
+
+    silent: nodes that start no process for head, the launcher's one. A rank of a lost node does not reach
+    Slurm either; where it does, or did at an earlier loss (connected), only the link between the two is
+    broken, or one of them is at fault.
+    """
+    lost = [host for host in silent if host not in (*record.connected, *connected)]
+    if record.host in lost:
+        return replace(record, cause=PEER_LOST), lost  # there is nothing to check on this node
+    if not silent:
+        return record, lost
+    names = ", ".join(lost or silent)
+    what = f"{head} and {names} do not reach each other, and both reach Slurm"
+    if lost:
+        what = f"{names} starts no process, so it is down or cut off"
+    message, host = f"{what}; the ranks say: {record.message}", (lost or silent)[0]
+    return replace(record, cause=PEER_LOST, message=message, host=host), lost
 
 
 def with_hosts(
@@ -53,6 +76,20 @@ def with_hosts(
         record if record.host in hosts else replace(record, host=hosts[rank // ranks_per_node])
         for rank, record in enumerate(records)
     ]
+
+
+def _noticed(records: Sequence[RankRecord], waiting: list[RankRecord]) -> list[RankRecord]:
+    """The ranks that were seen to be stopped, else those whose node is cut off, while others waited."""
+    if not any(map(_is_stalled, waiting)):
+        return []
+    cut_off = [record for record in records if _reaches_slurm(record) is False]
+    if not any(map(_reaches_slurm, records)):
+        cut_off = []  # Slurm's controller is away
+    return [record for record in records if record.stopped] or cut_off
+
+
+def _reaches_slurm(record: RankRecord) -> bool | None:
+    return record.activity.reaches_slurm if record.activity else None
 
 
 def _suspects(lost: list[RankRecord], waiting: list[RankRecord]) -> list[RankRecord]:
@@ -86,10 +123,16 @@ def _is_stalled(record: RankRecord) -> bool:
 def _of_a_hang(suspects: list[RankRecord], world_size: int, missed: str) -> str:
     first = suspects[0]
     who = f"rank {_numbers(suspects)} of {world_size} on {first.host}"
+    absent = f"{who} did not arrive at the {missed}" if missed else who
+    if first.stopped:
+        pids = ", ".join(str(record.stopped) for record in suspects)
+        return f"{absent}: stopped by SIGSTOP (pid {pids}, state T)"
+    if _reaches_slurm(first) is False:
+        return f"{absent}: its node is cut off, and does not reach Slurm either"
     if first.status == "failed" and not _is_stalled(first):
         return f"{who} arrived too late at the {missed}"  # it was stopped, and then continued
     where = f"was {first.activity.where}" if first.activity else "does not respond"
-    return f"{who} did not arrive at the {missed} and {where}" if missed else f"{who} {where}"
+    return f"{absent} and {where}" if missed else f"{who} {where}"
 
 
 def _numbers(records: list[RankRecord]) -> str:

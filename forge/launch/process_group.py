@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,8 @@ T = TypeVar("T")
 # The name since torch 2.13, where the old one is deprecated.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Timeout for ranks that wait for the file access of others. A lost rank is detected sooner, see
-# World.wait_for.
+# Timeout for ranks that wait for the file access of others, unless fabric.timeout_sec is longer. A lost
+# rank is detected sooner, see World.wait_for.
 SLOWEST_DISK_SEC = 3600.0
 POLL_SEC = 0.005
 # When an action fails on one rank, the background threads of the others fail within this time.
@@ -40,11 +41,23 @@ FAILURE_SEC = 5.0
 
 class PeerFailed(RuntimeError):
     """Another rank failed (its record says why), is lost, or does not respond. activity: what this rank
-    did when it noticed."""
+    did when it noticed. status: of this rank's record."""
+
+    status: Literal["failed", "lost"] = "failed"
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
         self.activity = heartbeat.activity
+
+
+class HoldsUpPeers(PeerFailed):
+    """The work of this rank is not done although the other ranks have waited for it to their deadline."""
+
+    status = "lost"
+
+    def __init__(self, work: str, sec: float) -> None:
+        super().__init__(f"{work}: this rank is not done after {sec:.0f} s")
+        self.activity = replace(self.activity, phase=work, waits=False, sec=sec, stalled=True)
 
 
 def is_peer_loss(error: BaseException) -> bool:
@@ -63,12 +76,18 @@ def named(what: str) -> Iterator[None]:
     The launcher finds out which rank: the one that has no record, or was elsewhere.
     """
     heartbeat.beat(what, waits=True)
+    work: Background[Any] | None = getattr(_this_thread, "work", None)
     try:
+        if work:
+            work.waits = True
         yield
     except RuntimeError as err:
         if not is_peer_loss(err) or isinstance(err, PeerFailed):
             raise
         raise PeerFailed(f"{what}: {_reason(err)}") from err
+    finally:
+        if work:
+            work.waits = False
     heartbeat.beat(f"work after {what}")
 
 
@@ -91,10 +110,14 @@ def dump_collectives(world: World) -> None:
     Path(f"{os.environ[FLIGHT_RECORDER]}{world.rank.rank}").write_bytes(record)
 
 
+_this_thread = threading.local()  # .work: the Background that it runs
+
+
 class Background(Generic[T]):
-    """Runs an action in a thread, which starts at once."""
+    """Runs an action in a thread, which starts at once. waits: for other ranks, in a collective."""
 
     def __init__(self, action: Callable[[], T], name: str) -> None:
+        self.waits = False
         self._action = action
         self._value: T | None = None
         self.error: BaseException | None = None
@@ -102,6 +125,7 @@ class Background(Generic[T]):
         self._thread.start()
 
     def _run(self) -> None:
+        _this_thread.work = self
         try:
             self._value = self._action()
         except BaseException as err:  # torch's CheckpointException is not an Exception
@@ -135,9 +159,9 @@ class World:
     def with_own_group(self) -> World:
         """The same ranks with another control group, for a background thread. All ranks call it.
 
-        Its timeout is SLOWEST_DISK_SEC, since the disks of ranks may differ in speed.
+        Its timeout is longer than `wait_for`, which names the rank whose disk does not answer.
         """
-        timeout = timedelta(seconds=SLOWEST_DISK_SEC)
+        timeout = timedelta(seconds=2 * _patience_sec())
         return replace(self, control=dist.new_group(backend="gloo", timeout=timeout))
 
     def gather(self, values: list[float], what: str = "agreement") -> list[list[float]]:
@@ -226,21 +250,39 @@ class World:
         """Wait until the work of every rank is done or that of one has failed; raises as `together`.
 
         All ranks call it. A stopped or lost rank is detected within fabric.timeout_sec, however long the
-        work of another takes, because the main threads keep exchanging their state.
+        work of another takes, because the main threads keep exchanging their state. Work that is not done
+        after SLOWEST_DISK_SEC, or fabric.timeout_sec where that is longer, raises HoldsUpPeers on its
+        ranks and PeerFailed, which names them, on the others.
         """
+        start, patience_sec = time.monotonic(), _patience_sec()
         while True:
             done = work.is_done  # read once: the work may fail between two reads
             failed = done and work.error is not None
-            table = self.gather([float(done), float(failed)], what)
+            late = time.monotonic() - start > patience_sec
+            holds_up = not (done or work.waits)
+            table = self.gather([*map(float, (done, failed, late, holds_up))], what)
+            # All ranks have this table, so all raise here.
             if any(row[1] for row in table):
-                # All ranks have this table, so all raise here. The work of a rank may fail a moment
-                # later than that of the others.
+                # The work of a rank may fail a moment later than that of the others.
                 work.join(FAILURE_SEC)
                 where = [rank for rank, row in enumerate(table) if row[1]]
                 raise work.error or PeerFailed(f"{what}: it failed on rank {where[0]}")
             if all(row[0] for row in table):
                 return work.value
+            if any(row[2] for row in table):
+                raise self._overdue(table, what, time.monotonic() - start)
             work.join(POLL_SEC)
+
+    def _overdue(self, table: list[list[float]], what: str, sec: float) -> PeerFailed:
+        """The error of this rank when work is not done in time. table: as in `wait_for`; a rank whose
+        work only waits for that of others does not hold them up."""
+        ranks = range(len(table))
+        who = [rank for rank in ranks if table[rank][3]] or [r for r in ranks if not table[r][0]]
+        if self.rank.rank in who:
+            return HoldsUpPeers(what, sec)
+        return PeerFailed(
+            f"{what}: rank {', '.join(map(str, who))} did not arrive after {sec:.0f} s"
+        )
 
     def patiently(self, action: Callable[[], T], what: str) -> T:
         """`together` for an action that may take long, such as file access. All ranks call it; an action
@@ -258,6 +300,11 @@ class World:
         """All ranks wait for each other."""
         with named(what):
             dist.barrier(group=self.control)
+
+
+def _patience_sec() -> float:
+    """Seconds for which ranks wait for work of others, such as file access."""
+    return max(SLOWEST_DISK_SEC, heartbeat.timeout_sec)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from forge.cluster.placement import WorldLayout
 from forge.core.errors import UnfitError
-from forge.core.files import disk_trouble, write_json
+from forge.core.files import disk_trouble, read_object_or_empty, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process
@@ -171,6 +171,10 @@ class RankRecord:
     host: str = ""  # on which the rank ran
     ended: float | None = None  # of another program: when, in seconds since the epoch
     activity: Activity | None = None  # of Forge's trainer, where a rank hangs or lost a peer
+    stopped: int | None = None  # pid of its process, where that is stopped while others wait for it
+    connected: tuple[
+        str, ...
+    ] = ()  # of all ranks: hosts that reached Slurm while their ranks waited
     result: dict[str, Any] = field(
         default_factory=dict
     )  # of preflight, the replay check or recomputed losses
@@ -205,10 +209,11 @@ class RankRecord:
     def read(cls, spec: LaunchSpec, rank: int) -> RankRecord:
         """The record of this rank; `lost` without one."""
         path = _path(spec, rank)
+        pid = read_object_or_empty(_stopped(path)).get("pid")
         for file in (path, _reserve(path), _provisional(path)):
             if file.exists() and file.read_text().strip():
-                return cls.read_file(file)
-        return cls("lost", rank, message=NO_RECORD)
+                return replace(cls.read_file(file), stopped=pid)
+        return cls("lost", rank, message=NO_RECORD, stopped=pid)
 
     @classmethod
     def read_file(cls, path: Path) -> RankRecord:
@@ -222,6 +227,21 @@ _RECORD = TypeAdapter(RankRecord)
 def written(spec: LaunchSpec) -> list[RankRecord]:
     """The records so far, while ranks still run; without provisional ones and the reserved space."""
     return [RankRecord.read_file(path) for path in spec.directory.glob("rank-*.json")]
+
+
+def provisional(spec: LaunchSpec) -> list[RankRecord]:
+    """The records of ranks that are stalled now."""
+    return [RankRecord.read_file(path) for path in spec.directory.glob("rank-*.provisional")]
+
+
+def mark_stopped(spec: LaunchSpec, rank: int, pid: int | None) -> None:
+    """Note that the process of a rank is stopped; None: that it is not."""
+    write_json(_stopped(_path(spec, rank)), {"pid": pid})
+
+
+def pid_file(spec: LaunchSpec, rank: int) -> Path:
+    """The file with the identity of the process of a rank, which `launcher.register` writes."""
+    return _path(spec, rank).with_suffix(".pid")
 
 
 def withdraw(spec: LaunchSpec, rank: int) -> None:
@@ -247,3 +267,7 @@ def _reserve(path: Path) -> Path:
 
 def _provisional(path: Path) -> Path:
     return path.with_suffix(".provisional")
+
+
+def _stopped(path: Path) -> Path:
+    return path.with_suffix(".stopped")

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+from forge.cluster import slurm
 from forge.core.errors import Exit, ForgeError
 from forge.core.process import hostname
 from forge.launch.heartbeat import Activity, Heartbeat, heartbeat
@@ -66,7 +67,7 @@ class Watchdog:
         else:
             faulthandler.dump_traceback_later(WITHOUT_PYTHON * self._beats.limit_sec)
             if self._stalled:
-                self._stalled = False
+                self._stalled, self._beats.reaches_slurm = False, None
                 withdraw(self._spec, self._rank)
                 _log(f"rank {self._rank} makes progress again: {activity.phase}")
 
@@ -75,6 +76,11 @@ class Watchdog:
         _log(f"rank {self._rank} has been {activity.where}; the stacks of its threads:")
         faulthandler.dump_traceback()
         self._dump()
+        of_node = self._rank % self._spec.ranks_per_node == 0  # one rank of each node asks
+        if of_node and self._spec.job and self._spec.nodes > 1 and slurm.is_here():
+            # A node that is cut off is told from one that only waits for it.
+            limit = min(slurm.ASK_SEC, self._beats.limit_sec / 2)
+            self._beats.reaches_slurm = not slurm.controller_trouble(timeout_sec=limit)
 
 
 def provisional(rank: int, activity: Activity) -> RankRecord:

@@ -16,6 +16,7 @@ from forge.core.errors import DiskFull, Exit, ForgeError, TrainingError, UnfitEr
 from forge.core.files import read_json, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
+from forge.core.process import hostname
 from forge.core.provenance import config_digest
 from forge.core.records import PreflightPass, RunSettings
 from forge.core.terminal import say
@@ -130,7 +131,10 @@ def _train_until_it_ends(
         )
     for line in program.warnings():
         say(line)
-    hung: list[str] = []  # nodes of ranks that hung: spare nodes take their place, healthy or not
+    # Nodes of ranks that hung, or that this one does not reach: spare ones take their place, even where
+    # they are healthy.
+    hung: list[str] = []
+    linked: list[str] = []  # of these, those that reach Slurm
     for attempt in range(1 + MAX_RESTARTS_AFTER_LOSS):
         if attempt > 0:
             step = program.resume_step()
@@ -145,14 +149,17 @@ def _train_until_it_ends(
         if record.status != "lost":
             break
         silent = nodes.unresponsive(hosts)
+        record, gone = lost_ranks.on_nodes(record, silent, hostname(), linked)
         lost = events.Lost(message=record.what, attempt=attempt, silent=silent)
         events.record(paths.events, lost)
-        unhealthy = dict.fromkeys(silent, "does not start a process")
+        unhealthy = dict.fromkeys(gone, "does not start a process")
         unhealthy |= _at_fault(record, program.config, start, healthy.without(silent))
         if placement.job:
             exclude.add(paths.bad_nodes, unhealthy, placement.job)
         if record.cause == lost_ranks.HANG:
             hung.append(record.host)
+        hung += silent
+        linked += [host for host in silent if host not in gone]
         healthy = healthy.without(unhealthy)
         hosts = requeue.pick_hosts(healthy, layout.nodes, avoid=hung)
         if hosts is None or requeue.was_cancelled(placement):
@@ -202,7 +209,10 @@ def _at_fault(
         return {record.host: record.message}
     if record.cause == lost_ranks.HANG:
         say(f"checking {record.host}, on which a rank hung …")
-        trouble = recheck(config, start.machine, start.layout, placement.only([record.host]))
+        try:
+            trouble = recheck(config, start.machine, start.layout, placement.only([record.host]))
+        except slurm.SlurmSilent:  # nothing is known of the node
+            return {}
         return {record.host: f"{record.message}; checked: {trouble}"} if trouble else {}
     return {}
 

@@ -165,7 +165,8 @@ def test_rank_that_is_aborted_while_it_waits_has_left_a_record_before(runs):
     wait_until(lambda: run.events("lost"), "the loss")
     [lost] = run.events("lost")
     assert re.search(
-        r"did not arrive at the .+ does not respond; rank \d saw: no progress: in the .+ for \d+ s$",
+        r"did not arrive at the .+( does not respond|: stopped by SIGSTOP .*); rank \d saw:"
+        r" no progress: in the .+ for \d+ s$",
         lost["message"],
     )
     wait_until(lambda: len(run.events("init")) == 2, "the restart")

@@ -29,6 +29,7 @@ class Plan:
     poison_rank: int = 0
     points: bool = False  # write down each point that is reached
     ahead: bool = False  # results are read a step late, as on GPUs with NCCL
+    slowest_disk_sec: float = 0  # in place of the product's hour, if any
 
     def arm(self, start: RankStart) -> None:
         """Make it happen in this process, and let it write down what it trains on."""
@@ -43,6 +44,10 @@ class Plan:
             from forge.launch.process_group import World
 
             World.runs_ahead = True  # type: ignore[assignment,method-assign]
+        if self.slowest_disk_sec:
+            from forge.launch import process_group
+
+            process_group.SLOWEST_DISK_SEC = self.slowest_disk_sec
         _record_samples(start)
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from forge import workflow
 from forge.cluster import placement, slurm
 from forge.cluster.allocation import Allocation
 from forge.cluster.placement import Placement, WorldLayout
@@ -115,6 +116,30 @@ def test_a_job_with_too_few_nodes_is_refused(monkeypatch):
     monkeypatch.setattr(slurm, "this_job", lambda: JOB)
     with pytest.raises(UnfitError, match="training needs 4"):
         placement.find_placement(load_machine(None, {"launcher": "srun"}), WorldLayout(4, 2))
+
+
+@pytest.mark.parametrize("there", [[], ["scontrol"]])
+def test_slurms_programs_that_are_not_found_in_a_job_are_named_with_the_path(
+    there, monkeypatch, tmp_path
+):
+    """Not as "this shell is in no job", a bug, or a directory to change."""
+    for name in there:
+        (tmp_path / name).touch(mode=0o755)
+    path = f"{tmp_path}:/etc/passwd"  # an entry that is no directory gives ENOTDIR, not ENOENT
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    missing = [name for name in ("scontrol", "srun") if name not in there]
+    with pytest.raises(UnfitError) as caught:
+        placement.find_placement(load_machine(None, {"launcher": "srun"}), WorldLayout(2, 1))
+    names = ", ".join(missing)
+    assert caught.value.what == f"{names} not found on {hostname()}; searched PATH={path}"
+    assert f"`command -v {missing[0]}` prints a path" in caught.value.fix
+
+
+def test_login_node_without_slurms_programs_is_refused_before_the_plan_is_judged(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UnfitError, match=r"^sbatch, squeue, scontrol not found on .*PATH=/nowhere"):
+        workflow.check_submission(None, [], pytest.fail)
 
 
 def test_allocation_with_too_few_cores_on_one_node_is_reported_as_slurm_gave_it(monkeypatch):

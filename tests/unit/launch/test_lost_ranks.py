@@ -18,9 +18,10 @@ def hanging(rank, phase="data read of step 18"):
     return RankRecord("lost", rank, host=f"n{rank}", activity=activity)
 
 
-def waiting(rank, *, stalled=True, step=18):
+def waiting(rank, *, stalled=True, step=18, reaches_slurm=None):
     """A rank that lost a peer in a collective."""
-    activity = Activity(step, COLLECTIVE, waits=True, sec=30 if stalled else 0, stalled=stalled)
+    sec = 30 if stalled else 0
+    activity = Activity(step, COLLECTIVE, True, sec, stalled, reaches_slurm)
     message = f"{COLLECTIVE}: {'timed out' if stalled else 'closed by peer'}"
     facts = {"cause": "peer lost", "message": message, "host": f"n{rank}", "activity": activity}
     return RankRecord("failed", rank, 69, **facts)
@@ -71,6 +72,45 @@ def test_ranks_that_all_wait_in_the_same_collective_blame_nobody():
     found = lost_ranks.judged([waiting(0), waiting(1)])
     assert found.message == f"ranks lost each other; rank 0 saw: {COLLECTIVE}: timed out"
     assert (found.cause, found.host) == ("peer lost", "")
+
+
+def test_rank_on_a_node_that_does_not_reach_slurm_is_named_and_not_one_that_came_late():
+    late = waiting(0, stalled=False)
+    found = lost_ranks.judged(
+        [late, waiting(1, reaches_slurm=True), waiting(2, reaches_slurm=False)]
+    )
+    assert found.message == (
+        "rank 2 of 3 on n2 did not arrive at the all-reduce of gradients in step 18: its node is cut off,"
+        f" and does not reach Slurm either; rank 1 saw: {COLLECTIVE}: timed out"
+    )
+    assert (found.cause, found.host, found.connected) == ("hang", "n2", ("n1",))
+
+
+def test_controller_that_is_away_cuts_off_no_node():
+    found = lost_ranks.judged([waiting(rank, reaches_slurm=False) for rank in range(2)])
+    assert found.message.startswith("ranks lost each other") and found.host == ""
+
+
+def test_node_that_starts_no_process_is_to_blame_and_not_the_rank_of_another_one():
+    told = lost_ranks.judged([waiting(0, stalled=False), waiting(1), waiting(2)])
+    assert told.host == "n0"
+    found, gone = lost_ranks.on_nodes(told, ["n2"], "n1")
+    assert found.message.startswith(
+        "n2 starts no process, so it is down or cut off; the ranks say: rank 0 of 3 on n0 arrived too"
+    )
+    assert (found.host, gone) == ("n2", ["n2"])
+    itself, gone = lost_ranks.on_nodes(told, ["n0"], "n1")
+    assert (itself.message, itself.cause, gone) == (told.message, "peer lost", ["n0"])
+    assert lost_ranks.on_nodes(told, [], "n1") == (told, [])
+
+
+def test_broken_link_between_two_nodes_that_both_reach_slurm_names_both_and_loses_none():
+    told = lost_ranks.judged([waiting(rank, reaches_slurm=True) for rank in range(2)])
+    found, gone = lost_ranks.on_nodes(told, ["n1"], "n0")
+    assert gone == []
+    assert found.message.startswith(
+        "n0 and n1 do not reach each other, and both reach Slurm; the ranks say: ranks lost each"
+    )
 
 
 def test_hosts_are_those_of_the_placement():

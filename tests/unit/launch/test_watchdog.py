@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from forge.cluster import slurm
 from forge.core.machine import Machine
 from forge.core.process import Process, hostname
 from forge.launch.heartbeat import Heartbeat
@@ -122,6 +123,24 @@ heartbeat.beat("work")
 watchdog.look()
 hang_in_c()
 """
+
+
+def test_rank_that_waits_in_a_job_tells_whether_its_node_reaches_slurm(spec, beats, monkeypatch):
+    trouble = ["scontrol: slurm_load_ctl_conf error: Unable to contact slurm controller"]
+    monkeypatch.setattr(slurm, "is_here", lambda: True)
+    monkeypatch.setattr(slurm, "controller_trouble", lambda *, timeout_sec: trouble[0])
+    in_job = spec.model_copy(update={"job": "42", "nodes": 2})
+    dog = Watchdog(in_job, 4, lambda: None, beats)  # the first one of the second node
+    beats.beat("losses", waits=True)
+    for answer in (trouble[0], ""):
+        trouble[0] = answer
+        beats.now += 31
+        dog.look()
+        dog.look()
+        assert RankRecord.read(spec, 4).activity.reaches_slurm == (not answer)
+        beats.beat("losses", waits=True)
+        dog.look()
+        assert beats.reaches_slurm is None
 
 
 def test_call_into_c_that_keeps_the_gil_is_in_the_log(spec, tmp_path):

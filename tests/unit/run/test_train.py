@@ -123,6 +123,54 @@ def test_a_spare_takes_over_from_the_node_of_a_hung_rank_even_where_its_checks_p
     assert not paths.bad_nodes.exists()
 
 
+def test_node_that_is_not_reached_but_reaches_slurm_gives_way_to_a_spare_and_is_not_excluded(
+    trained, monkeypatch, paths
+):
+    monkeypatch.setattr(train.nodes, "unresponsive", lambda hosts: ["n2"])
+    facts = {"cause": lost_ranks.PEER_LOST, "message": "ranks lost each other"}
+    told = RankRecord("lost", 0, 69, **facts, connected=("n1", "n2"))
+    program, record = trained(told, DONE)
+    assert record == DONE
+    assert program.hosts == [("n1", "n2"), ("n1", "n3")]
+    assert not paths.bad_nodes.exists()
+    [lost] = events.read(paths.events)
+    assert f"{train.hostname()} and n2 do not reach each other" in lost.message
+
+
+def test_broken_link_without_a_spare_excludes_no_node_at_the_next_loss_either(
+    trained, monkeypatch, paths
+):
+    """The ranks of that launch never started, and have left no records."""
+    monkeypatch.setattr(
+        train.nodes, "unresponsive", lambda hosts: [host for host in hosts.hosts if host == "n2"]
+    )
+    told = RankRecord("lost", 0, 69, cause="peer lost", message="x", connected=("n1", "n2"))
+    program, record = trained(told, of_gpu(gpu_errors.FAULT, "n3"), LOST)
+    assert program.hosts == [("n1", "n2"), ("n1", "n3"), ("n1", "n2")]
+    assert "n2 do not reach each other" in record.message
+    assert [line.split()[0] for line in paths.bad_nodes.read_text().splitlines()] == ["n3"]
+
+
+def test_node_that_is_cut_off_is_excluded_and_the_rank_of_another_one_is_not_checked(
+    trained, rechecked, monkeypatch, paths
+):
+    monkeypatch.setattr(train.nodes, "unresponsive", lambda hosts: ["n2"])
+    checked = rechecked("")
+    program, _ = trained(hung_on("n1"), DONE)
+    assert program.hosts == [("n1", "n2"), ("n1", "n3")]
+    assert checked == []
+    assert paths.bad_nodes.read_text().split()[0] == "n2"
+
+
+def test_node_that_cannot_be_checked_since_slurm_is_away_is_not_blamed(trained, monkeypatch, paths):
+    def recheck(*_):
+        raise slurm.silent("srun: error: Unable to contact slurm controller")
+
+    monkeypatch.setattr(train, "recheck", recheck)
+    assert trained(hung_on("n2"), DONE)[1] == DONE
+    assert not paths.bad_nodes.exists()
+
+
 def test_without_a_spare_the_node_of_a_hung_rank_trains_again_if_its_checks_pass(
     trained, rechecked
 ):
