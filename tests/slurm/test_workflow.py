@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,20 @@ def test_raw_text_becomes_a_validated_checkpoint_on_several_nodes_beside_a_run_t
     assert bad.events("failed") and not bad.paths.trained.exists()
     assert read_json(base.paths.validated)["status"] == "valid", project.said()
     assert base.paths.report.exists()
+    said = project.output()
+    for name in ("base", "bad"):
+        submitted = rf"\] allocation-{name}: submitted with SLURM jobid \d+ \(log: (.*)\)\."
+        [log] = re.findall(submitted, said)
+        in_job = Path(log).read_text()
+        started = re.findall(rf"\] (\w+) {name}: started", in_job)
+        done = re.findall(rf"\] (\w+) {name}: done", in_job)
+        assert started == ["stage_run", "preflight_run", "train_run"]
+        assert done == started[: 3 if name == "base" else 2]
+        assert "    resources: " not in in_job + said
+        assert (f"] allocation-{name}: done (" in said) == (name == "base")
+    error = said.partition("message: Error in group allocation-bad")[2]
+    # In Slurm's log and in that of training.
+    assert "log: results/bad/logs/train.log" in error and error.count("are not finite") >= 2, said
     jobs = {run.events("launch")[-1]["job"] for run in (bad, base)}
     assert len(jobs) == 2  # two runs on the same data are two jobs
     assert [len(run.events("launch")[-1]["nodes"]) for run in (bad, base)] == [1, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -143,6 +144,15 @@ class Project:
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return found
+
+
+def started(output: str) -> list[str]:
+    """The jobs that a command says have started, in order: rule and wildcards."""
+    return re.findall(r"^\[\S+ \S+\] (.+): started$", output, re.MULTILINE)
+
+
+def started_rules(output: str) -> list[str]:
+    return [job.split()[0] for job in started(output)]
 
 
 def wait(condition, seconds: float = DEADLINE_SEC) -> None:

@@ -6,6 +6,7 @@ import subprocess
 from contextlib import contextmanager
 
 import pytest
+from support.clone import started
 
 pytestmark = pytest.mark.xdist_group("failures")
 
@@ -37,7 +38,9 @@ def test_failing_training_leaves_checkpoints_metrics_events_and_logs(small):
     code, output = small.snakemake("train")
     assert code != 0
     assert "not finite" in output
-    assert "Traceback" not in output
+    error = output.partition("Error in rule train_run:")[2]
+    assert "log: results/bad/logs/train.log" in error and "exec forge train" in error, output
+    assert "train_run bad: done" not in output and "Traceback" not in output
     assert output.splitlines()[-1].startswith("bad  failed at step ")
     assert not small.path("trained.json", "bad").exists()
     for name in ("metrics.jsonl", "events.jsonl", "preflight.json", "config.json"):
@@ -61,7 +64,7 @@ def test_known_failure_is_not_started_again_and_the_other_runs_of_the_sheet_cont
     assert small.path("report.html", "good").exists()
     assert small.path("events.jsonl", "bad").read_text() == before
     # No job of its allocation was started, where `forge train` would have refused.
-    assert "results/bad/trained.json" not in output and "results/good/trained.json" in output
+    assert "train_run good" in started(output) and "train_run bad" not in started(output)
 
 
 def test_failing_validation_leaves_its_verdict_and_the_checkpoint(small):

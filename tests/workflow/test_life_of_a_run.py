@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.clone import started, started_rules
 
 from forge.core import json_lines
 from forge.core.errors import Exit
@@ -46,6 +47,19 @@ def test_one_command_gives_a_validated_checkpoint_and_a_report(shared_project):
     # Also after training: the sections that are read later are no part of a run's config.
     assert not {"validate", "report"} & shared_project.read("config.json").keys()
     assert "NODE " in output
+    # A line when a job starts, a line when it is done, those of `forge`, and eight of the whole.
+    rules = ["stage_run", "preflight_run", "train_run", "validate_run", "report_run", "train"]
+    assert sorted(started_rules(output)[:3]) == ["config_run", "tokenize", "tokenizer"]
+    assert started_rules(output)[3:] == rules
+    ended = re.findall(r"^\[\S+ \S+\] (.+): done \((\d) of 9\)$", output, re.MULTILINE)
+    assert sorted(job for job, _ in ended) == sorted(started(output))
+    assert [int(number) for _, number in ended] == list(range(1, 10))
+    assert not re.search(r"\b(reason|resources|input|jobid):|Provided|Select|Execute", output)
+    assert len(output.splitlines()) < 50, output
+    # All that Snakemake has to say is in its own log, which the command names.
+    log = re.search(r"^Complete log\(s\): (.*)$", output, re.MULTILINE)
+    complete = Path(log[1]).read_text()
+    assert complete.count("    reason: ") == 9 and "    resources: " in complete
     *_, head, row = output.splitlines()
     assert head.split() == ["run", "state", "reason", "log", "next"]
     assert row.split()[:2] == ["base", "validated"] and "report.html" in row
@@ -95,7 +109,7 @@ def test_a_new_row_trains_only_the_new_run_from_its_parent_on_the_shared_tokens(
     shared_project.write_runs(f"{BASE}cooler\tbase@4\t1e-3\n")
     code, output = shared_project.snakemake("train")
     assert code == 0, output
-    assert "rule tokenize" not in output
+    assert "tokenize" not in started_rules(output)
     assert shared_project.path("trained.json").stat().st_mtime_ns == first
     base, cooler = (shared_project.read("trained.json", run) for run in ("base", "cooler"))
     assert cooler["step"] == 12
@@ -134,7 +148,7 @@ def test_new_prompts_validate_again_and_train_nothing(shared_project):
     shared_project.write_config(report={"prompts": ["while "]})
     code, output = shared_project.snakemake("-n", "train")
     assert code == 0
-    assert "rule validate_run" in output
+    assert "rule validate_run" in output and "    reason: " in output
     assert "rule train_run" not in output
     assert "validated" not in output.splitlines()[-1]  # nothing was done: no table
     shared_project.write_config()
@@ -153,7 +167,7 @@ def test_tasks_score_every_kept_checkpoint_on_this_machine_and_train_nothing(
     shared_project.write_config(evaluate=evaluate)
     code, output = shared_project.snakemake("evaluate", "compare")
     assert code == 0, output
-    assert "rule evaluate_data:" in output and "rule train_run:" not in output
+    assert "evaluate_data base" in started(output) and "train_run" not in started_rules(output)
     found = shared_project.read("evaluation.json")
     assert [one["step"] for one in found["evaluations"]] == [8, 12]
     page = (shared_project.root / "results/compare.html").read_text()
@@ -257,8 +271,7 @@ def test_raised_goal_stages_checks_and_trains_on_when_resume_removes_a_stop_file
     code, output = shared_project.snakemake("train")
     assert code != 0
     assert "STOP asks this run to stop" in output
-    order = [output.index(f"rule {name}:") for name in ("stage_run", "preflight_run", "train_run")]
-    assert order == sorted(order)
+    assert started_rules(output) == ["config_run", "stage_run", "preflight_run", "train_run"]
     code, output = shared_project.snakemake("resume")
     assert code == 0, output
     assert "resume base: step 12 of 20" in output
@@ -266,6 +279,14 @@ def test_raised_goal_stages_checks_and_trains_on_when_resume_removes_a_stop_file
     assert shared_project.read("trained.json")["step"] == 20
     assert "beyond decay_steps 12" in output
     assert shared_project.read("validation.json")["step"] == 20
+
+
+def test_verbose_prints_all_of_a_job(shared_project):
+    shared_project.path("report.html").unlink()
+    code, output = shared_project.snakemake("--verbose", "report")
+    assert code == 0, output
+    assert "    reason: Missing output files: results/base/report.html" in output
+    assert "    resources: " in output and started(output) == []
 
 
 def test_snakemakes_own_report_has_the_runs_pages(shared_project):

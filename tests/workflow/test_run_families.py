@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 
+from support.clone import started_rules
+
 from forge.core import json_lines
 
 HEAD, BASE = "run\tparent\ttrain.max_steps\ttrain.seed\n", "base\t\t{}\t{}\n"
@@ -57,7 +59,7 @@ def test_family_trains_in_order_and_a_parent_made_anew_restarts_its_child(projec
     assert "end starts anew: base@4, from which it started, is made anew" in output
     code, output = project.snakemake("train")
     assert code == 0, output
-    assert jobs_in(output)["train_run"] == 1
+    assert started_rules(output).count("train_run") == 1
     [aside] = project.path("superseded", "end").iterdir()
     assert aside.name == f"base-4-{digest[:12]}"
     assert project.read("trained.json", "end")["parent"]["digest"] != digest
