@@ -7,6 +7,7 @@ cluster is tried as a dry run, in a project without results.
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -113,3 +114,33 @@ def test_command_works_as_it_is_written(
     code, output = project.shell(text, HF_HOME=f"{project.root}/tmp/hub")
     print(f"$ {text}\n{output}")
     assert code == 0, f"{command.where}: {text}\n{output}"
+
+
+def git(project: Project, *words: str) -> str:
+    """The output of git, with an identity."""
+    of_test = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+    command = ["git", *of_test, *words]
+    return subprocess.run(
+        command, cwd=project.root, check=True, capture_output=True, text=True
+    ).stdout
+
+
+def test_drawing_changes_no_tracked_file_and_nothing_when_the_run_is_finished(
+    clones: dict[str, Project],
+) -> None:
+    """`make dag`; it rewrote the pictures in docs/, in other colors than those that were committed."""
+    pictures = []
+    for project in (clones["shared"], clones["planned"]):
+        project.write_config(train={"max_steps": 16})  # to which a command above has trained
+        project.write_runs("run\nbase\n")
+        shutil.copytree(REPOSITORY / "docs", project.root / "docs")
+        shutil.copy(REPOSITORY / ".gitignore", project.root)
+        git(project, "init", "--quiet")
+        git(project, "add", "--all")
+        git(project, "commit", "--quiet", "--message", "all")
+        code, output = project.shell("make dag")
+        assert code == 0, output
+        assert git(project, "status", "--porcelain") == ""
+        pictures.append({path.name: path.read_text() for path in project.root.glob("build/*")})
+    assert {"dag.dot", "rulegraph.dot", "rulegraph.mmd"} <= pictures[0].keys()
+    assert pictures[0] == pictures[1]
