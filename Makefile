@@ -6,7 +6,7 @@
 # make absences   Slurm's controller away for 22 s at every moment of a run (4 minutes; root)
 # make gpu     check Forge on the GPU of this machine, with its own PyTorch (minutes; docs/gpu.md)
 # make gpu-wheels   download the packages that such a machine without internet lacks
-# make dag     draw the workflow            make bench   measure, side by side
+# make dag     draw the workflow into build/  make bench   measure, side by side
 # make slurm-up, slurm-shell, slurm-down   a Slurm of four nodes on this machine (root)
 # make wheelhouse   download all packages; make train WHEELHOUSE=wheelhouse installs them without internet
 # PYTHON=python3.12 chooses the interpreter, PROFILE=profiles/local the machine.

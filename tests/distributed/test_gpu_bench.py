@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.pages import commands_of
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -39,7 +40,9 @@ def uncompiled() -> Iterator[None]:
 
 
 def test_every_contender_trains_in_a_quick_run() -> None:
-    command = [sys.executable, "-m", "bench.gpu", "--quick"]
+    [documented] = commands_of("tests/distributed/test_gpu_bench.py")
+    _, *words = documented.bare.split()
+    command = [sys.executable, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
     assert done.returncode == 0, done.stdout + done.stderr
     tables = done.stdout.split("\n== ")[1:]

@@ -1,5 +1,5 @@
-"""The README's commands for a cluster, word for word. A job of theirs stayed PENDING (PartitionTimeLimit)
-for ever."""
+"""The README's commands for a cluster, word for word, and those of docs/new-cluster.md. A job of the
+README's stayed PENDING (PartitionTimeLimit) for ever."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from typing import Any
 
 import pytest
 import yaml
+from support.clone import link_environment
+from support.pages import blocks, commands_of
 
 from forge.core.files import read_json
 from tools.slurm_cluster.cluster import REPOSITORY, Cluster
 from tools.slurm_cluster.machines import wait_until
+from tools.slurm_cluster.settings import Settings
 
 from .job_run import TINY_CONFIG, Progress
 
+README, NEW_CLUSTER = "README.md", "docs/new-cluster.md"
+COPY, EDIT = "cp -r profiles/kempner profiles/mine", "grep EDIT_ profiles/mine/config.yaml"
 
-def recipe() -> list[str]:
-    """The commands of the README's section on a cluster, without its comments."""
-    text = (REPOSITORY / "README.md").read_text()
-    section = text.split("\n## Your cluster, in four commands\n")[1].split("\n## ")[0]
-    return [line.partition("  #")[0] for line in re.findall(r"^ {4}(\S.*)$", section, re.MULTILINE)]
+
+def recipe(page: str) -> list[str]:
+    """The commands of a page, without its comments."""
+    return [one.bare for one in commands_of("tests/slurm/test_readme.py") if one.page == page]
 
 
 @pytest.fixture
@@ -31,6 +35,7 @@ def copy(shared_folder: Path, tiny_config: Path) -> Path:
     folder = shared_folder / "project"
     for part in ("workflow", "profiles", "config"):
         shutil.copytree(REPOSITORY / part, folder / part)
+    link_environment(folder)
     inputs = yaml.safe_load(tiny_config.read_text())["tokenize"]
     values: dict[str, Any] = {**TINY_CONFIG, "tokenize": inputs}
     values["train"] = {**TINY_CONFIG["train"], "max_steps": 20, "eval_every": 10}
@@ -38,27 +43,74 @@ def copy(shared_folder: Path, tiny_config: Path) -> Path:
     return folder
 
 
-def test_commands_of_the_readme_train_as_they_are_written(
-    exclusive_cluster: Cluster, copy: Path
-) -> None:
-    commands = recipe()
-    words = [command.split()[0] for command in commands]
-    assert words == ["cp", "sed", "snakemake", "snakemake", "forge", "forge"]
-    script = "set -e\n" + "\n".join(commands)
-    output = copy / "recipe.out"
-    shell = exclusive_cluster.popen("bash", "-c", f"({script}) > {output} 2>&1", cwd=copy)
-    run = Progress(copy / "results/base")
+def run(cluster: Cluster, commands: list[str], folder: Path) -> str:
+    """What the commands print, each behind its own words, on the login node. Each must exit with 0."""
+    output = folder / "recipe.out"
+    script = "set -e\n" + "\n".join(f"cat <<'_'\n$ {text}\n_\n{text}" for text in commands)
+    shell = cluster.popen("bash", "-c", f"({script}\n) > {output} 2>&1", cwd=folder)
     wait_until(
         lambda: shell.poll() is not None,
         500,
         "the end of the recipe",
-        lambda: f"{output.read_text()[-3000:]}\n{exclusive_cluster.squeue()}",
+        lambda: f"{output.read_text()[-3000:]}\n{cluster.squeue()}",
         every=0.2,
     )
     said = output.read_text()
     assert shell.returncode == 0, said
+    return said
+
+
+def of_command(said: str, beginning: str) -> str:
+    """What the one command that begins so has printed."""
+    [found] = [part for part in f"\n{said}".split("\n$ ") if part.startswith(beginning)]
+    return found.partition("\n")[2]
+
+
+def shape(line: str) -> str:
+    """A line without its numbers and the builds of packages."""
+    return re.sub(r"\d+(\.\d+)*(\+\w+)?", "0", line)
+
+
+@pytest.mark.timeout(900, func_only=True)
+def test_commands_of_the_readme_train_as_they_are_written(
+    exclusive_cluster: Cluster, copy: Path
+) -> None:
+    commands = recipe(README)
+    words = [command.split()[0] for command in commands]
+    assert words == ["cp", "sed", "snakemake", "snakemake", "forge", "forge"]
+    said = run(exclusive_cluster, commands, copy)
+    of_run = Progress(copy / "results/base")
     # Tokens and the allocation of the target preflight; then the allocation again, and validation.
     assert said.count("submitted with SLURM jobid") == 4, said
-    assert read_json(run.paths.validated)["status"] == "valid"
-    nodes = re.findall(r"NODE (\S+) OK", (run.paths.logs / "preflight.log").read_text())
-    assert len(nodes) == 2 and len(run.events("launch")) == 1
+    assert read_json(of_run.paths.validated)["status"] == "valid"
+    nodes = re.findall(r"NODE (\S+) OK", (of_run.paths.logs / "preflight.log").read_text())
+    assert len(nodes) == 2 and len(of_run.events("launch")) == 1
+    check_new_cluster(exclusive_cluster, copy)
+
+
+def check_new_cluster(cluster: Cluster, folder: Path) -> None:
+    """The commands of docs/new-cluster.md, with the README's profile and its finished run."""
+    commands = recipe(NEW_CLUSTER)
+    edited = commands.index(EDIT)
+    assert commands[edited - 1] == COPY
+    commands[edited + 1 : edited + 1] = ["rm -r profiles/mine && mv profiles/edited profiles/mine"]
+    commands.insert(edited - 1, "mv profiles/mine profiles/edited")
+    said = run(cluster, commands, folder)
+    print(said)
+    text = (REPOSITORY / NEW_CLUSTER).read_text()
+    [(number, shown)] = re.findall(r"The test cluster shows `main\* (\d+) (.+?)`", text)
+    assert int(number) == Settings().nodes, "that of `make slurm-up`"
+    assert f"main* {len(cluster.nodes)} {shown}" in of_command(said, "sinfo")
+    assert "root" in of_command(said, "sacctmgr")
+    assert of_command(said, "srun -N2 --ntasks-per-node=1 ls").count("/workflow") == 2
+    versions = of_command(said, "srun -N2 --ntasks-per-node=1 .venv/bin/python").split()[1::2]
+    assert len(versions) == 2 and len(set(versions)) == 1
+    assert "UP" in of_command(said, "srun -N1 ip")
+    assert of_command(said, "srun -N1 which").count("/") >= 2
+    assert {"JobRequeue", "PreemptMode"} <= set(of_command(said, "scontrol").split())
+    assert "EDIT_" in of_command(said, EDIT)
+    [sample] = [
+        block.text for block in blocks() if (block.page, block.kind) == (NEW_CLUSTER, "text")
+    ]
+    printed = {shape(line) for line in of_command(said, "cat ").splitlines()}
+    assert {shape(line) for line in sample.splitlines()} <= printed

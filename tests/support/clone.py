@@ -116,6 +116,29 @@ class Project:
             timeout=DEADLINE_SEC,
         )
 
+    def with_make(self) -> None:
+        """Also the Makefile and what it reads, and a .venv for which nothing is left to install."""
+        for name in ("Makefile", "pyproject.toml", "constraints.txt", "hashes.txt", "tools"):
+            source = REPOSITORY / name
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, self.root / name)
+        link_environment(self.root)
+        (self.root / ".venv/ready").touch()
+
+    def shell(self, text: str, **variables: str) -> tuple[int, str]:
+        """Exit status and output of a command as in a shell with an active .venv; see with_make."""
+        path = f"{self.root}/.venv/bin:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", "-c", text],
+            cwd=self.root,
+            env={**self.environment, "PATH": path, **variables},
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=DEADLINE_SEC,
+        )
+        return done.returncode, done.stdout
+
     def path(self, name: str, run: str = "base") -> Path:
         return self.root / "results" / run / name
 
@@ -174,6 +197,14 @@ def kill_tree(pid: int) -> None:
             os.kill(process.pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
+
+
+def link_environment(root: Path) -> None:
+    """A .venv in `root` that is the environment of this process."""
+    (root / ".venv").mkdir()
+    for part in Path(sys.prefix).iterdir():
+        if part.is_dir() or part.name == "pyvenv.cfg":
+            (root / ".venv" / part.name).symlink_to(part)
 
 
 def make_project(root: Path) -> Project:

@@ -50,6 +50,10 @@ TENSORS = {
 }
 
 
+def test_page_of_the_architecture_shows_this_order():
+    assert " < ".join(PACKAGES) in (FOLDER.parent / "docs/architecture.md").read_text()
+
+
 def place(module):
     """Where a module stands from the left to the right."""
     package = module.split(".")[0]

@@ -1,0 +1,318 @@
+"""Threat: commands and fragments of the pages that do not work as they are written.
+
+Each command of a block is run by a test, or its page says why not. Each fragment is read by what reads it
+in a run. Each command, also one that is not run or stands in a sentence, fits the parser that it names.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shlex
+import tomllib
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from snakemake.cli import get_argument_parser
+from support import pages
+from support.pages import ROOT, SHELL, Block, blocks_of
+
+from forge import cli
+from forge.cluster.allocation import refuse_unknown
+from forge.core.config import load_config
+from forge.core.machine import Machine, load_machine
+from forge.core.sample_sheet import run_configs
+
+RULES = {
+    name
+    for path in (ROOT / "workflow/Snakefile", *ROOT.glob("workflow/rules/*.smk"))
+    for name in re.findall(r"^rule (\w+):", path.read_text(), re.MULTILINE)
+}
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+FRAGMENTS = [block for block in pages.blocks() if block.kind != SHELL]
+MINE = "profiles/mine"  # a copy of another profile, which the pages say how to make
+
+
+def of_kind(kind: str) -> list[Any]:
+    return [pytest.param(block, id=block.where) for block in FRAGMENTS if block.kind == kind]
+
+
+# --- each block in one way ------------------------------------------------------------------------
+
+
+def way(command: pages.Command) -> str:
+    if command.reason:
+        return f"not run: {command.reason}"
+    return f"{'planned' if command.is_planned else 'run'} by {command.runner}"
+
+
+def test_each_block_is_run_or_checked_or_says_why_not() -> None:
+    """Prints how many are what (`pytest -s`)."""
+    kinds = {"yaml", "python", "tsv", "mermaid", "text"}  # the tests below
+    assert [block.where for block in FRAGMENTS if block.kind not in kinds] == []
+    assert [block.where for block in FRAGMENTS if block.markers] == []
+    for block in pages.blocks():
+        for beginning, _ in block.markers:
+            said = [command for command in block.commands() if command.text.startswith(beginning)]
+            assert said, f"{block.where}: no command begins with {beginning!r}"
+    ways = Counter(map(way, pages.commands()))
+    assert sum(count for name, count in ways.items() if not name.startswith("not run")) > 50
+    ways.update(f"checked: {block.kind}" for block in FRAGMENTS)
+    ways["parsed: in sentences"] = len(INLINE)
+    print("\n" + "\n".join(f"{count:4d} {name}" for name, count in sorted(ways.items())))
+
+
+def test_command_that_is_run_on_one_page_is_not_called_not_run_on_another() -> None:
+    run = {command.bare for command in pages.commands() if not command.reason}
+    not_run = [command for command in pages.commands() if command.reason]
+    assert [command.where for command in not_run if command.bare in run] == []
+
+
+def test_modules_that_run_commands_and_tests_that_reasons_name_are_there() -> None:
+    named = {path for c in pages.commands() for path in re.findall(r"tests/\S+\.py", c.reason)}
+    named |= {command.runner for command in pages.commands()}
+    assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []
+
+
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_page_has_no_block_that_the_parser_takes_for_a_paragraph(page: str) -> None:
+    """Four spaces right below a sentence are no code in Markdown."""
+    lines = (ROOT / page).read_text().splitlines()
+    inside = {
+        number
+        for block in blocks_of(page, "\n".join(lines))
+        for number in range(block.line - 1, block.line + block.text.count("\n") + 1)
+    }
+    stray = [
+        i + 1 for i, line in enumerate(lines) if line.startswith("    ") and i + 1 not in inside
+    ]
+    assert stray == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<!-- not run: x -->\n\nText.\n", "<!-- not run -->\n\n    make\n", "<!-- not run: x -->"],
+)
+def test_marker_without_block_or_reason_is_an_error(text: str) -> None:
+    with pytest.raises(AssertionError, match=r"no block|REASON"):
+        list(blocks_of("page.md", text))
+
+
+def test_marker_is_about_the_commands_that_it_names() -> None:
+    text = "# T\n\n<!-- not run (make b): slow -->\n\n    make a\n    make b &&\n     make c\n"
+    [block] = blocks_of("page.md", text)
+    assert [(c.line, c.text, c.reason) for c in block.commands()] == [
+        (5, "make a", ""),
+        (6, "make b &&\n make c", "slow"),
+    ]
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def forge(words: list[str]) -> None:
+    """Options and keys are known, by the parser and the config. Raises SystemExit or ConfigError."""
+    options, rest = cli._parser().parse_known_args(words)
+    assert options.takes_overrides or not rest, rest
+    overrides, of_machine = cli._overrides(rest)
+    load_config(ROOT / "config/config.yaml", overrides)
+    load_machine(None, of_machine)
+    for path in (word for word in words if word.startswith(("config/", "profiles/"))):
+        assert (ROOT / path).exists() or MINE in path or path == "config/theirs.yaml", path
+
+
+def snakemake(words: list[str]) -> None:
+    """Options are known, targets are rules without wildcards or files of a run; files are there."""
+    options = get_argument_parser([]).parse_args(words)
+    for target in options.targets:
+        assert target in RULES or target.startswith("results/"), target
+    for path in (options.profile or [], options.configfile or []):
+        for name in map(str, path):
+            assert (ROOT / name).exists() or name in (MINE, "mine.yaml"), name
+
+
+@cache
+def make_words() -> tuple[set[str], set[str]]:
+    """(targets, variables) of the Makefile, and variables of the page of variables."""
+    text = (ROOT / "Makefile").read_text()
+    [phony] = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    page = (ROOT / "docs/environment.md").read_text()
+    return set(phony.split()), set(re.findall(r"`([A-Z][A-Z_]+)`", page)) | {"EXTRAS"}
+
+
+def make(words: list[str]) -> None:
+    targets, variables = make_words()
+    if words[:1] == ["-C"]:
+        words = words[2:]
+    for word in words:
+        name, given, value = word.partition("=")
+        assert name in (variables if given else targets), word
+        if name == "EXTRAS":
+            assert set(value.split(",")) <= EXTRAS.keys() | {"NAME"}, word
+
+
+def python(words: list[str]) -> None:
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1]), words[1]
+        assert all((ROOT / word).exists() for word in words if word.startswith("tests/")), words
+    elif words[0] == "-c":
+        ast.parse(words[1])
+
+
+CHECKED: dict[str, Callable[[list[str]], None]] = {
+    "forge": forge,
+    "snakemake": snakemake,
+    "make": make,
+    "python": python,
+    "python3": python,
+}
+
+
+def check(text: str) -> None:
+    """The words of a command, behind assignments of variables, fit what it starts."""
+    for part in re.split(r" (?:&&|\|) ", text):
+        words = shlex.split(part, comments=True)
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            words.pop(0)
+        if words and (known := CHECKED.get(words[0].removeprefix(".venv/bin/"))):
+            known(words[1:])
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(command, id=command.where) for command in pages.commands()]
+)
+def test_command_of_a_block_fits_its_parser(command: pages.Command) -> None:
+    check(command.text)
+
+
+NAMES_A_COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:forge|snakemake|make) ")
+INLINE = sorted({span for span in pages.spans() if NAMES_A_COMMAND.match(span[1])})
+ANY = {"forge …": "forge train", "COMMAND": "train", "--profile …": "--profile profiles/local"}
+
+
+@pytest.mark.parametrize(("page", "text"), INLINE)
+def test_command_in_a_sentence_fits_its_parser(page: str, text: str) -> None:
+    """It may leave out the name at its end, CONFIG or RUN, and say `…` where anything may stand."""
+    for written, meant in ANY.items():
+        text = text.replace(written, meant)
+    text = re.sub(r"\[(.*?) …\]", r"\1", text).replace("[…]", "[x]").replace(" …", "")
+    try:
+        check(text)
+    except SystemExit as err:
+        if err.code:
+            check(f"{text} NAME")
+
+
+def test_wrong_commands_are_noticed() -> None:
+    for text in ("forge train c.yaml --train.max_step=1", "forge show --nothing", "forge shows"):
+        with pytest.raises((SystemExit, Exception)):
+            check(text)
+    for text in ("make trains", "make setup EXTRAS=all", "snakemake --profile profiles/none train"):
+        with pytest.raises(AssertionError):
+            check(text)
+    for text in (
+        "X=1 snakemake trains",
+        "snakemake --profiles profiles/local",
+        "python -m forge.no",
+    ):
+        with pytest.raises((AssertionError, SystemExit, ModuleNotFoundError)):
+            check(text)
+
+
+# --- fragments ------------------------------------------------------------------------------------
+
+
+def merged(values: dict[str, Any], into: dict[str, Any]) -> dict[str, Any]:
+    """As one writes a fragment into a file: by key, without what the new keys exclude."""
+    found = dict(into)
+    for key, value in values.items():
+        both = isinstance(value, dict) and isinstance(found.get(key), dict)
+        found[key] = merged(value, found[key]) if both else value
+    if "sources" in values:
+        found.pop("inputs", None)
+    if "init" in values:  # of `model`: docs/huggingface.md says to remove the others
+        found = values
+    return found
+
+
+def as_written(block: Block, values: dict[str, Any]) -> dict[str, Any]:
+    """The config with a fragment and those before it on its page. A program stands alone."""
+    if "program" in values:
+        return values
+    config = yaml.safe_load((ROOT / "config/config.yaml").read_text())
+    before = [one for one in FRAGMENTS if one.page == block.page and one.line < block.line]
+    for one in [*before, block]:
+        if one.kind == "yaml":
+            config = merged(yaml.safe_load(one.text), config)
+    return config
+
+
+@pytest.mark.parametrize("block", of_kind("yaml"))
+def test_yaml_is_accepted_by_what_reads_it(block: Block, tmp_path: Path) -> None:
+    values = yaml.safe_load(block.text)
+    path = tmp_path / "file.yaml"
+    if block.page == "profiles/README.md":
+        assert values.keys() <= RULES
+        for resources in values.values():
+            refuse_unknown(resources, ())
+    elif values.keys() <= Machine.model_fields.keys():
+        path.write_text(block.text)
+        load_machine(path)
+    else:
+        path.write_text(yaml.safe_dump(as_written(block, values)))
+        load_config(path)
+
+
+@pytest.mark.parametrize("block", of_kind("tsv"))
+def test_sheet_is_read_as_the_workflow_reads_it(block: Block, tmp_path: Path) -> None:
+    sheet = tmp_path / "runs.tsv"
+    sheet.write_text(block.text)
+    runs = run_configs({"train": {"keep_every": 10000, "schedule": "wsd"}}, sheet)
+    assert {name: config.parent for name, config in runs.items()} == {
+        line.split("\t")[0]: line.split("\t")[1] or None for line in block.text.splitlines()[1:]
+    }
+
+
+@pytest.mark.parametrize("block", of_kind("python"))
+def test_python_has_imports_and_calls_of_the_script_that_runs(block: Block) -> None:
+    """tests/workflow/test_lab_bert.py runs that script. A call with `...` leaves out arguments."""
+    script = (ROOT / "config/labs/bert-cpu/train.py").read_text()
+    here, there = (
+        {
+            ast.unparse(node)
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.ImportFrom | ast.Call)
+        }
+        for text in (block.text, script)
+    )
+    assert here and {text for text in here if "..." not in text} <= there
+
+
+@pytest.mark.parametrize("block", of_kind("mermaid"))
+def test_names_in_a_picture_are_there(block: Block) -> None:
+    """Rules and their order: tests/workflow/test_drawn_and_linted.py."""
+    for path in re.findall(r'\["([\w/]+\.?\w+)[":]', block.text):
+        assert any((ROOT / part / path).exists() for part in ("", "forge")), path
+    for names in re.findall(r"\w+(?: & \w+)+", block.text):
+        assert all((ROOT / "forge" / name / "__init__.py").exists() for name in names.split(" & "))
+
+
+# --- samples of output ----------------------------------------------------------------------------
+
+SOURCES = [*(ROOT / "forge").rglob("*.py"), *(ROOT / "config/labs").rglob("*.py")]
+VALUE = r"(?<==)[^\s;]*|\S*\d\S*|…\S*"  # numbers, and what has one; what follows an equals sign
+
+
+@pytest.mark.parametrize("block", of_kind("text"))
+def test_sample_of_output_has_the_words_of_the_sources(block: Block) -> None:
+    """Every word of it that is no value."""
+    words = set(re.findall(r"[A-Za-z][\w.-]+", re.sub(VALUE, " ", block.text)))
+    assert len(words) > 3
+    said = "".join(path.read_text() for path in SOURCES)
+    assert [word for word in sorted(words) if not re.search(rf"\b{re.escape(word)}\b", said)] == []

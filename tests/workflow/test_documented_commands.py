@@ -1,0 +1,146 @@
+"""Threat: commands of the pages that do not work as they are written.
+
+Each one is read from its page and run in a copy of the project, in the order of the pages. One for a
+cluster is tried as a dry run, in a project without results.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+
+import pytest
+from support import pages
+from support.clone import REPOSITORY, Project, kill_tree, make_project
+
+# What stands for the reader's own, or is too large for a tiny run.
+PLACEHOLDERS = {
+    "RUN": "base",
+    "/shared/their-run": "their-run",
+    "base@5000": "base@4",
+    "max_steps=1000": "max_steps=16",
+}
+TASKS = REPOSITORY / "tests/distributed/tasks"
+
+
+@pytest.fixture(scope="module")
+def clones(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Project]]:
+    """By what is done there: most commands share one run; the steps by hand start from nothing."""
+    made = {}
+    for name in ("shared", "by hand", "planned"):
+        made[name] = make_project(tmp_path_factory.mktemp("clone"))
+        made[name].with_make()
+    lab = made["shared"].root / "config/labs/six-nodes/config.yaml"
+    lab.write_text(lab.read_text().replace("goal: 500", "goal: 60"))
+    yield made
+    for process in [process for project in made.values() for process in project.processes()]:
+        kill_tree(process.pid)
+
+
+def their_run(project: Project) -> None:
+    shutil.copytree(project.root / "results/six-nodes", project.root / "their-run", symlinks=True)
+    shutil.copy(
+        project.root / "config/labs/six-nodes/config.yaml", project.root / "config/theirs.yaml"
+    )
+
+
+def own_tasks(project: Project) -> None:
+    shutil.copytree(TASKS, project.root / "tasks")
+    task = project.root / "tasks/words.yaml"
+    task.write_text(task.read_text().replace("DATA", "tasks/words.jsonl"))
+    project.write_config(evaluate={"tasks": ["words"], "include_path": "tasks"})
+
+
+def a_tracker(project: Project) -> None:
+    project.write_config(tracking={"tensorboard": True})
+
+
+def families(project: Project) -> None:
+    [sheet] = [block for block in pages.blocks() if block.kind == "tsv"]
+    project.write_runs(sheet.text)
+    project.write_config(train={"schedule": "wsd", "keep_every": 10000})
+
+
+def own_tokenizer(project: Project) -> None:
+    [made] = project.root.glob("data/tokenizers/*/tokenizer.json")
+    (project.root / "my").mkdir()
+    shutil.copy(made, project.root / "my")
+
+
+# What a reader of a page has before its first command.
+PREPARE = {
+    "SECURITY.md": their_run,
+    "docs/evaluation.md": own_tasks,
+    "docs/tracking.md": a_tracker,
+    "docs/families.md": families,
+    "config/README.md": own_tokenizer,
+}
+
+
+@pytest.fixture(scope="module")
+def prepared(clones: dict[str, Project]) -> Callable[[pages.Command], Project]:
+    """The project for a command, as the reader of its page has it."""
+    shutil.copytree(
+        clones["planned"].root / "profiles/slurm-cpu", clones["planned"].root / "profiles/mine"
+    )
+    last: dict[str, str] = {}
+
+    def prepare(command: pages.Command) -> Project:
+        name = "by hand" if command.page == "docs/commands.md" else "shared"
+        name = "planned" if command.is_planned else name
+        project = clones[name]
+        if last.get(name) != command.page:
+            project.write_config()
+            project.write_runs("run\nbase\n")
+            PREPARE.get(command.page, lambda _: None)(project)
+            last[name] = command.page
+        return project
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(command, id=command.where) for command in pages.commands_of(pages.RUNNER)],
+)
+def test_command_works_as_it_is_written(
+    prepared: Callable[[pages.Command], Project], command: pages.Command
+) -> None:
+    project = prepared(command)
+    text = command.bare + " -n" * command.is_planned
+    for written, meant in PLACEHOLDERS.items():
+        text = text.replace(written, meant)
+    code, output = project.shell(text, HF_HOME=f"{project.root}/tmp/hub")
+    print(f"$ {text}\n{output}")
+    assert code == 0, f"{command.where}: {text}\n{output}"
+
+
+def git(project: Project, *words: str) -> str:
+    """The output of git, with an identity."""
+    of_test = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+    command = ["git", *of_test, *words]
+    return subprocess.run(
+        command, cwd=project.root, check=True, capture_output=True, text=True
+    ).stdout
+
+
+def test_drawing_changes_no_tracked_file_and_nothing_when_the_run_is_finished(
+    clones: dict[str, Project],
+) -> None:
+    """`make dag`; it rewrote the pictures in docs/, in other colors than those that were committed."""
+    pictures = []
+    for project in (clones["shared"], clones["planned"]):
+        project.write_config(train={"max_steps": 16})  # to which a command above has trained
+        project.write_runs("run\nbase\n")
+        shutil.copytree(REPOSITORY / "docs", project.root / "docs")
+        shutil.copy(REPOSITORY / ".gitignore", project.root)
+        git(project, "init", "--quiet")
+        git(project, "add", "--all")
+        git(project, "commit", "--quiet", "--message", "all")
+        code, output = project.shell("make dag")
+        assert code == 0, output
+        assert git(project, "status", "--porcelain") == ""
+        pictures.append({path.name: path.read_text() for path in project.root.glob("build/*")})
+    assert {"dag.dot", "rulegraph.dot", "rulegraph.mmd"} <= pictures[0].keys()
+    assert pictures[0] == pictures[1]
