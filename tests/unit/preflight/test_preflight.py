@@ -198,7 +198,7 @@ class Nodes:
     def search(self, hosts):
         return self.broken
 
-    def found(self, hosts):
+    def known(self, hosts):
         return None
 
     def reason(self, *hosts):
