@@ -126,6 +126,16 @@ class RunSettings(Record):
     """Options for the jobs of `evaluate.every`, from the profile; None without Slurm."""
 
 
+class StageProof(Record):
+    """.snakemake/forge/RUN-….stage.json: that `forge stage` of this project wrote the run's stage record.
+
+    In the project, and not beside the results: the record names the Python that runs on the nodes.
+    """
+
+    record: str
+    """blake3 of stage.json."""
+
+
 # --- trackers --------------------------------------------------------------------------------------
 
 
