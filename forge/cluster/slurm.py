@@ -268,8 +268,8 @@ def srun(
 
 
 def chosen_cluster() -> str:
-    """The cluster that the user's variables name, "" for that of slurm.conf. In a job it is the job's own,
-    whatever the shell said that submitted it."""
+    """The cluster that the user's variables name, "" for that of slurm.conf. In a job it is the job's
+    own, whatever the shell said that submitted it."""
     if this_job_id():
         return ""
     return next(filter(None, map(os.environ.get, CLUSTERS)), "") or ""
