@@ -82,8 +82,8 @@ def _read(folder: Path, part: IndexedPart) -> torch.Tensor:
 
 
 def _refuse_bomb(data: io.BytesIO) -> None:
-    """DataError for what would take more memory than it has bytes: torch unpacks compressed entries, which
-    it never writes itself, and its pickle may ask for a bytearray of any size."""
+    """DataError for what would take more memory than it has bytes: torch unpacks compressed entries,
+    which it never writes itself, and its pickle may ask for a bytearray of any size."""
     size = data.getbuffer().nbytes
     with zipfile.ZipFile(data) as entries:
         unpacked = sum(entry.file_size for entry in entries.infolist())

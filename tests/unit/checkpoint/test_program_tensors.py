@@ -74,10 +74,15 @@ def bombed(file, changed):
     for part in parts:
         begin, end = part.start, part.start + part.bytes
         packed = io.BytesIO()
-        with zipfile.ZipFile(io.BytesIO(data[begin:end])) as old, zipfile.ZipFile(packed, "w") as new:
+        with (
+            zipfile.ZipFile(io.BytesIO(data[begin:end])) as old,
+            zipfile.ZipFile(packed, "w") as new,
+        ):
             for name in old.namelist():
                 changed(new, name, old.read(name))
-        with zipfile.ZipFile(packed, "a") as new:  # as long as it was; 94 bytes are the name of this entry
+        with zipfile.ZipFile(
+            packed, "a"
+        ) as new:  # as long as it was; 94 bytes are the name of this entry
             new.writestr("archive/f", bytes(part.bytes - len(packed.getvalue()) - 94))
         data[begin:end] = packed.getvalue()
     assert len(data) == file.stat().st_size

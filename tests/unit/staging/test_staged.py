@@ -54,7 +54,7 @@ def test_record_is_read_as_it_was_written(paths):
     ],
 )
 def test_record_that_is_not_of_this_project_and_job_decides_nothing(
-    monkeypatch, capsys, paths, tmp_path, why, now
+    monkeypatch, capsys, paths, why, now
 ):
     (RECORD.keep if now else lambda paths: RECORD.write(paths.stage))(paths)
     if key := now.pop("changed", ""):
