@@ -97,6 +97,6 @@ def _refuse_bomb(data: io.BytesIO) -> None:
 
 def _refuse_other_functions(pickled: bytes) -> None:
     for opcode, argument, _ in pickletools.genops(pickled):
-        is_of_torch = opcode.name != "STACK_GLOBAL" and CALLED.match(str(argument))
+        is_of_torch = argument and CALLED.match(str(argument))
         if opcode.name.endswith("GLOBAL") and not is_of_torch:
             raise DataError(f"its pickle calls {argument or 'a function'}, which no tensor needs")
