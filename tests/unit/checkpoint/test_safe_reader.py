@@ -8,7 +8,6 @@ import errno
 import json
 import os
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
