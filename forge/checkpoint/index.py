@@ -73,6 +73,7 @@ class Index(Record):
     """index.json: the tensors of a checkpoint by name."""
 
     FIX: ClassVar[str] = "do not use this checkpoint"
+    MAX_BYTES: ClassVar[int] = MAX_JSON_BYTES
 
     tensors: dict[TensorName, StoredTensor]
 

@@ -20,7 +20,14 @@ from pydantic import (
 
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, OtherFormat
-from forge.core.files import PlainName, canonical, digest_bytes, read_json, write_json
+from forge.core.files import (
+    MAX_SMALL_JSON_BYTES,
+    PlainName,
+    canonical,
+    digest_bytes,
+    read_json,
+    write_json,
+)
 from forge.core.process import hostname
 from forge.core.provenance import code, config_digest, cpu_name, versions
 from forge.core.train import Shard
@@ -282,7 +289,7 @@ class Manifest(Part):
         Raises DataError where it is missing, corrupt or not one of Forge's; OtherFormat where another
         version of Forge wrote it; UnfitError when the disk reports an error.
         """
-        content = read_json(folder / MANIFEST)
+        content = read_json(folder / MANIFEST, MAX_SMALL_JSON_BYTES)
         if not isinstance(content, dict) or "format" not in content:
             raise DataError(f"{folder} is not a checkpoint", cause="not written by Forge")
         if content["format"] != FORMAT:

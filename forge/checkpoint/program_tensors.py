@@ -7,6 +7,9 @@ weights_only. Entries that are not tensors (learning rates, states of data loade
 from __future__ import annotations
 
 import io
+import pickletools
+import re
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,10 @@ from forge.checkpoint.index import DCP_INDEX
 from forge.checkpoint.pickled_index import DTYPES, IndexedPart, read_pickled_index
 from forge.core.errors import DataError
 from forge.core.files import disk_trouble, is_file_below
+
+# Where the functions are that the pickle of a tensor calls. torch writes it by protocol 2, which names
+# each one by a GLOBAL.
+CALLED = re.compile(r"torch[ .]|collections OrderedDict$")
 
 
 @dataclass(frozen=True)
@@ -59,9 +66,11 @@ def _read(folder: Path, part: IndexedPart) -> torch.Tensor:
         file.seek(part.start)
         data = io.BytesIO(file.read(part.bytes))
     try:
+        _refuse_bomb(data)
         tensor = torch.load(data, map_location="cpu", weights_only=True)
     except Exception as err:  # any error: torch.load has many for corrupt bytes
-        raise DataError(f"cannot read {part.name} in {path.name}: {err!s:.200}") from None
+        trouble = err.what if isinstance(err, DataError) else str(err)
+        raise DataError(f"cannot read {part.name} in {path.name}: {trouble:.200}") from None
     if not isinstance(tensor, torch.Tensor):
         raise DataError(f"{part.name} in {path.name} is a {type(tensor).__name__}")
     if tensor.dtype != DTYPES[part.dtype] or list(tensor.shape) != part.shape:
@@ -70,3 +79,24 @@ def _read(folder: Path, part: IndexedPart) -> torch.Tensor:
     if tensor.nbytes > part.bytes:  # a view that repeats few numbers
         raise DataError(f"{part.name} in {path.name} has fewer numbers than its shape")
     return tensor
+
+
+def _refuse_bomb(data: io.BytesIO) -> None:
+    """DataError for what would take more memory than it has bytes: torch unpacks compressed entries,
+    which it never writes itself, and its pickle may ask for a bytearray of any size."""
+    size = data.getbuffer().nbytes
+    with zipfile.ZipFile(data) as entries:
+        unpacked = sum(entry.file_size for entry in entries.infolist())
+        if unpacked > size:
+            raise DataError(f"{size} bytes would be unpacked to {unpacked}")
+        for name in entries.namelist():
+            if name.endswith("data.pkl"):
+                _refuse_other_functions(entries.read(name))
+    data.seek(0)
+
+
+def _refuse_other_functions(pickled: bytes) -> None:
+    for opcode, argument, _ in pickletools.genops(pickled):
+        is_of_torch = argument and CALLED.match(str(argument))
+        if opcode.name.endswith("GLOBAL") and not is_of_torch:
+            raise DataError(f"its pickle calls {argument or 'a function'}, which no tensor needs")

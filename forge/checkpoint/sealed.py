@@ -25,6 +25,7 @@ from forge.checkpoint.manifest import Artifact, Code, StoredFile
 from forge.core import events
 from forge.core.errors import ConfigError, DataError, OtherFormat, UnfitError
 from forge.core.files import (
+    MAX_JSON_BYTES,
     canonical,
     digest_bytes,
     digest_file,
@@ -68,6 +69,7 @@ class Seal(Record):
     """NAME.forge.json: a complete checkpoint of a program."""
 
     FIX: ClassVar[str] = "use that version for this run, or start again under a new run name"
+    MAX_BYTES: ClassVar[int] = MAX_JSON_BYTES
 
     step: int
     files: dict[SealedName, StoredFile]

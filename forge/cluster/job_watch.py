@@ -67,7 +67,7 @@ def install(executor: Any, runs: Iterable[str]) -> None:
     runs in squeue. Called once, before the first job is submitted."""
     # The plugin gives all jobs of a Snakemake one name, and asks for them by it.
     executor.run_uuid = f"{'-'.join(runs)[:MAX_NAME]}_{executor.run_uuid}"
-    slurm.forget_filters()  # for the plugin's commands: a job that squeue hides would count as ended
+    slurm.settle_environment()  # a job that the plugin's squeue does not see would count as ended
     watch = JobWatch(executor)
     executor.run_job = watch.submit
     executor._report_job_error_threadsafe = watch.note_refusal

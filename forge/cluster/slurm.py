@@ -59,6 +59,10 @@ ENDED = (
 # from scancel, and change its output.
 FILTERS = ("SQUEUE_", "SACCT_", "SCONTROL_", "SINFO_", "SCANCEL_", "SBCAST_", "SLURM_TIME_FORMAT")
 
+# With which a user chooses another cluster than that of slurm.conf: sbatch looks at the first one first,
+# all commands at the second.
+CLUSTERS = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
+
 # Variables that srun inherits; the others describe the batch step and would act as options.
 KEPT = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CLUSTER_NAME", "SLURM_TMPDIR")
 
@@ -277,20 +281,33 @@ def srun(
     ]
 
 
+def chosen_cluster() -> str:
+    """The cluster that the user's variables name, "" for that of slurm.conf. In a job it is the job's
+    own, whatever the shell said that submitted it."""
+    if this_job_id():
+        return ""
+    return next(filter(None, map(os.environ.get, CLUSTERS)), "") or ""
+
+
 def environment(*, submits: bool = False) -> dict[str, str]:
-    """The environment for a Slurm command: without variables that describe another step, or filter.
+    """The environment for a Slurm command: without variables that describe another step, or filter. All
+    commands ask the same cluster.
 
     submits: with those that the user has set for sbatch, as the executor's own sbatch sees them.
     """
-    dropped = ("SLURM_", "SRUN_", "SALLOC_", *FILTERS, *(() if submits else ("SBATCH_",)))
-    return {k: v for k, v in os.environ.items() if k in KEPT or not k.startswith(dropped)}
+    dropped = ("SLURM_", "SRUN_", "SALLOC_", *FILTERS, *(CLUSTERS if submits else ("SBATCH_",)))
+    kept = {k: v for k, v in os.environ.items() if k in KEPT or not k.startswith(dropped)}
+    return kept | ({"SLURM_CLUSTERS": cluster} if (cluster := chosen_cluster()) else {})
 
 
-def forget_filters() -> None:
-    """Remove FILTERS from the environment of this process, for the Slurm commands that another package
-    starts."""
-    for name in [name for name in os.environ if name.startswith(FILTERS)]:
+def settle_environment() -> None:
+    """Let the Slurm commands that another package starts in this process ask the cluster that Forge asks,
+    and hide no jobs: without FILTERS."""
+    cluster = chosen_cluster()
+    for name in [name for name in os.environ if name.startswith((*FILTERS, *CLUSTERS))]:
         del os.environ[name]
+    if cluster:
+        os.environ["SLURM_CLUSTERS"] = cluster
 
 
 # What a rank needs of the shell's variables, or may be configured by.

@@ -21,6 +21,7 @@ from forge.cluster import slurm
 from forge.cluster.job_requests import Request
 from forge.cluster.partitions import Node, Partition, read_partitions
 from forge.core.errors import ConfigError
+from forge.core.terminal import one_line
 
 TEST_SEC = 60.0  # sbatch --test-only plans the whole queue on a busy controller
 
@@ -33,6 +34,7 @@ _PASSING = ("Requested nodes are busy", "Required node not available", "not avai
 def check(requests: Sequence[Request], say: Callable[[str], None]) -> None:
     """ConfigError, with the numbers to set, for requests that Slurm could never start. For those that it
     could start later (nodes drained, down or reserved; partition down), `say` a warning."""
+    _check_cluster()
     accounts = {request.account: request.profile_keys for request in reversed(requests)}
     for account, keys in accounts.items():
         _check_account(account, keys)
@@ -56,6 +58,21 @@ def check(requests: Sequence[Request], say: Callable[[str], None]) -> None:
                     " the administrators set it UP"
                 )
         _ask_sbatch(request, partitions, say)
+
+
+def _check_cluster() -> None:
+    """ConfigError unless all commands of Slurm ask one and the same cluster, which answers."""
+    cluster, names = slurm.chosen_cluster(), " or ".join(slurm.CLUSTERS)
+    if not cluster:
+        return
+    fix = f"unset {names}, or name one cluster of `sacctmgr show clusters`"
+    if cluster == "all" or "," in cluster:
+        cause = "a job that goes to one of several clusters is not found again"
+        raise ConfigError(f"{names} is {cluster!r}: not one cluster", cause=cause, fix=fix)
+    try:
+        slurm.ask("scontrol", "show", "config")
+    except slurm.Refused as err:
+        raise ConfigError(f"{names} is {cluster!r}: {one_line(str(err))}", fix=fix) from None
 
 
 def _check_account(accounts: str, keys: str) -> None:

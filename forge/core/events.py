@@ -226,8 +226,7 @@ def read(log: Path) -> list[Event]:
 
     Raises DataError when another version of Forge wrote the log.
     """
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return [event for line in lines if (event := parse(line, log)) is not None]
+    return [event for line in json_lines.lines(log) if (event := parse(line, log)) is not None]
 
 
 def parse(line: str, log: Path) -> Event | None:

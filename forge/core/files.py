@@ -15,15 +15,16 @@ from typing import IO, Annotated, Any
 import blake3
 from pydantic import AfterValidator
 
-from forge.core.errors import DataError, DiskFull, UnfitError
+from forge.core.errors import DataError, DiskFull, ForgeError, UnfitError
 
 # blake3 is as fast as the disk: 7 GB/s on a core, sha256 1.9.
 DIGEST = "blake3"
 # Files are read, not memory-mapped: as fast, and a disk error raises OSError instead of SIGBUS.
 READ_BYTES = 2**20
 KERNEL = ("/proc/", "/sys/")  # where no directory can be made: there is "No such file or directory"
-# A sparse file of terabytes costs nothing to hand out.
-MAX_JSON_BYTES = 2**30
+# A sparse file of terabytes costs nothing to hand out, and JSON takes 20 times its size in memory. The
+# first limit is for lists of files and tensors, the second for everything else.
+MAX_JSON_BYTES, MAX_SMALL_JSON_BYTES = 2**30, 2**26
 MAX_NAME_BYTES = 255  # on Linux (man 7 path_resolution)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
@@ -58,6 +59,21 @@ def is_file_below(path: Path, folder: Path) -> bool:
     from elsewhere may lead anywhere."""
     real, below = os.path.realpath(path), os.path.realpath(folder)
     return real.startswith(below + os.sep) and Path(real).is_file()
+
+
+def open_regular(path: Path, most: int | None = None) -> IO[bytes]:
+    """A file of a directory from elsewhere, for reading. most: bytes that the reader has memory for.
+
+    Raises DataError for a larger one, and for a pipe or a device, of which a reader sees no end; OSError.
+    """
+    found = path.stat()
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        what = "is a pipe, a socket or a device, not a regular file"
+    elif most is not None and found.st_size > most:
+        what = f"has {found.st_size} bytes, at most {most} are read"
+    else:
+        return open(path, "rb")
+    raise DataError(f"{path} {what}", cause="Forge did not write it", fix="remove it")
 
 
 def digest_bytes(data: bytes) -> str:
@@ -219,9 +235,10 @@ def write_json(path: Path, value: Any, *, private: bool = False) -> None:
         file.write(text)
 
 
-def read_object(path: Path, *keys: str) -> dict[str, Any]:
-    """The object in a JSON file. DataError where it is missing, no object, or lacks one of the keys."""
-    value = read_json(path)
+def read_object(path: Path, *keys: str, most: int = MAX_SMALL_JSON_BYTES) -> dict[str, Any]:
+    """The object in a JSON file. DataError where it is missing, no object, lacks one of the keys, or has
+    more than `most` bytes."""
+    value = read_json(path, most)
     missing = [key for key in keys if key not in value] if isinstance(value, dict) else None
     if missing or not isinstance(value, dict):
         raise DataError(
@@ -232,13 +249,11 @@ def read_object(path: Path, *keys: str) -> dict[str, Any]:
     return value
 
 
-def read_json(path: Path) -> Any:
-    """The value in a JSON file; DataError where it is missing or not JSON."""
+def read_json(path: Path, most: int = MAX_JSON_BYTES) -> Any:
+    """The value in a JSON file; DataError where it is missing, no JSON, or has more than `most` bytes."""
     try:
-        with disk_trouble(path, "read"):
-            if (size := path.stat().st_size) > MAX_JSON_BYTES:
-                raise ValueError(f"it has {size} bytes")
-            return json.loads(path.read_text(encoding="utf-8"))
+        with disk_trouble(path, "read"), open_regular(path, most) as file:
+            return json.loads(file.read().decode())
     except FileNotFoundError:
         raise DataError(f"{path} does not exist", fix="run the step that writes it first") from None
     # ValueError: JSONDecodeError, UnicodeDecodeError, and integers of more than 4300 digits.
@@ -254,7 +269,7 @@ def read_object_or_empty(path: Path) -> dict[str, Any]:
     """The object in a JSON file; {} where it is missing, being replaced, or unreadable. For output that
     must not fail because of one file."""
     try:
-        value = read_json(path)
-    except (DataError, OSError):
+        value = read_json(path, MAX_SMALL_JSON_BYTES)
+    except (ForgeError, OSError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from forge.core.files import disk_trouble
+from forge.core.files import disk_trouble, open_regular
+
+MAX_BYTES, MAX_LINE_BYTES = 2**31, 2**20
 
 
 def append(path: Path, value: dict[str, Any]) -> None:
@@ -33,11 +37,26 @@ def _open(path: str, flags: int) -> int:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Every complete JSON object in the file, oldest first; [] without a file."""
-    if not path.exists():
-        return []
-    lines = path.read_text(errors="replace").splitlines()
-    return [value for line in lines if (value := parse(line)) is not None]
+    """Every complete JSON object in the file, oldest first; [] without a file. Raises as `lines`."""
+    return [value for line in lines(path) if (value := parse(line)) is not None]
+
+
+def lines(path: Path) -> Iterator[str]:
+    """The lines of a file that may come from elsewhere; none without a file. Those that are too long to
+    be one of Forge's are left out. Raises DataError where it is too large, or no regular file, UnfitError
+    when the disk cannot be read.
+    """
+    with (
+        contextlib.suppress(FileNotFoundError),
+        disk_trouble(path, "read"),
+        open_regular(path, MAX_BYTES) as file,
+    ):
+        is_whole = True
+        while line := file.readline(MAX_LINE_BYTES):
+            ends = line.endswith(b"\n")
+            if is_whole and (ends or len(line) < MAX_LINE_BYTES):
+                yield line.decode(errors="replace").removesuffix("\n")
+            is_whole = ends
 
 
 def parse(line: str) -> dict[str, Any] | None:

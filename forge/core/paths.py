@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge.core.config import Config
-from forge.core.files import disk_trouble
+from forge.core.files import disk_trouble, short_id
 
 CONFIG, SHEET = "config/config.yaml", "config/runs.tsv"  # of a project
 # Files of workflow commands: for their jobs, and what the last command was about.
@@ -19,6 +19,12 @@ WORKFLOW_RUNS = WORKFLOW / "runs.json"
 def settings_file(run: str) -> Path:
     """What the last workflow command has for this run beside its config.json."""
     return WORKFLOW / f"{run}.settings.json"
+
+
+def stage_proof_file(folder: Path) -> Path:
+    """What says that `forge stage`, called in this project, wrote the stage record of the run in this
+    directory."""
+    return WORKFLOW / f"{folder.name}-{short_id(os.path.realpath(folder))}.stage.json"
 
 
 def tokenizer_folder(data: str | Path, tokenizer_id: str) -> Path:

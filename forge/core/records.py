@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from forge.core.checks import Check
 from forge.core.errors import DataError, OtherFormat
 from forge.core.evaluation import Evaluate
-from forge.core.files import RelativePath, read_object, write_json
+from forge.core.files import MAX_SMALL_JSON_BYTES, RelativePath, read_object, write_json
 from forge.core.process import Process
 from forge.core.tracking import Tracking
 
@@ -27,6 +27,7 @@ class Record(BaseModel):
     FORMAT: ClassVar[int] = 1
     FIX: ClassVar[str] = "remove it and run the step that writes it again"
     PRIVATE: ClassVar[bool] = False  # only its owner may read it
+    MAX_BYTES: ClassVar[int] = MAX_SMALL_JSON_BYTES
 
     def write(self, path: Path) -> None:
         """Replace the file, atomically. Raises UnfitError when the disk cannot be written."""
@@ -37,7 +38,7 @@ class Record(BaseModel):
     def read(cls, path: Path) -> Self:
         """Raises DataError where the file is missing, corrupt or edited, OtherFormat where it is of
         another version of Forge."""
-        values = content(path, cls.FORMAT, cls.FIX)
+        values = content(path, cls.FORMAT, cls.FIX, cls.MAX_BYTES)
         try:
             return cls.model_validate(values)
         except ValidationError as err:
@@ -55,10 +56,12 @@ class Record(BaseModel):
         return cls.read(path) if path.exists() else None
 
 
-def content(path: Path, expected: int, fix: str) -> dict[str, Any]:
+def content(
+    path: Path, expected: int, fix: str, most: int = MAX_SMALL_JSON_BYTES
+) -> dict[str, Any]:
     """The object in a file, without its format. Raises DataError where it has none, OtherFormat where it
     is not the expected one."""
-    values = read_object(path, "format")
+    values = read_object(path, "format", most=most)
     if (number := values.pop("format")) != expected:
         raise OtherFormat(
             f"{path} has format {number!r}, this version of Forge reads {expected}",
@@ -124,6 +127,16 @@ class RunSettings(Record):
     evaluate: Evaluate = Evaluate()
     sbatch: list[str] | None = None
     """Options for the jobs of `evaluate.every`, from the profile; None without Slurm."""
+
+
+class StageProof(Record):
+    """.snakemake/forge/RUN-….stage.json: that `forge stage` of this project wrote the run's stage record.
+
+    In the project, and not beside the results: the record names the Python that runs on the nodes.
+    """
+
+    record: str
+    """blake3 of stage.json."""
 
 
 # --- trackers --------------------------------------------------------------------------------------

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from forge.core.files import disk_trouble, open_regular
+
 
 def last_lines(path: Path, num_bytes: int) -> tuple[list[str], bool]:
     """The lines in the last `num_bytes` of a file, and whether there are more before them.
 
-    ([], False) where there is no file.
+    ([], False) where there is no file. Raises DataError for a pipe or a device, UnfitError when the disk
+    cannot be read.
     """
     try:
-        with open(path, "rb") as file:
+        with disk_trouble(path, "read"), open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             cut = size > num_bytes
             file.seek(max(0, size - num_bytes))
@@ -37,7 +40,7 @@ class Follower:
 
     def new_lines(self) -> list[str]:
         """Lines completed since the last call, at most BLOCK bytes of them; the others come next."""
-        with open(self.path, "rb") as file:
+        with disk_trouble(self.path, "read"), open_regular(self.path) as file:
             file.seek(self._read)
             complete, newline, _ = file.read(self.BLOCK).rpartition(b"\n")
         self._read += len(complete + newline)

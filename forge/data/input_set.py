@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from forge.core.errors import DataError
-from forge.core.files import digest_file, disk_trouble
+from forge.core.files import MAX_JSON_BYTES, digest_file, disk_trouble
 from forge.core.records import Record
 from forge.data.file_set import Kind, Member
 from forge.data.shards import MANIFEST, PathEntry
@@ -21,6 +21,7 @@ class InputManifest(Record):
     `data/inputs/{id}/hub`."""
 
     FIX: ClassVar[str] = "remove it and rerun the same command"
+    MAX_BYTES: ClassVar[int] = MAX_JSON_BYTES
 
     root: str
     """The deepest directory that has all local files; "" without any."""

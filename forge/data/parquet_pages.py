@@ -47,7 +47,9 @@ def rows_per_batch(path: Path, metadata: Any, column: str) -> int:
         for group in range(metadata.num_row_groups):
             row_group = metadata.row_group(group)
             chunks = (row_group.column(index) for index in range(row_group.num_columns))
-            chunk = next(each for each in chunks if each.path_in_schema == column)
+            chunk = next((each for each in chunks if each.path_in_schema == column), None)
+            if chunk is None:
+                raise ValueError(f"row group {group} has no column {column}")
             pages = list(_pages(file.fileno(), chunk))
             _check_pages(path, pages)
             fitting = (n for n in BATCH_ROWS if _most_bytes(pages, n) <= BATCH_BYTES)

@@ -20,6 +20,7 @@ from forge.core.files import (
     digest_bytes,
     digest_file,
     disk_trouble,
+    open_regular,
     read_json,
     write_json,
 )
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 MANIFEST = "manifest.json"
+MAX_BYTES = 2**28  # of one of them; the largest known tokenizer has 2**25
 TRAINED_EOS = "<|endoftext|>"
 # Tried in this order where neither the config nor tokenizer_config.json names the token.
 COMMON_EOS = (TRAINED_EOS, "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>")
@@ -341,7 +343,14 @@ def _first_bytes(text: str, num_bytes: int) -> str:
 
 def _copy(config: Config) -> _Source:
     path, *beside = content_ids.tokenizer_files(str(config.tokenizer.path))
-    return _Source(path.read_bytes(), beside[0].read_bytes() if beside else None)
+    with disk_trouble(path, "read"):
+        return _Source(_content(path), _content(beside[0]) if beside else None)
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a file of a tokenizer. Raises DataError for one that is none, OSError."""
+    with open_regular(path, MAX_BYTES) as file:
+        return file.read()
 
 
 # --- source: hub --------------------------------------------------------------------------------
@@ -364,8 +373,8 @@ def _fetch(config: Config) -> _Source:
             )
         commit = hub.commit_of(path, TOKENIZER)
         config_path = hub.download(replace(repo, revision=commit), TOKENIZER_CONFIG)
-        tokenizer_config = config_path.read_bytes() if config_path else None
-        return _Source(path.read_bytes(), tokenizer_config, {"commit": commit})
+        tokenizer_config = _content(config_path) if config_path else None
+        return _Source(_content(path), tokenizer_config, {"commit": commit})
 
 
 # --- offline test -------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from forge.preflight.bisection import Broken
 from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, Node, fewest_to_leave_out
 from forge.preflight.isolate import ENDPOINT, Prober
 from forge.preflight.node_checks import Wanted
-from forge.staging.staged import StageRecord, program_folders, staged_python
+from forge.staging.staged import program_folders, stage_record, staged_python
 
 # The nodes' own checks may take this share of the deadline. Where a node is down they take all of it. The
 # ranks' checks have the rest, also where the former had to wait for Slurm.
@@ -198,7 +198,7 @@ def _wanted(
     placement: Placement,
 ) -> dict[str, Wanted]:
     """Requirements for each node, by host."""
-    record = StageRecord.read_if_there(paths.stage)
+    record = stage_record(paths)
     master = rendezvous.host(machine.fabric, placement.hosts[0])
     programs = _programs(config, placement)
     return {

@@ -21,6 +21,7 @@ from forge.core.records import Lock
 from forge.trainer import metrics
 from forge.trainer.metrics import StepLine, TrainLine
 
+TEXTS = ("run", "results", "data", "parent")  # keys of a config that are no sections
 METRICS_BYTES = 2**16  # some 300 lines of metrics.jsonl, for the newest step and the rate
 
 
@@ -70,14 +71,16 @@ class RunFiles:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json; {} where it was not written yet."""
-        return read_object_or_empty(self.paths.config)
+        """config.json; {} where it was not written yet. Without what no config of Forge has there."""
+        values = read_object_or_empty(self.paths.config)
+        return {k: v for k, v in values.items() if isinstance(v, str if k in TEXTS else dict)}
 
     @cached_property
     def goal(self) -> int | None:
         if self.program:
             return self.program.goal_step or None
-        return self.config.get("train", {}).get("max_steps")
+        steps = self.config.get("train", {}).get("max_steps")
+        return steps if isinstance(steps, int) else None
 
     @cached_property
     def program(self) -> Program | None:

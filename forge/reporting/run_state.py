@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from pydantic import ValidationError
 
 from forge.checkpoint import resume
 from forge.checkpoint.sealed import ProgramCheckpoints
@@ -26,6 +28,7 @@ from forge.cluster.pending import (
     slow_advice,
 )
 from forge.core import events
+from forge.core.config import Ids
 from forge.core.errors import DataError, OtherFormat, UnfitError
 from forge.core.events import Event
 from forge.core.files import read_object_or_empty
@@ -507,18 +510,24 @@ def _logs(files: RunFiles) -> list[Path]:
 
 def _logs_of_data(files: RunFiles) -> list[Path]:
     """Where logs of the subcommands may be that make what this run reads, shared with other runs."""
-    data, ids = files.config.get("data"), files.config.get("ids")
-    if not data or not ids:
+    data, ids = files.config.get("data"), _ids(files.config)
+    if not data:
         return []
-    made = [("tokenizer", ids.get("tokenizer")), ("model", ids.get("model"))]
-    tokens = [ids.get("tokens"), *ids.get("sources", {}).values()]
-    for one in tokens:
+    made = [("tokenizer", ids.tokenizer), ("model", ids.model)]
+    for one in [ids.tokens, *ids.sources.values()]:
         # The files of a source from a hub have an id that only the config of its tokens tells.
-        of_tokens = read_object_or_empty(tokens_folder(data, one) / "config.json") if one else {}
-        inputs = of_tokens.get("ids", {}).get("inputs")
-        made += [("inputs", inputs), ("tokenize", one), ("sources", one)]
-    made.append(("inputs", ids.get("inputs")))
+        of_tokens = _ids(read_object_or_empty(tokens_folder(data, one) / "config.json"))
+        made += [("inputs", of_tokens.inputs), ("tokenize", one), ("sources", one)]
+    made.append(("inputs", ids.inputs))
     return [Path(data) / f"logs/{command}-{artifact}.log" for command, artifact in made if artifact]
+
+
+def _ids(config: dict[str, Any]) -> Ids:
+    """The content ids in a config; none where they are no ids."""
+    try:
+        return Ids.model_validate(config.get("ids", {}))
+    except ValidationError:
+        return Ids()
 
 
 def _failed_data(files: RunFiles) -> tuple[Path | None, LoggedError | None]:

@@ -44,7 +44,7 @@ def stage(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path
     seconds = round(time.time() - started, 3)
     said = record.model_dump(include={"bytes", "digest", "folders", "sent"})
     events.record(paths.events, events.Stage(seconds=seconds, **said))
-    record.write(paths.stage)
+    record.keep(paths)
     return paths.stage
 
 

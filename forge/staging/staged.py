@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,9 +13,10 @@ from forge.cluster import slurm
 from forge.cluster.nodes import NodeFailure, NodePool
 from forge.cluster.placement import Placement
 from forge.core.config import ResolvedConfig
-from forge.core.paths import RunPaths, inputs_folder
+from forge.core.files import digest_file
+from forge.core.paths import RunPaths, inputs_folder, stage_proof_file
 from forge.core.process import hostname
-from forge.core.records import Record
+from forge.core.records import Record, StageProof
 from forge.core.terminal import say
 from forge.data.input_set import InputSet, copy_folders
 from forge.launch.rank_records import ProgramFolders
@@ -60,10 +62,36 @@ class StageRecord(Record):
         copied = {name: getattr(project, name) for name in ("python", "source", "source_digest")}
         return self.model_copy(update=copied)
 
+    def keep(self, paths: RunPaths) -> None:
+        """Write stage.json of the run, and in the project that this is it. Raises UnfitError."""
+        self.write(paths.stage)
+        StageProof(record=digest_file(paths.stage)).write(stage_proof_file(paths.root))
+
+
+def stage_record(paths: RunPaths) -> StageRecord | None:
+    """The stage record of this job, which decides what nodes execute and remove; None where `forge stage`
+    of this project did not write it in this job: the directory of a run may come from somebody else, or
+    have been left by another job. Raises DataError for one of ours that is corrupt.
+    """
+    if not paths.stage.exists():
+        return None
+    proof = StageProof.read_if_there(stage_proof_file(paths.root))
+    if proof is None or not paths.stage.is_file() or proof.record != digest_file(paths.stage):
+        return _unused(paths.stage, f"`forge stage` in {Path.cwd()} did not write it")
+    record = StageRecord.read(paths.stage)
+    if record.job != (job := slurm.this_job_id()):
+        return _unused(paths.stage, f"it is of job {record.job}, this is {job or 'no job'}")
+    return record
+
+
+@cache  # said once
+def _unused(path: Path, why: str) -> None:
+    say(f"note: {path} is not used: {why}; ranks read the shared directories")
+
 
 def staged_folders(paths: RunPaths) -> dict[str, str]:
     """The directory of shards or inputs by node; {} where the run was not staged."""
-    record = StageRecord.read_if_there(paths.stage)
+    record = stage_record(paths)
     return record.folders if record else {}
 
 
@@ -71,7 +99,7 @@ def program_folders(config: ResolvedConfig) -> tuple[dict[str, ProgramFolders], 
     """What the ranks of a program read: by node where it was staged, and the shared directories, for
     other nodes."""
     assert config.program
-    record = StageRecord.read_if_there(RunPaths.of(config).stage)
+    record = stage_record(RunPaths.of(config))
     cwd = record.source if record and record.source else str(config.program.folder)
     if not config.ids.inputs:
         return {}, ProgramFolders(cwd=cwd, data="", hub="")
@@ -88,7 +116,7 @@ def program_folders(config: ResolvedConfig) -> tuple[dict[str, ProgramFolders], 
 
 def staged_source_digest(paths: RunPaths) -> str:
     """Digest of the directory in which a program's ranks run; "" where they run in the shared one."""
-    record = StageRecord.read_if_there(paths.stage)
+    record = stage_record(paths)
     return record.source_digest if record else ""
 
 
@@ -99,7 +127,7 @@ def _in_copy(inputs: InputSet, folder: str, cwd: str) -> ProgramFolders:
 
 def staged_python(paths: RunPaths) -> str:
     """The Python for the ranks: that which `stage.project` copied to the nodes, else this process's."""
-    record = StageRecord.read_if_there(paths.stage)
+    record = stage_record(paths)
     return record.python or sys.executable if record else sys.executable
 
 
@@ -109,9 +137,8 @@ def remove_staged(paths: RunPaths, placement: Placement) -> None:
 
     A failure is printed, not raised: the next `stage` on that node removes what is left.
     """
-    record = StageRecord.read_if_there(paths.stage)
-    job = placement.job.id if placement.job else slurm.this_job_id()
-    if record is None or record.job is None or record.job != job or not record.roots:
+    record = stage_record(paths)
+    if record is None or record.job is None or not record.roots:
         return
     whose = {"job": record.job, "run": paths.root.name}
     wanted = {host: {"root": root, **whose} for host, root in record.roots.items()}

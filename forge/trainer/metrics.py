@@ -151,7 +151,7 @@ def write(path: Path, line: Line) -> None:
 
 def read(path: Path) -> list[TrainLine | EvalLine | StepLine]:
     """All lines, oldest first; those that a crash has cut or a person has edited are passed over."""
-    return parse(path.read_text(errors="replace").splitlines()) if path.exists() else []
+    return parse(json_lines.lines(path))
 
 
 def read_last(path: Path, num_bytes: int) -> list[TrainLine | EvalLine | StepLine]:

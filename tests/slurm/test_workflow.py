@@ -63,6 +63,15 @@ def test_raw_text_becomes_a_validated_checkpoint_on_several_nodes_beside_a_run_t
     assert "Nothing to be done" in project.output()
 
 
+def test_cluster_that_slurm_does_not_know_is_refused_by_name_before_anything_is_submitted(
+    new_project: NewProject,
+) -> None:
+    project = new_project(on=1)
+    assert project.end(project.start(env={"SLURM_CLUSTERS": "other"})) != 0
+    assert "is 'other': scontrol: error: No cluster 'other'" in project.output(), project.said()
+    assert project.submitted() == []
+
+
 def test_job_preempted_before_it_trains_is_waited_for(
     new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:

@@ -7,6 +7,7 @@ import pickle
 import random
 import struct
 import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,56 @@ def test_what_is_not_finite_is_noticed(tmp_path, value, dtype):
         dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     [part] = floating_parts(tmp_path)
     assert not part.is_finite()
+
+
+def bombed(file, changed):
+    """Rewrite the tensors in a file: each entry of an archive as `changed` has it."""
+    parts = read_pickled_index(file.parent / ".metadata")
+    data = bytearray(file.read_bytes())
+    for part in parts:
+        begin, end = part.start, part.start + part.bytes
+        packed = io.BytesIO()
+        with (
+            zipfile.ZipFile(io.BytesIO(data[begin:end])) as old,
+            zipfile.ZipFile(packed, "w") as new,
+        ):
+            for name in old.namelist():
+                changed(new, name, old.read(name))
+        with zipfile.ZipFile(
+            packed, "a"
+        ) as new:  # as long as it was; 94 bytes are the name of this entry
+            new.writestr("archive/f", bytes(part.bytes - len(packed.getvalue()) - 94))
+        data[begin:end] = packed.getvalue()
+    assert len(data) == file.stat().st_size
+    file.write_bytes(data)
+
+
+def inflated(archive, name, content):
+    """64 MiB of zeros in place of the numbers, in 64 KiB."""
+    numbers = bytes(2**26) if "/data/" in name else content
+    archive.writestr(name, numbers, zipfile.ZIP_DEFLATED)
+
+
+def asking_for_memory(archive, name, content):
+    call = b"\x80\x02c__builtin__\nbytearray\nJ\x00\x00\x00\x40\x85R."  # of 2**30 bytes
+    archive.writestr(name, call if name.endswith("data.pkl") else content)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        (inflated, r"\d+ bytes would be unpacked to 67\d{6}"),
+        (asking_for_memory, "its pickle calls __builtin__ bytearray"),
+    ],
+)
+def test_tensor_that_takes_more_memory_than_it_has_bytes_is_not_read(tmp_path, changed, why):
+    folder = tmp_path
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"w": torch.rand(2**15)}, checkpoint_id=folder, no_dist=True)
+    bombed(folder / "__0_0.distcp", changed)
+    with pytest.raises(DataError, match=f"cannot read w in __0_0.distcp: .*{why}"):
+        list(floating_parts(folder))
 
 
 def test_index_that_runs_a_command_is_refused_and_does_not_run(folder, tmp_path):

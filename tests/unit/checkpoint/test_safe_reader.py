@@ -8,7 +8,6 @@ import errno
 import json
 import os
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from forge.checkpoint import storage
 from forge.checkpoint.index import INDEX
+from forge.core import files
 from forge.core.errors import DataError, OtherFormat, UnfitError
 
 WEIGHTS = torch.arange(6.0).reshape(2, 3)
@@ -74,10 +74,10 @@ def test_truncated_file_is_bad_data_that_names_it(folder):
 
 
 def test_error_of_the_disk_while_the_index_is_read_is_no_bad_data(folder, monkeypatch):
-    def fail(path, **_):
+    def fail(path, _):
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
-    monkeypatch.setattr(Path, "read_text", fail)
+    monkeypatch.setattr(files, "open_regular", fail)
     with pytest.raises(UnfitError, match=r"index\.json: Input/output error"):
         read(folder)
 
@@ -204,7 +204,7 @@ def test_file_that_is_not_an_index_is_bad_data_that_names_it(folder, kind):
 
 def test_index_of_terabytes_is_refused_unread(folder):
     os.truncate(folder / INDEX, 2**42)  # sparse
-    with pytest.raises(DataError, match=f"it has {2**42} bytes"):
+    with pytest.raises(DataError, match=f"index.json has {2**42} bytes, at most"):
         read(folder)
 
 

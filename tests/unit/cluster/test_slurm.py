@@ -1,5 +1,6 @@
 """What Slurm prints is read as it stands there, on jobs of every kind."""
 
+import os
 import subprocess
 from dataclasses import replace
 
@@ -112,6 +113,30 @@ def test_queries_ignore_what_filters_or_formats_and_only_a_submission_sees_what_
 
     assert seen() == []
     assert seen(submits=True) == ["SBATCH_ACCOUNT=7"]
+
+
+@pytest.mark.parametrize(
+    ("set_by_user", "asked"),
+    [
+        ({}, ""),
+        ({"SLURM_CLUSTERS": "two"}, "two"),
+        ({"SBATCH_CLUSTERS": "two", "SLURM_CLUSTERS": "three"}, "two"),
+        ({"SLURM_CLUSTERS": "two", "SLURM_JOB_ID": "7"}, ""),  # a job's own cluster
+    ],
+)
+def test_queries_submissions_and_the_plugins_commands_ask_the_same_cluster(
+    monkeypatch, set_by_user, asked
+):
+    for name in ("SLURM_JOB_ID", *slurm.CLUSTERS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in set_by_user.items():
+        monkeypatch.setenv(name, value)
+    environments = [slurm.environment(), slurm.environment(submits=True)]
+    monkeypatch.setattr(slurm.os, "environ", dict(os.environ))
+    slurm.settle_environment()
+    for environ in (*environments, slurm.os.environ):
+        wanted = {"SLURM_CLUSTERS": asked} if asked else {}
+        assert {k: v for k, v in environ.items() if k in slurm.CLUSTERS} == wanted
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,25 @@ def test_a_request_that_fits_is_submitted_without_a_message(answers):
     assert len(answers.asked) == 2
 
 
+@pytest.mark.parametrize("several", ["all", "one,two"])
+def test_several_clusters_are_refused_and_one_that_is_not_known_is_named(
+    monkeypatch, answers, several
+):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("SLURM_CLUSTERS", several)
+    with pytest.raises(ConfigError, match=f"is '{several}': not one cluster"):
+        check(answers, TOKENIZE)
+
+    def ask(*_, **__):
+        raise slurm.Refused("scontrol: error: No cluster 'two' known by database.")
+
+    monkeypatch.setenv("SLURM_CLUSTERS", "two")
+    monkeypatch.setattr(submission.slurm, "ask", ask)
+    with pytest.raises(ConfigError, match="is 'two': scontrol: error: No cluster 'two' known"):
+        check(answers, TOKENIZE)
+    assert answers.asked == []  # nothing was planned
+
+
 @pytest.mark.parametrize(
     ("wrong", "told", "fix"),
     [

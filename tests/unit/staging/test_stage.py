@@ -31,6 +31,11 @@ ROOT = Path(__file__).parents[3]
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
 
 
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def config(tmp_path):
     folders = {"results": str(tmp_path / "results"), "data": str(tmp_path / "data")}
