@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from forge import cli
@@ -295,6 +295,7 @@ flips = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 7)), max_size=8
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(flips=flips, cut=st.integers(0, 2000) | st.just(-1))
+@example(flips=[(2045, 0)], cut=-1)  # in the name of the parquet file's column, in its row group
 def test_damage_anywhere_is_text_or_a_message_that_names_the_file(
     tmp_path: Path, name: str, flips: list[tuple[int, int]], cut: int
 ) -> None:
