@@ -22,6 +22,7 @@ from forge.cluster.job_requests import Request
 from forge.cluster.partitions import Node, Partition, read_partitions
 from forge.core.errors import ConfigError
 from forge.core.terminal import one_line
+from forge.core.values import shown
 
 TEST_SEC = 60.0  # sbatch --test-only plans the whole queue on a busy controller
 
@@ -244,8 +245,18 @@ def fitting_nodes(request: Request, partition: Partition) -> list[Node]:
 
 
 def check_folders(folders: Iterable[Path], say: Callable[[str], None]) -> None:
-    """Warn about directories that other nodes probably do not see. No error: this may be a node."""
+    """Warn about directories that other nodes probably do not see: no error, this may be a node.
+
+    Raises ConfigError for a name that would not reach the job: the executor plugin passes the job's
+    command to sbatch in double quotes (--wrap), where the shell replaces some characters.
+    """
     for folder in dict.fromkeys(folder.resolve() for folder in folders):
+        if special := sorted({*"$`\\"} & {*str(folder)}):
+            raise ConfigError(
+                f"a Slurm job cannot be given the path {shown(str(folder))}:"
+                f" the shell replaces {' and '.join(special)} in it",
+                fix="rename the directory; blanks, quotes and semicolons do no harm",
+            )
         if storage := _local_storage(folder):
             say(
                 f"{folder} is on {storage} of this machine: other machines do not see it, and a job"

@@ -183,7 +183,7 @@ def new_project(
             yaml.safe_load(tiny_config.read_text()) | CHEAP_VALIDATION | given.pop("values", {})
         )
         return Project.make(
-            shared_folder / "project",
+            shared_folder / given.pop("name", "project"),
             cluster,
             values=values,
             names=nodes(on) if on else cluster.nodes,

@@ -26,7 +26,8 @@ def test_raw_text_becomes_a_validated_checkpoint_on_several_nodes_beside_a_run_t
 ) -> None:
     few = TINY_CONFIG["train"] | {"max_steps": 20}
     project = new_project(
-        values={"data": str(shared_folder / "data"), "validate": {}, "train": few}
+        name="o dd;'q & project",  # quoted by Snakemake, its plugin, sbatch and the shells of a job
+        values={"data": str(shared_folder / "da ta"), "validate": {}, "train": few},
     )
     # Snakemake delivers texts; the job must get them as numbers, too.
     goal = ("--config", f"train={{max_steps: {GOAL}}}")

@@ -253,6 +253,12 @@ def test_folder_on_a_local_disk_is_not_reported():
     assert lines == []
 
 
+@pytest.mark.parametrize("name", ["a$b", "a`b", "a\\b"])
+def test_path_that_a_job_could_not_be_given_is_refused(name, tmp_path):
+    with pytest.raises(ConfigError, match="a Slurm job cannot be given the path"):
+        submission.check_folders([tmp_path / name / "project"], lambda _: None)
+
+
 # --- what jobs ask for -----------------------------------------------------------------------------
 
 
