@@ -230,8 +230,8 @@ def begin(paths: RunPaths, step: int, size: int = 0) -> Path:
     with disk_trouble(folder):
         failpoints.reach("save.begin", folder)
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        free = shutil.disk_usage(folder).free
+        paths.checkpoints.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(paths.checkpoints).free
     needed = size + SPARE_BYTES
     if free < needed:
         raise DiskFull(
@@ -240,6 +240,8 @@ def begin(paths: RunPaths, step: int, size: int = 0) -> Path:
             cause="the disk is almost full",
             fix="free space and rerun the same command; what was committed before is intact",
         )
+    with disk_trouble(folder):
+        folder.mkdir()
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -304,7 +305,8 @@ class World:
 
 def _patience_sec() -> float:
     """Seconds for which ranks wait for work of others, such as file access."""
-    return max(SLOWEST_DISK_SEC, heartbeat.timeout_sec)
+    timeout_sec = heartbeat.timeout_sec if math.isfinite(heartbeat.timeout_sec) else 0
+    return max(SLOWEST_DISK_SEC, timeout_sec)
 
 
 @contextmanager
