@@ -229,7 +229,7 @@ def written(spec: LaunchSpec) -> list[RankRecord]:
     return [RankRecord.read_file(path) for path in spec.directory.glob("rank-*.json")]
 
 
-def provisional(spec: LaunchSpec) -> list[RankRecord]:
+def stalled(spec: LaunchSpec) -> list[RankRecord]:
     """The records of ranks that are stalled now."""
     return [RankRecord.read_file(path) for path in spec.directory.glob("rank-*.provisional")]
 

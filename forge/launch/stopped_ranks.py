@@ -16,7 +16,7 @@ from forge.cluster import slurm
 from forge.core.errors import DataError
 from forge.core.files import read_object_or_empty
 from forge.core.process import Process
-from forge.launch.rank_records import LaunchSpec, RankRecord, mark_stopped, pid_file, provisional
+from forge.launch.rank_records import LaunchSpec, RankRecord, mark_stopped, pid_file, stalled
 
 LOOK_SEC = 0.25  # between two looks at the directory of the launch, which is shared
 ASK_SEC = 20.0
@@ -37,7 +37,7 @@ class StoppedRanks:
             return
         self._looked = now
         with suppress(OSError, DataError):  # a record is withdrawn meanwhile
-            records = provisional(self._spec)
+            records = stalled(self._spec)
             waiting = sum(record.status == "failed" for record in records)
             self._is_asked = self._is_asked and waiting > 0
             # Once no more of them come: the nodes of the others alone are asked.

@@ -11,30 +11,14 @@ from support.live_run import wait_until
 
 from forge.cluster import slurm
 from forge.core.files import write_json
-from forge.core.machine import Machine
 from forge.core.process import Process
 from forge.launch import lost_ranks
 from forge.launch.heartbeat import Activity
-from forge.launch.rank_records import LaunchSpec, PreflightTask, RankRecord, pid_file
+from forge.launch.rank_records import RankRecord, pid_file
 from forge.launch.stopped_ranks import StoppedRanks
 from forge.launch.watchdog import provisional
 
 WAITING = Activity(18, "all-reduce of gradients in step 18", waits=True, sec=30, stalled=True)
-
-
-@pytest.fixture
-def spec(tmp_path):
-    spec = LaunchSpec(
-        task=PreflightTask(patience_sec=5, nccl_file=""),
-        run=str(tmp_path),
-        launch="now",
-        machine=Machine(),
-        nodes=1,
-        ranks_per_node=2,
-        launcher=Process.current(),
-    )
-    spec.write(spec.path)
-    return spec
 
 
 @pytest.fixture

@@ -7,10 +7,9 @@ import time
 import pytest
 
 from forge.cluster import slurm
-from forge.core.machine import Machine
-from forge.core.process import Process, hostname
+from forge.core.process import hostname
 from forge.launch.heartbeat import Heartbeat
-from forge.launch.rank_records import LaunchSpec, PreflightTask, RankRecord
+from forge.launch.rank_records import RankRecord
 from forge.launch.watchdog import Watchdog
 
 
@@ -21,21 +20,6 @@ class Stalling(Heartbeat):
         self.now = 0.0
         super().__init__(lambda: self.now)
         self.timeout_sec = 60.0
-
-
-@pytest.fixture
-def spec(tmp_path):
-    spec = LaunchSpec(
-        task=PreflightTask(patience_sec=5, nccl_file=""),
-        run=str(tmp_path),
-        launch="now",
-        machine=Machine(),
-        nodes=1,
-        ranks_per_node=4,
-        launcher=Process.current(),
-    )
-    spec.write(spec.path)
-    return spec
 
 
 @pytest.fixture
