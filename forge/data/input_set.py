@@ -9,8 +9,7 @@ from typing import ClassVar, Self
 from forge.core.errors import DataError
 from forge.core.files import MAX_JSON_BYTES, digest_file, disk_trouble
 from forge.core.records import Record
-from forge.data.file_set import Kind, Member
-from forge.data.shards import MANIFEST, PathEntry
+from forge.data.shards import MANIFEST, Kind, Member, PathEntry
 
 # Directories beside the manifest: of local files in a copy, and of downloads everywhere.
 DATA, HUB = "data", "hub"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, ClassVar, Literal, Self
+from typing import IO, Any, ClassVar, Literal, Protocol, Self
 
 import blake3
 import numpy as np
@@ -27,7 +27,48 @@ from forge.core.files import (
     digest_file,
     read_json,
 )
-from forge.data.file_set import Kind, Member
+
+Kind = Literal["shards", "inputs"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file or link, and its name in an archive and in a copy."""
+
+    path: Path
+    name: str
+    num_bytes: int
+
+
+class FileSet(Protocol):
+    """The files that the manifest in `folder` lists: the token shards of a corpus (`data.shards`), or the
+    input files of a program (`data.input_set`)."""
+
+    @property
+    def kind(self) -> Kind: ...
+
+    @property
+    def folder(self) -> Path:
+        """The directory that has the manifest."""
+
+    @property
+    def digest(self) -> str:
+        """Names a copy: sets with the same digest have the same files with the same content."""
+
+    @property
+    def members(self) -> list[Member]:
+        """All files but the manifest."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files, without the manifest."""
+
+    def verify(self, share: tuple[int, int] = (0, 1)) -> None:
+        """Verify digests. share: (i, n) verifies every n-th file from the i-th on, for n readers.
+
+        Raises DataError that names the first file that is missing, truncated or changed.
+        """
+
 
 FORMAT: Literal[1] = 1
 MANIFEST = "manifest.json"

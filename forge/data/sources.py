@@ -19,8 +19,7 @@ from forge.core.files import digest_bytes, read_json
 from forge.core.paths import tokens_folder
 from forge.core.records import Record
 from forge.core.terminal import say
-from forge.data.file_set import Kind, Member
-from forge.data.shards import DIGEST, MANIFEST, Entry, ShardSet
+from forge.data.shards import DIGEST, MANIFEST, Entry, Kind, Member, ShardSet
 
 AGAIN = "run `forge tokenize CONFIG` again"
 

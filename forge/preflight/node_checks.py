@@ -33,8 +33,7 @@ from forge.core.errors import DataError, UnfitError
 from forge.core.files import atomic_open, disk_trouble
 from forge.core.machine import Fabric, Machine
 from forge.core.process import hostname, node_local_folder
-from forge.data.file_set import Kind
-from forge.data.shards import MANIFEST
+from forge.data.shards import MANIFEST, Kind
 from forge.launch.rank_records import ProgramFolders
 from forge.preflight import packages
 from forge.staging.on_node import open_copy

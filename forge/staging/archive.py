@@ -33,7 +33,7 @@ from forge.core.errors import DataError
 from forge.core.files import disk_trouble, read_json, write_json
 from forge.core.process import hostname
 from forge.core.terminal import progress
-from forge.data.file_set import Member
+from forge.data.shards import Member
 
 # Chunks sent in parallel use every link of the broadcast tree: half the time of one file (see bench).
 PARALLEL_CHUNKS = 8

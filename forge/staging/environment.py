@@ -33,7 +33,7 @@ from forge.core.errors import ConfigError, UnfitError
 from forge.core.files import short_id
 from forge.core.machine import Machine, Stage
 from forge.core.terminal import say
-from forge.data.file_set import Member
+from forge.data.shards import Member
 from forge.data.source import source_digest, source_files
 from forge.staging.archive import DIRECTORIES, Archive, make_archive
 from forge.staging.on_node import SPARE_BYTES, link_mbit, private_root

@@ -38,9 +38,8 @@ from forge.core.files import (
 )
 from forge.core.process import node_local_folder
 from forge.core.terminal import progress
-from forge.data.file_set import FileSet, Kind, Member
 from forge.data.input_set import InputSet
-from forge.data.shards import MANIFEST
+from forge.data.shards import MANIFEST, FileSet, Kind, Member
 from forge.data.sources import open_tokens
 
 SPARE_BYTES = 256 * 2**20  # left free for other users of the node

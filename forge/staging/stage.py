@@ -13,8 +13,8 @@ from forge.core.config import ResolvedConfig
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths, inputs_folder, tokens_folder
 from forge.core.process import node_local_folder
-from forge.data.file_set import FileSet
 from forge.data.input_set import InputSet
+from forge.data.shards import FileSet
 from forge.data.sources import open_tokens
 from forge.staging.to_nodes import stage_nodes
 

@@ -17,8 +17,7 @@ from forge.core.errors import UnfitError
 from forge.core.machine import Machine, Stage
 from forge.core.process import hostname
 from forge.core.terminal import progress, say
-from forge.data.file_set import FileSet, Member
-from forge.data.shards import MANIFEST
+from forge.data.shards import MANIFEST, FileSet, Member
 from forge.staging import on_node
 from forge.staging.archive import Archive, make_archive
 from forge.staging.environment import stage_project

@@ -11,7 +11,7 @@ import pytest
 from forge.core.errors import DataError
 from forge.core.files import digest_file
 from forge.core.process import hostname
-from forge.data.file_set import Member
+from forge.data.shards import Member
 from forge.staging import archive, environment, on_node
 from forge.staging.archive import Archive, make_archive
 
