@@ -24,7 +24,7 @@ from forge.core.records import Trained
 from forge.core.terminal import say
 from forge.data import model
 from forge.data.input_set import InputSet
-from forge.data.source import source_digest
+from forge.data.inputs import source_digest
 from forge.launch.launcher import run_ranks
 from forge.launch.program_rank import (
     heartbeat_file,

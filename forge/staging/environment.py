@@ -33,8 +33,8 @@ from forge.core.errors import ConfigError, UnfitError
 from forge.core.files import short_id
 from forge.core.machine import Machine, Stage
 from forge.core.terminal import say
+from forge.data.inputs import source_digest, source_files
 from forge.data.shards import Member
-from forge.data.source import source_digest, source_files
 from forge.staging.archive import DIRECTORIES, Archive, make_archive
 from forge.staging.on_node import SPARE_BYTES, link_mbit, private_root
 from forge.staging.sbcast import COMPRESS_PROGRAMS_BELOW, Broadcast, Broken, is_slower

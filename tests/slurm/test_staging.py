@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from forge.cluster import exclude
-from forge.data.source import source_digest
+from forge.data.inputs import source_digest
 from tools.slurm_cluster.cluster import Cluster
 
 ROOT = f"/tmp/forge-{os.getuid()}"

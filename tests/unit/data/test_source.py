@@ -1,6 +1,6 @@
 """The code of another program: which files belong to it, and that a change of them is another digest."""
 
-from forge.data.source import source_digest, source_files
+from forge.data.inputs import source_digest, source_files
 
 
 def test_code_has_another_digest_when_it_changes_and_keys_are_no_part_of_it(tmp_path):

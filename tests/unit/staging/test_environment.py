@@ -19,7 +19,7 @@ from forge.cluster.slurm import Job
 from forge.core.config import Config, checked
 from forge.core.errors import ConfigError
 from forge.core.machine import load_machine
-from forge.data.source import source_digest
+from forge.data.inputs import source_digest
 from forge.staging import environment
 from forge.staging.environment import Part
 
