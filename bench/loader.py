@@ -17,7 +17,7 @@ import torch
 
 from forge.core.mix import Stage
 from forge.data.loader import Loader, Windows
-from forge.data.mixed_order import MixedOrder
+from forge.data.sample_order import MixedOrder
 
 NUM_TOKENS = 50_000_000
 

@@ -15,7 +15,7 @@ from forge.core.values import shown
 Mix = dict[str, float | int] | list[dict[str, float | int]]
 
 STEP = "step"
-# Smallest share of all samples. A smaller share would need blocks of more samples (data/mixed_order.py).
+# Smallest share of all samples. A smaller share would need blocks of more samples (data/sample_order.py).
 MIN_SHARE = Fraction(1, 100_000)
 
 

@@ -2,7 +2,7 @@
 
 A sample is a window of seq_len + 1 tokens of one shard; windows start at multiples of seq_len. The
 position in the data is one number: sample g of the run is window permute(g mod n) of epoch g div n,
-where n is the number of windows; with several sources `data.mixed_order` says which window it is. Step s
+where n is the number of windows; with several sources `data.sample_order` says which window it is. Step s
 trains on batch s, or a later one where batches are left out (`data.left_out`). So a checkpoint needs no
 loader state.
 """
@@ -18,8 +18,7 @@ import torch
 from forge.core.errors import DataError
 from forge.core.train import samples_per_rank
 from forge.data.left_out import LeftOut
-from forge.data.mixed_order import MixedOrder
-from forge.data.permutation import in_epochs
+from forge.data.sample_order import MixedOrder, in_epochs
 from forge.data.shards import Shard
 
 # Number of samples whose order is computed at a time: a call costs 0.2 ms, a sample 0.06 us.

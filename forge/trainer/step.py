@@ -15,7 +15,7 @@ from forge.core import failpoints
 from forge.core.train import Train
 from forge.data.left_out import LeftOut
 from forge.data.loader import NOTHING, Loader
-from forge.data.mixed_order import MixedOrder
+from forge.data.sample_order import MixedOrder
 from forge.data.prefetch import Prefetcher
 from forge.data.source_windows import joined
 from forge.data.sources import Tokens

@@ -9,7 +9,7 @@ import torch
 from forge.core.mix import Stage
 from forge.data.left_out import LeftOut
 from forge.data.loader import Loader, Windows
-from forge.data.mixed_order import MixedOrder
+from forge.data.sample_order import MixedOrder
 from forge.data.shards import Shard
 
 # At step 20 two batches, then at step 28 four and three more.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from forge.core.errors import ConfigError, DataError
 from forge.data.loader import Loader, Windows, eval_batches
-from forge.data.permutation import permute
+from forge.data.sample_order import permute
 
 # A test that waits for a busy machine is not a failure.
 unhurried = settings(deadline=None, max_examples=50)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forge.core.errors import ConfigError, DataError
 from forge.core.mix import Stage
 from forge.data.loader import Loader, Windows
-from forge.data.mixed_order import MixedOrder
+from forge.data.sample_order import MixedOrder
 from forge.data.shards import Shard
 from forge.data.source_windows import windows_by_source
 
