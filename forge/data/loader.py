@@ -9,7 +9,7 @@ loader state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from forge.core.errors import DataError
 from forge.core.train import samples_per_rank
 from forge.data.left_out import LeftOut
 from forge.data.sample_order import MixedOrder, in_epochs
-from forge.data.shards import Shard
+from forge.data.shards import Shard, Split
+from forge.data.sources import Tokens
 
 # Number of samples whose order is computed at a time: a call costs 0.2 ms, a sample 0.06 us.
 SAMPLES_AT_ONCE = 2**14
@@ -143,3 +144,29 @@ def split(windows: np.ndarray) -> Any:
     """Split windows [B, seq_len + 1] into inputs and targets, int64 [B, seq_len] each."""
     tokens = torch.from_numpy(windows)
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def windows_by_source(tokens: Tokens, split: Split, seq_len: int) -> dict[str, Windows]:
+    """The windows of a split, sorted by source; a single corpus has no name. DataError where a source has
+    none."""
+    return {
+        name: Windows(getattr(shards, split), seq_len, split=f"{name} {split}".strip())
+        for name, shards in tokens.by_source.items()
+    }
+
+
+def joined_windows(tokens: Tokens, seq_len: int) -> Windows:
+    """The windows of all training splits, numbered through the sources."""
+    shards = [shard for of_source in tokens.by_source.values() for shard in of_source.train]
+    return Windows(shards, seq_len)
+
+
+def spread_over_sources(windows: Mapping[str, Windows], numbers: np.ndarray) -> np.ndarray:
+    """A window for each number, from all sources in turn, int64 [len(numbers), seq_len + 1]. A source
+    that has no more windows begins again."""
+    of_source = list(windows.values())
+    rows = []
+    for number in numbers.tolist():
+        turn, source = divmod(number, len(of_source))
+        rows.append(of_source[source].gather(np.array([turn % of_source[source].num_samples])))
+    return np.concatenate(rows)

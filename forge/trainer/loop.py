@@ -28,8 +28,8 @@ from forge.core.paths import RunPaths, tokenizer_folder
 from forge.core.process import hostname
 from forge.core.provenance import versions
 from forge.core.terminal import say
+from forge.data.loader import windows_by_source
 from forge.data.shards import MANIFEST
-from forge.data.source_windows import windows_by_source
 from forge.data.sources import Tokens, digests_by_source, open_tokens
 from forge.launch.heartbeat import heartbeat
 from forge.launch.process_group import World, dump_collectives, is_peer_loss

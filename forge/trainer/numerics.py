@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from forge.data.loader import Windows
-from forge.data.source_windows import spread
+from forge.data.loader import Windows, spread_over_sources
 from forge.trainer import cpu
 
 # Samples in the reference batch of a rank: enough to detect a wrong weight, cheap in a stop before the
@@ -64,4 +63,4 @@ def reference_batch(windows: Mapping[str, Windows], rank: int) -> np.ndarray[Any
     """The validation windows in a rank's reference batch, of all sources in turn, int64
     [REFERENCE_SAMPLES, seq_len + 1]."""
     numbers = np.arange(rank * REFERENCE_SAMPLES, (rank + 1) * REFERENCE_SAMPLES)
-    return spread(windows, numbers)
+    return spread_over_sources(windows, numbers)

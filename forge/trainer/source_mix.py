@@ -14,8 +14,8 @@ from forge.core.config import ResolvedConfig
 from forge.core.mix import stage_at
 from forge.core.train import Train
 from forge.data.left_out import LeftOut
+from forge.data.loader import windows_by_source
 from forge.data.sample_order import MixedOrder
-from forge.data.source_windows import windows_by_source
 from forge.data.sources import SourceSet, Tokens
 
 

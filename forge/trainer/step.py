@@ -14,10 +14,9 @@ import torch
 from forge.core import failpoints
 from forge.core.train import Train
 from forge.data.left_out import LeftOut
-from forge.data.loader import NOTHING, Loader
-from forge.data.sample_order import MixedOrder
+from forge.data.loader import NOTHING, Loader, joined_windows
 from forge.data.prefetch import Prefetcher
-from forge.data.source_windows import joined
+from forge.data.sample_order import MixedOrder
 from forge.data.sources import Tokens
 from forge.launch.heartbeat import heartbeat
 from forge.launch.process_group import World, named
@@ -131,7 +130,7 @@ def train_loader(
     """This rank's batches. order: of the samples of several sources. DataError if no shard holds a
     sequence, ConfigError if the ranks cannot share a batch."""
     loader = Loader(
-        joined(tokens, settings.seq_len),
+        joined_windows(tokens, settings.seq_len),
         seed=settings.seed,
         batch_size=settings.batch_size,
         rank=world.rank.rank,

@@ -11,8 +11,7 @@ import torch
 
 from forge.checkpoint import storage
 from forge.core.config import ResolvedConfig
-from forge.data.loader import Windows, eval_batches, split
-from forge.data.source_windows import windows_by_source
+from forge.data.loader import Windows, eval_batches, split, windows_by_source
 from forge.data.sources import Tokens, open_tokens
 from forge.launch.process_group import World
 from forge.launch.rank_records import LossesTask, RankRecord

@@ -27,7 +27,6 @@ TENSORS = {
     *(
         "data.loader",
         "data.prefetch",
-        "data.source_windows",
         "launch.device",
         "launch.process_group",
         "launch.torch_private",

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from forge.core.errors import ConfigError, DataError
 from forge.core.mix import Stage
-from forge.data.loader import Loader, Windows
+from forge.data.loader import Loader, Windows, windows_by_source
 from forge.data.sample_order import MixedOrder
 from forge.data.shards import Shard
-from forge.data.source_windows import windows_by_source
 
 unhurried = settings(deadline=None, max_examples=25)
 WEIGHTS = st.one_of(st.just(0.0), st.floats(0.001, 10), st.integers(1, 9).map(float))
