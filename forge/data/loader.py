@@ -1,4 +1,4 @@
-"""Sample order: the tokens of each step, exact after a resume and with any world size.
+"""Loader: windows of tokens, and the batch of each step, exact after a resume and with any world size.
 
 A sample is a window of seq_len + 1 tokens of one shard; windows start at multiples of seq_len. The
 position in the data is one number: sample g of the run is window permute(g mod n) of epoch g div n,
@@ -10,6 +10,7 @@ loader state.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from forge.data.sources import Tokens
 # Number of samples whose order is computed at a time: a call costs 0.2 ms, a sample 0.06 us.
 SAMPLES_AT_ONCE = 2**14
 NOTHING = LeftOut()
+
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Windows:
@@ -170,3 +173,33 @@ def spread_over_sources(windows: Mapping[str, Windows], numbers: np.ndarray) -> 
         turn, source = divmod(number, len(of_source))
         rows.append(of_source[source].gather(np.array([turn % of_source[source].num_samples])))
     return np.concatenate(rows)
+
+
+class Prefetcher:
+    """A loader's batches in pinned memory, from which a copy to the GPU does not stop the host.
+
+    One thread gathers the batch after the one that was asked for last.
+    """
+
+    def __init__(self, loader: Loader, device: torch.device) -> None:
+        self._loader, self._pinned = loader, device.type == "cuda"
+        # A new thread has device 0, where pinning would create a context.
+        prepare = (torch.cuda.set_device, (device,)) if self._pinned else (None, ())
+        self._thread = ThreadPoolExecutor(1, "loader", *prepare)
+        self._next: tuple[int, Future[Batch]] | None = None
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a step, as Loader.batch gives it. Raises what the loader raised in the thread."""
+        if self._next is None or self._next[0] != step:
+            self._next = self._begin(step)
+        wanted, self._next = self._next[1], self._begin(step + 1)
+        return wanted.result()
+
+    def _begin(self, step: int) -> tuple[int, Future[Batch]]:
+        return step, self._thread.submit(self._gather, step)
+
+    def _gather(self, step: int) -> Batch:
+        inputs, targets = (tokens.contiguous() for tokens in self._loader.batch(step))
+        if self._pinned:
+            return inputs.pin_memory(), targets.pin_memory()
+        return inputs, targets

@@ -14,8 +14,7 @@ import torch
 from forge.core import failpoints
 from forge.core.train import Train
 from forge.data.left_out import LeftOut
-from forge.data.loader import NOTHING, Loader, joined_windows
-from forge.data.prefetch import Prefetcher
+from forge.data.loader import NOTHING, Loader, Prefetcher, joined_windows
 from forge.data.sample_order import MixedOrder
 from forge.data.sources import Tokens
 from forge.launch.heartbeat import heartbeat

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from forge.core.machine import Machine
 from forge.core.model import Model
 from forge.core.train import Train
-from forge.data.prefetch import Prefetcher
+from forge.data.loader import Prefetcher
 from forge.launch.process_group import World, joined
 from forge.launch.rank import Rank
 from forge.trainer.initialize import initialize, initialized

@@ -26,7 +26,6 @@ MODULES = {
 TENSORS = {
     *(
         "data.loader",
-        "data.prefetch",
         "launch.device",
         "launch.process_group",
         "launch.torch_private",

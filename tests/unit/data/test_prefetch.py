@@ -4,8 +4,7 @@ import pytest
 import torch
 from support import shards
 
-from forge.data.loader import Loader, Windows
-from forge.data.prefetch import Prefetcher
+from forge.data.loader import Loader, Prefetcher, Windows
 
 
 @pytest.fixture
