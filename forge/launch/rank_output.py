@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from forge.core import terminal
-from forge.core.tail import Follower
+from forge.core.json_lines import Follower
 from forge.core.terminal import Progress, say
 
 MESSAGES, BAR = "console", "progress.json"

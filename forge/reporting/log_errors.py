@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from forge.core.tail import last_lines
+from forge.core.json_lines import last_lines
 from forge.core.terminal import one_line
 
 SEARCHED_BYTES = 2**20  # of the end of a log

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from forge.core import events
 from forge.core.errors import ConfigError
+from forge.core.json_lines import Follower, last_lines
 from forge.core.paths import RunPaths
-from forge.core.tail import Follower, last_lines
 from forge.core.terminal import is_terminal, print_plain, visible
 from forge.reporting.log_errors import (
     SEARCHED_BYTES,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from forge.core import events
 from forge.core.events import Event
+from forge.core.json_lines import Follower
 from forge.core.paths import RunPaths
-from forge.core.tail import Follower
 from forge.trainer import metrics
 from forge.trainer.metrics import EvalLine, Line, StepLine, TrainLine
 

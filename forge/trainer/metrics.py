@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from forge.core import json_lines
-from forge.core.tail import last_lines
+from forge.core.json_lines import last_lines
 
 # Dense bf16 tensor-core peaks in FLOP/s. Source: NVIDIA's data sheets, most of which give the peak with
 # sparsity, twice as much (B200: HGX B200, 36 PFLOP/s for 8 GPUs; GB200: NVL72, 360 PFLOP/s for 72).

@@ -15,8 +15,8 @@ from support import happenings
 from forge import cli
 from forge.core import events
 from forge.core.errors import ConfigError
+from forge.core.json_lines import last_lines
 from forge.core.paths import RunPaths
-from forge.core.tail import last_lines
 from forge.reporting import logs
 from forge.reporting.log_errors import find, group
 
