@@ -7,10 +7,10 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, TypeVar
 
 import blake3
 from pydantic import AfterValidator
@@ -273,3 +273,26 @@ def read_object_or_empty(path: Path) -> dict[str, Any]:
     except (ForgeError, OSError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+T = TypeVar("T")
+
+
+def utf8_bytes(text: str) -> int:
+    """The length of a text in UTF-8. Most texts are ASCII: no copy is made of them."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def grouped(items: Iterable[T], size: Callable[[T], int], limit: float) -> Iterator[list[T]]:
+    """The items in their order, in groups of at most `limit`; a larger item is a group of its own."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        item_size = size(item)
+        if group and total + item_size > limit:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += item_size
+    if group:
+        yield group

@@ -20,7 +20,7 @@ import blake3
 import orjson
 
 from forge.core.errors import DataError
-from forge.core.grouping import num_bytes
+from forge.core.files import utf8_bytes
 from forge.core.terminal import say
 from forge.core.tokenize import Tokenize
 from forge.data import hub
@@ -326,10 +326,10 @@ def _split_text(pieces: Iterator[str], separator: str | None, path: str) -> Iter
         # Only new text can complete a separator: a long document is not searched again.
         searched = max(0, len(held) - len(separator or "") + 1)
         held += piece
-        held_bytes += num_bytes(piece)
+        held_bytes += utf8_bytes(piece)
         if separator and held.find(separator, searched) >= 0:
             *documents, held = held.split(separator)
-            held_bytes = num_bytes(held)
+            held_bytes = utf8_bytes(held)
             yield from documents
         _check_length(
             held_bytes,

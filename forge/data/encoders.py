@@ -13,7 +13,7 @@ import psutil
 from numpy.typing import NDArray
 
 from forge.core.errors import DataError
-from forge.core.grouping import grouped
+from forge.core.files import grouped
 from forge.data.tokenizer import LoadedTokenizer
 
 # Amortizes the overhead of a call. While encoding, the library needs about 130 bytes per byte of text

@@ -22,8 +22,14 @@ from pydantic import ValidationError
 
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, UnfitError
-from forge.core.files import atomic_open, digest_file, disk_trouble, fsync_folder
-from forge.core.grouping import grouped, num_bytes
+from forge.core.files import (
+    atomic_open,
+    digest_file,
+    disk_trouble,
+    fsync_folder,
+    grouped,
+    utf8_bytes,
+)
 from forge.core.paths import tokenizer_folder, tokens_folder
 from forge.core.process import stop_with_parent
 from forge.core.terminal import progress, say
@@ -429,7 +435,7 @@ def _write_tokens(
     """Write documents of ids that exist already."""
 
     def consumed(num_bytes: int) -> None:
-        _read_bytes[number] += num_bytes
+        _read_bytes[number] += utf8_bytes
 
     eos, settings = np.array([tokenizer.eos_id], dtype=np.uint32), _job.settings
     for file in files:
@@ -456,7 +462,7 @@ def _write_text(
     eos = np.array([tokenizer.eos_id], dtype=np.uint32)
     val_fraction = _job.settings.val_fraction
     num_documents = 0
-    for batch in grouped(documents, num_bytes, BATCH_BYTES):
+    for batch in grouped(documents, utf8_bytes, BATCH_BYTES):
         try:
             encoded = encode(batch)
             parts: dict[Split, list[Ids]] = {split: [] for split in SPLITS}

@@ -20,7 +20,7 @@ from forge.checkpoint.mix_at_start import MixAtStart
 from forge.cluster.network import available_cores
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, UnfitError
-from forge.core.grouping import grouped
+from forge.core.files import grouped
 from forge.core.records import Sample, Trained
 from forge.launch.rank_records import LossesTask
 from forge.trainer import llama, optim

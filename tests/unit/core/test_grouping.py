@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.core.grouping import grouped
+from forge.core.files import grouped
 
 
 @given(st.lists(st.integers(0, 9)), st.integers(1, 20))
