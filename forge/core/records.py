@@ -5,12 +5,13 @@ Each file has the number of its format; a file of another version of Forge is re
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from forge.core.checks import Check
 from forge.core.errors import DataError, OtherFormat
 from forge.core.evaluation import Evaluate
 from forge.core.files import MAX_SMALL_JSON_BYTES, RelativePath, read_object, write_json
@@ -345,3 +346,26 @@ class Evaluations(Record):
     evaluate: Evaluate
     evaluations: list[Evaluation]
     """Evaluations in the order of steps; the last is of `step`."""
+
+
+Status = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """Result of a check: what is wrong, the likely cause, and what to do about it."""
+
+    name: str
+    status: Status
+    message: str
+    fix: str = ""
+    cause: str = ""
+
+
+def failed_checks(checks: Iterable[Check]) -> list[Check]:
+    return [check for check in checks if check.status == "fail"]
+
+
+def summary_of_checks(checks: Iterable[Check]) -> str:
+    """Names and messages of all checks, in one line."""
+    return "; ".join(f"{check.name}: {check.message}" for check in checks)

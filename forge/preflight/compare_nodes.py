@@ -11,9 +11,9 @@ from typing import Any
 from forge.cluster import rendezvous
 from forge.cluster.nodes import NodeFailure, NodePool
 from forge.cluster.placement import Placement
-from forge.core import checks
-from forge.core.checks import Check
+from forge.core import records
 from forge.core.machine import Machine
+from forge.core.records import Check
 from forge.preflight import packages
 from forge.preflight.node_checks import Wanted, check_node, reach_sec
 
@@ -33,12 +33,12 @@ class Node:
     """One node: its checks, and the facts that are compared between nodes."""
 
     name: str
-    checks: list[Check]
+    records: list[Check]
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def failed(self) -> list[Check]:
-        return checks.failed(self.checks)
+        return records.failed_checks(self.checks)
 
     @property
     def is_healthy(self) -> bool:
@@ -47,7 +47,7 @@ class Node:
     @property
     def reason(self) -> str:
         """Why the node is unhealthy, in one line."""
-        return checks.summary(self.failed)
+        return records.summary_of_checks(self.failed)
 
     @property
     def line(self) -> str:
@@ -359,5 +359,5 @@ def bad_nodes(nodes: Sequence[Node]) -> dict[str, str]:
     for node in nodes:
         own = [c for c in node.failed if c.name in OWN or c.name not in {*everywhere, UNCLEAR}]
         if own:
-            reasons[node.name] = checks.summary(own)
+            reasons[node.name] = records.summary_of_checks(own)
     return reasons

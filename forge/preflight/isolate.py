@@ -16,11 +16,11 @@ from pathlib import Path
 from forge.cluster import rendezvous
 from forge.cluster.placement import Placement, WorldLayout
 from forge.cluster.rendezvous import EndpointError
-from forge.core import checks
-from forge.core.checks import Check
+from forge.core import records
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import stop_with_parent
+from forge.core.records import Check
 from forge.core.terminal import say
 from forge.launch.launcher import run_ranks
 from forge.launch.rank_records import PreflightTask
@@ -195,7 +195,7 @@ class Prober:
 
 def _failure(results: Sequence[Check]) -> str:
     """Why a trial failed, in one line; empty where it did not."""
-    return " ".join(checks.summary(checks.failed(results)).split())
+    return " ".join(records.summary_of_checks(records.failed_checks(results)).split())
 
 
 def _with_short_timeouts(machine: Machine) -> Machine:

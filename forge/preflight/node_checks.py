@@ -28,11 +28,11 @@ import psutil
 
 import forge
 from forge.cluster import network, rdma, rendezvous, slurm
-from forge.core.checks import Check
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import atomic_open, disk_trouble
 from forge.core.machine import Fabric, Machine
 from forge.core.process import hostname, node_local_folder
+from forge.core.records import Check
 from forge.data.shards import MANIFEST, Kind
 from forge.launch.rank_records import ProgramFolders
 from forge.preflight import packages

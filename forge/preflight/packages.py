@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from forge.core.checks import Check
+from forge.core.records import Check
 
 # In a process of its own: another program may have another Python, and an import may crash.
 IMPORT = """

@@ -12,15 +12,14 @@ from typing import Any
 from forge.cluster import exclude, rendezvous
 from forge.cluster.lock import lock
 from forge.cluster.placement import Placement, WorldLayout, check_layout, find_placement
-from forge.core import checks, events
-from forge.core.checks import Check
+from forge.core import events, records
 from forge.core.config import ResolvedConfig
 from forge.core.errors import UnfitError
 from forge.core.files import atomic_open
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
-from forge.core.records import NodeResult, PreflightPass, PreflightResult, RanksResult
+from forge.core.records import Check, NodeResult, PreflightPass, PreflightResult, RanksResult
 from forge.core.terminal import say
 from forge.preflight import compare_nodes
 from forge.preflight.bisection import Broken
@@ -63,7 +62,7 @@ class Findings:
 
     @property
     def failed_ranks(self) -> list[Check]:
-        return checks.failed(self.ranks)
+        return records.failed_checks(self.ranks)
 
     @property
     def failed(self) -> list[Check]:
@@ -167,7 +166,7 @@ def recheck(
         end=max(end, time.monotonic() + machine.preflight.deadline_sec - sec),
         addresses=addresses,
     )
-    return checks.summary(checks.failed(prober.together([node.name])))
+    return records.summary_of_checks(records.failed_checks(prober.together([node.name])))
 
 
 def _programs(config: ResolvedConfig, placement: Placement) -> dict[str, dict[str, Any]]:
@@ -229,7 +228,7 @@ def _check_ranks(findings: Findings, prober: Prober) -> list[Check]:
     if not everyone:
         return []
     ranks = prober.together(everyone)
-    if len(everyone) == 1 or not checks.failed(ranks) or ranks[0].name == ENDPOINT:
+    if len(everyone) == 1 or not records.failed_checks(ranks) or ranks[0].name == ENDPOINT:
         return ranks
     broken = prober.search(everyone)
     _blame(findings.nodes, broken, prober)
@@ -362,7 +361,7 @@ def _print_troubles(results: Sequence[Check]) -> None:
 
 def _unfit(config: ResolvedConfig, paths: RunPaths, findings: Findings) -> UnfitError:
     """The error of a preflight that failed: every unhealthy node and every failed check of the ranks."""
-    failed = checks.summary(findings.failed_ranks)
+    failed = records.summary_of_checks(findings.failed_ranks)
     if len(findings.nodes) == 1:
         reasons = "; ".join(filter(None, [findings.nodes[0].reason, failed]))
         what = (

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forge.cluster.placement import WorldLayout
-from forge.core.checks import Check
 from forge.core.machine import Machine
+from forge.core.records import Check
 from forge.launch.rank_records import RankRecord
 
 SHOWN_RANKS = 16

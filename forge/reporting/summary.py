@@ -10,10 +10,9 @@ from typing import TypeVar
 from forge.checkpoint import resume, rewinds
 from forge.checkpoint.manifest import Artifact, Manifest, ParentCheckpoint, Part
 from forge.checkpoint.sealed import ProgramCheckpoints, Seal
-from forge.core.checks import Check
 from forge.core.errors import ConfigError, DataError
 from forge.core.paths import RunPaths
-from forge.core.records import PreflightResult, Sample, Trained, Validation
+from forge.core.records import Check, PreflightResult, Sample, Trained, Validation
 from forge.core.terminal import one_line
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import RunState, ask_slurm, judge

@@ -13,11 +13,10 @@ import blake3
 
 from forge.checkpoint import compatibility, directory
 from forge.checkpoint.manifest import MANIFEST
-from forge.core.checks import Check
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, ForgeError, UnfitError
 from forge.core.paths import RunPaths, tokenizer_folder, tokens_folder
-from forge.core.records import Trained, Validation
+from forge.core.records import Check, Trained, Validation
 from forge.data.sources import Tokens, open_tokens
 from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
 from forge.validation.replay import check_next_losses

@@ -16,14 +16,13 @@ from forge.checkpoint.index import DCP_INDEX
 from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint
 from forge.cluster.lock import lock
 from forge.core import events
-from forge.core.checks import Check, failed
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.process import stop_with_parent
 from forge.core.program import Program, filled
-from forge.core.records import Trained, Validation
+from forge.core.records import Check, Trained, Validation, failed_checks
 from forge.core.terminal import Table, say
 
 SAID_CHARACTERS = 300  # of the output of the program's own check, in a message
@@ -45,7 +44,7 @@ def validate(config: ResolvedConfig) -> Path:
                 fix="train the run first: the target train",
             )
         checks = list(_checks(config, config.program, paths, latest))
-        bad = failed(checks)
+        bad = failed_checks(checks)
         result = Validation(
             step=latest.step if latest else 0,
             checkpoint_digest=latest.seal.digest if latest else "",

@@ -17,13 +17,13 @@ from forge.checkpoint.manifest import Lineage, Numerics
 from forge.cluster.network import available_cores, available_memory
 from forge.cluster.placement import WorldLayout
 from forge.core import events
-from forge.core.checks import Check
 from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import DataError, Exit, TrainingError, UnfitError
 from forge.core.files import write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.provenance import cpu_name, versions
+from forge.core.records import Check
 from forge.core.terminal import duration
 from forge.core.train import ranks_per_copy
 from forge.launch.launcher import run_ranks

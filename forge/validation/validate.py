@@ -13,12 +13,11 @@ from forge.checkpoint import directory, resume
 from forge.checkpoint.compatibility import check_compatible
 from forge.cluster.lock import lock
 from forge.core import events
-from forge.core.checks import failed
 from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import ConfigError, DataError, OtherFormat, UnfitError
 from forge.core.files import disk_trouble
 from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
-from forge.core.records import Damage, Trained, Validated, Validation
+from forge.core.records import Damage, Trained, Validated, Validation, failed_checks
 from forge.core.terminal import Table, duration, progress, say
 from forge.launch.launcher import wait_for_orphans
 from forge.validation.checkpoint_checks import OF_THE_CHECKPOINT, CheckpointChecks, Data
@@ -307,7 +306,7 @@ def _cells_of_checks(checks: CheckpointChecks) -> tuple[str, ...]:
     by_name = {check.name: check for check in checks.checks}
 
     def cell(*names: str) -> str:
-        if failed(by_name[name] for name in names if name in by_name):
+        if failed_checks(by_name[name] for name in names if name in by_name):
             return "FAIL"
         if names[-1] not in by_name:
             return ""

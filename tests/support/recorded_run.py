@@ -12,12 +12,12 @@ from support import happenings
 from support.manifests import IDS, manifest_of
 
 from forge.core import events
-from forge.core.checks import Check
 from forge.core.config import ResolvedConfig
 from forge.core.events import Event
 from forge.core.files import write_json
 from forge.core.paths import RunPaths, checkpoint_name
 from forge.core.records import (
+    Check,
     NodeResult,
     PreflightResult,
     RanksResult,

@@ -15,10 +15,9 @@ from support import happenings
 from support.recorded_run import RecordedRun
 
 from forge.cluster.jobs import QueuedJob
-from forge.core.checks import Check
 from forge.core.files import write_json
 from forge.core.process import Process
-from forge.core.records import Lock, Validation
+from forge.core.records import Check, Lock, Validation
 
 GOAL = 100
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from forge.core.checks import Check
 from forge.core.errors import DataError
 from forge.core.files import read_json, write_json
 from forge.core.process import Process
 from forge.core.records import (
+    Check,
     Damage,
     Lock,
     NodeResult,

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from forge.cluster import slurm
 from forge.cluster.nodes import NodeFailure
-from forge.core.checks import Check
 from forge.core.machine import load_machine
+from forge.core.records import Check
 from forge.preflight.compare_nodes import (
     Node,
     _master,

@@ -5,9 +5,9 @@ import pytest
 from forge.cluster.placement import Placement
 from forge.cluster.rendezvous import EndpointError
 from forge.cluster.slurm import Job
-from forge.core.checks import Check
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
+from forge.core.records import Check
 from forge.launch.rank_records import RankRecord
 from forge.preflight import isolate
 

@@ -21,11 +21,11 @@ from support.shards import make
 
 import forge
 from forge.cluster import network, rdma
-from forge.core.checks import Check
 from forge.core.errors import UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import inputs_folder
 from forge.core.process import hostname
+from forge.core.records import Check
 from forge.data.input_set import InputSet
 from forge.data.shards import ShardSet
 from forge.preflight import node_checks

@@ -10,12 +10,12 @@ from forge.cluster import exclude
 from forge.cluster.placement import Placement, WorldLayout
 from forge.cluster.slurm import Job
 from forge.core import events, json_lines
-from forge.core.checks import Check
 from forge.core.config import Ids, load_config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
+from forge.core.records import Check
 from forge.data.content_ids import resolve
 from forge.launch.rank_records import RankRecord
 from forge.preflight import compare_nodes, isolate, preflight

@@ -5,8 +5,8 @@ import statistics
 import pytest
 
 from forge.cluster.placement import WorldLayout
-from forge.core.checks import Check
 from forge.core.machine import load_machine
+from forge.core.records import Check
 from forge.launch.rank_records import RankRecord
 from forge.preflight.isolate import last_error
 from forge.preflight.rank_checks import rank_checks

@@ -14,8 +14,8 @@ import pytest
 from support import happenings
 from support.recorded_run import RecordedRun, interrupted_run
 
-from forge.core.checks import Check
 from forge.core.errors import ConfigError
+from forge.core.records import Check
 from forge.reporting.charts import time_blocks, time_ticks
 from forge.reporting.history import Phase, read_history
 from forge.reporting.report import render, write_report
