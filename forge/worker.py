@@ -16,7 +16,7 @@ from forge.core.errors import Exit, ForgeError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.process import fast_imports, hostname, stop_with_parent
-from forge.launch import gpu_errors, program_rank, rank_output
+from forge.launch import lost_ranks, program_rank, rank_output
 from forge.launch.heartbeat import heartbeat
 from forge.launch.launcher import register
 from forge.launch.lost_ranks import PEER_LOST
@@ -151,12 +151,12 @@ def _peer_lost(err: Exception, rank: Rank) -> RankRecord:
 
 def _unexpected(err: Exception, rank: Rank) -> RankRecord:
     """The record of an error that is not a ForgeError: an error of the GPU, or a bug."""
-    cause = gpu_errors.cause_of(err)
-    if cause in (gpu_errors.FAULT, gpu_errors.ERROR):
-        message = f"{cause} on {hostname()} (rank {rank.rank}): {gpu_errors.first_line(err)}"
+    cause = lost_ranks.cause_of_gpu_error(err)
+    if cause in (lost_ranks.GPU_FAULT, lost_ranks.GPU_ERROR):
+        message = f"{cause} on {hostname()} (rank {rank.rank}): {lost_ranks.first_line(err)}"
         return RankRecord("failed", rank.rank, Exit.UNFIT, cause=cause, message=message)
     message = f"{type(err).__name__}: {err}"
-    if cause == gpu_errors.OUT_OF_MEMORY:
+    if cause == lost_ranks.OUT_OF_MEMORY:
         message += (
             "\n  fix:   lower train.micro_batch_size, set train.recompute or train.shard (forge plan"
             " shows what each saves), or use more GPUs"

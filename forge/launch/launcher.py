@@ -25,7 +25,7 @@ from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process, hostname, stop_with_parent, user_threads
 from forge.core.terminal import duration, say
-from forge.launch import gpu_errors, lost_ranks
+from forge.launch import lost_ranks
 from forge.launch.rank_output import Console
 from forge.launch.rank_records import (
     LaunchSpec,
@@ -388,8 +388,8 @@ def _refuse_hidden(folder: Path, paths: RunPaths) -> None:
 RESTARTED_CAUSES = (
     lost_ranks.PEER_LOST,
     lost_ranks.HANG,
-    gpu_errors.FAULT,
-    gpu_errors.ERROR,
+    lost_ranks.GPU_FAULT,
+    lost_ranks.GPU_ERROR,
 )
 
 
@@ -399,7 +399,7 @@ def verdict(records: list[RankRecord]) -> RankRecord:
     if failed:
         return failed[0]
     lost = [r for r in records if r.status == "lost"]
-    broken = [r for r in records if r.cause in (gpu_errors.FAULT, gpu_errors.ERROR)]
+    broken = [r for r in records if r.cause in (lost_ranks.GPU_FAULT, lost_ranks.GPU_ERROR)]
     if broken:
         return replace(broken[0], status="lost", lost=tuple(r.rank for r in (*broken, *lost)))
     if ended := sorted((r for r in lost if r.ended), key=lambda r: r.ended or 0.0):

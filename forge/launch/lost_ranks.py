@@ -1,17 +1,54 @@
-"""Which rank is to blame when ranks lost each other: one that ended, that hangs, or that is behind."""
+"""Why ranks were lost: errors of a GPU as torch reports them, and which rank is to blame when ranks lost
+each other (one that ended, that hangs, or that is behind). No torch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from forge.core.errors import Exit
 from forge.launch.rank_records import RankRecord
 
+# Causes in rank records. After an error or a fault of a GPU, ranks are launched again; after a fault
+# without the node.
+GPU_FAULT = "GPU fault"
+GPU_ERROR = "GPU error"
+OUT_OF_MEMORY = "out of memory"
 PEER_LOST = "peer lost"
 # The cause where a rank did not arrive and was not seen to end: its node is checked before it is used
 # again.
 HANG = "hang"
+
+# Words of cudaGetErrorString (CUDA Runtime API, "Error Handling") for what only hardware or driver cause.
+_OF_HARDWARE = re.compile(
+    r"ECC|NVLink|hardware stack|fallen off the bus|busy or unavailable|no CUDA-capable device"
+    r"|not yet initialized|initialization error|unknown error|driver shutting down|GPU is lost"
+)
+# What a bad kernel and a bad GPU cause alike. Another GPU tells them apart.
+_OF_EITHER = re.compile(
+    r"illegal memory access|illegal instruction|misaligned address|unspecified launch failure"
+    r"|invalid program counter|launch timed out|EXECUTION_FAILED|INTERNAL_ERROR"
+)
+_OF_GPU = re.compile(r"CUDA error: |(CUDNN|CUBLAS|CUSOLVER)_STATUS_")
+
+
+def cause_of_gpu_error(error: BaseException) -> str:
+    """GPU_FAULT, GPU_ERROR or OUT_OF_MEMORY for such an error of a GPU; "" for any other, a device-side
+    assert among them: an index out of range fails on every GPU."""
+    text = str(error)
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, for a GPU
+        return OUT_OF_MEMORY
+    if not isinstance(error, RuntimeError) or not _OF_GPU.search(text):
+        return ""
+    if _OF_HARDWARE.search(text):
+        return GPU_FAULT
+    return GPU_ERROR if _OF_EITHER.search(text) else ""
+
+
+def first_line(error: BaseException) -> str:
+    """First line of an error's message, without torch's advice on debugging."""
+    return str(error).strip().partition("\n")[0]
 
 
 def judged(records: Sequence[RankRecord]) -> RankRecord:

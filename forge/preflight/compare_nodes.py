@@ -33,7 +33,7 @@ class Node:
     """One node: its checks, and the facts that are compared between nodes."""
 
     name: str
-    records: list[Check]
+    checks: list[Check]
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -21,7 +21,7 @@ from forge.core.provenance import config_digest
 from forge.core.records import PreflightPass, RunSettings
 from forge.core.terminal import say
 from forge.evaluation.during_training import evaluated
-from forge.launch import gpu_errors, lost_ranks
+from forge.launch import lost_ranks
 from forge.launch.launcher import MAX_RESTARTS_AFTER_LOSS, RankFailure, wait_for_orphans
 from forge.launch.rank_records import RankRecord
 from forge.preflight.preflight import recheck
@@ -205,7 +205,7 @@ def _at_fault(
     rank hung is checked."""
     if placement.job is None or record.host not in placement.hosts:
         return {}
-    if record.cause == gpu_errors.FAULT:
+    if record.cause == lost_ranks.GPU_FAULT:
         return {record.host: record.message}
     if record.cause == lost_ranks.HANG:
         say(f"checking {record.host}, on which a rank hung …")
@@ -274,7 +274,7 @@ def _conclude(program: TrainingProgram, record: RankRecord) -> Path:
 
 def _why_lost(record: RankRecord) -> str:
     """The likely cause of a loss, for people."""
-    if record.cause in (gpu_errors.FAULT, gpu_errors.ERROR):
+    if record.cause in (lost_ranks.GPU_FAULT, lost_ranks.GPU_ERROR):
         return (
             f"a GPU of {record.host} is broken (see nvidia-smi -q and dmesg there), or a kernel is"
         )

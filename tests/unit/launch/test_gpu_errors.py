@@ -3,7 +3,13 @@ taken for a broken GPU excludes one healthy node after the other."""
 
 import pytest
 
-from forge.launch.gpu_errors import ERROR, FAULT, OUT_OF_MEMORY, cause_of, first_line
+from forge.launch.lost_ranks import (
+    GPU_ERROR,
+    GPU_FAULT,
+    OUT_OF_MEMORY,
+    cause_of_gpu_error,
+    first_line,
+)
 
 ADVICE = "\nCUDA kernel errors might be asynchronously reported at some other API call"
 
@@ -15,15 +21,15 @@ class OutOfMemoryError(RuntimeError):
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
-        ("CUDA error: uncorrectable ECC error encountered", FAULT),
-        ("CUDA error: uncorrectable NVLink error detected during the execution", FAULT),
-        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", FAULT),
-        ("CUDA error: no CUDA-capable device is detected", FAULT),
-        ("CUDA error: unknown error", FAULT),
-        ("CUDA error: an illegal memory access was encountered", ERROR),
-        ("CUDA error: unspecified launch failure", ERROR),
-        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", ERROR),
-        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`", ERROR),
+        ("CUDA error: uncorrectable ECC error encountered", GPU_FAULT),
+        ("CUDA error: uncorrectable NVLink error detected during the execution", GPU_FAULT),
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", GPU_FAULT),
+        ("CUDA error: no CUDA-capable device is detected", GPU_FAULT),
+        ("CUDA error: unknown error", GPU_FAULT),
+        ("CUDA error: an illegal memory access was encountered", GPU_ERROR),
+        ("CUDA error: unspecified launch failure", GPU_ERROR),
+        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", GPU_ERROR),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`", GPU_ERROR),
         ("CUDA error: device-side assert triggered", ""),
         ("CUDA error: no kernel image is available for execution on the device", ""),
         ("CUDA error: invalid argument", ""),
@@ -33,16 +39,16 @@ class OutOfMemoryError(RuntimeError):
     ],
 )
 def test_cause_of_an_error(text, cause):
-    assert cause_of(RuntimeError(text + ADVICE)) == cause
+    assert cause_of_gpu_error(RuntimeError(text + ADVICE)) == cause
 
 
 def test_memory_that_is_used_up_is_no_fault():
     error = OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    assert cause_of(error) == OUT_OF_MEMORY
+    assert cause_of_gpu_error(error) == OUT_OF_MEMORY
 
 
 def test_an_exception_of_another_kind_is_no_error_of_a_gpu():
-    assert cause_of(ValueError("CUDA error: uncorrectable ECC error encountered")) == ""
+    assert cause_of_gpu_error(ValueError("CUDA error: uncorrectable ECC error encountered")) == ""
 
 
 def test_the_first_line_is_what_people_need():

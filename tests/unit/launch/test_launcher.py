@@ -16,7 +16,7 @@ from forge.core.files import write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process
-from forge.launch import gpu_errors, launcher
+from forge.launch import launcher, lost_ranks
 from forge.launch.rank_records import LaunchSpec, PreflightTask, RankRecord
 
 DONE = RankRecord("completed", step=100)
@@ -44,7 +44,7 @@ def lost(rank):
     return RankRecord("lost", rank, message="it exited without a record")
 
 
-def broken(rank, cause=gpu_errors.FAULT):
+def broken(rank, cause=lost_ranks.GPU_FAULT):
     return RankRecord("failed", rank, Exit.UNFIT, cause=cause, message="CUDA error", host="n2")
 
 
@@ -62,7 +62,7 @@ def broken(rank, cause=gpu_errors.FAULT):
         ([PEER, RankRecord("completed", 1), lost(2)], "lost", 2, Exit.UNFIT),
         ([PEER, RankRecord("completed", 1)], "lost", 0, Exit.UNFIT),
         ([PEER, broken(1), lost(2)], "lost", 1, Exit.UNFIT),
-        ([PEER, broken(1, gpu_errors.ERROR)], "lost", 1, Exit.UNFIT),
+        ([PEER, broken(1, lost_ranks.GPU_ERROR)], "lost", 1, Exit.UNFIT),
         ([broken(0), bad(1, Exit.DATA)], "failed", 1, Exit.DATA),
     ],
 )
@@ -73,7 +73,7 @@ def test_verdict_over_all_ranks(records, status, rank, code):
 
 def test_the_node_of_a_broken_gpu_is_known():
     found = launcher.verdict([PEER, broken(1), lost(2)])
-    assert (found.cause, found.host, found.lost) == (gpu_errors.FAULT, "n2", (1, 2))
+    assert (found.cause, found.host, found.lost) == (lost_ranks.GPU_FAULT, "n2", (1, 2))
 
 
 def test_the_program_that_ended_first_is_named():

@@ -8,7 +8,7 @@ from forge.cluster.placement import Placement, WorldLayout
 from forge.core import events
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
-from forge.launch import gpu_errors, lost_ranks
+from forge.launch import lost_ranks
 from forge.launch.rank_records import RankRecord
 from forge.run import requeue, train
 from forge.run.programs import Start
@@ -83,7 +83,7 @@ DONE = RankRecord("completed", step=10)
 
 
 def test_the_node_of_a_broken_gpu_is_left_out_and_named(trained, paths):
-    program, record = trained(of_gpu(gpu_errors.FAULT), DONE)
+    program, record = trained(of_gpu(lost_ranks.GPU_FAULT), DONE)
     assert record == DONE
     assert program.hosts == [("n1", "n2"), ("n1", "n3")]
     assert "GPU fault on n2 (rank 1): CUDA error" in paths.bad_nodes.read_text()
@@ -145,7 +145,7 @@ def test_broken_link_without_a_spare_excludes_no_node_at_the_next_loss_either(
         train.nodes, "unresponsive", lambda hosts: [host for host in hosts.hosts if host == "n2"]
     )
     told = RankRecord("lost", 0, 69, cause="peer lost", message="x", connected=("n1", "n2"))
-    program, record = trained(told, of_gpu(gpu_errors.FAULT, "n3"), LOST)
+    program, record = trained(told, of_gpu(lost_ranks.GPU_FAULT, "n3"), LOST)
     assert program.hosts == [("n1", "n2"), ("n1", "n3"), ("n1", "n2")]
     assert "n2 do not reach each other" in record.message
     assert [line.split()[0] for line in paths.bad_nodes.read_text().splitlines()] == ["n3"]
@@ -191,7 +191,7 @@ def test_the_node_of_a_hung_rank_that_fails_its_checks_is_excluded_with_both_rea
 
 
 def test_an_error_that_a_kernel_may_have_made_blames_no_node(trained, paths):
-    program, record = trained(of_gpu(gpu_errors.ERROR), DONE)
+    program, record = trained(of_gpu(lost_ranks.GPU_ERROR), DONE)
     assert record == DONE
     assert program.hosts == [("n1", "n2")] * 2
     assert not paths.bad_nodes.exists()
@@ -229,7 +229,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_allocation(trained, monkeypatc
 
 
 def test_without_nodes_left_the_job_is_requeued(trained):
-    program, record = trained(*(of_gpu(gpu_errors.FAULT, host) for host in ("n2", "n1")))
+    program, record = trained(*(of_gpu(lost_ranks.GPU_FAULT, host) for host in ("n2", "n1")))
     assert program.hosts == [("n1", "n2"), ("n1", "n3")]
     assert record.status == "lost" and record.cause in requeue.REQUEUED_CAUSES
 
