@@ -36,7 +36,7 @@ from forge.core.train import Train
 from forge.launch.process_group import World, joined
 from forge.launch.rank import Rank
 from forge.launch.torch_private import unpickle_objects_with
-from forge.trainer import cpu
+from forge.trainer import numerics
 from forge.trainer.initialize import initialized
 from forge.trainer.optim import make_optimizers
 
@@ -83,7 +83,7 @@ def measure(number: int, plan: Plan) -> None:
     os.environ |= {name: str(value) for name, value in environ.items()}
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
-    cpu.keep_freed_memory()
+    numerics.keep_freed_memory()
     rank = Rank(number, number, ranks, ranks)
     with joined(rank, Machine(device="cpu")) as world:
         bench = Bench(world, folder, mib)

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from bench.contenders import nanogpt
 from forge.core.model import Model
 from forge.core.train import Train
-from forge.trainer.cpu import keep_freed_memory, product_error, use_fast_fp32
 from forge.trainer.documents import find_documents
 from forge.trainer.initialize import initialized
 from forge.trainer.llama import Decoder
+from forge.trainer.numerics import keep_freed_memory, product_error, use_fast_fp32
 from forge.trainer.optim import make_optimizers
 
 Step = Callable[[Tensor, Tensor], float]

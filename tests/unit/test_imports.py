@@ -35,7 +35,7 @@ TENSORS = {
         "checkpoint.plan_pickles",
     ),
     *("checkpoint.pickled_index", "checkpoint.program_tensors"),
-    *("trainer.cpu", "trainer.loss", "trainer.llama", "trainer.numerics", "trainer.optim"),
+    *("trainer.loss", "trainer.llama", "trainer.numerics", "trainer.optim"),
     "trainer.documents",
     *("trainer.initialize", "trainer.recompute", "trainer.micro_batch", "trainer.fsdp"),
     "trainer.fp8",

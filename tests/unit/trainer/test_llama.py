@@ -13,18 +13,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-import forge.trainer.cpu
 import forge.trainer.loss
+import forge.trainer.numerics
 from forge.core.errors import ConfigError
 from forge.core.model import Model
 from forge.core.train import Train
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
 from forge.trainer import fsdp
-from forge.trainer.cpu import use_fast_fp32
 from forge.trainer.initialize import initialized
 from forge.trainer.llama import Decoder, sample
 from forge.trainer.loss import linear_cross_entropy
+from forge.trainer.numerics import use_fast_fp32
 
 SMALL = Model(dim=32, layers=2, heads=4, kv_heads=2)
 VOCAB = 101
@@ -287,7 +287,7 @@ def test_arithmetic_as_inexact_as_bf16_is_undone(
     monkeypatch: pytest.MonkeyPatch, default_fp32: None
 ) -> None:
     before = MATMUL.fp32_precision
-    monkeypatch.setattr(forge.trainer.cpu, "product_error", lambda: 3e-3)
+    monkeypatch.setattr(forge.trainer.numerics, "product_error", lambda: 3e-3)
     assert not use_fast_fp32()
     assert MATMUL.fp32_precision == before
 
@@ -296,7 +296,7 @@ def test_freed_memory_is_reused_without_page_faults() -> None:
     # a process of its own: the setting cannot be undone
     program = """
 import resource, torch
-from forge.trainer.cpu import keep_freed_memory
+from forge.trainer.numerics import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
