@@ -20,9 +20,8 @@ from forge.data.sources import Tokens
 from forge.launch.heartbeat import heartbeat
 from forge.launch.process_group import World, named
 from forge.trainer import optim
-from forge.trainer.nonfinite import not_finite
+from forge.trainer.divergence import SpikeRule, Verdict, not_finite
 from forge.trainer.parallel import ParallelModel
-from forge.trainer.spike import SpikeRule, Verdict
 
 
 @dataclass(frozen=True)

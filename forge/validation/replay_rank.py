@@ -14,12 +14,11 @@ from forge.data.sources import Tokens, open_tokens
 from forge.launch.process_group import World
 from forge.launch.rank_records import RankRecord
 from forge.trainer import optim
+from forge.trainer.divergence import Skipped, SpikeRule, diverged, ended_by_spike
 from forge.trainer.llama import Decoder
-from forge.trainer.nonfinite import Skipped, diverged
 from forge.trainer.numerics import numerics, precision, prepare
 from forge.trainer.parallel import ParallelModel
 from forge.trainer.source_mix import SourceMix
-from forge.trainer.spike import SpikeRule, ended_by_spike
 from forge.trainer.step import TrainStep, train_loader
 from forge.validation.rank_losses import sharded_decoder
 

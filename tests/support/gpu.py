@@ -17,11 +17,11 @@ from forge.core.train import Train
 from forge.data.loader import Prefetcher
 from forge.launch.process_group import World, joined
 from forge.launch.rank import Rank
+from forge.trainer.divergence import SpikeRule
 from forge.trainer.initialize import initialize, initialized
 from forge.trainer.llama import Decoder
 from forge.trainer.optim import make_optimizers
 from forge.trainer.parallel import ParallelModel
-from forge.trainer.spike import SpikeRule
 from forge.trainer.step import TrainStep
 
 

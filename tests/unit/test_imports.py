@@ -24,6 +24,7 @@ MODULES = {
 }
 
 TENSORS = {
+    "trainer.divergence",
     *(
         "data.loader",
         "launch.device",
@@ -40,7 +41,6 @@ TENSORS = {
     *("trainer.initialize", "trainer.recompute", "trainer.micro_batch", "trainer.fsdp"),
     "trainer.fp8",
     *("trainer.parallel", "trainer.evaluate", "trainer.source_mix", "trainer.step", "trainer.loop"),
-    "trainer.spike",
     *("trainer.export",),
     "trainer.pretrained",
     *("preflight.rank_probe", "validation.replay_rank", "validation.rank_losses"),

@@ -3,7 +3,7 @@
 import pytest
 
 from forge.core.train import Train
-from forge.trainer.nonfinite import Skipped
+from forge.trainer.divergence import Skipped
 
 BAD = "loss nan and gradient norm nan on rank 0 are not finite"
 

@@ -8,8 +8,7 @@ from support.manifests import IDS, manifest_of
 
 from forge.core.config import ResolvedConfig
 from forge.core.train import Train
-from forge.trainer.nonfinite import Skipped
-from forge.trainer.spike import SpikeRule, ended_by_spike
+from forge.trainer.divergence import Skipped, SpikeRule, ended_by_spike
 
 CPU = torch.device("cpu")
 SETTINGS = Train(spike="skip", spike_window=8, spike_factor=3)
