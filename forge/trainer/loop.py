@@ -39,7 +39,6 @@ from forge.launch.shutdown_budget import ShutdownBudget
 from forge.launch.stop_signal import StopFlag
 from forge.launch.watchdog import Watchdog
 from forge.trainer import metrics, optim, pretrained
-from forge.trainer.agreement import Agreement, Flags
 from forge.trainer.divergence import Skipped, SpikeRule, diverged, ended_by_spike
 from forge.trainer.evaluate import reference_losses, validation_losses
 from forge.trainer.initialize import initialize
@@ -52,7 +51,7 @@ from forge.trainer.numerics import (
 )
 from forge.trainer.parallel import ParallelModel
 from forge.trainer.source_mix import SourceMix, losses_text, mean_loss
-from forge.trainer.step import LaunchedStep, StepResult, TrainStep, train_loader
+from forge.trainer.step import Agreement, Flags, LaunchedStep, StepResult, TrainStep, train_loader
 
 # Steps between two garbage collections. When Python chooses the moment, it differs from rank to rank, and
 # each time all ranks wait for one (torchtitan collects every 50 steps, too).

@@ -1,4 +1,5 @@
-"""One training step: batch, gradients, clipping, learning rate, and the update of the weights.
+"""One training step: batch, gradients, clipping, learning rate, the update of the weights, and the flags
+that the ranks exchange with it.
 
 On a GPU the host runs ahead of the device: a step is launched without waiting for its results, and its
 loss, and what the ranks tell each other with it, are read while the next step runs.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,9 +21,44 @@ from forge.data.sample_order import MixedOrder
 from forge.data.sources import Tokens
 from forge.launch.heartbeat import heartbeat
 from forge.launch.process_group import World, named
+from forge.launch.stop_signal import CAUSES
 from forge.trainer import optim
 from forge.trainer.divergence import SpikeRule, Verdict, not_finite
 from forge.trainer.parallel import ParallelModel
+
+
+class Flags(NamedTuple):
+    """The flags that one rank sends to the others."""
+
+    stop_cause: str  # one of CAUSES; "" to continue
+    checkpoint_overdue: bool  # by its clock
+    save_done: bool  # it has written its part of the save in progress
+
+    @property
+    def numbers(self) -> list[float]:
+        """The flags as numbers, for a collective."""
+        return [
+            float(CAUSES.index(self.stop_cause)),
+            float(self.checkpoint_overdue),
+            float(self.save_done),
+        ]
+
+
+class Agreement(NamedTuple):
+    """Decisions that all ranks share."""
+
+    stop_cause: str = ""  # the one that comes last in CAUSES of all ranks' causes; "" to continue
+    checkpoint_overdue: bool = False  # by the clock of rank 0
+    save_done: bool = False  # all ranks have written their part of the save in progress
+
+    @classmethod
+    def of(cls, table: Sequence[Sequence[float]]) -> Agreement:
+        """table: Flags.numbers of each rank, by rank."""
+        return cls(
+            stop_cause=CAUSES[int(max(row[0] for row in table))],
+            checkpoint_overdue=bool(table[0][1]),
+            save_done=all(row[2] for row in table),
+        )
 
 
 @dataclass(frozen=True)
