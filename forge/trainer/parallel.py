@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from forge.core.memory import Shape, with_micro_batch
 from forge.core.terminal import say
 from forge.core.train import Train, ranks_per_copy, refuse_bf16_of_ddp
 from forge.data.loader import split
 from forge.launch.heartbeat import heartbeat
 from forge.launch.process_group import World, named
-from forge.trainer import fp8, fsdp, micro_batch, recompute
+from forge.trainer import transforms
 from forge.trainer.documents import Documents, find_documents, has_varlen
 from forge.trainer.llama import Decoder
 from forge.trainer.loss import worth_compiling
@@ -56,14 +57,14 @@ class ParallelModel:
         )
         rank = world.rank
         ranks = ranks_per_copy(settings.shard, rank.world_size, rank.local_world_size)
-        self.uses_fsdp2 = ranks > 1 or fsdp.replicates(world, precision)
-        fp8.apply(decoder, settings, world.device)
-        recompute.apply(decoder, settings.recompute)
+        self.uses_fsdp2 = ranks > 1 or transforms.replicates(world, precision)
+        transforms.use_float8(decoder, settings, world.device)
+        transforms.recompute_activations(decoder, settings.recompute)
         if self.uses_fsdp2:
-            fsdp.apply(decoder, world, settings, ranks, precision)
+            transforms.shard_decoder(decoder, world, settings, ranks, precision)
         elif rank.world_size > 1:
             refuse_bf16_of_ddp(settings)
-        self.micro_size = micro_batch.choose(decoder, settings, world, precision)
+        self.micro_size = choose_micro_batch(decoder, settings, world, precision)
         decoder.to_empty(device=world.device)
         self.forward: torch.nn.Module = decoder
 
@@ -185,7 +186,7 @@ class ParallelModel:
                 self._documents(inputs),
             )
         if self.uses_fsdp2:
-            fsdp.reshard(self.decoder)
+            transforms.reshard(self.decoder)
         return float(loss)
 
     @contextmanager
@@ -207,3 +208,22 @@ class ParallelModel:
         if self.precision == "bf16" and not self.uses_fsdp2:
             return torch.autocast(self.world.device.type, torch.bfloat16)
         return nullcontext()
+
+
+def choose_micro_batch(decoder: Decoder, settings: Train, world: World, precision: str) -> int:
+    """Samples of one forward pass on a rank, the same on all ranks. All ranks call it.
+
+    Raises ConfigError where the ranks cannot share the batch.
+    """
+    vocab_size = decoder.model.embed_tokens.num_embeddings
+    rank = world.rank
+    shape = Shape(
+        decoder.settings, vocab_size, settings, rank.world_size, rank.local_world_size, precision
+    )
+    if settings.micro_batch_size == "auto" and world.device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(world.device)
+        smallest = min(row[0] for row in world.gather([float(total)], "memory of the GPUs"))
+        shape = with_micro_batch(shape, smallest)
+        if rank.is_main:
+            say(f"train.micro_batch_size: auto is {shape.micro_samples} of {shape.share} samples")
+    return shape.micro_samples

@@ -21,7 +21,7 @@ from forge.core.model import Model
 from forge.core.train import Train
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
-from forge.trainer import fsdp, optim
+from forge.trainer import optim, transforms
 from forge.trainer.initialize import initialize
 from forge.trainer.llama import Decoder
 from forge.trainer.parallel import ParallelModel
@@ -63,7 +63,7 @@ def on_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list]]:
 
 def by(name: str) -> None:
     """Have this process keep copies alike by "fsdp2" or by "ddp", whatever the device."""
-    fsdp.replicates = lambda world, precision: name == "fsdp2"  # type: ignore[assignment]
+    transforms.replicates = lambda world, precision: name == "fsdp2"  # type: ignore[assignment]
 
 
 def joined(case: Case, rank: int) -> World:

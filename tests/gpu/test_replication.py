@@ -8,7 +8,7 @@ from support.gpu import full, make_step, relative_error, seconds_of
 
 from forge.core.model import Model
 from forge.core.train import Train
-from forge.trainer import fsdp
+from forge.trainer import transforms
 
 LIMIT = 2e-2  # bf16 has 8 bits, and autocast keeps fp32 between blocks: 6e-3 measured on CPUs
 
@@ -24,7 +24,7 @@ def step_of(world, monkeypatch):
     """A training step whose model FSDP2 keeps, or autocast."""
 
     def step_of(by_fsdp2):
-        monkeypatch.setattr(fsdp, "replicates", lambda *_: by_fsdp2)
+        monkeypatch.setattr(transforms, "replicates", lambda *_: by_fsdp2)
         return make_step(world, *sizes(world.device), "bf16")
 
     return step_of

@@ -9,7 +9,7 @@ from forge.core.model import Model
 from forge.core.train import Train
 from forge.launch.process_group import joined
 from forge.launch.rank import Rank
-from forge.trainer import recompute
+from forge.trainer import transforms
 from forge.trainer.documents import find_documents, has_varlen
 from forge.trainer.initialize import initialized
 from forge.trainer.parallel import ParallelModel
@@ -134,7 +134,7 @@ def test_a_cpu_uses_the_mask():
 @pytest.mark.parametrize("how", ["selective", "full"])
 def test_recomputed_blocks_have_the_same_gradients(how):
     kept, recomputed = initialized(SMALL, VOCAB), initialized(SMALL, VOCAB)
-    recompute.apply(recomputed, how)
+    transforms.recompute_activations(recomputed, how)
     for model in (kept, recomputed):
         loss_of(model, window()).backward()
     expected = gradients(kept)

@@ -12,7 +12,7 @@ from forge.core.errors import ConfigError
 from forge.core.machine import Machine
 from forge.core.model import Model
 from forge.core.train import Train
-from forge.trainer import fp8, recompute
+from forge.trainer import transforms
 from forge.trainer.initialize import initialized
 
 SMALL = Model(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=96)
@@ -24,8 +24,8 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 def made(recipe, how="none"):
     model = initialized(SMALL, VOCAB)
-    fp8.apply(model, Train(fp8=recipe), CPU)
-    recompute.apply(model, how)
+    transforms.use_float8(model, Train(fp8=recipe), CPU)
+    transforms.recompute_activations(model, how)
     return model
 
 
@@ -104,7 +104,7 @@ def test_an_older_gpu_is_refused_by_name(monkeypatch, recipe, capability, needed
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(ConfigError, match=f"compute capability {needed}, and NVIDIA A100 has"):
-        fp8.apply(initialized(SMALL, VOCAB), Train(fp8=recipe), torch.device("cuda", 0))
+        transforms.use_float8(initialized(SMALL, VOCAB), Train(fp8=recipe), torch.device("cuda", 0))
 
 
 def test_a_host_without_torchao_is_named(monkeypatch):

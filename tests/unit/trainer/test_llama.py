@@ -20,7 +20,7 @@ from forge.core.model import Model
 from forge.core.train import Train
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
-from forge.trainer import fsdp
+from forge.trainer import transforms
 from forge.trainer.initialize import initialized
 from forge.trainer.llama import Decoder, sample
 from forge.trainer.loss import linear_cross_entropy
@@ -242,7 +242,7 @@ def test_ddp_and_fsdp2_have_the_gradients_of_the_bare_model(one_rank: World, tie
     assert torch.equal(train(DistributedDataParallel(copied)), loss)
     torch.testing.assert_close(grads_of(copied), grads_of(bare))
 
-    fsdp.apply(sharded, one_rank, Train(), 1, "fp32")
+    transforms.shard_decoder(sharded, one_rank, Train(), 1, "fp32")
     assert torch.equal(train(sharded), loss)
     gathered = {
         name: grad.full_tensor() if isinstance(grad, DTensor) else grad
@@ -255,7 +255,7 @@ def test_fsdp2_in_bf16_keeps_master_weights_and_gradients_in_fp32(one_rank: Worl
     model = initialized(SMALL, VOCAB)
     tokens = tokens_of(2, 17)
     true_loss = model(tokens[:, :-1], tokens[:, 1:])
-    fsdp.apply(model, one_rank, Train(), 1, "bf16")
+    transforms.shard_decoder(model, one_rank, Train(), 1, "bf16")
     loss = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
     assert loss.dtype == torch.float32

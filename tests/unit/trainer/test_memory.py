@@ -16,7 +16,7 @@ from forge.core.model import Model
 from forge.core.train import Train
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
-from forge.trainer import fsdp
+from forge.trainer import transforms
 from forge.trainer.llama import Decoder
 from forge.trainer.optim import make_optimizers
 from forge.trainer.parallel import ParallelModel
@@ -49,7 +49,7 @@ def world_of(monkeypatch: pytest.MonkeyPatch) -> Iterator:
     )
     # The chunks of linear_cross_entropy are inside of an operator that tensors without storage skip.
     monkeypatch.setattr(memory, "CHUNK_BYTES", 0)
-    monkeypatch.setattr(fsdp, "replicates", lambda world, precision: precision == "bf16")
+    monkeypatch.setattr(transforms, "replicates", lambda world, precision: precision == "bf16")
 
     def world_of(world_size: int) -> World:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)

@@ -8,7 +8,7 @@ from forge.core.model import Model
 from forge.core.train import Train
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
-from forge.trainer import fsdp
+from forge.trainer import transforms
 from forge.trainer.llama import Decoder
 from forge.trainer.parallel import ParallelModel
 
@@ -38,4 +38,4 @@ def test_gradients_in_bf16_are_refused_where_ddp_averages_them():
 )
 def test_fsdp2_replicates_on_gpus_in_bf16_only(device, backend, precision, expected):
     world = World(Rank(0, 0, 2, 2), torch.device(device), backend, None)
-    assert fsdp.replicates(world, precision) == expected
+    assert transforms.replicates(world, precision) == expected

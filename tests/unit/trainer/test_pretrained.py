@@ -17,7 +17,7 @@ from forge.core.model import Model
 from forge.data import model
 from forge.data.content_ids import resolve
 from forge.data.model import ModelManifest, with_pretrained
-from forge.trainer import pretrained, recompute
+from forge.trainer import pretrained, transforms
 from forge.trainer.initialize import initialized
 from forge.trainer.llama import Decoder
 
@@ -175,7 +175,7 @@ def test_recomputation_gives_the_same_gradients_with_wide_heads_and_norms(how):
     gradients = []
     for setting in ("none", how):
         decoder = initialized(model, 100)
-        recompute.apply(decoder, setting)
+        transforms.recompute_activations(decoder, setting)
         decoder(tokens, tokens).backward()
         gradients.append([parameter.grad for parameter in decoder.parameters()])
     assert len(gradients[0][0]) == 110  # rows of the embedding

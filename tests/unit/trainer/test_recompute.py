@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forge.core.model import Model
-from forge.trainer import recompute
+from forge.trainer import transforms
 from forge.trainer.initialize import initialized
 
 SMALL = Model(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=96, dropout=0.1)
@@ -17,7 +17,7 @@ HOW = ("none", "selective", "full")
 
 def made(how, settings=SMALL):
     model = initialized(settings, VOCAB)
-    recompute.apply(model, how)
+    transforms.recompute_activations(model, how)
     return model
 
 
