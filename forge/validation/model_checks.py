@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge.checkpoint import directory, storage
 from forge.checkpoint.manifest import Numerics
-from forge.checkpoint.mix_at_start import MixAtStart
 from forge.cluster.network import available_cores
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, UnfitError
@@ -25,7 +24,7 @@ from forge.core.records import Sample, Trained
 from forge.launch.rank_records import LossesTask
 from forge.trainer import llama, optim
 from forge.trainer.numerics import REFERENCE_SAMPLES, prepare
-from forge.trainer.source_mix import losses_text, mean_loss
+from forge.trainer.source_mix import MixAtStart, losses_text, mean_loss
 from forge.validation.checkpoint_checks import Data
 from forge.validation.estimates import MAX_RECOMPUTED, affordable, recomputed_ranks
 from forge.validation.rank_losses import Evaluation

@@ -8,11 +8,11 @@ from support.manifests import manifest_of, save
 
 from forge.checkpoint import compatibility, parent
 from forge.checkpoint.manifest import Manifest, RecordedMix, RecordedStage, SourceUse
-from forge.checkpoint.mix_at_start import MixAtStart
 from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError
 from forge.core.mix import Stage
 from forge.core.paths import RunPaths
+from forge.trainer.source_mix import MixAtStart
 
 WINDOWS = {"code": 100, "web": 300}
 USED = {name: SourceUse(tokens=9000, windows=n, samples=n + 7) for name, n in WINDOWS.items()}
