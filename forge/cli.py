@@ -603,7 +603,7 @@ def _export(options: argparse.Namespace) -> None:
 
     (run,) = find_runs([options.run])
     if is_of_program(run):
-        from forge.checkpoint.export_sealed import export_sealed
+        from forge.checkpoint.export_folder import export_sealed
 
         config = trusted(run, options.its_config, options.overrides).config
         folder = export_sealed(config, options.to)

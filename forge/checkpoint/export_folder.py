@@ -1,15 +1,21 @@
-"""A directory with an exported checkpoint: written whole or not at all, recognized again. No torch."""
+"""A directory with an exported checkpoint: written whole or not at all, recognized again; and the export
+of another program's run, which copies files of its last checkpoint. No torch."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import directory
-from forge.core.errors import ConfigError
+from forge.checkpoint.directory import refuse_link
+from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint
+from forge.cluster.lock import lock
+from forge.core.config import Config
+from forge.core.errors import ConfigError, DataError
 from forge.core.files import (
     digest_file,
     disk_trouble,
@@ -17,9 +23,11 @@ from forge.core.files import (
     is_file_below,
     read_json,
     read_object_or_empty,
+    write_json,
 )
 from forge.core.paths import RunPaths
 from forge.core.records import Exported
+from forge.core.terminal import progress, say
 
 FORMAT = 1
 MANIFEST = "forge.json"
@@ -79,3 +87,91 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)  # else a full disk would stay full
             raise
+
+
+def export_sealed(config: Config, to: Path | None) -> Path:
+    """Copy the files that `program.export` names from the newest sealed checkpoint; the directory.
+
+    to: None for `export/NAME` in the run's directory. Raises DataError (no checkpoint, or a corrupt one),
+    ConfigError (`to` holds something else, `program.export` names no file) and UnfitError (cannot write).
+    """
+    paths = RunPaths.of(config)
+    checkpoint = _latest(config, paths)
+    names = _names(config, checkpoint)
+    if to is None:
+        refuse_link(paths.exports)
+    target = to.resolve() if to else paths.exports / checkpoint.path.name
+    files = {name or checkpoint.path.name: checkpoint.seal.files[name].digest for name in names}
+    facts: dict[str, Any] = {"format": FORMAT, "checkpoint_digest": checkpoint.seal.digest}
+    with lock(target.parent, "export", name=f".{target.name}.lock"):
+        if is_exported(target, {**facts, "files": files}):
+            say(f"export of {checkpoint.path.name} in {target}: nothing to do")
+            return target
+        with atomic_directory(target) as draft:
+            _copy(checkpoint, names, draft)
+            lineage = checkpoint.seal.lineage.model_dump(mode="json")
+            write_json(
+                draft / MANIFEST, {**facts, "step": checkpoint.step, **lineage, "files": files}
+            )
+    say(f"exported {checkpoint.path.name}: {len(names)} files in {target}")
+    return target
+
+
+def _latest(config: Config, paths: RunPaths) -> SealedCheckpoint:
+    program = config.program
+    checkpoint = None
+    if program and program.checkpoints:
+        checkpoint = ProgramCheckpoints(paths, program.checkpoints, 1).latest()
+    if checkpoint is None:
+        raise DataError(
+            f"{paths.root} has no sealed checkpoint",
+            cause="the run has not saved one, or its config has no program.checkpoints",
+            fix="train it first",
+        )
+    return checkpoint
+
+
+def _names(config: Config, checkpoint: SealedCheckpoint) -> list[str]:
+    """The files to export, each of which a pattern names. ConfigError for a pattern without any."""
+    assert config.program
+    there = list(checkpoint.seal.files)
+    if there == [""]:  # the checkpoint is a file
+        return there
+    chosen = set()
+    for pattern in config.program.export:
+        matching = {name for name in there if fnmatch(name, pattern)}
+        if not matching:
+            raise ConfigError(
+                f"program.export: no file of {checkpoint.path.name} matches {pattern!r}",
+                cause=f"it has {', '.join(there)}",
+                fix="correct program.export in the config, and rerun the workflow",
+            )
+        chosen |= matching
+    return sorted(chosen)
+
+
+def _copy(checkpoint: SealedCheckpoint, names: list[str], draft: Path) -> None:
+    """Raises DataError where a copy has another digest than the seal says."""
+    sizes = {name: checkpoint.seal.files[name].bytes for name in names}
+    done = 0
+    with progress("export", sum(sizes.values()), "bytes") as update:
+        for name in names:
+            source = checkpoint.path / name if name else checkpoint.path
+            target = draft / (name or checkpoint.path.name)
+            if not is_file_below(source, checkpoint.path if name else source.parent):
+                raise DataError(
+                    f"{source} is missing, or a link out of the checkpoint",
+                    cause="removed by hand, or the checkpoint came from elsewhere",
+                    fix="do not use this checkpoint, or put the file there",
+                )
+            with disk_trouble(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, target)
+            if digest_file(target) != checkpoint.seal.files[name].digest:
+                raise DataError(
+                    f"{source} is corrupt: its digest is not the one in its seal",
+                    cause="a disk error, an interrupted copy, or an edit",
+                    fix="rerun training, which resumes from the newest checkpoint that is not",
+                )
+            done += sizes[name]
+            update(done, target.name)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from forge.cluster import jobs, slurm
-from forge.cluster.jobs import QueuedJob
-from forge.cluster.pending import (
+from forge.cluster.jobs import (
+    QueuedJob,
     advice_on_excluded,
     excluded_nodes,
     lasting_advice,

@@ -20,8 +20,8 @@ from pydantic import ValidationError
 from forge.checkpoint import resume
 from forge.checkpoint.sealed import ProgramCheckpoints
 from forge.cluster import jobs, slurm
-from forge.cluster.jobs import QueuedJob
-from forge.cluster.pending import (
+from forge.cluster.jobs import (
+    QueuedJob,
     advice_on_excluded,
     excluded_nodes,
     lasting_advice,

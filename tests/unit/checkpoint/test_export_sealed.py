@@ -3,8 +3,7 @@
 import pytest
 from test_sealed import MADE_BY, write
 
-from forge.checkpoint.export_folder import record_export
-from forge.checkpoint.export_sealed import export_sealed
+from forge.checkpoint.export_folder import export_sealed, record_export
 from forge.checkpoint.sealed import ProgramCheckpoints
 from forge.core.config import Config, checked
 from forge.core.errors import ConfigError, DataError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge.cluster.pending import excluded_nodes, lasting_advice, slow_advice
+from forge.cluster.jobs import excluded_nodes, lasting_advice, slow_advice
 
 
 @pytest.mark.parametrize(
