@@ -16,8 +16,8 @@ from forge.core.paths import RunPaths
 from forge.core.terminal import Table, duration, say
 from forge.reporting.family import Member, families
 from forge.reporting.history import device_hours, facts, read_history_or_empty
+from forge.reporting.run_rows import ScoreRow, read_scores
 from forge.reporting.run_state import COLORS, RunState
-from forge.reporting.scores import ScoreRow, read_scores
 from forge.reporting.summary import Summary, summarize
 
 NONE = "–"

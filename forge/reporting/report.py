@@ -25,7 +25,7 @@ from forge.reporting.charts import (
 )
 from forge.reporting.family import Member, family_of
 from forge.reporting.history import PHASES, History, Launch, facts, read_history
-from forge.reporting.scores import read_scores
+from forge.reporting.run_rows import read_scores
 from forge.reporting.summary import Summary, preflight_checks, summarize, validation_checks
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from forge.core.paths import RunPaths
 from forge.core.terminal import is_terminal, print_plain, visible
+from forge.reporting.run_rows import read_scores
 from forge.reporting.run_state import COLORS
-from forge.reporting.scores import read_scores
 from forge.reporting.summary import Summary, summarize
 from forge.trainer import metrics
 

@@ -15,8 +15,8 @@ from forge.core.paths import RunPaths
 from forge.core.records import Check, PreflightResult, Sample, Trained, Validation
 from forge.core.terminal import one_line
 from forge.reporting.run_files import RunFiles
+from forge.reporting.run_rows import SourceRow, source_rows
 from forge.reporting.run_state import RunState, ask_slurm, judge
-from forge.reporting.sources import SourceRow, source_rows
 
 T = TypeVar("T")
 

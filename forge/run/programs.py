@@ -34,13 +34,13 @@ from forge.launch.program_rank import (
     saved_file,
 )
 from forge.launch.rank_records import ProgramTask, RankRecord, TrainTask
-from forge.run.step_log import StepLog
 from forge.staging.staged import (
     program_folders,
     staged_folders,
     staged_python,
     staged_source_digest,
 )
+from forge.trainer.metrics import StepLog
 
 
 @dataclass(frozen=True)

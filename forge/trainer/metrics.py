@@ -1,4 +1,4 @@
-"""Training metrics: rates, model FLOP utilization, and the metrics file."""
+"""Training metrics: rates, model FLOP utilization, and the metrics file, also of another program."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from forge.core import json_lines
+from forge.core import events, json_lines
 from forge.core.json_lines import last_lines
+from forge.core.paths import RunPaths
 
+PROGRAM_STEPS_EVERY_SEC = 5.0
 # Dense bf16 tensor-core peaks in FLOP/s. Source: NVIDIA's data sheets, most of which give the peak with
 # sparsity, twice as much (B200: HGX B200, 36 PFLOP/s for 8 GPUs; GB200: NVL72, 360 PFLOP/s for 72).
 # Longer names first, since "H100" is in "H100 NVL" too. None: known to differ, and not published.
@@ -166,3 +168,28 @@ def parse(lines: Iterable[str]) -> list[TrainLine | EvalLine | StepLine]:
         with suppress(ValidationError):
             parsed.append(_ANY.validate_json(line, strict=True))
     return parsed
+
+
+@dataclass
+class StepLog:
+    """Writes the steps that another program tells by its heartbeats to metrics.jsonl, from which status,
+    rate and badput of its run come. One launch; the launcher calls it each time that it looks at the
+    ranks."""
+
+    paths: RunPaths
+    _step: int = field(default=-1, init=False)
+    _written: float = field(default=float("-inf"), init=False)
+
+    def tell(self, steps: list[int | None], *, is_last: bool) -> None:
+        """Write the last step that all ranks have reached, at most every PROGRAM_STEPS_EVERY_SEC; the
+        last step at once. Raises UnfitError when the disk cannot be written."""
+        reached = [step for step in steps if step is not None]
+        now = time.monotonic()
+        if len(reached) < len(steps) or not reached or min(reached) <= self._step:
+            return
+        if now - self._written < PROGRAM_STEPS_EVERY_SEC and not is_last:
+            return
+        launch = events.last(events.read(self.paths.events), events.Launch)
+        if isinstance(launch, events.Launch):
+            self._step, self._written = min(reached), now
+            write(self.paths.metrics, StepLine(launch=launch.launch, step=self._step))

@@ -19,7 +19,7 @@ from forge.evaluation.settings import record_file
 from forge.reporting.compare import Row, compare, comparison, to_json
 from forge.reporting.history import device_hours, read_launches
 from forge.reporting.report import render
-from forge.reporting.scores import read_scores
+from forge.reporting.run_rows import read_scores
 from forge.reporting.show import show
 
 

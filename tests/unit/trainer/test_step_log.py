@@ -6,8 +6,8 @@ from support import happenings
 from forge.core import events
 from forge.core.paths import RunPaths
 from forge.reporting.history import read_launches
-from forge.run.step_log import StepLog
 from forge.trainer import metrics
+from forge.trainer.metrics import StepLog
 
 
 @pytest.fixture
