@@ -51,7 +51,7 @@ from forge.core.terminal import say
 from forge.data.content_ids import resolve, single_corpora
 from forge.evaluation import settings as evaluation
 from forge.evaluation.tasks import find_tasks
-from forge.reporting.workflow_end import print_end
+from forge.reporting.workflow_output import print_end
 from forge.run import programs, train
 from forge.tracking.tracker import refuse_missing_packages
 from forge.validation.estimates import memory_bytes

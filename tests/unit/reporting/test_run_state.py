@@ -14,7 +14,7 @@ from forge.checkpoint.sealed import ProgramCheckpoints
 from forge.cluster import jobs, slurm
 from forge.core import events
 from forge.core.files import read_json, write_json
-from forge.reporting import logs, run_state, show, status, summary, workflow_end
+from forge.reporting import logs, run_state, show, status, summary, workflow_output
 from forge.reporting.report import render
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import judge
@@ -85,7 +85,7 @@ def test_a_run_has_the_same_state_and_reason_whoever_is_asked(kind, capsys):
         lambda: print(render(run.paths).replace("&#39;", "'")),
         lambda: show.show([run.paths]),
         lambda: status.status([run.paths]),
-        lambda: workflow_end.print_end([run.paths]),
+        lambda: workflow_output.print_end([run.paths]),
     ):
         shown()
         text = capsys.readouterr().out

@@ -8,7 +8,7 @@ from support import happenings
 from support.run_states import KINDS, new_run, train
 
 from forge.cluster import slurm
-from forge.reporting.workflow_end import MAX_ROWS, print_end
+from forge.reporting.workflow_output import MAX_ROWS, print_end
 
 
 @pytest.fixture(autouse=True)

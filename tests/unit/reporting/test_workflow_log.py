@@ -11,7 +11,7 @@ from snakemake.settings.enums import Quietness
 from snakemake.settings.types import OutputSettings
 from snakemake_interface_logger_plugins.common import LogEvent
 
-from forge.reporting import workflow_log
+from forge.reporting import workflow_output
 
 SUBMITTED = (
     "Job %s has been submitted with SLURM jobid %s (log: /lab/.snakemake/slurm_logs/%s.log)."
@@ -30,11 +30,11 @@ class Log:
             filter=DefaultFilter(settings.quiet, *known),
             formatter=DefaultFormatter(settings.quiet),
         )
-        handler.name = workflow_log.TERMINAL
+        handler.name = workflow_output.TERMINAL
         self.logger = logging.Logger("snakemake")
         self.logger.addHandler(handler)
         self.workflow = SimpleNamespace(output_settings=settings)
-        workflow_log.shorten(self.workflow, self.logger)
+        workflow_output.shorten(self.workflow, self.logger)
 
     def say(self, message=None, event=None, **fields):
         self.logger.info(message, extra={"event": event, **fields} if event else fields)
@@ -185,6 +185,6 @@ def test_quiet_is_quieter_still(quiet, left):
 
 def test_a_snakefile_that_is_read_twice_changes_nothing():
     log = Log()
-    workflow_log.shorten(log.workflow, log.logger)
+    workflow_output.shorten(log.workflow, log.logger)
     log.job(3, "train_run", run="base")
     assert log.lines == ["train_run base: started"]
