@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from forge.core.mix import Stage
+from forge.core.mix import MixStage
 from forge.data.loader import Loader, Windows
 from forge.data.sample_order import MixedOrder
 
@@ -71,7 +71,7 @@ def mixed_loader(shard: Shard, seq_len: int, batch_size: int) -> Loader:
     windows = Windows([shard] * 3, seq_len)
     weights = {"a": 0.6, "b": 0.3, "c": 0.1}
     order = MixedOrder(
-        [Stage(0, weights)],
+        [MixStage(0, weights)],
         dict.fromkeys(weights, windows.num_samples // 3),
         drawn_before={},
         seed=0,

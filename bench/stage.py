@@ -25,7 +25,7 @@ from forge.core.config import Ids, load_config
 from forge.core.files import digest_file, write_json
 from forge.core.paths import RunPaths, tokens_folder
 from forge.data.content_ids import resolve
-from forge.data.shards import Manifest, ShardEntry, ShardSet, Total
+from forge.data.shards import ShardEntry, ShardManifest, ShardSet, Total
 from forge.staging.archive import Archive, make_archive
 from forge.staging.sbcast import Broadcast
 
@@ -114,7 +114,7 @@ def write_run(folder: Path, mib: int) -> Path:
         digest = digest_file(path)
         entries.append(ShardEntry(file=path.name, tokens=size, documents=1, digest=digest))
     splits: Any = {"val": entries[:1], "train": entries[1:]}
-    manifest = Manifest(
+    manifest = ShardManifest(
         **{"id": "b" * 12, "dtype": "uint16", "vocab_size": VOCAB, "eos_id": 0, "settings": {}},
         **{"tokenizer_id": "a" * 12, "tokenizer_digest": "c" * 64, "inputs": []},
         **{"splits": splits, "totals": {name: Total.of(found) for name, found in splits.items()}},

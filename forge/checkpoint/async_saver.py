@@ -29,7 +29,7 @@ MEMORY_MARGIN = 1.25
 
 
 @dataclass
-class Save:
+class AsyncSave:
     """One save, in progress or finished. Times in seconds."""
 
     step: int
@@ -55,7 +55,7 @@ class Saver:
         before_commit: called on rank 0 once all files are written; an exception fails the save."""
         self.world, self.writer_world, self.paths = world, world.with_own_group(), paths
         self.async_save, self.before_commit = async_save, before_commit
-        self.in_progress: Save | None = None
+        self.in_progress: AsyncSave | None = None
         self._stager = storage.Stager(world.device)
         self._has_copied = False
 
@@ -67,14 +67,14 @@ class Saver:
         keep_last: int,
         keep_every: int | None = None,
         last: bool = False,
-    ) -> Save:
+    ) -> AsyncSave:
         """Begin to save this state; the previous save must be finished.
 
         manifest: without files, which are known once they are written. last: nothing changes the
         state any more, so no copy is made.
         """
         assert self.in_progress is None
-        save = Save(manifest.step, storage.state_bytes(state), time.perf_counter())
+        save = AsyncSave(manifest.step, storage.state_bytes(state), time.perf_counter())
         live = last or not self._has_room(state)
         if not live:
             state = self._stager.stage(state)
@@ -107,7 +107,7 @@ class Saver:
         """Whether this rank's part of a save is written and waits for `finish`."""
         return self.in_progress is not None and self.in_progress.work.is_done
 
-    def finish(self) -> Save | None:
+    def finish(self) -> AsyncSave | None:
         """Wait until the save in progress is committed; None if there is none.
 
         Raises UnfitError (disk) or TrainingError (state not finite) on the ranks that failed, PeerFailed
@@ -129,7 +129,7 @@ class Saver:
         if self.in_progress is not None:
             self.in_progress.work.join(timeout_sec)
 
-    def _wait(self, save: Save) -> directory.Checkpoint:
+    def _wait(self, save: AsyncSave) -> directory.Checkpoint:
         return self.world.wait_for(save.work, f"wait for the save of step {save.step}")
 
     def _has_room(self, state: dict[str, Any]) -> bool:

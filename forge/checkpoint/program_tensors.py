@@ -27,7 +27,7 @@ CALLED = re.compile(r"torch[ .]|collections OrderedDict$")
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A stored part of a tensor: all of it, or one rank's shard."""
 
     name: str
@@ -42,7 +42,7 @@ class Part:
         return bool(torch.isfinite(self.tensor.float() if small else self.tensor).all())
 
 
-def floating_parts(folder: Path) -> Iterator[Part]:
+def floating_parts(folder: Path) -> Iterator[TensorPart]:
     """Every stored part of the floating-point tensors of a DCP directory, one at a time, file by file.
 
     Raises DataError for an index or a file that is corrupt, UnknownIndexError, UnfitError when the disk
@@ -52,7 +52,7 @@ def floating_parts(folder: Path) -> Iterator[Part]:
         parts = read_pickled_index(folder / DCP_INDEX)
     for part in sorted(parts, key=lambda part: (part.file, part.start)):
         if DTYPES[part.dtype].is_floating_point:
-            yield Part(part.name, part.file, _read(folder, part))
+            yield TensorPart(part.name, part.file, _read(folder, part))
 
 
 def _read(folder: Path, part: IndexedPart) -> torch.Tensor:

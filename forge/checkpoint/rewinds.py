@@ -25,7 +25,7 @@ MOST_FROM_ONE_CHECKPOINT = 3
 Decision = tuple[int, int, int]
 
 
-class Rewind(Exception):
+class RewindDecided(Exception):
     """Raised on all ranks when they have decided to rewind: the launcher starts them again."""
 
 

@@ -24,7 +24,7 @@ SEAL_SEC = 3600.0  # the digests of a checkpoint of 1 TiB at 300 MB/s
 
 
 @dataclass
-class Progress:
+class SealProgress:
     """How far the ranks are. steps: of their heartbeats; running: seconds that each has been running;
     saved: step of the last checkpoint that each has written its part of."""
 
@@ -46,7 +46,7 @@ class Progress:
             saved_step is not None and saved_step > step for saved_step in self.steps
         )
 
-    def has_run(self, seconds: float, since: Progress) -> bool:
+    def has_run(self, seconds: float, since: SealProgress) -> bool:
         """Whether every rank has been running for so long since then. A dead rank has not, so that its
         part of a checkpoint is never taken for a complete one."""
         pairs = zip(self.running, since.running, strict=True)
@@ -61,7 +61,7 @@ class Candidate:
     last changed."""
 
     files: Signature
-    since: Progress
+    since: SealProgress
 
 
 @dataclass
@@ -72,10 +72,10 @@ class Sealer:
     """
 
     checkpoints: ProgramCheckpoints
-    progress: Callable[[], Progress]
+    progress: Callable[[], SealProgress]
     lineage: SealLineage
     keep_last: int | None = None
-    on_look: Callable[[Progress, bool], None] = lambda *_: None
+    on_look: Callable[[SealProgress, bool], None] = lambda *_: None
     """Called with the progress each time the ranks are looked at, and whether this is the last time."""
     _candidates: dict[Path, Candidate] = field(default_factory=dict)
     _sealed: dict[Path, Signature] = field(default_factory=dict)  # in this launch, as sealed
@@ -120,7 +120,7 @@ class Sealer:
                 self._warned = str(err)
                 say(f"warning: a checkpoint could not be sealed: {err}")
 
-    def _is_due(self, path: Path, step: int, progress: Progress, orderly: bool) -> bool:
+    def _is_due(self, path: Path, step: int, progress: SealProgress, orderly: bool) -> bool:
         files = signature(path)
         if self.checkpoints.seal_of(path).exists():
             sealed = self._sealed.get(path, files)

@@ -86,7 +86,7 @@ MOST_KEYS_NAMED = 10  # of a section, in an error
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-class Validate(Section):
+class ValidateSettings(Section):
     """Which checks validation makes of the final checkpoint."""
 
     depth: Literal["digests", "load", "probe"] = "probe"
@@ -139,7 +139,7 @@ class Config(Section):
     train: Train = Train()
     program: Program | None = None
     # The key in the file is `validate`; a field of that name would hide a method of pydantic.
-    validation: Validate = Field(Validate(), alias="validate")
+    validation: ValidateSettings = Field(ValidateSettings(), alias="validate")
     report: Report = Report()
     evaluate: Evaluate = Evaluate()
     tracking: Tracking = Tracking()

@@ -63,7 +63,7 @@ class Fabric(Section):
         return value
 
 
-class Stage(Section):
+class StageSettings(Section):
     """Copies of the token shards, or of a program's inputs, on the nodes' local disks."""
 
     mode: Literal["auto", "always", "never"] = "auto"
@@ -79,7 +79,7 @@ class Stage(Section):
     that do not see them (`proj=missing`, `pkgs=missing` or `source=missing` in what stage prints)."""
 
 
-class Preflight(Section):
+class PreflightSettings(Section):
     """Checks of nodes and ranks before training."""
 
     deadline_sec: float = Field(90, gt=0, le=MAX_SEC)
@@ -144,8 +144,8 @@ class Machine(Section):
     max_restarts_without_progress: int = Field(5, ge=1)
     """The run ends after so many launches in a row without a new checkpoint, and names their causes."""
     fabric: Fabric = Fabric()
-    stage: Stage = Stage()
-    preflight: Preflight = Preflight()
+    stage: StageSettings = StageSettings()
+    preflight: PreflightSettings = PreflightSettings()
     slurm: Slurm = Slurm()
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ MIN_SHARE = Fraction(1, 100_000)
 
 
 @dataclass(frozen=True)
-class Stage:
+class MixStage:
     """Weights by source from a step on, in any unit; a source without one has weight 0."""
 
     step: int
@@ -44,7 +44,7 @@ class Stage:
             if 0 < share < MIN_SHARE
         )
 
-    def has_shares_of(self, other: Stage) -> bool:
+    def has_shares_of(self, other: MixStage) -> bool:
         """Whether both draw alike."""
         own, others = (
             {name: share for name, share in stage.shares.items() if share}
@@ -53,17 +53,17 @@ class Stage:
         return own == others
 
 
-def stages(mix: Mix) -> list[Stage]:
+def stages(mix: Mix) -> list[MixStage]:
     """The stages of a checked `train.mix`, with ascending steps."""
     if isinstance(mix, Mapping):
-        return [Stage(0, dict(mix))]
+        return [MixStage(0, dict(mix))]
     return [
-        Stage(int(entry[STEP]), {name: weight for name, weight in entry.items() if name != STEP})
+        MixStage(int(entry[STEP]), {name: weight for name, weight in entry.items() if name != STEP})
         for entry in mix
     ]
 
 
-def stage_at(all_stages: Sequence[Stage], step: int) -> Stage:
+def stage_at(all_stages: Sequence[MixStage], step: int) -> MixStage:
     """The stage by which a step, counted from 0, draws its samples; the first stage before all of
     them."""
     return next((stage for stage in reversed(all_stages) if stage.step <= step), all_stages[0])
@@ -115,7 +115,7 @@ def _check_weights(weights: Mapping[Any, Any]) -> None:
             )
     if not any(weights.values()):
         raise ValueError("at least one source must have a weight above 0")
-    if trouble := Stage(0, dict(weights)).trouble:
+    if trouble := MixStage(0, dict(weights)).trouble:
         raise ValueError(f"{trouble}; give it a larger weight, or 0")
 
 

@@ -35,7 +35,7 @@ class RopeScaling(Section):
         return self
 
 
-class Init(Section):
+class InitSettings(Section):
     """Pretrained weights that a run starts from: a repository of the hub, or a directory."""
 
     hub: str | None = None
@@ -87,7 +87,7 @@ class Model(Section):
     """Share one matrix between input and output embeddings."""
     vocab_size: int | None = Field(None, ge=1, le=2**24)
     """Rows of the embedding, at least as many as the tokenizer has ids; null: as many."""
-    init: Init | None = Field(None, json_schema_extra=FREE)
+    init: InitSettings | None = Field(None, json_schema_extra=FREE)
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

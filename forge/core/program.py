@@ -50,7 +50,7 @@ class Checkpoints(Section):
         return self
 
 
-class Stop(Section):
+class StopSettings(Section):
     """How the program is asked to save and exit."""
 
     BOUND = ()
@@ -61,7 +61,7 @@ class Stop(Section):
     """Seconds that a rank has after the signal, before it is killed."""
 
 
-class Heartbeat(Section):
+class HeartbeatSettings(Section):
     """How Forge sees that a rank makes progress."""
 
     BOUND = ()
@@ -102,8 +102,8 @@ class Program(Section):
     """null: the program has no checkpoints that Forge knows; every start begins from nothing."""
     keep_last: int | None = Field(None, ge=1)
     """Number of newest sealed checkpoints to keep; null: Forge removes none."""
-    stop: Stop = Stop()
-    heartbeat: Heartbeat | None = None
+    stop: StopSettings = StopSettings()
+    heartbeat: HeartbeatSettings | None = None
     """null: hangs are not detected."""
     export: list[str] = Field(default=["*"], min_length=1)
     """Files (globs) of a checkpoint that `forge export` copies."""

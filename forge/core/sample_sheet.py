@@ -18,7 +18,7 @@ COLUMN = r"[A-Za-z_][\w.]*"  # as the dotted names on the command line
 
 
 @dataclass(frozen=True)
-class Row:
+class SheetRow:
     """One run of the sheet."""
 
     line: int  # number in the file, from 1
@@ -27,7 +27,7 @@ class Row:
     layout: dict[str, int]  # those of LAYOUT that have a cell
 
 
-def read_rows(path: str | Path) -> list[Row]:
+def read_rows(path: str | Path) -> list[SheetRow]:
     """The rows of the sheet, in order.
 
     Raises ConfigError that names line, column and value. Nothing is guessed: a cell in the wrong column
@@ -97,7 +97,7 @@ def _columns(path: str | Path, line: int, cells: list[str]) -> list[str]:
     return columns
 
 
-def _row(where: str, line: int, columns: list[str], cells: list[str]) -> Row:
+def _row(where: str, line: int, columns: list[str], cells: list[str]) -> SheetRow:
     cells = [cell.strip() for cell in cells]
     if len(cells) != len(columns):
         raise ConfigError(
@@ -119,7 +119,7 @@ def _row(where: str, line: int, columns: list[str], cells: list[str]) -> Row:
         column: _count(where, column, cell) for column in LAYOUT if (cell := values.pop(column, ""))
     }
     overrides = {column: read_cell(cell) for column, cell in values.items() if cell}
-    return Row(line, name, overrides, layout)
+    return SheetRow(line, name, overrides, layout)
 
 
 def _count(where: str, column: str, cell: str) -> int:

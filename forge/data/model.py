@@ -24,7 +24,7 @@ from forge.core.files import (
     plain_name,
     read_json,
 )
-from forge.core.model import Init, Model
+from forge.core.model import InitSettings, Model
 from forge.core.paths import model_folder, tokenizer_folder
 from forge.core.process import hostname
 from forge.core.records import Record
@@ -133,13 +133,13 @@ def recipe(config: Config) -> dict[str, Any]:
     return {**values, "folder": folder, "files": files}
 
 
-def config_of(init: Init) -> dict[str, Any]:
+def config_of(init: InitSettings) -> dict[str, Any]:
     """The config.json of pretrained weights."""
     return _cached_config(init, str(Path.cwd()))
 
 
 @functools.cache
-def _cached_config(init: Init, _cwd: str) -> dict[str, Any]:
+def _cached_config(init: InitSettings, _cwd: str) -> dict[str, Any]:
     """Cached for sweeps of hundreds of runs, by working directory, on which a path depends."""
     path = hub.download(_repo(init), HF_CONFIG) if init.hub else Path(str(init.path)) / HF_CONFIG
     if path is None or not path.is_file():
@@ -154,12 +154,12 @@ def _cached_config(init: Init, _cwd: str) -> dict[str, Any]:
     return values
 
 
-def _repo(init: Init) -> hub.Repo:
+def _repo(init: InitSettings) -> hub.Repo:
     name, revision = str(init.hub).split("@", 1)
     return hub.Repo(name, revision, key="model.init.hub", command="forge model CONFIG")
 
 
-def _refuse_other_shape(model: Model, keys: dict[str, Any], init: Init) -> None:
+def _refuse_other_shape(model: Model, keys: dict[str, Any], init: InitSettings) -> None:
     given = model.model_dump(mode="json", include=model.model_fields_set & keys.keys())
     wrong = [
         f"model.{key} is {value!r}, the weights have {keys[key]!r}"
@@ -174,7 +174,7 @@ def _refuse_other_shape(model: Model, keys: dict[str, Any], init: Init) -> None:
         )
 
 
-def _tokenizer(init: Init) -> dict[str, Any]:
+def _tokenizer(init: InitSettings) -> dict[str, Any]:
     path = Path(str(init.path)) / TOKENIZER
     if not path.is_file():
         raise ConfigError(
@@ -185,7 +185,7 @@ def _tokenizer(init: Init) -> dict[str, Any]:
     return {"source": "path", "path": str(path)}
 
 
-def _look_at_tokenizer(config: Config, init: Init) -> None:
+def _look_at_tokenizer(config: Config, init: InitSettings) -> None:
     """A warning where the tokenizer is not that of the weights; ConfigError where it cannot fit."""
     tokenizer = config.tokenizer
     if tokenizer.source == "train":
@@ -304,7 +304,7 @@ def _is_plain(name: str) -> bool:
         return False
 
 
-def _download(init: Init, target: Path) -> tuple[Path, list[Path], str]:
+def _download(init: InitSettings, target: Path) -> tuple[Path, list[Path], str]:
     """The files at one commit, in the hub's cache and by a link in `target`: never copied."""
     repo = _repo(init)
     config = hub.download(repo, HF_CONFIG)

@@ -19,7 +19,7 @@ import numpy as np
 
 from forge.core.errors import ConfigError
 from forge.core.files import digest_bytes
-from forge.core.mix import Stage
+from forge.core.mix import MixStage
 
 # Rounds of the permutation. Four are pseudo-random (Luby and Rackoff 1988) for large halves; eight,
 # because a corpus may have as few as ten windows.
@@ -92,7 +92,7 @@ class _Span:
     @classmethod
     def of(
         cls,
-        stage: Stage,
+        stage: MixStage,
         names: Sequence[str],
         *,
         start: int,
@@ -168,7 +168,7 @@ class MixedOrder:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[MixStage],
         sizes: Mapping[str, int],
         *,
         drawn_before: Mapping[str, int],

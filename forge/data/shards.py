@@ -143,7 +143,7 @@ class Total(Entry):
         )
 
 
-class Manifest(Entry):
+class ShardManifest(Entry):
     """Facts that readers of the shards need, and the settings and inputs that made the shards."""
 
     format: Literal[1] = FORMAT
@@ -179,7 +179,7 @@ class Manifest(Entry):
             file.write(orjson.dumps(self.model_dump(mode="json"), option=options))
 
 
-def _read_manifest(path: Path) -> Manifest:
+def _read_manifest(path: Path) -> ShardManifest:
     value = read_json(path)
     version = value.get("format") if isinstance(value, dict) else None
     if version != FORMAT:
@@ -189,7 +189,7 @@ def _read_manifest(path: Path) -> Manifest:
             fix=AGAIN,
         )
     try:
-        return Manifest.model_validate(value)
+        return ShardManifest.model_validate(value)
     except ValidationError as err:
         first = err.errors()[0]
         place = ".".join(map(str, first["loc"])) or "manifest"
@@ -254,7 +254,7 @@ class ShardSet:
     kind: ClassVar[Kind] = "shards"
 
     folder: Path
-    manifest: Manifest
+    manifest: ShardManifest
     digest: str  # of manifest.json; checkpoints record it in their lineage
     train: list[Shard]
     val: list[Shard]

@@ -54,9 +54,9 @@ from forge.data.shards import (
     EndInDocument,
     Entry,
     InputEntry,
-    Manifest,
     Shard,
     ShardEntry,
+    ShardManifest,
     ShardSet,
     ShardWriter,
     Split,
@@ -146,10 +146,10 @@ def _clean(folder: Path) -> None:
 
 
 def _manifest(
-    tokens_id: str, config: ResolvedConfig, tokenizer: LoadedTokenizer, parts: list[Part]
-) -> Manifest:
+    tokens_id: str, config: ResolvedConfig, tokenizer: LoadedTokenizer, parts: list[FinishedPart]
+) -> ShardManifest:
     splits = {split: [s for part in parts for s in part.splits[split]] for split in SPLITS}
-    return Manifest(
+    return ShardManifest(
         id=tokens_id,
         dtype=dtype_name(tokenizer.vocab_size),
         vocab_size=tokenizer.vocab_size,
@@ -163,7 +163,7 @@ def _manifest(
     )
 
 
-def _check_splits(manifest: Manifest, settings: Tokenize) -> None:
+def _check_splits(manifest: ShardManifest, settings: Tokenize) -> None:
     num_train, num_val = (manifest.totals[split].documents for split in SPLITS)
     if num_train and num_val:
         return
@@ -184,7 +184,7 @@ def _check_splits(manifest: Manifest, settings: Tokenize) -> None:
     )
 
 
-def _say_result(folder: Path, manifest: Manifest) -> None:
+def _say_result(folder: Path, manifest: ShardManifest) -> None:
     totals = manifest.totals
     counts = ", ".join(
         f"{split} {totals[split].tokens} tokens in {totals[split].documents} documents"
@@ -213,7 +213,9 @@ def _can_be_fast(folder: Path, tokenizer: LoadedTokenizer) -> bool:
     return True
 
 
-def _encode_with_fallback(job: _Job, groups: list[list[InputFile]], workers: int) -> list[Part]:
+def _encode_with_fallback(
+    job: _Job, groups: list[list[InputFile]], workers: int
+) -> list[FinishedPart]:
     """Encode all parts; the record of each. If gigatoken fails, all parts are encoded again with the
     tokenizers library.
 
@@ -252,7 +254,7 @@ def _no_threads() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _encode_parts(job: _Job, groups: list[list[InputFile]], workers: int) -> list[Part]:
+def _encode_parts(job: _Job, groups: list[list[InputFile]], workers: int) -> list[FinishedPart]:
     """Encode all parts; their records in order."""
     # A new interpreter for each worker would import for 0.6 s what is in memory here. A fork is safe:
     # no other thread of this process is at work, see `_no_threads` and the order below.
@@ -266,7 +268,7 @@ def _encode_parts(job: _Job, groups: list[list[InputFile]], workers: int) -> lis
         initargs=(os.getpid(), job, read_bytes),
     )
     others = set(multiprocessing.active_children())
-    finished: dict[int, Part] = {}
+    finished: dict[int, FinishedPart] = {}
     total_mib = sum(file.size for group in groups for file in group) / 2**20
     waiting = iter(enumerate(groups))
     try:
@@ -307,7 +309,7 @@ def _submit(
 
 def _results(
     pool: ProcessPoolExecutor, waiting: Iterator[tuple[int, list[InputFile]]], running: Running
-) -> Iterator[tuple[int, Part | None]]:
+) -> Iterator[tuple[int, FinishedPart | None]]:
     """(number, record) of each part when it is done, and (-1, None) at least twice a second.
 
     Submits a part for each that is done, not all at once: a large corpus has 100,000 of them.
@@ -318,7 +320,7 @@ def _results(
             record, warnings = future.result()
             for warning in warnings:
                 say(warning)
-            yield running.pop(future), Part.model_validate_json(record)
+            yield running.pop(future), FinishedPart.model_validate_json(record)
         running |= _submit(pool, waiting, len(done))
         yield -1, None
 
@@ -345,7 +347,7 @@ def _loaded(folder: Path, fast: bool) -> tuple[LoadedTokenizer, Encode]:
     return tokenizer, (fast_encoder if fast else reference_encoder)(tokenizer)
 
 
-class Part(Entry):
+class FinishedPart(Entry):
     """The record of a finished part: some input files and the shards made of them."""
 
     format: Literal[1] = PART_FORMAT
@@ -380,7 +382,7 @@ def _make_part(number: int, files: list[InputFile]) -> tuple[bytes, list[str]]:
             documents = _documents(number, files, warnings, inputs)
             _write_text(writers, files, documents, tokenizer=tokenizer, encode=encode)
     splits = {split: writer.entries for split, writer in writers.items()}
-    part = Part(tokenizer_digest=tokenizer.digest, inputs=inputs, splits=splits)
+    part = FinishedPart(tokenizer_digest=tokenizer.digest, inputs=inputs, splits=splits)
     record = part.model_dump_json().encode()
     # Not fsynced: after a power failure the part is encoded again unless record and digests agree.
     with atomic_open(path, sync=False) as file:
@@ -394,7 +396,7 @@ def _finished_part(path: Path, files: list[InputFile], tokenizer: LoadedTokenize
     try:
         with disk_trouble(path, "read"):
             record = path.read_bytes()
-        part = Part.model_validate_json(record)
+        part = FinishedPart.model_validate_json(record)
         if part.inputs != inputs or part.tokenizer_digest != tokenizer.digest:
             return None
         dtype = np.dtype(dtype_name(tokenizer.vocab_size))

@@ -163,7 +163,7 @@ def _vocab_size(tokenizer: tokenizers.Tokenizer) -> int:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _TokenizerSource:
     """Contents of the tokenizer's files, and facts for the manifest."""
 
     tokenizer: bytes
@@ -181,7 +181,7 @@ def build_tokenizer(config: ResolvedConfig) -> Path:
         say(f"tokenizer {folder.name}: nothing to do")
         return folder
     content_ids.require_current(config, "tokenizer")
-    sources: dict[str, Callable[[ResolvedConfig], _Source]] = {
+    sources: dict[str, Callable[[ResolvedConfig], _TokenizerSource]] = {
         "train": _train,
         "path": _copy,
         "hub": _fetch,
@@ -204,7 +204,7 @@ def _is_valid(folder: Path) -> bool:
     return True
 
 
-def _write(folder: Path, config: Config, source: _Source) -> None:
+def _write(folder: Path, config: Config, source: _TokenizerSource) -> None:
     tokenizer = _parse(source.tokenizer, f"the {config.tokenizer.source} tokenizer")
     eos_token = _find_eos(tokenizer, config.tokenizer.eos_token, source.tokenizer_config)
     eos_id = tokenizer.token_to_id(eos_token)
@@ -276,7 +276,7 @@ def _eos_in_config(tokenizer_config: bytes | None) -> str | None:
 # --- source: train ------------------------------------------------------------------------------
 
 
-def _train(config: ResolvedConfig) -> _Source:
+def _train(config: ResolvedConfig) -> _TokenizerSource:
     """Train a byte-level BPE, which decodes any text exactly: its alphabet has all 256 bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -298,7 +298,7 @@ def _train(config: ResolvedConfig) -> _Source:
             f"the corpus gives only {_vocab_size(tokenizer)} of {settings.vocab_size} ids: "
             "every word in it is one token already"
         )
-    return _Source(tokenizer.to_str(pretty=True).encode())
+    return _TokenizerSource(tokenizer.to_str(pretty=True).encode())
 
 
 def _sample(config: ResolvedConfig) -> Iterator[str]:
@@ -341,10 +341,10 @@ def _first_bytes(text: str, num_bytes: int) -> str:
 # --- source: path -------------------------------------------------------------------------------
 
 
-def _copy(config: Config) -> _Source:
+def _copy(config: Config) -> _TokenizerSource:
     path, *beside = content_ids.tokenizer_files(str(config.tokenizer.path))
     with disk_trouble(path, "read"):
-        return _Source(_content(path), _content(beside[0]) if beside else None)
+        return _TokenizerSource(_content(path), _content(beside[0]) if beside else None)
 
 
 def _content(path: Path) -> bytes:
@@ -356,7 +356,7 @@ def _content(path: Path) -> bytes:
 # --- source: hub --------------------------------------------------------------------------------
 
 
-def _fetch(config: Config) -> _Source:
+def _fetch(config: Config) -> _TokenizerSource:
     """The tokenizer's files at one revision; from the local cache where there is no network."""
     name, revision = str(config.tokenizer.hub).split("@", 1)
     options = f"--tokenizer.source=hub --tokenizer.hub={name}@{revision}"
@@ -374,7 +374,7 @@ def _fetch(config: Config) -> _Source:
         commit = hub.commit_of(path, TOKENIZER)
         config_path = hub.download(replace(repo, revision=commit), TOKENIZER_CONFIG)
         tokenizer_config = _content(config_path) if config_path else None
-        return _Source(_content(path), tokenizer_config, {"commit": commit})
+        return _TokenizerSource(_content(path), tokenizer_config, {"commit": commit})
 
 
 # --- offline test -------------------------------------------------------------------------------

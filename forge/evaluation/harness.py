@@ -72,7 +72,7 @@ def _model(**settings: Any) -> LM:
     are longer than the model's input: they are cut in the same way."""
     from lm_eval.models.huggingface import HFLM
 
-    class Model(HFLM):
+    class HarnessModel(HFLM):
         def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
             most = self.max_length
             if cut := sum(len(answer) > most for _, _, answer in requests):
@@ -83,7 +83,7 @@ def _model(**settings: Any) -> LM:
             cut_requests = [(key, context, answer[-most:]) for key, context, answer in requests]
             return super()._loglikelihood_tokens(cut_requests, *args, **kwargs)
 
-    return Model(**settings)
+    return HarnessModel(**settings)
 
 
 def scores_of(results: Any) -> list[Score]:

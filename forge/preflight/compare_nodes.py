@@ -29,7 +29,7 @@ EXCLUDE_ONE = "exclude one of the two (slurm.exclude), or set preflight.spare_no
 
 
 @dataclass
-class Node:
+class CheckedNode:
     """One node: its checks, and the facts that are compared between nodes."""
 
     name: str
@@ -67,7 +67,7 @@ class Node:
 
 def inspect(
     placement: Placement, wanted: Mapping[str, Wanted], machine: Machine, *, sec: float, python: str
-) -> list[Node]:
+) -> list[CheckedNode]:
     """All nodes with their checks, in the order of `placement.hosts`, within about `sec` seconds.
 
     python: the interpreter that runs Forge on the other nodes. Raises EndpointError where the ranks would
@@ -130,7 +130,7 @@ def _wanted_imports(
     }
 
 
-def _add_imports(node: Node, answer: Any) -> None:
+def _add_imports(node: CheckedNode, answer: Any) -> None:
     if isinstance(answer, NodeFailure):
         check = Check("imports", "fail", answer.message, answer.fix, answer.cause)
     else:
@@ -139,12 +139,12 @@ def _add_imports(node: Node, answer: Any) -> None:
     node.checks.append(check)
 
 
-def _answered(host: str, answer: Any) -> Node:
+def _answered(host: str, answer: Any) -> CheckedNode:
     if isinstance(answer, NodeFailure):
         trouble = Check("answers", "fail", answer.message, answer.fix, answer.cause)
-        return Node(host, [trouble])
+        return CheckedNode(host, [trouble])
     results = [Check(**check) for check in answer.pop("checks")]
-    return Node(host, results, answer)
+    return CheckedNode(host, results, answer)
 
 
 # --- connections between all nodes ----------------------------------------------------------------
@@ -153,7 +153,13 @@ Links = dict[str, dict[str, dict[str, Any]]]  # from, to: trouble ("" for none),
 
 
 def _connect_all(
-    pool: NodePool, nodes: Sequence[Node], machine: Machine, *, head: str, master: str, sec: float
+    pool: NodePool,
+    nodes: Sequence[CheckedNode],
+    machine: Machine,
+    *,
+    head: str,
+    master: str,
+    sec: float,
 ) -> Links:
     """Have every node connect to every other node. A node that cannot take part gets a failed check."""
     by_name = {node.name: node for node in nodes}
@@ -174,7 +180,7 @@ def _connect_all(
     return _without_failed(links, by_name)
 
 
-def _without_failed(answers: dict[str, Any], nodes: dict[str, Node]) -> dict[str, Any]:
+def _without_failed(answers: dict[str, Any], nodes: dict[str, CheckedNode]) -> dict[str, Any]:
     """The answers of nodes that have one; the others get a failed check."""
     for host, answer in answers.items():
         if isinstance(answer, NodeFailure):
@@ -183,7 +189,7 @@ def _without_failed(answers: dict[str, Any], nodes: dict[str, Node]) -> dict[str
     return {host: a for host, a in answers.items() if not isinstance(a, NodeFailure)}
 
 
-def check_links(nodes: Mapping[str, Node], links: Links) -> None:
+def check_links(nodes: Mapping[str, CheckedNode], links: Links) -> None:
     """Add the check `reach`: the fewest nodes fail without which all others reach each other."""
     troubles = {
         (a, b): link["trouble"] for a in links for b, link in links[a].items() if link["trouble"]
@@ -257,7 +263,7 @@ def _cover(
     return None
 
 
-def check_clocks(nodes: Mapping[str, Node], links: Links, most_sec: float) -> None:
+def check_clocks(nodes: Mapping[str, CheckedNode], links: Links, most_sec: float) -> None:
     """Add the check `clock`: the median over the other nodes of how far this clock is ahead of theirs."""
     for name in links:
         seen = [to[name]["ahead_sec"] for to in links.values() if name in to]
@@ -277,7 +283,7 @@ def check_clocks(nodes: Mapping[str, Node], links: Links, most_sec: float) -> No
 # --- nodes compared -------------------------------------------------------------------------------
 
 
-def compare(nodes: Sequence[Node], machine: Machine) -> None:
+def compare(nodes: Sequence[CheckedNode], machine: Machine) -> None:
     """Add the checks that need other nodes to compare with: versions, InfiniBand, number of GPUs."""
     answered = [node for node in nodes if node.facts]
     if len(answered) < 2:
@@ -288,7 +294,7 @@ def compare(nodes: Sequence[Node], machine: Machine) -> None:
         node.checks += _same_hardware(node, answered, machine)
 
 
-def _same_versions(node: Node, nodes: Sequence[Node]) -> Check:
+def _same_versions(node: CheckedNode, nodes: Sequence[CheckedNode]) -> Check:
     """Whether Python, packages and Forge's code are those of most nodes (in a tie, of the first)."""
     versions: dict[str, str] = node.facts["versions"]
     other = []
@@ -308,7 +314,7 @@ def _same_versions(node: Node, nodes: Sequence[Node]) -> Check:
     )
 
 
-def _same_environment(node: Node, nodes: Sequence[Node]) -> Iterator[Check]:
+def _same_environment(node: CheckedNode, nodes: Sequence[CheckedNode]) -> Iterator[Check]:
     """Warnings where variables of NCCL, Gloo and torch, or the driver, are not those of most nodes."""
     exported: dict[str, str] = node.facts["exported"]
     other = []
@@ -327,7 +333,9 @@ def _same_environment(node: Node, nodes: Sequence[Node]) -> Iterator[Check]:
         yield Check("driver", "warn", message, f"leave {node.name} out, if NCCL fails")
 
 
-def _same_hardware(node: Node, nodes: Sequence[Node], machine: Machine) -> Iterator[Check]:
+def _same_hardware(
+    node: CheckedNode, nodes: Sequence[CheckedNode], machine: Machine
+) -> Iterator[Check]:
     with_ib = sum(each.facts["infiniband"] for each in nodes)
     if with_ib and not node.facts["infiniband"]:
         yield Check(
@@ -351,7 +359,7 @@ def _same_hardware(node: Node, nodes: Sequence[Node], machine: Machine) -> Itera
 # --- nodes to exclude -----------------------------------------------------------------------------
 
 
-def bad_nodes(nodes: Sequence[Node]) -> dict[str, str]:
+def bad_nodes(nodes: Sequence[CheckedNode]) -> dict[str, str]:
     """Nodes to exclude from the next submission, and why. A check that fails on every node does not
     count, except those in OWN."""
     everywhere = set.intersection(*({check.name for check in node.failed} for node in nodes))

@@ -24,7 +24,7 @@ from forge.core.records import Check
 from forge.core.terminal import say
 from forge.launch.launcher import run_ranks
 from forge.launch.rank_records import PreflightTask
-from forge.preflight.bisection import Broken, Group, NoTimeLeft, find_broken
+from forge.preflight.bisection import BrokenNodes, Group, NoTimeLeft, find_broken
 from forge.preflight.rank_checks import rank_checks
 
 # Timeout of one collective once all ranks have joined; half of it while searching for a fault, and
@@ -128,7 +128,7 @@ class Prober:
         with _nccl_log(self._paths.logs):
             return self._note(hosts, trial.run())
 
-    def search(self, hosts: Sequence[str]) -> Broken:
+    def search(self, hosts: Sequence[str]) -> BrokenNodes:
         """Find the nodes or pairs at fault among hosts that fail together."""
         say(f"{len(hosts)} nodes fail together; looking for the node or the pair at fault …")
         context = multiprocessing.get_context("spawn")

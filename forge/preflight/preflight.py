@@ -22,8 +22,8 @@ from forge.core.process import hostname
 from forge.core.records import Check, NodeResult, PreflightPass, PreflightResult, RanksResult
 from forge.core.terminal import say
 from forge.preflight import compare_nodes
-from forge.preflight.bisection import Broken
-from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, Node, fewest_to_leave_out
+from forge.preflight.bisection import BrokenNodes
+from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, CheckedNode, fewest_to_leave_out
 from forge.preflight.isolate import ENDPOINT, Prober
 from forge.preflight.node_checks import Wanted
 from forge.staging.staged import program_folders, stage_record, staged_python
@@ -41,7 +41,7 @@ class Findings:
 
     placement: Placement
     layout: WorldLayout
-    nodes: list[Node]
+    nodes: list[CheckedNode]
     ranks: list[Check] = field(default_factory=list)
     identity: dict[str, Any] = field(default_factory=dict)
 
@@ -241,7 +241,7 @@ def _check_ranks(findings: Findings, prober: Prober) -> list[Check]:
     return [*ranks, _still_in_doubt(broken)]
 
 
-def _blame(nodes: Sequence[Node], broken: Broken, prober: Prober) -> None:
+def _blame(nodes: Sequence[CheckedNode], broken: BrokenNodes, prober: Prober) -> None:
     """Add what the search found to the checks of the nodes."""
     by_name = {node.name: node for node in nodes}
     for name in broken.nodes:
@@ -267,7 +267,7 @@ def _blame(nodes: Sequence[Node], broken: Broken, prober: Prober) -> None:
             by_name[name].checks.append(check)
 
 
-def _still_in_doubt(broken: Broken) -> Check:
+def _still_in_doubt(broken: BrokenNodes) -> Check:
     return Check(
         "search",
         "fail",

@@ -36,7 +36,7 @@ MATMUL_SIZE = {"cpu": 768, "cuda": 8192}  # about 20 ms on a core, and on a larg
 MATMUL_TRIALS = 5
 
 
-class Watchdog:
+class ProbeWatchdog:
     """Ends this rank when a step takes longer than patience_sec, with a record that names the step.
 
     A timeout of the process group would not do: Gloo restarts it with each piece that arrives.
@@ -89,7 +89,7 @@ def check(world: World, task: PreflightTask, spec: LaunchSpec) -> RankRecord:
     """
     # Nothing to save; and no Python handler runs while C++ code blocks the main thread.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    watchdog = Watchdog(spec, world.rank.rank, task.patience_sec)
+    watchdog = ProbeWatchdog(spec, world.rank.rank, task.patience_sec)
     watchdog.begin("connecting to all other ranks")
     groups = Groups.of(world, watchdog.patience_sec)
     speeds = _all_reduce(world, groups, watchdog)
@@ -137,7 +137,7 @@ def network_chosen(log: str) -> str:
     return f"{match.group(1)} {match.group(2)}" if match else ""
 
 
-def _all_reduce(world: World, groups: Groups, watchdog: Watchdog) -> dict[str, Any]:
+def _all_reduce(world: World, groups: Groups, watchdog: ProbeWatchdog) -> dict[str, Any]:
     """Whether the sum is right; latency (median, microseconds) and bus bandwidth (GB/s).
 
     Bus bandwidth as in nccl-tests (doc/PERFORMANCE.md): bytes / seconds * 2 (n - 1) / n.
@@ -168,7 +168,7 @@ def _matmul(device: torch.device) -> float:
     return round(2 * size**3 / seconds / 1e12, 4)
 
 
-def _pairs(world: World, groups: Groups, watchdog: Watchdog) -> list[tuple[int, float]]:
+def _pairs(world: World, groups: Groups, watchdog: ProbeWatchdog) -> list[tuple[int, float]]:
     """Bandwidth with local rank 0 of other nodes: (its rank, GB/s). [] on ranks that are not local
     rank 0.
 

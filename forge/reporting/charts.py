@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from forge.reporting.family import Member
+from forge.reporting.family import TreeRun
 from forge.reporting.history import PHASES, History, Phase
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def loss_chart(history: History) -> str:
         return _svg(figure, "loss")
 
 
-def family_chart(family: Sequence[Member]) -> str:
+def family_chart(family: Sequence[TreeRun]) -> str:
     """Validation loss over steps of runs that start from each other; each line begins at its parent's
     point. What comes before the first branch may lie above the figure."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": "family"}):
@@ -88,7 +88,7 @@ def family_chart(family: Sequence[Member]) -> str:
         return _svg(figure, "family")
 
 
-def _from_parent(member: Member, family: Sequence[Member]) -> pd.DataFrame:
+def _from_parent(member: TreeRun, family: Sequence[TreeRun]) -> pd.DataFrame:
     """The losses of a run, preceded by the parent's last loss before the start, if it is recorded."""
     import pandas as pd
 
@@ -177,7 +177,7 @@ def _svg(figure: Figure, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Block:
+class TimeBlock:
     """A rectangle of the time bar, in shares of its width and height."""
 
     phase: str
@@ -187,21 +187,21 @@ class Block:
     height: float
 
 
-def time_blocks(phases: list[Phase], columns: int = TIME_COLUMNS) -> list[Block]:
+def time_blocks(phases: list[Phase], columns: int = TIME_COLUMNS) -> list[TimeBlock]:
     """The wall time cut into equal columns, each stacked by what it was spent on.
 
     So an evaluation of a second still shows in a run of weeks, and the page stays small.
     Time that belongs to no phase (a finished run that was taken up again) is left out.
     """
-    blocks: list[Block] = []
+    blocks: list[TimeBlock] = []
     for column, shares in enumerate(_columns(phases, columns)):
         y, x = 0.0, column / columns
         for phase, share in ((name, shares[name]) for name in PHASES if name in shares):
             last = blocks[-1] if blocks else None
             if share > 0.999 and last and last.phase == phase and last.height > 0.999:
-                blocks[-1] = Block(phase, last.x, x + 1 / columns - last.x, 0.0, 1.0)
+                blocks[-1] = TimeBlock(phase, last.x, x + 1 / columns - last.x, 0.0, 1.0)
             else:
-                blocks.append(Block(phase, x, 1 / columns, y, share))
+                blocks.append(TimeBlock(phase, x, 1 / columns, y, share))
             y += share
     return blocks
 

@@ -14,7 +14,7 @@ from forge.core.errors import ConfigError
 from forge.core.files import atomic_open, digest_file, read_object_or_empty
 from forge.core.paths import RunPaths
 from forge.core.terminal import Table, duration, say
-from forge.reporting.family import Member, families
+from forge.reporting.family import TreeRun, families
 from forge.reporting.history import device_hours, facts, read_history_or_empty
 from forge.reporting.run_rows import ScoreRow, read_scores
 from forge.reporting.run_state import COLORS, RunState
@@ -60,7 +60,7 @@ class ComparedRun:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedRow:
     """A line of the comparison: its label and a text for each run."""
 
     label: str
@@ -72,9 +72,9 @@ class Comparison:
     """The runs, and the lines below them: what came of them, their scores, and their changed keys."""
 
     runs: list[ComparedRun]
-    results: list[Row]
-    scores: list[Row]
-    keys: list[Row]
+    results: list[ComparedRow]
+    scores: list[ComparedRow]
+    keys: list[ComparedRow]
 
 
 def compare(runs: Sequence[RunPaths], *, as_json: bool = False, page: Path | None = None) -> None:
@@ -100,7 +100,7 @@ def comparison(runs: Sequence[RunPaths]) -> Comparison:
     """The comparison of these runs. Lines that no run has a value for are left out."""
     compared = [_run(paths) for paths in runs]
     results = [
-        Row(label, [_text(run.facts[name], write) for run in compared])
+        ComparedRow(label, [_text(run.facts[name], write) for run in compared])
         for name, (label, write) in FACTS.items()
         if any(run.facts[name] is not None for run in compared)
     ]
@@ -149,11 +149,11 @@ def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
     return flat
 
 
-def _changed_keys(runs: list[ComparedRun]) -> list[Row]:
+def _changed_keys(runs: list[ComparedRun]) -> list[ComparedRow]:
     """The keys in which runs differ. A key that a run does not have differs from each value."""
     names = dict.fromkeys(name for run in runs for name in run.config)
     rows = {name: [_config_text(run.config, name) for run in runs] for name in names}
-    return [Row(name, texts) for name, texts in rows.items() if len(set(texts)) > 1]
+    return [ComparedRow(name, texts) for name, texts in rows.items() if len(set(texts)) > 1]
 
 
 def _config_text(config: dict[str, Any], name: str) -> str:
@@ -162,10 +162,12 @@ def _config_text(config: dict[str, Any], name: str) -> str:
     return config[name] if isinstance(config[name], str) else json.dumps(config[name])
 
 
-def _scores(runs: list[ComparedRun]) -> list[Row]:
+def _scores(runs: list[ComparedRun]) -> list[ComparedRow]:
     by_run = [{row.label: row for row in run.scores} for run in runs]
     names = dict.fromkeys(name for rows in by_run for name in rows)
-    return [Row(n, [rows[n].text() if n in rows else NONE for rows in by_run]) for n in names]
+    return [
+        ComparedRow(n, [rows[n].text() if n in rows else NONE for rows in by_run]) for n in names
+    ]
 
 
 def _text(value: Any, write: Callable[[Any], str]) -> str:
@@ -204,7 +206,7 @@ def _table(compared: Comparison) -> Table:
     return table
 
 
-def _write_page(path: Path, compared: Comparison, family: list[Member]) -> None:
+def _write_page(path: Path, compared: Comparison, family: list[TreeRun]) -> None:
     from forge.reporting.report import environment, family_context
 
     template = environment().get_template("compare.html.j2")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Member:
+class TreeRun:
     """A run in its tree."""
 
     run: str
@@ -38,7 +38,7 @@ class Member:
         return self.parent.rpartition("@")[0] if self.start else ""
 
 
-def families(runs: Sequence[RunPaths]) -> list[Member]:
+def families(runs: Sequence[RunPaths]) -> list[TreeRun]:
     """The runs that are children or parents of others among them, each below its parent; [] for none."""
     members = {paths.root.name: _member(paths) for paths in runs}
     parents = {member.parent_run for member in members.values()}
@@ -49,7 +49,7 @@ def families(runs: Sequence[RunPaths]) -> list[Member]:
     return [placed for root in roots for placed in _below(root, related, "", "")]
 
 
-def family_of(paths: RunPaths) -> list[Member]:
+def family_of(paths: RunPaths) -> list[TreeRun]:
     """The tree that a run belongs to, of all runs in its `results`; [] for a run without relatives."""
     beside = [RunPaths(path.parent) for path in sorted(paths.root.parent.glob("*/config.json"))]
     members = families(beside)
@@ -62,7 +62,7 @@ def family_of(paths: RunPaths) -> list[Member]:
     return []
 
 
-def _below(member: Member, among: dict[str, Member], own: str, below: str) -> Iterator[Member]:
+def _below(member: TreeRun, among: dict[str, TreeRun], own: str, below: str) -> Iterator[TreeRun]:
     """The member and its descendants. own, below: what stands before its name, and before theirs."""
     yield replace(member, branch=own)
     children = [
@@ -75,13 +75,13 @@ def _below(member: Member, among: dict[str, Member], own: str, below: str) -> It
         yield from _below(child, among, below + head, below + rest)
 
 
-def _member(paths: RunPaths) -> Member:
+def _member(paths: RunPaths) -> TreeRun:
     parent, start = _parent(paths)
     history = read_history_or_empty(paths)
     measured = facts(history)
     evals = history.evals.dropna(subset=["loss"])
     loss = measured["loss_to"]
-    return Member(
+    return TreeRun(
         run=paths.root.name,
         parent=parent,
         start=start,

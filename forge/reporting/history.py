@@ -62,7 +62,7 @@ class Restart(NamedTuple):
 
 
 @dataclass
-class Launch:
+class LaunchHistory:
     """One start of the ranks, from the first line that carries its id to its recorded end."""
 
     id: str
@@ -150,7 +150,7 @@ class History:
     train: pd.DataFrame
     evals: pd.DataFrame
     source_evals: dict[str, pd.DataFrame]
-    launches: list[Launch]
+    launches: list[LaunchHistory]
     restarts: list[Restart]
     phases: list[Phase]
 
@@ -172,7 +172,7 @@ class History:
         return self.seconds.get("train", 0.0) / self.wall_sec if self.wall_sec else None
 
 
-def read_launches(paths: RunPaths) -> list[Launch]:
+def read_launches(paths: RunPaths) -> list[LaunchHistory]:
     """Every launch of the run, oldest first, each with its own events and metrics."""
     return _launches(events.read(paths.events), metrics.read(paths.metrics))
 
@@ -231,7 +231,7 @@ def _last_step(history: History) -> int | None:
     return history.launches[-1].last_step or None if history.launches else None
 
 
-def device_hours(launches: Iterable[Launch]) -> dict[str, float]:
+def device_hours(launches: Iterable[LaunchHistory]) -> dict[str, float]:
     """Hours that GPUs, and cores of CPUs, have spent in launches, from their start to their end; of a
     program, which does not tell what it uses, ranks. Keys: gpu_hours, core_hours, rank_hours."""
     hours: dict[str, float] = defaultdict(float)
@@ -251,9 +251,9 @@ def device_hours(launches: Iterable[Launch]) -> dict[str, float]:
 # --- launches -----------------------------------------------------------------------------------
 
 
-def _launches(log: list[Event], lines: Sequence[Line]) -> list[Launch]:
+def _launches(log: list[Event], lines: Sequence[Line]) -> list[LaunchHistory]:
     """An event that names no launch belongs to the launch of the event before it."""
-    launches: dict[str, Launch] = {}
+    launches: dict[str, LaunchHistory] = {}
     name: str | None = None
     own = [(event.time, event) for event in log if isinstance(event, _IN_LAUNCH)]
     rows = [(line.time, line) for line in lines]
@@ -262,7 +262,7 @@ def _launches(log: list[Event], lines: Sequence[Line]) -> list[Launch]:
         name = getattr(entry, "launch", name)
         if name is None:
             continue
-        launch = launches.setdefault(name, Launch(name, when))
+        launch = launches.setdefault(name, LaunchHistory(name, when))
         if isinstance(entry, Line):
             launch.metrics.append(entry)
         else:
@@ -272,7 +272,7 @@ def _launches(log: list[Event], lines: Sequence[Line]) -> list[Launch]:
     return list(launches.values())
 
 
-def _kept_steps(launches: list[Launch]) -> dict[str, float]:
+def _kept_steps(launches: list[LaunchHistory]) -> dict[str, float]:
     """Launch id -> the last of its steps that a later launch built on (inf: nothing undone)."""
     kept, floor = {}, inf
     for launch in reversed(launches):
@@ -282,7 +282,7 @@ def _kept_steps(launches: list[Launch]) -> dict[str, float]:
     return kept
 
 
-def _restarts(launches: list[Launch]) -> list[Restart]:
+def _restarts(launches: list[LaunchHistory]) -> list[Restart]:
     return [
         Restart(launch.resumed_step, launch.start, before.outcome)
         for before, launch in pairwise(launches)
@@ -320,7 +320,7 @@ def _frame(
 # --- wall time ----------------------------------------------------------------------------------
 
 
-def _phases(log: list[Event], launches: list[Launch], kept: dict[str, float]) -> list[Phase]:
+def _phases(log: list[Event], launches: list[LaunchHistory], kept: dict[str, float]) -> list[Phase]:
     pieces = [_span(event) for event in log if isinstance(event, _AROUND)]
     for launch in launches:
         pieces += _undone(_inside(launch), _recomputed_from(launch, kept[launch.id]))
@@ -334,7 +334,7 @@ def _span(event: events.Timed) -> Phase:
     return Phase(type(event).__name__.lower(), start, start + stall)
 
 
-def _inside(launch: Launch) -> list[Phase]:
+def _inside(launch: LaunchHistory) -> list[Phase]:
     """The phases of a launch from its start to its end; what has no other name is training."""
     if launch.ready is None:
         return [Phase("init", launch.start, launch.end)]
@@ -348,7 +348,7 @@ def _inside(launch: Launch) -> list[Phase]:
     return [*pieces, Phase("train", cursor, launch.end)]
 
 
-def _recomputed_from(launch: Launch, kept_step: float) -> float:
+def _recomputed_from(launch: LaunchHistory, kept_step: float) -> float:
     """When the launch passed the last step that anything was built on; inf when all was of use.
 
     The last line up to that step tells it: its save, or a metrics line shortly before.

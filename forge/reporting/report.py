@@ -23,8 +23,8 @@ from forge.reporting.charts import (
     time_blocks,
     time_ticks,
 )
-from forge.reporting.family import Member, family_of
-from forge.reporting.history import PHASES, History, Launch, facts, read_history
+from forge.reporting.family import TreeRun, family_of
+from forge.reporting.history import PHASES, History, LaunchHistory, facts, read_history
 from forge.reporting.run_rows import read_scores
 from forge.reporting.summary import Summary, preflight_checks, summarize, validation_checks
 
@@ -86,7 +86,7 @@ def _context(paths: RunPaths) -> dict[str, Any]:
     }
 
 
-def family_context(family: list[Member], here: str = "") -> dict[str, Any]:
+def family_context(family: list[TreeRun], here: str = "") -> dict[str, Any]:
     """Contents of family.html.j2. here: the run of the page."""
     has_losses = any(len(member.evals) for member in family)
     chart = Markup(family_chart(family)) if has_losses else ""
@@ -158,7 +158,7 @@ def _time(history: History) -> dict[str, Any]:
     }
 
 
-def _launch_row(launch: Launch) -> dict[str, Any]:
+def _launch_row(launch: LaunchHistory) -> dict[str, Any]:
     start: events.Launch | None = launch.first(events.Launch)
     return {
         "start": launch.start,

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from forge.checkpoint.manifest import Manifest, RecordedMix
 from forge.core.errors import DataError
-from forge.core.mix import Stage
+from forge.core.mix import MixStage
 from forge.core.paths import RunPaths
 from forge.core.records import Evaluation, Score
 from forge.evaluation.settings import read_evaluations
@@ -44,7 +44,8 @@ def source_rows(manifest: Manifest | None) -> list[SourceRow]:
 def _weight(mix: RecordedMix, name: str) -> str:
     """`70 %, 30 % from step 8000`; a stage that leaves the share as it was is passed over."""
     shares = [
-        (stage.step, Stage(stage.step, stage.weights).shares.get(name, 0)) for stage in mix.stages
+        (stage.step, MixStage(stage.step, stage.weights).shares.get(name, 0))
+        for stage in mix.stages
     ]
     changes = [
         f"{100 * float(after):.3g} % from step {step}"

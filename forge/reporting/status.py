@@ -20,7 +20,7 @@ WATCH_SEC = 5.0
 
 
 @dataclass(frozen=True)
-class Row:
+class StatusRow:
     """One run in the table. loss and tokens_per_sec of the last step that was logged; nodes, ranks and
     steps_per_sec of the last launch, 0 before the first one."""
 
@@ -61,19 +61,19 @@ def status(runs: Sequence[RunPaths], *, watch: bool = False, as_json: bool = Fal
         say(note)
 
 
-def look(runs: Sequence[RunPaths]) -> tuple[list[Row], str]:
+def look(runs: Sequence[RunPaths]) -> tuple[list[StatusRow], str]:
     """A row for each run, and a note when Slurm's side of it is missing."""
     queue, note = ask_slurm(runs)
     return [row(paths, queue) for paths in runs], note
 
 
-def row(paths: RunPaths, queue: Queue) -> Row:
+def row(paths: RunPaths, queue: Queue) -> StatusRow:
     """The row of a run. queue: Slurm's, None where it cannot be asked."""
     files = RunFiles(paths)
     state, last = judge(files, queue), files.steps[-1] if files.steps else None
     is_training = state.reason == TRAINING and files.rate and files.goal and files.step is not None
     launch = files.launches[-1] if files.launches else None
-    return Row(
+    return StatusRow(
         state=state,
         nodes=len(launch.nodes) if launch else 0,
         ranks=launch.world_size if launch else 0,
@@ -105,7 +105,7 @@ _HEADS = (
 _NUMBERS = ("ranks", "step", "loss", "steps/s", "tokens/s", "restarts", "ETA")
 
 
-def _cells(run: Row) -> list[str]:
+def _cells(run: StatusRow) -> list[str]:
     state = run.state
     step = "" if state.step is None else str(state.step)
     return [
@@ -123,7 +123,7 @@ def _cells(run: Row) -> list[str]:
     ]
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[StatusRow]) -> Table:
     table = Table(_HEADS, numbers=_NUMBERS, wrapped=("job", "now"))
     for run in rows:
         table.add(_cells(run), {"run": "bold", "state": COLORS[run.state.tone]})

@@ -11,7 +11,7 @@ from typing import Protocol
 from forge.checkpoint import compatibility, directory, family, parent, resume, rewinds
 from forge.checkpoint.manifest import Artifact, Code
 from forge.checkpoint.sealed import ProgramCheckpoints, SealLineage
-from forge.checkpoint.sealer import Progress, Sealer
+from forge.checkpoint.sealer import Sealer, SealProgress
 from forge.cluster import slurm
 from forge.cluster.placement import Placement, WorldLayout
 from forge.core import events, provenance
@@ -44,7 +44,7 @@ from forge.trainer.metrics import StepLog
 
 
 @dataclass(frozen=True)
-class Start:
+class LaunchPlan:
     """Where and until when a launch of the ranks trains. Times are seconds since the epoch."""
 
     machine: Machine
@@ -68,7 +68,7 @@ class TrainingProgram(Protocol):
     def first_step(self) -> int:
         """The step at which a run without checkpoints begins."""
 
-    def prepare(self, start: Start) -> int | None:
+    def prepare(self, start: LaunchPlan) -> int | None:
         """Repair what an interrupted launch has left, and give the step of the checkpoint that training
         resumes from; None for a fresh start. Raises ConfigError where the config does not fit it."""
 
@@ -81,7 +81,7 @@ class TrainingProgram(Protocol):
     def warnings(self) -> list[str]:
         """Warnings before the first launch."""
 
-    def launch(self, start: Start, placement: Placement, step: int | None) -> RankRecord:
+    def launch(self, start: LaunchPlan, placement: Placement, step: int | None) -> RankRecord:
         """Run the ranks to their end; one record for all of them, by evidence. step: of the checkpoint to
         resume from; None without one."""
 
@@ -93,7 +93,7 @@ class TrainingProgram(Protocol):
         does not tell of its completion yet, it does so afterwards."""
 
 
-def program_of(config: ResolvedConfig, start: Start) -> TrainingProgram:
+def program_of(config: ResolvedConfig, start: LaunchPlan) -> TrainingProgram:
     """The training program of this run."""
     if config.program:
         return OtherProgram(config, RunPaths.of(config), config.program, start.layout)
@@ -127,7 +127,7 @@ class ForgeTrainer:
     def first_step(self) -> int:
         return parent.first_step(self.config)
 
-    def prepare(self, start: Start) -> int | None:
+    def prepare(self, start: LaunchPlan) -> int | None:
         family.set_aside_if_parent_changed(self.config)
         checkpoint = resume.repaired_latest(self.paths)
         if checkpoint is None:
@@ -149,7 +149,7 @@ class ForgeTrainer:
     def warnings(self) -> list[str]:
         return compatibility.schedule_warnings(self.config, resume.latest(self.paths))
 
-    def launch(self, start: Start, placement: Placement, step: int | None) -> RankRecord:
+    def launch(self, start: LaunchPlan, placement: Placement, step: int | None) -> RankRecord:
         staged, shared = self._shards()
         task = TrainTask(
             step=self.first_step if step is None else step,
@@ -204,7 +204,7 @@ class ForgeTrainer:
 
 
 def _run(
-    task: TrainTask | ProgramTask, paths: RunPaths, start: Start, placement: Placement
+    task: TrainTask | ProgramTask, paths: RunPaths, start: LaunchPlan, placement: Placement
 ) -> RankRecord:
     return run_ranks(
         task,
@@ -240,7 +240,7 @@ class OtherProgram:
             return None
         return ProgramCheckpoints(self.paths, settings, self.layout.world_size)
 
-    def prepare(self, start: Start) -> int | None:
+    def prepare(self, start: LaunchPlan) -> int | None:
         if inputs := self._inputs:
             inputs.check_unchanged()
         if self.checkpoints:
@@ -276,7 +276,7 @@ class OtherProgram:
     def warnings(self) -> list[str]:
         return []
 
-    def launch(self, start: Start, placement: Placement, step: int | None) -> RankRecord:
+    def launch(self, start: LaunchPlan, placement: Placement, step: int | None) -> RankRecord:
         task = self._task(start, step)
         sealer = self._sealer()
         machine = start.machine.model_copy(
@@ -297,7 +297,7 @@ class OtherProgram:
                 sealer.finish(orderly=orderly)
         return self._judged(record)
 
-    def _task(self, start: Start, step: int | None) -> ProgramTask:
+    def _task(self, start: LaunchPlan, step: int | None) -> ProgramTask:
         latest = None if step is None else self.checkpoints and self.checkpoints.latest()
         staged, shared = program_folders(self.config)
         launches = [e for e in events.read(self.paths.events) if isinstance(e, events.Launch)]
@@ -331,12 +331,12 @@ class OtherProgram:
             on_look=lambda progress, is_last: log.tell(progress.steps, is_last=is_last),
         )
 
-    def _progress(self) -> Callable[[], Progress]:
+    def _progress(self) -> Callable[[], SealProgress]:
         ranks = range(self.layout.world_size)
         beats = [heartbeat_file(self.program, self.paths, rank) for rank in ranks]
         running = [running_file(self.paths, rank) for rank in ranks]
         saved = [saved_file(self.paths, rank) for rank in ranks]
-        return lambda: Progress(
+        return lambda: SealProgress(
             *([read_step(p) for p in files] for files in (beats, running, saved))
         )
 

@@ -26,7 +26,7 @@ from forge.launch.launcher import MAX_RESTARTS_AFTER_LOSS, RankFailure, wait_for
 from forge.launch.rank_records import RankRecord
 from forge.preflight.preflight import recheck
 from forge.run import crash_loop, requeue
-from forge.run.programs import Start, TrainingProgram, program_of
+from forge.run.programs import LaunchPlan, TrainingProgram, program_of
 from forge.staging.staged import remove_staged
 from forge.tracking.process import tracked
 
@@ -60,7 +60,9 @@ def train(
     placement = find_placement(machine, layout)
     job = placement.job or slurm.this_job()  # ranks that need no srun may run inside a job, too
     ends = [end for end in (own_deadline, job and job.end_time) if end]
-    start = Start(machine, layout, require_checkpoint, min(ends, default=None), own_deadline, job)
+    start = LaunchPlan(
+        machine, layout, require_checkpoint, min(ends, default=None), own_deadline, job
+    )
     with lock(paths.root, "train"):
         wait_for_orphans(paths)
         program = program_of(config, start)
@@ -111,7 +113,7 @@ def refuse_known_failure(config: ResolvedConfig, paths: RunPaths) -> None:
 
 
 def _train_until_it_ends(
-    program: TrainingProgram, start: Start, placement: Placement, step: int | None
+    program: TrainingProgram, start: LaunchPlan, placement: Placement, step: int | None
 ) -> RankRecord:
     """Launch the ranks; after the loss of one, launch again without unhealthy nodes, and in a Slurm job
     after a pause for a full disk: twice at most.
@@ -181,7 +183,7 @@ def _waits_for_disk(record: RankRecord, job: slurm.Job | None, attempt: int) -> 
 
 
 def _launch(
-    program: TrainingProgram, start: Start, hosts: Placement, step: int | None
+    program: TrainingProgram, start: LaunchPlan, hosts: Placement, step: int | None
 ) -> RankRecord:
     """Run the ranks to their end, through the rewinds that they decide. step: of the checkpoint that they
     resume from; None without one."""
@@ -199,7 +201,7 @@ def _launch(
 
 
 def _at_fault(
-    record: RankRecord, config: ResolvedConfig, start: Start, placement: Placement
+    record: RankRecord, config: ResolvedConfig, start: LaunchPlan, placement: Placement
 ) -> dict[str, str]:
     """The node that the ranks' records blame, and why it must not train again; {} for none. A node whose
     rank hung is checked."""

@@ -31,13 +31,13 @@ from forge.cluster.placement import Placement
 from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.files import short_id
-from forge.core.machine import Machine, Stage
+from forge.core.machine import Machine, StageSettings
 from forge.core.terminal import say
 from forge.data.inputs import source_digest, source_files
 from forge.data.shards import Member
 from forge.staging.archive import DIRECTORIES, Archive, make_archive
 from forge.staging.on_node import SPARE_BYTES, link_mbit, private_root
-from forge.staging.sbcast import COMPRESS_PROGRAMS_BELOW, Broadcast, Broken, is_slower
+from forge.staging.sbcast import COMPRESS_PROGRAMS_BELOW, Broadcast, SbcastFailed, is_slower
 
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 ASK_SEC = 30.0
@@ -126,7 +126,7 @@ class StagedProject:
 
 
 @dataclass(frozen=True)
-class Part:
+class EnvironmentPart:
     """A directory that nodes get as one archive, or as a link to the shared one."""
 
     name: str  # of SHOWN
@@ -161,7 +161,9 @@ def stage_project(config: Config, machine: Machine, placement: Placement) -> Sta
     return StagedProject(f"{code}/python", source, digest, roots)
 
 
-def _blind_nodes(config: Config, settings: Stage, placement: Placement) -> dict[str, list[str]]:
+def _blind_nodes(
+    config: Config, settings: StageSettings, placement: Placement
+) -> dict[str, list[str]]:
     """Nodes that need a copy, by part of the project."""
     hosts, program = list(placement.hosts), config.program
     if settings.project != "auto":
@@ -213,9 +215,9 @@ def _claim(folder: Path, run: str, placement: Placement) -> dict[str, str]:
 
 def _put(
     data: Path,
-    settings: Stage,
+    settings: StageSettings,
     placement: Placement,
-    part: Part,
+    part: EnvironmentPart,
     blind: Collection[str],
     *,
     python: str = "",
@@ -255,25 +257,25 @@ def _put(
 # --- the files to copy -----------------------------------------------------------------------------
 
 
-def _code() -> Part:
+def _code() -> EnvironmentPart:
     """Forge."""
     folder = Path(forge.__file__).parent
     files = _tree(folder, "forge", skip=lambda path: path.endswith("__pycache__"))
-    return Part("project", "forge", folder, list(files), PROJECT_READY)
+    return EnvironmentPart("project", "forge", folder, list(files), PROJECT_READY)
 
 
-def _python() -> Part:
+def _python() -> EnvironmentPart:
     """The Python of this process with its packages."""
-    return Part("python", "env", Path(sys.prefix), list(_python_files()), PYTHON_READY)
+    return EnvironmentPart("python", "env", Path(sys.prefix), list(_python_files()), PYTHON_READY)
 
 
-def _source(folder: Path, outputs: Collection[str]) -> Part:
+def _source(folder: Path, outputs: Collection[str]) -> EnvironmentPart:
     """The directory of another program, with files in place of links to them."""
     members = [
         _file(path.resolve(), f"source/{path.relative_to(folder)}")
         for path in source_files(folder, outputs)
     ]
-    return Part("source", "source", folder, members, SOURCE_READY)
+    return EnvironmentPart("source", "source", folder, members, SOURCE_READY)
 
 
 def _require_virtual_environment() -> None:
@@ -395,5 +397,5 @@ def _send(placement: Placement, archive: Archive, temporary: str) -> None:
             files = [archive.folder / chunk for chunk in archive.chunks]
             for _ in broadcast.send(files, f"{temporary}/chunks"):
                 pass
-    except Broken as broken:
+    except SbcastFailed as broken:
         raise failed_on(broken.failures, "sending the project") from None

@@ -44,7 +44,7 @@ def is_slower(links_mbit: Iterable[int], limit: int) -> bool:
     return any(0 < speed < limit for speed in links_mbit)
 
 
-class Broken(Exception):
+class SbcastFailed(Exception):
     """sbcast failed on these nodes."""
 
     def __init__(self, failures: dict[str, NodeFailure]) -> None:
@@ -122,7 +122,7 @@ class Broadcast:
         if slurm.is_slurms_own(trouble):
             raise slurm.silent(trouble)
         if trouble:
-            raise Broken(blame(trouble, self._hosts))
+            raise SbcastFailed(blame(trouble, self._hosts))
 
     def _first_line(self) -> str:
         output = cast("IO[bytes]", self._step.stdout)

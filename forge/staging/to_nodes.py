@@ -14,7 +14,7 @@ from forge.cluster.nodes import NodeFailure, NodePool, Response, failed_on
 from forge.cluster.placement import Placement
 from forge.core.config import Config
 from forge.core.errors import UnfitError
-from forge.core.machine import Machine, Stage
+from forge.core.machine import Machine, StageSettings
 from forge.core.process import hostname
 from forge.core.terminal import progress, say
 from forge.data.shards import MANIFEST, FileSet, Member
@@ -22,7 +22,7 @@ from forge.staging import on_node
 from forge.staging.archive import Archive, make_archive
 from forge.staging.environment import stage_project
 from forge.staging.on_node import CHUNKS, SPARE_BYTES
-from forge.staging.sbcast import COMPRESS_SHARDS_BELOW, Broadcast, Broken, is_slower
+from forge.staging.sbcast import COMPRESS_SHARDS_BELOW, Broadcast, SbcastFailed, is_slower
 from forge.staging.staged import StageRecord
 
 ASK_SEC = 30.0
@@ -108,7 +108,7 @@ class _Staging:
         pool: NodePool | ThisHost,
         source: FileSet,
         config: Config,
-        settings: Stage,
+        settings: StageSettings,
         *,
         min_nodes: int,
     ) -> None:
@@ -279,7 +279,7 @@ class _Staging:
                     self._ask("unpack", "unpacking", deadline, here, temporary=temporary, **what)
                     done += archive.chunks[chunk]
                     report(done / 2**20)
-        except Broken as broken:
+        except SbcastFailed as broken:
             free = self._pool.ask(
                 "forget", timeout_sec=ASK_SEC, hosts=hosts, root=root, names=[name]
             )

@@ -17,7 +17,7 @@ OF_A_STEP = ("loss", "grad_norm", "lr", "tokens_per_sec", "mfu", "tokens")
 
 
 @dataclass
-class Row:
+class StepRow:
     """All numbers of one step, by name. time: seconds since the epoch, of its first line."""
 
     step: int
@@ -38,7 +38,7 @@ class Rows:
     paths: RunPaths
     state: str = field(default="running", init=False)
     """State in which the run ended, from its events."""
-    _open: Row | None = field(default=None, init=False)
+    _open: StepRow | None = field(default=None, init=False)
     _last: int = field(default=-1, init=False)
     _may_repeat: bool = field(default=False, init=False)
     """Whether a launch that resumes would repeat the last step, as the newest one saved nothing then."""
@@ -49,7 +49,7 @@ class Rows:
         self._metrics = Follower(self.paths.metrics)
         self._events = Follower(self.paths.events)
 
-    def new(self, *, is_over: bool = False) -> Iterator[Row]:
+    def new(self, *, is_over: bool = False) -> Iterator[StepRow]:
         """Rows that are complete now. is_over: the last one counts as complete, too, unless a launch that
         resumes would repeat its step. Raises DataError for an event log of another version of Forge."""
         for entry in heapq.merge(
@@ -72,17 +72,17 @@ class Rows:
                 if event := events.parse(line, self.paths.events):
                     yield event
 
-    def _close(self) -> Iterator[Row]:
+    def _close(self) -> Iterator[StepRow]:
         if self._open:
             yield self._open
         self._open = None
 
-    def _add_line(self, line: Line) -> Iterator[Row]:
+    def _add_line(self, line: Line) -> Iterator[StepRow]:
         if self._open and line.step == self._open.step:
             self._open.values = values_of(line) | self._open.values  # a repeated number is not new
         elif line.step > self._last:
             yield from self._close()
-            self._open = Row(line.step, line.time, {**self._waiting, **values_of(line)})
+            self._open = StepRow(line.step, line.time, {**self._waiting, **values_of(line)})
             self._last = line.step
             self._waiting = {}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from forge.core.records import Sent
 from forge.core.tracking import Mlflow
-from forge.tracking.rows import Row
+from forge.tracking.rows import StepRow
 from forge.tracking.tracker import TrackedRun
 
 # Limits of a request, mlflow.utils.validation: MAX_METRICS_PER_BATCH, MAX_PARAMS_TAGS_PER_BATCH,
@@ -53,7 +53,7 @@ class MLflow:
             self._client.log_batch(self._run_id, params=params[:PARAMS])
             params = params[PARAMS:]
 
-    def log(self, rows: Sequence[Row]) -> None:
+    def log(self, rows: Sequence[StepRow]) -> None:
         """Returns when the server has stored them."""
         from mlflow.entities import Metric
 

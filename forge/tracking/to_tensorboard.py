@@ -11,7 +11,7 @@ from typing import Any
 
 from forge.core.files import disk_trouble, fsync_folder
 from forge.core.records import Sent
-from forge.tracking.rows import Row
+from forge.tracking.rows import StepRow
 from forge.tracking.tracker import TrackedRun
 
 
@@ -41,7 +41,7 @@ class TensorBoard:
             self._add(step=0, wall_time=time.time(), summary=text_pb("config", text))
         return sent
 
-    def log(self, rows: Sequence[Row]) -> None:
+    def log(self, rows: Sequence[StepRow]) -> None:
         """Returns when the rows are on disk."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from forge.core.errors import UnfitError
 from forge.core.records import Sent
 from forge.core.tracking import Wandb
-from forge.tracking.rows import Row
+from forge.tracking.rows import StepRow
 from forge.tracking.tracker import TrackedRun
 
 REACH_SEC = 5.0
@@ -88,7 +88,7 @@ class WeightsAndBiases:
             self._tell(f"tracking.wandb: {reason}; recording offline, `forge sync` sends it later")
         return bool(reason)
 
-    def log(self, rows: Sequence[Row]) -> None:
+    def log(self, rows: Sequence[StepRow]) -> None:
         for row in rows:
             self._run.log({**row.values, "_timestamp": row.time}, step=row.step)
 

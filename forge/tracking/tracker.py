@@ -14,7 +14,7 @@ from forge.core.paths import RunPaths
 from forge.core.provenance import config_digest
 from forge.core.records import Sent
 from forge.core.tracking import Tracking
-from forge.tracking.rows import Row
+from forge.tracking.rows import StepRow
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Tracker(Protocol):
     def open(self, run: TrackedRun, sent: Sent) -> Sent:
         """Begin or continue the tracked run. The result says which rows it has, on the evidence."""
 
-    def log(self, rows: Sequence[Row]) -> None:
+    def log(self, rows: Sequence[StepRow]) -> None:
         """Take these rows, which are later than all before."""
 
     def finish(self, state: str) -> None:

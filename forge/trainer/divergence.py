@@ -26,14 +26,14 @@ from forge.core.train import Train
 
 
 @dataclass
-class Skipped:
+class SkippedCounts:
     """Number of steps without an update: in the run, and in a row up to now."""
 
     steps: int = 0
     in_a_row: int = 0
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Skipped:
+    def of(cls, manifest: Manifest) -> SkippedCounts:
         """The counters in a checkpoint's manifest."""
         return cls(manifest.skipped.steps, manifest.skipped.in_a_row)
 

@@ -61,7 +61,7 @@ def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any])
         if is_exported(target, identity):
             say(f"export of step {checkpoint.step} in {target}: nothing to do")
             return target
-        source = _Source.open(checkpoint, overrides)
+        source = _VerifiedCheckpoint.open(checkpoint, overrides)
         family_of(source.config.model)  # refuses a model that transformers does not have
         with atomic_directory(target) as draft:
             weights_digest = _write_weights(draft, source, DTYPES[dtype])
@@ -109,7 +109,7 @@ def _not_pruned(checkpoint: directory.Checkpoint) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _VerifiedCheckpoint:
     """A checkpoint whose digests are verified, with the config and the tokenizer of its lineage."""
 
     checkpoint: directory.Checkpoint
@@ -120,7 +120,9 @@ class _Source:
     """Shapes of the weights, sorted by name; all weights are fp32."""
 
     @classmethod
-    def open(cls, checkpoint: directory.Checkpoint, overrides: dict[str, Any]) -> _Source:
+    def open(
+        cls, checkpoint: directory.Checkpoint, overrides: dict[str, Any]
+    ) -> _VerifiedCheckpoint:
         if bad := list(checkpoint.bad_files()):
             raise DataError(
                 f"checkpoint {checkpoint.folder} is corrupt: {'; '.join(bad)}",
@@ -183,7 +185,7 @@ def _shapes(
 # --- weights ------------------------------------------------------------------------------------
 
 
-def _write_weights(draft: Path, source: _Source, dtype: torch.dtype) -> str:
+def _write_weights(draft: Path, source: _VerifiedCheckpoint, dtype: torch.dtype) -> str:
     """Write all weights file by file; the digest of the fp32 weights, as in the checkpoint."""
     hasher = blake3.blake3()
     groups = list(grouped(source.shapes, lambda name: 4 * source.shapes[name].numel(), FILE_BYTES))
@@ -245,7 +247,7 @@ def _check_final_weights(checkpoint: directory.Checkpoint, weights_digest: str) 
 # --- configs, tokenizer, manifest, card ---------------------------------------------------------
 
 
-def _write_configs(draft: Path, source: _Source, dtype: str) -> None:
+def _write_configs(draft: Path, source: _VerifiedCheckpoint, dtype: str) -> None:
     """Write config.json and generation_config.json, as transformers 4 and 5 read them.
 
     Without a begin-of-text token, which training does not use, and without dropout, which transformers
@@ -296,7 +298,7 @@ def _rope(model: Model) -> dict[str, Any]:
     return {"rope_type": "llama3", **numbers}
 
 
-def _write_tokenizer(draft: Path, source: _Source) -> None:
+def _write_tokenizer(draft: Path, source: _VerifiedCheckpoint) -> None:
     """Write tokenizer.json and tokenizer_config.json, which give the ids that training used.
 
     One difference is intended: a text that contains the end-of-text token gives its id, as users of
@@ -325,7 +327,7 @@ def _write_tokenizer(draft: Path, source: _Source) -> None:
     write_json(draft / TOKENIZER_CONFIG, settings)
 
 
-def _write_manifest(draft: Path, source: _Source, facts: dict[str, Any]) -> None:
+def _write_manifest(draft: Path, source: _VerifiedCheckpoint, facts: dict[str, Any]) -> None:
     """Write forge.json, the lineage with the digest of each file, and the model card in README.md."""
     lineage = source.checkpoint.manifest.lineage
     facts = {
@@ -346,7 +348,7 @@ def _write_manifest(draft: Path, source: _Source, facts: dict[str, Any]) -> None
         file.write(_card(source, facts))
 
 
-def _card(source: _Source, facts: dict[str, Any]) -> str:
+def _card(source: _VerifiedCheckpoint, facts: dict[str, Any]) -> str:
     model, loss = source.config.model, _validation_loss(source.checkpoint, facts)
     weights = sum(shape.numel() for shape in source.shapes.values())
     train = source.config.train
@@ -383,7 +385,7 @@ Forge.
 """
 
 
-def _origin(source: _Source) -> str:
+def _origin(source: _VerifiedCheckpoint) -> str:
     init = source.config.model.init
     from_weights = source.checkpoint.manifest.lineage.model and init
     return (

@@ -66,7 +66,7 @@ def own_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
     return parameter.to_local(), min(rows * place[axis], len(parameter)), len(parameter)
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """A block of rows of a matrix, and which of them this rank has."""
 
     number: int
@@ -74,19 +74,19 @@ class Block(NamedTuple):
     own: slice
 
 
-def _blocks(local: Tensor, first: int, num_rows: int) -> Iterator[tuple[Block, Tensor]]:
+def _blocks(local: Tensor, first: int, num_rows: int) -> Iterator[tuple[RowBlock, Tensor]]:
     """The blocks with rows of this rank, and the part of `local` that these rows fill."""
     height = max(1, BLOCK_NUMBERS // local.shape[1])
     end = first + len(local)
     for number in range(first // height, -(-end // height) if len(local) else 0):
         top, bottom = number * height, min(num_rows, (number + 1) * height)
         start, stop = max(first, top), min(end, bottom)
-        block = Block(number, bottom - top, slice(start - top, stop - top))
+        block = RowBlock(number, bottom - top, slice(start - top, stop - top))
         yield block, local[start - first : stop - first]
 
 
 @torch.no_grad()  # which is a state of each thread
-def _draw(target: Tensor, block: Block, std: float, seed: int) -> None:
+def _draw(target: Tensor, block: RowBlock, std: float, seed: int) -> None:
     """Fill the target with its rows of a block. The whole block is drawn: torch draws the last 16
     numbers of a tensor in another way."""
     generator = torch.Generator().manual_seed(seed)

@@ -39,7 +39,7 @@ from forge.launch.shutdown_budget import ShutdownBudget
 from forge.launch.stop_signal import StopFlag
 from forge.launch.watchdog import Watchdog
 from forge.trainer import metrics, optim, pretrained
-from forge.trainer.divergence import Skipped, SpikeRule, diverged, ended_by_spike
+from forge.trainer.divergence import SkippedCounts, SpikeRule, diverged, ended_by_spike
 from forge.trainer.evaluate import reference_losses, validation_losses
 from forge.trainer.initialize import initialize
 from forge.trainer.llama import Decoder
@@ -88,7 +88,7 @@ class Trainer:
         self.saved_step = 0  # of the newest checkpoint, whose save may be in progress
         self.saved_at = time.monotonic()
         self.lr = self.settings.lr  # of the last step whose result is read
-        self.skipped = Skipped()
+        self.skipped = SkippedCounts()
         # A GPU always has the next step to compute while the host reads the results of the step before.
         self.most_launched = 1 if world.runs_ahead else 0
         self.launched: deque[LaunchedStep] = deque()
@@ -138,7 +138,7 @@ class Trainer:
             storage.load_state(self.model, self.optimizers, checkpoint.folder, self.world)
             failpoints.reach("load.done", checkpoint.folder)
             self.step = self.saved_step = self.first_step = checkpoint.step
-            self.skipped = Skipped.of(checkpoint.manifest)
+            self.skipped = SkippedCounts.of(checkpoint.manifest)
             if self.world.rank.is_main:
                 say(f"{'resume' if own else 'start'} from {checkpoint.folder}")
         self.parallel.wrap()
@@ -271,7 +271,7 @@ class Trainer:
                 f"warning: step {event.spike}: {event.reason}; back to step {event.to_step}, without the"
                 f" {event.batches} batches from there to the spike"
             )
-        raise rewinds.Rewind
+        raise rewinds.RewindDecided
 
     def _flags(self, stop: StopFlag) -> list[float]:
         """The flags that this rank sends to the others."""
@@ -456,7 +456,7 @@ def train(
     trainer.announce(time.time() - spec.train_task.started)
     try:
         return trainer.run(stop)
-    except rewinds.Rewind:
+    except rewinds.RewindDecided:
         rank = world.rank.rank
         return RankRecord("stopped", rank, Exit.STOPPED, trainer.saved_step, rewinds.CAUSE)
     except Exception as err:

@@ -11,7 +11,7 @@ from forge.checkpoint import rewinds
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import RecordedMix, RecordedStage, SourceUse
 from forge.core.config import ResolvedConfig
-from forge.core.mix import Stage, stage_at, stages
+from forge.core.mix import MixStage, stage_at, stages
 from forge.core.train import Train
 from forge.data.left_out import LeftOut
 from forge.data.loader import windows_by_source
@@ -24,7 +24,7 @@ class MixAtStart:
     """stages: ascending steps, the first of which is not after the start. drawn_before: samples by source
     before the first stage."""
 
-    stages: list[Stage]
+    stages: list[MixStage]
     drawn_before: dict[str, int]
 
     @classmethod
@@ -44,7 +44,7 @@ class MixAtStart:
         if own is not None:
             return cls.recorded(own)
         mix = config.train.mix
-        configured = [Stage(0, dict(num_windows))] if mix is None else stages(mix)
+        configured = [MixStage(0, dict(num_windows))] if mix is None else stages(mix)
         if parent is None:
             return cls(configured, dict.fromkeys(num_windows, 0))
         return _after(parent, configured, same_seed=config.train.seed == _seed_of(parent))
@@ -54,7 +54,7 @@ class MixAtStart:
         """The mix with which a checkpoint with sources was trained."""
         mix = checkpoint.manifest.mix
         assert mix, "the ids of a run without sources do not fit (compatibility.changed_ids)"
-        return cls([Stage(stage.step, stage.weights) for stage in mix.stages], mix.drawn_before)
+        return cls([MixStage(stage.step, stage.weights) for stage in mix.stages], mix.drawn_before)
 
     def record(self, sources: dict[str, SourceUse]) -> RecordedMix:
         """The record of the mix for the manifest of a checkpoint."""
@@ -65,10 +65,10 @@ class MixAtStart:
         return RecordedMix(stages=recorded, drawn_before=self.drawn_before, sources=sources)
 
 
-def _after(parent: Checkpoint, configured: list[Stage], *, same_seed: bool) -> MixAtStart:
+def _after(parent: Checkpoint, configured: list[MixStage], *, same_seed: bool) -> MixAtStart:
     step, before = parent.step, MixAtStart.recorded(parent)
     begun = [stage for stage in configured if stage.step <= step]
-    first = Stage(step, begun[-1].weights)
+    first = MixStage(step, begun[-1].weights)
     following = [first, *(stage for stage in configured if stage.step > step)]
     kept = [stage for stage in before.stages if stage.step < step]
     if same_seed and kept and kept[-1].has_shares_of(first):

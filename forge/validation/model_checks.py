@@ -27,7 +27,7 @@ from forge.trainer.numerics import REFERENCE_SAMPLES, prepare
 from forge.trainer.source_mix import MixAtStart, losses_text, mean_loss
 from forge.validation.checkpoint_checks import Data
 from forge.validation.estimates import MAX_RECOMPUTED, affordable, recomputed_ranks
-from forge.validation.rank_losses import Evaluation
+from forge.validation.rank_losses import LossEvaluator
 from forge.validation.replay import (
     load_on_two_ranks,
     run_here,
@@ -212,7 +212,7 @@ class ModelChecks:
 
     def _here(self, **wanted: Any) -> dict[str, Any]:
         """What this process computes with the weights that it has read. wanted: of LossesTask."""
-        evaluation = Evaluation(self._model, self._data.shards, self._config)
+        evaluation = LossEvaluator(self._model, self._data.shards, self._config)
         return evaluation.compute(self._task(**wanted))
 
     def _task(self, **wanted: Any) -> LossesTask:

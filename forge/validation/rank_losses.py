@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 def check(world: World, config: ResolvedConfig, task: LossesTask) -> RankRecord:
-    """Load the weights, sharded over the ranks; the record has what `Evaluation.compute` returns. All
+    """Load the weights, sharded over the ranks; the record has what `LossEvaluator.compute` returns. All
     ranks call it."""
     prepare(world.device)
     tokens = open_tokens(Path(task.shards))
@@ -35,7 +35,7 @@ def check(world: World, config: ResolvedConfig, task: LossesTask) -> RankRecord:
     world.patiently(
         lambda: storage.read_tensors(state, folder, no_dist=True), "load of the weights"
     )
-    result = Evaluation(model, tokens, config, world).compute(task)
+    result = LossEvaluator(model, tokens, config, world).compute(task)
     world.barrier()
     return RankRecord("completed", world.rank.rank, result=result)
 
@@ -48,7 +48,7 @@ def sharded_decoder(config: ResolvedConfig, tokens: Tokens, world: World) -> lla
     return model
 
 
-class Evaluation:
+class LossEvaluator:
     """Computes losses and samples with a decoder. Ranks divide the work; all of them call `compute`."""
 
     def __init__(

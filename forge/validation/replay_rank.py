@@ -14,7 +14,7 @@ from forge.data.sources import Tokens, open_tokens
 from forge.launch.process_group import World
 from forge.launch.rank_records import RankRecord
 from forge.trainer import optim
-from forge.trainer.divergence import Skipped, SpikeRule, diverged, ended_by_spike
+from forge.trainer.divergence import SkippedCounts, SpikeRule, diverged, ended_by_spike
 from forge.trainer.llama import Decoder
 from forge.trainer.numerics import numerics, precision, prepare
 from forge.trainer.parallel import ParallelModel
@@ -100,7 +100,7 @@ def _losses(
 ) -> list[float | None]:
     """Losses, averaged over ranks, of the steps after a checkpoint up to train.max_steps; None where a
     loss is not finite. TrainingError where the config does not allow skipping the update."""
-    losses, skipped = [], Skipped.of(checkpoint.manifest)
+    losses, skipped = [], SkippedCounts.of(checkpoint.manifest)
     for step in range(checkpoint.step, config.train.max_steps):
         result = train_step(step).read()
         if fatal := skipped.count(result.trouble, config.train, is_spike=result.is_spike):

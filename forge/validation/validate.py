@@ -92,7 +92,7 @@ def _print_result(folder: Path, result: Validation, run: Path | None) -> None:
 
 
 @dataclass
-class Row:
+class CheckpointRow:
     """One checkpoint in the table, with the results so far."""
 
     folder: Path
@@ -151,8 +151,8 @@ def _folders(parent: Path) -> list[Path]:
     return sorted(folders, key=by_step, reverse=True)
 
 
-def _row(folder: Path) -> Row:
-    row = Row(folder)
+def _row(folder: Path) -> CheckpointRow:
+    row = CheckpointRow(folder)
     with suppress(FileNotFoundError):  # pruned meanwhile by training
         files = [path.stat() for path in folder.iterdir()]
         row.size = sum(stat.st_size for stat in files)
@@ -160,7 +160,7 @@ def _row(folder: Path) -> Row:
     return row
 
 
-def _quarantined(paths: RunPaths) -> Iterator[Row]:
+def _quarantined(paths: RunPaths) -> Iterator[CheckpointRow]:
     for folder in _folders(paths.quarantine):
         row = _row(folder)
         try:
@@ -172,13 +172,16 @@ def _quarantined(paths: RunPaths) -> Iterator[Row]:
 
 
 def _check_all(
-    rows: Sequence[Row], paths: RunPaths, config: ResolvedConfig | None, overrides: dict[str, Any]
+    rows: Sequence[CheckpointRow],
+    paths: RunPaths,
+    config: ResolvedConfig | None,
+    overrides: dict[str, Any],
 ) -> None:
     """Fill in the rows: first the files of all checkpoints, then models are built."""
     goal = Trained.read_if_there(paths.trained)
     all_data: dict[str, Data] = {}
 
-    def check_files(row: Row) -> None:
+    def check_files(row: CheckpointRow) -> None:
         checkpoint = directory.Checkpoint.open(row.folder)
         checkpoint.check_sizes()
         its_config = config or _own_config(checkpoint, overrides)
@@ -187,7 +190,7 @@ def _check_all(
         row.checks = CheckpointChecks(checkpoint, its_config, data, goal=its_goal, paths=paths)
         row.checks.check_files()
 
-    def check_state_and_losses(row: Row) -> None:
+    def check_state_and_losses(row: CheckpointRow) -> None:
         assert row.checks
         row.checks.check_state()
         row.checks.check_losses()
@@ -204,7 +207,7 @@ def _check_all(
                 row.close("valid")
 
 
-def _check(row: Row, action: Callable[[Row], None]) -> None:
+def _check(row: CheckpointRow, action: Callable[[CheckpointRow], None]) -> None:
     """Run a group of checks, and close the row if they decide the verdict."""
     try:
         with disk_trouble(row.folder, "read"):
@@ -230,7 +233,7 @@ def _check(row: Row, action: Callable[[Row], None]) -> None:
 # --- after the table -------------------------------------------------------------------------------
 
 
-def _conclude(rows: Sequence[Row], paths: RunPaths, fix: bool) -> None:
+def _conclude(rows: Sequence[CheckpointRow], paths: RunPaths, fix: bool) -> None:
     """Print the reasons, move corrupt checkpoints with `fix`, and raise the error, if any."""
     for row in rows:
         for reason in row.reasons:
@@ -268,7 +271,7 @@ def _trouble_of_latest(paths: RunPaths) -> list[str]:
     return []
 
 
-def _repair(paths: RunPaths, corrupt: Sequence[Row]) -> str:
+def _repair(paths: RunPaths, corrupt: Sequence[CheckpointRow]) -> str:
     """Move corrupt checkpoints to quarantine, repair `latest`, remove records that name them; what to
     do next. Under the run's lock."""
     for row in corrupt:
@@ -317,13 +320,13 @@ def _cells_of_checks(checks: CheckpointChecks) -> tuple[str, ...]:
     return cell("goal", "digests"), cell(*loads), cell("probe"), cell("next loss")
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: CheckpointRow) -> list[str]:
     step = row.folder.name.removeprefix(CHECKPOINT_PREFIX).lstrip("0") or "0"
     size = f"{row.size / 2**20:,.1f} MiB"
     return [step, size, duration(row.age_sec), *row.cells, row.verdict]
 
 
-def _print(rows: Sequence[Row]) -> None:
+def _print(rows: Sequence[CheckpointRow]) -> None:
     table = Table(_HEADS, numbers=_HEADS[:3], wrapped=_HEADS[-1:])
     for row in rows:
         table.add(_cells(row), {"verdict": _TONES.get(row.verdict, "yellow")})

@@ -18,7 +18,7 @@ from forge.launch.rank_records import LossesTask
 from forge.trainer.llama import Decoder
 from forge.trainer.numerics import prepare
 from forge.validation import estimates, replay
-from forge.validation.rank_losses import Evaluation
+from forge.validation.rank_losses import LossEvaluator
 
 EARLIER = "step-00000006"
 
@@ -77,7 +77,7 @@ def in_this_process(checkpoint, config, task, damage=lambda model: None):
     model = Decoder(config.model, shards.vocab_size).to_empty(device="cpu")
     storage.read_tensors({"model": model.state_dict()}, checkpoint.folder, no_dist=True)
     damage(model)
-    return Evaluation(model, shards, config).compute(task)
+    return LossEvaluator(model, shards, config).compute(task)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

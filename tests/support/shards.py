@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from forge.core.files import write_json
-from forge.data.shards import Manifest, ShardSet, ShardWriter, Total, dtype_name
+from forge.data.shards import ShardManifest, ShardSet, ShardWriter, Total, dtype_name
 
 VOCAB = 300
 NO_END = np.array([], dtype=np.uint32)
@@ -19,7 +19,7 @@ def make(folder: Path, vocab_size: int = VOCAB) -> ShardSet:
             for document in range(num_documents):
                 writer.extend([np.full(600, document, dtype=np.uint32)], NO_END)
         splits[split] = writer.entries
-    manifest = Manifest(
+    manifest = ShardManifest(
         id="a" * 12,
         dtype=dtype_name(vocab_size),
         vocab_size=vocab_size,

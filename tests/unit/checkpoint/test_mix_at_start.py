@@ -10,7 +10,7 @@ from forge.checkpoint import compatibility, parent
 from forge.checkpoint.manifest import Manifest, RecordedMix, RecordedStage, SourceUse
 from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError
-from forge.core.mix import Stage
+from forge.core.mix import MixStage
 from forge.core.paths import RunPaths
 from forge.trainer.source_mix import MixAtStart
 
@@ -40,14 +40,14 @@ def trained(config, step=20, drawn_before=None):
 
 def test_without_a_mix_the_proportion_is_that_of_the_windows(tmp_path):
     found = MixAtStart.of(config_of(tmp_path), WINDOWS, None, None)
-    assert found == MixAtStart([Stage(0, WINDOWS)], {"code": 0, "web": 0})
+    assert found == MixAtStart([MixStage(0, WINDOWS)], {"code": 0, "web": 0})
 
 
 def test_resumed_run_keeps_the_mix_of_its_checkpoint(tmp_path):
     config = config_of(tmp_path, mix={"code": 1, "web": 3})
     own = trained(config, drawn_before={"code": 5, "web": 6})
     found = MixAtStart.of(config, {"code": 1, "web": 1}, own, None)
-    assert found == MixAtStart([Stage(0, {"code": 1, "web": 3})], {"code": 5, "web": 6})
+    assert found == MixAtStart([MixStage(0, {"code": 1, "web": 3})], {"code": 5, "web": 6})
     written = Manifest.read(own.folder)
     assert written == own.manifest
     assert "mix" not in manifest_of(20).to_json()
@@ -60,7 +60,10 @@ def test_child_with_other_weights_begins_with_what_its_parent_has_drawn(tmp_path
         tmp_path, "child", [*mix, {"step": 30, "code": 1, "web": 0}], parent="base@20"
     )
     found = MixAtStart.of(child, WINDOWS, None, base)
-    assert found.stages == [Stage(20, {"code": 3, "web": 1}), Stage(30, {"code": 1, "web": 0})]
+    assert found.stages == [
+        MixStage(20, {"code": 3, "web": 1}),
+        MixStage(30, {"code": 1, "web": 0}),
+    ]
     assert found.drawn_before == {"code": 107, "web": 307}
 
 

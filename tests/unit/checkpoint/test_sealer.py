@@ -8,7 +8,7 @@ from support.manifests import MADE_BY
 from test_sealed import write
 
 from forge.checkpoint.sealed import ProgramCheckpoints
-from forge.checkpoint.sealer import Progress, Sealer
+from forge.checkpoint.sealer import Sealer, SealProgress
 from forge.core import events
 from forge.core.errors import UnfitError
 from forge.core.paths import RunPaths
@@ -22,7 +22,7 @@ class Ranks:
         self.steps, self.running, self.saved = [None, None], [0, 0], [None, None]
 
     def __call__(self):
-        return Progress(list(self.steps), list(self.running), list(self.saved))
+        return SealProgress(list(self.steps), list(self.running), list(self.saved))
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_checkpoints_that_cannot_be_read_are_an_error_and_not_waited_for_forever
     def progress():
         asked.set()
         over.wait(60)  # as a file system that does not answer
-        return Progress([], [], [])
+        return SealProgress([], [], [])
 
     sealer.progress = progress
     monkeypatch.setattr("forge.checkpoint.sealer.SCAN_SEC", 0.01)

@@ -8,7 +8,7 @@ import pytest
 
 from forge.core.config import Config, checked, parse_override
 from forge.core.errors import ConfigError
-from forge.core.mix import Stage, stage_at, stages
+from forge.core.mix import MixStage, stage_at, stages
 from forge.core.sample_sheet import run_configs
 
 SOURCES = {"web": {"inputs": ["web"]}, "code": {"inputs": ["code"], "text_field": "content"}}
@@ -124,12 +124,12 @@ def test_stages_of_a_child_may_begin_with_its_parents_step():
 
 
 def test_weights_count_as_the_decimal_numbers_that_people_write():
-    assert Stage(0, {"web": 0.7, "code": 0.3}).shares == {
+    assert MixStage(0, {"web": 0.7, "code": 0.3}).shares == {
         "code": Fraction(3, 10),
         "web": Fraction(7, 10),
     }
-    assert Stage(0, {"web": 7, "code": 3}).has_shares_of(
-        Stage(9, {"code": 0.3, "web": 0.7, "new": 0})
+    assert MixStage(0, {"web": 7, "code": 3}).has_shares_of(
+        MixStage(9, {"code": 0.3, "web": 0.7, "new": 0})
     )
 
 

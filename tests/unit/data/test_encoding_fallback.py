@@ -163,7 +163,7 @@ def test_what_gigatoken_raises_midway_leaves_no_part_of_its_own(
     num_parts: list[int] = []  # before and after the fast encoder ran, then the reference
     encode_parts = tokenize._encode_parts
 
-    def watched(job: tokenize._Job, *rest: Any) -> list[tokenize.Part]:
+    def watched(job: tokenize._Job, *rest: Any) -> list[tokenize.FinishedPart]:
         num_parts.append(len(list(job.folder.glob("parts/part-*.json"))))
         try:
             return encode_parts(job, *rest)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from forge.core.mix import Stage
+from forge.core.mix import MixStage
 from forge.data.left_out import LeftOut
 from forge.data.loader import Loader, Windows
 from forge.data.sample_order import MixedOrder
@@ -47,9 +47,9 @@ def test_stages_of_a_mix_begin_with_their_step_and_no_window_is_drawn_twice(seco
     """The second stage: before what is left out, with its first batch, after it."""
     size, sizes = 8, {"code": 400, "web": 400}
     left_out = LeftOut(((20, 3),))
-    stages = [Stage(0, {"code": 1, "web": 3}), Stage(second, {"code": 3, "web": 1})]
+    stages = [MixStage(0, {"code": 1, "web": 3}), MixStage(second, {"code": 3, "web": 1})]
     order = MixedOrder(
-        [Stage(left_out.stage_start(stage.step), stage.weights) for stage in stages],
+        [MixStage(left_out.stage_start(stage.step), stage.weights) for stage in stages],
         sizes,
         drawn_before={},
         seed=3,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.core.errors import ConfigError, DataError
-from forge.core.mix import Stage
+from forge.core.mix import MixStage
 from forge.data.loader import Loader, Windows, windows_by_source
 from forge.data.sample_order import MixedOrder
 from forge.data.shards import Shard
@@ -30,7 +30,7 @@ def mixes(draw, max_stages=3):
         draw(st.lists(WEIGHTS, min_size=len(names), max_size=len(names)).filter(any)) for _ in steps
     ]
     stages = [
-        Stage(step, dict(zip(names, weights, strict=True)))
+        MixStage(step, dict(zip(names, weights, strict=True)))
         for step, weights in zip(steps, all_weights, strict=True)
     ]
     return stages, {name: draw(st.integers(15, 700)) for name in names}
@@ -110,7 +110,7 @@ def test_a_start_with_the_counts_of_another_order_repeats_none_of_its_windows_in
     stages, sizes = mix
     parent = order_of(stages, sizes)
     branch = order_of(
-        [Stage(step, dict.fromkeys(sizes, 1.0))], sizes, drawn_before=parent.drawn(step * BATCH)
+        [MixStage(step, dict.fromkeys(sizes, 1.0))], sizes, drawn_before=parent.drawn(step * BATCH)
     )
     numbers = np.arange(600 * BATCH)
     before, after = numbers[: step * BATCH], numbers[step * BATCH :]
@@ -123,35 +123,37 @@ def test_a_start_with_the_counts_of_another_order_repeats_none_of_its_windows_in
 
 def test_a_source_keeps_its_order_when_another_one_is_added():
     numbers = np.arange(4000, dtype=np.uint64)
-    alone = order_of([Stage(0, {"b": 1})], {"b": 300})
-    both = order_of([Stage(0, {"a": 1, "b": 1})], {"a": 70, "b": 300})
+    alone = order_of([MixStage(0, {"b": 1})], {"b": 300})
+    both = order_of([MixStage(0, {"a": 1, "b": 1})], {"a": 70, "b": 300})
     found = both.windows(numbers)
     of_b = found[found >= 70] - 70
     assert np.array_equal(of_b, alone.windows(numbers)[: len(of_b)])
 
 
 def test_sources_are_shuffled_within_a_batch():
-    order = order_of([Stage(0, {"a": 1, "b": 1})], {"a": 9, "b": 9}, batch=1024)
+    order = order_of([MixStage(0, {"a": 1, "b": 1})], {"a": 9, "b": 9}, batch=1024)
     sources, _ = order.locate(np.arange(1024))
     assert counted(sources, 2).tolist() == [512, 512]
     assert 400 < np.count_nonzero(np.diff(sources)) < 624  # 512 by chance, with a deviation of 16
 
 
 def test_every_batch_has_the_weights_and_a_stage_begins_with_its_step():
-    order = order_of([Stage(0, {"a": 1, "b": 3}), Stage(5, {"a": 3, "b": 1})], {"a": 50, "b": 50})
+    order = order_of(
+        [MixStage(0, {"a": 1, "b": 3}), MixStage(5, {"a": 3, "b": 1})], {"a": 50, "b": 50}
+    )
     sources, _ = order.locate(np.arange(80).reshape(10, BATCH))
     assert [np.count_nonzero(batch == 0) for batch in sources] == [2] * 5 + [6] * 5
 
 
 def test_seeds_have_orders_of_their_own():
     numbers = np.arange(200, dtype=np.uint64)
-    stages, sizes = [Stage(0, {"a": 1, "b": 1})], {"a": 300, "b": 300}
+    stages, sizes = [MixStage(0, {"a": 1, "b": 1})], {"a": 300, "b": 300}
     orders = {order_of(stages, sizes, seed=seed).windows(numbers).tobytes() for seed in range(4)}
     assert len(orders) == 4
 
 
 def test_order_of_a_seed_never_changes_between_versions():
-    stages = [Stage(0, {"code": 0.3, "web": 0.7}), Stage(1, {"code": 7, "web": 3})]
+    stages = [MixStage(0, {"code": 0.3, "web": 0.7}), MixStage(1, {"code": 7, "web": 3})]
     order = order_of(stages, {"code": 100, "web": 200}, seed=7)
     assert order.windows(np.arange(16, dtype=np.uint64)).tolist() == RECORDED
 
@@ -160,9 +162,9 @@ RECORDED = [207, 64, 189, 243, 52, 182, 102, 245, 90, 77, 164, 293, 185, 37, 11,
 
 
 def test_a_share_that_is_small_has_larger_blocks_and_one_that_is_too_small_is_refused():
-    assert order_of([Stage(0, {"a": 1, "b": 9999})], {"a": 5, "b": 5}).largest_block == 2**15
+    assert order_of([MixStage(0, {"a": 1, "b": 9999})], {"a": 5, "b": 5}).largest_block == 2**15
     with pytest.raises(ConfigError, match=r"source a has 1e-06 of the samples") as refused:
-        order_of([Stage(0, {"a": 1, "b": 999_999})], {"a": 1, "b": 999_999})
+        order_of([MixStage(0, {"a": 1, "b": 999_999})], {"a": 1, "b": 999_999})
     assert "set train.mix" in refused.value.fix
 
 
@@ -189,7 +191,7 @@ def sources(tmp_path_factory):
 )
 def test_batch_is_the_same_on_any_world_size_from_any_step(sources, world_size, step, weight):
     windows, sizes = sources
-    stages = [Stage(0, {"a": weight, "b": 10}), Stage(step, {"a": 1, "b": 1})]
+    stages = [MixStage(0, {"a": weight, "b": 10}), MixStage(step, {"a": 1, "b": 1})]
 
     def batch(rank, world_size, first=step):
         loader = Loader(

@@ -9,7 +9,7 @@ from forge.cluster.nodes import NodeFailure
 from forge.core.machine import load_machine
 from forge.core.records import Check
 from forge.preflight.compare_nodes import (
-    Node,
+    CheckedNode,
     _master,
     bad_nodes,
     check_clocks,
@@ -27,7 +27,7 @@ ALIKE = {"infiniband": False, "gpus": 0, "driver": "", "exported": {}}
 
 
 def node(name="n0", *checks, **facts):
-    return Node(name, list(checks), {"versions": VERSIONS, **ALIKE, **facts})
+    return CheckedNode(name, list(checks), {"versions": VERSIONS, **ALIKE, **facts})
 
 
 def last(node):
@@ -54,7 +54,7 @@ def test_line_of_an_unhealthy_node_says_which_part_failed():
 
 
 def test_line_of_a_node_without_an_answer():
-    found = Node("n7", [Check("answers", "fail", "its process ended")])
+    found = CheckedNode("n7", [Check("answers", "fail", "its process ended")])
     assert found.line == "NODE n7 FAIL answers=fail"
 
 

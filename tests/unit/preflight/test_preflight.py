@@ -19,8 +19,8 @@ from forge.core.records import Check
 from forge.data.content_ids import resolve
 from forge.launch.rank_records import RankRecord
 from forge.preflight import compare_nodes, isolate, preflight
-from forge.preflight.bisection import Broken
-from forge.preflight.compare_nodes import Node
+from forge.preflight.bisection import BrokenNodes
+from forge.preflight.compare_nodes import CheckedNode
 
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
 MODEST = {"preflight.min_free_disk_gib": 0, "preflight.min_free_memory_gib": 0}
@@ -176,9 +176,9 @@ class Nodes:
         assert set(wanted) == set(placement.hosts)
         assert {w.master for w in wanted.values()} == {placement.hosts[0]}
         return [
-            Node(name, [self.down[name]], {})
+            CheckedNode(name, [self.down[name]], {})
             if name in self.down
-            else Node(
+            else CheckedNode(
                 name, [Check("project", "ok", "")], {"versions": self.versions, "address": name}
             )
             for name in placement.hosts
@@ -242,7 +242,7 @@ def test_more_spares_than_needed_are_checked_and_may_take_over_later(nodes, path
 
 def test_too_few_healthy_nodes_name_all_that_are_not(nodes, paths, capsys):
     """Also those that only the ranks of the other nodes show."""
-    nodes.down, nodes.broken = {"n2": DOWN}, Broken(nodes=["n4"])
+    nodes.down, nodes.broken = {"n2": DOWN}, BrokenNodes(nodes=["n4"])
     with pytest.raises(UnfitError, match="2 of 4 nodes are healthy, base needs 4") as caught:
         nodes.run()
     assert nodes.probed == [["n1", "n3", "n4"]]
@@ -256,7 +256,7 @@ def test_too_few_healthy_nodes_name_all_that_are_not(nodes, paths, capsys):
 
 def test_endpoint_that_cannot_work_is_no_fault_of_a_node(nodes, paths):
     nodes.endpoint = [Check("endpoint", "fail", "port 29500 is in use on n1", "unset MASTER_PORT")]
-    nodes.broken = Broken(nodes=["n4"])  # what a search would find
+    nodes.broken = BrokenNodes(nodes=["n4"])  # what a search would find
     with pytest.raises(UnfitError, match="port 29500 is in use on n1") as caught:
         nodes.run()
     assert "unset MASTER_PORT" in caught.value.fix
@@ -264,14 +264,14 @@ def test_endpoint_that_cannot_work_is_no_fault_of_a_node(nodes, paths):
 
 
 def test_after_a_search_the_rest_is_tried_together_before_it_trains(nodes):
-    nodes.broken = Broken(pairs=[("n1", "n3")])
+    nodes.broken = BrokenNodes(pairs=[("n1", "n3")])
     assert nodes.run(3) == ["n1", "n2", "n4"]
     assert nodes.probed == [list(NAMES), ["n1", "n2", "n4"]]
 
 
 def test_of_two_that_fail_together_without_a_third_neither_is_excluded(nodes, paths):
     nodes.down = {"n3": DOWN, "n4": DOWN}
-    nodes.broken = Broken(unclear=[("n1", "n2")])
+    nodes.broken = BrokenNodes(unclear=[("n1", "n2")])
     nodes.bad = lambda hosts: {"n1", "n2"} <= set(hosts)
     with pytest.raises(UnfitError, match="a third node would tell which"):
         nodes.run(2)
@@ -279,7 +279,7 @@ def test_of_two_that_fail_together_without_a_third_neither_is_excluded(nodes, pa
 
 
 def test_when_time_runs_out_the_nodes_in_doubt_are_named(nodes, paths):
-    nodes.broken, nodes.has_time = Broken(among=("n3", "n4"), probes=5), False
+    nodes.broken, nodes.has_time = BrokenNodes(among=("n3", "n4"), probes=5), False
     nodes.bad = lambda hosts: True
     with pytest.raises(UnfitError, match="after 5 trials; the fault is among n3, n4"):
         nodes.run()
@@ -287,7 +287,7 @@ def test_when_time_runs_out_the_nodes_in_doubt_are_named(nodes, paths):
 
 
 def test_failure_that_does_not_repeat_is_tried_once_more(nodes):
-    nodes.broken = Broken(among=NAMES, probes=3)
+    nodes.broken = BrokenNodes(among=NAMES, probes=3)
     nodes.bad = lambda hosts: len(nodes.probed) == 1
     assert nodes.run() == list(NAMES)
 
@@ -297,7 +297,7 @@ def test_failure_that_does_not_repeat_is_tried_once_more(nodes):
     [
         ({}, None, ""),
         ({"n3": DOWN}, None, "answers: its process ended"),
-        ({}, Broken(nodes=["n3"]), "rendezvous: "),
+        ({}, BrokenNodes(nodes=["n3"]), "rendezvous: "),
     ],
 )
 def test_node_of_a_running_job_is_checked_alone_with_its_own_ranks(
@@ -312,8 +312,8 @@ def test_node_of_a_running_job_is_checked_alone_with_its_own_ranks(
 
 @pytest.mark.parametrize(("num_nodes", "num_lines"), [(16, 16), (17, 1)])
 def test_many_healthy_nodes_share_one_line(capsys, num_nodes, num_lines):
-    some = [Node(f"n{n:02}", [Check("data", "ok", "")], {}) for n in range(num_nodes)]
-    odd = Node("n99", [Check("clock", "warn", "8 s ahead")], {})
+    some = [CheckedNode(f"n{n:02}", [Check("data", "ok", "")], {}) for n in range(num_nodes)]
+    odd = CheckedNode("n99", [Check("clock", "warn", "8 s ahead")], {})
     found = preflight.Findings(Placement(NAMES), WorldLayout(1), [odd, *some])
     preflight._print_summary(found)
     said = capsys.readouterr().err.splitlines()

@@ -6,13 +6,13 @@ import pandas as pd
 import pytest
 
 from forge.reporting import charts
-from forge.reporting.family import Member
+from forge.reporting.family import TreeRun
 
 
 def member(run, losses, parent="", start=0):
     """losses: by step."""
     evals = pd.DataFrame({"step": list(losses), "loss": list(losses.values())})
-    return Member(run, parent, start, "", max(losses), min(losses.values()), evals)
+    return TreeRun(run, parent, start, "", max(losses), min(losses.values()), evals)
 
 
 @pytest.mark.parametrize("name", ["$\\frac$", "a$b$c", "100 % & <b>"])
@@ -34,5 +34,5 @@ def test_branch_between_two_evaluations_of_the_parent_lies_in_the_figure(monkeyp
 
 def test_family_whose_child_has_no_losses_yet_is_drawn():
     child = member("child", {200: 2.5}, "gone@150", 150)
-    empty = Member("new", "gone@150", 150, "", None, None, child.evals.iloc[:0])
+    empty = TreeRun("new", "gone@150", 150, "", None, None, child.evals.iloc[:0])
     assert re.search("<svg", charts.family_chart([child, empty]))

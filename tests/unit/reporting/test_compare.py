@@ -16,7 +16,7 @@ from forge.core.errors import ConfigError, DataError
 from forge.core.files import digest_file, read_json, write_json
 from forge.core.records import Evaluated, Evaluation, Score
 from forge.evaluation.settings import record_file
-from forge.reporting.compare import Row, compare, comparison, to_json
+from forge.reporting.compare import ComparedRow, compare, comparison, to_json
 from forge.reporting.history import device_hours, read_launches
 from forge.reporting.report import render
 from forge.reporting.run_rows import read_scores
@@ -55,7 +55,7 @@ def second(tmp_path: Path) -> RecordedRun:
     return run
 
 
-def rows(lines: list[Row]) -> dict[str, list[str]]:
+def rows(lines: list[ComparedRow]) -> dict[str, list[str]]:
     return {row.label: row.texts for row in lines}
 
 

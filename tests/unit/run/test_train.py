@@ -11,7 +11,7 @@ from forge.core.paths import RunPaths
 from forge.launch import lost_ranks
 from forge.launch.rank_records import RankRecord
 from forge.run import requeue, train
-from forge.run.programs import Start
+from forge.run.programs import LaunchPlan
 
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)
 LOST = RankRecord("lost", code=69, cause="peer lost", message="rank 1 of 2 exited without a record")
@@ -67,7 +67,7 @@ def trained(paths, monkeypatch):
 
     def trained(*records):
         program = Program(paths, *records)
-        start = Start(load_machine(None, {"launcher": "srun"}), WorldLayout(2, 1), job=JOB)
+        start = LaunchPlan(load_machine(None, {"launcher": "srun"}), WorldLayout(2, 1), job=JOB)
         placement = Placement(("n1", "n2", "n3"), JOB)
         return program, train._train_until_it_ends(program, start, placement, 0)
 

@@ -21,7 +21,7 @@ from forge.core.errors import ConfigError
 from forge.core.machine import load_machine
 from forge.data.inputs import source_digest
 from forge.staging import environment
-from forge.staging.environment import Part
+from forge.staging.environment import EnvironmentPart
 
 JOB = Job("7", "RUNNING", 0, ("n1", "n2"), 1, "partition", "forge", True, None)
 PLACEMENT = Placement(("n1", "n2"), JOB)
@@ -181,7 +181,9 @@ def stage_auto(monkeypatch, tmp_path):
         monkeypatch.setattr(environment, "_on_each", ask)
         monkeypatch.setattr(environment, "_put", put)
         monkeypatch.setattr(environment, "_claim", lambda *_: {})
-        monkeypatch.setattr(environment, "_python", lambda: Part("python", "env", Path(), [], ""))
+        monkeypatch.setattr(
+            environment, "_python", lambda: EnvironmentPart("python", "env", Path(), [], "")
+        )
         config = checked(Config, {"program": program} if program else {}, "config")
         machine = load_machine(None, {"stage.project": "auto"})
         return environment.stage_project(config, machine, PLACEMENT), copied

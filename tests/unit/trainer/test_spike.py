@@ -8,7 +8,7 @@ from support.manifests import IDS, manifest_of
 
 from forge.core.config import ResolvedConfig
 from forge.core.train import Train
-from forge.trainer.divergence import Skipped, SpikeRule, ended_by_spike
+from forge.trainer.divergence import SkippedCounts, SpikeRule, ended_by_spike
 
 CPU = torch.device("cpu")
 SETTINGS = Train(spike="skip", spike_window=8, spike_factor=3)
@@ -112,10 +112,12 @@ def test_there_is_no_rule_by_default_and_no_window_in_the_manifest():
 
 def test_train_spike_decides_about_spikes_and_on_nonfinite_about_the_rest():
     settings = Train(spike="stop", on_nonfinite="skip")
-    assert Skipped().count("9 is a spike", settings, is_spike=True).endswith("were not updated")
-    assert Skipped().count("nan", settings) == ""
+    assert (
+        SkippedCounts().count("9 is a spike", settings, is_spike=True).endswith("were not updated")
+    )
+    assert SkippedCounts().count("nan", settings) == ""
     settings = Train(spike="skip", on_nonfinite="stop", max_skipped_steps=1)
-    skipped = Skipped()
+    skipped = SkippedCounts()
     assert skipped.count("9 is a spike", settings, is_spike=True) == ""
     assert "1 steps before it" in skipped.count("9 is a spike", settings, is_spike=True)
     assert skipped.count("nan", settings).endswith("were not updated")
