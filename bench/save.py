@@ -30,9 +30,9 @@ from bench.manifests import manifest_of
 from forge.checkpoint import storage
 from forge.checkpoint.async_saver import Saver
 from forge.core.machine import Machine
-from forge.core.model import Model
+from forge.core.model_settings import Model
 from forge.core.paths import RunPaths
-from forge.core.train import Train
+from forge.core.train_settings import Train
 from forge.launch.process_group import World, joined
 from forge.launch.rank import Rank
 from forge.launch.torch_private import unpickle_objects_with

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from forge.core.config import Config
-from forge.core.tokenize import Tokenize
+from forge.core.tokenize_settings import Tokenize
 from forge.data import corpus
 from forge.data.content_ids import resolve
 from forge.data.encoders import NoFastEncoder, fast_encoder

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from bench.contenders import nanogpt
-from forge.core.model import Model
-from forge.core.train import Train
+from forge.core.model_settings import Model
+from forge.core.train_settings import Train
 from forge.trainer.documents import find_documents
 from forge.trainer.initialize import initialized
 from forge.trainer.llama import Decoder

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.contenders.sizes import TRAIN, Sizes, Step, fill
-from forge.core.train import Train
+from forge.core.train_settings import Train
 from forge.launch.process_group import World
 
 FEATURES = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.contenders.sizes import TRAIN, Sizes, Step, fill
 from forge.core.memory import Shape
-from forge.core.train import Train
+from forge.core.train_settings import Train
 from forge.launch.process_group import World
 from forge.trainer.llama import Decoder
 from forge.trainer.optim import make_optimizers

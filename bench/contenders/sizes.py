@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from forge.core.model import Model
-from forge.core.train import Recompute, Train
+from forge.core.model_settings import Model
+from forge.core.train_settings import Recompute, Train
 from forge.launch.process_group import World
 
 # Learning rate, weight decay and clipping of all contenders; small enough for every width.

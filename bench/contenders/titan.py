@@ -24,8 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from bench.contenders.sizes import TRAIN, Sizes, Step, fill
-from forge.core.model import Model
-from forge.core.train import Recompute
+from forge.core.model_settings import Model
+from forge.core.train_settings import Recompute
 from forge.launch.process_group import World
 
 FEATURES = (

@@ -8,8 +8,8 @@ from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Part, RecordedConfig
 from forge.core.config import ResolvedConfig, Section, is_free
 from forge.core.errors import ConfigError
-from forge.core.model import Model
-from forge.core.train import Train
+from forge.core.model_settings import Model
+from forge.core.train_settings import Train
 from forge.core.values import shown
 
 

@@ -30,7 +30,7 @@ from forge.core.files import (
 )
 from forge.core.process import hostname
 from forge.core.provenance import code, config_digest, cpu_name, versions
-from forge.core.train import Shard
+from forge.core.train_settings import Shard
 
 FORMAT: Literal[4] = 4
 MANIFEST = "checkpoint.json"

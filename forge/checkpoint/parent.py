@@ -16,7 +16,7 @@ from forge.checkpoint.manifest import ParentCheckpoint, RecordedConfig
 from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import ConfigError, DataError, OtherFormat
 from forge.core.files import disk_trouble
-from forge.core.model import Model
+from forge.core.model_settings import Model
 from forge.core.paths import RunPaths, checkpoint_name, checkpoint_step
 
 LATEST = "@latest"  # in the place of @STEP; family.py puts the step there

@@ -35,7 +35,7 @@ from forge.core.files import (
     relative_path,
 )
 from forge.core.paths import RunPaths
-from forge.core.program import STEP, Checkpoints
+from forge.core.program_settings import STEP, Checkpoints
 from forge.core.records import Damage, Record
 from forge.core.terminal import say
 

@@ -15,7 +15,12 @@ from forge.core.machine import Machine
 from forge.core.memory import Shape
 from forge.core.process import hostname
 from forge.core.terminal import say
-from forge.core.train import ranks_per_copy, refuse_bf16_of_ddp, refuse_fp8, samples_per_rank
+from forge.core.train_settings import (
+    ranks_per_copy,
+    refuse_bf16_of_ddp,
+    refuse_fp8,
+    samples_per_rank,
+)
 
 
 @dataclass(frozen=True)

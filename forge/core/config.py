@@ -24,12 +24,12 @@ from pydantic import (
 from forge.core.errors import ConfigError
 from forge.core.evaluation import Evaluate
 from forge.core.mix import require_sources
-from forge.core.model import Model
-from forge.core.program import Program
+from forge.core.model_settings import Model
+from forge.core.program_settings import Program
 from forge.core.section import FREE, FilePath, Section, section_of, section_of_entries
-from forge.core.tokenize import TOKEN_FORMATS, SourceName, Tokenize, Tokenizer
+from forge.core.tokenize_settings import TOKEN_FORMATS, SourceName, Tokenize, Tokenizer
 from forge.core.tracking import Tracking
-from forge.core.train import Train
+from forge.core.train_settings import Train
 from forge.core.values import as_cell, describe, read_cell, read_text, read_yaml, shown
 
 # Safe as a path, an option and a word of a shell; also the wildcard constraint of the workflow.

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from forge.core.config import Config
 from forge.core.errors import ConfigError
-from forge.core.model import Model
-from forge.core.train import Recompute, Shard, Train, ranks_per_copy, samples_per_rank
+from forge.core.model_settings import Model
+from forge.core.train_settings import Recompute, Shard, Train, ranks_per_copy, samples_per_rank
 
 GIB = 2**30
 WEIGHT, GRADIENT, ADAM, MUON = 4, 4, 8, 4  # bytes a parameter, in fp32

@@ -17,7 +17,7 @@ from forge.core.files import (
 )
 from forge.core.paths import RunPaths, inputs_folder, tokenizer_folder, tokens_folder
 from forge.core.terminal import say
-from forge.core.tokenize import TOKEN_FORMATS, Tokenize
+from forge.core.tokenize_settings import TOKEN_FORMATS, Tokenize
 from forge.data import corpus, model
 from forge.data.corpus import INPUTS, of_key
 from forge.data.inputs import list_inputs, named_inputs, of_hub

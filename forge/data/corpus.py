@@ -22,7 +22,7 @@ import orjson
 from forge.core.errors import DataError
 from forge.core.files import utf8_bytes
 from forge.core.terminal import say
-from forge.core.tokenize import Tokenize
+from forge.core.tokenize_settings import Tokenize
 from forge.data import hub
 from forge.data.input_bytes import CHUNK_BYTES, COMPRESSED, BytesRead, Consumed, open_bytes
 from forge.data.parquet_pages import rows_per_batch

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from forge.core.errors import ConfigError
-from forge.core.model import Model
+from forge.core.model_settings import Model
 from forge.core.values import shown
 
 # Each number: key in config.json -> key of `model`.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from forge.core.errors import DataError
-from forge.core.train import samples_per_rank
+from forge.core.train_settings import samples_per_rank
 from forge.data.left_out import LeftOut
 from forge.data.sample_order import MixedOrder, in_epochs
 from forge.data.shards import Shard, Split

@@ -24,7 +24,7 @@ from forge.core.files import (
     plain_name,
     read_json,
 )
-from forge.core.model import InitSettings, Model
+from forge.core.model_settings import InitSettings, Model
 from forge.core.paths import model_folder, tokenizer_folder
 from forge.core.process import hostname
 from forge.core.records import Record

@@ -21,7 +21,7 @@ import numpy as np
 
 from forge.core.errors import DataError
 from forge.core.files import disk_trouble
-from forge.core.tokenize import TOKEN_FORMATS, Tokenize
+from forge.core.tokenize_settings import TOKEN_FORMATS, Tokenize
 from forge.data.corpus import InputFile
 
 DATA_SUFFIX = {"nanogpt": ".bin", "megatron": ".bin", "dolma": ".npy"}

@@ -33,7 +33,7 @@ from forge.core.files import (
 from forge.core.paths import tokenizer_folder, tokens_folder
 from forge.core.process import stop_with_parent
 from forge.core.terminal import progress, say
-from forge.core.tokenize import TOKEN_FORMATS, Tokenize
+from forge.core.tokenize_settings import TOKEN_FORMATS, Tokenize
 from forge.data import content_ids, corpus, token_files
 from forge.data.corpus import InputFile
 from forge.data.encoders import (

@@ -21,7 +21,7 @@ from forge.core.files import disk_trouble
 from forge.core.json_lines import last_lines
 from forge.core.paths import RunPaths
 from forge.core.process import free_port, hostname, stop_with_parent
-from forge.core.program import Program, filled
+from forge.core.program_settings import Program, filled
 from forge.core.terminal import duration, say
 from forge.launch.launcher import register
 from forge.launch.rank import Rank

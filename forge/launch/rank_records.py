@@ -16,7 +16,7 @@ from forge.core.files import disk_trouble, read_object_or_empty, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process
-from forge.core.program import Program
+from forge.core.program_settings import Program
 from forge.core.records import Record, content
 from forge.launch.heartbeat import Activity
 

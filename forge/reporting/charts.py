@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from forge.reporting.family import TreeRun
 from forge.reporting.history import PHASES, History, Phase
+from forge.reporting.run_tree import TreeRun
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,10 +14,10 @@ from forge.core.errors import ConfigError
 from forge.core.files import atomic_open, digest_file, read_object_or_empty
 from forge.core.paths import RunPaths
 from forge.core.terminal import Table, duration, say
-from forge.reporting.family import TreeRun, families
 from forge.reporting.history import device_hours, facts, read_history_or_empty
 from forge.reporting.run_rows import ScoreRow, read_scores
 from forge.reporting.run_state import COLORS, RunState
+from forge.reporting.run_tree import TreeRun, families
 from forge.reporting.summary import Summary, summarize
 
 NONE = "–"

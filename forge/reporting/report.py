@@ -23,9 +23,9 @@ from forge.reporting.charts import (
     time_blocks,
     time_ticks,
 )
-from forge.reporting.family import TreeRun, family_of
 from forge.reporting.history import PHASES, History, LaunchHistory, facts, read_history
 from forge.reporting.run_rows import read_scores
+from forge.reporting.run_tree import TreeRun, family_of
 from forge.reporting.summary import Summary, preflight_checks, summarize, validation_checks
 
 TEMPLATES = Path(__file__).parent / "templates"

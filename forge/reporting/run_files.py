@@ -16,7 +16,7 @@ from forge.core.errors import DataError, OtherFormat
 from forge.core.events import Event
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
-from forge.core.program import Program
+from forge.core.program_settings import Program
 from forge.core.records import Lock
 from forge.trainer import metrics
 from forge.trainer.metrics import StepLine, TrainLine

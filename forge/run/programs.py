@@ -19,7 +19,7 @@ from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError, DataError, Exit
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths, inputs_folder, tokens_folder
-from forge.core.program import Program
+from forge.core.program_settings import Program
 from forge.core.records import Trained
 from forge.core.terminal import say
 from forge.data import model

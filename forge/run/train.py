@@ -28,7 +28,7 @@ from forge.preflight.preflight import recheck
 from forge.run import crash_loop, requeue
 from forge.run.programs import LaunchPlan, TrainingProgram, program_of
 from forge.staging.staged import remove_staged
-from forge.tracking.process import tracked
+from forge.tracking.feed_process import tracked
 
 # Before each start after the disk was full.
 DISK_WAIT_SEC = (30.0, 120.0)

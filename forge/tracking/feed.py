@@ -29,12 +29,14 @@ from forge.core.records import Sent
 from forge.core.terminal import say, visible
 from forge.core.tracking import Tracking
 from forge.tracking.rows import Rows
+from forge.tracking.to_mlflow import MLflow
+from forge.tracking.to_tensorboard import TensorBoard
+from forge.tracking.to_wandb import WeightsAndBiases
 from forge.tracking.tracker import (
     TrackedRun,
     Tracker,
     missing_packages,
     refuse_missing_packages,
-    trackers_of,
 )
 
 POLL_SEC = 5.0
@@ -42,6 +44,21 @@ RETRY_SEC = 60.0
 LOCK_RETRY_SEC = 1.0
 ROWS = 100  # that are logged at once
 NICE = 19  # training comes first on every core
+
+
+def trackers_of(
+    tracking: Tracking, tell: Callable[[str], None], *, must_send: bool = False
+) -> dict[str, Tracker]:
+    """Name -> tracker, of all that are on. tell: takes what people should know of one. must_send: to the
+    server, also where the settings would only record."""
+    made: dict[str, Tracker] = {}
+    if tracking.tensorboard:
+        made["tensorboard"] = TensorBoard()
+    if tracking.wandb:
+        made["wandb"] = WeightsAndBiases(tracking.wandb, tell, must_send=must_send)
+    if tracking.mlflow:
+        made["mlflow"] = MLflow(tracking.mlflow)
+    return made
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol, Self
@@ -47,25 +47,6 @@ class Tracker(Protocol):
 
     def finish(self, state: str) -> None:
         """End for now, when all that was taken is safe. state: how the run has ended, from its events."""
-
-
-def trackers_of(
-    tracking: Tracking, tell: Callable[[str], None], *, must_send: bool = False
-) -> dict[str, Tracker]:
-    """Name -> tracker, of all that are on. tell: takes what people should know of one. must_send: to the
-    server, also where the settings would only record."""
-    from forge.tracking.to_mlflow import MLflow
-    from forge.tracking.to_tensorboard import TensorBoard
-    from forge.tracking.to_wandb import WeightsAndBiases
-
-    made: dict[str, Tracker] = {}
-    if tracking.tensorboard:
-        made["tensorboard"] = TensorBoard()
-    if tracking.wandb:
-        made["wandb"] = WeightsAndBiases(tracking.wandb, tell, must_send=must_send)
-    if tracking.mlflow:
-        made["mlflow"] = MLflow(tracking.mlflow)
-    return made
 
 
 def missing_packages(tracking: Tracking) -> list[str]:

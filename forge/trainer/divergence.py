@@ -22,7 +22,7 @@ from forge.checkpoint import parent
 from forge.checkpoint.manifest import Manifest
 from forge.core.config import Config
 from forge.core.errors import TrainingError
-from forge.core.train import Train
+from forge.core.train_settings import Train
 
 
 @dataclass

@@ -28,7 +28,7 @@ from forge.cluster.lock import lock
 from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.files import atomic_open, digest_file, grouped, write_json
-from forge.core.model import Model
+from forge.core.model_settings import Model
 from forge.core.paths import RunPaths, tokenizer_folder
 from forge.core.records import Trained, Validation
 from forge.core.terminal import progress, say

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from forge.core.model import Model
+from forge.core.model_settings import Model
 from forge.trainer.llama import Decoder
 
 INIT_STD = 0.02  # GPT-2, also used by Llama's Hugging Face config (`initializer_range`)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge.core.errors import ConfigError
-from forge.core.model import Model, RopeScaling
+from forge.core.model_settings import Model, RopeScaling
 from forge.trainer.documents import Documents, attend
 from forge.trainer.loss import linear_cross_entropy
 

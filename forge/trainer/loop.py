@@ -40,7 +40,6 @@ from forge.launch.stop_signal import StopFlag
 from forge.launch.watchdog import Watchdog
 from forge.trainer import metrics, optim, pretrained
 from forge.trainer.divergence import SkippedCounts, SpikeRule, diverged, ended_by_spike
-from forge.trainer.evaluate import reference_losses, validation_losses
 from forge.trainer.initialize import initialize
 from forge.trainer.llama import Decoder
 from forge.trainer.numerics import (
@@ -52,6 +51,7 @@ from forge.trainer.numerics import (
 from forge.trainer.parallel import ParallelModel
 from forge.trainer.source_mix import SourceMix, losses_text, mean_loss
 from forge.trainer.step import Agreement, Flags, LaunchedStep, StepResult, TrainStep, train_loader
+from forge.trainer.validation_loss import reference_losses, validation_losses
 
 # Steps between two garbage collections. When Python chooses the moment, it differs from rank to rank, and
 # each time all ranks wait for one (torchtitan collects every 50 steps, too).

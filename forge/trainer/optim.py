@@ -8,7 +8,7 @@ import math
 import torch
 from torch import nn
 
-from forge.core.train import Train
+from forge.core.train_settings import Train
 
 Optimizers = tuple[torch.optim.Optimizer, ...]
 

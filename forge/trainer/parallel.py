@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forge.core.memory import Shape, with_micro_batch
 from forge.core.terminal import say
-from forge.core.train import Train, ranks_per_copy, refuse_bf16_of_ddp
+from forge.core.train_settings import Train, ranks_per_copy, refuse_bf16_of_ddp
 from forge.data.loader import split
 from forge.launch.heartbeat import heartbeat
 from forge.launch.process_group import World, named

@@ -15,7 +15,7 @@ from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Artifact
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
-from forge.core.model import Model
+from forge.core.model_settings import Model
 from forge.core.paths import model_folder
 from forge.core.terminal import say
 from forge.data import content_ids, model

@@ -12,7 +12,7 @@ from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import RecordedMix, RecordedStage, SourceUse
 from forge.core.config import ResolvedConfig
 from forge.core.mix import MixStage, stage_at, stages
-from forge.core.train import Train
+from forge.core.train_settings import Train
 from forge.data.left_out import LeftOut
 from forge.data.loader import windows_by_source
 from forge.data.sample_order import MixedOrder

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from forge.core import failpoints
-from forge.core.train import Train
+from forge.core.train_settings import Train
 from forge.data.left_out import LeftOut
 from forge.data.loader import NOTHING, Loader, Prefetcher, joined_windows
 from forge.data.sample_order import MixedOrder

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 
 from forge.core.errors import ConfigError
 from forge.core.process import hostname
-from forge.core.train import Recompute, Train
+from forge.core.train_settings import Recompute, Train
 from forge.launch.process_group import World
 from forge.trainer.llama import Decoder
 

@@ -6,7 +6,6 @@ torch is imported for the tensors only: validate.depth `digests`, and a corrupt 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import blake3
@@ -15,11 +14,10 @@ from forge.checkpoint import compatibility, directory
 from forge.checkpoint.manifest import MANIFEST
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, ForgeError, UnfitError
-from forge.core.paths import RunPaths, tokenizer_folder, tokens_folder
+from forge.core.paths import RunPaths
 from forge.core.records import Check, Trained, Validation
-from forge.data.sources import Tokens, open_tokens
-from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
 from forge.validation.replay import check_next_losses
+from forge.validation.run_data import Data
 
 if TYPE_CHECKING:
     from forge.validation.model_checks import ModelChecks
@@ -30,25 +28,6 @@ OF_THE_CHECKPOINT = {
     *("manifest", "digests", "tensors", "finite", "weights", "world size"),
     *("probe", "next loss", "validation loss"),
 }
-
-
-class Data:
-    """Shards and tokenizer of a config. Digests are verified on first access, once for all checkpoints
-    of a run. Raises DataError."""
-
-    def __init__(self, config: ResolvedConfig) -> None:
-        self._tokens = tokens_folder(config.data, config.ids.tokens)
-        self._tokenizer = tokenizer_folder(config.data, config.ids.tokenizer)
-
-    @cached_property
-    def shards(self) -> Tokens:
-        tokens = open_tokens(self._tokens)
-        tokens.verify()
-        return tokens
-
-    @cached_property
-    def tokenizer(self) -> LoadedTokenizer:
-        return load_tokenizer(self._tokenizer)
 
 
 class CheckpointChecks:

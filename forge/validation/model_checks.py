@@ -25,7 +25,6 @@ from forge.launch.rank_records import LossesTask
 from forge.trainer import llama, optim
 from forge.trainer.numerics import REFERENCE_SAMPLES, prepare
 from forge.trainer.source_mix import MixAtStart, losses_text, mean_loss
-from forge.validation.checkpoint_checks import Data
 from forge.validation.estimates import MAX_RECOMPUTED, affordable, recomputed_ranks
 from forge.validation.rank_losses import LossEvaluator
 from forge.validation.replay import (
@@ -36,6 +35,7 @@ from forge.validation.replay import (
     tolerance_for,
     visible_gpus,
 )
+from forge.validation.run_data import Data
 
 # Optimizer state read at a time, or one larger tensor. A read costs some milliseconds.
 GROUP_BYTES = 2**25

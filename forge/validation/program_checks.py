@@ -21,7 +21,7 @@ from forge.core.errors import DataError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.process import stop_with_parent
-from forge.core.program import Program, filled
+from forge.core.program_settings import Program, filled
 from forge.core.records import Check, Trained, Validation, failed_checks
 from forge.core.terminal import Table, say
 

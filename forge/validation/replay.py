@@ -25,7 +25,7 @@ from forge.core.paths import RunPaths, tokens_folder
 from forge.core.provenance import cpu_name, versions
 from forge.core.records import Check
 from forge.core.terminal import duration
-from forge.core.train import ranks_per_copy
+from forge.core.train_settings import ranks_per_copy
 from forge.launch.launcher import run_ranks
 from forge.launch.rank_records import RankRecord, ReplayTask, Task
 from forge.trainer import metrics

@@ -20,8 +20,9 @@ from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_na
 from forge.core.records import Damage, Trained, Validated, Validation, failed_checks
 from forge.core.terminal import Table, duration, progress, say
 from forge.launch.launcher import wait_for_orphans
-from forge.validation.checkpoint_checks import OF_THE_CHECKPOINT, CheckpointChecks, Data
+from forge.validation.checkpoint_checks import OF_THE_CHECKPOINT, CheckpointChecks
 from forge.validation.replay import NOT_DONE, NOT_RECORDED
+from forge.validation.run_data import Data
 
 
 def validate(config: ResolvedConfig) -> Path:

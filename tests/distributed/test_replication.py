@@ -17,8 +17,8 @@ from support.gpu import full
 from support.live_run import LONG, TWO_RANKS
 
 from forge.checkpoint import storage
-from forge.core.model import Model
-from forge.core.train import Train
+from forge.core.model_settings import Model
+from forge.core.train_settings import Train
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
 from forge.trainer import optim, transforms

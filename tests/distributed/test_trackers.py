@@ -17,7 +17,7 @@ from support.wandb_server import wandb_server
 
 from forge.core import json_lines
 from forge.core.files import read_object_or_empty
-from forge.tracking import process
+from forge.tracking import feed_process
 
 
 def sent(run, name):
@@ -44,7 +44,7 @@ def tracked(session_runs, tmp_path_factory):
     for one in living():
         one.kill()
     started.process.wait()
-    with mock.patch.object(process, "FINISH_SEC", 400):
+    with mock.patch.object(feed_process, "FINISH_SEC", 400):
         done = run.forge("train", f"--train.max_steps={run.step() + 20}")
     assert done.code == 0, done.text
     return run, address, done.text

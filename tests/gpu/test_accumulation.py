@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.gpu import full, make_step, relative_error
 
-from forge.core.model import Model
-from forge.core.train import Train
+from forge.core.model_settings import Model
+from forge.core.train_settings import Train
 
 MODEL = Model(dim=256, layers=2, heads=4)
 VOCAB = 256

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from forge.core.train import Train
+from forge.core.train_settings import Train
 from forge.trainer.optim import make_optimizers
 
 TRAIN = Train(lr=0.01, weight_decay=0.1, beta1=0.9, beta2=0.95)

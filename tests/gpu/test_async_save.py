@@ -13,9 +13,9 @@ from support.gpu import full, make_step, seconds_of
 from bench.manifests import manifest_of
 from forge.checkpoint.async_saver import Saver
 from forge.checkpoint.storage import training_state
-from forge.core.model import Model
+from forge.core.model_settings import Model
 from forge.core.paths import RunPaths
-from forge.core.train import Train
+from forge.core.train_settings import Train
 
 # Of the time of copies to pinned memory, one for each tensor: the rest is Python's, tensor by tensor.
 MAX_STALL = 1.3

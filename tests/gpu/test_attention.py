@@ -11,8 +11,8 @@ import torch
 from support.gpu import make_step
 from torch.profiler import ProfilerActivity, profile
 
-from forge.core.model import Model
-from forge.core.train import Train
+from forge.core.model_settings import Model
+from forge.core.train_settings import Train
 
 OPERATOR = re.compile(r"aten::_scaled_dot_product_(\w+?)(?:_for_cpu)?(?:_backward)?")
 KERNEL = re.compile(r"flash|cudnn|fmha|efficient", re.IGNORECASE)

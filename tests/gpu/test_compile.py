@@ -10,8 +10,8 @@ import torch
 from support.gpu import make_step, seconds_of, synchronize
 from torch._dynamo.utils import counters
 
-from forge.core.model import Model
-from forge.core.train import Train
+from forge.core.model_settings import Model
+from forge.core.train_settings import Train
 
 MAX_GRAPHS = 4  # forward with and without gradients, and one more shape of each
 # 1.2 on a CPU (bench.train_step). A GPU saves more, where norms, rotary positions and SwiGLU are fused.

@@ -7,8 +7,8 @@ import torch
 from support.gpu import full, make_step, relative_error
 from torch._dynamo.utils import counters
 
-from forge.core.model import Model
-from forge.core.train import Train
+from forge.core.model_settings import Model
+from forge.core.train_settings import Train
 
 VOCAB = 64  # token 0 ends a document: 64 tokens each
 SAME = 2e-2  # bf16 has 8 bits

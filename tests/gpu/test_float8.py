@@ -7,8 +7,8 @@ import pytest
 import torch
 from support.gpu import full, make_step, relative_error, seconds_of
 
-from forge.core.model import Model
-from forge.core.train import Train
+from forge.core.model_settings import Model
+from forge.core.train_settings import Train
 
 LIMIT = 0.15  # float8 has 3 bits for a fraction: 0.05 to 0.1 measured on CPUs, which emulate it
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

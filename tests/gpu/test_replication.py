@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.gpu import full, make_step, relative_error, seconds_of
 
-from forge.core.model import Model
-from forge.core.train import Train
+from forge.core.model_settings import Model
+from forge.core.train_settings import Train
 from forge.trainer import transforms
 
 LIMIT = 2e-2  # bf16 has 8 bits, and autocast keeps fp32 between blocks: 6e-3 measured on CPUs

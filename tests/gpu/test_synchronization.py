@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.gpu import make_step
 
-from forge.core.model import Model
-from forge.core.train import Train
+from forge.core.model_settings import Model
+from forge.core.train_settings import Train
 
 
 @pytest.mark.parametrize("spike", [None, "skip"])

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from forge.core.files import read_json
-from forge.core.train import Train
+from forge.core.train_settings import Train
 from tools.slurm_cluster.cluster import Cluster
 
 from .job_run import GOAL, TINY_CONFIG, Uninterrupted

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from forge.core.machine import Machine
-from forge.core.model import Model
-from forge.core.train import Train
+from forge.core.model_settings import Model
+from forge.core.train_settings import Train
 from forge.data.loader import Prefetcher
 from forge.launch.process_group import World, joined
 from forge.launch.rank import Rank

@@ -4,6 +4,8 @@ wait for it."""
 import ast
 import subprocess
 import sys
+from collections import Counter, defaultdict
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,9 @@ PACKAGES = (
     *("core", "cluster", "data", "launch", "checkpoint", "trainer", "tracking", "evaluation"),
     *("staging", "preflight", "run", "validation", "reporting"),
 )
+
+# These start every part of Forge.
+START = {"cli", "workflow", "worker"}
 
 MODULES = {
     ".".join(path.relative_to(FOLDER).with_suffix("").parts): path
@@ -39,7 +44,13 @@ TENSORS = {
     *("trainer.loss", "trainer.llama", "trainer.numerics", "trainer.optim"),
     "trainer.documents",
     *("trainer.initialize", "trainer.transforms"),
-    *("trainer.parallel", "trainer.evaluate", "trainer.source_mix", "trainer.step", "trainer.loop"),
+    *(
+        "trainer.parallel",
+        "trainer.validation_loss",
+        "trainer.source_mix",
+        "trainer.step",
+        "trainer.loop",
+    ),
     *("trainer.export",),
     "trainer.pretrained",
     *("preflight.rank_probe", "validation.replay_rank", "validation.rank_losses"),
@@ -63,7 +74,9 @@ def imports(module):
         if isinstance(node, ast.ImportFrom) and node.module == "forge":
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forge."):
-            yield node.module.removeprefix("forge.")
+            package = node.module.removeprefix("forge.")
+            yield package
+            yield from (n for a in node.names if (n := f"{package}.{a.name}") in MODULES)
         elif isinstance(node, ast.Import):
             yield from (n.name[6:] for n in node.names if n.name.startswith("forge."))
 
@@ -76,6 +89,39 @@ def test_every_folder_is_a_package_of_the_rule():
 def test_packages_import_only_packages_to_their_left(module):
     if place(module) < len(PACKAGES):
         assert [name for name in imports(module) if place(name) > place(module)] == []
+
+
+def modules_imported(module):
+    """The modules, not packages, of forge that a module imports."""
+    return {name for name in imports(module) if name in MODULES}
+
+
+def test_no_module_imports_itself_through_others():
+    graph = {module: modules_imported(module) for module in MODULES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as err:
+        pytest.fail("a circle: " + " -> ".join(err.args[1]))
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - START))
+def test_a_module_imports_at_most_25_others(module):
+    """One that needs more does the work of two."""
+    assert len(modules_imported(module)) <= 25
+
+
+def test_a_class_name_stands_in_one_module_only():
+    where = defaultdict(set)
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                where[node.name].add(module)
+    assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}
+
+
+def test_a_module_has_a_name_of_its_own():
+    names = Counter(module.rpartition(".")[2] for module in MODULES)
+    assert [name for name, times in names.items() if times > 1] == []
 
 
 def test_the_check_sees_imports():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from forge.core.config import load_config, read_values
-from forge.core.program import filled
+from forge.core.program_settings import filled
 from forge.core.sample_sheet import run_configs
 
 ROOT = Path(__file__).parents[2]

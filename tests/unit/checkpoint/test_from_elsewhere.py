@@ -17,7 +17,7 @@ from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.files import canonical, digest_bytes, digest_file, write_json
 from forge.core.paths import RunPaths
-from forge.core.program import Checkpoints
+from forge.core.program_settings import Checkpoints
 
 CONFIG = ResolvedConfig(ids=IDS)
 

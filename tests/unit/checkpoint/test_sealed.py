@@ -10,7 +10,7 @@ from forge.checkpoint.sealed import ProgramCheckpoints, signature
 from forge.core.errors import ConfigError, OtherFormat
 from forge.core.files import read_json, write_json
 from forge.core.paths import RunPaths
-from forge.core.program import Checkpoints
+from forge.core.program_settings import Checkpoints
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from forge.checkpoint.sealer import Sealer, SealProgress
 from forge.core import events
 from forge.core.errors import UnfitError
 from forge.core.paths import RunPaths
-from forge.core.program import Checkpoints
+from forge.core.program_settings import Checkpoints
 
 
 class Ranks:

@@ -16,7 +16,7 @@ from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.process import hostname
-from forge.core.train import ranks_per_copy
+from forge.core.train_settings import ranks_per_copy
 
 ROOT = Path(__file__).parents[3]
 SPEC = "results/base/.launch/20260101T000000-7/spec.json"

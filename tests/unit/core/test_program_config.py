@@ -4,7 +4,7 @@ import pytest
 
 from forge.core.config import Config, checked
 from forge.core.errors import ConfigError
-from forge.core.program import filled
+from forge.core.program_settings import filled
 
 PROGRAM = {"command": ["python", "x.py", "{goal}"], "goal": 7, "checkpoints": {}}
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from forge import cli
 from forge.core.config import Config
 from forge.core.errors import ConfigError, DataError, Exit
-from forge.core.tokenize import Tokenize
+from forge.core.tokenize_settings import Tokenize
 from forge.data import content_ids, corpus, tokenize
 from forge.data.content_ids import resolve
 from forge.data.shards import ShardSet

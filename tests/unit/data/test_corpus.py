@@ -14,7 +14,7 @@ import zstandard
 
 from forge.core.errors import DataError
 from forge.core.files import digest_file
-from forge.core.tokenize import Tokenize
+from forge.core.tokenize_settings import Tokenize
 from forge.data import corpus, parquet_pages
 from forge.data.input_bytes import CHUNK_BYTES
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from forge.core.errors import ConfigError
-from forge.core.model import Model
+from forge.core.model_settings import Model
 from forge.data.hf_config import family_of, model_keys
 
 LLAMA_31_8B = {

@@ -183,7 +183,7 @@ def test_weights_of_the_hub_are_linked_from_its_cache_and_then_need_no_network(f
     import torch
     from safetensors.torch import save
 
-    from forge.core.model import Model
+    from forge.core.model_settings import Model
     from forge.trainer.initialize import initialized
 
     keys = model.model_keys(VALUES, 256, "")

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 
 from forge.core.config import Config, checked
 from forge.core.errors import ConfigError, DataError
-from forge.core.tokenize import Tokenize
+from forge.core.tokenize_settings import Tokenize
 from forge.data import content_ids, token_files
 from forge.data.content_ids import resolve
 from forge.data.corpus import InputFile

@@ -18,7 +18,7 @@ import pytest
 from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.paths import tokens_folder
-from forge.core.train import Train
+from forge.core.train_settings import Train
 from forge.data import content_ids, encoders
 from forge.data.shards import ShardSet
 from forge.data.tokenize import split_of, tokenize

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from forge.reporting import charts
-from forge.reporting.family import TreeRun
+from forge.reporting.run_tree import TreeRun
 
 
 def member(run, losses, parent="", start=0):

@@ -14,8 +14,8 @@ from forge.core.files import read_json, write_json
 from forge.core.paths import RunPaths
 from forge.reporting import charts
 from forge.reporting.compare import compare
-from forge.reporting.family import families, family_of
 from forge.reporting.report import render
+from forge.reporting.run_tree import families, family_of
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from forge.core.provenance import config_digest
 from forge.core.records import Sent
 from forge.core.tracking import Tracking, Wandb
 from forge.run import train
-from forge.tracking import feed, process, to_wandb, tracker
+from forge.tracking import feed, feed_process, to_wandb, tracker
 from forge.trainer import metrics
 from forge.trainer.metrics import EvalLine
 
@@ -190,10 +190,10 @@ def test_hanging_tracker_delays_the_end_by_the_bound_and_is_named_then(paths, ca
 
     sent = feed.sent_file(paths, "tensorboard")
     with (
-        mock.patch.object(process.subprocess, "Popen", hanging),
-        mock.patch.object(process, "FINISH_SEC", 0.5),
+        mock.patch.object(feed_process.subprocess, "Popen", hanging),
+        mock.patch.object(feed_process, "FINISH_SEC", 0.5),
     ):
-        with process.tracked(paths, ON):
+        with feed_process.tracked(paths, ON):
             end = time.monotonic() + 60
             while not sent.exists() and time.monotonic() < end:
                 time.sleep(0.01)
@@ -207,20 +207,26 @@ def test_hanging_tracker_delays_the_end_by_the_bound_and_is_named_then(paths, ca
 def test_process_that_crashes_leads_to_one_warning(paths, capsys):
     before = Sent(id="a" * 8, step=7, complete=True)  # of the launch before
     before.write(feed.sent_file(paths, "tensorboard"))
-    with mock.patch.object(process.sys, "executable", "/bin/false"), process.tracked(paths, ON):
+    with (
+        mock.patch.object(feed_process.sys, "executable", "/bin/false"),
+        feed_process.tracked(paths, ON),
+    ):
         pass
     assert capsys.readouterr().err.count("warning") == 1
 
 
 def test_package_that_a_node_lacks_is_reported_and_training_continues(paths, capsys):
-    with mock.patch.object(tracker, "find_spec", return_value=None), process.tracked(paths, ON):
+    with (
+        mock.patch.object(tracker, "find_spec", return_value=None),
+        feed_process.tracked(paths, ON),
+    ):
         pass
     assert "Python has no package tensorboard on this node" in capsys.readouterr().err
 
 
 def test_run_without_trackers_starts_no_process(paths):
-    no_start = mock.patch.object(process.subprocess, "Popen", side_effect=AssertionError)
-    with no_start, process.tracked(paths, Tracking()):
+    no_start = mock.patch.object(feed_process.subprocess, "Popen", side_effect=AssertionError)
+    with no_start, feed_process.tracked(paths, Tracking()):
         pass
     assert not paths.tracking.exists()
 
@@ -307,8 +313,8 @@ def test_password_of_an_address_is_in_no_message_and_in_no_word_of_a_command(pat
         return real(["sh", "-c", 'cat > "$0"', paths.root / "given"], **settings)
 
     with (
-        mock.patch.object(process.subprocess, "Popen", keeps_its_input),
-        process.tracked(paths, tracking),
+        mock.patch.object(feed_process.subprocess, "Popen", keeps_its_input),
+        feed_process.tracked(paths, tracking),
     ):
         pass
     assert "secret" in (paths.root / "given").read_text() and "secret" not in str(commands)
@@ -347,12 +353,12 @@ def test_wandb_is_offline_without_a_key_where_asked_and_where_nobody_answers(mon
 
 
 def test_a_sending_process_that_survives_kill_9_does_not_hold_training_up(monkeypatch):
-    monkeypatch.setattr(process, "FINISH_SEC", 0.1)
-    monkeypatch.setattr(process, "KILL_SEC", 0.1)
+    monkeypatch.setattr(feed_process, "FINISH_SEC", 0.1)
+    monkeypatch.setattr(feed_process, "KILL_SEC", 0.1)
     line = [sys.executable, "-c", "import time; time.sleep(20)"]
     with subprocess.Popen(line, stdin=subprocess.PIPE) as child:
         with monkeypatch.context() as stuck:
-            stuck.setattr(process.os, "killpg", lambda *_: None)
-            process._finish(child)
+            stuck.setattr(feed_process.os, "killpg", lambda *_: None)
+            feed_process._finish(child)
         assert child.poll() is None
         child.kill()

@@ -10,8 +10,8 @@ from forge.cluster.placement import WorldLayout, check_layout
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine
-from forge.core.model import Model
-from forge.core.train import Train
+from forge.core.model_settings import Model
+from forge.core.train_settings import Train
 from forge.trainer import transforms
 from forge.trainer.initialize import initialized
 
@@ -131,7 +131,7 @@ def test_what_cannot_be_multiplied_in_float8_is_refused_before_ranks_start(chang
 
 
 def test_a_missing_package_is_named_before_ranks_start(monkeypatch):
-    monkeypatch.setattr("forge.core.train.find_spec", lambda name: None)
+    monkeypatch.setattr("forge.core.train_settings.find_spec", lambda name: None)
     config = Config.model_validate({"train": {"fp8": "rowwise"}})
     with pytest.raises(ConfigError) as raised:
         check_layout(Machine(), WorldLayout(), config)

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import forge.trainer.loss
 import forge.trainer.numerics
 from forge.core.errors import ConfigError
-from forge.core.model import Model
-from forge.core.train import Train
+from forge.core.model_settings import Model
+from forge.core.train_settings import Train
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
 from forge.trainer import transforms

@@ -13,8 +13,8 @@ from torch._dynamo.utils import counters
 import forge.trainer.loss
 import forge.trainer.parallel
 from forge.core.machine import Machine
-from forge.core.model import Model
-from forge.core.train import Train
+from forge.core.model_settings import Model
+from forge.core.train_settings import Train
 from forge.launch.process_group import joined
 from forge.launch.rank import Rank
 from forge.trainer.initialize import initialize

@@ -12,8 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge.core import memory
 from forge.core.memory import GIB, Shape
-from forge.core.model import Model
-from forge.core.train import Train
+from forge.core.model_settings import Model
+from forge.core.train_settings import Train
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
 from forge.trainer import transforms

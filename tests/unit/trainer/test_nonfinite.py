@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge.core.train import Train
+from forge.core.train_settings import Train
 from forge.trainer.divergence import SkippedCounts
 
 BAD = "loss nan and gradient norm nan on rank 0 are not finite"

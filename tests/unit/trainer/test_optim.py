@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from forge.checkpoint.storage import training_state
-from forge.core.model import Model
-from forge.core.train import Train
+from forge.core.model_settings import Model
+from forge.core.train_settings import Train
 from forge.trainer.initialize import initialized
 from forge.trainer.optim import learning_rate, make_optimizers, state_shapes, update
 

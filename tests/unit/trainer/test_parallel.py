@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from forge.core.errors import ConfigError
-from forge.core.model import Model
-from forge.core.train import Train
+from forge.core.model_settings import Model
+from forge.core.train_settings import Train
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
 from forge.trainer import transforms

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import DataError
-from forge.core.model import Model
+from forge.core.model_settings import Model
 from forge.data import model
 from forge.data.content_ids import resolve
 from forge.data.model import ModelManifest, with_pretrained

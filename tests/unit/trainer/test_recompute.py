@@ -6,7 +6,7 @@ import ctypes
 import pytest
 import torch
 
-from forge.core.model import Model
+from forge.core.model_settings import Model
 from forge.trainer import transforms
 from forge.trainer.initialize import initialized
 

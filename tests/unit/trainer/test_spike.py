@@ -7,7 +7,7 @@ import torch
 from support.manifests import IDS, manifest_of
 
 from forge.core.config import ResolvedConfig
-from forge.core.train import Train
+from forge.core.train_settings import Train
 from forge.trainer.divergence import SkippedCounts, SpikeRule, ended_by_spike
 
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ import torch
 from support import shards
 
 from forge.core.machine import Machine
-from forge.core.model import Model
-from forge.core.train import Train
+from forge.core.model_settings import Model
+from forge.core.train_settings import Train
 from forge.launch.process_group import joined
 from forge.launch.rank import Rank
 from forge.trainer.initialize import initialize

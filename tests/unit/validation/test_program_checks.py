@@ -17,7 +17,7 @@ from forge.core.config import Config, checked
 from forge.core.errors import DataError
 from forge.core.files import write_json
 from forge.core.paths import RunPaths
-from forge.core.program import Program
+from forge.core.program_settings import Program
 from forge.core.records import Validation
 from forge.data.content_ids import resolve
 from forge.validation import program_checks

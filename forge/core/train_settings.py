@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from forge.core.errors import ConfigError
 from forge.core.mix import Mix, check_mix
-from forge.core.model import Model
+from forge.core.model_settings import Model
 from forge.core.section import FREE, Section
 
 # Values of train.shard.
