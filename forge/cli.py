@@ -510,11 +510,10 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _config(options: argparse.Namespace) -> None:
-    from forge.core.files import write_json
     from forge.core.paths import RunPaths
 
     config = _resolved(options)
-    write_json(RunPaths.of(config).config, config.training_json())
+    config.write(RunPaths.of(config).config)
 
 
 def _show(options: argparse.Namespace) -> None:

@@ -16,13 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from forge.checkpoint import directory
 from forge.checkpoint.manifest import Artifact, Code, StoredFile
 from forge.core import events
+from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError, DataError, OtherFormat, UnfitError
 from forge.core.files import (
     MAX_JSON_BYTES,
@@ -36,6 +37,7 @@ from forge.core.files import (
 )
 from forge.core.paths import RunPaths
 from forge.core.program_settings import STEP, Checkpoints
+from forge.core.provenance import code, config_digest
 from forge.core.records import Damage, Record
 from forge.core.terminal import say
 
@@ -63,6 +65,28 @@ class SealLineage(BaseModel):
     world_size: int
     code: Code
     """Version of Forge."""
+
+    @classmethod
+    def of(
+        cls, config: ResolvedConfig, *, source_digest: str, inputs_digest: str, world_size: int
+    ) -> Self:
+        """The lineage of the checkpoints that this run saves now, with this installation of Forge.
+        Digests: of the program's directory and of its input files, where it has them."""
+        program = config.program
+        assert program
+        return cls(
+            run=config.run,
+            config_digest=config_digest(config),
+            command=program.command,
+            source=_artifact(program.source, source_digest),
+            inputs=_artifact(config.ids.inputs, inputs_digest),
+            world_size=world_size,
+            code=Code(**code()),
+        )
+
+
+def _artifact(name: str | None, digest: str) -> Artifact | None:
+    return Artifact(id=name, digest=digest) if name else None
 
 
 class Seal(Record):

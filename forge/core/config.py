@@ -23,6 +23,7 @@ from pydantic import (
 
 from forge.core.errors import ConfigError
 from forge.core.evaluation import Evaluate
+from forge.core.files import read_json, write_json
 from forge.core.mix import require_sources
 from forge.core.model_settings import Model
 from forge.core.program_settings import Program
@@ -274,6 +275,15 @@ class ResolvedConfig(Config):
     def training_json(self) -> dict[str, Any]:
         """What config.json holds: all but the sections that training does not read."""
         return {key: value for key, value in self.to_json().items() if key not in OUTSIDE_TRAINING}
+
+    def is_in(self, path: Path) -> bool:
+        """Whether config.json, which may be missing, holds this config. Raises DataError where it is not
+        JSON."""
+        return path.exists() and bool(read_json(path) == self.training_json())
+
+    def write(self, path: Path) -> None:
+        """Write config.json. Raises UnfitError when the disk cannot be written."""
+        write_json(path, self.training_json())
 
     def validation_json(self) -> dict[str, Any]:
         """The sections that only validation reads."""

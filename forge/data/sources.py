@@ -116,6 +116,15 @@ def open_tokens(folder: Path) -> Tokens:
     return SourceSet(folder, by_source, digest_bytes(path.read_bytes()))
 
 
+def open_copy(copy: Path, shared: Path) -> Tokens:
+    """Open tokens in their copy on this node, in the shared directory where the copy has disappeared. As
+    `open_tokens`."""
+    if (copy / MANIFEST).exists():
+        return open_tokens(copy)
+    say(f"warning: {copy} has disappeared, reading the shards from {shared}")
+    return open_tokens(shared)
+
+
 def digests_by_source(tokens: Tokens) -> dict[str, str]:
     """Digest of the tokens of each source, for the lineage; {} of a single corpus."""
     if isinstance(tokens, ShardSet):

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -52,6 +52,18 @@ KILL_SEC = 30.0
 POLL_SEC = 0.05
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Where and until when a launch of the ranks trains. Times are seconds since the epoch."""
+
+    machine: Machine
+    layout: WorldLayout
+    require_checkpoint: bool = False
+    deadline: float | None = None  # from max_minutes or the job's time limit, whichever is earlier
+    own_deadline: float | None = None  # from max_minutes alone
+    job: slurm.Job | None = None  # of this command, also where its ranks need no srun
 
 
 def run_ranks(

@@ -15,7 +15,7 @@ from forge.core.errors import UnfitError
 from forge.core.files import disk_trouble, read_object_or_empty, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
-from forge.core.process import Process
+from forge.core.process import Process, hostname
 from forge.core.program_settings import Program
 from forge.core.records import Record, content
 from forge.launch.heartbeat import Activity
@@ -45,6 +45,11 @@ class TrainTask(_Task):
     deadline: float | None = None  # from max_minutes or the job's time limit, whichever is earlier
     own_deadline: float | None = None  # from max_minutes alone
     rewinds: list[tuple[int, int, int]] = []  # checkpoint.rewinds.Decision
+
+    @property
+    def shards_here(self) -> str:
+        """The directory of the shards for the ranks of this host."""
+        return self.staged.get(hostname(), self.shared)
 
 
 class ProgramFolders(_Task):

@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Protocol
 
 from forge.checkpoint import compatibility, directory, family, parent, resume, rewinds
-from forge.checkpoint.manifest import Artifact, Code
 from forge.checkpoint.sealed import ProgramCheckpoints, SealLineage
 from forge.checkpoint.sealer import Sealer, SealProgress
-from forge.cluster import slurm
 from forge.cluster.placement import Placement, WorldLayout
 from forge.core import events, provenance
 from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError, DataError, Exit
-from forge.core.machine import Machine
 from forge.core.paths import RunPaths, inputs_folder, tokens_folder
 from forge.core.program_settings import Program
 from forge.core.records import Trained
@@ -25,7 +22,7 @@ from forge.core.terminal import say
 from forge.data import model
 from forge.data.input_set import InputSet
 from forge.data.inputs import source_digest
-from forge.launch.launcher import run_ranks
+from forge.launch.launcher import LaunchPlan, run_ranks
 from forge.launch.program_rank import (
     heartbeat_file,
     how_it_ended,
@@ -41,18 +38,6 @@ from forge.staging.staged import (
     staged_source_digest,
 )
 from forge.trainer.metrics import StepLog
-
-
-@dataclass(frozen=True)
-class LaunchPlan:
-    """Where and until when a launch of the ranks trains. Times are seconds since the epoch."""
-
-    machine: Machine
-    layout: WorldLayout
-    require_checkpoint: bool = False
-    deadline: float | None = None  # from max_minutes or the job's time limit, whichever is earlier
-    own_deadline: float | None = None  # from max_minutes alone
-    job: slurm.Job | None = None  # of this command, also where its ranks need no srun
 
 
 class TrainingProgram(Protocol):
@@ -347,14 +332,11 @@ class OtherProgram:
         if source:
             outputs = (config.results, config.data)
             digest = staged_source_digest(self.paths) or source_digest(Path(source), outputs)
-        return SealLineage(
-            run=config.run,
-            config_digest=provenance.config_digest(config),
-            command=self.program.command,
-            source=Artifact(id=source, digest=digest) if source else None,
-            inputs=Artifact(id=config.ids.inputs, digest=inputs.digest) if inputs else None,
+        return SealLineage.of(
+            config,
+            source_digest=digest,
+            inputs_digest=inputs.digest if inputs else "",
             world_size=self.layout.world_size,
-            code=Code(**provenance.code()),
         )
 
     def _judged(self, record: RankRecord) -> RankRecord:

@@ -13,7 +13,6 @@ from forge.cluster.placement import Placement, WorldLayout, check_layout, find_p
 from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DiskFull, Exit, ForgeError, TrainingError, UnfitError
-from forge.core.files import read_json, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
@@ -22,11 +21,16 @@ from forge.core.records import PreflightPass, RunSettings
 from forge.core.terminal import say
 from forge.evaluation.during_training import evaluated
 from forge.launch import lost_ranks
-from forge.launch.launcher import MAX_RESTARTS_AFTER_LOSS, RankFailure, wait_for_orphans
+from forge.launch.launcher import (
+    MAX_RESTARTS_AFTER_LOSS,
+    LaunchPlan,
+    RankFailure,
+    wait_for_orphans,
+)
 from forge.launch.rank_records import RankRecord
 from forge.preflight.preflight import recheck
 from forge.run import crash_loop, requeue
-from forge.run.programs import LaunchPlan, TrainingProgram, program_of
+from forge.run.programs import TrainingProgram, program_of
 from forge.staging.staged import remove_staged
 from forge.tracking.feed_process import tracked
 
@@ -68,8 +72,8 @@ def train(
         program = program_of(config, start)
         step = program.prepare(start)
         refuse_known_failure(config, paths)
-        if not paths.config.exists() or read_json(paths.config) != config.training_json():
-            write_json(paths.config, config.training_json())
+        if not config.is_in(paths.config):
+            config.write(paths.config)
         if step is not None and program.is_complete(step):
             say(f"{paths.root} is complete at step {step}: nothing to train")
             remove_staged(paths, placement)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from forge.core.model_settings import Model
+from forge.launch.heartbeat import heartbeat
 from forge.trainer.llama import Decoder
 
 INIT_STD = 0.02  # GPT-2, also used by Llama's Hugging Face config (`initializer_range`)
@@ -30,6 +31,7 @@ def initialize(model: Decoder, seed: int) -> None:
     name of its parameter and its position in it. Drawn on the CPU, so that it does not depend on the
     device either.
     """
+    heartbeat.beat("draw of the initial weights")
     residual_std = INIT_STD / math.sqrt(2 * model.settings.layers)
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         drawn = []

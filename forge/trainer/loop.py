@@ -7,50 +7,30 @@ import gc
 import math
 import time
 from collections import deque
-from pathlib import Path
+from collections.abc import Mapping
 
-from forge.checkpoint import compatibility, parent, resume, rewinds, storage
+from forge.checkpoint import rewinds, storage
 from forge.checkpoint.async_saver import Saver
-from forge.checkpoint.manifest import (
-    Artifact,
-    Lineage,
-    Manifest,
-    ParentCheckpoint,
-    ReferenceLosses,
-    SkippedSteps,
-)
 from forge.cluster.lock import check_held
-from forge.core import events, failpoints
+from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.errors import Exit, TrainingError
-from forge.core.files import digest_file
-from forge.core.paths import RunPaths, tokenizer_folder
-from forge.core.process import hostname
+from forge.core.paths import RunPaths
 from forge.core.provenance import versions
 from forge.core.terminal import say
-from forge.data.loader import windows_by_source
-from forge.data.shards import MANIFEST
-from forge.data.sources import Tokens, digests_by_source, open_tokens
-from forge.launch.heartbeat import heartbeat
+from forge.data.loader import Windows, windows_by_source
 from forge.launch.process_group import World, dump_collectives, is_peer_loss
 from forge.launch.rank_output import RankProgress
-from forge.launch.rank_records import LaunchSpec, RankRecord, TrainTask
+from forge.launch.rank_records import LaunchSpec, RankRecord
 from forge.launch.shutdown_budget import ShutdownBudget
 from forge.launch.stop_signal import StopFlag
 from forge.launch.watchdog import Watchdog
-from forge.trainer import metrics, optim, pretrained
-from forge.trainer.divergence import SkippedCounts, SpikeRule, diverged, ended_by_spike
-from forge.trainer.initialize import initialize
-from forge.trainer.llama import Decoder
-from forge.trainer.numerics import (
-    device_name,
-    numerics,
-    precision,
-    prepare,
-)
-from forge.trainer.parallel import ParallelModel
-from forge.trainer.source_mix import SourceMix, losses_text, mean_loss
-from forge.trainer.step import Agreement, Flags, LaunchedStep, StepResult, TrainStep, train_loader
+from forge.trainer import metrics
+from forge.trainer.divergence import diverged, ended_by_spike
+from forge.trainer.numerics import device_name, numerics, prepare
+from forge.trainer.source_mix import losses_text, mean_loss
+from forge.trainer.start import Start, start_of_run, verified_tokens
+from forge.trainer.step import Agreement, Flags, LaunchedStep, StepResult
 from forge.trainer.validation_loss import reference_losses, validation_losses
 
 # Steps between two garbage collections. When Python chooses the moment, it differs from rank to rank, and
@@ -61,34 +41,30 @@ PEERS_SAVE_SEC = 5.0
 
 
 class Trainer:
-    """Trains a run on one rank, from resume to the last commit. All ranks call every method."""
+    """Trains a run on one rank, from its start to the last commit. All ranks call every method."""
 
     def __init__(
         self,
         config: ResolvedConfig,
         paths: RunPaths,
         world: World,
-        tokens: Tokens,
         spec: LaunchSpec,
+        *,
+        start: Start,
+        val_windows: Mapping[str, Windows],
     ) -> None:
+        """val_windows: of the validation splits, by source."""
         self.config, self.paths, self.world = config, paths, world
-        self.spec, self.launch = spec, spec.launch
-        self.settings, self.tokens = config.train, tokens
-        self.precision = precision(self.settings.precision, world.device)
-        self.val_windows = windows_by_source(tokens, "val", self.settings.seq_len)
-        self.model = Decoder(config.model, tokens.vocab_size)
-        self.parallel = ParallelModel(
-            self.model, self.settings, world, self.precision, eos_id=tokens.eos_id
-        )
-        self.optimizers = optim.make_optimizers(self.model, self.settings)
+        self.launch, self.settings = spec.launch, config.train
+        self.start, self.val_windows = start, val_windows
+        self.mix, self.parallel, self.model = start.mix, start.parallel, start.model
         self.num_parameters = self.model.num_parameters()
 
-        self.step = 0  # completed steps, those whose results are not read yet included
-        self.first_step = 0  # completed steps when this launch began
-        self.saved_step = 0  # of the newest checkpoint, whose save may be in progress
+        self.step = start.step  # completed steps, those whose results are not read yet included
+        self.saved_step = start.step  # of the newest checkpoint, whose save may be in progress
         self.saved_at = time.monotonic()
         self.lr = self.settings.lr  # of the last step whose result is read
-        self.skipped = SkippedCounts()
+        self.skipped = start.skipped()
         # A GPU always has the next step to compute while the host reads the results of the step before.
         self.most_launched = 1 if world.runs_ahead else 0
         self.launched: deque[LaunchedStep] = deque()
@@ -101,6 +77,7 @@ class Trainer:
             # A node that lost its network must not commit: the job may run on other nodes by now.
             before_commit=lambda: check_held(paths.root, spec.launcher),
         )
+        self.saver.hold_updates(start.optimizers)
         self.throughput = metrics.Throughput(
             tokens_per_step=self.settings.batch_size * self.settings.seq_len,
             flops_per_token=self.model.flops_per_token(self.settings.seq_len),
@@ -108,60 +85,8 @@ class Trainer:
             peak_flops=metrics.peak_flops(device_name(world.device)),
         )
         self.budget = ShutdownBudget.of(spec, self.num_parameters, steps_ahead=self.most_launched)
-
-    # --- start ---------------------------------------------------------------------------------
-
-    def resume(self) -> None:
-        """Load the newest valid checkpoint, else the parent's, else the pretrained weights, else draw the
-        initial ones. DataError if the checkpoint was trained on other data."""
-        require = self.spec.train_task.require_checkpoint
-        own = resume.newest_verified(
-            self.paths, self.world, require_checkpoint=require, parent_name=self.config.starts_from
-        )
-        checkpoint = own or resume.verified_parent(self.config, self.world)
-        self.decay_steps = compatibility.frozen_decay_steps(self.config, own)
-        made_from = parent.recorded(self.config, own, checkpoint)
-        self.lineage = self._lineage(made_from, pretrained.recorded(self.config, checkpoint))
-        decisions = self.spec.train_task.rewinds
-        self.left_out = rewinds.left_out(checkpoint.manifest if checkpoint else None, decisions)
-        self.mix = SourceMix.of_start(self.tokens, self.config, own, checkpoint, self.left_out)
-        order = self.mix.order if self.mix else None
-        loader = train_loader(self.tokens, self.settings, self.world, order, self.left_out)
-        if checkpoint is None and self.config.ids.model:
-            pretrained.load(self.model, self.config, self.world)
-        elif checkpoint is None:
-            heartbeat.beat("draw of the initial weights")
-            initialize(self.model, self.settings.seed)
-        else:
-            same_data = functools.partial(resume.check_same_data, checkpoint, self.lineage)
-            self.world.on_main(same_data, "check of the lineage")
-            storage.load_state(self.model, self.optimizers, checkpoint.folder, self.world)
-            failpoints.reach("load.done", checkpoint.folder)
-            self.step = self.saved_step = self.first_step = checkpoint.step
-            self.skipped = SkippedCounts.of(checkpoint.manifest)
-            if self.world.rank.is_main:
-                say(f"{'resume' if own else 'start'} from {checkpoint.folder}")
-        self.parallel.wrap()
-        manifest = checkpoint.manifest if checkpoint else None
-        self.spikes = SpikeRule.of(self.settings, self.world.device, manifest)
-        self.train_step = TrainStep(
-            self.parallel, self.optimizers, loader, self.decay_steps, self.spikes
-        )
-        self.saver.hold_updates(self.optimizers)
-
-    def _lineage(self, made_from: ParentCheckpoint | None, weights: Artifact | None) -> Lineage:
-        """The lineage of this launch's checkpoints. Taken once: the code in memory does not change."""
-        # The nodes may see their staged shards only, which name the tokenizer's digest, too.
-        folder = tokenizer_folder(self.config.data, self.config.ids.tokenizer)
-        file, made_with = folder / "tokenizer.json", self.tokens.tokenizer_digest
-        return Lineage.of(
-            self.config,
-            tokenizer_digest=digest_file(file) if file.exists() else made_with,
-            tokens_digest=self.tokens.digest,
-            numerics=numerics(self.world.device, self.precision),
-            parent=made_from,
-            source_digests=digests_by_source(self.tokens),
-            model=weights,
+        self.progress = RankProgress(
+            spec.directory, f"train {config.run}", self.settings.max_steps, "steps"
         )
 
     # --- the loop ------------------------------------------------------------------------------
@@ -173,9 +98,6 @@ class Trainer:
         its counter, so that the resumed run would end with other weights.
         """
         settings = self.settings
-        self.progress = RankProgress(
-            self.spec.directory, f"train {self.config.run}", settings.max_steps, "steps"
-        )
         gc.disable()
         agreed = self._agree(stop)
         if self.step == 0 and not agreed.stop_cause:
@@ -214,7 +136,7 @@ class Trainer:
         if not self.launched:
             self.read_at = time.perf_counter()
         flags = functools.partial(self._flags, stop)
-        self.launched.append(self.train_step(self.step, flags))
+        self.launched.append(self.start.train_step(self.step, flags))
         self.step += 1
         pauses = self._is_due(self.settings.eval_every) or self._checkpoint_is_due(Agreement())
         return self._read_results(0 if pauses else self.most_launched)
@@ -235,7 +157,7 @@ class Trainer:
         now = time.perf_counter()
         seconds, self.read_at = now - self.read_at, now
         self.throughput.add_step(seconds)
-        if done > self.first_step + 1:  # the first step of a launch is slower
+        if done > self.start.step + 1:  # the first step of a launch is slower
             self.budget.measure_step(seconds)
         if fatal := self.skipped.count(result.trouble, self.settings, is_spike=result.is_spike):
             if result.is_spike and self.settings.spike == "rewind":
@@ -256,11 +178,11 @@ class Trainer:
             self.launched.popleft().read()
         self._finish_save()
         stages = [stage.step for stage in self.mix.at_start.stages] if self.mix else []
-        if refusal := rewinds.refusal(self.left_out, self.saved_step, spike.step, stages):
+        if refusal := rewinds.refusal(self.start.left_out, self.saved_step, spike.step, stages):
             return f"{spike.trouble}; {refusal}"
         if self.world.rank.is_main:
             event = rewinds.decide(
-                self.left_out,
+                self.start.left_out,
                 self.saved_step,
                 spike.step,
                 reason=spike.trouble,
@@ -365,11 +287,11 @@ class Trainer:
         started = time.perf_counter()
         reference = reference_losses(self.parallel, self.val_windows)
         self._check_finite(reference.losses)
-        state = storage.training_state(self.model, self.optimizers)
+        state = storage.training_state(self.model, self.start.optimizers)
         settings = self.settings
         begun = self.saver.start(
             state,
-            self._manifest(reference),
+            self.start.manifest(self.step, self.skipped, reference),
             keep_last=settings.keep_last,
             keep_every=settings.keep_every,
             last=last,
@@ -393,21 +315,6 @@ class Trainer:
             self._record(events.Budget(needed=round(self.budget.needed, 1)))
             say(f"warning: {warning}")
 
-    def _manifest(self, reference: ReferenceLosses) -> Manifest:
-        return Manifest(
-            step=self.step,
-            world_size=self.world.rank.world_size,
-            decay_steps=self.decay_steps,
-            next_sample=self.left_out.batch(self.step) * self.settings.batch_size,
-            skipped=SkippedSteps(steps=self.skipped.steps, in_a_row=self.skipped.in_a_row),
-            reference=reference,
-            lineage=self.lineage,
-            files={},
-            mix=self.mix.record(self.step) if self.mix else None,
-            spike_window=self.spikes.recorded() if self.spikes else [],
-            left_out=rewinds.to_record(self.left_out),
-        )
-
     def announce(self, seconds: float) -> None:
         """Record and print the step, the model and the hardware that this launch begins with."""
         if not self.world.rank.is_main:
@@ -420,12 +327,12 @@ class Trainer:
                 world_size=self.world.rank.world_size,
                 parameters=self.num_parameters,
                 versions=versions(fp8=self.settings.fp8 is not None),
-                numerics=numerics(self.world.device, self.precision),
+                numerics=numerics(self.world.device, self.parallel.precision),
             )
         )
         fp8 = f" with products in float8 ({self.settings.fp8})" if self.settings.fp8 else ""
         say(
-            f"train {self.config.run}: {self.num_parameters:,} parameters, {self.precision}{fp8}"
+            f"train {self.config.run}: {self.num_parameters:,} parameters, {self.parallel.precision}{fp8}"
             f" on {self.world.rank.world_size} x {self.world.device.type}, step {self.step} of"
             f" {self.settings.max_steps}"
         )
@@ -448,12 +355,17 @@ def train(
     """Train one run on this rank to train.max_steps or to a stop. All ranks call it."""
     Watchdog(spec, world.rank.rank, lambda: dump_collectives(world)).start()
     prepare(world.device, deterministic=config.train.deterministic)
-    tokens = world.patiently(
-        lambda: _open_verified(_shards_folder(spec.train_task), world), "check of shards"
+    task = spec.train_task
+    tokens = world.patiently(lambda: verified_tokens(task, world), "check of shards")
+    trainer = Trainer(
+        config,
+        paths,
+        world,
+        spec,
+        start=start_of_run(config, paths, world, tokens, task),
+        val_windows=windows_by_source(tokens, "val", config.train.seq_len),
     )
-    trainer = Trainer(config, paths, world, tokens, spec)
-    trainer.resume()
-    trainer.announce(time.time() - spec.train_task.started)
+    trainer.announce(time.time() - task.started)
     try:
         return trainer.run(stop)
     except rewinds.RewindDecided:
@@ -464,19 +376,3 @@ def train(
         grace_sec = spec.machine.stop_grace_sec
         trainer.saver.drain(PEERS_SAVE_SEC if is_peer_loss(err) else grace_sec)
         raise
-
-
-def _shards_folder(task: TrainTask) -> Path:
-    """The directory of shards that this node's ranks read: the staged copy, else the shared one."""
-    staged = Path(task.staged.get(hostname(), task.shared))
-    if (staged / MANIFEST).exists():
-        return staged
-    say(f"warning: {staged} has disappeared, reading the shards from {task.shared}")
-    return Path(task.shared)
-
-
-def _open_verified(folder: Path, world: World) -> Tokens:
-    """Open the shards and verify their digests; each rank of a node reads a share of the files."""
-    tokens = open_tokens(folder)
-    tokens.verify((world.rank.local_rank, world.rank.local_world_size))
-    return tokens

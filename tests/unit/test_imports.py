@@ -49,6 +49,7 @@ TENSORS = {
         "trainer.validation_loss",
         "trainer.source_mix",
         "trainer.step",
+        "trainer.start",
         "trainer.loop",
     ),
     *("trainer.export",),

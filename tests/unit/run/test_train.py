@@ -9,9 +9,9 @@ from forge.core import events
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
 from forge.launch import lost_ranks
+from forge.launch.launcher import LaunchPlan
 from forge.launch.rank_records import RankRecord
 from forge.run import requeue, train
-from forge.run.programs import LaunchPlan
 
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)
 LOST = RankRecord("lost", code=69, cause="peer lost", message="rank 1 of 2 exited without a record")

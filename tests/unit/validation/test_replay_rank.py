@@ -6,6 +6,7 @@ import pytest
 
 from forge.core.config import Config, checked
 from forge.core.errors import TrainingError
+from forge.trainer.divergence import SkippedCounts
 from forge.validation import replay_rank
 
 
@@ -22,11 +23,11 @@ def test_bad_step_is_counted_from_one_and_called_what_it_is(trouble, is_spike, f
     good = SimpleNamespace(trouble="", is_spike=False, loss=3.0, lr=0.1)
     bad = SimpleNamespace(trouble=trouble, is_spike=is_spike, loss=9.0, lr=0.1)
     results = {10: good, 11: bad}  # by the number of steps before
-    manifest = SimpleNamespace(skipped=SimpleNamespace(steps=0, in_a_row=0))
+    start = SimpleNamespace(
+        step=10,
+        skipped=SkippedCounts,
+        train_step=lambda step: SimpleNamespace(read=lambda: results[step]),
+    )
     with pytest.raises(TrainingError, match=f"^step 12: {trouble}") as caught:
-        replay_rank._losses(
-            config,
-            lambda step: SimpleNamespace(read=lambda: results[step]),
-            SimpleNamespace(step=10, manifest=manifest),
-        )
+        replay_rank._losses(config, start)
     assert fix in caught.value.fix

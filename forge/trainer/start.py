@@ -1,0 +1,200 @@
+"""The start of training on one rank: model, optimizers, sample order and lineage.
+
+Training starts here, and so does the replay check, which must compute what training computed.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge.checkpoint import compatibility, parent, resume, rewinds, storage
+from forge.checkpoint.directory import Checkpoint
+from forge.checkpoint.manifest import Artifact, Lineage, Manifest, ReferenceLosses, SkippedSteps
+from forge.core import failpoints
+from forge.core.config import ResolvedConfig
+from forge.core.files import digest_file
+from forge.core.paths import RunPaths, tokenizer_folder
+from forge.core.terminal import say
+from forge.data.left_out import LeftOut
+from forge.data.sources import Tokens, digests_by_source, open_copy
+from forge.launch.process_group import World
+from forge.launch.rank_records import TrainTask
+from forge.trainer import optim, pretrained
+from forge.trainer.divergence import SkippedCounts, SpikeRule
+from forge.trainer.initialize import initialize
+from forge.trainer.llama import Decoder
+from forge.trainer.numerics import numerics, precision
+from forge.trainer.parallel import ParallelModel
+from forge.trainer.source_mix import SourceMix
+from forge.trainer.step import TrainStep, train_loader
+
+
+@dataclass(frozen=True)
+class Start:
+    """What training begins with on one rank, the state of `checkpoint` loaded.
+
+    train_step: with the model, the optimizers, the loader and the spike rule. mix: None for a run without
+    sources. lineage: of the checkpoints that will be saved. checkpoint: None for new weights.
+    """
+
+    train_step: TrainStep
+    mix: SourceMix | None
+    left_out: LeftOut
+    lineage: Lineage
+    checkpoint: Checkpoint | None
+
+    @property
+    def step(self) -> int:
+        """Number of completed steps."""
+        return self.checkpoint.step if self.checkpoint else 0
+
+    @property
+    def parallel(self) -> ParallelModel:
+        return self.train_step.parallel
+
+    @property
+    def model(self) -> Decoder:
+        return self.parallel.decoder
+
+    @property
+    def optimizers(self) -> optim.Optimizers:
+        return self.train_step.optimizers
+
+    def skipped(self) -> SkippedCounts:
+        """New counters of steps without an update, which continue those of the checkpoint."""
+        return SkippedCounts.of(self.checkpoint.manifest) if self.checkpoint else SkippedCounts()
+
+    def manifest(self, step: int, skipped: SkippedCounts, reference: ReferenceLosses) -> Manifest:
+        """The manifest of a checkpoint after `step` completed steps, without files. Waits for the device
+        with train.spike."""
+        settings, spikes = self.parallel.settings, self.train_step.spikes
+        return Manifest(
+            step=step,
+            world_size=self.parallel.world.rank.world_size,
+            decay_steps=self.train_step.decay_steps,
+            next_sample=self.left_out.batch(step) * settings.batch_size,
+            skipped=SkippedSteps(steps=skipped.steps, in_a_row=skipped.in_a_row),
+            reference=reference,
+            lineage=self.lineage,
+            files={},
+            mix=self.mix.record(step) if self.mix else None,
+            spike_window=spikes.recorded() if spikes else [],
+            left_out=rewinds.to_record(self.left_out),
+        )
+
+
+def start_of_run(
+    config: ResolvedConfig, paths: RunPaths, world: World, tokens: Tokens, task: TrainTask
+) -> Start:
+    """The start of a run: from its newest valid checkpoint, else from its parent's, else with pretrained
+    weights, else with new ones. All ranks call it.
+
+    Raises DataError if the checkpoint was trained on other data, ConfigError if the ranks cannot share
+    the model or the batch, or a share of train.mix is too small.
+    """
+    own = resume.newest_verified(
+        paths,
+        world,
+        require_checkpoint=task.require_checkpoint,
+        parent_name=config.starts_from,
+    )
+    checkpoint = own or resume.verified_parent(config, world)
+    lineage = _lineage(config, world, tokens, own, checkpoint)
+    if checkpoint:
+        same_data = functools.partial(resume.check_same_data, checkpoint, lineage)
+        world.on_main(same_data, "check of the lineage")
+    left_out = rewinds.left_out(checkpoint.manifest if checkpoint else None, task.rewinds)
+    start = _assembled(
+        config,
+        world,
+        tokens,
+        checkpoint,
+        mix=SourceMix.of_start(tokens, config, own, checkpoint, left_out),
+        left_out=left_out,
+        lineage=lineage,
+        decay_steps=compatibility.frozen_decay_steps(config, own),
+    )
+    if checkpoint:
+        failpoints.reach("load.done", checkpoint.folder)
+        if world.rank.is_main:
+            say(f"{'resume' if own else 'start'} from {checkpoint.folder}")
+    return start
+
+
+def start_of_checkpoint(
+    config: ResolvedConfig, world: World, tokens: Tokens, checkpoint: Checkpoint
+) -> Start:
+    """The start with which a run has continued from a checkpoint of its own. All ranks call it."""
+    manifest = checkpoint.manifest
+    return _assembled(
+        config,
+        world,
+        tokens,
+        checkpoint,
+        mix=SourceMix.recorded(tokens, config.train, checkpoint),
+        left_out=rewinds.left_out(manifest),
+        lineage=manifest.lineage,
+        decay_steps=manifest.decay_steps,
+    )
+
+
+def _assembled(
+    config: ResolvedConfig,
+    world: World,
+    tokens: Tokens,
+    checkpoint: Checkpoint | None,
+    *,
+    mix: SourceMix | None,
+    left_out: LeftOut,
+    lineage: Lineage,
+    decay_steps: int,
+) -> Start:
+    settings, device = config.train, world.device
+    model = Decoder(config.model, tokens.vocab_size)
+    parallel = ParallelModel(
+        model, settings, world, precision(settings.precision, device), eos_id=tokens.eos_id
+    )
+    optimizers = optim.make_optimizers(model, settings)
+    loader = train_loader(tokens, settings, world, mix.order if mix else None, left_out)
+    if checkpoint:
+        storage.load_state(model, optimizers, checkpoint.folder, world)
+    elif config.ids.model:
+        pretrained.load(model, config, world)
+    else:
+        initialize(model, settings.seed)
+    parallel.wrap()
+    spikes = SpikeRule.of(settings, device, checkpoint.manifest if checkpoint else None)
+    train_step = TrainStep(parallel, optimizers, loader, decay_steps, spikes)
+    return Start(train_step, mix, left_out, lineage, checkpoint)
+
+
+def _lineage(
+    config: ResolvedConfig,
+    world: World,
+    tokens: Tokens,
+    own: Checkpoint | None,
+    checkpoint: Checkpoint | None,
+) -> Lineage:
+    """The lineage of this launch's checkpoints. Taken once: the code in memory does not change."""
+    # The nodes may see their staged shards only, which name the tokenizer's digest, too.
+    file = tokenizer_folder(config.data, config.ids.tokenizer) / "tokenizer.json"
+    weights: Artifact | None = pretrained.recorded(config, checkpoint)
+    return Lineage.of(
+        config,
+        tokenizer_digest=digest_file(file) if file.exists() else tokens.tokenizer_digest,
+        tokens_digest=tokens.digest,
+        numerics=numerics(world.device, precision(config.train.precision, world.device)),
+        parent=parent.recorded(config, own, checkpoint),
+        source_digests=digests_by_source(tokens),
+        model=weights,
+    )
+
+
+def verified_tokens(task: TrainTask, world: World) -> Tokens:
+    """The tokens of a run, their digests verified; each rank of a node reads a share of the files. Raises
+    DataError. All ranks call it."""
+    tokens = open_copy(Path(task.shards_here), Path(task.shared))
+    tokens.verify((world.rank.local_rank, world.rank.local_world_size))
+    return tokens
