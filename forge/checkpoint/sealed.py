@@ -23,7 +23,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from forge.checkpoint import directory
 from forge.checkpoint.manifest import Artifact, Code, StoredFile
 from forge.core import events
-from forge.core.errors import ConfigError, DataError, OtherFormat, UnfitError
+from forge.core.errors import (
+    USE_THAT_VERSION,
+    ConfigError,
+    DataError,
+    OtherFormat,
+    UnfitError,
+)
 from forge.core.files import (
     MAX_JSON_BYTES,
     canonical,
@@ -68,7 +74,7 @@ class SealLineage(BaseModel):
 class Seal(Record):
     """NAME.forge.json: a complete checkpoint of a program."""
 
-    FIX: ClassVar[str] = "use that version for this run, or start again under a new run name"
+    FIX: ClassVar[str] = USE_THAT_VERSION
     MAX_BYTES: ClassVar[int] = MAX_JSON_BYTES
 
     step: int
