@@ -35,8 +35,8 @@ def check_compatible(config: ResolvedConfig, checkpoint: Checkpoint) -> None:
         problems.append(differs("train.decay_steps", decay_steps, checkpoint.manifest.decay_steps))
     problems += changed_ids(config, made_by)
     problems += added_sources(config, made_by)
-    if config.ids.model != (weights := getattr(made_by.ids, "model", "")):
-        problems.append(differs("ids.model", config.ids.model, weights))
+    if config.ids.model != made_by.ids.model:
+        problems.append(differs("ids.model", config.ids.model, made_by.ids.model))
     if config.parent != made_by.parent:
         problems.append(differs("parent", config.parent, made_by.parent))
     if problems:

@@ -86,7 +86,7 @@ def check_start(
     if of is None:
         parent.find(config)
         return
-    parent.check_fits(config, RecordedConfig(**of.to_json()))
+    parent.check_fits(config, RecordedConfig.of(of))
     step, train = parent.first_step(config), of.train
     keeps = train.keep_every and step % train.keep_every == 0
     is_made = step == of.goal or (keeps and step % train.checkpoint_every == 0 and step < of.goal)

@@ -9,17 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from forge.core.config import ResolvedConfig
-from forge.core.errors import DataError, OtherFormat
+from forge.core.errors import USE_THAT_VERSION, DataError, OtherFormat
 from forge.core.files import (
     MAX_SMALL_JSON_BYTES,
     PlainName,
@@ -30,9 +23,9 @@ from forge.core.files import (
 )
 from forge.core.process import hostname
 from forge.core.provenance import code, config_digest, cpu_name, versions
-from forge.core.train_settings import Shard
+from forge.core.train_settings import Shard, Train
 
-FORMAT: Literal[4] = 4
+FORMAT: Literal[5] = 5
 MANIFEST = "checkpoint.json"
 
 # Steps, sizes and counts fit into 64 bits.
@@ -42,11 +35,11 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 class Part(BaseModel):
     """A part of the manifest. Unknown keys are kept, because the digest covers them."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow", populate_by_name=True)
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
     def to_json(self) -> dict[str, Any]:
         """The values as they are in the file."""
-        return self.model_dump(by_alias=True)
+        return self.model_dump()
 
 
 class StoredFile(Part):
@@ -96,23 +89,17 @@ class RecordedTrain(Part):
 
     shard: Shard
     compile: bool
-
-    @property
-    def fp8(self) -> str | None:
-        """None also in a checkpoint that is older than the key."""
-        return (self.model_extra or {}).get("fp8")
+    fp8: str | None
 
 
 class RecordedIds(Part):
-    """Content ids of the run's tokenizer and tokens; `sources` is {} for a run without sources."""
+    """Content ids of the run, as in `core.config.Ids`; "" and {} for those that it does not have."""
 
     tokenizer: str
     tokens: str
-    sources: dict[str, str] = {}
-
-    @model_serializer(mode="wrap")
-    def _as_it_was(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_empty(dump(self), "sources")
+    sources: dict[str, str]
+    inputs: str
+    model: str
 
 
 class RecordedConfig(Part):
@@ -126,6 +113,11 @@ class RecordedConfig(Part):
     train: RecordedTrain
     ids: RecordedIds
     parent: str | None
+
+    @classmethod
+    def of(cls, config: ResolvedConfig) -> Self:
+        """The record of a config, with the ids that config.json leaves out because they are empty."""
+        return cls(**{**config.to_json(), "ids": RecordedIds(**config.ids.model_dump())})
 
 
 class Artifact(Part):
@@ -152,11 +144,13 @@ class Versions(Part):
 
     python: str
     torch: str
+    torchao: str | None
+    """None where it was not used."""
 
-    @property
-    def torchao(self) -> str | None:
-        """None where it was not used."""
-        return (self.model_extra or {}).get("torchao")
+    @classmethod
+    def of(cls, train: Train) -> Self:
+        """The versions that a training with these settings uses here."""
+        return cls.model_validate({"torchao": None, **versions(fp8=train.fp8 is not None)})
 
 
 class Hardware(Part):
@@ -187,9 +181,9 @@ class Lineage(Part):
     versions: Versions
     hardware: Hardware
     numerics: Numerics
-    parent: ParentCheckpoint | None = None
-    sources: dict[str, Artifact] = {}
-    model: Artifact | None = None
+    parent: ParentCheckpoint | None
+    sources: dict[str, Artifact]
+    model: Artifact | None
 
     @classmethod
     def of(
@@ -207,11 +201,11 @@ class Lineage(Part):
         each source, for a run with sources."""
         return cls(
             code=Code(**code()),
-            config=RecordedConfig(**config.to_json()),
+            config=RecordedConfig.of(config),
             config_digest=config_digest(config),
             tokenizer=Artifact(id=config.ids.tokenizer, digest=tokenizer_digest),
             tokens=Artifact(id=config.ids.tokens, digest=tokens_digest),
-            versions=Versions(**versions(fp8=config.train.fp8 is not None)),
+            versions=Versions.of(config.train),
             hardware=Hardware(host=hostname(), cpu=cpu_name()),
             numerics=Numerics(**numerics),
             parent=parent,
@@ -221,10 +215,6 @@ class Lineage(Part):
             },
             model=model,
         )
-
-    @model_serializer(mode="wrap")
-    def _as_it_was(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_empty(dump(self), "parent", "sources", "model")
 
 
 class RecordedStage(Part):
@@ -263,24 +253,20 @@ class Manifest(Part):
     decay_steps: Count
     next_sample: Count
     skipped: SkippedSteps
-    reference: ReferenceLosses = Field(validation_alias="probe", serialization_alias="probe")
+    reference: ReferenceLosses
     lineage: Lineage
     files: dict[PlainName, StoredFile]
-    format: Literal[4] = FORMAT
-    digest: str = ""
-    """Over all else; empty until the manifest is sealed."""
-    mix: RecordedMix | None = None
+    mix: RecordedMix | None
     """None for a run without sources."""
-    spike_window: list[Annotated[list[float], Field(min_length=2, max_length=2)]] = []
+    spike_window: list[Annotated[list[float], Field(min_length=2, max_length=2)]]
     """Loss and gradient norm of the last steps that updated the weights, oldest first, on which the rule
     of train.spike depends; [] without it."""
-    left_out: list[LeftOutBatches] = []
+    left_out: list[LeftOutBatches]
     """In the order in which they were decided. Of a run without rewinds `next_sample` is the number of
     samples that it has trained on."""
-
-    @model_serializer(mode="wrap")
-    def _as_it_was(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_empty(dump(self), "mix", "spike_window", "left_out")
+    format: Literal[5] = FORMAT
+    digest: str = ""
+    """Over all else; empty until the manifest is sealed."""
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -293,11 +279,8 @@ class Manifest(Part):
         if not isinstance(content, dict) or "format" not in content:
             raise DataError(f"{folder} is not a checkpoint", cause="not written by Forge")
         if content["format"] != FORMAT:
-            raise OtherFormat(
-                f"{folder} is a checkpoint of format {content['format']}, not {FORMAT}",
-                cause=_writer_of(content["format"]),
-                fix="continue with that version of Forge, or train under a new run name",
-            )
+            what = f"checkpoint {folder}"
+            raise OtherFormat.of(what, content["format"], FORMAT, fix=USE_THAT_VERSION)
         if not _is_sealed(content):
             raise DataError(
                 f"{folder / MANIFEST} does not match the digest that it contains",
@@ -327,18 +310,6 @@ class Manifest(Part):
     def with_files(self, files: dict[str, StoredFile]) -> Self:
         """The manifest with these files, not sealed."""
         return self.model_copy(update={"files": files, "digest": ""})
-
-
-def _writer_of(number: object) -> str:
-    if number in (1, 2, 3):
-        return "written by an earlier development version of Forge, whose index is a pickle"
-    return "written by another version of Forge"
-
-
-def _without_empty(values: dict[str, Any], *keys: str) -> dict[str, Any]:
-    """The values without those of these keys that are empty: the manifest of a run without sources or
-    parents does not have the keys."""
-    return {name: value for name, value in values.items() if value or name not in keys}
 
 
 def _digest(content: dict[str, Any]) -> str:

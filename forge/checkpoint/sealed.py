@@ -24,7 +24,13 @@ from forge.checkpoint import directory
 from forge.checkpoint.manifest import Artifact, Code, StoredFile
 from forge.core import events
 from forge.core.config import ResolvedConfig
-from forge.core.errors import ConfigError, DataError, OtherFormat, UnfitError
+from forge.core.errors import (
+    USE_THAT_VERSION,
+    ConfigError,
+    DataError,
+    OtherFormat,
+    UnfitError,
+)
 from forge.core.files import (
     MAX_JSON_BYTES,
     canonical,
@@ -92,7 +98,7 @@ def _artifact(name: str | None, digest: str) -> Artifact | None:
 class Seal(Record):
     """NAME.forge.json: a complete checkpoint of a program."""
 
-    FIX: ClassVar[str] = "use that version for this run, or start again under a new run name"
+    FIX: ClassVar[str] = USE_THAT_VERSION
     MAX_BYTES: ClassVar[int] = MAX_JSON_BYTES
 
     step: int

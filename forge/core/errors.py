@@ -54,6 +54,19 @@ class DataError(ForgeError):
 class OtherFormat(DataError):
     """A file of another version of Forge: nothing is wrong with it."""
 
+    @classmethod
+    def of(cls, what: object, number: object, expected: int, *, fix: str) -> OtherFormat:
+        """what: the file, for people. number: of its format."""
+        return cls(
+            f"{what} has format {number!r}, this version of Forge reads {expected}",
+            cause="written by another version of Forge",
+            fix=fix,
+        )
+
+
+# `fix` for a file of a run that no step writes again.
+USE_THAT_VERSION = "use that version for this run, or start again under a new run name"
+
 
 class UnfitError(ForgeError):
     """A node, the network, a disk, memory or Slurm is unavailable or insufficient."""

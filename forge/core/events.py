@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from forge.core import json_lines
-from forge.core.errors import DataError
+from forge.core.errors import USE_THAT_VERSION, OtherFormat
 
 FORMAT = 1
 
@@ -224,13 +224,13 @@ def record(log: Path, event: Event) -> None:
 def read(log: Path) -> list[Event]:
     """All events of a run, oldest first. Lines that were cut by a crash or edited are skipped.
 
-    Raises DataError when another version of Forge wrote the log.
+    Raises OtherFormat when another version of Forge wrote the log.
     """
     return [event for line in json_lines.lines(log) if (event := parse(line, log)) is not None]
 
 
 def parse(line: str, log: Path) -> Event | None:
-    """The event in a line of this log; None where there is none. Raises DataError as `read`."""
+    """The event in a line of this log; None where there is none. Raises OtherFormat as `read`."""
     value = json_lines.parse(line)
     return _event(value, log) if value and isinstance(value.get("event"), str) else None
 
@@ -242,11 +242,8 @@ def last(log: Sequence[Event], *kinds: type[Event]) -> Event | None:
 
 def _event(line: dict[str, Any], log: Path) -> Event | None:
     if line.get("format") != FORMAT:
-        raise DataError(
-            f"{log} has an event `{line['event']}` of format {line.get('format')}, not {FORMAT}",
-            cause="written by another version of Forge",
-            fix="use that version for this run, or start again under a new run name",
-        )
+        what = f"event `{line['event']}` in {log}"
+        raise OtherFormat.of(what, line.get("format"), FORMAT, fix=USE_THAT_VERSION)
     try:
         return _KINDS[line.pop("event")].model_validate(line)
     except (KeyError, ValidationError):

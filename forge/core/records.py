@@ -64,11 +64,7 @@ def content(
     is not the expected one."""
     values = read_object(path, "format", most=most)
     if (number := values.pop("format")) != expected:
-        raise OtherFormat(
-            f"{path} has format {number!r}, this version of Forge reads {expected}",
-            cause="written by another version of Forge",
-            fix=fix,
-        )
+        raise OtherFormat.of(path, number, expected, fix=fix)
     return values
 
 

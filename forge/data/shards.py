@@ -20,13 +20,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from forge.core.errors import DataError
 from forge.core.files import (
+    MAX_JSON_BYTES,
     PlainName,
     RelativePath,
     atomic_open,
     digest_bytes,
     digest_file,
-    read_json,
 )
+from forge.core.records import content
 
 Kind = Literal["shards", "inputs"]
 
@@ -180,14 +181,7 @@ class ShardManifest(Entry):
 
 
 def _read_manifest(path: Path) -> ShardManifest:
-    value = read_json(path)
-    version = value.get("format") if isinstance(value, dict) else None
-    if version != FORMAT:
-        raise DataError(
-            f"{path} has shard format {version!r}; this Forge reads format {FORMAT}",
-            cause="written by another version of Forge, or not a manifest of shards",
-            fix=AGAIN,
-        )
+    value = content(path, FORMAT, AGAIN, MAX_JSON_BYTES)
     try:
         return ShardManifest.model_validate(value)
     except ValidationError as err:

@@ -22,7 +22,7 @@ from forge.reporting.run_state import ending
 from forge.trainer import metrics
 from forge.trainer.metrics import Line
 
-if TYPE_CHECKING:  # `forge show` asks for launches only and must start in a blink
+if TYPE_CHECKING:
     import pandas as pd
 
 # Phase -> what its time was spent on, in the order people ask.
@@ -122,10 +122,6 @@ class LaunchHistory:
         return max((step for step, _ in self.passed), default=0)
 
     @property
-    def has_completed(self) -> bool:
-        return isinstance(self.ending, events.Completed)
-
-    @property
     def has_failed(self) -> bool:
         """Whether it ended without the save that a stop or a completion makes."""
         return isinstance(self.ending, events.Lost | events.Failed | events.Rewind)
@@ -170,11 +166,6 @@ class History:
     def goodput(self) -> float | None:
         """Share of the wall time in training steps that survived, in [0, 1]; None without any."""
         return self.seconds.get("train", 0.0) / self.wall_sec if self.wall_sec else None
-
-
-def read_launches(paths: RunPaths) -> list[LaunchHistory]:
-    """Every launch of the run, oldest first, each with its own events and metrics."""
-    return _launches(events.read(paths.events), metrics.read(paths.metrics))
 
 
 def read_history(paths: RunPaths) -> History:

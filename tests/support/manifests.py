@@ -59,6 +59,9 @@ def manifest_of(step: int, config: ResolvedConfig | None = None, **facts: Any) -
         "reference": ReferenceLosses(samples=4, losses=[5.5, 5.6]),
         "files": {},
         "lineage": lineage_of(config),
+        "mix": None,
+        "spike_window": [],
+        "left_out": [],
     }
     return Manifest(**values | facts)
 
@@ -67,13 +70,16 @@ def lineage_of(config: ResolvedConfig, **facts: Any) -> Lineage:
     """What made it, on a made-up host; `facts` replace some of its keys."""
     values: dict[str, Any] = {
         "code": Code(commit="0123abc", dirty=True, version="0.1.0"),
-        "config": RecordedConfig(**config.to_json()),
+        "config": RecordedConfig.of(config),
         "config_digest": "c" * 64,
         "tokenizer": Artifact(id=config.ids.tokenizer, digest="a" * 64),
         "tokens": Artifact(id=config.ids.tokens, digest="b" * 64),
-        "versions": Versions(python="3.11.9", torch="2.13.0"),
+        "versions": Versions(python="3.11.9", torch="2.13.0", torchao=None),
         "hardware": Hardware(host="laptop", cpu="Example 9000"),
         "numerics": NUMERICS,
+        "parent": None,
+        "sources": {},
+        "model": None,
     }
     return Lineage(**values | facts)
 

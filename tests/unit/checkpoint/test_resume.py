@@ -219,7 +219,7 @@ def test_checkpoint_of_another_version_is_refused_and_stays_where_it_is(paths):
     saved = save(paths, 10)
     manifest = saved.folder / MANIFEST
     manifest.write_text(manifest.read_text().replace(f'"format": {FORMAT}', '"format": 9'))
-    with pytest.raises(DataError, match=f"of format 9, not {FORMAT}"):
+    with pytest.raises(DataError, match=f"has format 9, this version of Forge reads {FORMAT}"):
         resume.repaired_latest(paths)
     assert saved.folder.is_dir()
 

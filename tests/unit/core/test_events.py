@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from support import happenings
 
 from forge.core import events
-from forge.core.errors import DataError
+from forge.core.errors import OtherFormat
 
 
 @pytest.mark.parametrize("event", happenings.ALL, ids=lambda event: event.event)
@@ -58,7 +58,9 @@ def test_log_of_another_version_is_refused_by_its_format(tmp_path, other):
     events.record(log, happenings.launch())
     with open(log, "a") as file:
         file.write(json.dumps({"event": "launch", "format": other}) + "\n")
-    with pytest.raises(DataError, match=f"event `launch` of format {other}, not 1") as caught:
+    with pytest.raises(
+        OtherFormat, match=f"event `launch` in .* has format {other!r}, this"
+    ) as caught:
         events.read(log)
     assert str(log) in str(caught.value) and "new run name" in str(caught.value)
 

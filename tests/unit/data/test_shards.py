@@ -128,7 +128,7 @@ def test_ranks_share_the_check_of_digests(tmp_path: Path) -> None:
 def test_an_unknown_format_version_is_refused(tmp_path: Path) -> None:
     make(tmp_path)
     edit(tmp_path, lambda values: values.update(format=2))
-    with pytest.raises(DataError, match="has shard format 2; this Forge reads format 1"):
+    with pytest.raises(DataError, match="has format 2, this version of Forge reads 1"):
         ShardSet.open(tmp_path)
 
 

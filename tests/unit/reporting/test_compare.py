@@ -17,7 +17,7 @@ from forge.core.files import digest_file, read_json, write_json
 from forge.core.records import Evaluated, Evaluation, Score
 from forge.evaluation.settings import record_file
 from forge.reporting.compare import ComparedRow, compare, comparison, to_json
-from forge.reporting.history import device_hours, read_launches
+from forge.reporting.history import device_hours, read_history
 from forge.reporting.report import render
 from forge.reporting.run_rows import read_scores
 from forge.reporting.show import show
@@ -95,7 +95,7 @@ def test_gpu_hours_count_every_rank_of_every_launch(tmp_path):
         run.event(happenings.launch(0, launch=name, world_size=8), after=500.0)
         run.event(happenings.init(0, launch=name, seconds=10.0, numerics=gpu))
         run.event(happenings.stop(), after=seconds - 10.0)
-    assert device_hours(read_launches(run.paths)) == {"gpu_hours": pytest.approx(8 * 1.5)}
+    assert device_hours(read_history(run.paths).launches) == {"gpu_hours": pytest.approx(8 * 1.5)}
 
 
 def test_cores_of_cpus_count_by_their_threads_and_programs_by_ranks(tmp_path):
@@ -103,11 +103,13 @@ def test_cores_of_cpus_count_by_their_threads_and_programs_by_ranks(tmp_path):
     run.event(happenings.launch(0, launch="launch-1", world_size=2))
     run.event(happenings.init(0, seconds=1800.0, numerics={"device": "cpu", "threads": 4}))
     run.event(happenings.stop(), after=1800.0)
-    assert device_hours(read_launches(run.paths)) == {"core_hours": pytest.approx(2 * 4 * 1.0)}
+    assert device_hours(read_history(run.paths).launches) == {
+        "core_hours": pytest.approx(2 * 4 * 1.0)
+    }
     program = RecordedRun(tmp_path / "program")
     program.event(happenings.launch(0, launch="launch-1", world_size=3))
     program.event(happenings.stop(), after=7200.0)
-    assert device_hours(read_launches(program.paths)) == {"rank_hours": pytest.approx(6.0)}
+    assert device_hours(read_history(program.paths).launches) == {"rank_hours": pytest.approx(6.0)}
 
 
 def test_scores_over_steps_are_those_that_were_made_alike(first):

@@ -12,7 +12,7 @@ from support.recorded_run import START, STEP_SEC, RecordedRun, interrupted_run
 
 from forge.core import events
 from forge.core.paths import RunPaths
-from forge.reporting.history import PHASES, read_history, read_launches
+from forge.reporting.history import PHASES, read_history
 
 
 def test_each_step_is_on_the_curve_once_and_lost_work_is_not(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_phases_account_for_every_second_once(tmp_path: Path) -> None:
 
 
 def test_cut_off_launch_ends_at_its_last_sign_of_life(tmp_path: Path) -> None:
-    first, second = read_launches(interrupted_run(tmp_path).paths)
+    first, second = read_history(interrupted_run(tmp_path).paths).launches
     assert (first.outcome, first.last_step) == ("cut off", 80)
     assert first.end == first.metrics[-1].time < second.start
     assert (second.outcome, second.resumed_step, second.last_step) == ("completed", 50, 200)

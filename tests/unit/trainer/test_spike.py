@@ -105,9 +105,9 @@ def test_shorter_window_takes_the_last_steps_of_a_checkpoint():
     assert SpikeRule.of(SETTINGS, CPU, manifest).recorded() == fp32(CALM[-8:])
 
 
-def test_there_is_no_rule_by_default_and_no_window_in_the_manifest():
+def test_there_is_no_rule_by_default():
     assert SpikeRule.of(Train(), CPU, None) is None
-    assert "spike_window" not in manifest_of(1).to_json()
+    assert SpikeRule.of(Train(), CPU, manifest_of(1)) is None
 
 
 def test_train_spike_decides_about_spikes_and_on_nonfinite_about_the_rest():

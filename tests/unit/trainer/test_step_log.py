@@ -5,7 +5,7 @@ from support import happenings
 
 from forge.core import events
 from forge.core.paths import RunPaths
-from forge.reporting.history import read_launches
+from forge.reporting.history import read_history
 from forge.trainer import metrics
 from forge.trainer.metrics import StepLog
 
@@ -33,5 +33,5 @@ def test_the_step_that_all_ranks_have_reached_is_written_and_the_last_step_at_on
 
 def test_a_launch_has_its_steps_from_the_one_that_it_resumed_from(paths):
     StepLog(paths).tell([47], is_last=True)
-    [launch] = read_launches(paths)
+    [launch] = read_history(paths).launches
     assert (launch.resumed_step, launch.last_step) == (40, 47)

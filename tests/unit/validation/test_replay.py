@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forge.core.train_settings import Train
 from support import happenings
 from support.manifests import IDS, NUMERICS, lineage_of, manifest_of
 
@@ -13,14 +14,14 @@ from forge.cluster.network import available_cores
 from forge.core import events
 from forge.core.config import ResolvedConfig, checked, load_config
 from forge.core.paths import RunPaths
-from forge.core.provenance import cpu_name, versions
+from forge.core.provenance import cpu_name
 from forge.data.content_ids import resolve
 from forge.launch.rank_records import RankRecord
 from forge.trainer import metrics
 from forge.validation import replay
 from forge.validation.replay import Recorded, _compare, check_next_losses, recorded_losses
 
-VERSIONS = Versions(**versions())
+VERSIONS = Versions.of(Train())
 HARDWARE = Hardware(host="laptop", cpu=cpu_name())
 
 
@@ -202,7 +203,11 @@ def test_equal_conditions_must_give_bitwise_equal_losses():
         {"recorded": Recorded(TWO.losses, by_maker=False)},
         {"numerics": TWO_THREADS},
         {"made": checkpoint(train={"compile": True})},
-        {"made": checkpoint(made_by={"versions": Versions(python="3.11.9", torch="another")})},
+        {
+            "made": checkpoint(
+                made_by={"versions": Versions(python="3.11.9", torch="another", torchao=None)}
+            )
+        },
         {"made": checkpoint(made_by={"hardware": Hardware(host="laptop", cpu="another")})},
     ],
 )
