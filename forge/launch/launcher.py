@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from forge.cluster import network, rendezvous, slurm
-from forge.cluster.placement import Placement, WorldLayout, launch_line
+from forge.cluster.placement import Placement, WorldLayout
 from forge.core import events
 from forge.core.errors import Exit, ForgeError, UnfitError
 from forge.core.files import read_object_or_empty, write_json
@@ -26,6 +26,7 @@ from forge.core.paths import RunPaths
 from forge.core.process import Process, hostname, stop_with_parent, user_threads
 from forge.core.terminal import duration, say
 from forge.launch import lost_ranks
+from forge.launch.launch_command import launch_command
 from forge.launch.rank_output import Console
 from forge.launch.rank_records import (
     LaunchSpec,
@@ -106,7 +107,7 @@ def run_ranks(
     )
     spec.write(spec.path)
     meeting = master or (rendezvous.LOOPBACK, 0)
-    command = launch_line(machine, layout, placement, spec.path, master=meeting, python=python)
+    command = launch_command(machine, layout, placement, spec.path, master=meeting, python=python)
     reserve(spec)
     log = paths.logs / f"{spec.log_prefix}.{machine.launcher}.log"
     if isinstance(task, TrainTask | ProgramTask):

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from forge.core.train_settings import Train
 from support import happenings
 from support.manifests import IDS, NUMERICS, lineage_of, manifest_of
 
@@ -15,6 +14,7 @@ from forge.core import events
 from forge.core.config import ResolvedConfig, checked, load_config
 from forge.core.paths import RunPaths
 from forge.core.provenance import cpu_name
+from forge.core.train_settings import Train
 from forge.data.content_ids import resolve
 from forge.launch.rank_records import RankRecord
 from forge.trainer import metrics

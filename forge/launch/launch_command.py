@@ -1,0 +1,81 @@
+"""The launch command: the line with srun or torchrun that starts all ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from forge.cluster import slurm
+from forge.cluster.placement import Placement, WorldLayout
+from forge.core.machine import Machine
+
+
+def launch_command(
+    machine: Machine,
+    layout: WorldLayout,
+    placement: Placement,
+    spec: Path,
+    *,
+    master: tuple[str, int],
+    python: str = sys.executable,
+) -> list[str]:
+    """The command that starts all ranks, each as `python -m forge.worker SPEC`.
+
+    placement: exactly layout.nodes hosts. master: host and free port for the rendezvous of torchrun, on
+    the first of them; on this host alone, port 0 is any free one.
+    """
+    entry = ["-m", "forge.worker", str(spec)]
+    job, ranks = placement.job, layout.ranks_per_node
+    if machine.launcher == "single":
+        return [python, *entry]
+    if machine.launcher == "srun":
+        assert job
+        # Without a shell: Slurm signals only the process that it starts.
+        line = slurm.srun(
+            job.id,
+            placement.hosts,
+            tasks_per_node=ranks,
+            cpus_per_task=job.cpus_per_task,
+            options=_step_options(spec),
+        )
+        return [*line, python, *entry]
+    torchrun = _torchrun(machine, layout, spec, master, python)
+    if layout.nodes == 1 and placement.is_here:
+        return [*torchrun, "--signals-to-handle=SIGTERM,SIGUSR1,SIGINT", *entry]
+    assert job
+    line = slurm.srun(
+        job.id,
+        placement.hosts,
+        cpus_per_task=job.cpus_per_task * ranks,
+        options=_step_options(spec),
+    )
+    once = [python, "-m", "forge.launch.first_signal"]  # keeps all other signals from torchrun
+    return [*line, *once, *torchrun, "--signals-to-handle=SIGHUP", *entry]
+
+
+def _step_options(spec: Path) -> tuple[str, ...]:
+    # --overlap: a step on a lost node holds its cores until Slurm notices, and the next step would wait
+    # for them.
+    return (f"--job-name={spec.parent.name}", "--kill-on-bad-exit=1", "--overlap")
+
+
+def _torchrun(
+    machine: Machine, layout: WorldLayout, spec: Path, master: tuple[str, int], python: str
+) -> list[str]:
+    """torchrun of one node, without --signals-to-handle: the signals at which it waits for its ranks.
+    Without that option, SIGUSR1 kills the torchrun agent and orphans the ranks."""
+    endpoint = f"{master[0]}:{master[1]}"
+    # Never dynamic rendezvous (c10d, --standalone): it unpickles what anybody may write into its store.
+    # Also, ranks of several nodes would meet at another port, on the node that sorts first by its own
+    # name, and nobody listens where a node's name does not lead to `master`.
+    meeting = (
+        ("forge.launch.torchrun", endpoint)
+        if layout.nodes == 1
+        else ("torch.distributed.run", "--rdzv-backend=static", f"--rdzv-endpoint={endpoint}")
+    )
+    return [
+        *(python, "-m", *meeting, f"--nnodes={layout.nodes}"),
+        f"--nproc-per-node={layout.ranks_per_node}",
+        f"--rdzv-id={spec.parent.name}",
+        f"--rdzv-conf=timeout={machine.fabric.timeout_sec:.0f}",
+    ]
