@@ -18,8 +18,8 @@ from typing import Any
 from forge.checkpoint import compatibility, family, resume
 from forge.cluster import jobs, submission
 from forge.cluster.allocation import OF_COMMAND, command_resources, plain, run_layouts
-from forge.cluster.job_requests import Request, requests_of
 from forge.cluster.lock import WORKFLOW_LOCK, lock
+from forge.cluster.sbatch import Request, requests_of
 from forge.cluster.slurm import refuse_missing
 from forge.core.config import OF_FORGES_TRAINER, Config, ResolvedConfig, checked, read_values
 from forge.core.errors import ConfigError, ForgeError, TrainingError, UnfitError
@@ -284,7 +284,8 @@ def check_submission(dag: Any, folders: Iterable[str], say: Callable[[str], None
     refuse_missing("sbatch", "squeue", "scontrol")
     submission.check_folders([Path.cwd(), *map(Path, folders)], say)
     due = dag.needrun_jobs()
-    submission.check(requests_of({dag.get_job_group(job) or job for job in due}), say)
+    jobs_due = {dag.get_job_group(job) or job for job in due}
+    submission.check(requests_of(jobs_due, dag.workflow.executor_settings), say)
 
 
 # --- one Snakemake for a run -----------------------------------------------------------------------

@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from forge.cluster import exclude, jobs, slurm
 from forge.cluster.placement import WorldLayout, check_layout
 from forge.cluster.profile import Profile
+from forge.cluster.sbatch import slurm_extra
 from forge.core.config import Config
 from forge.core.errors import ConfigError, TrainingError
 from forge.core.machine import Machine, load_machine
@@ -94,7 +94,7 @@ class Allocation:
     def slurm_extra(self, run: str) -> str:
         """More options for sbatch, without the nodes that this run found unhealthy."""
         bad = exclude.read(RunPaths.of(self._runs[run]).bad_nodes)
-        return sbatch_options(self.machine, self.layout(run).ranks_per_node, bad)
+        return slurm_extra(self.machine, self.layout(run).ranks_per_node, bad)
 
     def check_profile(self, settings: Any, custom: Collection[str], *, submits: bool) -> None:
         """ConfigError for lines of a shipped profile that were not edited, and for names in train_run
@@ -300,22 +300,3 @@ def gpus_per_node(given: Mapping[str, Any]) -> int | None:
             f"profile: train_run has gres {gres!r}", fix='write it as "gpu:4" or "gpu:h100:4"'
         )
     return int(found.group(1) or 1)
-
-
-def sbatch_options(machine: Machine, ranks_per_node: int, bad_nodes: Sequence[str]) -> str:
-    """The sbatch options that the executor does not set, for slurm_extra.
-
-    `--signal` without `B:` signals the ranks; with `B:` it would end Snakemake in the batch shell.
-    """
-    options = [f"--ntasks-per-node={ranks_per_node}", "--open-mode=append"]
-    if machine.slurm.warn_sec:
-        options.append(f"--signal=SIGUSR1@{machine.slurm.warn_sec}")
-    if machine.preflight.spare_nodes:
-        options.append("--no-kill")  # a spare node replaces one that dies
-    given = shlex.split(machine.slurm.options)
-    own = [o.partition("=")[2] for o in given if o.startswith("--exclude=")]
-    given = [o for o in given if not o.startswith("--exclude=")]
-    excluded = [n for o in own for n in slurm.expand(o)] + machine.slurm.exclude + list(bad_nodes)
-    if excluded:
-        options.append(f"--exclude={','.join(dict.fromkeys(excluded))}")
-    return shlex.join(options + given)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from forge.cluster import slurm
-from forge.cluster.job_requests import Request
 from forge.cluster.partitions import Node, Partition, read_partitions
+from forge.cluster.sbatch import Request
 from forge.core.errors import ConfigError
 from forge.core.terminal import one_line
 from forge.core.values import shown

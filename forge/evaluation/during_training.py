@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from threading import Event, Thread
 
 from forge.checkpoint import directory
 from forge.cluster import slurm
+from forge.cluster.sbatch import batch_line
 from forge.core.errors import ForgeError
 from forge.core.paths import RunPaths, checkpoint_step
 from forge.core.process import user_threads
@@ -107,15 +107,9 @@ def sbatch_line(paths: RunPaths, settings: RunSettings, data: str, folder: Path)
     command = [sys.executable, "-m", "forge", "evaluate", str(folder), f"--data={as_cell(data)}"]
     values = settings.evaluate.model_dump(mode="json", exclude={"every"})
     command += [f"--evaluate.{key}={as_cell(value)}" for key, value in values.items()]
-    return [
-        *(
-            "sbatch",
-            "--parsable",
-            "--requeue",
-            f"--job-name=evaluate-{paths.root.name}-{folder.name}",
-        ),
-        *(f"--chdir={Path.cwd()}", "--open-mode=append"),
-        f"--output={paths.logs.absolute()}/evaluate-{folder.name}.txt",
-        *(settings.sbatch or ()),
-        f"--wrap=exec {shlex.join(['env', *environment, *command])}",
-    ]
+    return batch_line(
+        f"evaluate-{paths.root.name}-{folder.name}",
+        paths.logs.absolute() / f"evaluate-{folder.name}.txt",
+        settings.sbatch or (),
+        ["env", *environment, *command],
+    )

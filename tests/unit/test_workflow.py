@@ -246,11 +246,11 @@ def kept(run, settings, *, submits=True):
 def test_jobs_during_training_ask_for_what_the_profile_gives_evaluate_run(run):
     gpu = {"slurm_partition": "gpu", "gres": "gpu:1", "mem_mb": "90000", "runtime": 120}
     assert kept(run, resources(**gpu)) == [
-        *("--account=lab", "--partition=gpu", "--nodes=1", "--cpus-per-task=8", "--mem=90000"),
-        *("--time=120", "--gres=gpu:1"),
+        *("-A", "lab", "-p", "gpu", "-t", "120", "--mem", "90000"),
+        *("--cpus-per-task=8", "--gres=gpu:1"),
     ]
-    of_the_model = kept(run, resources())
-    assert "--partition=cpu" in of_the_model and "--mem=5000" in of_the_model
+    of_the_model = " ".join(kept(run, resources()))
+    assert "-p cpu " in of_the_model and "--mem 5000 " in of_the_model
     assert kept(run, resources(), submits=False) is None
 
 

@@ -13,9 +13,9 @@ from forge.cluster.allocation import (
     command_resources,
     held_allocation,
     run_layouts,
-    sbatch_options,
 )
 from forge.cluster.profile import Profile
+from forge.cluster.sbatch import slurm_extra
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.machine import load_machine
@@ -74,7 +74,7 @@ def test_gpus_of_a_gres(gres, count):
 
 def test_options_of_sbatch_warn_the_ranks_and_merge_excluded_nodes():
     keys = {"slurm.options": "--exclude=n[7-8] --mail-type=END", "slurm.exclude": ["n1"]}
-    options = sbatch_options(load_machine(None, keys), 4, ["n3", "n1"])
+    options = slurm_extra(load_machine(None, keys), 4, ["n3", "n1"])
     assert options == (
         "--ntasks-per-node=4 --open-mode=append --signal=SIGUSR1@120"
         " --exclude=n7,n8,n1,n3 --mail-type=END"
@@ -83,11 +83,11 @@ def test_options_of_sbatch_warn_the_ranks_and_merge_excluded_nodes():
 
 def test_a_job_with_spare_nodes_outlives_a_node():
     machine = load_machine(None, {"preflight.spare_nodes": 1})
-    assert "--no-kill" in sbatch_options(machine, 1, []).split()
+    assert "--no-kill" in slurm_extra(machine, 1, []).split()
 
 
 def test_no_nodes_to_leave_out_means_no_exclude():
-    options = sbatch_options(load_machine(None, {"slurm.warn_sec": 0}), 1, [])
+    options = slurm_extra(load_machine(None, {"slurm.warn_sec": 0}), 1, [])
     assert options == "--ntasks-per-node=1 --open-mode=append"
 
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from forge.cluster import slurm, submission
-from forge.cluster.job_requests import Request, requests_of
 from forge.cluster.partitions import Node, Partition
+from forge.cluster.sbatch import Request, requests_of
 from forge.core.errors import ConfigError
 
 NO_NODES = "allocation failure: Requested node configuration is not available"
@@ -289,10 +289,19 @@ def test_request_of_an_allocation_is_what_the_executor_submits():
     assert request.rules == ("preflight_run", "stage_run", "train_run")
     assert (request.minutes, request.other_minutes, request.cpus) == (60, 20, 2)
     assert request.excluded == {"n1", "n2"}
-    assert request.options == [
-        *("--partition=main", "--nodes=2", "--cpus-per-task=1", "--mem=1800", "--time=60"),
-        *("--ntasks=4", "--exclude=n1,n2"),
-    ]
+    assert request.options == (
+        *("-p", "main", "-t", "60", "--mem", "1800", "--nodes=2"),
+        *("--ntasks=4", "--cpus-per-task=1", "--exclude=n1,n2"),
+    )
+
+
+def test_request_has_what_the_executors_own_settings_add():
+    """Such as a reservation: without it, sbatch --test-only would judge another job."""
+    settings = SimpleNamespace(requeue=False, no_requeue=False, qos="high", reservation="class")
+    [request] = requests_of([job("tokenize", {"runtime": 60}, threads=2)], settings)
+    assert request.options == (
+        *("-t", "60", "--qos=high", "--reservation=class", "--ntasks=1", "--cpus-per-task=2"),
+    )
 
 
 def test_equal_jobs_are_asked_about_once_and_local_ones_not_at_all():

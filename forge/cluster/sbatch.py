@@ -1,15 +1,19 @@
-"""The Slurm requests of the jobs of this workflow, as the executor will submit them."""
+"""Options of sbatch, all that Forge makes: of the jobs of the workflow, as the executor plugin submits
+them, and of jobs that Forge submits itself."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from forge.cluster import slurm
 from forge.cluster.jobs import TRAIN_RULE
+from forge.core.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -29,10 +33,12 @@ class Request:
     constraint: str = ""
     qos: str = ""
     extra: str = ""  # further options of sbatch
+    options: tuple[str, ...] = ()
+    """All options of sbatch, as the executor plugin makes them."""
 
     @classmethod
-    def of(cls, job: Any) -> Request:
-        """The request of a job, or group of jobs, of Snakemake."""
+    def of(cls, job: Any, executor_settings: Any = None) -> Request:
+        """The request of a job, or group of jobs, of Snakemake. executor_settings: of the plugin."""
         members = list(job.jobs) if job.is_group() else [job]
         asked = job.resources.get
         nodes = _int(asked("nodes")) or 1
@@ -47,6 +53,7 @@ class Request:
             tasks_per_node=tasks,
             cpus_per_task=cpus,
             mem_mb=_int(asked("mem_mb")) or _int(asked("mem_mb_per_cpu")) * cpus * tasks,
+            options=_plugin_options(dict(job.resources.items()), job.threads, executor_settings),
             **_texts(asked),
         )
 
@@ -59,6 +66,7 @@ class Request:
             minutes=_int(asked("runtime")),
             cpus_per_task=_int(asked("cpus_per_task")) or threads,
             mem_mb=_int(asked("mem_mb")),
+            options=_plugin_options(resources, threads),
             **_texts(asked),
         )
 
@@ -99,18 +107,31 @@ class Request:
         given = [word for word in shlex.split(self.extra) if word.startswith("--exclude=")]
         return frozenset(name for word in given for name in slurm.expand(word.partition("=")[2]))
 
-    @property
-    def options(self) -> list[str]:
-        """The request as options of sbatch."""
-        values = {
-            **{"account": self.account, "partition": self.partition, "nodes": self.nodes},
-            **{"cpus-per-task": self.cpus_per_task, "mem": self.mem_mb, "time": self.minutes},
-            **{"gres": self.gres, "constraint": self.constraint, "qos": self.qos},
-        }
-        # With GPUs the executor passes no --ntasks; the allocation of a run has --ntasks-per-node.
-        tasks = [] if self.gpus[1] else [f"--ntasks={self.nodes * self.tasks_per_node}"]
-        given = [f"--{name}={value}" for name, value in values.items() if value]
-        return [*given, *tasks, *shlex.split(self.extra)]
+
+class _Resources(dict[str, Any]):
+    """Resources as the executor plugin reads them, by key and as attributes."""
+
+    __getattr__ = dict.__getitem__
+
+
+def _plugin_options(
+    resources: Mapping[str, Any], threads: int, settings: Any = None
+) -> tuple[str, ...]:
+    """The options that the executor plugin gives sbatch for a job, without the names of job and log.
+
+    Raises WorkflowError of Snakemake for resources that the plugin refuses.
+    """
+    # Needs 0.4 s, and Snakemake has it in memory where it submits.
+    from snakemake_executor_plugin_slurm.submit_string import get_submit_command
+    from snakemake_executor_plugin_slurm.utils import set_gres_string
+
+    job = SimpleNamespace(resources=_Resources(resources), threads=threads)
+    named = {"account": "-A", "partition": "-p"}
+    given = {name: resources.get(f"slurm_{name}") for name in named}
+    params = {n: f"{named[n]} {shlex.quote(str(v))}" if v else "" for n, v in given.items()}
+    params |= {"run_uuid": "forge", "slurm_logfile": "forge", "comment_str": "forge", "workdir": ""}
+    words = shlex.split(get_submit_command(job, params, settings) + set_gres_string(job))
+    return tuple(words[words.index("--comment") + 2 :])
 
 
 def _texts(asked: Callable[[str], Any]) -> dict[str, Any]:
@@ -124,10 +145,42 @@ def _int(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def requests_of(jobs: Iterable[Any]) -> list[Request]:
+def requests_of(jobs: Iterable[Any], executor_settings: Any = None) -> list[Request]:
     """The different requests of these jobs of Snakemake to this cluster."""
     other_cluster = ("cluster", "clusters", "slurm_cluster")
     here = (
         job for job in jobs if not job.is_local and not any(map(job.resources.get, other_cluster))
     )
-    return list(dict.fromkeys(map(Request.of, here)))
+    return list(dict.fromkeys(Request.of(job, executor_settings) for job in here))
+
+
+def slurm_extra(machine: Machine, ranks_per_node: int, bad_nodes: Sequence[str]) -> str:
+    """The sbatch options that the executor does not set, for slurm_extra.
+
+    `--signal` without `B:` signals the ranks; with `B:` it would end Snakemake in the batch shell.
+    """
+    options = [f"--ntasks-per-node={ranks_per_node}", "--open-mode=append"]
+    if machine.slurm.warn_sec:
+        options.append(f"--signal=SIGUSR1@{machine.slurm.warn_sec}")
+    if machine.preflight.spare_nodes:
+        options.append("--no-kill")  # a spare node replaces one that dies
+    given = shlex.split(machine.slurm.options)
+    own = [o.partition("=")[2] for o in given if o.startswith("--exclude=")]
+    given = [o for o in given if not o.startswith("--exclude=")]
+    excluded = [n for o in own for n in slurm.expand(o)] + machine.slurm.exclude + list(bad_nodes)
+    if excluded:
+        options.append(f"--exclude={','.join(dict.fromkeys(excluded))}")
+    return shlex.join(options + given)
+
+
+def batch_line(
+    name: str, output: Path, options: Iterable[str], command: Sequence[str]
+) -> list[str]:
+    """The sbatch command of a job that Forge submits itself, which prints the job's id. options: of the
+    request. The job runs in this directory, and Slurm may requeue it."""
+    return [
+        *("sbatch", "--parsable", "--requeue", f"--job-name={name}"),
+        *(f"--chdir={Path.cwd()}", "--open-mode=append", f"--output={output}"),
+        *options,
+        f"--wrap=exec {shlex.join(command)}",
+    ]
