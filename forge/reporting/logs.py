@@ -1,8 +1,4 @@
-"""`forge logs`: what the ranks and their launcher printed, errors first.
-
-Lines of libraries carry no time, and adding one would need a pipe and a process per rank. So a log
-is dated by its last write, and its lines by their own time stamps where they have some.
-"""
+"""`forge logs`: what the ranks and their launcher printed, errors first."""
 
 from __future__ import annotations
 
@@ -18,8 +14,8 @@ from pathlib import Path
 from forge.core import events
 from forge.core.errors import ConfigError
 from forge.core.paths import RunPaths
-from forge.core.tail import Follower, last_lines
-from forge.core.terminal import is_terminal, print_plain, visible
+from forge.core.tail import Follower, first_lines, last_lines
+from forge.core.terminal import dated, is_terminal, print_plain, visible
 from forge.reporting.log_errors import (
     SEARCHED_BYTES,
     Group,
@@ -34,6 +30,7 @@ from forge.reporting.log_errors import (
 # Errors are searched in the end of each log: a rank mostly dies of the last that it says. Of a
 # thousand ranks' logs so much less of each that the answer comes within seconds.
 SEARCHED_ALL_BYTES, SEARCHED_LEAST_BYTES = 2**25, 2**16
+HEAD_BYTES = 2**12  # of the begin of a log, which has the first time
 MAX_GROUPS = 8
 MAX_BLOCK = 14  # lines shown of one error
 MAX_WIDTH = 400  # of one line
@@ -67,12 +64,9 @@ class Start:
 
     @cached_property
     def began(self) -> float:
-        """About when: a rank that says nothing more wrote its last line when it began."""
-        return min(log.written for log in self.logs)
-
-    @cached_property
-    def written(self) -> float:
-        return max(log.written for log in self.logs)
+        """When its first rank began; about when, if no line of that rank's log has the time."""
+        times, _ = dated(first_lines(self.logs[0].path, HEAD_BYTES))
+        return next(filter(None, times), min(log.written for log in self.logs))
 
     @property
     def nodes(self) -> list[str]:
@@ -136,7 +130,7 @@ def read_starts(paths: RunPaths) -> tuple[list[Start], list[Log]]:
         Start(name, tuple(sorted(its, key=lambda log: (log.rank is None, log.rank, log.who))))
         for name, its in by_start.items()
     ]
-    return sorted(starts, key=lambda s: s.written), sorted(commands, key=lambda log: log.written)
+    return sorted(starts, key=lambda s: s.began), sorted(commands, key=lambda log: log.written)
 
 
 def _log(path: Path) -> Log:
@@ -192,7 +186,7 @@ def errors_of(paths: RunPaths, start: Start, commands: Sequence[Log]) -> list[Gr
     # What ranks record and subcommands end with repeats their logs, or is the only place that tells it.
     for more in (
         _recorded(paths, start),
-        [error for log in commands if log.written >= start.began for error in _last_error(log)],
+        [error for error in _last_errors(commands) if error.time >= start.began],
     ):
         known = {error.kind for error in errors}
         errors += [error for error in more if error.kind not in known]
@@ -221,9 +215,8 @@ def _errors_in(log: Log, num_bytes: int) -> Iterator[LoggedError]:
     yield from find(clean(lines), log.who, written=log.written, node=log.node)
 
 
-def _last_error(log: Log) -> list[LoggedError]:
-    error = last_error(log.path)
-    return [error] if error else []
+def _last_errors(commands: Sequence[Log]) -> list[LoggedError]:
+    return [error for log in commands if (error := last_error(log.path))]
 
 
 def _events(paths: RunPaths, start: Start) -> list[events.Event]:
@@ -293,7 +286,7 @@ class _View:
         """Before the first rank: what the subcommands said."""
         names = ", ".join(log.who for log in self.commands)
         self.screen.line(f"{self.paths.root}: no rank has started yet; {names}", "bold")
-        self.show_errors(group(error for log in self.commands for error in _last_error(log)))
+        self.show_errors(group(_last_errors(self.commands)))
         self.show_tail(self.commands[-1])
 
     def show_errors(self, groups: Sequence[Group]) -> None:
@@ -322,8 +315,9 @@ class _View:
         when = f"last written {clock(log.written)}" if words else "has written nothing"
         self.screen.line()
         self.screen.line(f"{who}, {when}: {shown}", "bold")
-        for line in clean(words[-self.lines :]):
-            self.screen.line(f"  {line}", "red" if _is_error(line) else "")
+        for time_of_line, text in list(zip(*dated(clean(words)), strict=True))[-self.lines :]:
+            line = f"{clock(time_of_line)} {text}" if time_of_line else text
+            self.screen.line(f"  {line}", "red" if _is_error(text) else "")
 
     def show_more(self, start: Start) -> None:
         ways = ["--rank N", "--lines 200", "--follow"]
@@ -386,7 +380,7 @@ class _Following:
         try:
             while True:
                 for log, follower in self._followed.values():
-                    for line in clean(follower.new_lines()):
+                    for line in dated(clean(follower.new_lines()))[1]:
                         screen.line(f"{log.who} | {line}", "red" if _is_error(line) else "")
                 time.sleep(FOLLOW_EVERY_SEC)
                 if (start := self._look(from_start=True)) != self._start:
