@@ -1,5 +1,7 @@
 """What a workflow command prints of its jobs: a line when one starts, and a line when it is done.
 
+In a file every line starts with the time, on a terminal only those about jobs.
+
 Snakemake prints ten to twenty for each: files, reason, resources. They stay in its own log
 (.snakemake/log), and on the terminal with --verbose and in a dry run. Errors, warnings, and all that is
 not listed here are printed as Snakemake words them.
@@ -11,7 +13,9 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
+
+from forge.core.terminal import begin_log, is_log, stamped
 
 # Handler of Snakemake that writes to the terminal, or into Slurm's log of a job.
 TERMINAL = "DefaultStreamHandler"
@@ -35,7 +39,7 @@ def shorten(workflow: Any, logger: logging.Logger) -> None:
     if workflow.output_settings.verbose or workflow.output_settings.dryrun:
         return
     for handler in list(logger.handlers):
-        if handler.name == TERMINAL:
+        if isinstance(handler, logging.StreamHandler) and handler.name == TERMINAL:
             logger.removeHandler(handler)
             logger.addHandler(JobLines(handler))
 
@@ -43,9 +47,12 @@ def shorten(workflow: Any, logger: logging.Logger) -> None:
 class JobLines(logging.Handler):
     """Passes Snakemake's records to the handler that prints them: those about jobs as one line."""
 
-    def __init__(self, printer: logging.Handler) -> None:
+    def __init__(self, printer: logging.StreamHandler[Any]) -> None:
         super().__init__()
-        self._printer = printer
+        self._printer, self._is_log = printer, is_log(printer.stream)
+        if self._is_log:
+            begin_log(printer.stream)
+            printer.setFormatter(_Stamped(printer.formatter, printer.stream))
         # By the id in Snakemake's records. Jobs of a group have the group's name.
         self._names: dict[str, str] = {}
         self._started: set[str] = set()
@@ -91,7 +98,10 @@ class JobLines(logging.Handler):
 
     def _line(self, name: str, what: str) -> str:
         self._started.add(name)
-        return f"{_now()} {name}: {what}"
+        return self._dated(f"{name}: {what}")
+
+    def _dated(self, line: str) -> str:
+        return line if self._is_log else time.strftime("[%Y-%m-%d %H:%M:%S] ") + line
 
     def _without_event(self, record: logging.LogRecord) -> str | None:
         if record.levelno != logging.INFO:
@@ -111,7 +121,19 @@ class JobLines(logging.Handler):
         names = [name for name in dict.fromkeys(self._ended) if name in self._started]
         self._ended.clear()
         done = f"done ({record.done} of {record.total})"
-        return f"{_now()} {', '.join(names)}: {done}" if names else ""
+        return self._dated(f"{', '.join(names)}: {done}") if names else ""
+
+
+class _Stamped(logging.Formatter):
+    """Another formatter's lines, with the time as in other files of Forge."""
+
+    def __init__(self, formatter: logging.Formatter | None, stream: IO[str]) -> None:
+        super().__init__()
+        self._formatter, self._stream = formatter or logging.Formatter(), stream
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = self._formatter.format(record)
+        return stamped(str(text), self._stream) if text else ""
 
 
 def _versions(record: Any) -> str:
@@ -136,7 +158,3 @@ def _none(_: Any) -> str:
 
 def _as_it_is(_: Any) -> None:
     return None
-
-
-def _now() -> str:
-    return time.strftime("[%Y-%m-%d %H:%M:%S]")
