@@ -219,6 +219,12 @@ def test_block_of_stamped_lines_is_one_error_with_its_own_time(run, capsys):
     assert bare.kind == error.kind
 
 
+def test_time_that_a_message_of_forge_mentions_is_not_its_own():
+    line = stamped("forge train: error: nothing since 2020-01-01 00:00:00", NOON)
+    (error,) = find(line.splitlines(), "train.log", written=NOON + 99)
+    assert error.time == NOON
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
