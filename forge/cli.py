@@ -21,7 +21,7 @@ from forge.core.config import (
     parse_override,
 )
 from forge.core.errors import ConfigError, Exit, ForgeError
-from forge.core.terminal import copy_to, say
+from forge.core.terminal import begin_log, copy_to, say
 
 # Subcommands import what they need inside their functions: `forge --help` must not wait for torch.
 
@@ -88,10 +88,14 @@ def _prepare(options: argparse.Namespace) -> None:
 
     if in_workflow():
         stop_with_parent()
+    else:  # Snakemake names the zone in what it shares with its jobs
+        begin_log(sys.stderr)
     if options.log:
         Path(options.log).parent.mkdir(parents=True, exist_ok=True)
         # File names and excerpts of text may not be valid UTF-8. Stays open until the process ends.
-        copy_to(open(options.log, "a", buffering=1, encoding="utf-8", errors="backslashreplace"))  # noqa: SIM115
+        log = open(options.log, "a", buffering=1, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+        begin_log(log)
+        copy_to(log)
 
 
 def _overrides(rest: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import traceback
@@ -73,6 +72,7 @@ def _redirect(paths: RunPaths, spec: LaunchSpec, rank: Rank) -> None:
     with open(log, "a") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
+    terminal.begin_log(sys.stdout)
     if rank.is_main:
         rank_output.speak_to_launcher(spec.directory)
 
@@ -90,8 +90,7 @@ def _prepare(spec: LaunchSpec, rank: Rank) -> None:
         f"{_of_job(spec)}"
     )
     lines = [banner, *(f"{s.name}={s.value}   {s.reason}" for s in settings)]
-    with contextlib.suppress(OSError):  # a full disk must not end a rank because of its log
-        print(*lines, sep="\n", flush=True)
+    terminal.write("\n".join(lines), sys.stdout)
     for setting in settings:
         if not setting.won:
             terminal.say(f"keeping your exported {setting.name}={setting.value}")
@@ -126,7 +125,7 @@ def _attempt(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> R
         with fast_imports():
             from forge.launch.process_group import is_peer_loss
     except (ImportError, OSError) as err:  # OSError: a library that torch loads
-        terminal.say(traceback.format_exc())
+        terminal.say(traceback.format_exc().rstrip())
         message = f"cannot import torch on {hostname()}: {err}"
         return RankRecord("failed", rank.rank, Exit.UNFIT, cause="environment", message=message)
     try:
@@ -137,7 +136,7 @@ def _attempt(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> R
     except Exception as err:
         if is_peer_loss(err):
             return _peer_lost(err, rank)
-        terminal.say(traceback.format_exc())
+        terminal.say(traceback.format_exc().rstrip())
         return _unexpected(err, rank)
 
 

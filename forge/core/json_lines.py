@@ -1,4 +1,4 @@
-"""Files of lines: append and read JSON Lines, read the end of a log, follow one that grows.
+"""Files of lines: append and read JSON Lines, read either end of a log, follow one that grows.
 
 JSON Lines are append-only and readable while they are written; a crash cuts at most one line.
 """
@@ -89,6 +89,16 @@ def last_lines(path: Path, num_bytes: int) -> tuple[list[str], bool]:
         text = text.partition(b"\n")[2]  # the first line is cut, possibly inside a character
     # The last line of a killed process may lack its newline.
     return text.decode(errors="replace").removesuffix("\n").split("\n") if text else [], cut
+
+
+def first_lines(path: Path, num_bytes: int) -> list[str]:
+    """The complete lines in the first `num_bytes` of a file. Raises what `last_lines` raises."""
+    try:
+        with disk_trouble(path, "read"), open_regular(path) as file:
+            text = file.read(num_bytes)
+    except FileNotFoundError:
+        return []
+    return text.decode(errors="replace").split("\n")[:-1]
 
 
 class Follower:

@@ -1,17 +1,22 @@
-"""Output for people: messages, tables, progress, durations; colors and bars only on a terminal."""
+"""Output for people: messages, tables, progress, durations; colors and bars only on a terminal.
+
+Lines in log files start with the time; those on a terminal do not.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import stat
 import sys
 import textwrap
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime, tzinfo
 from typing import IO, TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -34,23 +39,93 @@ class Progress(Protocol):
         """Show how much is done, in units of the total, with a short note."""
 
 
+# --- messages --------------------------------------------------------------------------------------
+
+# The time at the start of a line in a log, local and in seconds; the line that names its zone.
+_STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?: |$)")
+_ZONE = re.compile(r"times are local, ([+-]\d\d:\d\d) ")
+
 _copies: list[IO[str]] = []
+# The time zone that this process has named in a log, by the device and the number of the file.
+_zones: dict[tuple[int, int], str] = {}
 
 
 def copy_to(file: IO[str]) -> None:
-    """Write all messages from now on to `file` (a log) as well."""
+    """Write all messages from now on to `file` as well."""
     _copies.append(file)
 
 
 def say(message: str) -> None:
-    """Print a message to standard error; standard output is for data.
+    """Print a message to standard error; standard output is for data."""
+    for file in (sys.stderr, *_copies):
+        write(message, file)
+
+
+def write(message: str, file: IO[str]) -> None:
+    """Print a message to a stream, each line with the time where the stream is a file.
 
     A message that cannot be written (log on a full disk, closed pipe) is dropped without an error.
     """
-    text = visible(message)
-    for file in (sys.stderr, *_copies):
-        with contextlib.suppress(OSError):
-            print(text, file=file, flush=True)
+    with contextlib.suppress(OSError):
+        print(stamped(visible(message), file), file=file, flush=True)
+
+
+def begin_log(file: IO[str]) -> None:
+    """Name the time zone before the next line that this process writes into a log."""
+    if log := _log_of(file):
+        _zones[log] = ""
+
+
+def is_log(file: IO[str]) -> bool:
+    """Whether lines in this stream start with the time: in a regular file, and not on a terminal or in a
+    pipe, whose reader sees when they come."""
+    return _log_of(file) is not None
+
+
+def _log_of(file: IO[str]) -> tuple[int, int] | None:
+    try:
+        status = os.fstat(file.fileno())
+    except OSError:  # not a stream of the system
+        return None
+    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None
+
+
+def stamped(text: str, file: IO[str]) -> str:
+    """The text as it is written to this stream: each of its lines after the time, if it is a log.
+    Lines of another log, such as that of a failed job, keep theirs."""
+    if not (log := _log_of(file)):
+        return text
+    now, lines = datetime.now().astimezone(), text.split("\n")
+    stamp, zone = now.isoformat(timespec="seconds")[:19], now.isoformat()[-6:]
+    if _zones.get(log, zone) != zone:  # at the begin, and when summer time begins or ends
+        lines.insert(0, f"times are local, {zone} ({now.tzname()})")
+        _zones[log] = zone
+    return "\n".join(line if _STAMP.match(line) else f"{stamp} {line}".rstrip() for line in lines)
+
+
+def unstamped(line: str, zone: tzinfo | None = None) -> tuple[float | None, str]:
+    """The time of a line in a log, in seconds since the epoch, and its text. (None, line) for a line
+    that is not of Forge. zone: that of the times; None for this machine's."""
+    if match := _STAMP.match(line):
+        with contextlib.suppress(ValueError, OverflowError):  # no time of Forge
+            then = datetime.fromisoformat(match[1]).replace(tzinfo=zone)
+            return then.timestamp(), line[match.end() :]
+    return None, line
+
+
+def dated(lines: Iterable[str]) -> tuple[list[float | None], list[str]]:
+    """The time of each line of a log, None where it has none, and its text. Times are in the zone that
+    the log names before them."""
+    times, texts, zone = [], [], None
+    for line in lines:
+        time_of_line, text = unstamped(line, zone)
+        if named := _ZONE.match(text):
+            with contextlib.suppress(ValueError):  # no zone of Forge
+                zone = datetime.fromisoformat(f"2000-01-01T00:00:00{named[1]}").tzinfo
+            time_of_line, _ = unstamped(line, zone)
+        times.append(time_of_line)
+        texts.append(text)
+    return times, texts
 
 
 def visible(text: str) -> str:

@@ -22,7 +22,7 @@ from forge.core.json_lines import last_lines
 from forge.core.paths import RunPaths
 from forge.core.process import free_port, hostname, stop_with_parent
 from forge.core.program_settings import Program, filled
-from forge.core.terminal import duration, say
+from forge.core.terminal import duration, say, unstamped, write
 from forge.launch.launcher import register
 from forge.launch.rank import Rank
 from forge.launch.rank_output import RankProgress, send_log
@@ -86,7 +86,7 @@ def run(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> RankRe
     values = {name.removeprefix("FORGE_").lower(): value for name, value in variables.items()}
     words = [*task.program.command, *(task.program.resume if task.resume else [])]
     command = [filled(word, values) for word in words]
-    print(f"starting: {command}", flush=True)
+    write(f"starting: {command}", sys.stdout)
     beat = heartbeat_file(task.program, paths, rank.rank)
     with disk_trouble(beat):
         beat.parent.mkdir(parents=True, exist_ok=True)
@@ -347,5 +347,6 @@ def _last_words() -> str:
     """The last line of this rank's log, which tells the error of most programs."""
     sys.stdout.flush()
     lines, _ = last_lines(_log(), TAIL_BYTES)
-    said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    texts = (unstamped(line)[1].strip() for line in reversed(lines))
+    said = next(filter(None, texts), "")
     return f": {said[:200]}" if said else ""

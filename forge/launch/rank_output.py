@@ -12,7 +12,7 @@ from typing import Self
 
 from forge.core import terminal
 from forge.core.json_lines import Follower
-from forge.core.terminal import Progress, say
+from forge.core.terminal import Progress, say, unstamped
 
 MESSAGES, BAR = "console", "progress.json"
 START = (
@@ -87,7 +87,7 @@ class Console:
         while self._messages and (lines := self._messages.new_lines()):
             for line in lines:
                 # Another program may draw progress bars over each other, and colors of its own.
-                say(_COLOR.sub("", line.rstrip().rpartition("\r")[2]))
+                say(unstamped(_COLOR.sub("", line.rstrip().rpartition("\r")[2]))[1])
 
     def _show_bar(self) -> None:
         if not self._bar_file.exists() or (text := self._bar_file.read_text()) == self._bar_facts:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from forge.cluster import slurm
 from forge.core.errors import Exit, ForgeError
 from forge.core.process import hostname
+from forge.core.terminal import write
 from forge.launch.heartbeat import Activity, Heartbeat, heartbeat
 from forge.launch.lost_ranks import PEER_LOST
 from forge.launch.rank_records import LaunchSpec, RankRecord, withdraw
@@ -99,4 +100,4 @@ def provisional(rank: int, activity: Activity) -> RankRecord:
 
 def _log(line: str) -> None:
     """Report only in this rank's own log: a long phase need not be a hang."""
-    print(line, file=sys.stderr, flush=True)
+    write(line, sys.stderr)

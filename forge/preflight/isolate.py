@@ -21,7 +21,7 @@ from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import stop_with_parent
 from forge.core.records import Check
-from forge.core.terminal import say
+from forge.core.terminal import say, unstamped
 from forge.launch.launcher import run_ranks
 from forge.launch.rank_records import PreflightTask
 from forge.preflight.bisection import BrokenNodes, Group, NoTimeLeft, find_broken
@@ -86,7 +86,11 @@ class Trial:
 def last_error(logs: Path, since: float) -> str:
     """The last line in logs changed since then that Python or srun printed for an error; "" if none."""
     fresh = [path for path in logs.glob("*.log") if path.stat().st_mtime >= since]
-    lines = [line for path in fresh for line in path.read_text(errors="replace").splitlines()]
+    lines = [
+        unstamped(line)[1]
+        for path in fresh
+        for line in path.read_text(errors="replace").splitlines()
+    ]
     errors = [
         line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*: |srun: error: ", line)
     ]

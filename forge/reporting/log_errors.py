@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 
 from forge.core.json_lines import last_lines
-from forge.core.terminal import one_line
+from forge.core.terminal import dated, one_line
 
 SEARCHED_BYTES = 2**20  # of the end of a log
 MAX_BLOCK = 400  # lines of one traceback: recursion errors are longer, and end the same way
@@ -99,10 +100,14 @@ def find(
 ) -> Iterator[LoggedError]:
     """The errors in a log's lines, in their order.
 
-    written: when the log was last written. Lines mostly have no time of their own, so an error gets
-    that of a stamp in its lines, else `written`: the error that ends a process is the last in its log.
+    written: when the log was last written. An error of a library has the time that its lines tell, or
+    that of the next line of Forge; after the last of these `written`, since the error that ends a process
+    is the last in its log.
     """
-    rest = [_LABEL.sub("", line) for line in lines]
+    times, texts = dated(lines)
+    rest = [_LABEL.sub("", text) for text in texts]
+    backward = accumulate(reversed(times), lambda after, own: own or after, initial=written)
+    latest = list(backward)[::-1]
     at = 0
     while at < len(rest):
         if rest[at].startswith(_TRACEBACK):
@@ -113,15 +118,16 @@ def find(
             at += 1
             continue
         block = tuple(line.rstrip() for line in rest[at:end])
-        error = LoggedError(block, _stamp(block, written) or written, who, node)
-        yield LoggedError(block, error.time, who, node, bool(_ECHO.search(error.headline)))
+        error = LoggedError(block, times[at] or _told_time(block, latest[at]), who, node)
+        yield replace(error, is_echo=bool(_ECHO.search(error.headline)))
         at = end
 
 
 def last_error(log: Path) -> LoggedError | None:
     """The error that a subcommand's log ends with. The log has every start, so what is followed by
     something else has been overcome."""
-    words = clean(last_lines(log, SEARCHED_BYTES)[0])
+    lines = clean(last_lines(log, SEARCHED_BYTES)[0])
+    times, words = dated(lines)
     at = max((i for i, line in enumerate(words) if line.startswith("forge ")), default=-1)
     if at < 0 or not _LAST_WORD.match(words[at]):
         return None
@@ -129,8 +135,8 @@ def last_error(log: Path) -> LoggedError | None:
         return None
     written = log.stat().st_mtime
     if "is a bug of Forge" in words[at]:
-        return next(reversed(list(find(words, log.name, written=written))), None)
-    return LoggedError(tuple(words[at:]), written, log.name)
+        return next(reversed(list(find(lines, log.name, written=written))), None)
+    return LoggedError(tuple(words[at:]), times[at] or written, log.name)
 
 
 def without_command(headline: str) -> str:
@@ -174,13 +180,13 @@ def _end_of_indented(lines: Sequence[str], at: int) -> int:
     return at
 
 
-def _stamp(block: Sequence[str], written: float) -> float | None:
-    """The time that the lines tell themselves, in this machine's time zone."""
+def _told_time(block: Sequence[str], latest: float) -> float:
+    """The time that the lines of a library tell, in this machine's time zone; `latest` without one."""
     for line in block:
         if iso := _ISO.search(line):
             text = f"{iso[1]} {iso[2].replace(',', '.')}"
         elif glog := _GLOG.match(line):  # no year: that of the file
-            year = datetime.fromtimestamp(written).year
+            year = datetime.fromtimestamp(latest).year
             text = f"{year}-{glog[1]}-{glog[2]} {glog[3][:15]}"
         else:
             continue
@@ -188,7 +194,7 @@ def _stamp(block: Sequence[str], written: float) -> float | None:
             return datetime.fromisoformat(text[:26]).timestamp()
         except ValueError:
             continue
-    return None
+    return latest
 
 
 def said(headline: str) -> str:

@@ -1,8 +1,4 @@
-"""`forge logs`: what the ranks and their launcher printed, errors first.
-
-Lines of libraries carry no time, and adding one would need a pipe and a process per rank. So a log
-is dated by its last write, and its lines by their own time stamps where they have some.
-"""
+"""`forge logs`: what the ranks and their launcher printed, errors first."""
 
 from __future__ import annotations
 
@@ -17,9 +13,9 @@ from pathlib import Path
 
 from forge.core import events
 from forge.core.errors import ConfigError
-from forge.core.json_lines import Follower, last_lines
+from forge.core.json_lines import Follower, first_lines, last_lines
 from forge.core.paths import RunPaths
-from forge.core.terminal import is_terminal, print_plain, visible
+from forge.core.terminal import dated, is_terminal, print_plain, visible
 from forge.reporting.log_errors import (
     SEARCHED_BYTES,
     Group,
@@ -34,6 +30,7 @@ from forge.reporting.log_errors import (
 # Errors are searched in the end of each log: a rank mostly dies of the last that it says. Of a
 # thousand ranks' logs so much less of each that the answer comes within seconds.
 SEARCHED_ALL_BYTES, SEARCHED_LEAST_BYTES = 2**25, 2**16
+HEAD_BYTES = 2**12  # of the begin of a log, which has the first time
 MAX_GROUPS = 8
 MAX_BLOCK = 14  # lines shown of one error
 MAX_WIDTH = 400  # of one line
@@ -59,7 +56,7 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Start:
+class LaunchLogs:
     """One start of the ranks: `{job}.{restart}`, or local and the launch. Its logs, rank 0 first."""
 
     name: str
@@ -67,12 +64,9 @@ class Start:
 
     @cached_property
     def began(self) -> float:
-        """About when: a rank that says nothing more wrote its last line when it began."""
-        return min(log.written for log in self.logs)
-
-    @cached_property
-    def written(self) -> float:
-        return max(log.written for log in self.logs)
+        """When its first rank began; about when, if no line of that rank's log has the time."""
+        times, _ = dated(first_lines(self.logs[0].path, HEAD_BYTES))
+        return next(filter(None, times), min(log.written for log in self.logs))
 
     @property
     def nodes(self) -> list[str]:
@@ -123,7 +117,7 @@ def logs(
 # --- which logs ----------------------------------------------------------------------------------
 
 
-def read_starts(paths: RunPaths) -> tuple[list[Start], list[Log]]:
+def read_starts(paths: RunPaths) -> tuple[list[LaunchLogs], list[Log]]:
     """The run's starts and the logs of its subcommands, each the oldest first."""
     by_start, commands = defaultdict(list), []
     for path in paths.logs.glob("*.log"):
@@ -133,10 +127,10 @@ def read_starts(paths: RunPaths) -> tuple[list[Start], list[Log]]:
         else:
             commands.append(log)
     starts = [
-        Start(name, tuple(sorted(its, key=lambda log: (log.rank is None, log.rank, log.who))))
+        LaunchLogs(name, tuple(sorted(its, key=lambda log: (log.rank is None, log.rank, log.who))))
         for name, its in by_start.items()
     ]
-    return sorted(starts, key=lambda s: s.written), sorted(commands, key=lambda log: log.written)
+    return sorted(starts, key=lambda s: s.began), sorted(commands, key=lambda log: log.written)
 
 
 def _log(path: Path) -> Log:
@@ -149,7 +143,7 @@ def _log(path: Path) -> Log:
     return Log(path, match["start"], f"rank {rank}", rank, match["node"], written)
 
 
-def choose(starts: Sequence[Start], wanted: str | None) -> list[Start]:
+def choose(starts: Sequence[LaunchLogs], wanted: str | None) -> list[LaunchLogs]:
     """The starts that `--restart` names. Raises ConfigError that lists what there is."""
     if wanted is None:
         return list(starts[-1:])
@@ -168,7 +162,7 @@ def choose(starts: Sequence[Start], wanted: str | None) -> list[Start]:
     return chosen
 
 
-def _only(start: Start, rank: int) -> Start:
+def _only(start: LaunchLogs, rank: int) -> LaunchLogs:
     """The start with the log of one rank alone. Raises ConfigError."""
     of_rank = tuple(log for log in start.logs if log.rank == rank)
     if not of_rank:
@@ -179,27 +173,27 @@ def _only(start: Start, rank: int) -> Start:
             cause="it was not started, or ended before its first line",
             fix=f"ranks with a log: {', '.join(listed) or 'none'}",
         )
-    return Start(start.name, of_rank)
+    return LaunchLogs(start.name, of_rank)
 
 
 # --- errors --------------------------------------------------------------------------------------
 
 
-def errors_of(paths: RunPaths, start: Start, commands: Sequence[Log]) -> list[Group]:
+def errors_of(paths: RunPaths, start: LaunchLogs, commands: Sequence[Log]) -> list[Group]:
     """The errors of a start: from its logs, the event log, and the last words of `commands`."""
     share = _searched_bytes(start)
     errors = [error for log in start.logs for error in _errors_in(log, share)]
     # What ranks record and subcommands end with repeats their logs, or is the only place that tells it.
     for more in (
         _recorded(paths, start),
-        [error for log in commands if log.written >= start.began for error in _last_error(log)],
+        [error for error in _last_errors(commands) if error.time >= start.began],
     ):
         known = {error.kind for error in errors}
         errors += [error for error in more if error.kind not in known]
     return group(errors)
 
 
-def _recorded(paths: RunPaths, start: Start) -> list[LoggedError]:
+def _recorded(paths: RunPaths, start: LaunchLogs) -> list[LoggedError]:
     """Errors that the launcher recorded in the event log."""
     node_of = {log.who: log.node for log in start.logs}
     errors = []
@@ -211,7 +205,7 @@ def _recorded(paths: RunPaths, start: Start) -> list[LoggedError]:
     return errors
 
 
-def _searched_bytes(start: Start) -> int:
+def _searched_bytes(start: LaunchLogs) -> int:
     share = SEARCHED_ALL_BYTES // len(start.logs)
     return max(SEARCHED_LEAST_BYTES, min(SEARCHED_BYTES, share))
 
@@ -221,12 +215,11 @@ def _errors_in(log: Log, num_bytes: int) -> Iterator[LoggedError]:
     yield from find(clean(lines), log.who, written=log.written, node=log.node)
 
 
-def _last_error(log: Log) -> list[LoggedError]:
-    error = last_error(log.path)
-    return [error] if error else []
+def _last_errors(commands: Sequence[Log]) -> list[LoggedError]:
+    return [error for log in commands if (error := last_error(log.path))]
 
 
-def _events(paths: RunPaths, start: Start) -> list[events.Event]:
+def _events(paths: RunPaths, start: LaunchLogs) -> list[events.Event]:
     """The events from this start's first launch to the next start's."""
     own_events, inside = [], False
     for event in events.read(paths.events):
@@ -264,11 +257,11 @@ class _View:
 
     screen: _Screen
     paths: RunPaths
-    starts: Sequence[Start]
+    starts: Sequence[LaunchLogs]
     commands: Sequence[Log]
     lines: int
 
-    def show(self, start: Start, *, with_errors: bool) -> None:
+    def show(self, start: LaunchLogs, *, with_errors: bool) -> None:
         is_last = start.name == self.starts[-1].name
         ranks = f"{len(start.ranks)} rank{'' if len(start.ranks) == 1 else 's'}"
         self.screen.line(
@@ -293,7 +286,7 @@ class _View:
         """Before the first rank: what the subcommands said."""
         names = ", ".join(log.who for log in self.commands)
         self.screen.line(f"{self.paths.root}: no rank has started yet; {names}", "bold")
-        self.show_errors(group(error for log in self.commands for error in _last_error(log)))
+        self.show_errors(group(_last_errors(self.commands)))
         self.show_tail(self.commands[-1])
 
     def show_errors(self, groups: Sequence[Group]) -> None:
@@ -322,10 +315,11 @@ class _View:
         when = f"last written {clock(log.written)}" if words else "has written nothing"
         self.screen.line()
         self.screen.line(f"{who}, {when}: {shown}", "bold")
-        for line in clean(words[-self.lines :]):
-            self.screen.line(f"  {line}", "red" if _is_error(line) else "")
+        for time_of_line, text in list(zip(*dated(clean(words)), strict=True))[-self.lines :]:
+            line = f"{clock(time_of_line)} {text}" if time_of_line else text
+            self.screen.line(f"  {line}", "red" if _is_error(text) else "")
 
-    def show_more(self, start: Start) -> None:
+    def show_more(self, start: LaunchLogs) -> None:
         ways = ["--rank N", "--lines 200", "--follow"]
         if others := [s.name for s in self.starts if s.name != start.name]:
             ways.insert(1, f"--restart {others[-1]} (or all)")
@@ -386,7 +380,7 @@ class _Following:
         try:
             while True:
                 for log, follower in self._followed.values():
-                    for line in clean(follower.new_lines()):
+                    for line in dated(clean(follower.new_lines()))[1]:
                         screen.line(f"{log.who} | {line}", "red" if _is_error(line) else "")
                 time.sleep(FOLLOW_EVERY_SEC)
                 if (start := self._look(from_start=True)) != self._start:

@@ -489,9 +489,11 @@ def _unrecorded_error(files: RunFiles, log: Path, found: _Found) -> LoggedError 
     """The error that the newest log ends with, where it is newer than all that was recorded and says
     something else: of staging, or of training before its first launch, no event tells."""
     recorded = files.log[-1].time if files.log else 0.0
-    # A second of grace: clocks of a host and of a file system differ.
-    error = last_error(log) if log.stat().st_mtime > recorded - 1 else None
-    if error is None or (log.name in _OF_TRAINING and found.reason in error.headline):
+    # A second of grace: times in logs are whole seconds, and clocks of a host and a file system differ.
+    error = last_error(log)
+    if error is None or error.time <= recorded - 1:
+        return None
+    if log.name in _OF_TRAINING and found.reason in error.headline:
         return None
     is_recorded = files.log and isinstance(files.log[-1], _RECORDED_BY.get(log.name, ()))
     return None if is_recorded else error

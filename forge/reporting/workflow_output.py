@@ -1,5 +1,7 @@
 """Output of a workflow command: a line when a job starts and when it is done, and at the end the runs.
 
+In a file every line starts with the time, on a terminal only those about jobs.
+
 Snakemake prints ten to twenty for each: files, reason, resources. They stay in its own log
 (.snakemake/log), and on the terminal with --verbose and in a dry run. Errors, warnings, and all that is
 not listed here are printed as Snakemake words them.
@@ -12,10 +14,10 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import IO, Any
 
 from forge.core.paths import RunPaths
-from forge.core.terminal import Table, print_plain
+from forge.core.terminal import Table, begin_log, is_log, print_plain, stamped
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import COLORS, RunState, ask_slurm, clipped, judge
 
@@ -41,7 +43,7 @@ def shorten(workflow: Any, logger: logging.Logger) -> None:
     if workflow.output_settings.verbose or workflow.output_settings.dryrun:
         return
     for handler in list(logger.handlers):
-        if handler.name == TERMINAL:
+        if isinstance(handler, logging.StreamHandler) and handler.name == TERMINAL:
             logger.removeHandler(handler)
             logger.addHandler(JobLines(handler))
 
@@ -49,9 +51,12 @@ def shorten(workflow: Any, logger: logging.Logger) -> None:
 class JobLines(logging.Handler):
     """Passes Snakemake's records to the handler that prints them: those about jobs as one line."""
 
-    def __init__(self, printer: logging.Handler) -> None:
+    def __init__(self, printer: logging.StreamHandler[Any]) -> None:
         super().__init__()
-        self._printer = printer
+        self._printer, self._is_log = printer, is_log(printer.stream)
+        if self._is_log:
+            begin_log(printer.stream)
+            printer.setFormatter(_Stamped(printer.formatter, printer.stream))
         # By the id in Snakemake's records. Jobs of a group have the group's name.
         self._names: dict[str, str] = {}
         self._started: set[str] = set()
@@ -97,7 +102,10 @@ class JobLines(logging.Handler):
 
     def _line(self, name: str, what: str) -> str:
         self._started.add(name)
-        return f"{_now()} {name}: {what}"
+        return self._dated(f"{name}: {what}")
+
+    def _dated(self, line: str) -> str:
+        return line if self._is_log else time.strftime("[%Y-%m-%d %H:%M:%S] ") + line
 
     def _without_event(self, record: logging.LogRecord) -> str | None:
         if record.levelno != logging.INFO:
@@ -117,7 +125,19 @@ class JobLines(logging.Handler):
         names = [name for name in dict.fromkeys(self._ended) if name in self._started]
         self._ended.clear()
         done = f"done ({record.done} of {record.total})"
-        return f"{_now()} {', '.join(names)}: {done}" if names else ""
+        return self._dated(f"{', '.join(names)}: {done}") if names else ""
+
+
+class _Stamped(logging.Formatter):
+    """Another formatter's lines, with the time as in other files of Forge."""
+
+    def __init__(self, formatter: logging.Formatter | None, stream: IO[str]) -> None:
+        super().__init__()
+        self._formatter, self._stream = formatter or logging.Formatter(), stream
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = self._formatter.format(record)
+        return stamped(str(text), self._stream) if text else ""
 
 
 def _versions(record: Any) -> str:
@@ -142,10 +162,6 @@ def _none(_: Any) -> str:
 
 def _as_it_is(_: Any) -> None:
     return None
-
-
-def _now() -> str:
-    return time.strftime("[%Y-%m-%d %H:%M:%S]")
 
 
 # With more runs than these, those that need nobody are counted, and equal rows are one.

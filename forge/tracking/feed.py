@@ -16,7 +16,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -26,7 +25,7 @@ from forge.core.errors import ConfigError, ForgeError, UnfitError
 from forge.core.paths import RunPaths
 from forge.core.process import stop_with_parent
 from forge.core.records import Sent
-from forge.core.terminal import say, visible
+from forge.core.terminal import begin_log, say, write
 from forge.core.tracking import Tracking
 from forge.tracking.rows import Rows
 from forge.tracking.to_mlflow import MLflow
@@ -104,7 +103,7 @@ class Feed:
                 self.send()
                 return
             except Exception as err:
-                print(without_passwords(traceback.format_exc()), file=sys.stderr)
+                write(without_passwords(traceback.format_exc().rstrip()), sys.stderr)
                 if not has_warned:
                     why = _in_a_line(err)
                     tell(f"warning: tracking.{self.name}: {why}; training is not affected")
@@ -216,11 +215,11 @@ def _messages() -> Callable[[str], None]:
     which is standard output."""
     terminal = os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(1, 2)
+    begin_log(sys.stderr)
 
     def tell(message: str) -> None:
         say(message)  # into the log
-        with suppress(OSError):  # its reader may have left
-            print(visible(message), file=terminal, flush=True)
+        write(message, terminal)
 
     return tell
 

@@ -91,7 +91,7 @@ def assert_each_on_its_interface(run: Progress, cluster: Cluster) -> None:
     for rank, node in enumerate(launch["nodes"]):
         [log] = run.paths.logs.glob(f"*.{node}.{rank}.log")
         found = re.findall(
-            rf"^\[RANK {rank}\] .* host={node} .* interface=(\S+)", log.read_text(), re.M
+            rf"^\S+ \[RANK {rank}\] .* host={node} .* interface=(\S+)", log.read_text(), re.M
         )
         assert set(found) == {cluster.settings.interfaces[node]}
     assert [decoy_packets(cluster, node) for node in cluster.nodes] == [0] * 6

@@ -19,6 +19,7 @@ from .project import Project
 
 Nodes = Callable[[int], list[str]]
 NewProject = Callable[..., Project]
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d"
 
 
 def test_raw_text_becomes_a_validated_checkpoint_on_several_nodes_beside_a_run_that_fails(
@@ -40,15 +41,15 @@ def test_raw_text_becomes_a_validated_checkpoint_on_several_nodes_beside_a_run_t
     assert base.paths.report.exists()
     said = project.output()
     for name in ("base", "bad"):
-        submitted = rf"\] allocation-{name}: submitted with SLURM jobid \d+ \(log: (.*)\)\."
+        submitted = rf" allocation-{name}: submitted with SLURM jobid \d+ \(log: (.*)\)\."
         [log] = re.findall(submitted, said)
         in_job = Path(log).read_text()
-        started = re.findall(rf"\] (\w+) {name}: started", in_job)
-        done = re.findall(rf"\] (\w+) {name}: done", in_job)
+        started = re.findall(rf"^{TIME} (\w+) {name}: started", in_job, re.MULTILINE)
+        done = re.findall(rf"^{TIME} (\w+) {name}: done", in_job, re.MULTILINE)
         assert started == ["stage_run", "preflight_run", "train_run"]
         assert done == started[: 3 if name == "base" else 2]
         assert "    resources: " not in in_job + said
-        assert (f"] allocation-{name}: done (" in said) == (name == "base")
+        assert (f" allocation-{name}: done (" in said) == (name == "base")
     error = said.partition("message: Error in group allocation-bad")[2]
     # In Slurm's log and in that of training.
     assert "log: results/bad/logs/train.log" in error and error.count("are not finite") >= 2, said

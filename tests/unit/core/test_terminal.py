@@ -1,9 +1,13 @@
 """What people read: the same table in a terminal and in a pipe, and durations without false precision."""
 
 import io
+import os
+import pty
 import re
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +16,7 @@ from forge.core.errors import ForgeError
 from forge.core.terminal import Table, duration, print_plain, progress, say
 
 SGR = re.compile(r"\x1b\[[\d;]*m")
+REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -152,6 +157,141 @@ def test_text_column_is_as_wide_as_its_longest_word_or_has_a_line_of_its_own(cap
     assert capsys.readouterr().out == (
         "run\nbase\n    log: see\n    results/base/logs/train.log\n    there\n"
     )
+
+
+# --- the time in log files ----------------------------------------------------------------------------
+
+STAMPED = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d"
+
+
+@pytest.fixture
+def time_zone(monkeypatch):
+    def choose(name):
+        monkeypatch.setenv("TZ", name)
+        time.tzset()
+
+    yield choose
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.fixture
+def log(tmp_path):
+    with open(tmp_path / "train.log", "a+") as file:
+        yield file
+
+
+def lines_of(log):
+    log.seek(0)
+    return log.read().splitlines()
+
+
+def test_each_line_of_a_message_in_a_file_has_the_time(log, monkeypatch):
+    monkeypatch.setattr(terminal, "_copies", [log])
+    say("forge train: no space\n  fix:   free some\n\nend")
+    assert [re.sub(f"^{STAMPED}", "TIME", line) for line in lines_of(log)] == [
+        "TIME forge train: no space",
+        "TIME   fix:   free some",
+        "TIME",
+        "TIME end",
+    ]
+
+
+def test_lines_of_another_log_keep_their_time(log):
+    own = "2026-11-24T16:08:49 forge train: no space\n2026-11-24T16:08:49"
+    terminal.write(f"Logfile train.log:\n{own}", log)
+    first, *others = lines_of(log)
+    assert re.fullmatch(f"{STAMPED} Logfile train.log:", first)
+    assert others == own.splitlines()
+
+
+def test_log_names_the_zone_once_and_again_when_it_changes(log, time_zone):
+    time_zone("CET-1CEST,M3.5.0,M10.5.0/3")
+    terminal.begin_log(log)
+    assert lines_of(log) == []  # a command that says nothing leaves an empty log
+    time_zone("CET-1")
+    for _ in range(2):
+        terminal.write("step", log)
+    time_zone("CEST-2")
+    terminal.write("step", log)
+    assert [line[20:] for line in lines_of(log)] == [
+        *("times are local, +01:00 (CET)", "step", "step"),
+        *("times are local, +02:00 (CEST)", "step"),
+    ]
+
+
+def test_time_in_a_log_is_local_and_read_back(log, time_zone):
+    time_zone("IST-5:30")
+    before = time.time()
+    terminal.begin_log(log)
+    terminal.write("  fix:   wait", log)
+    zone_line, line = lines_of(log)
+    assert line.startswith(time.strftime("%Y-%m-%dT%H:", time.localtime(before)))
+    then, text = terminal.unstamped(line)
+    assert before - 1 < then <= time.time() and text == "  fix:   wait"
+    time_zone("UTC")
+    times, texts = terminal.dated([zone_line, line])
+    assert texts[1] == text and times == [then, then]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "step 3",
+        "[2026-11-24 16:08:49] train_run base: started",
+        "2026-11-24T16:08:49.123 of a library",
+        "2026-13-24T16:08:49 no such month",
+    ],
+)
+def test_line_of_others_has_no_time(line):
+    assert terminal.unstamped(line) == (None, line)
+
+
+@pytest.mark.parametrize("zone", ["WEST+12", "EAST-12"])
+def test_time_or_zone_that_cannot_be_is_no_error(zone, time_zone):
+    time_zone(zone)
+    for day in ("0001-01-01T00:00:00", "9999-12-31T23:59:59"):
+        assert terminal.unstamped(f"{day} text")[1].endswith("text")
+    assert terminal.dated(["times are local, +99:99 (X)"])[0] == [None]
+
+
+SAYS = "from forge.core.terminal import say; say('no space\\n  fix: free some')"
+
+
+def stderr_of_a_process(stream):
+    subprocess.run([sys.executable, "-c", SAYS], check=True, stderr=stream)
+
+
+def test_pipe_gets_bare_lines():
+    done = subprocess.run([sys.executable, "-c", SAYS], check=True, stderr=subprocess.PIPE)
+    assert done.stderr == b"no space\n  fix: free some\n"
+
+
+def test_terminal_gets_bare_lines():
+    reader, writer = pty.openpty()
+    with open(reader, "rb", buffering=0) as shown, open(writer, "wb") as screen:
+        stderr_of_a_process(screen)
+        assert shown.read(1000) == b"no space\r\n  fix: free some\r\n"
+
+
+def test_standard_error_in_a_file_gets_the_time(log):
+    stderr_of_a_process(log)
+    assert [re.sub(STAMPED, "TIME", line) for line in lines_of(log)] == [
+        "TIME no space",
+        "TIME   fix: free some",
+    ]
+
+
+@pytest.mark.parametrize(("in_workflow", "zones"), [("1", 0), ("", 1)])
+def test_zone_in_what_jobs_share_is_named_by_their_workflow(log, tmp_path, in_workflow, zones):
+    words = [sys.executable, "-m", "forge", "status", str(tmp_path / "nothing")]
+    environment = {**os.environ, "FORGE_IN_WORKFLOW": in_workflow}
+    done = subprocess.run(words, stderr=log, env=environment, cwd=REPOSITORY, check=False)
+    assert done.returncode == 78
+    *named, _, last = lines_of(log)
+    assert re.match(rf"{STAMPED}   fix: ", last)
+    assert sum("times are local" in line for line in named) == zones
 
 
 # --- names and lines of strangers ---------------------------------------------------------------------

@@ -54,10 +54,10 @@ def test_bytes_that_are_no_text_do_not_end_the_launch(tmp_path, heard):
 def test_what_a_rank_says_reaches_the_launcher(tmp_path, heard, monkeypatch):
     monkeypatch.setattr(terminal, "_copies", [])
     rank_output.speak_to_launcher(tmp_path)
-    terminal.say("step 5 · loss 3.2")
+    terminal.say("step 5 · loss 3.2\n  fix: 2 lines")
     with Console(tmp_path) as launcher:
         launcher.show()
-    assert heard == ["step 5 · loss 3.2"]
+    assert heard == ["step 5 · loss 3.2", "  fix: 2 lines"]  # the launcher's log adds the time
     terminal._copies.pop().close()
 
 
@@ -98,8 +98,9 @@ def test_log_is_shown_from_its_end_on(tmp_path, heard):
     log.write_text("before\n")
     rank_output.send_log(tmp_path, log)
     with Console(tmp_path), open(log, "a", buffering=1) as file:
-        file.write("after\n")
-    assert heard == ["after"]
+        file.write("  of the program\n")
+        terminal.write("of Forge", file)
+    assert heard == ["  of the program", "of Forge"]
 
 
 def test_log_takes_the_place_of_messages_that_the_launcher_follows_already(tmp_path, heard):

@@ -163,9 +163,10 @@ def test_sockets_without_infiniband_pass():
 # --- ranks that fail ------------------------------------------------------------------------------
 
 
-def test_last_error_of_the_logs_is_found_and_older_logs_do_not_count(tmp_path):
+@pytest.mark.parametrize("time", ["", "2026-11-24T16:08:49 "])
+def test_last_error_of_the_logs_is_found_and_older_logs_do_not_count(tmp_path, time):
     log = tmp_path / "7.0.node01.0.log"
-    log.write_text("Traceback …\nModuleNotFoundError: No module named 'torch'\nbye\n")
+    log.write_text(f"Traceback …\n{time}ModuleNotFoundError: No module named 'torch'\n{time}bye\n")
     since = log.stat().st_mtime
     assert last_error(tmp_path, since) == "ModuleNotFoundError: No module named 'torch'"
     assert last_error(tmp_path, since + 1) == ""

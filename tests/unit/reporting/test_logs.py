@@ -199,6 +199,77 @@ def test_a_long_traceback_keeps_its_end(run, capsys):
     assert "RecursionError: too deep" in entry and len(entry.splitlines()) < 25
 
 
+# --- the time of an error ---------------------------------------------------------------------------
+
+
+def stamped(text, at):
+    """The text as Forge writes it into a log."""
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(at))
+    return "".join(f"{stamp} {line}\n" for line in text.splitlines())
+
+
+def test_block_of_stamped_lines_is_one_error_with_its_own_time(run, capsys):
+    text = (
+        stamped("banner", NOON) + stamped(TRACEBACK.format(3), NOON + 7) + stamped("on", NOON + 9)
+    )
+    (error,) = find(text.splitlines(), "rank 3", written=NOON + 99)
+    assert error.time == NOON + 7
+    assert error.lines == tuple(TRACEBACK.format(3).splitlines())
+    (bare,) = find(TRACEBACK.format(5).splitlines(), "rank 5", written=NOON + 99)
+    assert bare.kind == error.kind
+
+
+def test_time_that_a_message_of_forge_mentions_is_not_its_own():
+    line = stamped("forge train: error: nothing since 2020-01-01 00:00:00", NOON)
+    (error,) = find(line.splitlines(), "train.log", written=NOON + 99)
+    assert error.time == NOON
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{library}", NOON + 99),
+        ("{begin}{library}", NOON + 99),  # the end of a rank that said nothing for hours
+        ("{begin}{library}{end}", NOON + 60),
+        ("{begin}W1 2026\n{timed}{end}", NOON + 30),
+    ],
+)
+def test_error_of_a_library_has_its_own_time_or_the_next_one(text, expected):
+    glog = time.strftime("[E%m%d %H:%M:%S.0 a.cpp:1] timeout\n", time.localtime(NOON + 30))
+    begin, end = stamped("banner", NOON), stamped("step 9", NOON + 60)
+    lines = text.format(begin=begin, end=end, library="KeyError: 'x'\n", timed=glog).splitlines()
+    (error,) = find(lines, "rank 0", written=NOON + 99)
+    assert error.time == expected
+
+
+def test_errors_and_starts_are_ordered_by_their_lines_where_files_were_copied(run, capsys):
+    write(run, "12.1.node01.0.log", stamped("came last", NOON + 60), NOON)
+    write(run, "12.0.node01.0.log", stamped("KeyError: 'second'", NOON + 2), NOON + 99)
+    write(run, "12.0.node01.1.log", stamped("KeyError: 'first'", NOON + 1), NOON + 99)
+    assert "came last" in shown(capsys, run)
+    text = shown(capsys, run, restart="0")
+    assert text.index("'first'") < text.index("'second'")
+    assert f"rank 1 on node01, {logs.clock(NOON + 1)}" in text
+
+
+def test_error_of_a_subcommand_is_dated_by_its_line(run, capsys):
+    write(run, "stage.log", stamped("forge stage: no space on node02\n  fix:   x", NOON - 60))
+    write(run, "12.0.node01.0.log", stamped("banner", NOON))
+    assert "no errors" in shown(capsys, run)
+    write(run, "stage.log", stamped("forge stage: no space on node02\n  fix:   x", NOON + 1))
+    assert "1 error\n" in shown(capsys, run)
+
+
+def test_times_of_another_zone_are_shown_in_that_of_the_reader(run, capsys):
+    east = NOON + 5 * 3600 + 1800
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(east))
+    text = f"{stamp} times are local, +05:30 (IST)\n{stamp} ValueError: no x\n"
+    write(run, "12.0.node01.0.log", text, NOON + 9)
+    lines = shown(capsys, run).splitlines()
+    assert f"  rank 0 on node01, {logs.clock(NOON)}" in lines
+    assert f"  {logs.clock(NOON)} ValueError: no x" in lines
+
+
 # --- which logs -----------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from snakemake.settings.enums import Quietness
 from snakemake.settings.types import OutputSettings
 from snakemake_interface_logger_plugins.common import LogEvent
 
+from forge.core.terminal import unstamped
 from forge.reporting import workflow_output
 
 SUBMITTED = (
@@ -21,9 +22,9 @@ SUBMITTED = (
 class Log:
     """A logger as Snakemake's LoggerManager sets it up."""
 
-    def __init__(self, **options):
+    def __init__(self, stream=None, **options):
         settings = OutputSettings(**options)
-        self.stream = io.StringIO()
+        self.stream = stream or io.StringIO()
         known = (settings.debug_dag, settings.verbose, settings.dryrun, settings.printshellcmds)
         handler = ColorizingTextHandler(
             stream=self.stream,
@@ -104,6 +105,26 @@ def test_jobs_on_this_machine_have_one_line_when_they_start_and_one_when_they_ar
         "train_run base: started",
         "train_run base: done (1 of 9)",
     ]
+
+
+def test_in_a_file_each_line_has_the_time_as_those_of_forge_do(tmp_path):
+    with open(tmp_path / "output", "w+") as file:
+        log = Log(file)
+        start(log)
+        log.job(3, "train_run", run="base")
+        log.finished(3, done=1)
+        log.error("train_run", log="train.log")
+        file.seek(0)
+        times, texts = zip(*(unstamped(line) for line in file.read().splitlines()), strict=True)
+    assert texts[0].startswith("times are local, ")
+    assert texts[1:5] == (
+        "Snakemake 9.27.1, Python 3.11.7 on ctl",
+        "jobs to run: 3 (2 config_run, train_run)",
+        "train_run base: started",
+        "train_run base: done (1 of 9)",
+    )
+    assert "    log: train.log (check log file(s) for error details)" in texts
+    assert all(times)
 
 
 def test_jobs_of_slurm_have_their_id_and_log_whatever_the_order_of_submission():
