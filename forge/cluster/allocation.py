@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.cluster import exclude, jobs, slurm
-from forge.cluster.placement import WorldLayout, check_layout
+from forge.cluster.placement import WorldLayout, check_layout, refuse_ranks_of_single
 from forge.cluster.profile import Profile
 from forge.cluster.sbatch import slurm_extra
 from forge.core.config import Config
@@ -226,11 +226,7 @@ def allocation_resources(given: Mapping[str, Any], machine: Machine) -> dict[str
             cause="each rank uses one GPU",
             fix=f'set tasks_per_node: {gpus}, or gres: "gpu:{ranks}"',
         )
-    if machine.launcher == "single" and nodes * ranks > 1:
-        raise ConfigError(
-            f"profile: {nodes} nodes with {ranks} ranks each, and launcher single, which runs one",
-            fix="set `launcher: srun` or `launcher: torchrun` in machine.yaml",
-        )
+    refuse_ranks_of_single(machine, WorldLayout(nodes, ranks))
     asked = nodes + machine.preflight.spare_nodes
     resources = {**given, "mpi": "", "nodes": asked, "tasks_per_node": ranks}
     if gpus is None:

@@ -65,11 +65,7 @@ def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
         raise ConfigError(
             f"nodes {layout.nodes} and ranks per node {layout.ranks_per_node} must be 1 or more"
         )
-    if machine.launcher == "single" and layout.world_size > 1:
-        raise ConfigError(
-            f"{layout.world_size} ranks with launcher single, which runs one",
-            fix="set `launcher: torchrun` or `launcher: srun` in machine.yaml, or use one rank",
-        )
+    refuse_ranks_of_single(machine, layout)
     rendezvous.check(machine.fabric, layout.nodes)
     if config.program is None:
         refuse_fp8(config.train, config.model)
@@ -80,6 +76,16 @@ def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
             refuse_bf16_of_ddp(config.train)
         _check_memory(machine, layout, config)
     check_source(machine, layout, config)
+
+
+def refuse_ranks_of_single(machine: Machine, layout: WorldLayout) -> None:
+    """ConfigError where the launcher is `single`, which runs one rank, and there are more."""
+    if machine.launcher == "single" and layout.world_size > 1:
+        raise ConfigError(
+            f"{layout.world_size} ranks ({layout.nodes} nodes, {layout.ranks_per_node} on each) with"
+            " launcher single, which runs one",
+            fix="set `launcher: torchrun` or `launcher: srun` in machine.yaml, or use one rank",
+        )
 
 
 def _check_memory(machine: Machine, layout: WorldLayout, config: Config) -> None:

@@ -67,7 +67,7 @@ class Process:
             host=hostname(),
             pid=pid,
             pid_namespace=_pid_namespace("self"),
-            boot_id=_boot_id(),
+            boot_id=boot_id(),
             machine_id=_machine_id(),
             start_ticks=state[1],
             slurm_job=os.environ.get("SLURM_JOB_ID"),
@@ -84,7 +84,7 @@ class Process:
     @property
     def is_here(self) -> bool:
         """Whether it belongs to this host, boot and pid namespace, where its pid means the process."""
-        here = (hostname(), _boot_id(), _pid_namespace("self"))
+        here = (hostname(), boot_id(), _pid_namespace("self"))
         return (self.host, self.boot_id, self.pid_namespace) == here
 
     def life(self) -> Life:
@@ -95,7 +95,7 @@ class Process:
         """
         if self.host != hostname():
             return "unknown"
-        if self.boot_id != _boot_id():
+        if self.boot_id != boot_id():
             return "gone" if self._ended_with_its_boot() else "unknown"
         if self.is_here:
             return "alive" if self._runs_here() else "gone"
@@ -138,7 +138,8 @@ class Process:
         return False
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """A random number that is new at each boot of this host."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

@@ -12,6 +12,7 @@ import forge
 from forge.core.config import FOLDERS, ResolvedConfig
 from forge.core.files import canonical, digest_bytes
 
+# On which the last bits of a result may depend; preflight compares them between nodes.
 PACKAGES = ("torch", "tokenizers", "numpy", "pydantic", "blake3")
 
 

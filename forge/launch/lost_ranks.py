@@ -15,7 +15,7 @@ from forge.launch.rank_records import RankRecord
 GPU_FAULT = "GPU fault"
 GPU_ERROR = "GPU error"
 OUT_OF_MEMORY = "out of memory"
-PEER_LOST = "peer lost"
+PEER_LOST = "peer lost"  # ranks are launched again, and the job is requeued
 # The cause where a rank did not arrive and was not seen to end: its node is checked before it is used
 # again.
 HANG = "hang"

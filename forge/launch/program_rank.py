@@ -24,6 +24,7 @@ from forge.core.process import free_port, hostname, stop_with_parent
 from forge.core.program_settings import Program, filled
 from forge.core.terminal import duration, say, unstamped, write
 from forge.launch.launcher import register
+from forge.launch.lost_ranks import PEER_LOST
 from forge.launch.rank import Rank
 from forge.launch.rank_output import RankProgress, send_log
 from forge.launch.rank_records import LaunchSpec, ProgramFolders, ProgramTask, RankRecord
@@ -37,7 +38,6 @@ NO_RESTART = 93
 STOP_ASKED = "stop"  # in the directory of the launch: the cause, for ranks that got no signal
 TAIL_BYTES = 4096
 VICTIM_SEC = 5.0  # a rank that only waits for a hung rank reports so much later than the hung rank
-LOST = "peer lost"  # the cause after which ranks are started again, and the job is requeued
 
 Signs = tuple[tuple[int, int], ...]  # time of last change and size of each of some files
 
@@ -308,7 +308,9 @@ class _Watch:
     def _record(self, status: int) -> RankRecord:
         record = RankRecord("completed", self.rank.rank, exit_status=status, ended=time.time())
         if self.hung:
-            return replace(record, status="lost", code=Exit.UNFIT, cause=LOST, message=self.hung)
+            return replace(
+                record, status="lost", code=Exit.UNFIT, cause=PEER_LOST, message=self.hung
+            )
         if self.cause:
             return replace(record, status="stopped", code=Exit.STOPPED, cause=self.cause)
         if status == 0:
@@ -318,7 +320,7 @@ class _Watch:
         if status == NO_RESTART:
             return replace(record, status="failed", code=Exit.FAILED, cause="no restart")
         code = Exit.FAILED if status > 0 else Exit.UNFIT
-        return replace(record, status="lost", code=code, cause=LOST)
+        return replace(record, status="lost", code=code, cause=PEER_LOST)
 
 
 def _signs(*paths: Path) -> Signs:

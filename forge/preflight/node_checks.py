@@ -32,13 +32,12 @@ from forge.core.errors import DataError, UnfitError
 from forge.core.files import atomic_open, disk_trouble
 from forge.core.machine import Fabric, Machine
 from forge.core.process import hostname, node_local_folder
+from forge.core.provenance import PACKAGES
 from forge.core.records import Check
 from forge.data.shards import MANIFEST, Kind
 from forge.launch.rank_records import ProgramFolders
 from forge.preflight import packages
 from forge.staging.on_node import open_copy
-
-PACKAGES = ("torch", "numpy", "tokenizers", "blake3")
 
 # Ranks, shared memory of libraries and compiled kernels need at least this much of /tmp.
 LOCAL_MIB = 16

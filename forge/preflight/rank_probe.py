@@ -23,6 +23,7 @@ from forge.cluster.network import has_rdma
 from forge.core.errors import Exit
 from forge.core.process import hostname
 from forge.core.provenance import versions
+from forge.launch.lost_ranks import PEER_LOST
 from forge.launch.process_group import World
 from forge.launch.rank_records import LaunchSpec, PreflightTask, RankRecord
 
@@ -60,7 +61,7 @@ class ProbeWatchdog:
 
     def _end_process(self, doing: str) -> None:
         message = f"{doing} took longer than {self.patience_sec:.3g} s"
-        record = RankRecord("failed", self._rank, Exit.UNFIT, cause="peer lost", message=message)
+        record = RankRecord("failed", self._rank, Exit.UNFIT, cause=PEER_LOST, message=message)
         record.write(self._spec)
         os._exit(1)  # the main thread is blocked in a collective
 

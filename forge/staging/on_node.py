@@ -36,7 +36,7 @@ from forge.core.files import (
     relative_path,
     write_json,
 )
-from forge.core.process import node_local_folder
+from forge.core.process import boot_id, node_local_folder
 from forge.core.terminal import progress
 from forge.data.input_set import InputSet
 from forge.data.shards import MANIFEST, FileSet, Kind, Member
@@ -137,7 +137,7 @@ def _state(files: FileSet) -> dict[str, Any]:
     return {
         "digest": files.digest,
         # After a power failure a file may have its size, but zeros as content.
-        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "boot": boot_id(),
         "files": {n: [s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns] for n, s in stats.items()},
     }
 
