@@ -157,6 +157,68 @@ class LaunchSpec(Record):
         return self.directory / "spec.json"
 
 
+# --- results of tasks other than training ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ProbedRank:
+    """One rank in the probe. network: that NCCL has named; "" without NCCL. tflop_per_sec: of a matrix
+    product. pairs: rank and GB/s of connections to other nodes, on local rank 0."""
+
+    rank: int
+    local_rank: int
+    host: str
+    device: str
+    versions: dict[str, str]
+    infiniband: bool
+    network: str
+    tflop_per_sec: float
+    pairs: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """Result of the probe of all ranks. Latency and bus bandwidth: of an all-reduce."""
+
+    ranks: list[ProbedRank]
+    backend: str
+    interface: str
+    all_reduce_right: bool
+    latency_us: float
+    bus_gb_per_sec: float
+    kind: Literal["probe"] = "probe"
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """Result of the replay check. losses: of the steps after the checkpoint, None for one that is not
+    finite. finite: the state after them. numerics: as a checkpoint's lineage has them."""
+
+    losses: list[float | None]
+    finite: bool
+    numerics: dict[str, Any]
+    kind: Literal["replay"] = "replay"
+
+
+@dataclass(frozen=True)
+class LossesResult:
+    """Losses and samples of a LossesTask, the same on all ranks; None for a loss that is not finite.
+
+    reference: of each rank that was asked for, with the numerics of the computation. validation: by
+    source, the mean loss and its number of tokens. samples: ids that continue each prompt; none after a
+    loss that is not finite.
+    """
+
+    reference: list[float | None] = field(default_factory=list)
+    numerics: dict[str, Any] = field(default_factory=dict)
+    validation: dict[str, tuple[float | None, int]] = field(default_factory=dict)
+    samples: list[list[int]] = field(default_factory=list)
+    kind: Literal["losses"] = "losses"
+
+
+Result = Annotated[ProbeResult | ReplayResult | LossesResult, Field(discriminator="kind")]
+
+
 # --- rank records ----------------------------------------------------------------------------------
 
 
@@ -180,9 +242,7 @@ class RankRecord:
     connected: tuple[
         str, ...
     ] = ()  # of all ranks: hosts that reached Slurm while their ranks waited
-    result: dict[str, Any] = field(
-        default_factory=dict
-    )  # of preflight, the replay check or recomputed losses
+    result: Result | None = None
 
     @property
     def what(self) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from forge.cluster.placement import WorldLayout
 from forge.core.machine import Machine
 from forge.core.records import Check
-from forge.launch.rank_records import RankRecord
+from forge.launch.rank_records import ProbedRank, ProbeResult, RankRecord
 
 SHOWN_RANKS = 16
 
@@ -17,46 +16,45 @@ SHOWN_RANKS = 16
 def rank_checks(record: RankRecord, layout: WorldLayout, machine: Machine) -> Iterator[Check]:
     """Checks of the results of a completed probe of all ranks; `record` is rank 0's."""
     result = record.result
-    ranks: list[dict[str, Any]] = result["ranks"]
+    assert isinstance(result, ProbeResult)
+    ranks = result.ranks
     world = layout.world_size
-    where = ", ".join(f"{r['rank']}={r['host']}:{r['device']}" for r in ranks[:SHOWN_RANKS])
+    where = ", ".join(f"{r.rank}={r.host}:{r.device}" for r in ranks[:SHOWN_RANKS])
     more = f" and {world - SHOWN_RANKS} more" if world > SHOWN_RANKS else ""
-    mapped = sorted(rank["rank"] for rank in ranks) == list(range(world))
+    mapped = sorted(rank.rank for rank in ranks) == list(range(world))
     yield Check(
         "mapping",
         "ok" if mapped else "fail",
         f"world of {world}: {where}{more}",
         "" if mapped else "set --nodes and --ranks-per-node to what the launcher starts",
     )
-    yield Check("rendezvous", "ok", f"{result['backend']} over {result['interface'] or 'any'}")
-    differing = [rank["rank"] for rank in ranks if rank["versions"] != ranks[0]["versions"]]
+    yield Check("rendezvous", "ok", f"{result.backend} over {result.interface or 'any'}")
+    differing = [rank.rank for rank in ranks if rank.versions != ranks[0].versions]
     if differing:
         message = f"ranks {differing} have other versions than rank 0"
         yield Check("versions", "fail", message, "use one environment on all nodes")
     else:
         yield Check("versions", "ok", "equal on all ranks")
-    right = result["all_reduce_right"]
-    figures = f"{result['latency_us']:.0f} µs, bus {result['bus_gb_per_sec']:.2f} GB/s"
+    right = result.all_reduce_right
+    figures = f"{result.latency_us:.0f} µs, bus {result.bus_gb_per_sec:.2f} GB/s"
     yield Check(
         "all-reduce",
         "ok" if right else "fail",
         figures if right else "the sum over ranks is wrong",
         "" if right else "the interface or GPU link corrupts data: leave this node out",
     )
-    if result["backend"] == "nccl":
+    if result.backend == "nccl":
         yield _network(ranks)
     if layout.nodes > 1:
         yield from _slow_nodes(ranks, machine.preflight.slow_factor)
 
 
-def _network(ranks: list[dict[str, Any]]) -> Check:
+def _network(ranks: list[ProbedRank]) -> Check:
     """Whether NCCL uses InfiniBand on every node that has it."""
-    chosen = sorted({rank["network"] for rank in ranks if rank["network"]})
+    chosen = sorted({rank.network for rank in ranks if rank.network})
     message = f"NCCL uses {', '.join(chosen) or 'a network that its log does not name'}"
     by_socket = [
-        rank["host"]
-        for rank in ranks
-        if rank["infiniband"] and rank["network"].startswith("Socket")
+        rank.host for rank in ranks if rank.infiniband and rank.network.startswith("Socket")
     ]
     if not by_socket:
         return Check("network", "ok", message)
@@ -69,14 +67,14 @@ def _network(ranks: list[dict[str, Any]]) -> Check:
     )
 
 
-def _slow_nodes(ranks: list[dict[str, Any]], factor: float) -> Iterator[Check]:
+def _slow_nodes(ranks: list[ProbedRank], factor: float) -> Iterator[Check]:
     """Compare each node's matrix product (median of its ranks) and bandwidth with the median of nodes."""
-    hosts = {rank["rank"]: rank["host"] for rank in ranks}
+    hosts = {rank.rank: rank.host for rank in ranks}
     products: dict[str, list[float]] = {host: [] for host in hosts.values()}
     pairs: dict[str, list[float]] = {host: [] for host in hosts.values()}
     for rank in ranks:
-        products[rank["host"]].append(rank["tflop_per_sec"])
-        pairs[rank["host"]] += [speed for _, speed in rank["pairs"]]
+        products[rank.host].append(rank.tflop_per_sec)
+        pairs[rank.host] += [speed for _, speed in rank.pairs]
     product = {host: statistics.median(values) for host, values in products.items()}
     yield _compared("matrix product", product, factor, "TFLOP/s a rank", COMPUTES_SLOWLY)
     # median_high: with one slow node of three, each of the others has one slow pair and one fast one.

@@ -25,7 +25,7 @@ from forge.core.process import hostname
 from forge.core.provenance import versions
 from forge.launch.lost_ranks import PEER_LOST
 from forge.launch.process_group import World
-from forge.launch.rank_records import LaunchSpec, PreflightTask, RankRecord
+from forge.launch.rank_records import LaunchSpec, PreflightTask, ProbedRank, ProbeResult, RankRecord
 
 LATENCY_ROUNDS = 20
 BANDWIDTH_ROUNDS = 3
@@ -96,30 +96,27 @@ def check(world: World, task: PreflightTask, spec: LaunchSpec) -> RankRecord:
     speeds = _all_reduce(world, groups, watchdog)
     pairs = _pairs(world, groups, watchdog)
     watchdog.begin("gathering the results of all ranks")
-    own = {**_facts(world, task.nccl_file), "tflop_per_sec": _matmul(world.device), "pairs": pairs}
+    own = ProbedRank(
+        rank=world.rank.rank,
+        local_rank=world.rank.local_rank,
+        host=hostname(),
+        device=str(world.device),
+        versions=versions(),
+        infiniband=has_rdma(),
+        network=_network(task.nccl_file),
+        tflop_per_sec=_matmul(world.device),
+        pairs=pairs,
+    )
     quick = replace(world, control=groups.control)
-    facts = quick.gather_objects(own, dict[str, Any], "results of all ranks")
-    result = {
-        "ranks": facts,
-        "backend": world.backend,
-        "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
+    result = ProbeResult(
+        ranks=quick.gather_objects(own, ProbedRank, "results of all ranks"),
+        backend=world.backend,
+        interface=os.environ.get("GLOO_SOCKET_IFNAME", ""),
         **speeds,
-    }
+    )
     world.barrier()
     watchdog.end()
     return RankRecord("completed", world.rank.rank, result=result)
-
-
-def _facts(world: World, nccl_file: str) -> dict[str, Any]:
-    return {
-        "rank": world.rank.rank,
-        "local_rank": world.rank.local_rank,
-        "host": hostname(),
-        "device": str(world.device),
-        "versions": versions(),
-        "infiniband": has_rdma(),
-        "network": _network(nccl_file),
-    }
 
 
 def _network(nccl_file: str) -> str:

@@ -21,7 +21,7 @@ from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import grouped
 from forge.core.records import Sample, Trained
-from forge.launch.rank_records import LossesTask
+from forge.launch.rank_records import LossesResult, LossesTask
 from forge.trainer import llama, optim
 from forge.trainer.numerics import REFERENCE_SAMPLES, prepare
 from forge.trainer.source_mix import MixAtStart, losses_text, mean_loss
@@ -177,21 +177,21 @@ class ModelChecks:
                 len(recorded), self._at_most(MAX_RECOMPUTED, REFERENCE_SAMPLES)
             )
             result = self._here(ranks=ranks)
-        now = Numerics(**result["numerics"])
+        now = Numerics(**result.numerics)
         # FSDP2 casts the weights to bf16, autocast casts the inputs of single operations.
         cast = then.precision == "bf16" and self._config.train.shard != "none"
         exact = same_arithmetic(self._manifest.lineage, now) and not cast
         tolerance, bound = tolerance_for(then.precision, exact)
         wrong = [
             f"{loss} of rank {rank}, recorded {recorded[rank]}"
-            for rank, loss in zip(ranks, result["reference"], strict=True)
+            for rank, loss in zip(ranks, result.reference, strict=True)
             if loss is None or not abs(loss - recorded[rank]) <= tolerance  # also true for NaN
         ]
         if wrong:
             raise DataError(f"losses {'; '.join(wrong)}; must be {bound}{self._where}")
         return f"{len(ranks)} of {len(recorded)} recorded losses recomputed, {bound}{self._where}"
 
-    def _on_gpus(self, **wanted: Any) -> dict[str, Any] | None:
+    def _on_gpus(self, **wanted: Any) -> LossesResult | None:
         """What fresh ranks compute on the GPUs of this host, which share the weights; None where it has
         none, or they fail. wanted: of LossesTask."""
         if not self._gpus:
@@ -205,12 +205,13 @@ class ModelChecks:
             deadline_sec=GPU_DEADLINE_SEC,
         )
         if record.status == "completed":
+            assert isinstance(record.result, LossesResult)
             return record.result
         reason = record.message.splitlines()[0]
         self._gpus, self._where = 0, f", on the CPU, since it failed on {self._gpus} GPUs: {reason}"
         return None
 
-    def _here(self, **wanted: Any) -> dict[str, Any]:
+    def _here(self, **wanted: Any) -> LossesResult:
         """What this process computes with the weights that it has read. wanted: of LossesTask."""
         evaluation = LossEvaluator(self._model, self._data.shards, self._config)
         return evaluation.compute(self._task(**wanted))
@@ -246,13 +247,13 @@ class ModelChecks:
             sources = max(1, len(self._config.ids.sources))
             most = max(1, self._at_most(num_samples * sources, 1) // sources)
             result = self._here(eval_samples=most, **wanted)
-        losses = {name: loss for name, (loss, _) in result["validation"].items()}
-        if bad := [name for name, loss in losses.items() if loss is None]:
+        losses = {name: loss for name, (loss, _) in result.validation.items() if loss is not None}
+        if bad := [name for name in result.validation if name not in losses]:
             raise DataError(f"not finite {', '.join(bad)}".strip())
         mix = MixAtStart.recorded(self._checkpoint) if self._manifest.mix else None
         self.loss = mean_loss(losses, mix, self._manifest.step)
-        self._continued = zip(report.prompts, prompts, result["samples"], strict=True)
-        tokens = sum(tokens for _, tokens in result["validation"].values())
+        self._continued = zip(report.prompts, prompts, result.samples, strict=True)
+        tokens = sum(tokens for _, tokens in result.validation.values())
         by_source = f" ({losses_text(losses)})" if mix else ""
         return f"{self.loss:.4f}{by_source} over {tokens:,} tokens{self._where}"
 

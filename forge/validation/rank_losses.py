@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from forge.core.config import ResolvedConfig
 from forge.data.loader import Windows, eval_batches, split, windows_by_source
 from forge.data.sources import Tokens, open_tokens
 from forge.launch.process_group import World
-from forge.launch.rank_records import LossesTask, RankRecord
+from forge.launch.rank_records import LossesResult, LossesTask, RankRecord
 from forge.trainer import llama
 from forge.trainer.documents import find_documents
 from forge.trainer.numerics import numerics, prepare, reference_batch
@@ -67,27 +68,23 @@ class LossEvaluator:
         self._world_size = world.rank.world_size if world else 1
 
     @torch.no_grad()
-    def compute(self, task: LossesTask) -> dict[str, Any]:
-        """What the task asks for, the same on all ranks: `reference`, the loss of each of its ranks, and
-        the `numerics` of this; `validation`, by source the mean loss and its number of tokens; `samples`,
-        the ids that continue each prompt. A loss that is not finite is None, and leaves no samples."""
-        result = self._reference(task) if task.ranks else {}
-        if task.eval_samples:
-            losses = {
-                n: self._validation(windows, task.eval_samples)
-                for n, windows in self._windows.items()
-            }
-            result["validation"] = {
-                n: [_finite(loss), tokens] for n, (loss, tokens) in losses.items()
-            }
-            if all(math.isfinite(loss) for loss, _ in losses.values()):
-                prompts = list(enumerate(task.prompts))
-                result["samples"] = self._divided(
-                    prompts, lambda item: self._sample(*item, task), list[int]
-                )
-        return result
+    def compute(self, task: LossesTask) -> LossesResult:
+        """What the task asks for."""
+        result = self._reference(task) if task.ranks else LossesResult()
+        if not task.eval_samples:
+            return result
+        losses = {
+            name: self._validation(windows, task.eval_samples)
+            for name, windows in self._windows.items()
+        }
+        samples: list[list[int]] = []
+        if all(math.isfinite(loss) for loss, _ in losses.values()):
+            prompts = list(enumerate(task.prompts))
+            samples = self._divided(prompts, lambda item: self._sample(*item, task), list[int])
+        validation = {name: (_finite(loss), tokens) for name, (loss, tokens) in losses.items()}
+        return replace(result, validation=validation, samples=samples)
 
-    def _reference(self, task: LossesTask) -> dict[str, Any]:
+    def _reference(self, task: LossesTask) -> LossesResult:
         before = torch.get_num_threads()
         if task.threads:
             torch.set_num_threads(task.threads)
@@ -96,7 +93,7 @@ class LossEvaluator:
             now = numerics(self._device, task.precision)
         finally:
             torch.set_num_threads(before)
-        return {"reference": [_finite(loss) for loss in losses], "numerics": now}
+        return LossesResult(reference=[_finite(loss) for loss in losses], numerics=now)
 
     def _reference_loss(self, rank: int, task: LossesTask) -> float:
         """The reference-batch loss of a rank, computed as the rank did in training."""

@@ -27,7 +27,7 @@ from forge.core.records import Check
 from forge.core.terminal import duration
 from forge.core.train_settings import ranks_per_copy
 from forge.launch.launcher import run_ranks
-from forge.launch.rank_records import RankRecord, ReplayTask, Task
+from forge.launch.rank_records import RankRecord, ReplayResult, ReplayTask, Task
 from forge.trainer import metrics
 from forge.validation.estimates import BYTES_OF_STATE, cpu_seconds
 
@@ -232,6 +232,7 @@ def check_next_losses(
         return _not_done(reason)
     record = _train_on(config, checkpoint, ranks, last, device)
     if record.status == "completed":
+        assert isinstance(record.result, ReplayResult)
         return _compare(checkpoint, recorded, record.result)
     if record.cause in (TrainingError.__name__, DataError.__name__):
         return Check("next loss", "fail", record.message)
@@ -292,10 +293,9 @@ def _weight_bytes(checkpoint: directory.Checkpoint) -> float:
     return sum(file.bytes for file in checkpoint.manifest.files.values()) / 3
 
 
-def _compare(checkpoint: directory.Checkpoint, recorded: Recorded, result: dict[str, Any]) -> Check:
-    """result: `losses` of the steps after the checkpoint (None: not finite), `finite`, `numerics`."""
+def _compare(checkpoint: directory.Checkpoint, recorded: Recorded, result: ReplayResult) -> Check:
     lineage = checkpoint.manifest.lineage
-    now = Numerics(**result["numerics"])
+    now = Numerics(**result.numerics)
     exact = _is_repeatable(checkpoint, recorded) and same_arithmetic(lineage, now)
     if lineage.config.train.fp8:
         exact = exact and lineage.versions.torchao == versions(fp8=True)["torchao"]
@@ -305,7 +305,7 @@ def _compare(checkpoint: directory.Checkpoint, recorded: Recorded, result: dict[
     tolerance, bound = tolerance_for(precision, exact)
     equal: list[str] = []
     for step, then_loss in sorted(recorded.losses.items()):
-        loss = result["losses"][step - checkpoint.step - 1]
+        loss = result.losses[step - checkpoint.step - 1]
         apart = math.inf if loss is None else abs(loss - then_loss)
         if not apart <= tolerance:  # also false for NaN
             cause = ": weights or data differ" if step == checkpoint.step + 1 else ""
@@ -315,7 +315,7 @@ def _compare(checkpoint: directory.Checkpoint, recorded: Recorded, result: dict[
             )
             return Check("next loss", "fail", message)
         equal.append(f"step {step} {bound}")
-    if not result["finite"]:
+    if not result.finite:
         message = "weights or optimizer state are not finite after the next update"
         return Check("next loss", "fail", message)
     return Check("next loss", "ok", f"replayed: {', '.join(equal)}")

@@ -12,7 +12,7 @@ from forge.checkpoint import directory, storage
 from forge.core.config import ResolvedConfig
 from forge.data.sources import Tokens, open_tokens
 from forge.launch.process_group import World
-from forge.launch.rank_records import RankRecord
+from forge.launch.rank_records import RankRecord, ReplayResult
 from forge.trainer import optim
 from forge.trainer.divergence import diverged, ended_by_spike
 from forge.trainer.numerics import numerics, prepare
@@ -44,7 +44,7 @@ def _load(world: World, config: ResolvedConfig, checkpoint: Path, tokens: Tokens
 
 def _train(
     world: World, config: ResolvedConfig, checkpoint: directory.Checkpoint, tokens: Tokens
-) -> dict[str, object]:
+) -> ReplayResult:
     """The losses of the steps after a checkpoint, and whether the state after them is finite."""
     prepare(world.device, deterministic=config.train.deterministic)
     then = checkpoint.manifest.lineage.numerics
@@ -53,11 +53,11 @@ def _train(
     losses = _losses(config, start)
     state = storage.training_state(start.model, start.optimizers)
     finite = world.gather([float(storage.is_finite(state))], "check of numbers")
-    return {
-        "losses": losses,
-        "finite": all(row[0] for row in finite),
-        "numerics": numerics(world.device, then.precision),
-    }
+    return ReplayResult(
+        losses=losses,
+        finite=all(row[0] for row in finite),
+        numerics=numerics(world.device, then.precision),
+    )
 
 
 def _losses(config: ResolvedConfig, start: Start) -> list[float | None]:

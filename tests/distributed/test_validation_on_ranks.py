@@ -88,20 +88,20 @@ def test_ranks_compute_the_losses_and_samples_of_one_process(solo, num_ranks, pr
     record = replay.run_here(task, config, checkpoint, num_ranks, "cpu")
     assert record.status == "completed", record.message
     found = record.result
-    assert found["reference"] == alone["reference"] and len(set(alone["reference"])) == 3
-    assert found["validation"][""][0] == pytest.approx(alone["validation"][""][0], rel=1e-6)
-    assert found["validation"][""][1] == alone["validation"][""][1] == 11 * config.train.seq_len
-    assert found["samples"] == alone["samples"]
-    assert [len(ids) for ids in found["samples"]] == [5, 5, 5]
-    assert found["numerics"] == alone["numerics"]
+    assert found.reference == alone.reference and len(set(alone.reference)) == 3
+    assert found.validation[""][0] == pytest.approx(alone.validation[""][0], rel=1e-6)
+    assert found.validation[""][1] == alone.validation[""][1] == 11 * config.train.seq_len
+    assert found.samples == alone.samples
+    assert [len(ids) for ids in found.samples] == [5, 5, 5]
+    assert found.numerics == alone.numerics
 
 
 def test_losses_that_are_not_finite_have_no_number_and_no_samples(solo):
     """Records are JSON, which has no NaN, and torch cannot draw from NaN."""
     overflow = lambda model: model.model.norm.weight.data.fill_(1e38)  # noqa: E731
     found = in_this_process(*work_on(solo), damage=overflow)
-    assert found["reference"] == [None, None, None]
-    assert found["validation"][""][0] is None and "samples" not in found
+    assert found.reference == [None, None, None]
+    assert found.validation[""][0] is None and found.samples == []
 
 
 def test_checkpoint_of_gpus_is_validated_on_those_of_the_job(solo, tmp_path, launched):

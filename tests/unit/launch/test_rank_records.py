@@ -10,6 +10,7 @@ from forge.launch import rank_records
 from forge.launch.heartbeat import Activity
 from forge.launch.rank_records import (
     LaunchSpec,
+    LossesResult,
     LossesTask,
     PreflightTask,
     RankRecord,
@@ -38,10 +39,13 @@ def test_spec_survives_the_file(tmp_path, task):
     assert LaunchSpec.read(spec.path) == spec
 
 
+LOSSES = LossesResult([3.5, None], {"device": "cpu"}, {"": (3.25, 80)}, [[1, 2]])
+
+
 def test_rank_without_a_record_is_lost_and_records_survive_the_file(tmp_path):
     spec = spec_of(tmp_path)
     first = RankRecord("stopped", 0, 75, step=40, cause="SIGTERM", lost=(1, 2))
-    last = RankRecord("completed", 2, weights_digest="0" * 64, result={"a": [1]})
+    last = RankRecord("completed", 2, weights_digest="0" * 64, result=LOSSES)
     spec.write(spec.path)
     for record in (first, last):
         record.write(spec)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import pytest
 from support import happenings
@@ -17,7 +18,7 @@ from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
 from forge.core.records import Check
 from forge.data.content_ids import resolve
-from forge.launch.rank_records import RankRecord
+from forge.launch.rank_records import ProbedRank, ProbeResult, RankRecord
 from forge.preflight import compare_nodes, isolate, preflight
 from forge.preflight.bisection import BrokenNodes
 from forge.preflight.compare_nodes import CheckedNode
@@ -43,19 +44,9 @@ def paths(config):
 
 
 def result(**changes):
-    rank = {
-        **{"rank": 0, "local_rank": 0, "host": "n1", "device": "cpu", "versions": {"torch": "2"}},
-        **{"infiniband": False, "network": "", "tflop_per_sec": 0.05, "pairs": []},
-    }
-    return {
-        "ranks": [rank, {**rank, "rank": 1, "local_rank": 1}],
-        "backend": "gloo",
-        "interface": "eth7",
-        "all_reduce_right": True,
-        "latency_us": 40.2,
-        "bus_gb_per_sec": 3.456,
-        **changes,
-    }
+    rank = ProbedRank(0, 0, "n1", "cpu", {"torch": "2"}, False, "", 0.05, [])
+    ranks = [rank, replace(rank, rank=1, local_rank=1)]
+    return replace(ProbeResult(ranks, "gloo", "eth7", True, 40.2, 3.456), **changes)
 
 
 # --- one node -------------------------------------------------------------------------------------

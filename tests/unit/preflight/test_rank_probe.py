@@ -1,32 +1,28 @@
 """Results of the ranks' probes must give the right checks, and name slow nodes with numbers."""
 
 import statistics
+from dataclasses import replace
 
 import pytest
 
 from forge.cluster.placement import WorldLayout
 from forge.core.machine import load_machine
 from forge.core.records import Check
-from forge.launch.rank_records import RankRecord
+from forge.launch.rank_records import ProbedRank, ProbeResult, RankRecord
 from forge.preflight.isolate import last_error
 from forge.preflight.rank_checks import rank_checks
 from forge.preflight.rank_probe import PAIR_ROUNDS, network_chosen, tournament
 
 
 def rank(number, host="n1", **changes):
-    return {
-        **{"rank": number, "local_rank": 0, "host": host, "device": "cpu"},
-        **{"versions": {"torch": "2"}, "infiniband": False, "network": ""},
-        **{"tflop_per_sec": 0.05, "pairs": [], **changes},
-    }
+    quiet = ProbedRank(number, 0, host, "cpu", {"torch": "2"}, False, "", 0.05, [])
+    return replace(quiet, **changes)
 
 
 def checks(ranks=None, nodes=1, **changes):
-    result = {
-        **{"ranks": ranks or [rank(0), rank(1)], "backend": "gloo", "interface": "eth7"},
-        **{"all_reduce_right": True, "latency_us": 40.2, "bus_gb_per_sec": 3.456, **changes},
-    }
-    layout = WorldLayout(nodes, len(result["ranks"]) // nodes)
+    ranks = ranks or [rank(0), rank(1)]
+    result = replace(ProbeResult(ranks, "gloo", "eth7", True, 40.2, 3.456), **changes)
+    layout = WorldLayout(nodes, len(ranks) // nodes)
     found = rank_checks(RankRecord("completed", result=result), layout, load_machine(None))
     return {check.name: check for check in found}
 

@@ -16,7 +16,7 @@ from forge.core.paths import RunPaths
 from forge.core.provenance import cpu_name
 from forge.core.train_settings import Train
 from forge.data.content_ids import resolve
-from forge.launch.rank_records import RankRecord
+from forge.launch.rank_records import RankRecord, ReplayResult
 from forge.trainer import metrics
 from forge.validation import replay
 from forge.validation.replay import Recorded, _compare, check_next_losses, recorded_losses
@@ -145,8 +145,8 @@ def replayed(run, monkeypatch, *, num_gpus, num_parameters=1e8, trained=TRAINED)
 
     def run_here(task, config, checkpoint, num_ranks, device, **_):
         devices.append((num_ranks, device))
-        result = {"losses": list(loss("a", 11, 12).values()), "finite": True}
-        return RankRecord("completed", result={**result, "numerics": ON_GPUS.to_json()})
+        result = ReplayResult(list(loss("a", 11, 12).values()), True, ON_GPUS.to_json())
+        return RankRecord("completed", result=result)
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(replay, "run_here", run_here)
@@ -184,7 +184,7 @@ TWO_THREADS = NUMERICS.model_copy(update={"threads": 2})
 
 
 def compare(losses, made=None, recorded=TWO, finite=True, numerics=NUMERICS):
-    result = {"losses": losses, "finite": finite, "numerics": numerics.to_json()}
+    result = ReplayResult(losses, finite, numerics.to_json())
     return _compare(made or checkpoint(), recorded, result)
 
 
