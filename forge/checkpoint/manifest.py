@@ -56,13 +56,6 @@ class SkippedSteps(Part):
     in_a_row: Count
 
 
-class LeftOutBatches(Part):
-    """From this step on, counted from 0, so many batches more are left out (train.spike=rewind)."""
-
-    step: Count
-    batches: Annotated[int, Field(ge=1, lt=2**63)]
-
-
 class ReferenceLosses(Part):
     """Loss of each rank on its reference batch of `samples` samples, which validation recomputes."""
 
@@ -226,7 +219,7 @@ class RecordedStage(Part):
 
 class SourceUse(Part):
     """A source: tokens of its training split, windows in an epoch of it, and how many samples the run and
-    its parents have drawn from it before `step`, with those that were left out."""
+    its parents have drawn from it before `step`."""
 
     tokens: Count
     windows: Count
@@ -261,9 +254,6 @@ class Manifest(Part):
     spike_window: list[Annotated[list[float], Field(min_length=2, max_length=2)]]
     """Loss and gradient norm of the last steps that updated the weights, oldest first, on which the rule
     of train.spike depends; [] without it."""
-    left_out: list[LeftOutBatches]
-    """In the order in which they were decided. Of a run without rewinds `next_sample` is the number of
-    samples that it has trained on."""
     format: Literal[5] = FORMAT
     digest: str = ""
     """Over all else; empty until the manifest is sealed."""

@@ -165,8 +165,8 @@ def fix_for_divergence(config: Config, saved_step: int) -> str:
     """Advice after a run has diverged. saved_step: of its newest checkpoint, 0 without one."""
     name = f"{config.run}@{saved_step}" if saved_step > first_step(config) else config.parent
     if name is None:
-        return "lower train.lr or raise train.warmup_steps under a new run name"
+        return "lower train.lr, raise train.warmup_steps or change train.seed under a new run name"
     return (
         f"start a new run with parent: {name}, or a step from before the loss rose, and a lower"
-        " train.lr (config/README.md)"
+        " train.lr or another train.seed, which draws other samples (config/README.md)"
     )

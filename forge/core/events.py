@@ -183,20 +183,6 @@ class Requeue(Event):
     step: int
 
 
-class Rewind(Event):
-    """The ranks end, to be started again from the checkpoint at `to_step` (where the run began, if it has
-    none), because step `spike` was a loss spike. From there on `batches` more are left out. number: of
-    all such decisions that the run depends on, from 1. seed, tokens: of the order that it is about."""
-
-    number: int
-    to_step: int
-    batches: int
-    spike: int
-    reason: str
-    seed: int
-    tokens: str
-
-
 # --- validation ------------------------------------------------------------------------------------
 
 

@@ -75,12 +75,10 @@ class Train(Section):
     (exit 70); `skip` continues with the next batch, without an update of weights and optimizer state."""
     max_skipped_steps: int = Field(10, ge=1, json_schema_extra=FREE)
     """With `skip`, here or of spikes, the run ends (exit 70) after this many skipped steps in a row."""
-    spike: Literal["stop", "skip", "rewind"] | None = Field(None, json_schema_extra=FREE)
+    spike: Literal["stop", "skip"] | None = Field(None, json_schema_extra=FREE)
     """A step is a spike if its loss or gradient norm is more than spike_factor standard deviations above
     the mean of the steps before: `stop` ends the run (exit 70); `skip` continues with the next batch,
-    without an update of weights and optimizer state; `rewind` resumes from the newest checkpoint and
-    leaves out the batches from there to the spike, three times at most from one checkpoint; null: no
-    rule."""
+    without an update of weights and optimizer state; null: no rule."""
     spike_factor: float = Field(6.0, gt=0, json_schema_extra=FREE)
     """Standard deviations above the mean from which on a step is a spike."""
     spike_window: int = Field(128, ge=8, le=10_000, json_schema_extra=FREE)
@@ -141,6 +139,17 @@ class Train(Section):
         is_number = str(value).isdecimal() and int(value) >= 1
         if value not in ("auto", None) and not is_number:
             raise ValueError("must be auto, null, or a number of samples, 1 or more")
+        return value
+
+    @field_validator("spike", mode="before")
+    @classmethod
+    def _does_not_rewind(cls, value: Any) -> Any:
+        if value == "rewind":
+            raise ValueError(
+                "Forge does not rewind any more: use stop or skip. To leave out the batches of a spike,"
+                " start a new run from a checkpoint before it, with another seed: parent: RUN@STEP and"
+                " another train.seed"
+            )
         return value
 
     @model_validator(mode="after")

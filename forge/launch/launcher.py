@@ -135,8 +135,8 @@ def run_ranks(
 
 
 def _launch_id() -> str:
-    """Time and process id. To the millisecond: after a rewind one process starts ranks again, within the
-    same second if the run is small."""
+    """Time and process id. To the millisecond: after the loss of a rank one process starts ranks again,
+    within the same second if the run is small."""
     now = datetime.now()
     return f"{now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03d}-{os.getpid()}"
 

@@ -44,7 +44,6 @@ class TrainTask(_Task):
     require_checkpoint: bool = False
     deadline: float | None = None  # from max_minutes or the job's time limit, whichever is earlier
     own_deadline: float | None = None  # from max_minutes alone
-    rewinds: list[tuple[int, int, int]] = []  # checkpoint.rewinds.Decision
 
     @property
     def shards_here(self) -> str:

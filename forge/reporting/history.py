@@ -40,7 +40,7 @@ PHASES = {
 TRAIN_COLUMNS = ["loss", "grad_norm", "lr", "tokens_per_sec", "mfu", "tokens"]
 EVAL_COLUMNS = ["loss"]
 
-_ENDINGS = (events.Stop, events.Lost, events.Failed, events.Rewind, events.Completed)
+_ENDINGS = (events.Stop, events.Lost, events.Failed, events.Completed)
 _IN_LAUNCH = (events.Launch, events.Init, events.Eval, events.Save, *_ENDINGS)
 _AROUND = (events.Stage, events.Preflight, events.Validate)
 
@@ -124,7 +124,7 @@ class LaunchHistory:
     @property
     def has_failed(self) -> bool:
         """Whether it ended without the save that a stop or a completion makes."""
-        return isinstance(self.ending, events.Lost | events.Failed | events.Rewind)
+        return isinstance(self.ending, events.Lost | events.Failed)
 
     @property
     def outcome(self) -> str:

@@ -290,8 +290,7 @@ def _working(files: RunFiles) -> _Found:
     if files.lock and files.lock.command != "train":
         return _running(files, files.lock.command, since)
     # A second of grace: the lock's time is the file system's clock.
-    kinds = (events.Launch, events.Init, events.Lost, events.Rewind, events.Completed)
-    event = files.last(*kinds, since=since - 1)
+    event = files.last(events.Launch, events.Init, events.Lost, events.Completed, since=since - 1)
     began = event.time if event else since
     match event:
         case events.Completed():
@@ -304,8 +303,6 @@ def _working(files: RunFiles) -> _Found:
             what = "starting ranks"
         case events.Lost():
             what = "a rank was lost, starting again"
-        case events.Rewind():
-            what = "a loss spike, starting again"
         case _:
             what = "starting"
     return _running(files, what, began)
@@ -353,8 +350,6 @@ def ending(event: Event) -> tuple[str, str]:
             return "stopped", cause
         case events.Lost(message=message):
             return "cut off", f"lost a rank: {message}"
-        case events.Rewind(spike=spike):
-            return "rewound", f"loss spike in step {spike}"
         case events.Failed(rank=rank, message=message):
             return "failed", f"rank {rank}: {message}"
     return "", ""

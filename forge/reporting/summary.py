@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from forge.checkpoint import resume, rewinds
+from forge.checkpoint import resume
 from forge.checkpoint.manifest import Artifact, Manifest, ParentCheckpoint, Part
 from forge.checkpoint.sealed import ProgramCheckpoints, Seal
 from forge.core.errors import ConfigError, DataError
@@ -73,7 +73,6 @@ class Summary:
             ("weights digest", self._weights_digest()),
             ("world size", str(self.manifest.world_size)),
             ("skipped steps", str(self.manifest.skipped.steps or "")),
-            ("batches left out", str(rewinds.left_out(self.manifest).total or "")),
             ("numerics", _flat(lineage.numerics)),
             ("versions", _flat(lineage.versions)),
             ("hardware", _flat(lineage.hardware)),

@@ -17,8 +17,8 @@ _NO_RECORD = "it exited without a record: killed, or its node was lost"
 def refuse_if_stuck(log: Path, step: int, limit: int) -> None:
     """TrainingError (70) when the last `limit` launches all began at `step`, the newest checkpoint's.
 
-    Launches that the user stopped (Ctrl-C, STOP file), Slurm preempted or a loss spike ended do not
-    count, nor do those before a failure or completion of the run.
+    Launches that the user stopped (Ctrl-C, STOP file) or Slurm preempted do not count, nor do those
+    before a failure or completion of the run.
     """
     launches = launches_without_progress(events.read(log), step)
     if len(launches) < limit:
@@ -44,7 +44,7 @@ def launches_without_progress(log: Sequence[events.Event], step: int) -> list[st
             reason = event.message
         elif isinstance(event, events.Requeue | events.Stop):
             reason, counts = event.cause, counts and event.cause not in PERSONS_CAUSES
-        elif isinstance(event, events.Preempted | events.Rewind):
+        elif isinstance(event, events.Preempted):
             counts = False
         elif isinstance(event, events.Launch):
             if event.step != step:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from forge.checkpoint import compatibility, directory, family, parent, resume, rewinds
+from forge.checkpoint import compatibility, directory, family, parent, resume
 from forge.checkpoint.sealed import ProgramCheckpoints, SealLineage
 from forge.checkpoint.sealer import Sealer, SealProgress
 from forge.cluster.placement import Placement, WorldLayout
@@ -144,7 +144,6 @@ class ForgeTrainer:
             require_checkpoint=start.require_checkpoint,
             deadline=start.deadline,
             own_deadline=start.own_deadline,
-            rewinds=rewinds.decided(self.paths.events, self.config),
         )
         return _run(task, self.paths, start, placement)
 

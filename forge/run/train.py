@@ -6,7 +6,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from forge.checkpoint import rewinds
 from forge.cluster import exclude, nodes, slurm
 from forge.cluster.lock import lock
 from forge.cluster.placement import Placement, WorldLayout, check_layout, find_placement
@@ -189,19 +188,14 @@ def _waits_for_disk(record: RankRecord, job: slurm.Job | None, attempt: int) -> 
 def _launch(
     program: TrainingProgram, start: LaunchPlan, hosts: Placement, step: int | None
 ) -> RankRecord:
-    """Run the ranks to their end, through the rewinds that they decide. step: of the checkpoint that they
-    resume from; None without one."""
-    while True:
-        _end_if_stuck(program, start.machine, program.first_step if step is None else step)
-        try:
-            record = program.launch(start, hosts, step)
-        except DiskFull as err:  # before any rank started
-            if start.job is None:
-                raise
-            return RankRecord("failed", code=err.code, cause=DiskFull.__name__, message=str(err))
-        if record.status != "stopped" or record.cause != rewinds.CAUSE:
-            return record
-        step = program.resume_step()
+    """Run the ranks to their end. step: of the checkpoint that they resume from; None without one."""
+    _end_if_stuck(program, start.machine, program.first_step if step is None else step)
+    try:
+        return program.launch(start, hosts, step)
+    except DiskFull as err:  # before any rank started
+        if start.job is None:
+            raise
+        return RankRecord("failed", code=err.code, cause=DiskFull.__name__, message=str(err))
 
 
 def _at_fault(

@@ -110,8 +110,6 @@ class Rows:
                 }
             case events.Skipped():
                 return {"train/skipped_in_a_row": event.in_a_row}
-            case events.Rewind():
-                return {"run/rewinds": event.number}
         return {}
 
 

@@ -56,7 +56,7 @@ class SkippedCounts:
         The limit is on steps in a row: single bad batches should not end a long run, while with
         broken weights every step fails.
         """
-        if policy in ("stop", "rewind"):
+        if policy == "stop":
             return "the weights were not updated"
         if self.in_a_row >= settings.max_skipped_steps:
             return (
@@ -171,7 +171,7 @@ def ended_by_spike(
 ) -> TrainingError:
     """The error that ends training. what: a sentence on the spike. The numbers: as for
     `diverged`."""
-    skip = "train.spike=skip continues without their updates, and " * (config.train.spike != "skip")
+    skip = "train.spike=skip continues without their updates, and " * (config.train.spike == "stop")
     return TrainingError(
         f"step {step}: {what}",
         cause="a batch of unusual text, other data from here on (a stage of train.mix), or a learning"

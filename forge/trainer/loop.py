@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
-from forge.checkpoint import rewinds, storage
+from forge.checkpoint import storage
 from forge.checkpoint.async_saver import Saver
 from forge.cluster.lock import check_held
 from forge.core import events
@@ -151,8 +151,7 @@ class Trainer:
 
     def _take(self, result: StepResult) -> Agreement:
         """Count and log a step. TrainingError if its loss or gradient norm is not finite or a spike,
-        unless train.on_nonfinite or train.spike lets the update be skipped. Raises Rewind as `_rewind`.
-        """
+        unless train.on_nonfinite or train.spike lets the update be skipped."""
         self.lr, done = result.lr, result.step + 1
         now = time.perf_counter()
         seconds, self.read_at = now - self.read_at, now
@@ -160,8 +159,6 @@ class Trainer:
         if done > self.start.step + 1:  # the first step of a launch is slower
             self.budget.measure_step(seconds)
         if fatal := self.skipped.count(result.trouble, self.settings, is_spike=result.is_spike):
-            if result.is_spike and self.settings.spike == "rewind":
-                fatal = self._rewind(result)
             raise self._diverged(fatal, step=done, is_spike=result.is_spike)
         if result.trouble and self.world.rank.is_main:
             in_a_row = self.skipped.in_a_row
@@ -170,30 +167,6 @@ class Trainer:
         if self._is_due(self.settings.log_every, done):
             self._log(result, done)
         return Agreement.of(result.flags)
-
-    def _rewind(self, spike: StepResult) -> str:
-        """Decide to start again from the newest checkpoint, without the batches up to the spike: raises
-        Rewind. Why training must end instead, if that may not be."""
-        while self.launched:  # other ranks wait in its collectives
-            self.launched.popleft().read()
-        self._finish_save()
-        stages = [stage.step for stage in self.mix.at_start.stages] if self.mix else []
-        if refusal := rewinds.refusal(self.start.left_out, self.saved_step, spike.step, stages):
-            return f"{spike.trouble}; {refusal}"
-        if self.world.rank.is_main:
-            event = rewinds.decide(
-                self.start.left_out,
-                self.saved_step,
-                spike.step,
-                reason=spike.trouble,
-                config=self.config,
-            )
-            self._record(event)
-            say(
-                f"warning: step {event.spike}: {event.reason}; back to step {event.to_step}, without the"
-                f" {event.batches} batches from there to the spike"
-            )
-        raise rewinds.RewindDecided
 
     def _flags(self, stop: StopFlag) -> list[float]:
         """The flags that this rank sends to the others."""
@@ -368,9 +341,6 @@ def train(
     trainer.announce(time.time() - task.started)
     try:
         return trainer.run(stop)
-    except rewinds.RewindDecided:
-        rank = world.rank.rank
-        return RankRecord("stopped", rank, Exit.STOPPED, trainer.saved_step, rewinds.CAUSE)
     except Exception as err:
         # A save in progress may still be committed, unless it waits for a lost rank.
         grace_sec = spec.machine.stop_grace_sec

@@ -4,16 +4,14 @@ parent), their order, and the weights of losses."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
-from forge.checkpoint import rewinds
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import RecordedMix, RecordedStage, SourceUse
 from forge.core.config import ResolvedConfig
 from forge.core.mix import MixStage, stage_at, stages
 from forge.core.train_settings import Train
-from forge.data.left_out import LeftOut
 from forge.data.loader import windows_by_source
 from forge.data.sample_order import MixedOrder
 from forge.data.sources import SourceSet, Tokens
@@ -86,14 +84,11 @@ class SourceMix:
     """The mix of a run from its start on, the same on all ranks. ConfigError for a share that is too
     small."""
 
-    def __init__(
-        self, tokens: SourceSet, settings: Train, at_start: MixAtStart, left_out: LeftOut
-    ) -> None:
-        self._left_out = left_out
+    def __init__(self, tokens: SourceSet, settings: Train, at_start: MixAtStart) -> None:
         self.at_start, self._tokens, self._batch_size = at_start, tokens, settings.batch_size
         self._num_windows = num_windows(tokens, settings.seq_len)
         self.order = MixedOrder(
-            [replace(stage, step=left_out.stage_start(stage.step)) for stage in at_start.stages],
+            at_start.stages,
             self._num_windows,
             drawn_before=at_start.drawn_before,
             seed=settings.seed,
@@ -107,25 +102,23 @@ class SourceMix:
         config: ResolvedConfig,
         own: Checkpoint | None,
         parent: Checkpoint | None,
-        left_out: LeftOut,
     ) -> Self | None:
         """The mix at a start; None for a run without sources. own, parent: as for `MixAtStart.of`."""
         if not isinstance(tokens, SourceSet):
             return None
         windows = num_windows(tokens, config.train.seq_len)
-        return cls(tokens, config.train, MixAtStart.of(config, windows, own, parent), left_out)
+        return cls(tokens, config.train, MixAtStart.of(config, windows, own, parent))
 
     @classmethod
     def recorded(cls, tokens: Tokens, settings: Train, checkpoint: Checkpoint) -> Self | None:
         """The mix with which a checkpoint was trained; None without sources."""
         if not isinstance(tokens, SourceSet):
             return None
-        left_out = rewinds.left_out(checkpoint.manifest)
-        return cls(tokens, settings, MixAtStart.recorded(checkpoint), left_out)
+        return cls(tokens, settings, MixAtStart.recorded(checkpoint))
 
     def record(self, step: int) -> RecordedMix:
         """The record of the mix in the manifest of a checkpoint of this step."""
-        drawn = self.order.drawn(self._left_out.batch(step) * self._batch_size)
+        drawn = self.order.drawn(step * self._batch_size)
         return self.at_start.record(
             {
                 name: SourceUse(

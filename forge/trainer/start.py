@@ -9,7 +9,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge.checkpoint import compatibility, parent, resume, rewinds, storage
+from forge.checkpoint import compatibility, parent, resume, storage
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Artifact, Lineage, Manifest, ReferenceLosses, SkippedSteps
 from forge.core import failpoints
@@ -17,7 +17,6 @@ from forge.core.config import ResolvedConfig
 from forge.core.files import digest_file
 from forge.core.paths import RunPaths, tokenizer_folder
 from forge.core.terminal import say
-from forge.data.left_out import LeftOut
 from forge.data.sources import Tokens, digests_by_source, open_copy
 from forge.launch.process_group import World
 from forge.launch.rank_records import TrainTask
@@ -41,7 +40,6 @@ class Start:
 
     train_step: TrainStep
     mix: SourceMix | None
-    left_out: LeftOut
     lineage: Lineage
     checkpoint: Checkpoint | None
 
@@ -74,14 +72,13 @@ class Start:
             step=step,
             world_size=self.parallel.world.rank.world_size,
             decay_steps=self.train_step.decay_steps,
-            next_sample=self.left_out.batch(step) * settings.batch_size,
+            next_sample=step * settings.batch_size,
             skipped=SkippedSteps(steps=skipped.steps, in_a_row=skipped.in_a_row),
             reference=reference,
             lineage=self.lineage,
             files={},
             mix=self.mix.record(step) if self.mix else None,
             spike_window=spikes.recorded() if spikes else [],
-            left_out=rewinds.to_record(self.left_out),
         )
 
 
@@ -105,14 +102,12 @@ def start_of_run(
     if checkpoint:
         same_data = functools.partial(resume.check_same_data, checkpoint, lineage)
         world.on_main(same_data, "check of the lineage")
-    left_out = rewinds.left_out(checkpoint.manifest if checkpoint else None, task.rewinds)
     start = _assembled(
         config,
         world,
         tokens,
         checkpoint,
-        mix=SourceMix.of_start(tokens, config, own, checkpoint, left_out),
-        left_out=left_out,
+        mix=SourceMix.of_start(tokens, config, own, checkpoint),
         lineage=lineage,
         decay_steps=compatibility.frozen_decay_steps(config, own),
     )
@@ -134,7 +129,6 @@ def start_of_checkpoint(
         tokens,
         checkpoint,
         mix=SourceMix.recorded(tokens, config.train, checkpoint),
-        left_out=rewinds.left_out(manifest),
         lineage=manifest.lineage,
         decay_steps=manifest.decay_steps,
     )
@@ -147,7 +141,6 @@ def _assembled(
     checkpoint: Checkpoint | None,
     *,
     mix: SourceMix | None,
-    left_out: LeftOut,
     lineage: Lineage,
     decay_steps: int,
 ) -> Start:
@@ -157,7 +150,7 @@ def _assembled(
         model, settings, world, precision(settings.precision, device), eos_id=tokens.eos_id
     )
     optimizers = optim.make_optimizers(model, settings)
-    loader = train_loader(tokens, settings, world, mix.order if mix else None, left_out)
+    loader = train_loader(tokens, settings, world, mix.order if mix else None)
     if checkpoint:
         storage.load_state(model, optimizers, checkpoint.folder, world)
     elif config.ids.model:
@@ -167,7 +160,7 @@ def _assembled(
     parallel.wrap()
     spikes = SpikeRule.of(settings, device, checkpoint.manifest if checkpoint else None)
     train_step = TrainStep(parallel, optimizers, loader, decay_steps, spikes)
-    return Start(train_step, mix, left_out, lineage, checkpoint)
+    return Start(train_step, mix, lineage, checkpoint)
 
 
 def _lineage(

@@ -15,8 +15,7 @@ import torch
 
 from forge.core import failpoints
 from forge.core.train_settings import Train
-from forge.data.left_out import LeftOut
-from forge.data.loader import NOTHING, Loader, Prefetcher, joined_windows
+from forge.data.loader import Loader, Prefetcher, joined_windows
 from forge.data.sample_order import MixedOrder
 from forge.data.sources import Tokens
 from forge.launch.heartbeat import heartbeat
@@ -156,11 +155,7 @@ class TrainStep:
 
 
 def train_loader(
-    tokens: Tokens,
-    settings: Train,
-    world: World,
-    order: MixedOrder | None = None,
-    left_out: LeftOut = NOTHING,
+    tokens: Tokens, settings: Train, world: World, order: MixedOrder | None = None
 ) -> Loader | Prefetcher:
     """This rank's batches. order: of the samples of several sources. DataError if no shard holds a
     sequence, ConfigError if the ranks cannot share a batch."""
@@ -171,7 +166,6 @@ def train_loader(
         rank=world.rank.rank,
         world_size=world.rank.world_size,
         mixed=order,
-        left_out=left_out,
     )
     return Prefetcher(loader, world.device) if world.device.type == "cuda" else loader
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -176,7 +175,7 @@ def recorded_losses(paths: RunPaths, checkpoint: directory.Checkpoint) -> Record
     world_size = checkpoint.manifest.world_size
     launches = {
         event.launch
-        for event in _before_a_rewind(events.read(paths.events), checkpoint)
+        for event in events.read(paths.events)
         if isinstance(event, events.Init) and event.world_size == world_size
     }
     # Recomputed steps are logged again. Lines before the last one up to the checkpoint's step are from
@@ -195,18 +194,6 @@ def recorded_losses(paths: RunPaths, checkpoint: directory.Checkpoint) -> Record
     last = min((step for step in by_step if step >= checkpoint.step + 2), default=max(by_step))
     losses = {step: loss for step, loss in by_step.items() if step <= last}
     return Recorded(losses, launch == maker)
-
-
-def _before_a_rewind(
-    log: Sequence[events.Event], checkpoint: directory.Checkpoint
-) -> Iterator[events.Event]:
-    """The events up to the first rewind of which the checkpoint does not know: after it the same steps
-    are trained on other batches."""
-    known = len(checkpoint.manifest.left_out)
-    for event in log:
-        if isinstance(event, events.Rewind) and event.number > known:
-            return
-        yield event
 
 
 def check_next_losses(

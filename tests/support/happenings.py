@@ -60,12 +60,6 @@ def requeue(cause: str = "SIGUSR1", step: int = 0) -> events.Requeue:
     return events.Requeue(job="12", cause=cause, step=step)
 
 
-def rewind(**facts: Any) -> events.Rewind:
-    values = {"number": 1, "to_step": 20, "batches": 2, "spike": 22, "reason": "a spike"}
-    values |= {"seed": 0, "tokens": "0123456789ab"}
-    return events.Rewind(**{**values, **facts})
-
-
 def validate(step: int = 0, **facts: Any) -> events.Validate:
     return events.Validate(**{"seconds": 6.0, "status": "valid", "step": step, **facts})
 
@@ -87,6 +81,5 @@ ALL: list[Event] = [
     failed(),
     preempted(),
     requeue(),
-    rewind(),
     validate(),
 ]

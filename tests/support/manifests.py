@@ -61,7 +61,6 @@ def manifest_of(step: int, config: ResolvedConfig | None = None, **facts: Any) -
         "lineage": lineage_of(config),
         "mix": None,
         "spike_window": [],
-        "left_out": [],
     }
     return Manifest(**values | facts)
 

@@ -215,6 +215,8 @@ def test_fix_for_a_run_that_diverged_names_a_checkpoint(config_of):
     assert "parent: child@60, or a step" in parent.fix_for_divergence(child, 60)
     assert "parent: base@50, or a step" in parent.fix_for_divergence(child, 50)
     assert "lower train.lr" in parent.fix_for_divergence(config_of(), 0)
+    for saved_step in (0, 60):
+        assert "train.seed" in parent.fix_for_divergence(config_of(), saved_step)
 
 
 def test_the_table_of_keys_says_that_parent_may_not_change():

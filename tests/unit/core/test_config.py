@@ -227,6 +227,14 @@ def test_shard_is_a_name_or_a_number(shard):
     assert checked(Config, {"train": {"shard": shard}}, "config.yaml").train.shard == shard
 
 
+def test_rewind_is_refused_with_what_to_do_instead():
+    with pytest.raises(ConfigError) as error:
+        config_of(**{"train.spike": "rewind"})
+    [line] = [line for line in str(error.value).splitlines() if "train.spike" in line]
+    assert "train.spike is 'rewind': Forge does not rewind any more: use stop or skip" in line
+    assert "parent: RUN@STEP and another train.seed" in line
+
+
 @pytest.mark.parametrize(
     ("keep_every", "every"), [(None, 100), (200, 100), (30, 100)], ids=["none", "more", "other"]
 )

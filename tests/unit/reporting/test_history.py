@@ -122,22 +122,6 @@ def test_steps_after_the_last_save_of_a_failed_launch_are_lost(tmp_path: Path) -
     assert history.launches[-1].outcome == "failed: rank 1: loss is inf"
 
 
-def test_steps_up_to_a_loss_spike_are_lost_and_the_restart_names_it(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path)
-    run.launch(0)
-    run.steps(1, 20)
-    run.save(20)
-    run.steps(21, 30)
-    run.event(happenings.rewind(to_step=20, batches=11, spike=31))
-    run.launch(20)
-    run.steps(21, 40)
-    history = read_history(run.paths)
-    assert history.seconds["recomputed"] == pytest.approx(10 * STEP_SEC)
-    assert [(restart.step, restart.cause) for restart in history.restarts] == [
-        (20, "rewound: loss spike in step 31")
-    ]
-
-
 def test_launch_that_never_got_ready_undoes_nothing(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path)
     run.launch(0)

@@ -46,7 +46,6 @@ def test_starts_at_the_same_step_end_with_the_reason_of_each(events):
         (40, happenings.stop("Ctrl-C"), 40, 40),
         (40, happenings.stop("STOP file"), 40, 40),
         (40, happenings.preempted(), happenings.requeue("SIGTERM"), 40, 40),
-        (40, happenings.rewind(), 40, 40),
         (20, 20, 20),  # the newest checkpoint is beyond
     ],
 )

@@ -8,7 +8,7 @@ from support import happenings
 from support.manifests import IDS, NUMERICS, lineage_of, manifest_of
 
 from forge.checkpoint.directory import Checkpoint
-from forge.checkpoint.manifest import Hardware, LeftOutBatches, StoredFile, Versions
+from forge.checkpoint.manifest import Hardware, StoredFile, Versions
 from forge.cluster.network import available_cores
 from forge.core import events
 from forge.core.config import ResolvedConfig, checked, load_config
@@ -100,16 +100,6 @@ def test_losses_from_before_a_step_was_recomputed_do_not_count(run):
     log(run, "a", range(1, 13))
     log(run, "b", range(6, 11), world_size=1)
     assert recorded_losses(run, checkpoint()) is None
-
-
-def test_losses_from_after_a_rewind_that_the_checkpoint_does_not_know_do_not_count(run):
-    log(run, "a", range(1, 11))
-    events.record(run.events, happenings.rewind(to_step=10))
-    log(run, "b", range(11, 20))
-    assert recorded_losses(run, checkpoint()) is None
-    known = [LeftOutBatches(step=10, batches=2)]
-    expected = Recorded(loss("b", 11, 12), by_maker=False)
-    assert recorded_losses(run, checkpoint(left_out=known)) == expected
 
 
 def test_a_loss_that_was_not_finite_is_not_compared(run):
