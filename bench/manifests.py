@@ -24,4 +24,6 @@ def manifest_of(step: int) -> Manifest:
         reference=ReferenceLosses(samples=1, losses=[1.0]),
         lineage=lineage,
         files={},
+        mix=None,
+        spike_window=[],
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def check(world: World, task: PreflightTask, spec: LaunchSpec) -> RankRecord:
     )
     quick = replace(world, control=groups.control)
     result = ProbeResult(
-        ranks=quick.gather_objects(own, ProbedRank, "results of all ranks"),
+        ranks=[*chain(*quick.gather_objects([own], list[ProbedRank], "results of all ranks"))],
         backend=world.backend,
         interface=os.environ.get("GLOO_SOCKET_IFNAME", ""),
         **speeds,
