@@ -21,10 +21,10 @@ from forge.evaluation.settings import task_files
 from forge.launch.rank import refuse_left_over
 from forge.core.sample_sheet import shared_folders
 from forge.core.values import as_cell
-from forge.reporting import workflow_log
+from forge.reporting import workflow_output
 
 helpers.prepare_environment()
-workflow_log.shorten(workflow, logger)
+workflow_output.shorten(workflow, logger)
 
 try:
     # No `configfile:`, so that a value means the same here as in every `forge` command.
