@@ -1,4 +1,5 @@
-"""Which nodes are left out: those with the most failing pairs, and never one that is only the peer of a faulty node."""
+"""Which nodes are left out: those with the most failing pairs, not one that is only the peer of a
+faulty node."""
 
 import pytest
 from hypothesis import given
