@@ -437,7 +437,7 @@ def _write_tokens(
     """Write documents of ids that exist already."""
 
     def consumed(num_bytes: int) -> None:
-        _read_bytes[number] += utf8_bytes
+        _read_bytes[number] += num_bytes
 
     eos, settings = np.array([tokenizer.eos_id], dtype=np.uint32), _job.settings
     for file in files:
