@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, chdir, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,9 +124,9 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
     settings: as for `read_config`. main: False for the Snakemake inside a job, which keeps the
     runs as they were submitted: the config may have been edited while the job was in the queue.
 
-    Raises ForgeError for a bad config or sheet, for a run that cannot resume from its checkpoint, and for
-    a new one that cannot start from its parent's. Refused here, since Snakemake removes a rule's outputs
-    before it starts the rule.
+    Raises ForgeError for a bad config or sheet, for a run that cannot resume from its checkpoint or whose
+    parent has changed, and for a new one that cannot start from its parent's. Refused here, since
+    Snakemake removes a rule's outputs before it starts the rule.
     """
     if not main and SUBMITTED in os.environ:
         path = Path(os.environ[SUBMITTED])
@@ -140,20 +140,19 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
     family.refuse_circles(configs)
     runs = {name: resolve(config) for name, config in family.with_steps(configs).items()}
     shared_folders(runs)
-    anew = family.starting_anew(runs)
-    for name, reason in anew.items() if main else ():
-        say(f"{name} starts anew: {reason}")
     for name, config in runs.items():
         refuse_missing_packages(config.tracking, f"run {name}")
         evaluation.refuse_missing_package(config.evaluate, f"run {name}")
         if config.program:
             continue  # its checkpoints are verified before each launch
         paths = RunPaths.of(config)
-        checkpoint = None if name in anew else resume.check_resumable(config, paths)
+        checkpoint = resume.check_resumable(config, paths)
         # A finished run needs no parent any more, even where its checkpoints were removed.
-        if checkpoint is None and (name in anew or not paths.trained.exists()):
-            family.check_start(config, runs, anew)
-        for line in compatibility.schedule_warnings(config, checkpoint) if main else ():
+        if checkpoint is None and not paths.trained.exists():
+            family.check_start(config, runs)
+        warnings = family.check_parent(config, runs)
+        warnings += compatibility.schedule_warnings(config, checkpoint)
+        for line in warnings if main else ():
             say(f"{name}: {line}")
     return runs
 
@@ -368,16 +367,15 @@ class RuleSettings:
 
 
 def rule_settings(
-    runs: Mapping[str, ResolvedConfig], anew: Container[str], page: str, *, main: bool
+    runs: Mapping[str, ResolvedConfig], page: str, *, main: bool
 ) -> dict[str, dict[str, str]]:
     """Rule -> run -> path of its settings, an input; for compare_runs one path, by its page.
 
-    anew: runs that shall start anew. main: whether to write them, False for the Snakemake inside a job.
-    Raises UnfitError where the disk does not let it.
+    main: whether to write them, False for the Snakemake inside a job. Raises UnfitError where the disk
+    does not let it.
     """
     found: dict[str, dict[str, RuleSettings]] = {
         "config_run": {name: _of_training(config) for name, config in runs.items()},
-        "train_run": {name: _of_start(config, name in anew) for name, config in runs.items()},
         "validate_run": {name: _of_validation(config) for name, config in runs.items()},
         "evaluate_run": {name: _of_evaluation(config) for name, config in runs.items()},
         "compare_runs": {page: RuleSettings.of("compare", sorted(runs), Path(page), None)},
@@ -391,14 +389,6 @@ def _of_training(config: ResolvedConfig) -> RuleSettings:
     """What a run's training depends on."""
     output = RunPaths.of(config).config
     return RuleSettings.of(config.run, config.training_json(), output, read_object_or_empty(output))
-
-
-def _of_start(config: ResolvedConfig, anew: bool) -> RuleSettings:
-    """How often a run has started anew, with this time: Snakemake's --forcerun cannot be set in a
-    Snakefile. anew: whether it shall now."""
-    paths = RunPaths.of(config)
-    times = family.times_started_anew(paths)
-    return RuleSettings.of(f"{config.run}.anew", times + anew, paths.trained, times)
 
 
 def _of_validation(config: ResolvedConfig) -> RuleSettings:

@@ -9,6 +9,7 @@ from forge.checkpoint.manifest import Part, RecordedConfig
 from forge.core.config import ResolvedConfig, Section, is_free
 from forge.core.errors import ConfigError
 from forge.core.model_settings import Model
+from forge.core.tokenize_settings import Tokenize, Tokenizer
 from forge.core.train_settings import Train
 from forge.core.values import shown
 
@@ -88,10 +89,10 @@ def _changed_keys_of_data(config: ResolvedConfig, made_by: RecordedConfig) -> It
     """The keys that name other data than the checkpoint's; empty where equal settings name other
     files."""
     sections = config.to_json()
-    for section in ("tokenizer", "tokenize"):
+    for section, model in (("tokenizer", Tokenizer), ("tokenize", Tokenize)):
         then = getattr(made_by, section, {})
         for key, value in sections[section].items():
-            if key in then and value != then[key]:
+            if key in then and value != then[key] and not is_free(model, key):
                 yield f"{section}.{key} is {shown(value)}, the checkpoint has {shown(then[key])}"
 
 

@@ -397,12 +397,11 @@ def fallbacks(paths: RunPaths, name: str | None = None) -> list[Path]:
     return older + [folder for folder in there if folder not in older]
 
 
-def free_name(folder: Path, name: str, having: str = "") -> Path:
-    """A path in the directory that does not exist: `name`, else `name.2`, … having: what a directory of
-    that name may lack to be taken as not there."""
+def free_name(folder: Path, name: str) -> Path:
+    """A path in the directory that does not exist: `name`, else `name.2`, …"""
     new = folder / name
     for number in itertools.count(2):
-        if not (new / having).exists():
+        if not new.exists():
             break
         new = folder / f"{name}.{number}"
     return new

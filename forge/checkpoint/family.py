@@ -2,23 +2,21 @@
 
 A parent on the same sample sheet may have its checkpoint yet to make. What can be checked before that is
 checked by the two configs (`check_start`). A run that has started keeps the digest of the parent's
-checkpoint; where that checkpoint is another one now, the run starts anew (`set_aside_if_parent_changed`).
+checkpoint; where that checkpoint is another one now, the run does not train on (`check_parent`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import shlex
+from collections.abc import Mapping
 
 from forge.checkpoint import directory, parent
 from forge.checkpoint.manifest import ParentCheckpoint, RecordedConfig
 from forge.checkpoint.parent import LATEST, Parent
 from forge.core.config import Config, ResolvedConfig, checked
 from forge.core.errors import ConfigError, DataError
-from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths, checkpoint_step
 from forge.core.records import Trained
-from forge.core.terminal import say
-from forge.core.tracking import Tracking
 
 # --- order ----------------------------------------------------------------------------------------
 
@@ -77,12 +75,10 @@ def parent_name(config: Config) -> str | None:
 # --- before a start -------------------------------------------------------------------------------
 
 
-def check_start(
-    config: ResolvedConfig, runs: Mapping[str, ResolvedConfig], anew: Container[str]
-) -> None:
+def check_start(config: ResolvedConfig, runs: Mapping[str, ResolvedConfig]) -> None:
     """ConfigError or DataError where a new run could not start: from its parent's checkpoint, or from the
-    one that its parent, which is among these runs, has yet to make. anew: runs that start anew."""
-    of = _pending(config, runs, anew)
+    one that its parent, which is among these runs, has yet to make."""
+    of = _pending(config, runs)
     if of is None:
         parent.find(config)
         return
@@ -111,47 +107,40 @@ def _kept_steps(config: ResolvedConfig) -> str:
     )
 
 
-def _pending(
-    config: Config, runs: Mapping[str, ResolvedConfig], anew: Container[str] = ()
-) -> ResolvedConfig | None:
+def _pending(config: Config, runs: Mapping[str, ResolvedConfig]) -> ResolvedConfig | None:
     """The config of the parent, where it is among these runs and is still to train up to the checkpoint
-    from which this run starts; else None. anew: runs that start anew."""
+    from which this run starts; else None."""
     named = Parent.of(config)
-    if named is None or named.run not in runs:
+    if named is None or named.run not in runs or named.folder.is_dir():
         return None
-    if named.run in anew:
-        return runs[named.run]
-    if named.folder.is_dir():
-        return None
-    ended = _trained(named.paths)
-    newest = directory.committed(named.paths.checkpoints)
-    reached = max(
-        ended.step if ended else 0, checkpoint_step(newest[-1].name) or 0 if newest else 0
-    )
-    return runs[named.run] if reached < named.step else None
+    return runs[named.run] if _reached(named.paths) < named.step else None
 
 
-def waiting(runs: Mapping[str, ResolvedConfig], anew: Container[str]) -> dict[str, str]:
+def _reached(paths: RunPaths) -> int:
+    """The step up to which a run has trained, by its record and its newest checkpoint."""
+    ended, newest = _trained(paths), directory.committed(paths.checkpoints)
+    return max(ended.step if ended else 0, checkpoint_step(newest[-1].name) or 0 if newest else 0)
+
+
+def waiting(runs: Mapping[str, ResolvedConfig]) -> dict[str, str]:
     """Run name -> its parent, for each run that begins when a parent among these runs has trained.
 
     Also with a parent that has trained already, so that a plan is drawn as a tree until its runs have
-    begun. Without a parent that trains on beyond the checkpoint from which the run starts. anew: runs
-    that start anew.
+    begun. Without a parent that trains on beyond the checkpoint from which the run starts.
     """
     parents = {name: Parent.of(config) for name, config in runs.items()}
     return {
         name: named.run
         for name, named in parents.items()
-        if named and named.run in runs and _waits(runs[name], named, runs[named.run], anew)
+        if named and named.run in runs and _waits(runs[name], named, runs[named.run])
     }
 
 
-def _waits(config: Config, named: Parent, of: ResolvedConfig, anew: Container[str]) -> bool:
+def _waits(config: Config, named: Parent, of: ResolvedConfig) -> bool:
     ended = _trained(named.paths)
     is_over = ended is not None and ended.step == of.goal
-    is_missing = named.run in anew or not named.folder.is_dir()
-    begins = config.run in anew or started_from(RunPaths.of(config)) is None
-    return begins and (is_over or is_missing)
+    begins = started_from(RunPaths.of(config)) is None
+    return begins and (is_over or not named.folder.is_dir())
 
 
 # --- after a start --------------------------------------------------------------------------------
@@ -177,25 +166,33 @@ def _trained(paths: RunPaths) -> Trained | None:
         return None
 
 
-def starting_anew(runs: Mapping[str, ResolvedConfig]) -> dict[str, str]:
-    """Run name -> reason, for each run that has started from a checkpoint which its parent has made anew,
-    or which a parent among these runs will make anew. Changes nothing."""
-    reasons: dict[str, str] = {}
-    for name in _parents_first(runs):
-        config = runs[name]
-        if reason := _changed_parent(config):
-            reasons[name] = reason
-        elif _same_start(config) and _pending(config, runs, reasons):
-            reasons[name] = f"{config.parent}, from which it started, is made anew"
-    return reasons
+def check_parent(config: Config, runs: Mapping[str, ResolvedConfig]) -> list[str]:
+    """Warnings about a complete run whose parent has another checkpoint now than the one that the run has
+    started from, or is among these runs and will make it again. Changes nothing.
 
-
-def _parents_first(runs: Mapping[str, Config]) -> list[str]:
-    def depth(name: str) -> int:
-        above = parent_name(runs[name])
-        return 1 + depth(above) if above and above in runs else 0
-
-    return sorted(runs, key=depth)
+    ConfigError where such a run has steps to train: its results would be of one parent and its config
+    of another. A checkpoint that is gone is no change: what has started needs it no more.
+    """
+    named, made_from = Parent.of(config), _same_start(config)
+    if named is None or made_from is None:
+        return []
+    if _pending(config, runs):
+        change = f"which is gone and will be made again: {named.run} is on the sample sheet"
+    elif (digest := _digest(named)) not in ("", made_from.digest):
+        change = f"which has digest {digest[:12]} now"
+    else:
+        return []
+    paths = RunPaths.of(config)
+    what = f"started from {config.parent} with digest {made_from.digest[:12]}, {change}"
+    start_anew = f"to start {config.run} anew, rerun the command after {_move_aside(paths)}"
+    if _reached(paths) >= config.goal:
+        return [f"warning: {what}; it is complete and stays as it is ({start_anew})"]
+    raise ConfigError(
+        f"run {config.run} {what}",
+        cause=f"{named.paths.root} was removed or replaced, and {named.run} trained again",
+        fix=f"{start_anew}; to train it on from its own checkpoints, leave {named.run} out of the sample"
+        " sheet" + (f", after {_move_aside(named.paths)}" if named.folder.is_dir() else ""),
+    )
 
 
 def _same_start(config: Config) -> ParentCheckpoint | None:
@@ -207,51 +204,15 @@ def _same_start(config: Config) -> ParentCheckpoint | None:
     return made_from if is_same else None
 
 
-def _changed_parent(config: Config) -> str | None:
-    """Why this run's results no longer come from the checkpoint that its config names; None where they
-    do, or where that checkpoint is gone: what has started needs it no more."""
-    named, made_from = Parent.of(config), _same_start(config)
-    if named is None or made_from is None:
-        return None
+def _digest(named: Parent) -> str:
+    """The digest of the parent's checkpoint; "" where that cannot be read."""
     try:
-        digest = directory.Checkpoint.open_complete(named.folder).manifest.digest
+        return directory.Checkpoint.open_complete(named.folder).manifest.digest
     except DataError:
-        return None
-    if digest == made_from.digest:
-        return None
-    then, now = made_from.digest[:12], digest[:12]
-    return f"it started from {config.parent} with digest {then}, which now has digest {now}"
+        return ""
 
 
-# What a run has made, but not its logs, and not what the workflow has written for the next start. Its
-# records of the parent come last: an interrupted move is continued by the next start.
-MADE = (
-    *("metrics.jsonl", "events.jsonl", "validation.json", "validated.json", "report.html"),
-    *("tensorboard", "wandb", *(f"tracking/{name}.json" for name in Tracking.model_fields)),
-    *("export", "exported.json", "evaluation.json", "evaluations/step-*.json"),
-    *("trained.json", "checkpoints"),
-)
-
-
-def set_aside_if_parent_changed(config: Config) -> None:
-    """Move what a run has made into `superseded/` where its parent's checkpoint has changed: the
-    run starts anew. Under the run's lock, in the launcher. Raises UnfitError when the disk refuses,
-    DataError as `directory.refuse_link`."""
-    made_from, reason = _same_start(config), _changed_parent(config)
-    if made_from is None or reason is None:
-        return
-    paths = RunPaths.of(config)
-    name = f"{made_from.run}-{made_from.step}-{made_from.digest[:12]}"
-    directory.refuse_link(paths.superseded)
-    aside = directory.free_name(paths.superseded, name, having="checkpoints")
-    with disk_trouble(aside):
-        for file in (path for pattern in MADE for path in sorted(paths.root.glob(pattern))):
-            target = aside / file.relative_to(paths.root)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            file.rename(target)
-    say(f"{paths.root} starts anew: {reason}; what it had made is in {aside}")
-
-
-def times_started_anew(paths: RunPaths) -> int:
-    """Number of times that a run has started anew because its parent's checkpoint changed."""
-    return len(list(paths.superseded.glob("*/checkpoints")))  # which is moved last
+def _move_aside(paths: RunPaths) -> str:
+    """The command that makes room for a run of the same name."""
+    aside = directory.free_name(paths.root.parent, f"{paths.root.name}.old")
+    return shlex.join(["mv", str(paths.root), str(aside)])

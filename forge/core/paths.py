@@ -90,9 +90,6 @@ class RunPaths:
     exported = _Below("exported.json")
     evaluation = _Below("evaluation.json")
     evaluations = _Below("evaluations")  # a record for each evaluated checkpoint
-    superseded = _Below(
-        "superseded"
-    )  # what was made from a parent's checkpoint that is another now
     bad_nodes = _Below("bad_nodes.txt")  # nodes that the next submission excludes, one per line
     tracking = _Below("tracking")  # what each tracker has been sent
     tensorboard = _Below("tensorboard")

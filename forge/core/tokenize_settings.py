@@ -9,7 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from forge.core.mix import STEP
 from forge.core.model_settings import HUB_NAME
-from forge.core.section import FilePath, Section
+from forge.core.section import FREE, FilePath, Section
 from forge.core.values import shown
 
 # Part of names of metrics, too.
@@ -95,6 +95,9 @@ class Tokenize(Source):
     """A shard ends with the document that brings it to this many tokens."""
     part_mib: float = Field(4, gt=0, le=MAX_MIB)
     """Input files are grouped into parts of about this many MiB; parts are tokenized in parallel."""
+    fast: bool = Field(True, json_schema_extra=FREE)
+    """Encode with gigatoken where it can read the tokenizer, and compare samples with the tokenizers
+    library; false: encode with that library alone. The ids are the same."""
 
     @model_validator(mode="after")
     def _inputs_or_sources(self) -> Self:
@@ -123,7 +126,7 @@ class Tokenize(Source):
         of the only corpus, whose name is empty."""
         if self.sources is None:
             return {"": self}
-        common = {"val_fraction", "shard_tokens", "part_mib"}
+        common = {"val_fraction", "shard_tokens", "part_mib", "fast"}
         return {
             name: Tokenize(**self.sources[name].model_dump(), **self.model_dump(include=common))
             for name in sorted(self.sources)

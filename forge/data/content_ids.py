@@ -80,9 +80,7 @@ def _ids_of_run(config: Config) -> Ids | None:
     the tokens that were made from them, or a program has ended. Else None."""
     paths = RunPaths.of(config)
     recorded = read_object_or_empty(paths.config)
-    values = config.to_json()
-    inputs = ("data", "program", "tokenizer", "tokenize", "model")
-    if "ids" not in recorded or any(recorded.get(key) != values.get(key) for key in inputs):
+    if "ids" not in recorded or _naming(recorded) != _naming(config.to_json()):
         return None
     ids = checked(Ids, recorded["ids"], f"{paths.config}, ids")
     folders = [inputs_folder(config.data, ids.inputs)] if ids.inputs else []
@@ -93,6 +91,15 @@ def _ids_of_run(config: Config) -> Ids | None:
     is_needed = config.program is not None and not paths.trained.exists()
     is_there = all((folder / "manifest.json").exists() for folder in folders)
     return ids if is_there and not is_needed else None
+
+
+def _naming(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a config that name its data: `tokenize` without `fast`."""
+    keys = {key: config.get(key) for key in ("data", "program", "tokenizer", "tokenize", "model")}
+    tokenize = keys["tokenize"]
+    if isinstance(tokenize, dict):
+        keys["tokenize"] = {name: value for name, value in tokenize.items() if name != "fast"}
+    return keys
 
 
 def corpus_config(config: ResolvedConfig, name: str) -> ResolvedConfig:
@@ -173,9 +180,9 @@ def tokenizer_files(path: str) -> list[Path]:
 
 def tokens_settings(settings: Tokenize) -> dict[str, Any]:
     """The settings that determine the shards of a corpus. Without `inputs`: their files are listed
-    instead."""
+    instead. Without `fast`, which changes no ids."""
     unused = () if settings.format in TOKEN_FORMATS else ("token_dtype",)
-    return settings.model_dump(mode="json", exclude={"inputs", *unused})
+    return settings.model_dump(mode="json", exclude={"inputs", "fast", *unused})
 
 
 def _tokens_recipe(settings: Tokenize, tokenizer: str, source: str = "") -> dict[str, Any]:

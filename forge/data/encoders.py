@@ -105,7 +105,8 @@ def refuse_end(tokenizer: LoadedTokenizer, documents: list[str], encoded: list[I
     document = documents[number]
     encoding = tokenizer.encoding(document)
     if tokenizer.eos_id not in encoding.ids:
-        raise NoFastEncoder(f"gigatoken gives other ids for a text with {document[:40]!r}")
+        reason = f"gigatoken gives other ids than tokenizers for a text with {document[:40]!r}"
+        raise NoFastEncoder(reason, number=number, gives_other_ids=True)
     start, end = encoding.offsets[encoding.ids.index(tokenizer.eos_id)]
     raise Unencodable(
         number,
@@ -115,12 +116,21 @@ def refuse_end(tokenizer: LoadedTokenizer, documents: list[str], encoded: list[I
 
 
 class NoFastEncoder(Exception):
-    """gigatoken cannot be used for this tokenizer; the message is the reason."""
+    """gigatoken cannot be used for this tokenizer or, raised by an Encode, for a document; the message is
+    the reason.
+
+    number: of the document in the call. gives_other_ids: it was compared with the tokenizers library,
+    and what it has encoded elsewhere may be wrong, too.
+    """
+
+    def __init__(self, reason: str, *, number: int = 0, gives_other_ids: bool = False) -> None:
+        super().__init__(reason)
+        self.number, self.gives_other_ids = number, gives_other_ids
 
 
 @contextmanager
 def _gigatoken_may_fail(action: str) -> Iterator[None]:
-    """Turn any error of gigatoken into NoFastEncoder: the tokenizers library is used instead."""
+    """Turn any error of gigatoken into NoFastEncoder."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -133,7 +143,7 @@ def _gigatoken_may_fail(action: str) -> Iterator[None]:
 def fast_encoder(tokenizer: LoadedTokenizer) -> Encode:
     """Encode with gigatoken; samples of its ids are compared with those of `reference_encoder`.
 
-    Raises NoFastEncoder, as does the encoder itself: then discard all ids from gigatoken.
+    Raises NoFastEncoder, as does the encoder itself.
     """
     source = _plain_text_bpe(tokenizer)
     with _gigatoken_may_fail("be imported"):
@@ -177,9 +187,16 @@ class _Gigatoken:
         if self._process.memory_info().rss > self._most_bytes:
             with _gigatoken_may_fail("load this tokenizer"):
                 self._start()
-        with _gigatoken_may_fail("encode a text"):
-            # A loop is as fast as gigatoken's batches, and gives arrays.
-            return [self._tokenizer.encode(document) for document in documents]
+        encoded: list[Ids] = []
+        try:
+            with _gigatoken_may_fail("encode a text"):
+                # A loop is as fast as gigatoken's batches, and gives arrays.
+                for document in documents:
+                    encoded.append(self._tokenizer.encode(document))
+        except NoFastEncoder as err:
+            err.number = len(encoded)
+            raise
+        return encoded
 
 
 def _checked(fast: Encode, reference: Encode) -> Encode:
@@ -187,30 +204,35 @@ def _checked(fast: Encode, reference: Encode) -> Encode:
 
     def encode(documents: list[str]) -> list[Ids]:
         nonlocal first, since_last, num_checks
-        for document in documents:
+        for number, document in enumerate(documents):
             if first > 0:
-                _compare(fast, reference, document[:first])
+                _compare(fast, reference, document[:first], number)
                 first -= len(document)
             since_last += len(document)
             if since_last >= CHECK_EVERY:
                 # Positions spread over the documents, and the same on every run.
                 start = num_checks * 7919 * EXCERPT % max(1, len(document) - EXCERPT + 1)
-                _compare(fast, reference, document[start : start + EXCERPT])
+                _compare(fast, reference, document[start : start + EXCERPT], number)
                 since_last, num_checks = 0, num_checks + 1
         return fast(documents)
 
     return encode
 
 
-def _compare(fast: Encode, reference: Encode, text: str) -> None:
+def _compare(fast: Encode, reference: Encode, text: str, number: int = 0) -> None:
+    """NoFastEncoder where the two do not agree. number: of the document that the text is from."""
     try:
         (expected,) = reference([text])
+        (ids,) = fast([text])
     except Unencodable as err:
-        raise NoFastEncoder(f"there is nothing to compare gigatoken with: {err.reason}") from None
-    if not np.array_equal(fast([text])[0], expected):
-        raise NoFastEncoder(
-            f"gigatoken gives other ids than tokenizers for a text with {text[:40]!r}"
-        )
+        reason = f"there is nothing to compare gigatoken with: {err.reason}"
+        raise NoFastEncoder(reason, number=number) from None
+    except NoFastEncoder as err:
+        err.number = number
+        raise
+    if not np.array_equal(ids, expected):
+        reason = f"gigatoken gives other ids than tokenizers for a text with {text[:40]!r}"
+        raise NoFastEncoder(reason, number=number, gives_other_ids=True)
 
 
 def _is_divisible(tokenizer: LoadedTokenizer) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,7 +76,8 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
 
     Does nothing if the shards are current, and keeps the finished parts of a killed run. The bytes
     do not depend on the number of workers. The caller holds the directory's lock. Raises DataError
-    (no tokenizer, bad or too little text) and UnfitError (disk, memory).
+    (no tokenizer, bad or too little text, a text that gigatoken cannot encode) and UnfitError
+    (disk, memory).
     """
     _no_threads()
     content_ids.require_current(config, "tokens")
@@ -89,12 +90,13 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
         say(f"tokens {folder.name}: nothing to do")
         return folder
     _clean(folder)
-    has_text = config.tokenize.format not in TOKEN_FORMATS
-    fast = has_text and _can_be_fast(folder, tokenizer)
+    fast = _can_be_fast(config.tokenize, tokenizer)
     job = _Job(folder, tokenizer_path, config.tokenize, fast)
     groups = list(grouped(files, lambda file: file.size, config.tokenize.part_mib * 2**20))
     try:
-        parts = _encode_with_fallback(job, groups, workers)
+        parts = _encode_parts(job, groups, workers)
+    except NoFastEncoder as err:
+        raise _refusal(err, folder) from None
     finally:
         _clean(folder)  # a killed worker leaves the shard that it was writing
     manifest = _manifest(folder.name, config, tokenizer, parts)
@@ -196,16 +198,12 @@ def _say_result(folder: Path, manifest: ShardManifest) -> None:
 
 # --- which encoder ------------------------------------------------------------------------------
 
-# File in the directory of the shards, written when gigatoken failed or gave other ids there, so that
-# later runs do not use it. Contains the reason.
-ONLY_TOKENIZERS = "only-tokenizers"
 
-
-def _can_be_fast(folder: Path, tokenizer: LoadedTokenizer) -> bool:
+def _can_be_fast(settings: Tokenize, tokenizer: LoadedTokenizer) -> bool:
+    """Whether gigatoken encodes this corpus: what it cannot read at all is said before the first part."""
+    if not settings.fast or settings.format in TOKEN_FORMATS:
+        return False
     try:
-        if (folder / ONLY_TOKENIZERS).exists():
-            reason = (folder / ONLY_TOKENIZERS).read_text(errors="replace")
-            raise NoFastEncoder(reason or "gigatoken gave other ids before")
         fast_encoder(tokenizer)
     except NoFastEncoder as err:
         say(f"{err}: encoding with tokenizers, the same ids but many times slower")
@@ -213,25 +211,23 @@ def _can_be_fast(folder: Path, tokenizer: LoadedTokenizer) -> bool:
     return True
 
 
-def _encode_with_fallback(
-    job: _Job, groups: list[list[InputFile]], workers: int
-) -> list[FinishedPart]:
-    """Encode all parts; the record of each. If gigatoken fails, all parts are encoded again with the
-    tokenizers library.
+def _refusal(err: NoFastEncoder, folder: Path) -> DataError:
+    """The error for a text in the middle of a corpus that gigatoken cannot encode.
 
-    Only samples of the finished parts were compared: too little after a text that gigatoken cannot
-    encode.
+    Where gigatoken gave other ids, the records of all finished parts are removed: only samples of them
+    were compared.
     """
-    try:
-        return _encode_parts(job, groups, workers)
-    except NoFastEncoder as err:
-        reason = str(err)
-    say(f"{reason}: encoding every part again with tokenizers, many times slower")
-    with disk_trouble(job.folder):
-        (job.folder / ONLY_TOKENIZERS).write_text(reason)
-        for record in (job.folder / "parts").glob("part-*.json"):
-            record.unlink()
-    return _encode_parts(replace(job, fast=False), groups, workers)
+    parts = "finished parts are kept"
+    if err.gives_other_ids:
+        with disk_trouble(folder):
+            for record in (folder / "parts").glob("part-*.json"):
+                record.unlink()
+        parts = "all parts are encoded again, since only samples of them were compared"
+    return DataError(
+        str(err),
+        cause="a fault of gigatoken, the fast encoder; the tokenizers library would do",
+        fix=f"set tokenize.fast: false and rerun: the same ids, many times slower ({parts})",
+    )
 
 
 # --- the pool of workers ------------------------------------------------------------------------
@@ -476,21 +472,28 @@ def _write_text(
             except EndInDocument:
                 refuse_end(tokenizer, batch, encoded)
         except Unencodable as err:
-            raise _unencodable(files, num_documents + err.number, err.reason) from None
+            document = _document_name(files, num_documents + err.number)
+            raise _unencodable(document, err.reason) from None
+        except NoFastEncoder as err:
+            err.args = (f"{_document_name(files, num_documents + err.number)}: {err}",)
+            raise
         num_documents += len(batch)
 
 
-def _unencodable(files: list[InputFile], index: int, reason: str) -> DataError:
-    """The error that names the index-th document of some files, which it reads again."""
-    name = "a document"
+def _document_name(files: list[InputFile], index: int) -> str:
+    """File and number of the index-th document of some files, which are read again."""
     for file in files:
         documents = corpus.read_documents(file, _job.settings, warn=lambda _: None)
         for number, _ in enumerate(documents, start=1):
             if index == 0:
-                name = f"{file.path}, document {number}"
+                return f"{file.path}, document {number}"
             index -= 1
+    return "a document"
+
+
+def _unencodable(document: str, reason: str) -> DataError:
     return DataError(
-        f"{name}: {reason}",
+        f"{document}: {reason}",
         cause="the tokenizer's vocabulary has no other ids for this text",
         fix="remove the text from the document, choose another tokenizer, "
         "or a tokenizer.eos_token that no text contains",

@@ -190,11 +190,11 @@ def _without_failed(answers: dict[str, Any], nodes: dict[str, CheckedNode]) -> d
 
 
 def check_links(nodes: Mapping[str, CheckedNode], links: Links) -> None:
-    """Add the check `reach`: the fewest nodes fail without which all others reach each other."""
+    """Add the check `reach`: nodes fail without which all others reach each other."""
     troubles = {
         (a, b): link["trouble"] for a in links for b, link in links[a].items() if link["trouble"]
     }
-    bad = fewest_to_leave_out(list(troubles), list(nodes))
+    bad = nodes_to_leave_out(list(troubles), list(nodes))
     others = len({*links, *(b for to in links.values() for b in to)}) - 1
     for name in links:
         lost = {b: why for (a, b), why in troubles.items() if a == name}
@@ -225,42 +225,23 @@ def _reach(name: str, lost: dict[str, str], others: int, bad: Sequence[str]) -> 
     return Check("reach", "fail", message, f"leave {name} out, or repair its network", cause)
 
 
-def fewest_to_leave_out(pairs: Iterable[tuple[str, str]], order: Sequence[str]) -> tuple[str, ...]:
-    """The fewest nodes without which no failing pair is left: a minimum vertex cover.
+def nodes_to_leave_out(pairs: Iterable[tuple[str, str]], order: Sequence[str]) -> tuple[str, ...]:
+    """Nodes without which no failing pair is left: again and again the node that fails with the most of
+    the nodes that are left. A single node that fails with all others is left out alone.
 
-    pairs: (from, to) that fail. Of equally good covers the one with nodes that fail more often as
-    `from`, then with later ones, so that the head node stays.
+    pairs: (from, to) that fail. In a tie the node that fails more often as `from`, then the later one in
+    `order`, so that the head node stays. Not always the fewest nodes.
     """
     pairs = list(pairs)
-    edges = {frozenset(pair) for pair in pairs}
-    failures = Counter(one for one, _ in pairs)
-    for most in range(len(order) + 1):
-        rank = {name: (failures[name], place) for place, name in enumerate(order)}
-        cover = _cover(edges, most, rank)
-        if cover is not None:
-            return tuple(name for name in order if name in cover)
-    raise AssertionError("all nodes together cover every pair")
-
-
-def _cover(
-    edges: set[frozenset[str]], most: int, rank: dict[str, tuple[int, int]]
-) -> set[str] | None:
-    """At most `most` nodes that touch every edge; None where there is no such cover.
-
-    Either the node of highest degree is in the cover, or all its neighbors are.
-    """
-    if not edges:
-        return set()
-    degree = Counter(name for edge in edges for name in edge)
-    busiest = max(degree, key=lambda name: (degree[name], rank[name]))
-    neighbors = {name for edge in edges if busiest in edge for name in edge} - {busiest}
-    for taken in ({busiest}, neighbors):
-        if len(taken) <= most:
-            rest = {edge for edge in edges if not edge & taken}
-            cover = _cover(rest, most - len(taken), rank)
-            if cover is not None:
-                return cover | taken
-    return None
+    failures = Counter(node for node, _ in pairs)
+    rank = {name: (failures[name], place) for place, name in enumerate(order)}
+    edges, gone = {frozenset(pair) for pair in pairs}, set()
+    while edges:
+        degree = Counter(name for edge in edges for name in edge)
+        worst = max(degree, key=lambda name: (degree[name], rank[name]))
+        gone.add(worst)
+        edges = {edge for edge in edges if worst not in edge}
+    return tuple(name for name in order if name in gone)
 
 
 def check_clocks(nodes: Mapping[str, CheckedNode], links: Links, most_sec: float) -> None:

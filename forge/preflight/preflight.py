@@ -23,7 +23,7 @@ from forge.core.records import Check, NodeResult, PreflightPass, PreflightResult
 from forge.core.terminal import say
 from forge.preflight import compare_nodes
 from forge.preflight.bisection import BrokenNodes
-from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, CheckedNode, fewest_to_leave_out
+from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, CheckedNode, nodes_to_leave_out
 from forge.preflight.isolate import ENDPOINT, Prober
 from forge.preflight.node_checks import Wanted
 from forge.staging.staged import program_folders, stage_record, staged_python
@@ -251,7 +251,7 @@ def _blame(nodes: Sequence[CheckedNode], broken: BrokenNodes, prober: Prober) ->
         by_name[name].checks.append(check)
     pairs = broken.pairs + broken.unclear
     both_ways = [*pairs, *((other, one) for one, other in pairs)]
-    gone = fewest_to_leave_out(both_ways, list(by_name))
+    gone = nodes_to_leave_out(both_ways, list(by_name))
     for pair in pairs:
         message = f"{' and '.join(pair)} fail together: {prober.reason(*pair)}"
         for name in pair:

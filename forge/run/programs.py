@@ -55,7 +55,8 @@ class TrainingProgram(Protocol):
 
     def prepare(self, start: LaunchPlan) -> int | None:
         """Repair what an interrupted launch has left, and give the step of the checkpoint that training
-        resumes from; None for a fresh start. Raises ConfigError where the config does not fit it."""
+        resumes from; None for a fresh start. Raises ConfigError where the config does not fit it, or
+        as `family.check_parent`."""
 
     def is_complete(self, step: int) -> bool:
         """Whether the run needs no launch any more, with its checkpoint at this step."""
@@ -113,7 +114,8 @@ class ForgeTrainer:
         return parent.first_step(self.config)
 
     def prepare(self, start: LaunchPlan) -> int | None:
-        family.set_aside_if_parent_changed(self.config)
+        for line in family.check_parent(self.config, {}):
+            say(f"{self.config.run}: {line}")
         checkpoint = resume.repaired_latest(self.paths)
         if checkpoint is None:
             parent.find(self.config)

@@ -7,6 +7,7 @@ anything written into the parent's directory.
 from __future__ import annotations
 
 import shutil
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -175,24 +176,32 @@ def test_a_lone_checkpoint_of_a_child_is_valid_where_its_parent_is_not(base, tmp
     assert outcome.code == 0, outcome.text
 
 
-def test_child_goes_on_from_a_parent_trained_again_alike_and_starts_anew_from_another(runs):
+def test_child_goes_on_from_a_parent_trained_again_alike_and_is_refused_after_another(runs):
     """On two ranks: the parent's second training has the bytes of the first."""
     base = runs("base", "--train.checkpoint_every=6")
     trained(base, *TWO_RANKS)
-    child = child_of(base, "child", "base@6")
-    trained(child, *TWO_RANKS)
-    losses, weights = child.losses(), child.weights_digest()
+    child = child_of(base, "child", "base@6", "--train.decay_steps=12")
+    trained(child, *TWO_RANKS, "--train.max_steps=8")
     shutil.rmtree(base.folder)
     trained(base, *TWO_RANKS)
-    assert "nothing to train" in trained(child, *TWO_RANKS).text
+    assert "digest" not in trained(child, *TWO_RANKS, "--train.max_steps=10").text
 
     shutil.rmtree(base.folder)
     trained(base, *TWO_RANKS, "--train.seed=7")
-    outcome = trained(child, *TWO_RANKS)
-    assert "child starts anew: it started from base@6 with digest" in outcome.text
-    [aside] = child.paths.superseded.iterdir()
-    assert replace(child, folder=aside).losses() == losses
-    assert len(child.losses()) == len(losses) and child.losses() != losses
-    assert child.weights_digest() != weights
+    before = listing(child)
+    refused = child.forge("train", *TWO_RANKS)
+    assert refused.code == 78, refused.text
+    assert "run child started from base@6 with digest" in refused.text
+    assert listing(child) == before
+    complete = trained(child, *TWO_RANKS, "--train.max_steps=10").text
+    assert "it is complete and stays as it is" in complete and "nothing to train" in complete
+
+    aside = child.folder.with_name("child.old")
+    move = f"mv {child.folder} {aside}"
+    assert f"rerun the command after {move};" in refused.text
+    subprocess.run(move.split(), check=True)
+    losses = replace(child, folder=aside).losses()
+    trained(child, *TWO_RANKS)
+    assert child.losses()[: len(losses)] != losses and len(child.losses()) == 6
     validated = forge("validate", str(aside), child.data)
     assert validated.code == 0, validated.text

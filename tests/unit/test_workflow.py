@@ -37,8 +37,8 @@ def changed(config, section, **values):
     return config.model_copy(update={section: new})
 
 
-def settings(config, rule, *, anew=()):
-    found = workflow.rule_settings({"base": config}, anew, "compare.html", main=True)
+def settings(config, rule):
+    found = workflow.rule_settings({"base": config}, "compare.html", main=True)
     return Path(found[rule]["base"])
 
 
@@ -95,16 +95,6 @@ def test_only_settings_that_an_output_was_not_made_with_are_newer_than_the_outpu
         for when in (None, (0, 0)):
             os.utime(settings(run, rule), when)
             assert is_due(settings(run, rule), output)
-
-
-def test_a_run_that_shall_start_anew_is_due_until_it_has_done_so(run):
-    paths = RunPaths.of(run)
-    made(paths.trained, {})
-    assert not is_due(settings(run, "train_run"), paths.trained)
-    for _ in range(2):
-        assert is_due(settings(run, "train_run", anew={"base"}), paths.trained)
-    (paths.superseded / "parent-4/checkpoints").mkdir(parents=True)
-    assert not is_due(settings(run, "train_run"), paths.trained)
 
 
 def jobs(*paths):

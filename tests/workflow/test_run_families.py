@@ -1,11 +1,12 @@
-"""A family of runs on one sheet, from the first command to a parent that is made anew."""
+"""A family of runs on one sheet, from the first command to a parent that is trained again."""
 
 from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 
-from support.clone import started_rules
+from support.clone import started
 
 from forge.core import json_lines
 
@@ -26,7 +27,7 @@ def edges(project):
     return {(names[one], names[other]) for one, other in drawn}
 
 
-def test_family_trains_in_order_and_a_parent_made_anew_restarts_its_child(project):
+def test_family_trains_in_order_and_a_parent_trained_again_leaves_its_child_to_the_user(project):
     project.one_rank()
     project.write_config(train={"max_steps": 8})
     project.write_runs(HEAD + BASE.format(8, "") + CHILD)
@@ -50,18 +51,30 @@ def test_family_trains_in_order_and_a_parent_made_anew_restarts_its_child(projec
     due = jobs_in(project.snakemake("-n", "train")[1])
     assert {"validate_run", "report_run"} == due.keys() - {"train", "total"}, due
 
-    # It stays due until it has started anew, whatever else an interrupted command has done.
+    # A complete child stays as it is while its parent is trained again, and afterwards.
+    assert project.snakemake("train")[0] == 0
+    before = {path: path.stat().st_mtime_ns for path in project.path("", "end").iterdir()}
     shutil.rmtree(project.path(""))
     project.write_runs(HEAD + BASE.format(8, 7) + CHILD)
-    done = ("base/trained.json", "end/config.json", "end/.parent_trained")
-    code, output = project.snakemake(*(f"results/{name}" for name in done))
-    assert code == 0, output
-    assert "end starts anew: base@4, from which it started, is made anew" in output
     code, output = project.snakemake("train")
     assert code == 0, output
-    assert started_rules(output).count("train_run") == 1
-    [aside] = project.path("superseded", "end").iterdir()
-    assert aside.name == f"base-4-{digest[:12]}"
+    assert "end: warning: started from base@4 with digest" in output
+    assert {job.split()[-1] for job in started(output) if "_run" in job} == {"base"}
+    assert {path: path.stat().st_mtime_ns for path in project.path("", "end").iterdir()} == before
+    output = project.snakemake("-n", "train")[1]
+    assert "Nothing to be done" in output
+    assert f"end: warning: started from base@4 with digest {digest[:12]}, which has" in output
+
+    # One with steps to train is refused before anything starts, with the way on.
+    project.write_runs(HEAD + BASE.format(8, 7) + CHILD.replace("8", "9"))
+    code, output = project.snakemake("train")
+    assert code != 0 and not started(output)
+    assert f"run end started from base@4 with digest {digest[:12]}, which has digest" in output
+    [move] = re.findall(r"rerun the command after (mv \S+ \S+);", output)
+    subprocess.run(move.split(), cwd=project.root, check=True)
+    code, output = project.snakemake("train")
+    assert code == 0, output
     assert project.read("trained.json", "end")["parent"]["digest"] != digest
+    assert project.read("trained.json", "end.old")["parent"]["digest"] == digest
     assert project.read("validated.json", "end")["status"] == "valid"
     assert "Nothing to be done" in project.snakemake("train")[1]

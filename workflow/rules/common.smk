@@ -59,24 +59,14 @@ TOKENIZERS = {
 # Runs with tasks (evaluate.tasks), and those of which checkpoints are evaluated while they train.
 EVALUATED = [run for run, settings in RUNS.items() if settings.evaluate.tasks]
 EVALUATED_BESIDE = [run for run in EVALUATED if RUNS[run].evaluate.every]
-# Runs that start anew, since their parent's checkpoint is another one now, with the reason.
-ANEW = family.starting_anew(RUNS)
 # Runs that begin when another one of the sheet has trained, with that one's name.
-WAITING = family.waiting(RUNS, ANEW)
+WAITING = family.waiting(RUNS)
 # Runs whose config has failed before, with the message: no allocation is spent on them.
-FAILED = (
-    helpers.known_failures(
-        {run: settings for run, settings in RUNS.items() if run not in ANEW}
-    )
-    if workflow.is_main_process
-    else {}
-)
+FAILED = helpers.known_failures(RUNS) if workflow.is_main_process else {}
 RESUMED = {}  # run name -> step, filled when `resume` is the target
 COMPARISON = f"{RESULTS}/compare.html"
 try:
-    SETTINGS = helpers.rule_settings(
-        RUNS, ANEW, COMPARISON, main=workflow.is_main_process
-    )
+    SETTINGS = helpers.rule_settings(RUNS, COMPARISON, main=workflow.is_main_process)
 except ForgeError as err:
     raise WorkflowError(str(err)) from None
 

@@ -98,7 +98,6 @@ rule train_run:
         data=lambda w: data_of(RUNS[w.run]),
         stage=f"{RESULTS}/{{run}}/.allocation/stage.json",
         preflight=f"{RESULTS}/{{run}}/.allocation/preflight.json",
-        times_anew=settings_of("train_run"),
     output:
         f"{RESULTS}/{{run}}/trained.json",
     log:

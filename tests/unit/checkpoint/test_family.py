@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support import manifests
 
-from forge.checkpoint import family, parent
+from forge.checkpoint import directory, family, parent
 from forge.checkpoint.manifest import SkippedSteps
 from forge.core.errors import ConfigError
 from forge.core.paths import RunPaths
@@ -143,14 +143,14 @@ def test_checkpoint_that_the_parent_has_passed_and_removed_is_not_waited_for(row
 def test_child_waits_for_a_parent_on_the_sheet_until_its_checkpoint_is_there(rows):
     lines = (BASE, "child\tbase@50\t120\t\n")
     runs = rows(*lines)
-    assert family.waiting(runs, ()) == {"child": "base"}
+    assert family.waiting(runs) == {"child": "base"}
     save(runs["base"], 50)
-    assert family.waiting(runs, ()) == {}, "the parent trains on, the child too"
+    assert family.waiting(runs) == {}, "the parent trains on, the child too"
     save(runs["base"], 100)
     end(runs["base"])
-    assert family.waiting(runs, ()) == {"child": "base"}, "for the plan: it has ended"
+    assert family.waiting(runs) == {"child": "base"}, "for the plan: it has ended"
     alone = {"child": runs["child"]}
-    assert family.waiting(alone, ()) == {}
+    assert family.waiting(alone) == {}
 
 
 def test_child_that_has_begun_waits_for_nothing_even_where_the_checkpoint_is_gone(rows):
@@ -158,7 +158,7 @@ def test_child_that_has_begun_waits_for_nothing_even_where_the_checkpoint_is_gon
     save(runs["base"], 50)
     save_child(runs["child"], 60)
     shutil.rmtree(RunPaths.of(runs["base"]).checkpoints)
-    assert family.waiting(runs, ()) == {}
+    assert family.waiting(runs) == {}
 
 
 # --- a changed parent -----------------------------------------------------------------------------
@@ -181,100 +181,79 @@ def line(rows):
     return read
 
 
-def test_nothing_starts_anew_while_the_parents_checkpoint_is_the_same(line):
-    assert family.starting_anew(line()) == {}
+def test_nothing_is_said_while_the_parents_checkpoint_is_the_same(line, capsys):
+    line()
+    assert "digest" not in capsys.readouterr().err
 
 
-def test_another_checkpoint_of_the_parent_restarts_the_children_of_that_step_and_theirs(
-    line, capsys
-):
+def test_complete_child_of_a_changed_checkpoint_stays_as_it_is_with_a_warning(line, capsys):
+    base = RunPaths.of(line()["base"])
+    then = family.started_from(RunPaths.of(line()["a"])).digest[:12]
     remake(line()["base"], 50)
-    runs = line()
-    found = family.starting_anew(runs)
-    assert set(found) == {"a", "aa"}
-    assert "it started from base@50 with digest" in found["a"]
-    assert found["aa"] == "a@120, from which it started, is made anew"
-    assert family.waiting(runs, found) == {"a": "base", "aa": "a"}
-    assert "a starts anew: it started from base@50" in capsys.readouterr().err
+    now = directory.Checkpoint.open(base.checkpoints / "step-00000050").manifest.digest[:12]
+    capsys.readouterr()
+    assert family.waiting(line()) == {}
+    [warning] = [text for text in capsys.readouterr().err.splitlines() if "digest" in text]
+    a = RunPaths.of(line()["a"]).root
+    assert warning == (
+        f"a: warning: started from base@50 with digest {then}, which has digest {now} now; it is complete"
+        f" and stays as it is (to start a anew, rerun the command after mv {a} {a}.old)"
+    )
 
 
-def test_parent_that_will_be_trained_again_restarts_all_its_descendants(line):
+def test_child_of_a_changed_checkpoint_with_steps_to_train_is_refused_with_both_digests(rows):
+    lines = (BASE, "child\tbase@50\t120\t\n")
+    runs = rows(*lines)
+    save(runs["base"], 50)
+    save_child(runs["child"], 60)
+    root = RunPaths.of(runs["child"]).root
+    then = family.started_from(RunPaths.of(runs["child"])).digest
+    remake(runs["base"], 50)
+    now = parent.find(runs["child"]).manifest.digest
+    assert now != then
+    root.with_name("child.old").mkdir()
+    for start in (lambda: rows(*lines), lambda: family.check_parent(runs["child"], {})):
+        with pytest.raises(ConfigError) as caught:
+            start()
+        assert caught.value.what == (
+            f"run child started from base@50 with digest {then[:12]}, which has digest {now[:12]} now"
+        )
+        assert f"mv {root} {root}.old.2;" in caught.value.fix, "a name that is free"
+    saved_again = root.rename(f"{root}.old.2")
+    assert rows(*lines)["child"].parent == "base@50"
+    assert saved_again.is_dir()
+
+
+def test_child_with_steps_to_train_of_a_parent_that_this_command_would_make_again_is_refused(rows):
+    lines = (BASE, "child\tbase@50\t120\t\n")
+    runs = rows(*lines)
+    save(runs["base"], 50)
+    save_child(runs["child"], 60)
+    shutil.rmtree(RunPaths.of(runs["base"]).root)
+    with pytest.raises(ConfigError, match="which is gone and will be made again: base is on"):
+        rows(*lines)
+    assert rows(lines[1])["child"].parent == "base@50", "without the parent's row it trains on"
+
+
+def test_warning_precedes_the_second_training_of_a_parent(line, capsys):
     shutil.rmtree(RunPaths.of(line()["base"]).root)
-    assert set(family.starting_anew(line())) == {"a", "b", "aa"}
+    capsys.readouterr()
+    assert family.waiting(line()) == {}
+    said = capsys.readouterr().err
+    assert re.findall("^(.*): warning: .* which is gone and will be made again", said, re.M) == [
+        *("a", "b")
+    ]
 
 
-def test_parent_that_has_ended_and_whose_checkpoints_were_removed_restarts_nothing(line):
+def test_parent_that_has_ended_and_whose_checkpoints_were_removed_changes_nothing(line, capsys):
     shutil.rmtree(RunPaths.of(line()["base"]).checkpoints)
-    assert family.starting_anew(line()) == {}
+    line()
+    assert "digest" not in capsys.readouterr().err
 
 
-def test_unreadable_records_restart_nothing(line):
+def test_unreadable_records_are_no_change(line):
     runs = line()
     (RunPaths.of(runs["base"]).checkpoints / "step-00000050/checkpoint.json").write_text("{")
     shutil.rmtree(RunPaths.of(runs["b"]).checkpoints)
     RunPaths.of(runs["b"]).trained.write_text(json.dumps({}))
-    assert family.starting_anew(runs) == {}
-
-
-def files(paths):
-    return {str(path.relative_to(paths.root)) for path in paths.root.rglob("*") if path.is_file()}
-
-
-def test_what_a_run_has_made_is_set_aside_and_nothing_else(line):
-    runs = line()
-    paths = RunPaths.of(runs["a"])
-    kept = {"config.json", "logs/train.log", "evaluations/data.json"}
-    kept |= {".allocation/stage.json", "preflight.json"}
-    made = {
-        "metrics.jsonl",
-        "events.jsonl",
-        "evaluations/step-00000120.json",
-        "tracking/wandb.json",
-    }
-    for name in (*kept, *made):
-        (paths.root / name).parent.mkdir(exist_ok=True)
-        (paths.root / name).touch()
-    before = files(paths)
-    digest = family.started_from(paths).digest
-    family.set_aside_if_parent_changed(runs["a"])
-    assert files(paths) == before, "the parent is the same"
-
-    remake(runs["base"], 50)
-    family.set_aside_if_parent_changed(runs["a"])
-    aside = f"superseded/base-50-{digest[:12]}"
-    assert files(paths) == kept | {f"{aside}/{name}" for name in before - kept}
-    assert family.times_started_anew(paths) == 1
-    assert family.started_from(paths) is None
-
-
-def test_interrupted_move_is_finished_by_the_next_start(line, monkeypatch):
-    runs = line()
-    paths = RunPaths.of(runs["a"])
-    paths.metrics.touch()
-    remake(runs["base"], 50)
-    monkeypatch.setattr(family, "MADE", family.MADE[:1])  # killed after the first
-    family.set_aside_if_parent_changed(runs["a"])
-    monkeypatch.undo()
-    assert not paths.metrics.exists() and paths.checkpoints.exists()
-    assert set(family.starting_anew(runs)) == {"a", "aa"}
-    family.set_aside_if_parent_changed(runs["a"])
-    [aside] = paths.superseded.iterdir()
-    assert {path.name for path in aside.iterdir()} == {
-        "metrics.jsonl",
-        "trained.json",
-        "checkpoints",
-    }
-
-
-def test_second_time_from_the_same_checkpoint_has_a_folder_of_its_own(line):
-    runs = line()
-    for times in (1, 2):
-        before = RunPaths.of(runs["base"]).checkpoints / "step-00000050"
-        saved = before.with_name("saved")
-        before.rename(saved)
-        save(runs["base"], 50, skipped=SkippedSteps(steps=1, in_a_row=0))
-        family.set_aside_if_parent_changed(runs["a"])
-        assert family.times_started_anew(RunPaths.of(runs["a"])) == times
-        shutil.rmtree(before)
-        saved.rename(before)
-        save_child(runs["a"], 60)
+    assert [family.check_parent(config, runs) for config in runs.values()] == [[]] * len(runs)

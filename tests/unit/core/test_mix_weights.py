@@ -28,6 +28,7 @@ def test_config_with_sources_is_read_again_as_it_is_written(mix):
     assert config.to_json()["train"]["mix"] == mix
     assert set(config.to_json()["tokenize"]) == {
         "sources",
+        "fast",
         "val_fraction",
         "shard_tokens",
         "part_mib",

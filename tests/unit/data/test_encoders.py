@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from forge.core.config import Config, ResolvedConfig
+from forge.core.errors import DataError
 from forge.data import corpus, encoders, tokenize
 from forge.data.content_ids import resolve
 from forge.data.encoders import (
@@ -276,7 +277,7 @@ class Tokenizer:
 
 
 def test_other_ids_found_midway_leave_no_part_that_the_fast_encoder_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = job(tmp_path)
     (tmp_path / "texts" / "0.txt").write_text("some hidden words")
@@ -288,10 +289,13 @@ def test_other_ids_found_midway_leave_no_part_that_the_fast_encoder_made(
     (tmp_path / "gigatoken.py").write_text(WRONG_GIGATOKEN)
     monkeypatch.syspath_prepend(tmp_path)  # the workers inherit it
     monkeypatch.delitem(sys.modules, "gigatoken")
-    capsys.readouterr()
-    assert shards_of(tokenize.tokenize(config, workers=1)) == expected
-    said = capsys.readouterr().err
-    assert "'some plain words': encoding every part again with tokenizers" in said
-    (folder / "manifest.json").unlink()
-    assert shards_of(tokenize.tokenize(config, workers=1)) == expected
-    assert "'some plain words': encoding with tokenizers" in capsys.readouterr().err
+    with pytest.raises(DataError) as caught:
+        tokenize.tokenize(config, workers=1)
+    assert f"{tmp_path}/texts/1.txt, document 1: gigatoken gives other ids" in caught.value.what
+    assert "'some plain words'" in caught.value.what
+    assert "set tokenize.fast: false and rerun" in caught.value.fix
+    assert "all parts are encoded again" in caught.value.fix
+    assert list(folder.glob("parts/*")) == []
+    settings = config.tokenize.model_copy(update={"fast": False})
+    again = tokenize.tokenize(config.model_copy(update={"tokenize": settings}), workers=1)
+    assert shards_of(again) == expected

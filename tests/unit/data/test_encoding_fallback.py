@@ -1,14 +1,16 @@
-"""Whatever the fast encoder raises, at whatever moment, the shards get the reference's ids."""
+"""Whatever the fast encoder raises, at whatever moment, the shards get the reference's ids or none."""
 
+import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from forge.core.config import Config, ResolvedConfig
+from forge.core.errors import DataError
+from forge.core.paths import RunPaths
 from forge.data import tokenize
 from forge.data.content_ids import resolve
 from forge.data.encoders import fast_encoder
@@ -149,40 +151,62 @@ def test_what_gigatoken_raises_at_the_start_is_a_reason(
     assert "src/hidden.rs" not in said
 
 
+def without_fast(config: ResolvedConfig) -> ResolvedConfig:
+    values = config.to_json()
+    values["tokenize"]["fast"] = False
+    again = resolve(Config.model_validate({**values, "ids": None}))
+    assert again.ids == config.ids, "the key changes no ids"
+    return again
+
+
 @pytest.mark.parametrize("kind", ["RuntimeError", "Panic"])
-def test_what_gigatoken_raises_midway_leaves_no_part_of_its_own(
-    failing: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
+def test_what_gigatoken_raises_midway_is_refused_and_its_parts_are_kept_without_it(
+    failing: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     texts = [*TEXTS[:-1], "the text with number 59"]
     config = config_of(failing, texts, vocab_size=400)
     code = GIGATOKEN.replace("FAIL_AT", repr("middle")).replace("KIND", kind)
     (failing / "gigatoken.py").write_text(code)
-    num_parts: list[int] = []  # before and after the fast encoder ran, then the reference
-    encode_parts = tokenize._encode_parts
-
-    def watched(job: tokenize._Job, *rest: Any) -> list[tokenize.FinishedPart]:
-        num_parts.append(len(list(job.folder.glob("parts/part-*.json"))))
-        try:
-            return encode_parts(job, *rest)
-        finally:
-            num_parts.append(len(list(job.folder.glob("parts/part-*.json"))))
-
-    monkeypatch.setattr(tokenize, "_encode_parts", watched)
-    folder = tokenize.tokenize(config, workers=1)
-    empty, fast, emptied, all_parts = num_parts
-    assert (empty, emptied) == (0, 0)
-    assert 0 < fast < all_parts
+    for _ in range(2):
+        with pytest.raises(DataError) as caught:
+            tokenize.tokenize(config, workers=1)
+        reason = f"gigatoken cannot encode a text ({kind}: a reason)"
+        assert caught.value.what == f"{failing}/texts/59.txt, document 1: {reason}"
+        assert "the tokenizers library would do" in caught.value.cause
+        assert "set tokenize.fast: false and rerun" in caught.value.fix
+        assert "finished parts are kept" in caught.value.fix
+    folder = Path(config.data) / "tokens" / config.ids.tokens
+    fast = {path: path.stat().st_mtime_ns for path in folder.glob("parts/part-*.json")}
+    tokenize.tokenize(without_fast(config), workers=1)
     assert_ids_are_the_reference(folder, config, texts)
-    said = capsys.readouterr().err
-    reason = f"gigatoken cannot encode a text ({kind}: a reason)"
-    assert said.count(f"{reason}: encoding every part again with tokenizers") == 1
-    assert "src/hidden.rs" not in said
-    (folder / "manifest.json").unlink()
+    all_parts = {path: path.stat().st_mtime_ns for path in folder.glob("parts/part-*.json")}
+    assert 0 < len(fast) < len(all_parts)
+    assert fast.items() <= all_parts.items(), "kept"
+    capsys.readouterr()
     tokenize.tokenize(config, workers=1)
-    assert f"{reason}: encoding with tokenizers" in capsys.readouterr().err
+    assert "nothing to do" in capsys.readouterr().err
+
+
+def test_key_may_change_when_the_text_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = config_of(tmp_path, TEXTS, vocab_size=400)
+    tokenize.tokenize(config, workers=1)
+    config.write(RunPaths.of(config).config)
+    shutil.rmtree(tmp_path / "texts")
+    without_fast(config)
+
+
+def test_without_fast_gigatoken_is_not_imported(
+    failing: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = without_fast(config_of(failing, TEXTS, vocab_size=400))
+    code = GIGATOKEN.replace("FAIL_AT", repr("import")).replace("KIND", "SystemExit")
+    (failing / "gigatoken.py").write_text(code)
+    folder = tokenize.tokenize(config, workers=1)
+    assert_ids_are_the_reference(folder, config, TEXTS)
+    assert "slower" not in capsys.readouterr().err, "as it was asked for"
 
 
 def test_ctrl_c_is_not_a_reason(failing: Path) -> None:
