@@ -134,6 +134,16 @@ def test_very_long_runs_have_the_same_ids(kind: str, atom: str) -> None:
     assert_same(fast(documents), reference(documents))
 
 
+def test_every_character_has_the_same_ids_also_where_the_libraries_know_other_versions_of_unicode():
+    """Before a contraction: letters, digits and signs are split from it differently."""
+    fast, reference = both("qwen")
+    # The last plane with letters ends at U+33479; all beyond is private, or not assigned.
+    codes = [code for code in range(0x80, 0x34000) if not 0xD800 <= code < 0xE000]
+    documents = [chr(code) + "'s" for code in codes]
+    assert sum(map(bool, map(encoders.ADDED.search, documents))) > 4000
+    assert_same(fast(documents), reference(documents))
+
+
 def test_text_that_spells_a_special_token_is_plain_text() -> None:
     for kind in KINDS:
         tokenizer = trained(kind)
