@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from forge.core.config import ResolvedConfig
 from forge.core.errors import USE_THAT_VERSION, DataError, OtherFormat
+from forge.core.file_list import FileEntry
 from forge.core.files import (
     MAX_SMALL_JSON_BYTES,
     PlainName,
@@ -47,6 +48,10 @@ class StoredFile(Part):
 
     bytes: Count
     digest: str
+
+    @property
+    def entry(self) -> FileEntry:
+        return FileEntry(self.bytes, self.digest)
 
 
 class SkippedSteps(Part):

@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import ConfigError, DataError, UnfitError
+from forge.core.file_list import FileEntry, FileList, verify
 from forge.core.files import (
     atomic_open,
     digest_bytes,
-    digest_file,
     disk_trouble,
     open_regular,
     read_json,
@@ -103,14 +103,8 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
         raise DataError(
             f"{folder / MANIFEST} is not a tokenizer's manifest: {place}: {first['msg']}", fix=again
         ) from None
-    path = folder / TOKENIZER
-    actual = digest_file(path) if path.is_file() else "no file"
-    if actual != facts.digest:
-        raise DataError(
-            f"{path} has digest {actual[:12]}; its manifest says {facts.digest[:12]}",
-            cause="changed, truncated or removed after it was built",
-            fix=again,
-        )
+    path, entries = folder / TOKENIZER, {TOKENIZER: FileEntry(None, facts.digest)}
+    verify([FileList(folder, entries, listed_in="its manifest", fix=again, follow_links=True)])
     tokenizer = _parse(path.read_bytes(), str(path))
     has = (_vocab_size(tokenizer), tokenizer.token_to_id(facts.eos_token))
     if has != (facts.vocab_size, facts.eos_id):
