@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from forge.core.config import ResolvedConfig
 from forge.core.errors import USE_THAT_VERSION, DataError, OtherFormat
@@ -24,6 +24,7 @@ from forge.core.files import (
 )
 from forge.core.process import hostname
 from forge.core.provenance import code, config_digest, cpu_name, versions
+from forge.core.records import validated
 from forge.core.train_settings import Shard, Train
 
 FORMAT: Literal[5] = 5
@@ -291,15 +292,7 @@ class Manifest(Part):
                 f"{folder / MANIFEST} does not match the digest that it contains",
                 cause="a disk error, or an edit",
             )
-        try:
-            return cls.model_validate(content)
-        except ValidationError as err:
-            first = err.errors()[0]
-            key = ".".join(str(part)[:60] for part in first["loc"])
-            raise DataError(
-                f"{folder / MANIFEST} is not the manifest of a checkpoint: {key}: {first['msg']}",
-                cause="written by another program, or by hand",
-            ) from None
+        return validated(cls, content, folder / MANIFEST)
 
     def write(self, folder: Path) -> Self:
         """Write the manifest into a checkpoint's directory, durably; the sealed manifest. Raises

@@ -16,9 +16,8 @@ import blake3
 import numpy as np
 import orjson
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from forge.core.errors import DataError
 from forge.core.file_list import FileEntry, FileList, verify
 from forge.core.files import (
     MAX_JSON_BYTES,
@@ -26,7 +25,7 @@ from forge.core.files import (
     atomic_open,
     digest_bytes,
 )
-from forge.core.records import content
+from forge.core.records import content, validated
 
 Kind = Literal["shards", "inputs"]
 
@@ -179,14 +178,7 @@ class ShardManifest(Entry):
 
 def _read_manifest(path: Path) -> ShardManifest:
     value = content(path, FORMAT, AGAIN, MAX_JSON_BYTES)
-    try:
-        return ShardManifest.model_validate(value)
-    except ValidationError as err:
-        first = err.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "manifest"
-        raise DataError(
-            f"{path}: {place}: {first['msg']}", cause="edited by hand, or corrupt", fix=AGAIN
-        ) from None
+    return validated(ShardManifest, value, path, fix=AGAIN)
 
 
 # --- reading ------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import ConfigError, DataError, UnfitError
@@ -25,6 +25,7 @@ from forge.core.files import (
     write_json,
 )
 from forge.core.paths import tokenizer_folder
+from forge.core.records import validated
 from forge.core.terminal import progress, say
 from forge.data import content_ids, corpus, hub
 from forge.data.inputs import corpus_files
@@ -95,14 +96,7 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     again = "run `forge tokenizer CONFIG` again"
     if not (folder / MANIFEST).exists():
         raise DataError(f"there is no tokenizer in {folder}", fix="run `forge tokenizer CONFIG`")
-    try:
-        facts = _Facts.model_validate(read_json(folder / MANIFEST))
-    except ValidationError as err:
-        first = err.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "all of it"
-        raise DataError(
-            f"{folder / MANIFEST} is not a tokenizer's manifest: {place}: {first['msg']}", fix=again
-        ) from None
+    facts = validated(_Facts, read_json(folder / MANIFEST), folder / MANIFEST, fix=again)
     path, entries = folder / TOKENIZER, {TOKENIZER: FileEntry(None, facts.digest)}
     verify([FileList(folder, entries, listed_in="its manifest", fix=again, follow_links=True)])
     tokenizer = _parse(path.read_bytes(), str(path))
