@@ -14,15 +14,15 @@ import itertools
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge.checkpoint.manifest import MANIFEST, Manifest, StoredFile
+from forge.checkpoint.manifest import MANIFEST, Manifest
 from forge.core import events, failpoints
 from forge.core.errors import DataError, DiskFull, UnfitError
-from forge.core.files import digest_file, disk_trouble, fsync_folder, is_file_below, plain_name
+from forge.core.file_list import FileList
+from forge.core.files import disk_trouble, fsync_folder, plain_name
 from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
 from forge.core.records import Damage
 from forge.core.terminal import say
@@ -31,7 +31,6 @@ TEMPORARY = ".writing-"
 DAMAGE = "damage.json"  # in a checkpoint in quarantine
 # Free space for manifest, index and event log, besides the tensors.
 SPARE_BYTES = 4 * 2**20
-VERIFY_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,12 @@ class Checkpoint:
         reports an error. File contents are not read."""
         with disk_trouble(folder, "read"):
             checkpoint = cls.open(folder)
-            checkpoint.check_sizes()
+            checkpoint.file_list.check_sizes()
         return checkpoint
 
-    def check_sizes(self) -> None:
-        """DataError when a file is missing or truncated."""
-        for name, expected in self.manifest.files.items():
-            if bad := self._bad_size(name, expected):
-                raise DataError(bad)
+    @property
+    def file_list(self) -> FileList:
+        return FileList(self.folder, {n: f.entry for n, f in self.manifest.files.items()})
 
     def bad_files(self, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
         """A sentence for each file that is missing, corrupt or not in the manifest; digests all files.
@@ -79,30 +76,12 @@ class Checkpoint:
         share: (i, n) checks every n-th file from the i-th on, for n readers. Raises UnfitError when
         the disk reports an error, which says nothing about the content.
         """
-        files = self.manifest.files
-        own_share = dict(sorted(files.items())[share[0] :: share[1]])
-        with disk_trouble(self.folder, "read"), ThreadPoolExecutor(VERIFY_THREADS) as pool:
+        with disk_trouble(self.folder, "read"):
             failpoints.reach("load.verify", self.folder)
-            yield from filter(None, pool.map(self._bad_file, own_share, own_share.values()))
+        yield from self.file_list.bad_files(share)
         if share[0] == 0:
-            extra = {p.name for p in self.folder.iterdir()} - set(files) - {MANIFEST}
-            for name in sorted(extra):
-                yield f"{name} is not in the manifest"
-
-    def _bad_size(self, name: str, expected: StoredFile) -> str | None:
-        path = self.folder / name
-        if not is_file_below(path, self.folder):
-            return f"{name} is {'a link out of its directory' if path.exists() else 'missing'}"
-        if path.stat().st_size != expected.bytes:
-            return f"{name} has {path.stat().st_size} bytes, the manifest says {expected.bytes}"
-        return None
-
-    def _bad_file(self, name: str, expected: StoredFile) -> str | None:
-        if bad := self._bad_size(name, expected):
-            return bad
-        if digest_file(self.folder / name) != expected.digest:
-            return f"{name} has another digest than the manifest: its content has changed"
-        return None
+            there = {path.name for path in self.folder.iterdir()} - {MANIFEST}
+            yield from self.file_list.extra(there)
 
 
 def committed(checkpoints: Path) -> list[Path]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,10 @@ from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint
 from forge.cluster.lock import lock
 from forge.core.config import Config
 from forge.core.errors import ConfigError, DataError
+from forge.core.file_list import FileEntry, FileList
 from forge.core.files import (
-    digest_file,
     disk_trouble,
     fsync_folder,
-    is_file_below,
     read_json,
     read_object_or_empty,
     write_json,
@@ -48,12 +48,12 @@ def is_exported(target: Path, identity: dict[str, Any]) -> bool:
             else "exists and is not an export of Forge"
         )
         raise ConfigError(f"{target} {what}", fix="name another directory with --to, or remove it")
-    for name, digest in files.items():
-        if not is_file_below(target / name, target) or digest_file(target / name) != digest:
-            raise ConfigError(
-                f"{target / name} is missing or has changed since it was exported",
-                fix=f"remove {target} and rerun the command, or name another directory with --to",
-            )
+    entries = {name: FileEntry(None, str(digest)) for name, digest in files.items()}
+    for bad in FileList(target, entries, listed_in=MANIFEST).bad_files():
+        raise ConfigError(
+            f"{target} is no longer as it was exported: {bad}",
+            fix=f"remove {target} and rerun the command, or name another directory with --to",
+        )
     return True
 
 
@@ -151,27 +151,23 @@ def _names(config: Config, checkpoint: SealedCheckpoint) -> list[str]:
 
 
 def _copy(checkpoint: SealedCheckpoint, names: list[str], draft: Path) -> None:
-    """Raises DataError where a copy has another digest than the seal says."""
-    sizes = {name: checkpoint.seal.files[name].bytes for name in names}
+    """Raises DataError where a file, or its copy, is not as the seal says."""
+    entries = {name: checkpoint.file_list.entries[name] for name in names}
+    fix = "rerun training, which resumes from the newest valid checkpoint"
+    replace(checkpoint.file_list, entries=entries, fix=fix).check_sizes()
     done = 0
-    with progress("export", sum(sizes.values()), "bytes") as update:
+    with progress(
+        "export", sum(checkpoint.seal.files[name].bytes for name in names), "bytes"
+    ) as update:
         for name in names:
             source = checkpoint.path / name if name else checkpoint.path
             target = draft / (name or checkpoint.path.name)
-            if not is_file_below(source, checkpoint.path if name else source.parent):
-                raise DataError(
-                    f"{source} is missing, or a link out of the checkpoint",
-                    cause="removed by hand, or the checkpoint came from elsewhere",
-                    fix="do not use this checkpoint, or put the file there",
-                )
             with disk_trouble(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target)
-            if digest_file(target) != checkpoint.seal.files[name].digest:
-                raise DataError(
-                    f"{source} is corrupt: its digest is not the one in its seal",
-                    cause="a disk error, an interrupted copy, or an edit",
-                    fix="rerun training, which resumes from the newest checkpoint that is not",
-                )
-            done += sizes[name]
+            done += checkpoint.seal.files[name].bytes
             update(done, target.name)
+    copies = {name or checkpoint.path.name: entry for name, entry in entries.items()}
+    for bad in FileList(draft, copies, listed_in="its seal").bad_files():
+        cause = "a disk error, an interrupted copy, or an edit"
+        raise DataError(f"{checkpoint.path} is corrupt: {bad}", cause=cause, fix=fix)

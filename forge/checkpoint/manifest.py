@@ -9,10 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from forge.core.config import ResolvedConfig
 from forge.core.errors import USE_THAT_VERSION, DataError, OtherFormat
+from forge.core.file_list import FileEntry
 from forge.core.files import (
     MAX_SMALL_JSON_BYTES,
     PlainName,
@@ -23,6 +24,7 @@ from forge.core.files import (
 )
 from forge.core.process import hostname
 from forge.core.provenance import code, config_digest, cpu_name, versions
+from forge.core.records import validated
 from forge.core.train_settings import Shard, Train
 
 FORMAT: Literal[5] = 5
@@ -47,6 +49,10 @@ class StoredFile(Part):
 
     bytes: Count
     digest: str
+
+    @property
+    def entry(self) -> FileEntry:
+        return FileEntry(self.bytes, self.digest)
 
 
 class SkippedSteps(Part):
@@ -276,15 +282,7 @@ class Manifest(Part):
                 f"{folder / MANIFEST} does not match the digest that it contains",
                 cause="a disk error, or an edit",
             )
-        try:
-            return cls.model_validate(content)
-        except ValidationError as err:
-            first = err.errors()[0]
-            key = ".".join(str(part)[:60] for part in first["loc"])
-            raise DataError(
-                f"{folder / MANIFEST} is not the manifest of a checkpoint: {key}: {first['msg']}",
-                cause="written by another program, or by hand",
-            ) from None
+        return validated(cls, content, folder / MANIFEST)
 
     def write(self, folder: Path) -> Self:
         """Write the manifest into a checkpoint's directory, durably; the sealed manifest. Raises

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +30,11 @@ from forge.core.errors import (
     OtherFormat,
     UnfitError,
 )
+from forge.core.file_list import FileList, described
 from forge.core.files import (
     MAX_JSON_BYTES,
     canonical,
     digest_bytes,
-    digest_file,
     disk_trouble,
     fsync_folder,
     is_file_below,
@@ -48,7 +47,6 @@ from forge.core.records import Damage, Record
 from forge.core.terminal import say
 
 SEAL = ".forge.json"
-THREADS = 4
 
 # Path in a checkpoint, or "" for a checkpoint that is a file.
 SealedName = Annotated[str, AfterValidator(lambda name: name and relative_path(name))]
@@ -127,36 +125,14 @@ class SealedCheckpoint:
         """
         if self.seal.digest != _digest(self.seal.step, self.seal.files):
             yield "its seal was edited"
-        with disk_trouble(self.path, "read"), ThreadPoolExecutor(THREADS) as pool:
-            yield from filter(None, pool.map(self._bad_file, self.seal.files))
-            for name in sorted(set(_names(self.path)) - set(self.seal.files)):
-                yield f"{name} is not in its seal"
+        yield from self.file_list.bad_files()
+        with disk_trouble(self.path, "read"):
+            yield from self.file_list.extra(_names(self.path))
 
-    def check_sizes(self) -> None:
-        """DataError when a file is missing or truncated."""
-        for name in self.seal.files:
-            if bad := self._bad_size(name):
-                raise DataError(bad)
-
-    def _file(self, name: str) -> Path:
-        return self.path / name if name else self.path
-
-    def _bad_size(self, name: str) -> str | None:
-        path, expected = self._file(name), self.seal.files[name]
-        shown = name or path.name
-        if not is_file_below(path, self.path if name else self.path.parent):
-            there = "a link out of the checkpoint" if path.exists() else "missing"
-            return f"{shown} is {there}"
-        if (size := path.stat().st_size) != expected.bytes:
-            return f"{shown} has {size} bytes, its seal says {expected.bytes}"
-        return None
-
-    def _bad_file(self, name: str) -> str | None:
-        if bad := self._bad_size(name):
-            return bad
-        path = self._file(name)
-        is_same = digest_file(path) == self.seal.files[name].digest
-        return None if is_same else f"the content of {name or path.name} has changed"
+    @property
+    def file_list(self) -> FileList:
+        entries = {name: file.entry for name, file in self.seal.files.items()}
+        return FileList(self.path, entries, listed_in="its seal")
 
 
 @dataclass(frozen=True)
@@ -235,17 +211,16 @@ class ProgramCheckpoints:
 
     def check_still_there(self, step: int) -> None:
         """As `resume.check_still_there`; `latest` is the program's own."""
-        paths, found = self.paths, self.latest()
-        if found is None or found.step < step:
+        paths, newest = self.paths, self.latest()
+        if newest is None or newest.step < step:
             raise DataError(
                 f"the checkpoint of step {step} in {paths.checkpoints} is missing, or its seal",
                 fix=directory.restore_or_train_again(paths),
             )
-        with disk_trouble(found.path, "read"):
-            try:
-                found.check_sizes()
-            except DataError as err:
-                raise DataError(err.what, fix=f"forge validate {paths.root} --all") from None
+        try:
+            newest.file_list.check_sizes()
+        except DataError as err:
+            raise DataError(err.what, fix=f"forge validate {paths.root} --all") from None
 
     # --- sealing ---
 
@@ -255,11 +230,12 @@ class ProgramCheckpoints:
         of a file that no seal may have."""
         before = signature(path)
         try:
-            with disk_trouble(path, "read"), ThreadPoolExecutor(THREADS) as pool:
-                names = list(_names(path))
-                stored = pool.map(_stored, [path / name if name else path for name in names])
-                files = dict(zip(names, stored, strict=True))
-                for folder in {(path / name).parent for name in names if name}:
+            with disk_trouble(path, "read"):
+                files = {
+                    name: StoredFile(bytes=size, digest=digest)
+                    for name, size, digest in described(path, _names(path), sync=True)
+                }
+                for folder in {(path / name).parent for name in files if name}:
                     fsync_folder(folder)
         except FileNotFoundError:
             return None
@@ -373,13 +349,6 @@ def _names(path: Path) -> Iterator[str]:
     for file in sorted(path.rglob("*")):
         if file.is_file() and (not file.is_symlink() or is_file_below(file, path)):
             yield str(file.relative_to(path))
-
-
-def _stored(path: Path) -> StoredFile:
-    """Size and digest of a file, which is made durable first."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        return StoredFile(bytes=os.fstat(file.fileno()).st_size, digest=digest_file(path))
 
 
 def _digest(step: int, files: dict[str, StoredFile]) -> str:

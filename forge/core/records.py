@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -40,21 +40,29 @@ class Record(BaseModel):
         """Raises DataError where the file is missing, corrupt or edited, OtherFormat where it is of
         another version of Forge."""
         values = content(path, cls.FORMAT, cls.FIX, cls.MAX_BYTES)
-        try:
-            return cls.model_validate(values)
-        except ValidationError as err:
-            problem = err.errors()[0]
-            key = ".".join(str(part)[:60] for part in problem["loc"])
-            raise DataError(
-                f"{path} cannot be read: {key}: {problem['msg']}",
-                cause="edited by hand, or written by another program",
-                fix=cls.FIX,
-            ) from None
+        return validated(cls, values, path, fix=cls.FIX)
 
     @classmethod
     def read_if_there(cls, path: Path) -> Self | None:
         """As `read`; None without a file."""
         return cls.read(path) if path.exists() else None
+
+
+Content = TypeVar("Content", bound=BaseModel)
+
+
+def validated(model: type[Content], values: Any, path: Path, *, fix: str = "") -> Content:
+    """The content of a JSON file as its class. DataError, with the first key that is wrong."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as err:
+        first = err.errors()[0]
+        key = ".".join(str(part)[:60] for part in first["loc"]) or "all of it"
+        raise DataError(
+            f"{path} cannot be read: {key}: {first['msg']}",
+            cause="edited by hand, or written by another program",
+            fix=fix,
+        ) from None
 
 
 def content(

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from forge.core.errors import DataError
-from forge.core.files import MAX_JSON_BYTES, digest_file, disk_trouble
+from forge.core.file_list import FileList, verify
+from forge.core.files import MAX_JSON_BYTES
 from forge.core.records import Record
 from forge.data.shards import MANIFEST, Kind, Member, PathEntry
 
@@ -80,19 +81,10 @@ class InputSet:
 
     @property
     def num_bytes(self) -> int:
-        return sum(entry.size for entry in self._entries)
-
-    @property
-    def _entries(self) -> list[PathEntry]:
-        return self.manifest.files + self.manifest.downloads
+        return sum(member.num_bytes for member in self.members)
 
     def verify(self, share: tuple[int, int] = (0, 1)) -> None:
-        first, step = share
-        for member, entry in list(zip(self.members, self._entries, strict=True))[first::step]:
-            with disk_trouble(member.path, "read"):
-                changed = not member.path.is_file() or digest_file(member.path) != entry.digest
-            if changed:
-                raise self._changed(member.path)
+        verify(self._file_lists, share)
 
     def check_unchanged(self) -> None:
         """DataError for a file that was removed, or changed after the manifest was made. Looks at the
@@ -100,23 +92,29 @@ class InputSet:
         written = (self.folder / MANIFEST).stat().st_mtime_ns
         for member in self.members:
             if not member.path.is_file() or member.path.stat().st_mtime_ns > written:
-                raise self._changed(member.path)
+                raise DataError(
+                    f"{member.path} has changed since its digest was made",
+                    cause="the file was edited or removed",
+                    fix=self._fix,
+                )
 
     def _with_right_sizes(self) -> Self:
-        for member in self.members:
-            with disk_trouble(member.path, "read"):
-                path = member.path
-                right = path.is_file() and path.stat().st_size == member.num_bytes
-            if not right:
-                raise self._changed(path)
+        for files in self._file_lists:
+            files.check_sizes()
         return self
 
-    def _changed(self, path: Path) -> DataError:
-        return DataError(
-            f"{path} has changed since its digest was made",
-            cause="the file was edited or removed",
-            fix=f"restore it; or remove {self.folder}, and give the run a new name",
-        )
+    @property
+    def _fix(self) -> str:
+        return f"restore it; or remove {self.folder}, and give the run a new name"
+
+    @property
+    def _file_lists(self) -> list[FileList]:
+        """Local files and downloads; they may be links, which are staged as links."""
+        listed_in, manifest = str(self.folder / MANIFEST), self.manifest
+        return [
+            FileList(Path(folder), {e.name: e.entry for e in entries}, listed_in, self._fix, True)
+            for folder, entries in ((self.data, manifest.files), (self.hub, manifest.downloads))
+        ]
 
 
 def copy_folders(folder: str | Path, manifest: InputManifest) -> tuple[str, str]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from pydantic import ValidationError
 
 from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import ConfigError, DataError
+from forge.core.file_list import described
 from forge.core.files import canonical, digest_bytes, digest_file, disk_trouble
 from forge.core.paths import inputs_folder
 from forge.core.terminal import Progress, progress, say
@@ -23,8 +23,6 @@ from forge.data.hub import HubFiles
 from forge.data.input_set import HUB, InputManifest, InputSet
 from forge.data.shards import MANIFEST, PathEntry
 from forge.data.token_files import data_files
-
-THREADS = 4
 
 
 def list_inputs(inputs: Sequence[str]) -> list[InputFile]:
@@ -155,29 +153,22 @@ def _link(source: Path, target: Path) -> None:
 
 def _entries(files: list[InputFile], root: Path, report: Progress, done: int) -> list[PathEntry]:
     """Digests of the files, by path below `root`. done: bytes that were reported before these."""
-    entries = []
-    with ThreadPoolExecutor(THREADS) as pool:
-        digested = pool.map(lambda file: _entry(file, _absolute(root)), files)
-        for file, entry in zip(files, digested, strict=True):
-            entries.append(entry)
-            done += file.size
-            report(done, file.location)
+    root = _absolute(root)
     # Two URLs may name the same file.
-    return sorted({entry.name: entry for entry in entries}.values(), key=lambda entry: entry.name)
-
-
-def _entry(file: InputFile, root: Path) -> PathEntry:
-    with disk_trouble(file.path, "read"):
-        name = str(_absolute(file.path).relative_to(root))
-        digest = digest_file(file.path)
-    try:
-        return PathEntry(name=name, size=file.size, digest=digest)
-    except ValidationError:
-        raise DataError(
-            f"the input {name!r} in {root} has a control character in its name",
-            cause="such as a line break, by an error in a script",
-            fix="rename the file",
-        ) from None
+    names = sorted({str(_absolute(file.path).relative_to(root)) for file in files})
+    entries = []
+    for name, size, digest in described(root, names):
+        try:
+            entries.append(PathEntry(name=name, size=size, digest=digest))
+        except ValidationError:
+            raise DataError(
+                f"the input {name!r} in {root} has a control character in its name",
+                cause="such as a line break, by an error in a script",
+                fix="rename the file",
+            ) from None
+        done += size
+        report(done, str(root / name))
+    return entries
 
 
 def _absolute(path: Path) -> Path:

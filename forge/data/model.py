@@ -9,17 +9,17 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from forge.core.config import Config, ResolvedConfig, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
+from forge.core.file_list import FileList, described, verify
 from forge.core.files import (
+    PlainName,
     canonical,
     digest_bytes,
-    digest_file,
     disk_trouble,
     plain_name,
     read_json,
@@ -31,12 +31,17 @@ from forge.core.records import Record
 from forge.core.terminal import progress, say
 from forge.data import hub
 from forge.data.hf_config import model_keys
-from forge.data.shards import MANIFEST, FileEntry
+from forge.data.shards import MANIFEST, InputEntry
 
 FORMAT = 1  # of the id
 HF_CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
-THREADS = 4
+
+
+class WeightsEntry(InputEntry):
+    """A file of weights: name in the directory that the manifest names, bytes, blake3."""
+
+    name: PlainName
 
 
 class ModelManifest(Record):
@@ -51,7 +56,7 @@ class ModelManifest(Record):
     """Commit of the repository on the hub; "" for a directory."""
     folder: str
     """Absolute path of the directory that has the files."""
-    files: list[FileEntry]
+    files: list[WeightsEntry]
     digest: str
     """blake3 of names, sizes and digests of all files."""
     config: dict[str, Any]
@@ -61,18 +66,23 @@ class ModelManifest(Record):
     def paths(self) -> list[Path]:
         return [Path(self.folder) / entry.name for entry in self.files]
 
-    def has_its_files(self) -> bool:
-        """Whether all files are there, with their sizes."""
-        pairs = zip(self.paths, self.files, strict=True)
-        return all(path.is_file() and path.stat().st_size == entry.size for path, entry in pairs)
+    @property
+    def file_list(self) -> FileList:
+        """The files, which may be links: of a hub they are in its cache."""
+        return FileList(
+            Path(self.folder),
+            {file.name: file.entry for file in self.files},
+            listed_in=f"the manifest of model {self.id}",
+            fix=f"restore it, or remove data/models/{self.id}/{MANIFEST} to use it as it is",
+            follow_links=True,
+        )
 
     def verify(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Verify the digests of every `share[1]`-th file, from number `share[0]`.
+        """Verify digests. share: as for `file_list.verify`.
 
         Raises UnfitError where this host does not see a file, DataError where one has changed.
         """
-        first, step = share
-        for path, entry in list(zip(self.paths, self.files, strict=True))[first::step]:
+        for path in self.paths:
             if not path.is_file():
                 raise UnfitError(
                     f"{hostname()} does not see {path}, which the run starts from",
@@ -80,15 +90,7 @@ class ModelManifest(Record):
                     fix="bring it back, or have it where nodes see it, remove"
                     f" data/models/{self.id}/{MANIFEST} and rerun",
                 )
-            with disk_trouble(path, "read"):
-                actual = digest_file(path, threads=THREADS)
-            if actual != entry.digest:
-                raise DataError(
-                    f"{path} has digest {actual[:12]}; the manifest of model {self.id} says"
-                    f" {entry.digest[:12]}",
-                    cause="changed after `forge model`, or a disk error",
-                    fix=f"restore it, or remove data/models/{self.id}/{MANIFEST} to use it as it is",
-                )
+        verify([self.file_list], share)
 
 
 # --- when a config is resolved --------------------------------------------------------------------
@@ -240,7 +242,7 @@ def find_files(config: ResolvedConfig) -> tuple[Path, list[Path], str]:
 def is_made(config: ResolvedConfig) -> bool:
     """Whether the manifest of the weights is there, and every file that it lists."""
     path = model_folder(config.data, config.ids.model) / MANIFEST
-    return path.exists() and ModelManifest.read(path).has_its_files()
+    return path.exists() and not any(ModelManifest.read(path).file_list.bad_files(content=False))
 
 
 def write_manifest(
@@ -250,11 +252,11 @@ def write_manifest(
     init, path = config.model.init, model_folder(config.data, config.ids.model) / MANIFEST
     assert init
     total, done, entries = sum(file.stat().st_size for file in files), 0, []
-    with progress("model", total / 2**20, "MiB") as report, ThreadPoolExecutor(THREADS) as pool:
-        for file, entry in zip(files, pool.map(_entry, files), strict=True):
-            entries.append(entry)
-            done += entry.size
-            report(done / 2**20, file.name)
+    with progress("model", total / 2**20, "MiB") as report:
+        for name, size, digest in described(folder, [file.name for file in files]):
+            entries.append(WeightsEntry(name=name, size=size, digest=digest))
+            done += size
+            report(done / 2**20, name)
     ModelManifest(
         id=config.ids.model,
         source=init.name,
@@ -266,11 +268,6 @@ def write_manifest(
     ).write(path)
     say(f"model {config.ids.model}: {init.name}, {len(files)} files, {total / 2**20:,.1f} MiB")
     return path
-
-
-def _entry(file: Path) -> FileEntry:
-    with disk_trouble(file, "read"):
-        return FileEntry(name=file.name, size=file.stat().st_size, digest=digest_file(file))
 
 
 def _local_files(folder: str) -> list[Path]:

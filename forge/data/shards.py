@@ -16,18 +16,16 @@ import blake3
 import numpy as np
 import orjson
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from forge.core.errors import DataError
+from forge.core.file_list import FileEntry, FileList, verify
 from forge.core.files import (
     MAX_JSON_BYTES,
-    PlainName,
     RelativePath,
     atomic_open,
     digest_bytes,
-    digest_file,
 )
-from forge.core.records import content
+from forge.core.records import content, validated
 
 Kind = Literal["shards", "inputs"]
 
@@ -106,17 +104,15 @@ class InputEntry(Entry):
     size: int = Field(ge=0)
     digest: str = Field(pattern=DIGEST)
 
+    @property
+    def entry(self) -> FileEntry:
+        return FileEntry(self.size, self.digest)
+
 
 class PathEntry(InputEntry):
     """An input file: path below a directory that the manifest names, bytes, blake3."""
 
     name: RelativePath
-
-
-class FileEntry(InputEntry):
-    """A file of weights: name in the directory that the manifest names, bytes, blake3."""
-
-    name: PlainName
 
 
 class ShardEntry(Entry):
@@ -182,14 +178,7 @@ class ShardManifest(Entry):
 
 def _read_manifest(path: Path) -> ShardManifest:
     value = content(path, FORMAT, AGAIN, MAX_JSON_BYTES)
-    try:
-        return ShardManifest.model_validate(value)
-    except ValidationError as err:
-        first = err.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "manifest"
-        raise DataError(
-            f"{path}: {place}: {first['msg']}", cause="edited by hand, or corrupt", fix=AGAIN
-        ) from None
+    return validated(ShardManifest, value, path, fix=AGAIN)
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -201,7 +190,6 @@ class Shard:
 
     path: Path
     num_tokens: int
-    digest: str
     dtype: np.dtype[Any]
 
     @property
@@ -212,33 +200,17 @@ class Shard:
         """The ids, memory-mapped and read-only: shape (num_tokens,)."""
         return np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.num_tokens,))
 
-    def check_size(self) -> None:
-        """DataError where the file is missing or has another size than the manifest says."""
-        try:
-            size = self.path.stat().st_size
-        except FileNotFoundError:
-            raise DataError(
-                f"shard {self.path} is missing", cause="removed, or an interrupted copy", fix=AGAIN
-            ) from None
-        if size != self.num_bytes:
-            raise DataError(
-                f"shard {self.path} has {size} bytes; the manifest says {self.num_bytes} "
-                f"({self.num_tokens} tokens of {self.dtype.itemsize} bytes)",
-                cause="an interrupted copy, or a full disk",
-                fix=AGAIN,
-            )
 
-    def check_digest(self) -> None:
-        """DataError where the file is missing or has changed. Reads and digests all of it."""
-        self.check_size()
-        actual = digest_file(self.path)
-        if actual != self.digest:
-            raise DataError(
-                f"shard {self.path} has digest {actual[:12]}…; "
-                f"the manifest says {self.digest[:12]}…",
-                cause="the file has changed: a disk or copy error, or an edit",
-                fix=AGAIN,
-            )
+def shard_list(
+    folder: Path, splits: dict[Split, list[ShardEntry]], dtype: np.dtype[Any]
+) -> FileList:
+    """The shards of all splits. They may be links: a user may have moved them to another disk."""
+    entries = {
+        shard.file: FileEntry(shard.tokens * dtype.itemsize, shard.digest)
+        for shards in splits.values()
+        for shard in shards
+    }
+    return FileList(folder, entries, fix=AGAIN, follow_links=True)
 
 
 @dataclass(frozen=True)
@@ -262,14 +234,10 @@ class ShardSet:
         manifest = _read_manifest(folder / MANIFEST)
         dtype = DTYPES[manifest.dtype]
         train, val = (
-            [
-                Shard(folder / entry.file, entry.tokens, entry.digest, dtype)
-                for entry in manifest.splits[split]
-            ]
+            [Shard(folder / entry.file, entry.tokens, dtype) for entry in manifest.splits[split]]
             for split in SPLITS
         )
-        for shard in train + val:
-            shard.check_size()
+        shard_list(folder, manifest.splits, dtype).check_sizes()
         return cls(folder, manifest, digest_bytes((folder / MANIFEST).read_bytes()), train, val)
 
     @property
@@ -294,18 +262,17 @@ class ShardSet:
         return [Member(s.path, s.path.name, s.num_bytes) for s in self.train + self.val]
 
     @property
+    def file_list(self) -> FileList:
+        return shard_list(self.folder, self.manifest.splits, DTYPES[self.manifest.dtype])
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all shards, without the manifest."""
         return sum(shard.num_bytes for shard in self.train + self.val)
 
     def verify(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Verify digests. share: (i, n) verifies every n-th shard from the i-th on, for n readers.
-
-        Raises DataError that names the first shard that is missing, truncated or changed.
-        """
-        first, step = share
-        for shard in (self.train + self.val)[first::step]:
-            shard.check_digest()
+        """Verify digests. share, errors: as `file_list.verify`."""
+        verify([self.file_list], share)
 
 
 # --- writing ------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
+from forge.core.file_list import verify
 from forge.core.files import digest_bytes, read_json
 from forge.core.paths import tokens_folder
 from forge.core.records import Record
@@ -82,10 +83,7 @@ class SourceSet:
 
     def verify(self, share: tuple[int, int] = (0, 1)) -> None:
         """As `ShardSet.verify`. The manifests were verified when they were opened."""
-        first, step = share
-        shards = [one for shards in self.by_source.values() for one in shards.train + shards.val]
-        for shard in shards[first::step]:
-            shard.check_digest()
+        verify([shards.file_list for shards in self.by_source.values()], share)
 
 
 # What a run trains on.

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, UnfitError
+from forge.core.file_list import verify
 from forge.core.files import (
     atomic_open,
     digest_file,
@@ -54,7 +55,6 @@ from forge.data.shards import (
     EndInDocument,
     Entry,
     InputEntry,
-    Shard,
     ShardEntry,
     ShardManifest,
     ShardSet,
@@ -62,6 +62,7 @@ from forge.data.shards import (
     Split,
     Total,
     dtype_name,
+    shard_list,
 )
 from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
 
@@ -396,8 +397,7 @@ def _finished_part(path: Path, files: list[InputFile], tokenizer: LoadedTokenize
         if part.inputs != inputs or part.tokenizer_digest != tokenizer.digest:
             return None
         dtype = np.dtype(dtype_name(tokenizer.vocab_size))
-        for entry in (entry for split in SPLITS for entry in part.splits[split]):
-            Shard(_job.folder / entry.file, entry.tokens, entry.digest, dtype).check_digest()
+        verify([shard_list(_job.folder, part.splits, dtype)])
     except (DataError, ValidationError):
         return None
     return record

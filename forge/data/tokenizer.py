@@ -11,20 +11,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import ConfigError, DataError, UnfitError
+from forge.core.file_list import FileEntry, FileList, verify
 from forge.core.files import (
     atomic_open,
     digest_bytes,
-    digest_file,
     disk_trouble,
     open_regular,
     read_json,
     write_json,
 )
 from forge.core.paths import tokenizer_folder
+from forge.core.records import validated
 from forge.core.terminal import progress, say
 from forge.data import content_ids, corpus, hub
 from forge.data.inputs import corpus_files
@@ -95,22 +96,9 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     again = "run `forge tokenizer CONFIG` again"
     if not (folder / MANIFEST).exists():
         raise DataError(f"there is no tokenizer in {folder}", fix="run `forge tokenizer CONFIG`")
-    try:
-        facts = _Facts.model_validate(read_json(folder / MANIFEST))
-    except ValidationError as err:
-        first = err.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "all of it"
-        raise DataError(
-            f"{folder / MANIFEST} is not a tokenizer's manifest: {place}: {first['msg']}", fix=again
-        ) from None
-    path = folder / TOKENIZER
-    actual = digest_file(path) if path.is_file() else "no file"
-    if actual != facts.digest:
-        raise DataError(
-            f"{path} has digest {actual[:12]}; its manifest says {facts.digest[:12]}",
-            cause="changed, truncated or removed after it was built",
-            fix=again,
-        )
+    facts = validated(_Facts, read_json(folder / MANIFEST), folder / MANIFEST, fix=again)
+    path, entries = folder / TOKENIZER, {TOKENIZER: FileEntry(None, facts.digest)}
+    verify([FileList(folder, entries, listed_in="its manifest", fix=again, follow_links=True)])
     tokenizer = _parse(path.read_bytes(), str(path))
     has = (_vocab_size(tokenizer), tokenizer.token_to_id(facts.eos_token))
     if has != (facts.vocab_size, facts.eos_id):

@@ -47,7 +47,6 @@ STAMP = ".stamp.json"
 CHUNKS = (
     "chunks"  # directory of the chunks of an archive, inside the directory they are unpacked into
 )
-VERIFY_THREADS = 4
 COPY_THREADS = 4
 COPY_BLOCK = 2**22
 FICLONE = 0x40049409  # <linux/fs.h>
@@ -109,16 +108,9 @@ def is_complete(kind: Kind, folder: Path, digest: str) -> bool:
     if existing.digest != digest:
         return False
     if not _is_stamped(existing):
-        verify(existing)
+        existing.verify()
         stamp(existing)
     return True
-
-
-def verify(files: FileSet) -> None:
-    """Verify all digests, on VERIFY_THREADS cores. Raises DataError."""
-    with ThreadPoolExecutor(VERIFY_THREADS) as pool:
-        shares = [(index, VERIFY_THREADS) for index in range(VERIFY_THREADS)]
-        list(pool.map(files.verify, shares))
 
 
 def stamp(files: FileSet) -> None:
@@ -265,7 +257,7 @@ def copy(*, kind: Kind, shared: str, folder: str, digest: str, wait_sec: float) 
         try:
             finish(kind=kind, temporary=str(temporary), folder=folder, digest=digest)
         except DataError:
-            verify(source)  # names the file that is corrupt there, not its copy
+            source.verify()  # names the file that is corrupt there, not its copy
             raise
     return True
 
@@ -394,7 +386,7 @@ def finish(*, kind: Kind, temporary: str, folder: str, digest: str) -> None:
         files = open_copy(kind, arrived)
         if files.digest != digest:
             raise DataError(f"{arrived} has digest {files.digest[:12]}…, not {digest[:12]}…")
-        verify(files)
+        files.verify()
         with disk_trouble(arrived):
             stamp(files)
             if not _came_meanwhile(kind, target, digest):

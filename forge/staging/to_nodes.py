@@ -160,7 +160,7 @@ class _Staging:
         if self._is_here and any(state["in_place"] for state in self._states.values()):
             # Only here: on several nodes, each rank verifies its part of the shards when it starts, and
             # of inputs in place only sizes and times are compared.
-            on_node.verify(self._source)
+            self._source.verify()
 
     def claim(self) -> None:
         """Mark on each node that this run uses the job's directory there."""
@@ -251,7 +251,7 @@ class _Staging:
         folder = archives / (source.digest[:32] + "-zstd" * compress)
         archive = Archive.open(folder)
         if archive is None:
-            on_node.verify(source)
+            source.verify()
             manifest = source.folder / MANIFEST
             members = [*source.members, Member(manifest, MANIFEST, manifest.stat().st_size)]
             archive = make_archive(folder, members, compress=compress)

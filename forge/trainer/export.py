@@ -27,6 +27,7 @@ from forge.checkpoint.export_folder import FORMAT, MANIFEST, atomic_directory, i
 from forge.cluster.lock import lock
 from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
+from forge.core.file_list import described
 from forge.core.files import atomic_open, digest_file, grouped, write_json
 from forge.core.model_settings import Model
 from forge.core.paths import RunPaths, tokenizer_folder
@@ -330,6 +331,7 @@ def _write_tokenizer(draft: Path, source: _VerifiedCheckpoint) -> None:
 def _write_manifest(draft: Path, source: _VerifiedCheckpoint, facts: dict[str, Any]) -> None:
     """Write forge.json, the lineage with the digest of each file, and the model card in README.md."""
     lineage = source.checkpoint.manifest.lineage
+    names = sorted(path.name for path in draft.iterdir())
     facts = {
         **facts,
         "run": source.config.run,
@@ -340,7 +342,7 @@ def _write_manifest(draft: Path, source: _VerifiedCheckpoint, facts: dict[str, A
         "code": lineage.code.to_json(),
         **({"parent": lineage.parent.to_json()} if lineage.parent else {}),
         **({"model": lineage.model.to_json()} if lineage.model else {}),
-        "files": {path.name: digest_file(path) for path in sorted(draft.iterdir())},
+        "files": {name: digest for name, _, digest in described(draft, names)},
     }
     write_json(draft / MANIFEST, facts)
     # The card has no digest, since users edit it.

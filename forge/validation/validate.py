@@ -184,7 +184,7 @@ def _check_all(
 
     def check_files(row: CheckpointRow) -> None:
         checkpoint = directory.Checkpoint.open(row.folder)
-        checkpoint.check_sizes()
+        checkpoint.file_list.check_sizes()
         its_config = config or _own_config(checkpoint, overrides)
         data = all_data.setdefault(str(its_config.ids), Data(its_config))
         its_goal = goal if goal and goal.step == checkpoint.step else None

@@ -64,7 +64,7 @@ def flip_a_byte(run):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    return "digests", f"{path.name} has another digest"
+    return "digests", f"{path.name} has digest"
 
 
 def lose_a_file(run):

@@ -281,7 +281,7 @@ def name_another_tokenizer(run: Run) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (flip_a_byte, "has another digest"),
+        (flip_a_byte, "has digest"),
         (lose_all_checkpoints, "has no checkpoint"),
         (mix_in_another_step, "trained.json has"),
         (claim_another_shape, "are not those of its config"),

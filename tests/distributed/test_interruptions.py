@@ -275,7 +275,7 @@ def test_corrupt_newest_checkpoint_costs_one_interval_and_no_bit_of_the_end(
     file.write_bytes(content)
     again = run.forge("train", *TWO_RANKS, "--train.max_steps=201")
     assert again.code == 0, again.text
-    assert "has another digest" in again.text
+    assert "has digest" in again.text
     assert [event["checkpoint"] for event in run.events("quarantine")] == ["step-00000200"]
     assert run.events("init")[-1]["step"] == 195
     assert run.losses()[-6:-1] == uninterrupted.losses()[-5:]

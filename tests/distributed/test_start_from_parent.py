@@ -149,7 +149,7 @@ def test_corrupt_parent_is_refused_by_name_and_nothing_of_it_is_moved(base):
     child = child_of(base, "child", "base@12", "--train.max_steps=14")
     refused = child.forge("train", *TWO_RANKS)
     assert refused.code == 65, refused.text
-    assert f"its parent base@12 is corrupt: {file.name} has another digest" in refused.text
+    assert f"its parent base@12 is corrupt: {file.name} has digest" in refused.text
     assert listing(base) == before
     assert resume.latest(child.paths) is None
 

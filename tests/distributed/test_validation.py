@@ -113,7 +113,7 @@ def test_each_corrupt_one_is_named_with_its_reason_whatever_latest_is(run, capsy
     before = content(run)
     outcome = cheaply(run, "--all")
     assert outcome.code == 65
-    assert f"{BEFORE}: invalid: digests: {file} has another digest" in outcome.text
+    assert f"{BEFORE}: invalid: digests: {file} has digest" in outcome.text
     assert f"1 of 2 checkpoints of {run.folder} are invalid: {BEFORE}" in outcome.text
     assert f"forge validate {run.folder} --fix" in outcome.text
     rows = table(capsys.readouterr().out)

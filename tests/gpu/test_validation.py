@@ -37,4 +37,4 @@ def test_flipped_bit_in_a_checkpoint_is_found(device, trained, tmp_path):
     name = flip_a_byte(directory.latest_folder(run.paths))
     done = run.start("validate").end()
     assert done.code == Exit.DATA, done.text
-    assert f"{name} has another digest than the manifest" in done.text
+    assert f"{name} has digest" in done.text

@@ -78,7 +78,7 @@ def test_failing_validation_leaves_its_verdict_and_the_checkpoint(small):
     assert code != 0
     verdict = small.read("validation.json", "good")
     assert verdict["status"] == "invalid"
-    assert "another digest" in verdict["reasons"][0]
+    assert "has digest" in verdict["reasons"][0]
     assert output.splitlines()[-1].startswith("good  invalid at step 12  digests: ")
     assert not small.path("validated.json", "good").exists()
     assert shard.exists()

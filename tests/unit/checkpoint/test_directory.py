@@ -6,7 +6,7 @@ import pytest
 from support.manifests import manifest_of, names, save, stored
 
 from forge.checkpoint import directory, resume
-from forge.core import failpoints
+from forge.core import failpoints, file_list
 from forge.core.errors import DataError, UnfitError
 from forge.core.paths import RunPaths
 
@@ -123,7 +123,7 @@ def test_a_disk_error_moves_nothing_to_quarantine(paths, monkeypatch):
     def broken(_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(directory, "digest_file", broken)
+    monkeypatch.setattr(file_list, "digest_file", broken)
     with pytest.raises(UnfitError, match=r"cannot read .*Input/output error"):
         list(saved.bad_files())
     assert saved.folder.is_dir()
@@ -134,7 +134,7 @@ def test_readers_share_the_files_and_together_see_all(paths):
     (saved.folder / "__0_0.distcp").write_bytes(b"Weights")
     (saved.folder / "extra").write_bytes(b"")
     found = [list(saved.bad_files(share=(number, 2))) for number in (0, 1)]
-    assert ["another digest" in bad for bad in found[0]] == [True, False]
+    assert ["has digest" in bad for bad in found[0]] == [True, False]
     assert found[1] == []
 
 
@@ -143,7 +143,7 @@ def test_flipped_byte_missing_and_extra_files_are_found(paths):
     assert list(saved.bad_files()) == []
     file = saved.folder / "__0_0.distcp"
     file.write_bytes(b"Weights")
-    assert "another digest" in next(saved.bad_files())
+    assert "has digest" in next(saved.bad_files())
     file.write_bytes(b"weight")
     assert "has 6 bytes, the manifest says 7" in next(saved.bad_files())
     file.unlink()

@@ -52,7 +52,7 @@ def test_pattern_without_files_is_named_with_what_there_is(paths, tmp_path):
 
 def test_corrupt_file_is_refused_and_leaves_nothing(paths, tmp_path):
     (paths.checkpoints / "checkpoint-9/optimizer.pt").write_text("lurge")
-    with pytest.raises(DataError, match=r"optimizer\.pt is corrupt"):
+    with pytest.raises(DataError, match=r"checkpoint-9 is corrupt: optimizer\.pt has digest"):
         export_sealed(config_of(tmp_path, ["*"]), None)
     assert list(paths.exports.glob("checkpoint*")) == []
 

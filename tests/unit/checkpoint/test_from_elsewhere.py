@@ -155,7 +155,7 @@ def test_link_in_a_checkpoint_to_a_file_outside_is_corrupt(paths, thesis):
     (saved.folder / "__0_0.distcp").symlink_to(thesis / "main.tex")
     assert list(saved.bad_files()) == ["__0_0.distcp is a link out of its directory"]
     with pytest.raises(DataError, match="is a link out of its directory"):
-        saved.check_sizes()
+        saved.file_list.check_sizes()
 
 
 def test_linked_checkpoint_is_none_of_the_run(paths, tmp_path):
@@ -224,10 +224,10 @@ def test_link_in_a_sealed_checkpoint_is_not_exported(one, paths, thesis, linked,
     (one / name.partition("/")[0]).symlink_to(thesis / name if linked == "file" else thesis)
     seal(one, "w.bin", name)
     assert export(paths, "--to", paths.root.parent / "out") == 65
-    assert "a link out of the checkpoint" in capsys.readouterr().err
+    assert "a link out of its directory" in capsys.readouterr().err
     assert not (paths.root.parent / "out").exists()
     (found,) = sealed.ProgramCheckpoints(paths, Checkpoints(), 1).sealed()
-    assert list(found.bad_files()) == [f"{name} is a link out of the checkpoint"]
+    assert list(found.bad_files()) == [f"{name} is a link out of its directory"]
 
 
 def test_links_inside_of_a_checkpoint_are_sealed_and_others_are_not(one, paths, thesis):

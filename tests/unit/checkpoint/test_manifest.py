@@ -67,7 +67,7 @@ def test_manifest_without_a_key_is_refused_by_its_name(folder, key):
     content = read_json(folder / MANIFEST)
     del content[key], content["digest"]
     write_json(folder / MANIFEST, {**content, "digest": digest_bytes(canonical(content))})
-    with pytest.raises(DataError, match=f"is not the manifest of a checkpoint: {key}: Field requ"):
+    with pytest.raises(DataError, match=f"cannot be read: {key}: Field requ"):
         Manifest.read(folder)
 
 
@@ -112,7 +112,7 @@ def test_key_of_a_later_version_is_kept_and_counts_in_the_digest(folder):
 )
 def test_manifest_with_a_wrong_key_and_the_right_digest_is_refused(folder, key, value):
     write_as_another_program(folder, **{key: value})
-    with pytest.raises(DataError, match=rf"is not the manifest of a checkpoint: {key}"):
+    with pytest.raises(DataError, match=rf"cannot be read: {key}"):
         Manifest.read(folder)
 
 

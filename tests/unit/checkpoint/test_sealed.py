@@ -60,7 +60,10 @@ def test_a_checkpoint_may_be_a_file(checkpoints, tmp_path):
     [
         (lambda folder: (folder / "state.json").unlink(), "state.json is missing"),
         (lambda folder: (folder / "state.json").write_text("x"), "has 1 bytes, its seal says"),
-        (lambda folder: (folder / "state.json").write_text("STATE.json at 9"), "has changed"),
+        (
+            lambda folder: (folder / "state.json").write_text("STATE.json at 9"),
+            "state.json has digest",
+        ),
         (lambda folder: (folder / "more").write_text(""), "more is not in its seal"),
     ],
 )

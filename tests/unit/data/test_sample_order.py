@@ -179,7 +179,7 @@ def sources(tmp_path_factory):
     for number, length in enumerate((401, 1201)):
         path = folder / f"{number}.bin"
         (np.arange(length) + 10_000 * number).astype(np.uint16).tofile(path)
-        shards.append(Shard(path, length, "", np.dtype("<u2")))
+        shards.append(Shard(path, length, np.dtype("<u2")))
     return Windows(shards, 10), {"a": 40, "b": 120}
 
 
@@ -213,7 +213,7 @@ def test_batch_is_the_same_on_any_world_size_from_any_step(sources, world_size, 
 
 def test_source_without_a_whole_window_is_named(tmp_path):
     (tmp_path / "0.bin").write_bytes(bytes(20))
-    short = Shard(tmp_path / "0.bin", 10, "", np.dtype("<u2"))
+    short = Shard(tmp_path / "0.bin", 10, np.dtype("<u2"))
     tokens = SimpleNamespace(by_source={"web": SimpleNamespace(val=[short])})
     with pytest.raises(DataError, match="no web val shard holds one sequence"):
         windows_by_source(tokens, "val", 10)

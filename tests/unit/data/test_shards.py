@@ -104,7 +104,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
     shards = make(tmp_path)
     os.truncate(shards.val[0].path, 1198)
-    with pytest.raises(DataError, match=r"val-00000-000\.bin has 1198 bytes; the manifest says 12"):
+    with pytest.raises(DataError, match=r"val-00000-000\.bin has 1198 bytes, the manifest says 12"):
         ShardSet.open(tmp_path)
 
 

@@ -413,7 +413,7 @@ def staged_inputs(wanted, tmp_path, monkeypatch):
             "gone from {here}/disk/data, {here}/disk/hub; ranks read {here}, {here}/in",
         ),
         (("disk", "in"), "fail", "cannot read {here}/in"),
-        (("disk/data/train.csv",), "fail", "staged inputs: {here}/disk/data/train.csv has changed"),
+        (("disk/data/train.csv",), "fail", "staged inputs: {here}/disk/data/train.csv is missing"),
     ],
 )
 def test_program_is_checked_for_what_its_ranks_on_this_node_read(

@@ -427,7 +427,7 @@ def test_a_checkpoint_that_may_not_be_read_is_unknown(run, monkeypatch):
     def refuse(*_):
         raise PermissionError(13, "Permission denied", str(run.paths.latest))
 
-    monkeypatch.setattr(run_state.resume.directory.Checkpoint, "check_sizes", refuse)
+    monkeypatch.setattr(run_state.resume.directory.FileList, "check_sizes", refuse)
     found = judged(run, None)
     assert found.state == "unknown" and "Permission denied" in found.reason
 

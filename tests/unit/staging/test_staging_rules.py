@@ -11,6 +11,7 @@ from support.shards import make
 from forge.cluster import slurm
 from forge.cluster.nodes import NodeFailure
 from forge.core.errors import DataError
+from forge.data.shards import ShardSet
 from forge.staging import on_node
 from forge.staging.sbcast import COMPRESS_SHARDS_BELOW, Broadcast, blame, is_slower
 
@@ -24,8 +25,8 @@ def shards(tmp_path):
 def verified(monkeypatch):
     """Folders whose bytes were read, in order."""
     seen = []
-    real = on_node.verify
-    monkeypatch.setattr(on_node, "verify", lambda set_: (seen.append(set_.folder), real(set_)))
+    real = ShardSet.verify
+    monkeypatch.setattr(ShardSet, "verify", lambda set_: (seen.append(set_.folder), real(set_)))
     return seen
 
 

@@ -124,7 +124,7 @@ def test_input_that_has_changed_is_named_before_anything_is_sent(
     config = inputs.make(tmp_path, monkeypatch)
     source = InputSet.open(inputs_folder(config.data, config.ids.inputs))
     (tmp_path / "in/train.csv").write_text("9,z\n")
-    with pytest.raises(DataError, match=r"in/train\.csv has changed"):
+    with pytest.raises(DataError, match=r"in/train\.csv has digest"):
         stage(source, config)
     assert not list(root.iterdir()) and not list((tmp_path / "made/archives").glob("*/*"))
 

@@ -14,7 +14,7 @@ from forge.validation.model_checks import ModelChecks
 def test_manifest_without_losses_is_refused(tmp_path):
     none = ReferenceLosses.model_construct(samples=4, losses=[])
     write_json(tmp_path / MANIFEST, manifest_of(3, reference=none).sealed().to_json())
-    with pytest.raises(DataError, match=r"not the manifest of a checkpoint: reference\.losses"):
+    with pytest.raises(DataError, match=r"cannot be read: reference\.losses"):
         Manifest.read(tmp_path)
 
 
