@@ -32,15 +32,14 @@ def initialize(model: Decoder, seed: int) -> None:
     device either.
     """
     heartbeat.beat("draw of the initial weights")
-    residual_std = INIT_STD / math.sqrt(2 * model.settings.layers)
+    residual_std = INIT_STD / math.sqrt(2 * len(model.blocks))
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         drawn = []
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1)  # norms
                 continue
-            is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            std = residual_std if is_residual else INIT_STD
+            std = residual_std if model.adds_to_residual(name) else INIT_STD
             first_seed = _seed(seed, name)
             for block, target in _blocks(*own_rows(parameter)):
                 drawn.append(pool.submit(_draw, target, block, std, first_seed + block.number))

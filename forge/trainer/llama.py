@@ -191,13 +191,46 @@ class Decoder(nn.Module):
             return _logits_or_loss(x_BTD, weight_VD, targets_BT, self.compiles_loss)
         return self.lm_head(x_BTD, targets_BT, self.compiles_loss)
 
+    # --- what training and checkpoints ask of a model ---
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The layers, all alike: each is compiled, recomputed and sharded by itself."""
+        return self.model.layers
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the embedding: the vocabulary and its padding."""
+        return self.model.embed_tokens.num_embeddings
+
+    @property
+    def narrow_width(self) -> int:
+        """Largest width of what selective recomputation keeps: all products but the wide half of the
+        feed-forward."""
+        return max(self.settings.dim, self.settings.query_dim)
+
+    def ends(self) -> tuple[nn.Module, list[nn.Module]] | None:
+        """The embedding, and all that follows the last block, each of which FSDP2 gathers by itself; None
+        with tied embeddings, which both use."""
+        if self.lm_head is None:
+            return None
+        return self.model.embed_tokens, [self.model.norm, self.lm_head]
+
+    def is_in_block(self, name: str) -> bool:
+        """Whether a parameter belongs to a block: Muon updates the matrices of these."""
+        return name.startswith("model.layers.")
+
+    def adds_to_residual(self, name: str) -> bool:
+        """Whether what this matrix gives is added to the residual stream."""
+        return name.endswith(("o_proj.weight", "down_proj.weight"))
+
     def num_parameters(self) -> int:
         """Number of weights; a tied matrix counts once."""
-        return self.settings.num_parameters(self.model.embed_tokens.num_embeddings)
+        return self.settings.num_parameters(self.num_rows)
 
     def flops_per_token(self, seq_len: int) -> float:
         """As Model.flops_per_token."""
-        return self.settings.flops_per_token(self.model.embed_tokens.num_embeddings, seq_len)
+        return self.settings.flops_per_token(self.num_rows, seq_len)
 
 
 # --- rotary positions ---------------------------------------------------------------------------

@@ -6,14 +6,14 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
 
 from forge.core.train_settings import Train
+from forge.trainer.llama import Decoder
 
 Optimizers = tuple[torch.optim.Optimizer, ...]
 
 
-def make_optimizers(model: nn.Module, train: Train) -> Optimizers:
+def make_optimizers(model: Decoder, train: Train) -> Optimizers:
     """Fused AdamW, and Muon if train.optimizer says so; each parameter has one of them. Weight decay is
     on matrices, not on norms.
 
@@ -22,8 +22,8 @@ def make_optimizers(model: nn.Module, train: Train) -> Optimizers:
     decay. All ranks call it, after the model is sharded: FSDP2 replaces the parameters.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    of_muon = [p for name, p in named if _is_muons(name, p, train)]
-    others = [p for name, p in named if not _is_muons(name, p, train)]
+    of_muon = [p for name, p in named if _is_muons(model, name, p, train)]
+    others = [p for name, p in named if not _is_muons(model, name, p, train)]
     groups = [
         {"params": [p for p in others if p.dim() >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
@@ -41,15 +41,17 @@ def make_optimizers(model: nn.Module, train: Train) -> Optimizers:
     return adamw, muon
 
 
-def _is_muons(name: str, weight: torch.Tensor, train: Train) -> bool:
-    """Whether Muon updates this parameter of a Decoder: a matrix of a block."""
-    return train.optimizer == "muon" and weight.dim() == 2 and name.startswith("model.layers.")
+def _is_muons(model: Decoder, name: str, weight: torch.Tensor, train: Train) -> bool:
+    """Whether Muon updates this parameter: a matrix of a block."""
+    return train.optimizer == "muon" and weight.dim() == 2 and model.is_in_block(name)
 
 
-def state_shapes(name: str, weight: torch.Tensor, train: Train) -> dict[str, tuple[int, ...]]:
+def state_shapes(
+    model: Decoder, name: str, weight: torch.Tensor, train: Train
+) -> dict[str, tuple[int, ...]]:
     """Shapes of the optimizer state of a parameter, all in fp32, by their names in a checkpoint."""
     shape = tuple(weight.shape)
-    if _is_muons(name, weight, train):
+    if _is_muons(model, name, weight, train):
         return {"momentum_buffer": shape}
     return {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
 

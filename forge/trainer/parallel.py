@@ -111,8 +111,8 @@ class ParallelModel:
         if any(row[0] for row in self.world.gather([float(missing)], "look for a compiler")):
             error = "no C++ compiler on the PATH" if missing else ""
         else:
-            plain = [block.forward for block in self.decoder.model.layers]
-            for block in self.decoder.model.layers:
+            plain = [block.forward for block in self.decoder.blocks]
+            for block in self.decoder.blocks:
                 # One graph for each shape. With dynamic shapes the graph, and so the bits of a step,
                 # would depend on which shape came first in this launch.
                 block.forward = torch.compile(block.forward, dynamic=False)
@@ -129,7 +129,7 @@ class ParallelModel:
         if any(row[0] for row in self.world.gather([float(bool(error))], "end of compilation")):
             say(f"warning: training without torch.compile: {error or 'it failed on another rank'}")
             self.decoder.compiles_loss = False
-            for block, forward in zip(self.decoder.model.layers, plain, strict=False):
+            for block, forward in zip(self.decoder.blocks, plain, strict=False):
                 block.forward = forward
 
     def _trial(self) -> None:
@@ -215,10 +215,14 @@ def choose_micro_batch(decoder: Decoder, settings: Train, world: World, precisio
 
     Raises ConfigError where the ranks cannot share the batch.
     """
-    vocab_size = decoder.model.embed_tokens.num_embeddings
     rank = world.rank
     shape = Shape(
-        decoder.settings, vocab_size, settings, rank.world_size, rank.local_world_size, precision
+        decoder.settings,
+        decoder.num_rows,
+        settings,
+        rank.world_size,
+        rank.local_world_size,
+        precision,
     )
     if settings.micro_batch_size == "auto" and world.device.type == "cuda":
         _, total = torch.cuda.mem_get_info(world.device)

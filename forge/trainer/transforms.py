@@ -53,7 +53,7 @@ def use_float8(decoder: Decoder, settings: Train, device: torch.device) -> None:
 
     recipe = Float8LinearConfig.from_recipe_name(settings.fp8)
     recipe = replace(recipe, emulate=device.type == "cpu")
-    for block in decoder.model.layers:
+    for block in decoder.blocks:
         convert_to_float8_training(block, config=recipe)
         for module in block.modules():
             if isinstance(module, nn.Linear):
@@ -103,10 +103,9 @@ def recompute_activations(decoder: Decoder, how: Recompute) -> None:
         return
     options: dict[str, Any] = {}
     if how == "selective":
-        narrow = max(decoder.settings.dim, decoder.settings.query_dim)
-        policy = partial(_recompute_policy, narrow)
+        policy = partial(_recompute_policy, decoder.narrow_width)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-    for block in decoder.model.layers:
+    for block in decoder.blocks:
         # The forward inside of the module, so that hooks of FSDP2 run once, around it.
         block.forward = partial(
             checkpoint,
@@ -160,13 +159,14 @@ def shard_decoder(
         reduce_dtype=torch.bfloat16 if settings.reduce_dtype == "bf16" else torch.float32,
     )
     shard: Any = partial(fully_shard, mesh=_mesh(world, ranks), mp_policy=policy)
-    for block in decoder.model.layers:
+    for block in decoder.blocks:
         shard(block, reshard_after_forward=ranks > 1)
-    if decoder.lm_head is not None:
+    if ends := decoder.ends():
+        embedding, last = ends
         # The backward pass of an embedding does not read it.
-        shard(decoder.model.embed_tokens, reshard_after_forward=True).set_unshard_in_backward(False)
+        shard(embedding, reshard_after_forward=True).set_unshard_in_backward(False)
         # The backward pass begins here.
-        shard([decoder.model.norm, decoder.lm_head], reshard_after_forward=False)
+        shard(last, reshard_after_forward=False)
     shard(decoder)
 
 

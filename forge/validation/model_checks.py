@@ -124,7 +124,8 @@ class ModelChecks:
     def _optimizer_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names in the checkpoint and shapes of the optimizer state."""
         for name, weight in self._model.state_dict().items():
-            for key, shape in optim.state_shapes(name, weight, self._config.train).items():
+            shapes = optim.state_shapes(self._model, name, weight, self._config.train)
+            for key, shape in shapes.items():
                 yield f"optimizer.{name}.{key}", shape
 
     def _not_finite(self, tensors: dict[str, torch.Tensor]) -> list[str]:

@@ -84,7 +84,8 @@ def test_state_has_the_names_and_shapes_that_validation_expects(optimizer: str) 
         for name, of_weight in state.items()
     }
     assert found == {
-        name: state_shapes(name, weight, train) for name, weight in model.state_dict().items()
+        name: state_shapes(model, name, weight, train)
+        for name, weight in model.state_dict().items()
     }
     of_muon = {name for name, keys in found.items() if "momentum_buffer" in keys}
     assert len(of_muon) == (0 if optimizer == "adamw" else 2 * 7)
