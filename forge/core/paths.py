@@ -10,6 +10,10 @@ from pathlib import Path
 from forge.core.config import Config
 from forge.core.files import disk_trouble, short_id
 
+MANIFEST = "manifest.json"  # of each directory below data/: what it holds, written last
+TOKENIZER = (
+    "tokenizer.json"  # in the directory of a tokenizer, of an export and of a model on a hub
+)
 CONFIG, SHEET = "config/config.yaml", "config/runs.tsv"  # of a project
 # Files of workflow commands: for their jobs, and what the last command was about.
 WORKFLOW = Path(".snakemake/forge")

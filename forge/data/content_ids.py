@@ -15,7 +15,7 @@ from forge.core.files import (
     read_object_or_empty,
     short_id,
 )
-from forge.core.paths import RunPaths, inputs_folder, tokenizer_folder, tokens_folder
+from forge.core.paths import MANIFEST, RunPaths, inputs_folder, tokenizer_folder, tokens_folder
 from forge.core.terminal import say
 from forge.core.tokenize_settings import TOKEN_FORMATS, Tokenize
 from forge.data import corpus, model
@@ -89,7 +89,7 @@ def _ids_of_run(config: Config) -> Ids | None:
         folders += [tokens_folder(config.data, one) for one in tokens]
         folders.append(tokenizer_folder(config.data, ids.tokenizer))
     is_needed = config.program is not None and not paths.trained.exists()
-    is_there = all((folder / "manifest.json").exists() for folder in folders)
+    is_there = all((folder / MANIFEST).exists() for folder in folders)
     return ids if is_there and not is_needed else None
 
 

@@ -9,8 +9,9 @@ from typing import ClassVar, Self
 from forge.core.errors import DataError
 from forge.core.file_list import FileList, verify
 from forge.core.files import MAX_JSON_BYTES
+from forge.core.paths import MANIFEST
 from forge.core.records import Record
-from forge.data.shards import MANIFEST, Kind, Member, PathEntry
+from forge.data.shards import Kind, Member, PathEntry
 
 # Directories beside the manifest: of local files in a copy, and of downloads everywhere.
 DATA, HUB = "data", "hub"

@@ -15,13 +15,13 @@ from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import ConfigError, DataError
 from forge.core.file_list import described
 from forge.core.files import canonical, digest_bytes, digest_file, disk_trouble
-from forge.core.paths import inputs_folder
+from forge.core.paths import MANIFEST, inputs_folder
 from forge.core.terminal import Progress, progress, say
 from forge.data import corpus, hub
 from forge.data.corpus import InputFile
 from forge.data.hub import HubFiles
 from forge.data.input_set import HUB, InputManifest, InputSet
-from forge.data.shards import MANIFEST, PathEntry
+from forge.data.shards import PathEntry
 from forge.data.token_files import data_files
 
 

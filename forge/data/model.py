@@ -25,17 +25,16 @@ from forge.core.files import (
     read_json,
 )
 from forge.core.model_settings import InitSettings, Model
-from forge.core.paths import model_folder, tokenizer_folder
+from forge.core.paths import MANIFEST, TOKENIZER, model_folder, tokenizer_folder
 from forge.core.process import hostname
 from forge.core.records import Record
 from forge.core.terminal import progress, say
 from forge.data import hub
 from forge.data.hf_config import model_keys
-from forge.data.shards import MANIFEST, InputEntry
+from forge.data.shards import InputEntry
 
 FORMAT = 1  # of the id
 HF_CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-TOKENIZER = "tokenizer.json"
 
 
 class WeightsEntry(InputEntry):

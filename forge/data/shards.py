@@ -25,6 +25,7 @@ from forge.core.files import (
     atomic_open,
     digest_bytes,
 )
+from forge.core.paths import MANIFEST
 from forge.core.records import content, validated
 
 Kind = Literal["shards", "inputs"]
@@ -70,7 +71,6 @@ class FileSet(Protocol):
 
 
 FORMAT: Literal[1] = 1
-MANIFEST = "manifest.json"
 Ids = NDArray[np.uint32]
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")

@@ -17,10 +17,10 @@ from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.file_list import verify
 from forge.core.files import digest_bytes, read_json
-from forge.core.paths import tokens_folder
+from forge.core.paths import MANIFEST, tokens_folder
 from forge.core.records import Record
 from forge.core.terminal import say
-from forge.data.shards import DIGEST, MANIFEST, Entry, Kind, Member, ShardSet
+from forge.data.shards import DIGEST, Entry, Kind, Member, ShardSet
 
 AGAIN = "run `forge tokenize CONFIG` again"
 

@@ -31,7 +31,7 @@ from forge.core.files import (
     grouped,
     utf8_bytes,
 )
-from forge.core.paths import tokenizer_folder, tokens_folder
+from forge.core.paths import MANIFEST, tokenizer_folder, tokens_folder
 from forge.core.process import stop_with_parent
 from forge.core.terminal import progress, say
 from forge.core.tokenize_settings import TOKEN_FORMATS, Tokenize
@@ -50,7 +50,6 @@ from forge.data.encoders import (
 from forge.data.inputs import corpus_files
 from forge.data.shards import (
     DTYPES,
-    MANIFEST,
     SPLITS,
     EndInDocument,
     Entry,

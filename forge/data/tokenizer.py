@@ -24,7 +24,7 @@ from forge.core.files import (
     read_json,
     write_json,
 )
-from forge.core.paths import tokenizer_folder
+from forge.core.paths import MANIFEST, TOKENIZER, tokenizer_folder
 from forge.core.records import validated
 from forge.core.terminal import progress, say
 from forge.data import content_ids, corpus, hub
@@ -34,9 +34,7 @@ from forge.data.plain_text import for_plain_text
 if TYPE_CHECKING:
     import tokenizers
 
-TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-MANIFEST = "manifest.json"
 MAX_BYTES = 2**28  # of one of them; the largest known tokenizer has 2**25
 TRAINED_EOS = "<|endoftext|>"
 # Tried in this order where neither the config nor tokenizer_config.json names the token.

@@ -31,10 +31,11 @@ from forge.cluster import network, rdma, rendezvous, slurm
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import atomic_open, disk_trouble
 from forge.core.machine import Fabric, Machine
+from forge.core.paths import MANIFEST
 from forge.core.process import hostname, node_local_folder
 from forge.core.provenance import PACKAGES
 from forge.core.records import Check
-from forge.data.shards import MANIFEST, Kind
+from forge.data.shards import Kind
 from forge.launch.rank_records import ProgramFolders
 from forge.preflight import packages
 from forge.staging.on_node import open_copy

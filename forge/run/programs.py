@@ -15,7 +15,7 @@ from forge.cluster.placement import Placement, WorldLayout
 from forge.core import events, provenance
 from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError, DataError, Exit
-from forge.core.paths import RunPaths, inputs_folder, tokens_folder
+from forge.core.paths import MANIFEST, RunPaths, inputs_folder, tokens_folder
 from forge.core.program_settings import Program
 from forge.core.records import Trained
 from forge.core.terminal import say
@@ -179,7 +179,7 @@ class ForgeTrainer:
         DataError without shards."""
         staged = staged_folders(self.paths)
         folder = tokens_folder(self.config.data, self.config.ids.tokens)
-        if not staged and not (folder / "manifest.json").exists():
+        if not staged and not (folder / MANIFEST).exists():
             made = f"forge tokenizer {self.paths.config} && forge tokenize {self.paths.config}"
             raise DataError(
                 f"{folder} has no complete shards",

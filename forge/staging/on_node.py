@@ -36,10 +36,11 @@ from forge.core.files import (
     relative_path,
     write_json,
 )
+from forge.core.paths import MANIFEST
 from forge.core.process import boot_id, node_local_folder
 from forge.core.terminal import progress
 from forge.data.input_set import InputSet
-from forge.data.shards import MANIFEST, FileSet, Kind, Member
+from forge.data.shards import FileSet, Kind, Member
 from forge.data.sources import open_tokens
 
 SPARE_BYTES = 256 * 2**20  # left free for other users of the node

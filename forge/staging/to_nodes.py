@@ -15,9 +15,10 @@ from forge.cluster.placement import Placement
 from forge.core.config import Config
 from forge.core.errors import UnfitError
 from forge.core.machine import Machine, StageSettings
+from forge.core.paths import MANIFEST
 from forge.core.process import hostname
 from forge.core.terminal import progress, say
-from forge.data.shards import MANIFEST, FileSet, Member
+from forge.data.shards import FileSet, Member
 from forge.staging import on_node
 from forge.staging.archive import Archive, make_archive
 from forge.staging.environment import stage_project

@@ -30,11 +30,11 @@ from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.file_list import described
 from forge.core.files import atomic_open, digest_file, grouped, write_json
 from forge.core.model_settings import Model
-from forge.core.paths import RunPaths, tokenizer_folder
+from forge.core.paths import TOKENIZER, RunPaths, tokenizer_folder
 from forge.core.records import Trained, Validation
 from forge.core.terminal import progress, say
 from forge.data.hf_config import LLAMA3, family_of
-from forge.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, LoadedTokenizer, load_tokenizer
+from forge.data.tokenizer import TOKENIZER_CONFIG, LoadedTokenizer, load_tokenizer
 from forge.trainer.initialize import INIT_STD
 from forge.trainer.llama import Trunk
 

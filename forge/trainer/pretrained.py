@@ -16,11 +16,10 @@ from forge.checkpoint.manifest import Artifact
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.model_settings import Model
-from forge.core.paths import model_folder
+from forge.core.paths import MANIFEST, model_folder
 from forge.core.terminal import say
 from forge.data import content_ids, model
 from forge.data.model import ModelManifest
-from forge.data.shards import MANIFEST
 from forge.launch.process_group import World
 from forge.trainer.initialize import own_rows
 from forge.trainer.llama import Decoder

@@ -15,7 +15,7 @@ from forge.checkpoint.manifest import Artifact, Lineage, Manifest, ReferenceLoss
 from forge.core import failpoints
 from forge.core.config import ResolvedConfig
 from forge.core.files import digest_file
-from forge.core.paths import RunPaths, tokenizer_folder
+from forge.core.paths import TOKENIZER, RunPaths, tokenizer_folder
 from forge.core.terminal import say
 from forge.data.sources import Tokens, digests_by_source, open_copy
 from forge.launch.process_group import World
@@ -172,7 +172,7 @@ def _lineage(
 ) -> Lineage:
     """The lineage of this launch's checkpoints. Taken once: the code in memory does not change."""
     # The nodes may see their staged shards only, which name the tokenizer's digest, too.
-    file = tokenizer_folder(config.data, config.ids.tokenizer) / "tokenizer.json"
+    file = tokenizer_folder(config.data, config.ids.tokenizer) / TOKENIZER
     weights: Artifact | None = pretrained.recorded(config, checkpoint)
     return Lineage.of(
         config,

@@ -10,9 +10,9 @@ import pytest
 
 from forge.core.config import Config, checked
 from forge.core.errors import DataError
-from forge.core.paths import tokens_folder
+from forge.core.paths import MANIFEST, tokens_folder
 from forge.data.content_ids import corpus_config, resolve
-from forge.data.shards import MANIFEST, ShardSet
+from forge.data.shards import ShardSet
 from forge.data.sources import list_sources, open_tokens
 from forge.data.tokenize import tokenize
 from forge.data.tokenizer import build_tokenizer
