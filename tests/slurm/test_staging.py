@@ -129,7 +129,7 @@ def test_only_nodes_that_lack_the_shards_get_them(allocate):
     here.on(one, f"cd {folder}; f=$(ls train*.bin | head -1); printf X | dd of=$f conv=notrunc")
     again = here.stage("--machine.stage.keep=true")
     assert again["sent"] == [one]
-    assert f"{one}: replacing a corrupt copy: shard {folder}/train" in again["said"]
+    assert f"{one}: replacing a corrupt copy: {folder}/train" in again["said"]
     assert here.stage("--machine.stage.keep=true")["sent"] == []
 
 
