@@ -135,7 +135,7 @@ _LASTING = {
     "BadConstraints": "no nodes of the partition have what is asked for: correct constraint, gres,"
     f" mem_mb and nodes in the profile (`sinfo -o '%N %f %G %m'`), {_AGAIN}",
     "JobHeldUser": "the job is held: scontrol release {job}",
-    "JobHeldAdmin": "an administrator holds the job: ask why; where it is yours again, scontrol"
+    "JobHeldAdmin": "an administrator holds the job: ask why; once you may release it: scontrol"
     " release {job}",
     "launch_failed_requeued_held": "a node could not start the job, so Slurm holds it: tell your"
     " administrators (the node's prolog may have failed), then scontrol release {job}",

@@ -97,7 +97,7 @@ def stamped(text: str, file: IO[str]) -> str:
         return text
     now, lines = datetime.now().astimezone(), text.split("\n")
     stamp, zone = now.isoformat(timespec="seconds")[:19], now.isoformat()[-6:]
-    if _zones.get(log, zone) != zone:  # at the begin, and when summer time begins or ends
+    if _zones.get(log, zone) != zone:  # at the start, and when summer time begins or ends
         lines.insert(0, f"times are local, {zone} ({now.tzname()})")
         _zones[log] = zone
     return "\n".join(line if _STAMP.match(line) else f"{stamp} {line}".rstrip() for line in lines)
