@@ -1,7 +1,7 @@
 """How much GPU memory a rank needs to train a model: an estimate from shapes, without torch.
 
-Counted as PyTorch keeps it, without torch.compile, which needs less. Symbols: D width of the model, F of
-the feed-forward, KV of keys and of values, H heads, V vocabulary; a token is one of a micro-batch.
+Counted as PyTorch keeps it, without torch.compile, which needs less. Each architecture says what a block
+keeps (core/models).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from forge.core.config import Config
 from forge.core.errors import ConfigError
-from forge.core.model_settings import Model
+from forge.core.models.base import Model
 from forge.core.train_settings import Recompute, Shard, Train, ranks_per_copy, samples_per_rank
 
 GIB = 2**30
@@ -107,16 +107,14 @@ class Shape:
         return self.model.num_parameters(self.vocab_size)
 
     @property
-    def of_block(self) -> float:
+    def of_block(self) -> int:
         """Parameters of one block."""
-        matrices = self.num_parameters - self.outside
-        return matrices / self.model.layers
+        return self.model.block_parameters
 
     @property
     def outside(self) -> int:
-        """Parameters of embedding, output layer and last norm."""
-        tables = 1 if self.model.tie_embeddings else 2
-        return tables * self.vocab_size * self.model.dim + self.model.dim
+        """Parameters outside of the blocks."""
+        return self.model.outer_parameters(self.vocab_size)
 
     @property
     def optimizer_bytes(self) -> float:
@@ -190,16 +188,8 @@ def _moments(shape: Shape) -> Iterator[Memory]:
 
 def _kept_per_token(shape: Shape, size: int) -> tuple[float, float]:
     """Bytes that a block keeps for its backward pass, per token: with train.recompute, and without."""
-    model = shape.model
-    width, wide, kv, queries = model.dim, model.inner_dim, model.kv_dim, model.query_dim
-    statistics = 4 * model.heads + 8  # of attention and norms, in fp32
-    # Inputs of two norms, of attention and of the feed-forward; queries and attention's output; keys and
-    # values, and before their norms queries and keys; and of the feed-forward gate, its activation, up
-    # and their product.
-    unnormed = queries + kv if model.qk_norm != "none" else 0
-    whole = size * (4 * width + 2 * queries + 2 * kv + unnormed + 4 * wide) + statistics
-    narrow = size * (3 * width + 2 * queries + 2 * kv) + statistics
-    by_setting = {"none": whole, "selective": narrow, "full": size * width}
+    whole, narrow = shape.model.activations(size)
+    by_setting = {"none": whole, "selective": narrow, "full": size * shape.model.dim}
     return by_setting[shape.train.recompute], whole
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from forge.core.errors import ConfigError
 from forge.core.mix import Mix, check_mix
-from forge.core.model_settings import Model
+from forge.core.models.base import Model
 from forge.core.section import FREE, Section
 
 # Values of train.shard.
@@ -215,14 +215,7 @@ def refuse_fp8(train: Train, model: Model) -> None:
             cause="float8 is for training steps that are otherwise in bf16",
             fix="remove one of the two",
         )
-    sizes = {
-        "model.dim": model.dim,
-        "the width of all query heads": model.query_dim,
-        "the width of all key heads": model.kv_dim,
-        "the width of the feed-forward": model.inner_dim,
-        "train.seq_len": train.seq_len,
-    }
-    for name, size in sizes.items():
+    for name, size in {**model.float8_widths(), "train.seq_len": train.seq_len}.items():
         if size % FP8_MULTIPLE:
             raise ConfigError(
                 f"train.fp8 is {train.fp8}, and {name} is {size}, which is not a multiple of"

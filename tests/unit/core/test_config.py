@@ -18,6 +18,7 @@ from forge.core.config import (
 )
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine, load_machine
+from forge.core.section import tagged_sections
 from forge.core.values import read_cell
 
 
@@ -150,7 +151,8 @@ def test_config_survives_its_own_json_unchanged():
 def keys_of(model, kind, prefix=""):
     """Dotted names of the keys that take a value of type `kind`."""
     for name, field in model.model_fields.items():
-        below = get_args(field.annotation) or (field.annotation,)
+        tagged = tagged_sections(field.annotation).values()
+        below = [*tagged] or get_args(field.annotation) or (field.annotation,)
         dotted = prefix + (field.alias or name)
         if isinstance(below[0], type) and issubclass(below[0], Section):
             yield from keys_of(below[0], kind, f"{dotted}.")

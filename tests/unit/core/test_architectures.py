@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from forge.core.errors import ConfigError
-from forge.core.model_settings import Model
-from forge.data.hf_config import family_of, model_keys
+from forge.core.models.architectures import model_keys
+from forge.core.models.llama import Llama
 
 LLAMA_31_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -127,15 +127,16 @@ def keys(values: dict[str, Any], seq_len: int = 4096) -> dict[str, Any]:
     ids=["Llama-3.1-8B", "Mistral-7B-v0.3", "Qwen3-0.6B", "OLMo-2-1B", "Llama-1-7B"],
 )
 def test_published_models_have_the_parameters_of_their_cards(values, parameters):
-    model = Model(**keys(values))
+    model = Llama(**keys(values))
     assert model.num_parameters(10) == parameters
     # An export of Mistral is a Llama.
-    exported = family_of(model).architecture.replace("Llama", values["architectures"][0][:-11])
+    exported = model.hf_architecture.replace("Llama", values["architectures"][0][:-11])
     assert exported.endswith("ForCausalLM")
 
 
 def test_every_number_is_taken_over():
     assert keys(LLAMA_31_8B) == {
+        "architecture": "llama",
         **{"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "head_dim": None},
         **{"ffn_dim": 14336, "vocab_size": 128256, "norm_eps": 1e-5, "tie_embeddings": False},
         **{"norm": "pre", "qk_norm": "none", "rope_theta": 500000.0},
@@ -199,4 +200,4 @@ def test_a_window_as_long_as_the_samples_does_nothing():
 
 def test_a_model_that_transformers_does_not_have_is_named():
     with pytest.raises(ConfigError, match=r"model.norm post and model.qk_norm none"):
-        family_of(Model(norm="post"))
+        _ = Llama(norm="post").hf_architecture
