@@ -183,6 +183,21 @@ class RanksResult(BaseModel):
     checks: list[Check]
 
 
+class RanksIdentity(BaseModel):
+    """What the checks of the ranks depend on. While it is unchanged they need not run again."""
+
+    job: str | None
+    """Id of the Slurm job."""
+    nodes: dict[str, dict[str, str] | None]
+    """Node -> versions of its software; None where it did not answer."""
+    ranks_per_node: int
+    launcher: str
+    fabric: dict[str, Any]
+    """The section of machine.yaml, which another version of Forge may have had other keys in."""
+    staged: list[str]
+    """Digests of the staged sets of files."""
+
+
 class PreflightResult(Record):
     """preflight.json: the results of the last `forge preflight`."""
 
@@ -195,8 +210,7 @@ class PreflightResult(Record):
     """Node -> why it is unhealthy."""
     restart: int
     """Slurm's restart count of the job."""
-    identity: dict[str, Any]
-    """Everything that the result of the rank checks depends on."""
+    identity: RanksIdentity
 
     @property
     def all_checks(self) -> list[tuple[str, Check]]:

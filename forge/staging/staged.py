@@ -147,7 +147,7 @@ def remove_staged(paths: RunPaths, placement: Placement) -> None:
         return
     nodes = Placement(tuple(wanted), placement.job)
     with NodePool(nodes, python=staged_python(paths), start_sec=10) as pool:
-        answers = pool.ask("unmark", timeout_sec=REMOVE_SEC, each=wanted)
+        answers = pool.ask(on_node.unmark, timeout_sec=REMOVE_SEC, each=wanted)
     for host, reply in answers.items():
         if isinstance(reply, NodeFailure):
             say(f"stage: could not remove the staged files from {host}: {reply.message}")
