@@ -5,6 +5,7 @@ Each file has the number of its format; a file of another version of Forge is re
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +143,41 @@ class StageProof(Record):
 
     record: str
     """blake3 of stage.json."""
+
+
+# --- staging ---------------------------------------------------------------------------------------
+
+
+class StageRecord(Record):
+    """stage.json: what `forge stage` did in this allocation. Empty where it did nothing."""
+
+    FIX: ClassVar[str] = "run forge stage again"
+
+    digest: str = ""
+    """Digest of the shards, or of a program's inputs; "" for a program without inputs."""
+    bytes: int = 0
+    """Size of these files."""
+    folders: dict[str, str] = {}
+    """The directory that the ranks of each node read: a copy on its disk, or the shared one."""
+    sent: list[str] = []
+    """Nodes that got a copy now. The others already had one, or read in place."""
+    job: str | None = None
+    """The Slurm job that the copies are removed with."""
+    roots: dict[str, str] = {}
+    """The private directory of the job's copies, by node; {} where nothing is to be removed."""
+    python: str | None = None
+    """The Python on the nodes that runs Forge there, with `stage.project`."""
+    source: str = ""
+    """The directory on the nodes in which another training program runs, with `stage.project`."""
+    source_digest: str = ""
+    """Digest of the files in `source`, when they were copied."""
+    phase_sec: dict[str, float] = {}
+    """Seconds of archiving, sending and verifying."""
+
+    @property
+    def interpreter(self) -> str:
+        """The Python for the ranks: the one that `stage.project` copied, else this process's."""
+        return self.python or sys.executable
 
 
 # --- trackers --------------------------------------------------------------------------------------

@@ -25,14 +25,16 @@ from forge.core.records import (
     PreflightResult,
     RanksIdentity,
     RanksResult,
+    StageRecord,
 )
 from forge.core.terminal import say
+from forge.launch.launcher import wait_for_orphans
 from forge.preflight import compare_nodes
 from forge.preflight.bisection import BrokenNodes
 from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, CheckedNode, nodes_to_leave_out
 from forge.preflight.isolate import ENDPOINT, Prober
 from forge.preflight.node_checks import Wanted, WantedProgram
-from forge.staging.staged import program_folders, stage_record, staged_python
+from forge.staging.staged import program_folders, stage_record
 
 # The nodes' own checks may take this share of the deadline. Where a node is down they take all of it. The
 # ranks' checks have the rest, also where the former had to wait for Slurm.
@@ -106,10 +108,12 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
     placement = find_placement(machine, layout)
     paths = RunPaths.of(config)
     with lock(paths.root, "preflight"):
+        wait_for_orphans(paths)
         paths.preflight_pass.unlink(missing_ok=True)  # of an earlier preflight
-        wanted = _wanted(config, paths, machine, layout, placement)
+        staged = stage_record(paths)
+        wanted = _wanted(config, staged, machine, layout, placement)
         sec = NODES_SHARE * machine.preflight.deadline_sec
-        python = staged_python(paths)
+        python = staged.interpreter
         nodes = compare_nodes.inspect(placement, wanted, machine, sec=sec, python=python)
         identity = _identity(placement, layout, nodes, machine, wanted)
         findings = Findings(placement, layout, nodes, identity)
@@ -144,7 +148,11 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
 
 
 def recheck(
-    config: ResolvedConfig, machine: Machine, layout: WorldLayout, placement: Placement
+    config: ResolvedConfig,
+    machine: Machine,
+    layout: WorldLayout,
+    placement: Placement,
+    staged: StageRecord,
 ) -> str:
     """Why the only node of this placement must not train again, in one line; "" where it passes its own
     checks and its ranks can communicate with each other.
@@ -154,8 +162,8 @@ def recheck(
     end = time.monotonic() + machine.preflight.deadline_sec
     sec = NODES_SHARE * machine.preflight.deadline_sec
     paths = RunPaths.of(config)
-    python = staged_python(paths)
-    wanted = _wanted(config, paths, machine, layout, placement)
+    python = staged.interpreter
+    wanted = _wanted(config, staged, machine, layout, placement)
     try:
         [node] = compare_nodes.inspect(placement, wanted, machine, sec=sec, python=python)
     except rendezvous.EndpointError:
@@ -175,11 +183,13 @@ def recheck(
     return records.summary_of_checks(records.failed_checks(prober.together([node.name])))
 
 
-def _programs(config: ResolvedConfig, placement: Placement) -> dict[str, WantedProgram]:
+def _programs(
+    config: ResolvedConfig, placement: Placement, record: StageRecord
+) -> dict[str, WantedProgram]:
     """What each node must know of another program; {} where Forge's own trainer trains."""
     if config.program is None:
         return {}
-    command, (staged, shared) = config.program.command[0], program_folders(config)
+    command, (staged, shared) = config.program.command[0], program_folders(config, record)
     return {
         host: WantedProgram(command, staged.get(host, shared), shared) for host in placement.hosts
     }
@@ -191,21 +201,20 @@ def _shards(config: ResolvedConfig) -> Path:
 
 def _wanted(
     config: ResolvedConfig,
-    paths: RunPaths,
+    staged: StageRecord,
     machine: Machine,
     layout: WorldLayout,
     placement: Placement,
 ) -> dict[str, Wanted]:
     """Requirements for each node, by host."""
-    record = stage_record(paths)
     master = rendezvous.host(machine.fabric, placement.hosts[0])
-    programs = _programs(config, placement)
+    programs = _programs(config, placement, staged)
     return {
         host: Wanted(
-            results=str(paths.root.absolute()),
+            results=str(RunPaths.of(config).root.absolute()),
             data="" if config.program else str(_shards(config).absolute()),
-            staged=record.folders.get(host, "") if record else "",
-            digest=record.digest if record else "",
+            staged=staged.folders.get(host, ""),
+            digest=staged.digest,
             machine=machine,
             ranks_per_node=layout.ranks_per_node,
             program=programs.get(host),

@@ -16,6 +16,7 @@ from forge.core.process import node_local_folder
 from forge.data.input_set import InputSet
 from forge.data.shards import FileSet
 from forge.data.sources import open_tokens
+from forge.staging.staged import keep
 from forge.staging.to_nodes import stage_nodes
 
 
@@ -44,7 +45,7 @@ def stage(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path
     seconds = round(time.time() - started, 3)
     said = record.model_dump(include={"bytes", "digest", "folders", "sent"})
     events.record(paths.events, events.Stage(seconds=seconds, **said))
-    record.keep(paths)
+    keep(record, paths)
     return paths.stage
 
 

@@ -18,6 +18,7 @@ from forge.core.errors import UnfitError
 from forge.core.machine import Machine, StageSettings
 from forge.core.paths import MANIFEST
 from forge.core.process import hostname
+from forge.core.records import StageRecord
 from forge.core.terminal import progress, say
 from forge.data.shards import FileSet, Member
 from forge.staging import on_node
@@ -25,7 +26,6 @@ from forge.staging.archive import Archive, make_archive
 from forge.staging.environment import stage_project
 from forge.staging.on_node import CHUNKS, SPARE_BYTES, NodeState
 from forge.staging.sbcast import COMPRESS_SHARDS_BELOW, Broadcast, SbcastFailed, is_slower
-from forge.staging.staged import StageRecord
 
 T = TypeVar("T")
 
@@ -52,14 +52,17 @@ def stage_nodes(
     if machine.stage.project and not placement.is_here:
         project = stage_project(config, machine, placement)
     if source is None:
-        record = StageRecord.of_no_files(job, project.roots if project else {})
+        record = StageRecord(job=job, roots=project.roots if project else {})
     elif placement.is_here:
         here = ThisHost(placement)
         record = _stage(_Staging(here, source, config, machine.stage, min_nodes=min_nodes))
     else:
         with NodePool(placement, python=project.python if project else sys.executable) as pool:
             record = _stage(_Staging(pool, source, config, machine.stage, min_nodes=min_nodes))
-    return record.with_project(project) if project else record
+    if project is None:
+        return record
+    copied = {name: getattr(project, name) for name in ("python", "source", "source_digest")}
+    return record.model_copy(update=copied)
 
 
 class ThisHost:

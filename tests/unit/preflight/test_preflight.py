@@ -16,7 +16,7 @@ from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
-from forge.core.records import Check
+from forge.core.records import Check, StageRecord
 from forge.data.content_ids import resolve
 from forge.launch.rank_records import ProbedRank, ProbeResult, RankRecord
 from forge.preflight import compare_nodes, isolate, preflight
@@ -306,7 +306,7 @@ def test_node_of_a_running_job_is_checked_alone_with_its_own_ranks(
 ):
     nodes.down, nodes.broken = down, broken
     machine, layout = load_machine(None, {"launcher": "srun"}), WorldLayout(4, 1)
-    found = preflight.recheck(config, machine, layout, nodes.placement.only(["n3"]))
+    found = preflight.recheck(config, machine, layout, nodes.placement.only(["n3"]), StageRecord())
     assert found.startswith(trouble) and bool(found) == bool(trouble)
     assert nodes.probed == ([] if down else [["n3"]])
 
