@@ -20,11 +20,15 @@ from forge.core.process import Process
 from forge.core.tracking import Tracking
 
 
-class Record(BaseModel):
-    """A JSON file that is written atomically and never changed."""
+class RecordPart(BaseModel):
+    """A part of a record. Unknown keys are refused: the format determines the keys."""
 
     # defer_build: a command uses few of the classes, and building all of them slows its start.
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+
+class Record(RecordPart):
+    """A JSON file that is written atomically and never changed."""
 
     FORMAT: ClassVar[int] = 1
     FIX: ClassVar[str] = "remove it and run the step that writes it again"
@@ -204,7 +208,7 @@ class Sent(Record):
 # --- preflight -------------------------------------------------------------------------------------
 
 
-class NodeResult(BaseModel):
+class NodeResult(RecordPart):
     """The checks of one node."""
 
     node: str
@@ -212,14 +216,14 @@ class NodeResult(BaseModel):
     checks: list[Check]
 
 
-class RanksResult(BaseModel):
+class RanksResult(RecordPart):
     """The checks of the ranks on all healthy nodes."""
 
     world_size: int
     checks: list[Check]
 
 
-class RanksIdentity(BaseModel):
+class RanksIdentity(RecordPart):
     """What the checks of the ranks depend on. While it is unchanged they need not run again."""
 
     job: str | None
@@ -290,7 +294,7 @@ class Exported(Record):
     """Name -> blake3."""
 
 
-class Sample(BaseModel):
+class Sample(RecordPart):
     """A prompt and its completion by the model."""
 
     prompt: str
@@ -346,7 +350,7 @@ class EvaluationData(Record):
     """Task -> number of documents."""
 
 
-class Score(BaseModel):
+class Score(RecordPart):
     """One metric of one task, or of a group of tasks."""
 
     task: str
@@ -365,7 +369,7 @@ class Score(BaseModel):
     """Digest of all documents, prompts and targets; empty for a group."""
 
 
-class Evaluated(BaseModel):
+class Evaluated(RecordPart):
     """Everything that scores depend on besides the device: equal values give equal scores."""
 
     checkpoint_digest: str
