@@ -27,7 +27,7 @@ import blake3
 import psutil
 
 import forge
-from forge.cluster import network, rdma, rendezvous, slurm
+from forge.cluster import network, rendezvous, slurm
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import atomic_open, disk_trouble
 from forge.core.machine import Fabric, Machine
@@ -342,7 +342,7 @@ def _interface(machine: Machine, master: str) -> Check:
 
 def _rdma(fabric: Fabric) -> Check:
     """Whether a port is active where the machine asks for RDMA, and has the GID that is asked for."""
-    ports = rdma.active_ports()
+    ports = network.active_ports()
     if fabric.infiniband == "always" and not network.has_rdma():
         return Check(
             "infiniband",
@@ -354,7 +354,7 @@ def _rdma(fabric: Fabric) -> Check:
     exported = os.environ.get("NCCL_IB_GID_INDEX", "")
     index = int(exported) if exported.isdecimal() else fabric.gid_index
     asked_by = "NCCL_IB_GID_INDEX" if exported.isdecimal() else "fabric.gid_index"
-    troubles = [] if index is None else [rdma.gid_trouble(port, index) for port in ports]
+    troubles = [] if index is None else [network.gid_trouble(port, index) for port in ports]
     if trouble := next(filter(None, troubles), ""):
         fix = (
             "take the index that `show_gids` or `ibv_devinfo -v` lists for RoCE v2, or leave it out"

@@ -20,7 +20,7 @@ from support import inputs
 from support.shards import make
 
 import forge
-from forge.cluster import network, rdma
+from forge.cluster import network
 from forge.core.errors import UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import inputs_folder
@@ -265,15 +265,15 @@ def test_locked_memory_is_asked_for_where_there_is_infiniband(wanted, monkeypatc
 
 
 def test_infiniband_that_must_be_there_and_is_not_fails(wanted, monkeypatch):
-    monkeypatch.setattr(rdma, "active_ports", list)
+    monkeypatch.setattr(network, "active_ports", list)
     monkeypatch.setattr(network, "infiniband_interface", lambda: None)
     assert checks(wanted, fabric__infiniband="always")["infiniband"].status == "fail"
     assert "infiniband" not in checks(wanted)
 
 
 def test_gid_index_that_no_port_has_fails_by_its_name(wanted, monkeypatch):
-    port = rdma.Port("mlx5_0", "1", "Ethernet", "100 Gb/sec", {0: "IB/RoCE v1", 3: "RoCE v2"})
-    monkeypatch.setattr(rdma, "active_ports", lambda: [port])
+    port = network.Port("mlx5_0", "1", "Ethernet", "100 Gb/sec", {0: "IB/RoCE v1", 3: "RoCE v2"})
+    monkeypatch.setattr(network, "active_ports", lambda: [port])
     monkeypatch.delenv("NCCL_IB_GID_INDEX", raising=False)
     assert checks(wanted, fabric__gid_index=3)["infiniband"].status == "ok"
     check = checks(wanted, fabric__gid_index=5)["infiniband"]
