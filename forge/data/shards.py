@@ -42,7 +42,7 @@ class Member:
 
 class FileSet(Protocol):
     """The files that the manifest in `folder` lists: the token shards of a corpus (`data.shards`), or the
-    input files of a program (`data.input_set`)."""
+    input files of a program (`data.inputs`)."""
 
     @property
     def kind(self) -> Kind: ...

@@ -39,7 +39,6 @@ from forge.launch.rank_records import (
     written,
 )
 from forge.launch.stop_signal import SIGNAL_CAUSES
-from forge.launch.stopped_ranks import StoppedRanks
 
 # Ranks of a killed command get this long to commit and exit before the next one starts.
 ORPHAN_WAIT_SEC = 30.0
@@ -219,7 +218,7 @@ def _watch(
     killed_at: float | None,
 ) -> None:
     """Until the launch command ends: show messages of rank 0, forward a stop, kill what hangs."""
-    forwarded, stopped_ranks = False, StoppedRanks(spec)
+    forwarded, stopped_ranks = False, lost_ranks.StoppedRanks(spec)
     with Console(spec.directory) as console:
         while child.poll() is None:
             if stopped and not forwarded:

@@ -34,7 +34,7 @@ from forge.preflight.bisection import BrokenNodes
 from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, CheckedNode, nodes_to_leave_out
 from forge.preflight.isolate import ENDPOINT, Prober
 from forge.preflight.node_checks import Wanted, WantedProgram
-from forge.staging.staged import program_folders, stage_record
+from forge.staging.stage import program_folders, stage_record
 
 # The nodes' own checks may take this share of the deadline. Where a node is down they take all of it. The
 # ranks' checks have the rest, also where the former had to wait for Slurm.

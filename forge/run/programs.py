@@ -20,8 +20,7 @@ from forge.core.program_settings import Program
 from forge.core.records import StageRecord, Trained
 from forge.core.terminal import say
 from forge.data import model
-from forge.data.input_set import InputSet
-from forge.data.inputs import source_digest
+from forge.data.inputs import InputSet, source_digest
 from forge.launch.launcher import LaunchPlan, run_ranks
 from forge.launch.program_rank import (
     heartbeat_file,
@@ -31,7 +30,7 @@ from forge.launch.program_rank import (
     saved_file,
 )
 from forge.launch.rank_records import ProgramTask, RankRecord, TrainTask
-from forge.staging.staged import program_folders
+from forge.staging.stage import program_folders
 from forge.trainer.metrics import StepLog
 
 

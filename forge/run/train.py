@@ -30,7 +30,7 @@ from forge.launch.rank_records import RankRecord
 from forge.preflight.preflight import recheck
 from forge.run import crash_loop, requeue
 from forge.run.programs import TrainingProgram, program_of
-from forge.staging.staged import remove_staged, stage_record
+from forge.staging.stage import remove_staged, stage_record
 from forge.tracking.feed_process import tracked
 
 # Before each start after the disk was full.

@@ -40,7 +40,7 @@ from forge.core.files import (
 from forge.core.paths import MANIFEST
 from forge.core.process import boot_id, node_local_folder
 from forge.core.terminal import progress
-from forge.data.input_set import InputSet
+from forge.data.inputs import InputSet
 from forge.data.shards import FileSet, Kind, Member
 from forge.data.sources import open_tokens
 

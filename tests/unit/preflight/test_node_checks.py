@@ -26,7 +26,7 @@ from forge.core.machine import load_machine
 from forge.core.paths import inputs_folder
 from forge.core.process import hostname
 from forge.core.records import Check
-from forge.data.input_set import InputSet
+from forge.data.inputs import InputSet
 from forge.data.shards import ShardSet
 from forge.launch.rank_records import ProgramFolders
 from forge.preflight import node_checks

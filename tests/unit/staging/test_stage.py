@@ -25,7 +25,7 @@ from forge.data import content_ids
 from forge.data.content_ids import resolve
 from forge.data.inputs import make_inputs
 from forge.staging import on_node, stage
-from forge.staging.staged import program_folders, remove_staged, stage_record
+from forge.staging.stage import program_folders, remove_staged, stage_record
 
 ROOT = Path(__file__).parents[3]
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)

@@ -12,8 +12,8 @@ from forge.core.files import read_json, write_json
 from forge.core.paths import RunPaths, stage_proof_file
 from forge.core.records import StageRecord
 from forge.data.content_ids import resolve
-from forge.staging import staged
-from forge.staging.staged import keep, program_folders, stage_record
+from forge.staging import stage
+from forge.staging.stage import keep, program_folders, stage_record
 
 RECORD = StageRecord(
     **{"digest": "d" * 64, "bytes": 7200, "folders": {"n1": "/tmp/x"}, "sent": ["n1"]},
@@ -61,8 +61,8 @@ def test_record_that_is_not_of_this_project_and_job_decides_nothing(
     record = stage_record(paths)
     assert (record.folders, record.interpreter) == ({}, sys.executable)
     assert why in capsys.readouterr().err
-    monkeypatch.setattr(staged, "NodePool", None)
-    staged.remove_staged(record, "base", Placement.here())  # nothing
+    monkeypatch.setattr(stage, "NodePool", None)
+    stage.remove_staged(record, "base", Placement.here())  # nothing
 
 
 def test_record_that_is_a_pipe_does_not_stop_training(paths):
