@@ -24,6 +24,7 @@ from forge.core.files import read_object_or_empty, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process, hostname, stop_with_parent, user_threads
+from forge.core.records import StageRecord
 from forge.core.terminal import duration, say
 from forge.launch import lost_ranks
 from forge.launch.launch_command import launch_command
@@ -38,7 +39,6 @@ from forge.launch.rank_records import (
     written,
 )
 from forge.launch.stop_signal import SIGNAL_CAUSES
-from forge.launch.stopped_ranks import StoppedRanks
 
 # Ranks of a killed command get this long to commit and exit before the next one starts.
 ORPHAN_WAIT_SEC = 30.0
@@ -61,6 +61,7 @@ class LaunchPlan:
 
     machine: Machine
     layout: WorldLayout
+    staged: StageRecord
     require_checkpoint: bool = False
     deadline: float | None = None  # from max_minutes or the job's time limit, whichever is earlier
     own_deadline: float | None = None  # from max_minutes alone
@@ -83,8 +84,9 @@ def run_ranks(
     The outcome comes from the rank records, never from the exit status of the launch command: torchrun
     turns every code into 1. A rank without a record is `lost`. Raises SlurmSilent where Slurm itself is
     the reason that no rank starts.
+
+    In the directory of a run: with its lock held, and after `wait_for_orphans`.
     """
-    wait_for_orphans(paths)
     placement = placement or Placement.here()
     job = placement.job
     master = None
@@ -216,7 +218,7 @@ def _watch(
     killed_at: float | None,
 ) -> None:
     """Until the launch command ends: show messages of rank 0, forward a stop, kill what hangs."""
-    forwarded, stopped_ranks = False, StoppedRanks(spec)
+    forwarded, stopped_ranks = False, lost_ranks.StoppedRanks(spec)
     with Console(spec.directory) as console:
         while child.poll() is None:
             if stopped and not forwarded:
@@ -355,7 +357,8 @@ def _kill_family(pid: int) -> None:
 def wait_for_orphans(paths: RunPaths) -> None:
     """Wait until the ranks of a killed command have exited; UnfitError names those that do not.
 
-    Called with the run's lock held, before anything of the run is read or repaired.
+    A command calls it once, with the run's lock held, before anything of the run is read or repaired:
+    `run_ranks` returns only when no process of its launch is left.
     """
     for folder in sorted(paths.launches.glob("*/")):
         if living := _living(folder):

@@ -17,11 +17,10 @@ from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError, DataError, Exit
 from forge.core.paths import MANIFEST, RunPaths, inputs_folder, tokens_folder
 from forge.core.program_settings import Program
-from forge.core.records import Trained
+from forge.core.records import StageRecord, Trained
 from forge.core.terminal import say
 from forge.data import model
-from forge.data.input_set import InputSet
-from forge.data.inputs import source_digest
+from forge.data.inputs import InputSet, source_digest
 from forge.launch.launcher import LaunchPlan, run_ranks
 from forge.launch.program_rank import (
     heartbeat_file,
@@ -31,12 +30,7 @@ from forge.launch.program_rank import (
     saved_file,
 )
 from forge.launch.rank_records import ProgramTask, RankRecord, TrainTask
-from forge.staging.staged import (
-    program_folders,
-    staged_folders,
-    staged_python,
-    staged_source_digest,
-)
+from forge.staging.stage import program_folders
 from forge.trainer.metrics import StepLog
 
 
@@ -137,12 +131,12 @@ class ForgeTrainer:
         return compatibility.schedule_warnings(self.config, resume.latest(self.paths))
 
     def launch(self, start: LaunchPlan, placement: Placement, step: int | None) -> RankRecord:
-        staged, shared = self._shards()
+        staged = start.staged.folders
         task = TrainTask(
             step=self.first_step if step is None else step,
             started=time.time(),
             staged=staged,
-            shared=shared,
+            shared=self._shards(is_staged=bool(staged)),
             require_checkpoint=start.require_checkpoint,
             deadline=start.deadline,
             own_deadline=start.own_deadline,
@@ -174,19 +168,17 @@ class ForgeTrainer:
                 return event.weights_digest
         return None
 
-    def _shards(self) -> tuple[dict[str, str], str]:
-        """Directories from which ranks read: the staged ones by host, and the shared one for other hosts.
-        DataError without shards."""
-        staged = staged_folders(self.paths)
+    def _shards(self, *, is_staged: bool) -> str:
+        """The shared directory of the shards. DataError without shards, unless they are staged."""
         folder = tokens_folder(self.config.data, self.config.ids.tokens)
-        if not staged and not (folder / MANIFEST).exists():
+        if not is_staged and not (folder / MANIFEST).exists():
             made = f"forge tokenizer {self.paths.config} && forge tokenize {self.paths.config}"
             raise DataError(
                 f"{folder} has no complete shards",
                 cause="the corpus has not been tokenized for this config",
                 fix=f"run: {made}",
             )
-        return staged, str(folder)
+        return str(folder)
 
 
 def _run(
@@ -198,7 +190,7 @@ def _run(
         start.machine,
         start.layout,
         placement=placement,
-        python=staged_python(paths),
+        python=start.staged.interpreter,
     )
 
 
@@ -264,7 +256,7 @@ class OtherProgram:
 
     def launch(self, start: LaunchPlan, placement: Placement, step: int | None) -> RankRecord:
         task = self._task(start, step)
-        sealer = self._sealer()
+        sealer = self._sealer(start.staged)
         machine = start.machine.model_copy(
             update={"stop_grace_sec": self.program.stop.grace_sec, "async_save": False}
         )
@@ -285,7 +277,7 @@ class OtherProgram:
 
     def _task(self, start: LaunchPlan, step: int | None) -> ProgramTask:
         latest = None if step is None else self.checkpoints and self.checkpoints.latest()
-        staged, shared = program_folders(self.config)
+        staged, shared = program_folders(self.config, start.staged)
         launches = [e for e in events.read(self.paths.events) if isinstance(e, events.Launch)]
         return ProgramTask(
             program=self.program,
@@ -303,7 +295,7 @@ class OtherProgram:
         inputs_id = self.config.ids.inputs
         return InputSet.open(inputs_folder(self.config.data, inputs_id)) if inputs_id else None
 
-    def _sealer(self) -> Sealer | None:
+    def _sealer(self, staged: StageRecord) -> Sealer | None:
         checkpoints = self.checkpoints
         if checkpoints is None:
             return None
@@ -312,7 +304,7 @@ class OtherProgram:
         return Sealer(
             checkpoints,
             self._progress(),
-            self._lineage(),
+            self._lineage(staged),
             self.program.keep_last,
             on_look=lambda progress, is_last: log.tell(progress.steps, is_last=is_last),
         )
@@ -326,13 +318,13 @@ class OtherProgram:
             *([read_step(p) for p in files] for files in (beats, running, saved))
         )
 
-    def _lineage(self) -> SealLineage:
+    def _lineage(self, staged: StageRecord) -> SealLineage:
         """Artifacts and code that make the checkpoints of this launch."""
         source, inputs, config = self.program.source, self._inputs, self.config
         digest = ""
         if source:
             outputs = (config.results, config.data)
-            digest = staged_source_digest(self.paths) or source_digest(Path(source), outputs)
+            digest = staged.source_digest or source_digest(Path(source), outputs)
         return SealLineage.of(
             config,
             source_digest=digest,

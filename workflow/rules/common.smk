@@ -7,8 +7,7 @@ from snakemake.logging import logger
 
 from forge.checkpoint import family
 from forge.cluster import job_watch, jobs
-from forge.cluster.allocation import Allocation
-from forge.cluster.profile import Profile
+from forge.cluster.allocation import Allocation, Profile
 from forge.core.config import RUN_NAME, as_overrides
 from forge.core.errors import ForgeError
 from forge.core.paths import (
