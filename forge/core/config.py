@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Self, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -22,14 +22,13 @@ from pydantic import (
 )
 
 from forge.core.errors import ConfigError
-from forge.core.evaluation import Evaluate
 from forge.core.files import read_json, write_json
 from forge.core.mix import require_sources
 from forge.core.model_settings import Model
 from forge.core.program_settings import Program
 from forge.core.section import FREE, FilePath, Section, section_of, section_of_entries
+from forge.core.service_settings import Evaluate, Report, Tracking, ValidateSettings
 from forge.core.tokenize_settings import TOKEN_FORMATS, SourceName, Tokenize, Tokenizer
-from forge.core.tracking import Tracking
 from forge.core.train_settings import Train
 from forge.core.values import as_cell, describe, read_cell, read_text, read_yaml, shown
 
@@ -85,25 +84,6 @@ MOST_KEYS_NAMED = 10  # of a section, in an error
 
 
 AnySection = TypeVar("AnySection", bound=Section)
-
-
-class ValidateSettings(Section):
-    """Which checks validation makes of the final checkpoint."""
-
-    depth: Literal["digests", "load", "probe"] = "probe"
-    """`digests`: of all files; `load`: also load every tensor; `probe`: also recompute losses, of
-    8 ranks at most."""
-
-
-class Report(Section):
-    """Samples in the report."""
-
-    prompts: list[Annotated[str, Field(min_length=1)]] = Field(
-        default=["def ", "class ", "import "], max_length=16
-    )
-    """The model completes each prompt; report and `forge show` have the samples."""
-    sample_tokens: int = Field(40, ge=1, le=1024)
-    """Tokens to generate per prompt. The model sees the last train.seq_len tokens only."""
 
 
 class Ids(Section):

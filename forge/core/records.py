@@ -13,10 +13,9 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from forge.core.errors import DataError, OtherFormat
-from forge.core.evaluation import Evaluate
 from forge.core.files import MAX_SMALL_JSON_BYTES, RelativePath, read_object, write_json
 from forge.core.process import Process
-from forge.core.tracking import Tracking
+from forge.core.service_settings import Evaluate, Tracking
 
 
 class Record(BaseModel):

@@ -16,10 +16,10 @@ from forge.checkpoint import directory, export_folder, manifest, resume
 from forge.cluster import slurm
 from forge.cluster.lock import lock
 from forge.core.errors import ConfigError, DataError, UnfitError
-from forge.core.evaluation import Evaluate
 from forge.core.files import digest_file
 from forge.core.paths import RunPaths, checkpoint_step
 from forge.core.records import Evaluated, Evaluation, Evaluations, Score
+from forge.core.service_settings import Evaluate
 from forge.core.terminal import duration, say
 from forge.core.values import shown
 from forge.evaluation import harness, tasks

@@ -6,10 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from forge.core.errors import ConfigError
-from forge.core.evaluation import Evaluate
 from forge.core.files import canonical, digest_bytes, digest_file, disk_trouble
 from forge.core.paths import RunPaths, checkpoint_name, checkpoint_step
 from forge.core.records import Evaluation
+from forge.core.service_settings import Evaluate
 
 PACKAGE = "lm_eval"
 # What a directory of tasks holds: the tasks, their code, their data.

@@ -10,9 +10,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from forge.core.errors import ConfigError, ForgeError, UnfitError
-from forge.core.evaluation import Evaluate
 from forge.core.paths import RunPaths
 from forge.core.records import EvaluationData
+from forge.core.service_settings import Evaluate
 from forge.core.terminal import say
 from forge.evaluation.settings import PACKAGE, data_file, task_digest, task_files
 

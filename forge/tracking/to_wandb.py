@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from forge.core.errors import UnfitError
 from forge.core.records import Sent
-from forge.core.tracking import Wandb
+from forge.core.service_settings import Wandb
 from forge.tracking.rows import StepRow
 from forge.tracking.tracker import TrackedRun
 

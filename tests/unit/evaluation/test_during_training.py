@@ -12,10 +12,10 @@ from forge import cli
 from forge.checkpoint.manifest import MANIFEST
 from forge.cluster import slurm
 from forge.core.config import Config, apply_overrides, checked
-from forge.core.evaluation import Evaluate
 from forge.core.files import write_json
 from forge.core.paths import RunPaths
 from forge.core.records import RunSettings, SubmittedEvaluation
+from forge.core.service_settings import Evaluate
 from forge.evaluation import during_training
 from forge.evaluation.during_training import evaluated, sbatch_line
 from forge.evaluation.settings import record_file

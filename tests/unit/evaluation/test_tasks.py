@@ -9,8 +9,8 @@ import lm_eval.tasks.manager
 import pytest
 
 from forge.core.errors import ConfigError, UnfitError
-from forge.core.evaluation import Evaluate
 from forge.core.paths import RunPaths
+from forge.core.service_settings import Evaluate
 from forge.evaluation import settings, tasks
 
 
