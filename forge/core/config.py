@@ -30,7 +30,7 @@ from forge.core.section import FREE, FilePath, Section, section_of, section_of_e
 from forge.core.service_settings import Evaluate, Report, Tracking, ValidateSettings
 from forge.core.tokenize_settings import TOKEN_FORMATS, SourceName, Tokenize, Tokenizer
 from forge.core.train_settings import Train
-from forge.core.values import as_cell, describe, read_cell, read_text, read_yaml, shown
+from forge.core.values import describe, read_cell, read_text, read_yaml, shown
 
 # Safe as a path, an option and a word of a shell; also the wildcard constraint of the workflow.
 RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
@@ -283,16 +283,6 @@ def parse_override(argument: str) -> tuple[str, Any]:
             fix="overrides look like --train.max_steps=1000; `forge SUBCOMMAND --help` lists the options",
         )
     return match[1], read_cell(match[2])
-
-
-def as_overrides(config: Config, *sections: str) -> list[str]:
-    """Sections of a config as the arguments that set them, such as `--validate.depth=load`."""
-    values = config.to_json()
-    return [
-        f"--{section}.{key}={as_cell(value)}"
-        for section in sections
-        for key, value in values[section].items()
-    ]
 
 
 def apply_overrides(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -110,13 +110,9 @@ def trusted_data(run: RunPaths, file: str | None, *, writes: bool = False) -> st
     return project_folder("data")
 
 
-def training_settings(
-    named: str, file: str | None, config: ResolvedConfig, overrides: dict[str, Any]
-) -> RunSettings:
-    """Trackers and evaluations for training by the config that a user names. file: of the workflow.
-    Without it they are in that config, and for a run's config.json, which has none, in the project's."""
-    if file:
-        return RunSettings.read(Path(file))
+def training_settings(named: str, config: ResolvedConfig, overrides: dict[str, Any]) -> RunSettings:
+    """Trackers and evaluations for training by the config that a user names: those of that config, and
+    for a run's config.json, which has none, of the project's."""
     if run := directory_of(named):
         config = trusted(run, None, overrides, "tracking", "evaluate", writes=False).config
     return RunSettings(tracking=config.tracking, evaluate=config.evaluate)
