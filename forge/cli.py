@@ -573,8 +573,7 @@ def _status(options: argparse.Namespace) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from forge.evaluation.settings import refuse_missing_package
-    from forge.evaluation.tasks import download, go_offline
+    from forge.evaluation.tasks import download, go_offline, refuse_missing_package
 
     _use_settings(options)
     paths, checkpoint, config, is_ours = _to_evaluate(options)

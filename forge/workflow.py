@@ -49,8 +49,7 @@ from forge.core.records import RunSettings, WorkflowRuns
 from forge.core.sample_sheet import read_rows, run_configs, shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import resolve, single_corpora
-from forge.evaluation import settings as evaluation
-from forge.evaluation.tasks import find_tasks
+from forge.evaluation.tasks import find_tasks, refuse_missing_package
 from forge.reporting.workflow_output import print_end
 from forge.run import programs, train
 from forge.tracking.tracker import refuse_missing_packages
@@ -142,7 +141,7 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
     shared_folders(runs)
     for name, config in runs.items():
         refuse_missing_packages(config.tracking, f"run {name}")
-        evaluation.refuse_missing_package(config.evaluate, f"run {name}")
+        refuse_missing_package(config.evaluate, f"run {name}")
         if config.program:
             continue  # its checkpoints are verified before each launch
         paths = RunPaths.of(config)
@@ -414,7 +413,7 @@ def _of_evaluation(config: ResolvedConfig) -> RuleSettings:
     evaluate = read_object_or_empty(paths.evaluation).get("evaluate")
     made_with = None if evaluate is None else {"evaluate": evaluate}
     name, sections = f"{config.run}.evaluate", {"evaluate": config.to_json()["evaluate"]}
-    return RuleSettings.of_sections(name, sections, evaluation.data_file(paths), made_with)
+    return RuleSettings.of_sections(name, sections, paths.evaluation_data, made_with)
 
 
 def write_configs(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:

@@ -113,5 +113,4 @@ class Tracking(Section):
     @property
     def trackers(self) -> tuple[str, ...]:
         """Names of the trackers that are on, which are also those of their packages."""
-        values = {"tensorboard": self.tensorboard, "wandb": self.wandb, "mlflow": self.mlflow}
-        return tuple(name for name, value in values.items() if value not in (None, False))
+        return tuple(name for name, value in self if value not in (None, False))

@@ -40,7 +40,7 @@ class WeightsAndBiases:
 
         if wandb.run:  # of a first try, which failed later
             wandb.run.finish()
-        self._id, self._folder = sent.id, run.paths.root / "wandb"
+        self._id, self._folder = sent.id, run.paths.wandb
         self._offline = self._is_offline()
         self._run = wandb.init(
             dir=str(run.paths.root),

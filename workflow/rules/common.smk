@@ -17,7 +17,7 @@ from forge.core.paths import (
     tokenizer_folder,
     tokens_folder,
 )
-from forge.evaluation.settings import task_files
+from forge.evaluation.tasks import task_files
 from forge.launch.rank import refuse_left_over
 from forge.core.sample_sheet import shared_folders
 from forge.reporting import workflow_output
