@@ -1,13 +1,13 @@
-"""Can a config resume from a checkpoint? And what its schedule will be. No torch."""
+"""Do a config and the data fit a checkpoint? And what its schedule will be. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Part, RecordedConfig
 from forge.core.config import Config, ResolvedConfig, Section, is_free
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, DataError
 from forge.core.tokenize_settings import Tokenize, Tokenizer
 from forge.core.values import shown
 
@@ -100,6 +100,20 @@ def added_sources(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[s
     if made_by.ids.sources:
         for name in config.ids.sources.keys() - made_by.ids.sources.keys():
             yield differs(f"ids.sources.{name}", config.ids.sources[name], None)
+
+
+def check_same_data(checkpoint: Checkpoint, digests: Mapping[str, str]) -> None:
+    """DataError when a checkpoint was trained on other data than what there is. digests: of that, as
+    `manifest.data_digests` has them. Sources that the checkpoint does not have may be there."""
+    for name, then in checkpoint.manifest.lineage.data_digests.items():
+        now = digests.get(name, "none")
+        if then != now:
+            raise DataError(
+                f"the {name} of this run have digest {now[:12]}, {checkpoint.folder} was trained"
+                f" with {then[:12]}",
+                cause="the corpus or the tokenizer was edited in place and rebuilt",
+                fix="restore the old input, or give the run a new name",
+            )
 
 
 def differs(key: str, now: object, then: object) -> str:

@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Self, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -22,7 +22,6 @@ from pydantic import (
 )
 
 from forge.core.errors import ConfigError
-from forge.core.evaluation import Evaluate
 from forge.core.files import read_json, write_json
 from forge.core.mix import require_sources
 from forge.core.models import architectures
@@ -36,10 +35,10 @@ from forge.core.section import (
     section_of_entries,
     tagged_sections,
 )
+from forge.core.service_settings import Evaluate, Report, Tracking, ValidateSettings
 from forge.core.tokenize_settings import TOKEN_FORMATS, SourceName, Tokenize, Tokenizer
-from forge.core.tracking import Tracking
 from forge.core.train_settings import Train
-from forge.core.values import as_cell, describe, read_cell, read_text, read_yaml, shown
+from forge.core.values import describe, read_cell, read_text, read_yaml, shown
 
 # Safe as a path, an option and a word of a shell; also the wildcard constraint of the workflow.
 RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
@@ -93,25 +92,6 @@ MOST_KEYS_NAMED = 10  # of a section, in an error
 
 
 AnySection = TypeVar("AnySection", bound=Section)
-
-
-class ValidateSettings(Section):
-    """Which checks validation makes of the final checkpoint."""
-
-    depth: Literal["digests", "load", "probe"] = "probe"
-    """`digests`: of all files; `load`: also load every tensor; `probe`: also recompute losses, of
-    8 ranks at most."""
-
-
-class Report(Section):
-    """Samples in the report."""
-
-    prompts: list[Annotated[str, Field(min_length=1)]] = Field(
-        default=["def ", "class ", "import "], max_length=16
-    )
-    """The model completes each prompt; report and `forge show` have the samples."""
-    sample_tokens: int = Field(40, ge=1, le=1024)
-    """Tokens to generate per prompt. The model sees the last train.seq_len tokens only."""
 
 
 class Ids(Section):
@@ -321,16 +301,6 @@ def parse_override(argument: str) -> tuple[str, Any]:
             fix="overrides look like --train.max_steps=1000; `forge SUBCOMMAND --help` lists the options",
         )
     return match[1], read_cell(match[2])
-
-
-def as_overrides(config: Config, *sections: str) -> list[str]:
-    """Sections of a config as the arguments that set them, such as `--validate.depth=load`."""
-    values = config.to_json()
-    return [
-        f"--{section}.{key}={as_cell(value)}"
-        for section in sections
-        for key, value in values[section].items()
-    ]
 
 
 def apply_overrides(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,17 @@ from dataclasses import dataclass, replace
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.models.base import Model
-from forge.core.train_settings import Recompute, Shard, Train, ranks_per_copy, samples_per_rank
+from forge.core.train_settings import (
+    MOMENTS,
+    Recompute,
+    Shard,
+    Train,
+    ranks_per_copy,
+    samples_per_rank,
+)
 
 GIB = 2**30
-WEIGHT, GRADIENT, ADAM, MUON = 4, 4, 8, 4  # bytes a parameter, in fp32
+WEIGHT, GRADIENT, MOMENT = 4, 4, 4  # bytes a parameter, in fp32
 # CUDA context, cuBLAS workspaces and buffers of NCCL; and the share that the allocator cannot use.
 FIXED_BYTES, FRAGMENTS = 1.5 * GIB, 1.05
 # The loss: fp32 probabilities of a chunk of logits on a GPU (loss.LOGITS_BYTES_GPU), and its logits.
@@ -31,7 +38,7 @@ class Memory:
     """Bytes on one rank at one moment of a step; `total` adds `fixed` and fragments to the parts."""
 
     weights: float
-    optimizer: float  # two moments of AdamW, one of Muon
+    optimizer: float  # its moments
     gradients: float  # those that this rank keeps
     gathered: float  # copies of weights in the precision of the forward pass
     activations: float  # kept for the backward pass
@@ -119,8 +126,8 @@ class Shape:
     @property
     def optimizer_bytes(self) -> float:
         """Bytes of the optimizer state of one copy of the model."""
-        of_blocks = MUON if self.train.optimizer == "muon" else ADAM
-        return ADAM * self.outside + of_blocks * (self.num_parameters - self.outside)
+        in_blocks = MOMENTS[self.train.optimizer] * (self.num_parameters - self.outside)
+        return MOMENT * (MOMENTS["adamw"] * self.outside + in_blocks)
 
 
 def estimate(shape: Shape) -> Memory:

@@ -14,10 +14,9 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from forge.core.errors import DataError, OtherFormat
-from forge.core.evaluation import Evaluate
 from forge.core.files import MAX_SMALL_JSON_BYTES, RelativePath, read_object, write_json
 from forge.core.process import Process
-from forge.core.tracking import Tracking
+from forge.core.service_settings import Evaluate, Report, Tracking, ValidateSettings
 
 
 class RecordPart(BaseModel):
@@ -125,18 +124,26 @@ class WorkflowRuns(Record):
 
 
 class RunSettings(Record):
-    """.snakemake/forge/RUN.settings.json: what the last workflow command has for the training of a run
-    beside its config.json, so that changing it trains nothing again.
+    """.snakemake/forge/RUN.….json: the sections of a run's config that one rule reads and its config.json
+    does not hold, so that changing them trains nothing again. The option --settings names the file.
 
     In the project, and not beside the results: a run's directory may come from somebody else.
     """
 
     PRIVATE = True  # the address of a tracker may have a password
 
-    tracking: Tracking = Tracking()
+    # As in Config: a field named `validate` would hide a method of pydantic.
+    validation: ValidateSettings = Field(ValidateSettings(), alias="validate")
+    report: Report = Report()
     evaluate: Evaluate = Evaluate()
+    tracking: Tracking = Tracking()
     sbatch: list[str] | None = None
-    """Options for the jobs of `evaluate.every`, from the profile; None without Slurm."""
+    """For training, options for the jobs of `evaluate.every`, from the profile; None without Slurm."""
+
+    @property
+    def sections(self) -> dict[str, Any]:
+        """The sections of the config that the file holds, by key."""
+        return self.model_dump(mode="json", by_alias=True, exclude={"sbatch"}, exclude_unset=True)
 
 
 class StageProof(Record):

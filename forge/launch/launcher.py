@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -30,6 +32,7 @@ from forge.launch import lost_ranks
 from forge.launch.launch_command import launch_command
 from forge.launch.rank_output import Console
 from forge.launch.rank_records import (
+    NO_RECORD,
     LaunchSpec,
     ProgramTask,
     RankRecord,
@@ -122,8 +125,10 @@ def run_ranks(
     try:
         stopped = _run(command, spec, log, machine.stop_grace_sec, deadline_sec)
         records = [RankRecord.read(spec, rank) for rank in range(layout.world_size)]
-        hosts = placement.hosts
-        record = verdict(lost_ranks.with_hosts(records, hosts, layout.ranks_per_node))
+        records = lost_ranks.with_hosts(records, placement.hosts, layout.ranks_per_node)
+        if isinstance(task, TrainTask | ProgramTask):
+            _record_errors(paths, records)
+        record = verdict(records)
         if stopped and record.status in ("lost", "stopped"):
             # Lost: the signal came before the ranks had their handlers. Stopped: the ranks know only the
             # signal that was forwarded, which may differ from the one received here. The record keeps
@@ -155,6 +160,29 @@ def _record_launch(paths: RunPaths, spec: LaunchSpec, placement: Placement, *, s
         restart=spec.restart if spec.job else None,
     )
     events.record(paths.events, event)
+
+
+def _record_errors(paths: RunPaths, records: Sequence[RankRecord]) -> None:
+    """Record what the ranks say themselves; where no rank tells an error of its own, which ranks say
+    nothing. A rank that lost its peers has no error of its own."""
+    ended = [record for record in records if record.status in ("failed", "lost") and record.message]
+    telling = [
+        record
+        for record in ended
+        if record.message != NO_RECORD
+        and (record.status, record.cause) != ("failed", lost_ranks.PEER_LOST)
+    ]
+    alike: dict[str, list[RankRecord]] = defaultdict(list)
+    for record in telling or [record for record in ended if record.message == NO_RECORD]:
+        alike[re.sub(r"\d+", "#", record.message)].append(record)
+    with suppress(UnfitError):  # on a full disk the outcome counts
+        for ranks in alike.values():
+            event = events.RankError(
+                ranks=[record.rank for record in ranks],
+                host=ranks[0].host,
+                message=ranks[0].message,
+            )
+            events.record(paths.events, event)
 
 
 def _run(

@@ -140,13 +140,8 @@ class _VerifiedCheckpoint:
                 fix="give the current path of `data`: --data=FOLDER",
             )
         tokenizer = load_tokenizer(folder)
-        if tokenizer.digest != lineage.tokenizer.digest:
-            raise DataError(
-                f"{folder} has digest {tokenizer.digest[:12]}, the checkpoint was trained with"
-                f" {lineage.tokenizer.digest[:12]}",
-                cause="the tokenizer was rebuilt from other text",
-                fix="restore the tokenizer that the run was trained with",
-            )
+        digests = {**lineage.data_digests, "tokenizer": tokenizer.digest}  # no tokens are read
+        compatibility.check_same_data(checkpoint, digests)
         shapes = _shapes(checkpoint, config.model, tokenizer.vocab_size)
         return cls(checkpoint, config, tokenizer, folder / TOKENIZER, shapes)
 

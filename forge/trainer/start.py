@@ -100,7 +100,8 @@ def start_of_run(
     checkpoint = own or resume.verified_parent(config, world)
     lineage = _lineage(config, world, tokens, own, checkpoint)
     if checkpoint:
-        same_data = functools.partial(resume.check_same_data, checkpoint, lineage)
+        digests = lineage.data_digests
+        same_data = functools.partial(compatibility.check_same_data, checkpoint, digests)
         world.on_main(same_data, "check of the lineage")
     start = _assembled(
         config,

@@ -17,10 +17,10 @@ from forge.checkpoint import directory, storage
 from forge.cluster.lock import lock
 from forge.core.config import Config
 from forge.core.errors import UnfitError
-from forge.core.evaluation import Evaluate
 from forge.core.files import digest_file, read_json
 from forge.core.paths import tokenizer_folder
 from forge.core.records import Evaluation, Evaluations, Score
+from forge.core.service_settings import Evaluate
 from forge.data.tokenizer import load_tokenizer
 from forge.evaluation import evaluate as evaluation
 from forge.reporting.compare import comparison, to_json

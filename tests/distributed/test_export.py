@@ -285,7 +285,7 @@ def name_another_tokenizer(run: Run) -> None:
         (lose_all_checkpoints, "has no checkpoint"),
         (mix_in_another_step, "trained.json has"),
         (claim_another_shape, "are not those of its config"),
-        (name_another_tokenizer, "the checkpoint was trained with ffffffffffff"),
+        (name_another_tokenizer, "was trained with ffffffffffff"),
     ],
 )
 def test_what_is_corrupt_or_missing_is_refused_and_leaves_nothing(own, tmp_path, damage, message):

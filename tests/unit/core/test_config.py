@@ -11,7 +11,6 @@ from forge.core.config import (
     ResolvedConfig,
     Section,
     apply_overrides,
-    as_overrides,
     checked,
     load_config,
     parse_override,
@@ -117,13 +116,6 @@ def test_the_workflows_sample_sheet_is_named_in_its_file_and_nowhere_else(tmp_pa
 def test_a_full_section_can_be_overridden_with_json():
     key, value = parse_override('--model={"dim": 64, "heads": 2}')
     assert config_of(**{key: value}).model.dim == 64
-
-
-def test_sections_as_overrides_give_the_same_sections():
-    config = config_of(**{"validate.depth": "load", "report.prompts": ["5", "a b", "{", "'"]})
-    overrides = as_overrides(config, "validate", "report")
-    assert overrides[0] == "--validate.depth=load"
-    assert config_of(**dict(map(parse_override, overrides))) == config
 
 
 def test_two_configs_that_train_the_same_are_equal_of_training():

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from forge.checkpoint.storage import training_state
+from forge.core.memory import Shape
 from forge.core.models.llama import Llama
-from forge.core.train_settings import Train
+from forge.core.train_settings import MOMENTS, Train
 from forge.trainer.initialize import initialized
 from forge.trainer.optim import learning_rate, make_optimizers, state_shapes, update
 
@@ -72,6 +73,17 @@ def test_fused_adamw_moves_weights_like_the_plain_one() -> None:
             model.weight.grad = grad.clone()
             optimizer.step()
     torch.testing.assert_close(fused.weight, plain.weight)
+
+
+@pytest.mark.parametrize("optimizer", MOMENTS)
+def test_state_takes_the_memory_that_a_plan_counts(optimizer: str) -> None:
+    train, settings = Train(optimizer=optimizer), Llama(dim=128, layers=2, heads=2)
+    model = initialized(settings, 32)
+    state = training_state(model, make_optimizers(model, train))["optimizer"]
+    tensors = [t for of_weight in state.values() for key, t in of_weight.items() if key != "step"]
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    planned = Shape(settings, 32, train, world_size=1, ranks_per_node=1).optimizer_bytes
+    assert num_bytes == pytest.approx(planned, rel=0.01)  # norms count as matrices of their block
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
