@@ -105,9 +105,7 @@ class RunPaths:
     launches = _Below(".launch")  # files between launcher and ranks, in a directory per launch
     heartbeats = _Below(".launch/heartbeats")  # of the ranks of another program
     stop = _Below("STOP")  # a file of this name stops training
-    parent_trained = _Below(
-        ".parent_trained"
-    )  # of the workflow: the parent on the sheet has trained
+    parent_trained = _Below(".parent_trained")  # of the workflow, where the parent is on the sheet
 
     @property
     def extended(self) -> list[Path]:

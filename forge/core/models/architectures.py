@@ -18,18 +18,18 @@ DEFAULT = Llama()
 
 
 def _is_known(values: Any) -> Any:
-    name = values.get("architecture", "") if isinstance(values, dict) else ""
-    if name and name not in ARCHITECTURES:
+    name = _name_of(values)
+    if name not in [*ARCHITECTURES]:  # a list: the value may be one that cannot be hashed
         raise ValueError(
             f"architecture is {shown(name)}: must be one of {', '.join(ARCHITECTURES)}"
         )
     return values
 
 
-def _name_of(values: Any) -> str:
+def _name_of(values: Any) -> Any:
     """The architecture of the values in a config, or of a Model."""
     if isinstance(values, dict):
-        return str(values.get("architecture") or DEFAULT.architecture)
+        return values.get("architecture", DEFAULT.architecture)
     return getattr(values, "architecture", DEFAULT.architecture)
 
 

@@ -104,7 +104,9 @@ class Gpt2(Model):
     def keys_of_hf(cls, values: dict[str, Any]) -> dict[str, Any]:
         values = {**GPT2_DEFAULTS, **values}
         keys = {ours: values[theirs] for theirs, ours in GPT2_NUMBERS.items()}
-        return {**keys, "ffn_dim": keys["ffn_dim"] or 4 * keys["dim"]}
+        if keys["ffn_dim"] is None and isinstance(keys["dim"], int):
+            keys["ffn_dim"] = 4 * keys["dim"]
+        return keys
 
     @property
     def hf_architecture(self) -> str:

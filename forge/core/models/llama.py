@@ -144,16 +144,6 @@ class Llama(Model):
         return self.head_dim or self.dim // self.heads
 
     @property
-    def query_dim(self) -> int:
-        """Width of all query heads together."""
-        return self.heads * self.head_width
-
-    @property
-    def kv_dim(self) -> int:
-        """Width of all key heads together, and of all value heads."""
-        return self.num_kv_heads * self.head_width
-
-    @property
     def inner_dim(self) -> int:
         return self.ffn_dim or -(-(8 * self.dim // 3) // 64) * 64
 

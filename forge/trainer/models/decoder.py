@@ -50,6 +50,12 @@ class Decoder(nn.Module):
 
     TRUNK: ClassVar[str]
     """The attribute that holds everything but the output layer; the name that it has in transformers."""
+    EMBEDDING: ClassVar[str]
+    """The attribute of the trunk with the embedding of token ids, an nn.Embedding."""
+    BLOCKS: ClassVar[str]
+    """The attribute of the trunk with the layers, an nn.ModuleList."""
+    LAST_NORM: ClassVar[str]
+    """The attribute of the trunk with the norm after the last block."""
     OUTPUT: ClassVar[str] = "lm_head.weight"
     """The matrix of the output layer, which some files have beside a tied embedding."""
 
@@ -86,21 +92,6 @@ class Decoder(nn.Module):
 
     @property
     @abstractmethod
-    def embedding(self) -> nn.Embedding:
-        """The embedding of token ids."""
-
-    @property
-    @abstractmethod
-    def blocks(self) -> nn.ModuleList:
-        """The layers, all alike: each is compiled, recomputed and sharded by itself."""
-
-    @property
-    @abstractmethod
-    def last_norm(self) -> nn.Module:
-        """The norm after the last block."""
-
-    @property
-    @abstractmethod
     def narrow_width(self) -> int:
         """Largest width of the products that selective recomputation keeps."""
 
@@ -116,6 +107,17 @@ class Decoder(nn.Module):
         return trunk
 
     @property
+    def embedding(self) -> nn.Embedding:
+        embedding: nn.Embedding = getattr(self.trunk, self.EMBEDDING)
+        return embedding
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The layers, all alike: each is compiled, recomputed and sharded by itself."""
+        blocks: nn.ModuleList = getattr(self.trunk, self.BLOCKS)
+        return blocks
+
+    @property
     def num_rows(self) -> int:
         """Rows of the embedding: the vocabulary and its padding."""
         return self.embedding.num_embeddings
@@ -123,12 +125,13 @@ class Decoder(nn.Module):
     def ends(self) -> tuple[nn.Module, list[nn.Module]] | None:
         """The embedding, and all that follows the last block, each of which FSDP2 gathers by itself; None
         with tied embeddings, which both use."""
-        return None if self.lm_head is None else (self.embedding, [self.last_norm, self.lm_head])
+        if self.lm_head is None:
+            return None
+        return self.embedding, [getattr(self.trunk, self.LAST_NORM), self.lm_head]
 
     def is_in_block(self, name: str) -> bool:
         """Whether a parameter belongs to a block: Muon updates the matrices of these."""
-        (blocks,) = (path for path, module in self.named_modules() if module is self.blocks)
-        return name.startswith(f"{blocks}.")
+        return name.startswith(f"{self.TRUNK}.{self.BLOCKS}.")
 
     def num_parameters(self) -> int:
         """Number of weights; a tied matrix counts once."""

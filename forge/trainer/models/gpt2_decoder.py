@@ -93,23 +93,13 @@ class Gpt2Decoder(Decoder):
     """A GPT-2."""
 
     TRUNK: ClassVar[str] = "transformer"
+    EMBEDDING: ClassVar[str] = "wte"
+    BLOCKS: ClassVar[str] = "h"
+    LAST_NORM: ClassVar[str] = "ln_f"
     settings: Gpt2
-    transformer: Gpt2Trunk
 
     def make_trunk(self, rows: int) -> Gpt2Trunk:
         return Gpt2Trunk(self.settings, rows)
-
-    @property
-    def embedding(self) -> nn.Embedding:
-        return self.transformer.wte
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        return self.transformer.h
-
-    @property
-    def last_norm(self) -> nn.Module:
-        return self.transformer.ln_f
 
     @property
     def narrow_width(self) -> int:

@@ -140,23 +140,13 @@ class LlamaDecoder(Decoder):
     """A Llama, Mistral, Qwen3 or OLMo 2."""
 
     TRUNK: ClassVar[str] = "model"
+    EMBEDDING: ClassVar[str] = "embed_tokens"
+    BLOCKS: ClassVar[str] = "layers"
+    LAST_NORM: ClassVar[str] = "norm"
     settings: Llama
-    model: Trunk
 
     def make_trunk(self, rows: int) -> Trunk:
         return Trunk(self.settings, rows)
-
-    @property
-    def embedding(self) -> nn.Embedding:
-        return self.model.embed_tokens
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        return self.model.layers
-
-    @property
-    def last_norm(self) -> nn.Module:
-        return self.model.norm
 
     @property
     def narrow_width(self) -> int:

@@ -222,12 +222,12 @@ def test_failure_of_a_rank_keeps_its_code_and_its_own_fix(tmp_path):
 def test_event_log_has_what_each_rank_says_of_itself(tmp_path):
     paths = RunPaths(tmp_path)
     full = [
-        RankRecord("failed", n, Exit.UNFIT, message=f"no room on cuda:{n}", host="b")
+        RankRecord("failed", n, Exit.UNFIT, message=f"out of memory on cuda:{n}", host="b")
         for n in (1, 2)
     ]
     launcher._record_errors(paths, [DONE, *full, lost(3), PEER])
     [event] = events.read(paths.events)
-    assert (event.ranks, event.host, event.message) == ([1, 2], "b", "no room on cuda:1")
+    assert (event.ranks, event.host, event.message) == ([1, 2], "b", "out of memory on cuda:1")
     launcher._record_errors(paths, [STOPPED, DONE])
     silent = RankRecord("lost", 1, message=NO_RECORD)
     launcher._record_errors(paths, [PEER, silent])
