@@ -424,15 +424,13 @@ def write_configs(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:
 
 def _data_configs(config: ResolvedConfig) -> dict[Path, dict[str, Any]]:
     """The config files of what a run reads, by path."""
-    if config.program:
-        return {inputs_folder(config.data, config.ids.inputs) / "config.json": _of_data(config)}
-    data = config.data
-    found = {
-        tokenizer_folder(data, config.ids.tokenizer): config,
-        tokens_folder(data, config.ids.tokens): config,
-    }
+    data, found = config.data, {}
+    if config.ids.tokens:
+        found[tokenizer_folder(data, config.ids.tokenizer)] = config
+        found[tokens_folder(data, config.ids.tokens)] = config
     for one in single_corpora(config):
-        found[tokens_folder(data, one.ids.tokens)] = one
+        if one.ids.tokens:
+            found[tokens_folder(data, one.ids.tokens)] = one
         if one.ids.inputs:
             found[inputs_folder(data, one.ids.inputs)] = one
     files = {folder / "config.json": _of_data(one) for folder, one in found.items()}
@@ -453,7 +451,7 @@ def tokenizing(runs: dict[str, ResolvedConfig]) -> dict[str, ResolvedConfig]:
     whichever run has them, since the id fixes the tokenizer."""
     found: dict[str, ResolvedConfig] = {}
     for config in runs.values():
-        if not config.program:
+        if config.ids.tokens:
             found |= {one.ids.tokens: one for one in single_corpora(config)}
     return found
 

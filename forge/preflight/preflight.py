@@ -172,21 +172,18 @@ def recheck(
 def _programs(config: ResolvedConfig, placement: Placement) -> dict[str, dict[str, Any]]:
     """What a node must know of another program, by host: its command, the directories that its ranks read
     there, and the shared ones; {} where Forge's own trainer trains."""
-    if config.program is None:
+    program = config.program
+    if program is None:
         return {host: {} for host in placement.hosts}
-    staged, shared = program_folders(config)
+    staged, shared = program_folders(config, program)
     return {
         host: {
-            "command": config.program.command[0],
+            "command": program.command[0],
             "staged": staged.get(host, shared).model_dump(),
             "shared": shared.model_dump(),
         }
         for host in placement.hosts
     }
-
-
-def _shards(config: ResolvedConfig) -> Path:
-    return tokens_folder(config.data, config.ids.tokens)
 
 
 def _wanted(
@@ -199,11 +196,11 @@ def _wanted(
     """Requirements for each node, by host."""
     record = stage_record(paths)
     master = rendezvous.host(machine.fabric, placement.hosts[0])
-    programs = _programs(config, placement)
+    programs, tokens = _programs(config, placement), config.ids.tokens
     return {
         host: Wanted(
             results=str(paths.root.absolute()),
-            data="" if config.program else str(_shards(config).absolute()),
+            data=str(tokens_folder(config.data, tokens).absolute()) if tokens else "",
             staged=record.folders.get(host, "") if record else "",
             digest=record.digest if record else "",
             machine=machine.model_dump(mode="json"),

@@ -285,7 +285,7 @@ class OtherProgram:
 
     def _task(self, start: LaunchPlan, step: int | None) -> ProgramTask:
         latest = None if step is None else self.checkpoints and self.checkpoints.latest()
-        staged, shared = program_folders(self.config)
+        staged, shared = program_folders(self.config, self.program)
         launches = [e for e in events.read(self.paths.events) if isinstance(e, events.Launch)]
         return ProgramTask(
             program=self.program,

@@ -50,7 +50,7 @@ def stage(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path
 
 def _files(config: ResolvedConfig) -> FileSet | None:
     """The files that the run reads; None for a program without inputs."""
-    if config.program is None:
+    if config.ids.tokens:
         return open_tokens(tokens_folder(config.data, config.ids.tokens))
     if not config.ids.inputs:
         return None

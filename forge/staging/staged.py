@@ -16,6 +16,7 @@ from forge.core.config import ResolvedConfig
 from forge.core.files import digest_file
 from forge.core.paths import RunPaths, inputs_folder, stage_proof_file
 from forge.core.process import hostname
+from forge.core.program_settings import Program
 from forge.core.records import Record, StageProof
 from forge.core.terminal import say
 from forge.data.input_set import InputSet, copy_folders
@@ -95,12 +96,13 @@ def staged_folders(paths: RunPaths) -> dict[str, str]:
     return record.folders if record else {}
 
 
-def program_folders(config: ResolvedConfig) -> tuple[dict[str, ProgramFolders], ProgramFolders]:
+def program_folders(
+    config: ResolvedConfig, program: Program
+) -> tuple[dict[str, ProgramFolders], ProgramFolders]:
     """What the ranks of a program read: by node where it was staged, and the shared directories, for
     other nodes."""
-    assert config.program
     record = stage_record(RunPaths.of(config))
-    cwd = record.source if record and record.source else str(config.program.folder)
+    cwd = record.source if record and record.source else str(program.folder)
     if not config.ids.inputs:
         return {}, ProgramFolders(cwd=cwd, data="", hub="")
     inputs = InputSet.open(inputs_folder(config.data, config.ids.inputs))

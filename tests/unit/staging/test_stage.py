@@ -357,7 +357,7 @@ def program(tmp_path, monkeypatch):
 
 def ranks_read(config):
     """What the ranks on this host get as FORGE_DATA and FORGE_HUB."""
-    by_host, shared = program_folders(config)
+    by_host, shared = program_folders(config, config.program)
     found = by_host.get(hostname(), shared)
     return found.data, found.hub
 

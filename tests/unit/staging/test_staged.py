@@ -94,10 +94,10 @@ def test_program_runs_in_the_copy_of_its_source_on_every_node(tmp_path):
     paths = RunPaths.of(config)
     for job_files in (RECORD, StageRecord.of_no_files("7", {"n1": "/tmp"})):
         job_files.keep(paths)
-        assert program_folders(config)[1].cwd == str(tmp_path / "src")
+        assert program_folders(config, config.program)[1].cwd == str(tmp_path / "src")
         assert staged_source_digest(paths) == ""
         whole = job_files.with_project(StagedProject("/tmp/python", "/tmp/source", "e" * 64))
         whole.keep(paths)
-        by_host, shared = program_folders(config)
+        by_host, shared = program_folders(config, config.program)
         assert (by_host, shared.cwd) == ({}, "/tmp/source")
         assert staged_source_digest(paths) == "e" * 64
