@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,14 +20,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from forge.checkpoint import directory
 from forge.checkpoint.manifest import Artifact, Code, StoredFile
-from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.errors import (
     USE_THAT_VERSION,
     ConfigError,
     DataError,
     OtherFormat,
-    UnfitError,
 )
 from forge.core.file_list import FileList, described
 from forge.core.files import (
@@ -43,7 +40,7 @@ from forge.core.files import (
 from forge.core.paths import RunPaths
 from forge.core.program_settings import STEP, Checkpoints
 from forge.core.provenance import code, config_digest
-from forge.core.records import Damage, Record
+from forge.core.records import Record
 from forge.core.terminal import say
 
 SEAL = ".forge.json"
@@ -285,18 +282,13 @@ class ProgramCheckpoints:
             directory.point_latest(self.paths, path)
 
     def _quarantine(self, path: Path, reasons: Sequence[str]) -> None:
-        new = directory.place_in_quarantine(self.paths, path.name)
-        with disk_trouble(new):
-            new.parent.mkdir(exist_ok=True)
+        def move(new: Path) -> Path:
             path.rename(new)
             if (seal := self.seal_of(path)).exists():
-                seal.rename(new.with_name(new.name + SEAL))
-            fsync_folder(self.paths.checkpoints)
-        events.record(
-            self.paths.events, events.Quarantine(checkpoint=path.name, reasons=list(reasons))
-        )
-        with suppress(UnfitError):
-            Damage(reasons=list(reasons)).write(new.with_name(f"{new.name}.{directory.DAMAGE}"))
+                seal.rename(self.seal_of(new))
+            return new.with_name(f"{new.name}.{directory.DAMAGE}")
+
+        new = directory.move_to_quarantine(self.paths, path, reasons, move)
         say(f"warning: checkpoint {path} is not used: {'; '.join(reasons)}")
         say(f"warning: moved {path.name} to {new}")
 
@@ -305,15 +297,7 @@ class ProgramCheckpoints:
     def prune(self, keep_last: int | None) -> None:
         """Remove all but the newest `keep_last` sealed checkpoints, and seals without a checkpoint."""
         for checkpoint in self.sealed()[keep_last:] if keep_last else []:
-            doomed = checkpoint.path.with_name(
-                f"{directory.TEMPORARY}pruned-{checkpoint.path.name}"
-            )
-            try:
-                checkpoint.path.rename(doomed)
-                self.seal_of(checkpoint.path).unlink(missing_ok=True)
-            except OSError as err:
-                say(f"warning: cannot remove the old checkpoint {checkpoint.path}: {err}")
-            remove(doomed)
+            directory.remove(checkpoint.path)
         for seal in self.paths.checkpoints.glob(f"*{SEAL}"):
             if not os.path.lexists(str(seal).removesuffix(SEAL)):
                 seal.unlink(missing_ok=True)
@@ -330,14 +314,6 @@ def signature(path: Path) -> Signature:
     except OSError:
         return ()
     return tuple(signs)
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a directory, as far as that is possible."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _names(path: Path) -> Iterator[str]:
