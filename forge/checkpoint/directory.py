@@ -22,7 +22,7 @@ from forge.checkpoint.manifest import MANIFEST, Manifest
 from forge.core import events, failpoints
 from forge.core.errors import DataError, DiskFull, UnfitError
 from forge.core.file_list import FileList
-from forge.core.files import disk_trouble, fsync_folder, plain_name
+from forge.core.files import digest_file, disk_trouble, fsync_folder, plain_name
 from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
 from forge.core.records import Damage
 from forge.core.terminal import say
@@ -57,6 +57,11 @@ class Checkpoint:
     def step(self) -> int:
         return self.manifest.step
 
+    @property
+    def digest(self) -> str:
+        """blake3 of checkpoint.json, which has the digests of all files."""
+        return digest_file(self.folder / MANIFEST)
+
     @classmethod
     def open_complete(cls, folder: Path) -> Checkpoint:
         """As `open`; also DataError where a file is missing or truncated, and UnfitError when the disk
@@ -89,6 +94,12 @@ def committed(checkpoints: Path) -> list[Path]:
     manifests = checkpoints.glob(f"{CHECKPOINT_PREFIX}*/{MANIFEST}")
     folders = (path.parent for path in manifests if not path.parent.is_symlink())
     return sorted((f for f in folders if checkpoint_step(f.name) is not None), key=by_step)
+
+
+def folders(parent: Path) -> list[Path]:
+    """Directories that are named as checkpoints, oldest first, with or without a manifest."""
+    there = parent.glob(f"{CHECKPOINT_PREFIX}*")
+    return sorted((f for f in there if f.is_dir() and not f.is_symlink()), key=by_step)
 
 
 def latest_folder(paths: RunPaths) -> Path | None:

@@ -105,7 +105,7 @@ def summarize(paths: RunPaths) -> Summary:
     if files.program and files.program.checkpoints:
         sealed = ProgramCheckpoints(paths, files.program.checkpoints, world_size=1)
         if newest := _readable(sealed.latest, troubles):
-            folder, seal = newest.path, newest.seal
+            folder, seal = newest.folder, newest.seal
     elif files.program is None and (
         checkpoint := _readable(lambda: resume.latest(paths), troubles)
     ):

@@ -68,7 +68,7 @@ def train(
     )
     with lock(paths.root, "train"):
         wait_for_orphans(paths)
-        program = program_of(config, start)
+        program = program_of(config, layout)
         step = program.prepare(start)
         refuse_known_failure(config, paths)
         if not config.is_in(paths.config):
