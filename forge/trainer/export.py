@@ -22,13 +22,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from forge.checkpoint import compatibility, directory, manifest, resume, storage
+from forge.checkpoint import compatibility, directory, resume, storage
 from forge.checkpoint.export_folder import FORMAT, MANIFEST, atomic_directory, is_exported
 from forge.cluster.lock import lock
 from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.file_list import described
-from forge.core.files import atomic_open, digest_file, grouped, write_json
+from forge.core.files import atomic_open, grouped, write_json
 from forge.core.model_settings import Model
 from forge.core.paths import TOKENIZER, RunPaths, tokenizer_folder
 from forge.core.records import Trained, Validation
@@ -55,7 +55,7 @@ def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any])
     target = to.resolve() if to else _default_target(checkpoint)
     identity = {
         "format": FORMAT,
-        "checkpoint_digest": digest_file(checkpoint.folder / manifest.MANIFEST),
+        "checkpoint_digest": checkpoint.digest,
         "dtype": dtype,
     }
     with lock(target.parent, "export", name=f".{target.name}.lock"), _not_pruned(checkpoint):
