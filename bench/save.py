@@ -30,7 +30,7 @@ from bench.manifests import manifest_of
 from forge.checkpoint import storage
 from forge.checkpoint.async_saver import Saver
 from forge.core.machine import Machine
-from forge.core.model_settings import Model
+from forge.core.models.llama import Llama
 from forge.core.paths import RunPaths
 from forge.core.train_settings import Train
 from forge.launch.process_group import World, joined
@@ -243,7 +243,7 @@ def leaves(state: dict[str, Any]) -> Iterator[torch.Tensor]:
 
 def training_step() -> Callable[[], None]:
     """A step of a small model on all threads, some 10 ms long."""
-    model = initialized(Model(dim=128, layers=2), 512)
+    model = initialized(Llama(dim=128, layers=2), 512)
     (optimizer,) = make_optimizers(model, Train())
     tokens = torch.randint(512, (4, 129), generator=torch.Generator().manual_seed(0))
 

@@ -119,7 +119,7 @@ def write_run(folder: Path, mib: int) -> Path:
         **{"tokenizer_id": "a" * 12, "tokenizer_digest": "c" * 64, "inputs": []},
         **{"splits": splits, "totals": {name: Total.of(found) for name, found in splits.items()}},
     )
-    write_json(target / "manifest.json", manifest.model_dump(mode="json"))
+    manifest.write(target / "manifest.json")
     write_json(RunPaths.of(config).config, config.to_json())
     return RunPaths.of(config).config
 

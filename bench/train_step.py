@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from bench.contenders import nanogpt
-from forge.core.model_settings import Model
+from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
 from forge.trainer.documents import find_documents
 from forge.trainer.initialize import initialized
-from forge.trainer.llama import Decoder
+from forge.trainer.models.decoder import Decoder
 from forge.trainer.numerics import keep_freed_memory, product_error, use_fast_fp32
 from forge.trainer.optim import make_optimizers
 
@@ -57,7 +57,7 @@ def forge_step(
 ) -> Step:
     """The same with Forge's model and optimizer."""
     (optimizer,) = make_optimizers(model, train)
-    for block in model.model.layers if compiled else ():  # as ParallelModel does
+    for block in model.blocks if compiled else ():  # as ParallelModel does
         block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
 
     def step(inputs: Tensor, targets: Tensor) -> float:
@@ -82,7 +82,7 @@ class Sizes(NamedTuple):
     seq_len: int
     vocab_size: int
     batch_size: int = 8
-    model: Model = Model(dim=256, layers=4, heads=4)
+    model: Llama = Llama(dim=256, layers=4, heads=4)
 
 
 GOALS = {

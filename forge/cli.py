@@ -203,7 +203,7 @@ def _add_subcommands(subcommands: Any) -> None:
         action="store_true",
         help="exit with 65 when there is no checkpoint, instead of starting at step 0",
     )
-    train.add_argument("--settings", metavar="FILE", help="trackers and evaluations (the workflow)")
+    _settings_option(train)
     _machine(train)
     validate = add_with_config(
         "validate",
@@ -212,6 +212,7 @@ def _add_subcommands(subcommands: Any) -> None:
         "config.yaml, a run's config.json, or the directory of a run or of a checkpoint",
     )
     _its_config(validate)
+    _settings_option(validate)
     _validate_options(validate)
     _machine(
         add_with_config("plan", _plan, "show the memory, checkpoints and time a run will need")
@@ -262,6 +263,14 @@ def _its_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _settings_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--settings",
+        metavar="FILE",
+        help="of the workflow: sections validate, report, evaluate and tracking of the run's config",
+    )
+
+
 def _validate_options(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--all", action="store_true", help="check every checkpoint of the run and print a table")
@@ -285,6 +294,7 @@ def _status_options(parser: argparse.ArgumentParser) -> None:
 
 def _evaluate_options(parser: argparse.ArgumentParser) -> None:
     _its_config(parser)
+    _settings_option(parser)
     parser.add_argument(
         "--download",
         action="store_true",
@@ -301,6 +311,19 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
     option(
         "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)"
     )
+
+
+def _settings(options: argparse.Namespace) -> Any:
+    """What the file of --settings has; None without it."""
+    from forge.core.records import RunSettings
+
+    return RunSettings.read(Path(options.settings)) if options.settings else None
+
+
+def _use_settings(options: argparse.Namespace) -> None:
+    """Let the sections in the file of --settings hold; keys of the command line win."""
+    if settings := _settings(options):
+        options.overrides = {**settings.sections, **options.overrides}
 
 
 def _load(options: argparse.Namespace) -> Config:
@@ -445,7 +468,7 @@ def _train(options: argparse.Namespace) -> None:
     config, machine, layout = _resolved(options), _load_machine(options), _layout(options)
     refuse_missing_packages(config.tracking, options.config)
     place_logs(RunPaths.of(config))
-    settings = training_settings(options.config, options.settings, config, options.overrides)
+    settings = _settings(options) or training_settings(options.config, config, options.overrides)
     train(config, machine, layout, settings, require_checkpoint=options.require_checkpoint)
 
 
@@ -459,6 +482,7 @@ def _plan(options: argparse.Namespace) -> None:
 def _validate(options: argparse.Namespace) -> None:
     from forge.core.process import fast_imports
 
+    _use_settings(options)
     with fast_imports():
         from forge.validation.validate import validate, validate_all
 
@@ -545,9 +569,9 @@ def _status(options: argparse.Namespace) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from forge.evaluation.settings import refuse_missing_package
-    from forge.evaluation.tasks import download, go_offline
+    from forge.evaluation.tasks import download, go_offline, refuse_missing_package
 
+    _use_settings(options)
     paths, checkpoint, config, is_ours = _to_evaluate(options)
     refuse_missing_package(config.evaluate, options.config)
     if options.download:

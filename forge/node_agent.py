@@ -4,34 +4,29 @@ A request is `{"id": 3, "do": "hello", "with": {}}`, its response `{"id": 3, "va
 `{"id": 3, "error": …, "cause": …, "fix": …}`. `forge.cluster.nodes` sends the requests. No torch
 here: the agent must start fast.
 
-To add a request, write a function with keyword arguments that returns a JSON value, and add it to the
-REQUESTS of its module.
+To add a request, write a function with keyword arguments, and add it to the REQUESTS of its module.
+Arguments and values are of the types in its signature, and travel as JSON.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import validate_call
+from pydantic_core import to_jsonable_python
+
+from forge.cluster.nodes import hello
 from forge.core.errors import ForgeError
-from forge.core.process import hostname
 from forge.preflight import node_checks
 from forge.staging import on_node
 
-
-def hello() -> dict[str, Any]:
-    """Host name, pid and Python version of the agent."""
-    return {"host": hostname(), "pid": os.getpid(), "python": platform.python_version()}
-
-
 REQUESTS: dict[str, Callable[..., Any]] = {
-    "hello": hello,
-    **node_checks.REQUESTS,
-    **on_node.REQUESTS,
+    request.__name__: validate_call(request)
+    for request in (hello, *node_checks.REQUESTS, *on_node.REQUESTS)
 }
 
 
@@ -40,7 +35,8 @@ def respond(line: str) -> dict[str, Any]:
     request = json.loads(line)
     response: dict[str, Any] = {"id": request["id"]}
     try:
-        return response | {"value": REQUESTS[request["do"]](**request["with"])}
+        value = REQUESTS[request["do"]](**request["with"])
+        return response | {"value": to_jsonable_python(value)}
     except ForgeError as err:
         return response | {"error": err.what, "cause": err.cause, "fix": err.fix}
     except OSError as err:

@@ -49,8 +49,7 @@ from forge.core.records import RunSettings, WorkflowRuns
 from forge.core.sample_sheet import read_rows, run_configs, shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import resolve, single_corpora
-from forge.evaluation import settings as evaluation
-from forge.evaluation.tasks import find_tasks
+from forge.evaluation.tasks import find_tasks, refuse_missing_package
 from forge.reporting.workflow_output import print_end
 from forge.run import train
 from forge.run.programs import program_of
@@ -142,7 +141,7 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
     shared_folders(runs)
     for name, config in runs.items():
         refuse_missing_packages(config.tracking, f"run {name}")
-        evaluation.refuse_missing_package(config.evaluate, f"run {name}")
+        refuse_missing_package(config.evaluate, f"run {name}")
         warnings = program_of(config).check_start(runs)
         for line in warnings if main else ():
             say(f"{name}: {line}")
@@ -337,6 +336,13 @@ class RuleSettings:
         digest = digest_bytes(canonical(values))
         return cls(f"{name}-{digest[:16]}.json", values, output, made_with)
 
+    @classmethod
+    def of_sections(cls, name: str, sections: Any, output: Path, made_with: Any) -> RuleSettings:
+        """Sections of the config, in a file that the job of the rule reads (--settings)."""
+        head = {"format": RunSettings.FORMAT}
+        recorded = head | made_with if isinstance(made_with, dict) else made_with
+        return cls.of(name, head | sections, output, recorded)
+
     @property
     def path(self) -> Path:
         return WORKFLOW / self.name
@@ -366,15 +372,18 @@ def rule_settings(
     main: whether to write them, False for the Snakemake inside a job. Raises UnfitError where the disk
     does not let it.
     """
-    found: dict[str, dict[str, RuleSettings]] = {
+    by_rule: dict[str, dict[str, RuleSettings]] = {
         "config_run": {name: _of_training(config) for name, config in runs.items()},
         "validate_run": {name: _of_validation(config) for name, config in runs.items()},
         "evaluate_run": {name: _of_evaluation(config) for name, config in runs.items()},
         "compare_runs": {page: RuleSettings.of("compare", sorted(runs), Path(page), None)},
     }
-    for settings in (one for by_run in found.values() for one in by_run.values() if main):
+    for settings in (file for by_run in by_rule.values() for file in by_run.values() if main):
         settings.write()
-    return {rule: {run: str(s.path) for run, s in by_run.items()} for rule, by_run in found.items()}
+    return {
+        rule: {run: str(settings.path) for run, settings in by_run.items()}
+        for rule, by_run in by_rule.items()
+    }
 
 
 def _of_training(config: ResolvedConfig) -> RuleSettings:
@@ -386,16 +395,17 @@ def _of_training(config: ResolvedConfig) -> RuleSettings:
 def _of_validation(config: ResolvedConfig) -> RuleSettings:
     paths = RunPaths.of(config)
     made_with = read_object_or_empty(paths.validation).get("settings")
-    name = f"{config.run}.validate"
-    return RuleSettings.of(name, config.validation_json(), paths.validated, made_with)
+    name, sections = f"{config.run}.validate", config.validation_json()
+    return RuleSettings.of_sections(name, sections, paths.validated, made_with)
 
 
 def _of_evaluation(config: ResolvedConfig) -> RuleSettings:
     """For the download of the tasks' data, too, which is older."""
     paths = RunPaths.of(config)
-    made_with = read_object_or_empty(paths.evaluation).get("evaluate")
-    name, values = f"{config.run}.evaluate", config.to_json()["evaluate"]
-    return RuleSettings.of(name, values, evaluation.data_file(paths), made_with)
+    evaluate = read_object_or_empty(paths.evaluation).get("evaluate")
+    made_with = None if evaluate is None else {"evaluate": evaluate}
+    name, sections = f"{config.run}.evaluate", {"evaluate": config.to_json()["evaluate"]}
+    return RuleSettings.of_sections(name, sections, paths.evaluation_data, made_with)
 
 
 def write_configs(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:

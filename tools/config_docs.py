@@ -23,7 +23,7 @@ from forge.core.errors import ConfigError
 from forge.core.files import atomic_open
 from forge.core.machine import Machine
 from forge.core.paths import SHEET
-from forge.core.section import Section, section_of, section_of_entries
+from forge.core.section import Section, section_of, section_of_entries, tagged_sections
 
 ROOT = Path(__file__).resolve().parents[1]
 # The YAML files name them in their first line, by which editors complete, explain and check keys.
@@ -138,11 +138,11 @@ def keys_text(model: type[Section], *, with_resume: bool) -> str:
     describe_keys()
     columns = ["key", "type", "default", "meaning"] + ["may change on resume"] * with_resume
     parts = []
-    for name, section in _sections("", model):
+    for name, section in dict.fromkeys(_sections("", model)):
         schema = section.model_json_schema(by_alias=True)["properties"]
         lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         for key, field in section.model_fields.items():
-            if section_of(field.annotation):
+            if section_of(field.annotation) or tagged_sections(field.annotation):
                 continue
             shown = field.alias or key
             cells = [f"`{name}.{shown}`" if name else f"`{shown}`"]
@@ -151,6 +151,8 @@ def keys_text(model: type[Section], *, with_resume: bool) -> str:
             cells += [_may_change(name, section, key)] * with_resume
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         heading = f"### `{name}`" if name else "### Top level"
+        if "const" in schema.get("architecture", {}):
+            heading += f" of architecture `{schema['architecture']['const']}`"
         parts.append(f"{heading}\n\n{section.__doc__}\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)
 
@@ -162,10 +164,13 @@ def _default(name: str, schema: dict[str, Any]) -> str:
 
 
 def _sections(name: str, model: type[Section]) -> Iterator[tuple[str, type[Section]]]:
-    """(dotted name, section): the top level ("") first, each section before those in it."""
+    """(dotted name, section): the top level ("") first, each section before those in it; of a key that
+    holds one of several sections, all."""
     yield name, model
     for key, field in model.model_fields.items():
         below = f"{name}.{field.alias or key}".removeprefix(".")
+        for tagged in tagged_sections(field.annotation).values():
+            yield from _sections(below, tagged)
         if section := section_of(field.annotation):
             yield from _sections(below, section)
         elif entry := section_of_entries(field.annotation):

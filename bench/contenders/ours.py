@@ -10,7 +10,7 @@ from bench.contenders.sizes import TRAIN, Sizes, Step, fill
 from forge.core.memory import Shape
 from forge.core.train_settings import Train
 from forge.launch.process_group import World
-from forge.trainer.llama import Decoder
+from forge.trainer.models.decoder import make_decoder
 from forge.trainer.optim import make_optimizers
 from forge.trainer.parallel import ParallelModel
 from forge.trainer.step import LaunchedStep, TrainStep
@@ -82,13 +82,13 @@ def forge_fp8_step(sizes: Sizes, world: World) -> Step:
 def forge_step(sizes: Sizes, world: World, *, fp8: str | None = None) -> Step:
     """The step of `forge train`: the numbers of one are read while the next one runs."""
     train = settings(sizes).model_copy(update={"fp8": fp8})
-    decoder = Decoder(sizes.model, sizes.vocab_size)
+    decoder = make_decoder(sizes.model, sizes.vocab_size)
     parallel = ParallelModel(decoder, train, world, "bf16")
     fill(decoder)
     optimizers = make_optimizers(decoder, train)
-    plain = decoder.model.layers[0].forward
+    plain = decoder.blocks[0].forward
     parallel.wrap()
-    if decoder.model.layers[0].forward == plain:  # Forge trains on, the bench would compare nothing
+    if decoder.blocks[0].forward == plain:  # Forge trains on, the bench would compare nothing
         raise RuntimeError("torch.compile has failed: see the warning")
     loader: Any = Batches(sizes, world)
     train_step = TrainStep(parallel, optimizers, loader, train.max_steps)

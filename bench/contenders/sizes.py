@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from forge.core.model_settings import Model
+from forge.core.models.llama import Llama
 from forge.core.train_settings import Recompute, Train
 from forge.launch.process_group import World
 
@@ -38,7 +38,7 @@ class Sizes:
     """
 
     name: str
-    model: Model
+    model: Llama
     vocab_size: int
     seq_len: int
     samples: int
@@ -71,36 +71,36 @@ class Sizes:
 # 124M: GPT-2's shape; 1.1B: TinyLlama's; 2.8B: as wide and deep as Pythia's; the others: Llama 2's. The
 # batches of those that train on one GPU are about as large as its 80 GiB allow, by forge.core.memory.
 FULL = (
-    Sizes("124M", Model(dim=768, layers=12, heads=12, ffn_dim=2048), 50304, 1024, 16),
+    Sizes("124M", Llama(dim=768, layers=12, heads=12, ffn_dim=2048), 50304, 1024, 16),
     Sizes(
         "1.1B",
-        Model(dim=2048, layers=22, heads=32, kv_heads=4, ffn_dim=5632, tie_embeddings=False),
+        Llama(dim=2048, layers=22, heads=32, kv_heads=4, ffn_dim=5632, tie_embeddings=False),
         *(32000, 2048, 8),
     ),
     Sizes(
         "2.8B",
-        Model(dim=2560, layers=32, heads=20, ffn_dim=6912, tie_embeddings=False),
+        Llama(dim=2560, layers=32, heads=20, ffn_dim=6912, tie_embeddings=False),
         *(50304, 2048, 4),
         recompute="selective",
         others_recompute="selective",
     ),
     Sizes(
         "7B/8",
-        Model(dim=4096, layers=32, heads=32, ffn_dim=11008, tie_embeddings=False),
+        Llama(dim=4096, layers=32, heads=32, ffn_dim=11008, tie_embeddings=False),
         *(32000, 4096, 1),
         ranks=8,
         others_recompute="selective",
     ),
     Sizes(
         "13B/32",
-        Model(dim=5120, layers=40, heads=40, ffn_dim=13824, tie_embeddings=False),
+        Llama(dim=5120, layers=40, heads=40, ffn_dim=13824, tie_embeddings=False),
         *(32000, 4096, 1),
         ranks=32,
         others_recompute="selective",
     ),
     Sizes(
         "70B/128",
-        Model(dim=8192, layers=80, heads=64, kv_heads=8, ffn_dim=28672, tie_embeddings=False),
+        Llama(dim=8192, layers=80, heads=64, kv_heads=8, ffn_dim=28672, tie_embeddings=False),
         *(32000, 4096, 1),
         ranks=128,
         recompute="selective",
@@ -108,9 +108,9 @@ FULL = (
     ),
 )
 
-_TINY = Model(dim=64, layers=2, heads=2, kv_heads=1, ffn_dim=192, tie_embeddings=False)
+_TINY = Llama(dim=64, layers=2, heads=2, kv_heads=1, ffn_dim=192, tie_embeddings=False)
 QUICK = (
-    Sizes("tiny", Model(dim=64, layers=2, heads=2, ffn_dim=192), 512, 32, 4),
+    Sizes("tiny", Llama(dim=64, layers=2, heads=2, ffn_dim=192), 512, 32, 4),
     Sizes(
         *("tiny/4", _TINY, 512, 32, 4),
         ranks=4,

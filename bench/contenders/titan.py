@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from bench.contenders.sizes import TRAIN, Sizes, Step, fill
-from forge.core.model_settings import Model
+from forge.core.models.llama import Llama as Shape
 from forge.core.train_settings import Recompute
 from forge.launch.process_group import World
 
@@ -45,7 +45,7 @@ ATTENTION = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.
 class Attention(nn.Module):
     """Grouped-query attention; one product gives queries, keys and values."""
 
-    def __init__(self, shape: Model) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head_dim, self.kv_heads = shape.dim // shape.heads, shape.num_kv_heads
         self.group = shape.heads // shape.num_kv_heads
@@ -71,7 +71,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """RMSNorm before attention and before SwiGLU."""
 
-    def __init__(self, shape: Model) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.attention = Attention(shape)

@@ -1,16 +1,14 @@
-"""Can a config resume from a checkpoint? And what its schedule will be. No torch."""
+"""Do a config and the data fit a checkpoint? And what its schedule will be. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Part, RecordedConfig
-from forge.core.config import ResolvedConfig, Section, is_free
-from forge.core.errors import ConfigError
-from forge.core.model_settings import Model
+from forge.core.config import Config, ResolvedConfig, Section, is_free
+from forge.core.errors import ConfigError, DataError
 from forge.core.tokenize_settings import Tokenize, Tokenizer
-from forge.core.train_settings import Train
 from forge.core.values import shown
 
 
@@ -28,8 +26,8 @@ def check_compatible(config: ResolvedConfig, checkpoint: Checkpoint) -> None:
     """ConfigError that names each key by which the config no longer fits the checkpoint."""
     made_by = checkpoint.manifest.lineage.config
     problems = [
-        *_changed("model", Model, config.model, made_by.model),
-        *_changed("train", Train, config.train, made_by.train),
+        *_changed("model", config.model, made_by.model),
+        *_changed("train", config.train, made_by.train),
     ]
     decay_steps = frozen_decay_steps(config, checkpoint)
     if decay_steps != checkpoint.manifest.decay_steps:
@@ -54,18 +52,19 @@ def check_compatible(config: ResolvedConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def _changed(section: str, model: type[Section], now: Section, then: Part) -> Iterator[str]:
+def _changed(section: str, now: Section, then: Part) -> Iterator[str]:
     for key, current in now.model_dump(mode="json").items():
-        if key == "decay_steps" or is_free(model, key):
+        if key == "decay_steps" or is_free(type(now), key):
             continue
-        if current != (value := recorded_value(model, then, key)):
+        if current != (value := recorded_value(section, then, key)):
             yield differs(f"{section}.{key}", current, value)
 
 
-def recorded_value(model: type[Section], section: Part, key: str) -> object:
+def recorded_value(section: str, recorded: Part, key: str) -> object:
     """The value of a key in a section of a recorded config; where its version of Forge had no such key,
-    the default, which stands for what Forge did before."""
-    return getattr(section, key, model.model_fields[key].get_default(call_default_factory=True))
+    the default, which stands for what Forge did before. None for a key of another architecture."""
+    default = Config.model_fields[section].default
+    return getattr(recorded, key, getattr(default, key, None))
 
 
 def changed_ids(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:
@@ -101,6 +100,20 @@ def added_sources(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[s
     if made_by.ids.sources:
         for name in config.ids.sources.keys() - made_by.ids.sources.keys():
             yield differs(f"ids.sources.{name}", config.ids.sources[name], None)
+
+
+def check_same_data(checkpoint: Checkpoint, digests: Mapping[str, str]) -> None:
+    """DataError when a checkpoint was trained on other data than what there is. digests: of that, as
+    `manifest.data_digests` has them. Sources that the checkpoint does not have may be there."""
+    for name, then in checkpoint.manifest.lineage.data_digests.items():
+        now = digests.get(name, "none")
+        if then != now:
+            raise DataError(
+                f"the {name} of this run have digest {now[:12]}, {checkpoint.folder} was trained"
+                f" with {then[:12]}",
+                cause="the corpus or the tokenizer was edited in place and rebuilt",
+                fix="restore the old input, or give the run a new name",
+            )
 
 
 def differs(key: str, now: object, then: object) -> str:

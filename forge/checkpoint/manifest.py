@@ -6,6 +6,7 @@ not from a program or a person that writes a new one: keys, types and bounds are
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -214,6 +215,19 @@ class Lineage(Part):
             },
             model=model,
         )
+
+    @property
+    def data_digests(self) -> dict[str, str]:
+        """The digest of each artefact that training reads."""
+        sources = {name: tokens.digest for name, tokens in self.sources.items()}
+        return data_digests(self.tokens.digest, sources, self.tokenizer.digest)
+
+
+def data_digests(tokens: str, sources: Mapping[str, str], tokenizer: str) -> dict[str, str]:
+    """The digest of each artefact that a run reads, by what people call it. sources: {} for a run without
+    sources; else the list of them, `tokens`, may change while they stay."""
+    of_sources = {f"tokens of source {name}": digest for name, digest in sources.items()}
+    return {**(of_sources or {"tokens": tokens}), "tokenizer": tokenizer}
 
 
 class RecordedStage(Part):

@@ -16,18 +16,13 @@ from forge.checkpoint.manifest import ParentCheckpoint, RecordedConfig
 from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import ConfigError, DataError, OtherFormat
 from forge.core.files import disk_trouble
-from forge.core.model_settings import Model
 from forge.core.paths import RunPaths, checkpoint_name, checkpoint_step
 
 LATEST = "@latest"  # in the place of @STEP; family.py puts the step there
 
-# Keys that must equal the parent's: the tensors must fit, and the position in the data is the parent's
-# step times its batch size, in samples of seq_len tokens. Dropout may change: it has no tensors. With a
-# parent model.init gives the shape only. Another optimizer could not use the state.
-KEPT = {
-    "model": tuple(key for key in Model.model_fields if key not in ("dropout", "init")),
-    "train": ("seq_len", "batch_size", "optimizer"),
-}
+# Keys of `train` that must equal the parent's: the position in the data is the parent's step times its
+# batch size, in samples of seq_len tokens; another optimizer could not use the state.
+KEPT = ("seq_len", "batch_size", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -135,11 +130,14 @@ def check_fits(config: ResolvedConfig, made_by: RecordedConfig) -> None:
 
 
 def _misfits(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:
-    for section, keys in KEPT.items():
-        for key in keys:
-            settings = getattr(config, section)
-            now = settings.model_dump(mode="json", include={key})[key]
-            then = compatibility.recorded_value(type(settings), getattr(made_by, section), key)
+    # The tensors must fit. Dropout has none; with a parent model.init gives the shape only.
+    sections = {
+        "model": config.model.model_dump(mode="json", exclude={"dropout", "init"}),
+        "train": config.train.model_dump(mode="json", include={*KEPT}),
+    }
+    for section, keys in sections.items():
+        for key, now in keys.items():
+            then = compatibility.recorded_value(section, getattr(made_by, section), key)
             if now != then:
                 yield compatibility.differs(f"{section}.{key}", now, then)
     yield from compatibility.changed_ids(config, made_by)

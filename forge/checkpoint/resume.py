@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.checkpoint import compatibility, directory, parent
-from forge.checkpoint.manifest import MANIFEST, Lineage
+from forge.checkpoint.manifest import MANIFEST
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, OtherFormat, UnfitError
 from forge.core.files import disk_trouble
@@ -283,28 +283,3 @@ def _bad_files(checkpoint: directory.Checkpoint, share: tuple[int, int]) -> list
         return list(checkpoint.bad_files(share=share))
     except FileNotFoundError as err:  # pruned by the parent run, which is training
         return [f"{err.filename} was removed while it was read"]
-
-
-def check_same_data(checkpoint: directory.Checkpoint, lineage: Lineage) -> None:
-    """DataError when a checkpoint was trained on data with other digests than those of `lineage`. Sources
-    that the checkpoint does not have may be there."""
-    for name, then in _data_of(checkpoint.manifest.lineage).items():
-        now = _data_of(lineage).get(name, "none")
-        if then != now:
-            raise DataError(
-                f"the {name} of this run have digest {now[:12]}, {checkpoint.folder} was trained"
-                f" with {then[:12]}",
-                cause="the corpus or the tokenizer was edited in place and rebuilt",
-                fix="restore the old input, or give the run a new name",
-            )
-
-
-def _data_of(lineage: Lineage) -> dict[str, str]:
-    """The digest of each artefact, by what people call it."""
-    sources = {
-        f"tokens of source {name}": tokens.digest for name, tokens in lineage.sources.items()
-    }
-    return {
-        **(sources or {"tokens": lineage.tokens.digest}),
-        "tokenizer": lineage.tokenizer.digest,
-    }

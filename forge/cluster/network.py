@@ -1,4 +1,9 @@
-"""Environment variables of the ranks (NCCL, Gloo, threads), as data with reasons; network interfaces."""
+"""Environment variables of the ranks (NCCL, Gloo, threads), as data with reasons; network interfaces, and
+ports of InfiniBand and RoCE.
+
+An InfiniBand port needs no IP address for NCCL, and a RoCE port has an ordinary Ethernet interface: so
+network interfaces do not tell whether there is RDMA.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,13 @@ import ipaddress
 import os
 import re
 import socket
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from forge.cluster import rdma, rendezvous
+from forge.cluster import rendezvous
 from forge.cluster.placement import WorldLayout
 from forge.core.config import checked
 from forge.core.errors import ConfigError
@@ -20,7 +26,7 @@ from forge.core.machine import MAX_SEC, Fabric, Machine
 from forge.core.process import hostname
 from forge.core.terminal import say
 
-SYS = Path("/sys/class/net")
+INTERFACES = Path("/sys/class/net")
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ def rank_settings(
         ]
     if rdma_reason:
         settings.append(Setting("NCCL_IB_DISABLE", "0", rdma_reason))
-        if fabric.gid_index is not None and any(port.is_roce for port in rdma.active_ports()):
+        if fabric.gid_index is not None and any(port.is_roce for port in active_ports()):
             why = "fabric.gid_index, which NCCL reads for RoCE"
             settings.append(Setting("NCCL_IB_GID_INDEX", str(fabric.gid_index), why))
     else:
@@ -114,14 +120,14 @@ def with_exported_timeout(machine: Machine) -> Machine:
 def has_rdma() -> bool:
     """Whether this node has an active port of InfiniBand or RoCE."""
     # The second question because a container may hide /sys/class/infiniband.
-    return bool(rdma.active_ports()) or infiniband_interface() is not None
+    return bool(active_ports()) or infiniband_interface() is not None
 
 
 def uses_rdma(fabric: Fabric) -> str:
     """Why NCCL uses InfiniBand or RoCE on this node; "" where it does not."""
     if fabric.infiniband == "never":
         return ""
-    if ports := rdma.active_ports():
+    if ports := active_ports():
         more = f" and {len(ports) - 1} more" if len(ports) > 1 else ""
         return f"{ports[0]}{more}"
     if interface := infiniband_interface():
@@ -228,7 +234,7 @@ def infiniband_interface() -> str | None:
     up = psutil.net_if_stats()
     for name, addresses in sorted(psutil.net_if_addrs().items()):
         # Type 32 is ARPHRD_INFINIBAND, <linux/if_arp.h>; a name such as ib0 is only a convention.
-        kind = SYS / name / "type"
+        kind = INTERFACES / name / "type"
         if not kind.exists() or kind.read_text().strip() != "32":
             continue
         if up[name].isup and any(address.family == socket.AF_INET for address in addresses):
@@ -254,3 +260,84 @@ def interface_towards(address: str) -> str | None:
                 return name
     # Any address of 127.0.0.0/8 is the loopback interface, which lists one of them only.
     return "lo" if own_address.is_loopback and "lo" in psutil.net_if_addrs() else None
+
+
+# --- ports of InfiniBand and RoCE -----------------------------------------------------------------
+
+
+RDMA_DEVICES = Path("/sys/class/infiniband")
+ACTIVE = "4: ACTIVE"  # ib_port_state, <rdma/ib_verbs.h>
+NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
+
+
+@dataclass(frozen=True)
+class Port:
+    """An active port of an RDMA device."""
+
+    device: str  # mlx5_0
+    number: str
+    link_layer: str  # InfiniBand, or Ethernet for RoCE
+    rate: str  # 400 Gb/sec (4X NDR)
+    gids: dict[int, str] = field(
+        default_factory=dict
+    )  # index -> type, such as RoCE v2; "" if unknown
+
+    def __str__(self) -> str:
+        kind = "RoCE" if self.is_roce else self.link_layer
+        return f"{self.device} port {self.number} ({kind}, {self.rate})"
+
+    @property
+    def is_roce(self) -> bool:
+        """Whether NCCL reads NCCL_IB_GID_INDEX for this port. On InfiniBand it chooses the GID itself
+        (ncclIbGetGidIndex), and such a port has GID 0 alone."""
+        return self.link_layer == "Ethernet"
+
+
+def active_ports() -> list[Port]:
+    """The active ports of this node, by device; those that cannot be read are left out."""
+    return list(_active(RDMA_DEVICES))
+
+
+def _active(root: Path) -> Iterator[Port]:
+    for folder in sorted(root.glob("*/ports/*")):
+        try:
+            if _line(folder / "state") == ACTIVE:
+                yield Port(
+                    device=folder.parent.parent.name,
+                    number=folder.name,
+                    link_layer=_line(folder / "link_layer"),
+                    rate=_line(folder / "rate"),
+                    gids=dict(_gids(folder)),
+                )
+        except OSError:
+            continue
+
+
+def _gids(folder: Path) -> Iterator[tuple[int, str]]:
+    for path in sorted((folder / "gids").glob("*"), key=lambda path: int(path.name)):
+        if _line(path) != NO_GID:
+            try:
+                kind = _line(folder / "gid_attrs/types" / path.name)
+            except OSError:  # unknown to old kernels
+                kind = ""
+            yield int(path.name), kind
+
+
+def _line(path: Path) -> str:
+    return path.read_text().strip()
+
+
+def gid_trouble(port: Port, index: int) -> str:
+    """Why NCCL_IB_GID_INDEX cannot be this index on this port; "" where it can, or is not read."""
+    if not port.is_roce:
+        return ""
+    if index not in port.gids:
+        there = ", ".join(f"{n} {kind}".strip() for n, kind in port.gids.items()) or "none"
+        return f"{port} has no GID {index}; it has {there}"
+    if port.gids[index] not in ("RoCE v2", ""):
+        good = [str(n) for n, kind in port.gids.items() if kind == "RoCE v2"]
+        return (
+            f"GID {index} of {port} is of type {port.gids[index]}, which is not routed between networks;"
+            f" those of RoCE v2 are {', '.join(good) or 'none'}"
+        )
+    return ""

@@ -11,16 +11,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import IO, Any, Self, TypeVar, cast, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
 
 from forge.cluster import slurm
 from forge.cluster.placement import Placement
 from forge.core.errors import UnfitError
-from forge.core.process import stop_with_parent
+from forge.core.process import hostname, stop_with_parent
 
 END_SEC = 5.0  # an agent that still runs this long after its input was closed is killed
 LAST_LINES = 3  # of the output of an agent that has ended
@@ -43,7 +46,20 @@ class NodeFailure:
     fix: str = ""
 
 
-Response = Any  # the JSON value that a request returns, or a NodeFailure
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Agent:
+    """The process of an agent."""
+
+    host: str
+    pid: int
+
+
+def hello() -> Agent:
+    """The agent that runs this: the request that only asks whether it has started."""
+    return Agent(hostname(), os.getpid())
 
 
 class NodePool:
@@ -77,26 +93,28 @@ class NodePool:
 
     def ask(
         self,
-        request: str,
+        request: Callable[..., T],
         *,
         timeout_sec: float,
         hosts: Collection[str] | None = None,
         each: Mapping[str, Mapping[str, Any]] | None = None,
         **arguments: Any,
-    ) -> dict[str, Response]:
-        """Responses by host, in the placement's order, within `timeout_sec`.
+    ) -> dict[str, T | NodeFailure]:
+        """What the function gives on each host, in the placement's order, within `timeout_sec`.
 
-        request: a name in forge.node_agent.REQUESTS. hosts: None for all. each: more arguments, by host.
+        request: one of forge.node_agent.REQUESTS. hosts: None for all. each: more arguments, by host.
         """
+        name = request.__name__
         self._asked += 1
         wanted = [host for host in self.placement.hosts if hosts is None or host in hosts]
         for host in wanted:
             values = {**arguments, **(each or {}).get(host, {})}
-            self._members[host].put(self._asked, request, values)
+            self._members[host].put(self._asked, name, values)
         members = [self._members[host] for host in wanted]
         _exchange(members, self._asked, time.monotonic() + timeout_sec)
-        late = NodeFailure(f"no answer to {request!r} within {timeout_sec:g} s")
-        return {host: self._members[host].take(self._asked, late) for host in wanted}
+        late = NodeFailure(f"no answer to {name!r} within {timeout_sec:g} s")
+        taken = {host: self._members[host].take(self._asked, late) for host in wanted}
+        return {host: _typed(request, response) for host, response in taken.items()}
 
     def _start(self) -> None:
         """Start the agents; again where Slurm itself is the reason that there is none. Raises SlurmSilent
@@ -117,7 +135,7 @@ class NodePool:
         fails otherwise is given up."""
         for host in hosts:
             self._members[host] = _Member(self._command(host))
-        answers = self.ask("hello", timeout_sec=self._start_sec, hosts=list(hosts))
+        answers = self.ask(hello, timeout_sec=self._start_sec, hosts=list(hosts))
         failures = {h: a for h, a in answers.items() if isinstance(a, NodeFailure)}
         errors = {host: self._members[host].error() for host in failures}
         if self.placement.job and not all(errors.values()):
@@ -148,6 +166,20 @@ class NodePool:
             slurm.cancel_step(self.placement.job.id, self._name)
         for member in members:
             member.release()
+
+
+def _typed(request: Callable[..., T], response: Any) -> T | NodeFailure:
+    """The response, which came as JSON, as the type that the function returns."""
+    if isinstance(response, NodeFailure):
+        return response
+    try:
+        return TypeAdapter(get_type_hints(request)["return"]).validate_python(response)
+    except ValidationError as err:
+        return NodeFailure(
+            f"its answer to {request.__name__!r} cannot be read: {' '.join(str(err).split()):.200}",
+            cause="it has another version of Forge",
+            fix="install the same version on all nodes",
+        )
 
 
 class NodesFailed(UnfitError):
@@ -208,7 +240,7 @@ class _Member:
     def __init__(self, command: list[str]) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed with the member
         self._outbox, self._inbox = b"", b""
-        self._responses: dict[int, Response] = {}
+        self._responses: dict[int, Any] = {}  # JSON values, or NodeFailures
         self._gone: NodeFailure | None = None
         self._process = subprocess.Popen(
             command,
@@ -226,8 +258,8 @@ class _Member:
 
     def put(self, number: int, request: str, values: Mapping[str, Any]) -> None:
         if self._gone is None:
-            line = json.dumps({"id": number, "do": request, "with": dict(values)}, allow_nan=False)
-            self._outbox += line.encode() + b"\n"
+            message = {"id": number, "do": request, "with": to_jsonable_python(values)}
+            self._outbox += json.dumps(message, allow_nan=False).encode() + b"\n"
 
     def is_waiting_for(self, number: int) -> bool:
         return self._gone is None and number not in self._responses
@@ -258,7 +290,7 @@ class _Member:
                 else reply["value"]
             )
 
-    def take(self, number: int, late: NodeFailure) -> Response:
+    def take(self, number: int, late: NodeFailure) -> Any:
         """The response to this request; late responses to earlier ones are dropped."""
         found = self._responses.get(number, self._gone or late)
         self._responses.clear()

@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Self, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -22,16 +22,23 @@ from pydantic import (
 )
 
 from forge.core.errors import ConfigError
-from forge.core.evaluation import Evaluate
 from forge.core.files import read_json, write_json
 from forge.core.mix import require_sources
-from forge.core.model_settings import Model
+from forge.core.models import architectures
+from forge.core.models.architectures import AnyModel
 from forge.core.program_settings import Program
-from forge.core.section import FREE, FilePath, Section, section_of, section_of_entries
+from forge.core.section import (
+    FREE,
+    FilePath,
+    Section,
+    section_of,
+    section_of_entries,
+    tagged_sections,
+)
+from forge.core.service_settings import Evaluate, Report, Tracking, ValidateSettings
 from forge.core.tokenize_settings import TOKEN_FORMATS, SourceName, Tokenize, Tokenizer
-from forge.core.tracking import Tracking
 from forge.core.train_settings import Train
-from forge.core.values import as_cell, describe, read_cell, read_text, read_yaml, shown
+from forge.core.values import describe, read_cell, read_text, read_yaml, shown
 
 # Safe as a path, an option and a word of a shell; also the wildcard constraint of the workflow.
 RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
@@ -87,25 +94,6 @@ MOST_KEYS_NAMED = 10  # of a section, in an error
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-class ValidateSettings(Section):
-    """Which checks validation makes of the final checkpoint."""
-
-    depth: Literal["digests", "load", "probe"] = "probe"
-    """`digests`: of all files; `load`: also load every tensor; `probe`: also recompute losses, of
-    8 ranks at most."""
-
-
-class Report(Section):
-    """Samples in the report."""
-
-    prompts: list[Annotated[str, Field(min_length=1)]] = Field(
-        default=["def ", "class ", "import "], max_length=16
-    )
-    """The model completes each prompt; report and `forge show` have the samples."""
-    sample_tokens: int = Field(40, ge=1, le=1024)
-    """Tokens to generate per prompt. The model sees the last train.seq_len tokens only."""
-
-
 class Ids(Section):
     """Content ids of what a run reads; filled in when its config is resolved."""
 
@@ -136,7 +124,7 @@ class Config(Section):
     on the same sample sheet. `hub:OWNER/NAME@REVISION`: as model.init.hub. null: start at step 0."""
     tokenizer: Tokenizer = Tokenizer()
     tokenize: Tokenize = Tokenize()
-    model: Model = Model()
+    model: AnyModel = architectures.DEFAULT
     train: Train = Train()
     program: Program | None = None
     # The key in the file is `validate`; a field of that name would hide a method of pydantic.
@@ -210,6 +198,16 @@ class Config(Section):
             raise ValueError(
                 f"program takes the place of Forge's own trainer, and {', '.join(given)} would have no"
                 " effect: remove one or the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _model_reads_whole_samples(self) -> Self:
+        longest, seq_len = self.model.longest_sample, self.train.seq_len
+        if longest is not None and longest < seq_len and not self.model.waits_for_shape:
+            raise ValueError(
+                f"train.seq_len is {seq_len}, and the {self.model.architecture} has {longest} positions"
+                " (model.positions): use shorter samples, or a larger table"
             )
         return self
 
@@ -305,16 +303,6 @@ def parse_override(argument: str) -> tuple[str, Any]:
     return match[1], read_cell(match[2])
 
 
-def as_overrides(config: Config, *sections: str) -> list[str]:
-    """Sections of a config as the arguments that set them, such as `--validate.depth=load`."""
-    values = config.to_json()
-    return [
-        f"--{section}.{key}={as_cell(value)}"
-        for section in sections
-        for key, value in values[section].items()
-    ]
-
-
 def apply_overrides(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """A copy of the nested `values` with each dotted key set."""
     merged = json.loads(json.dumps(values))
@@ -371,22 +359,31 @@ def checked(model: type[AnySection], values: dict[str, Any], where: str) -> AnyS
 
 
 def _problem(model: type[Section], detail: Any) -> str:
-    loc = [str(part) for part in detail["loc"]]
+    section, loc = _place(model, [str(part) for part in detail["loc"]])
     dotted = ".".join(loc)[:200]
     if detail["type"] == "extra_forbidden":
-        section, names = model, loc[:-1]
-        for name in names:
-            below = section_of_entries(section) or _fields(section).get(name)
-            section = below or section
-        valid = sorted(_fields(section))
-        where = ".".join(names) or "the top level"
-        return f"unknown key {dotted}{_meant(loc[-1], where, valid)}"
+        where = ".".join(loc[:-1]) or "the top level"
+        return f"unknown key {dotted}{_meant(loc[-1], where, sorted(_fields(section)))}"
     message = detail["msg"].removeprefix("Value error, ")
     if not loc or isinstance(detail["input"], dict):
         return f"{dotted}: {message}" if dotted else message
     if detail["type"] == "string_type" and isinstance(detail["input"], int | float):
         message += f'; put it in quotes: "{shown(detail["input"])}"'
     return f"{dotted} is {shown(detail['input'])}: {message}"
+
+
+def _place(model: type[Section], loc: list[str]) -> tuple[Any, list[str]]:
+    """The section that holds a key, and the names that lead to the key: pydantic's, without tags."""
+    below: Any = model
+    section, names = below, []
+    for name in loc:
+        if isinstance(below, dict):
+            below = below.get(name, below)
+            continue
+        section = below
+        below = section_of_entries(section) or _fields(section).get(name) or section
+        names.append(name)
+    return section, names
 
 
 def _meant(unknown: str, where: str, valid: list[str]) -> str:
@@ -402,9 +399,12 @@ def _meant(unknown: str, where: str, valid: list[str]) -> str:
 
 
 def _fields(section: type[BaseModel]) -> dict[str, Any]:
-    """Type of each field by its key in files; a Section class for a section."""
+    """Type of each field by its key in files; a Section class for a section, by tag where there are
+    several."""
     return {
-        field.alias or name: section_of(field.annotation) or field.annotation
+        field.alias or name: tagged_sections(field.annotation)
+        or section_of(field.annotation)
+        or field.annotation
         for name, field in getattr(section, "model_fields", {}).items()
     }
 
@@ -413,6 +413,8 @@ def is_boolean(section: type[Section], dotted: str) -> bool:
     """Whether the key with this dotted name takes true or false."""
     first, _, rest = dotted.partition(".")
     below = _fields(section).get(first)
+    if isinstance(below, dict):
+        return any(is_boolean(one, rest) for one in below.values())
     return is_boolean(below, rest) if rest and below else bool in (below, *get_args(below))
 
 

@@ -149,6 +149,14 @@ class Stop(Event):
     step: int
 
 
+class RankError(Event):
+    """Ranks of a launch ended with this message, in which numbers may differ. host: of the first."""
+
+    ranks: list[int]
+    host: str
+    message: str
+
+
 class Lost(Event):
     """A rank exited without a record, or hung. silent: unresponsive nodes, which start no process any
     more."""

@@ -1,7 +1,7 @@
 """How much GPU memory a rank needs to train a model: an estimate from shapes, without torch.
 
-Counted as PyTorch keeps it, without torch.compile, which needs less. Symbols: D width of the model, F of
-the feed-forward, KV of keys and of values, H heads, V vocabulary; a token is one of a micro-batch.
+Counted as PyTorch keeps it, without torch.compile, which needs less. Each architecture says what a block
+keeps (core/models).
 """
 
 from __future__ import annotations
@@ -12,11 +12,18 @@ from dataclasses import dataclass, replace
 
 from forge.core.config import Config
 from forge.core.errors import ConfigError
-from forge.core.model_settings import Model
-from forge.core.train_settings import Recompute, Shard, Train, ranks_per_copy, samples_per_rank
+from forge.core.models.base import Model
+from forge.core.train_settings import (
+    MOMENTS,
+    Recompute,
+    Shard,
+    Train,
+    ranks_per_copy,
+    samples_per_rank,
+)
 
 GIB = 2**30
-WEIGHT, GRADIENT, ADAM, MUON = 4, 4, 8, 4  # bytes a parameter, in fp32
+WEIGHT, GRADIENT, MOMENT = 4, 4, 4  # bytes a parameter, in fp32
 # CUDA context, cuBLAS workspaces and buffers of NCCL; and the share that the allocator cannot use.
 FIXED_BYTES, FRAGMENTS = 1.5 * GIB, 1.05
 # The loss: fp32 probabilities of a chunk of logits on a GPU (loss.LOGITS_BYTES_GPU), and its logits.
@@ -31,7 +38,7 @@ class Memory:
     """Bytes on one rank at one moment of a step; `total` adds `fixed` and fragments to the parts."""
 
     weights: float
-    optimizer: float  # two moments of AdamW, one of Muon
+    optimizer: float  # its moments
     gradients: float  # those that this rank keeps
     gathered: float  # copies of weights in the precision of the forward pass
     activations: float  # kept for the backward pass
@@ -107,22 +114,20 @@ class Shape:
         return self.model.num_parameters(self.vocab_size)
 
     @property
-    def of_block(self) -> float:
+    def of_block(self) -> int:
         """Parameters of one block."""
-        matrices = self.num_parameters - self.outside
-        return matrices / self.model.layers
+        return self.model.block_parameters
 
     @property
     def outside(self) -> int:
-        """Parameters of embedding, output layer and last norm."""
-        tables = 1 if self.model.tie_embeddings else 2
-        return tables * self.vocab_size * self.model.dim + self.model.dim
+        """Parameters outside of the blocks."""
+        return self.model.outer_parameters(self.vocab_size)
 
     @property
     def optimizer_bytes(self) -> float:
         """Bytes of the optimizer state of one copy of the model."""
-        of_blocks = MUON if self.train.optimizer == "muon" else ADAM
-        return ADAM * self.outside + of_blocks * (self.num_parameters - self.outside)
+        in_blocks = MOMENTS[self.train.optimizer] * (self.num_parameters - self.outside)
+        return MOMENT * (MOMENTS["adamw"] * self.outside + in_blocks)
 
 
 def estimate(shape: Shape) -> Memory:
@@ -190,16 +195,8 @@ def _moments(shape: Shape) -> Iterator[Memory]:
 
 def _kept_per_token(shape: Shape, size: int) -> tuple[float, float]:
     """Bytes that a block keeps for its backward pass, per token: with train.recompute, and without."""
-    model = shape.model
-    width, wide, kv, queries = model.dim, model.inner_dim, model.kv_dim, model.query_dim
-    statistics = 4 * model.heads + 8  # of attention and norms, in fp32
-    # Inputs of two norms, of attention and of the feed-forward; queries and attention's output; keys and
-    # values, and before their norms queries and keys; and of the feed-forward gate, its activation, up
-    # and their product.
-    unnormed = queries + kv if model.qk_norm != "none" else 0
-    whole = size * (4 * width + 2 * queries + 2 * kv + unnormed + 4 * wide) + statistics
-    narrow = size * (3 * width + 2 * queries + 2 * kv) + statistics
-    by_setting = {"none": whole, "selective": narrow, "full": size * width}
+    whole, narrow = shape.model.activations(size)
+    by_setting = {"none": whole, "selective": narrow, "full": size * shape.model.dim}
     return by_setting[shape.train.recompute], whole
 
 

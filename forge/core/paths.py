@@ -54,17 +54,18 @@ def model_folder(data: str | Path, model_id: str) -> Path:
 class _Below:
     """An attribute that is a path below the directory of the run."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, *, extended: bool = False) -> None:
+        """extended: commands about a run write into it, too, as its training does."""
+        self.name, self.is_extended = name, extended
 
     def __get__(self, paths: RunPaths, owner: type[RunPaths]) -> Path:
-        return paths.root / self._name
+        return paths.root / self.name
 
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Everything in `results/{run}/`. Snakemake outputs: config, trained, validated, report,
-    exported, evaluation."""
+    """Everything in `results/{run}/`, whoever makes it, but for the locks. Snakemake outputs: config,
+    trained, validated, report, exported, evaluation."""
 
     root: Path
 
@@ -85,23 +86,36 @@ class RunPaths:
     latest = _Below("checkpoints/latest")
     quarantine = _Below("checkpoints/quarantine")  # with the reasons in damage.json
     metrics = _Below("metrics.jsonl")
-    events = _Below("events.jsonl")
+    events = _Below("events.jsonl", extended=True)
     trained = _Below("trained.json")
     validation = _Below("validation.json")
     validated = _Below("validated.json")
     report = _Below("report.html")
-    exports = _Below("export")  # a directory for each exported checkpoint
+    exports = _Below("export", extended=True)  # a directory for each exported checkpoint
     exported = _Below("exported.json")
     evaluation = _Below("evaluation.json")
-    evaluations = _Below("evaluations")  # a record for each evaluated checkpoint
+    evaluations = _Below("evaluations", extended=True)  # a record for each evaluated checkpoint
+    evaluation_data = _Below("evaluations/data.json")  # which data of tasks is in the cache
     bad_nodes = _Below("bad_nodes.txt")  # nodes that the next submission excludes, one per line
-    tracking = _Below("tracking")  # what each tracker has been sent
-    tensorboard = _Below("tensorboard")
+    tracking = _Below("tracking", extended=True)  # what each tracker has been sent
+    tensorboard = _Below("tensorboard", extended=True)
+    wandb = _Below("wandb", extended=True)
     logs = _Below("logs")
     tracking_log = _Below("logs/tracking.txt")  # no *.log: its errors are none of the run
     launches = _Below(".launch")  # files between launcher and ranks, in a directory per launch
     heartbeats = _Below(".launch/heartbeats")  # of the ranks of another program
     stop = _Below("STOP")  # a file of this name stops training
+    parent_trained = _Below(".parent_trained")  # of the workflow, where the parent is on the sheet
+
+    @property
+    def extended(self) -> list[Path]:
+        """Files and directories that commands about a run write into; others are replaced by new ones."""
+        entries = [entry for entry in vars(RunPaths).values() if isinstance(entry, _Below)]
+        return [self.root / entry.name for entry in entries if entry.is_extended]
+
+    def evaluation_at(self, step: int) -> Path:
+        """The scores of the checkpoint at this step."""
+        return self.evaluations / f"{checkpoint_name(step)}.json"
 
 
 def place_logs(paths: RunPaths) -> None:

@@ -5,6 +5,7 @@ Each file has the number of its format; a file of another version of Forge is re
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +14,20 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from forge.core.errors import DataError, OtherFormat
-from forge.core.evaluation import Evaluate
 from forge.core.files import MAX_SMALL_JSON_BYTES, RelativePath, read_object, write_json
 from forge.core.process import Process
-from forge.core.tracking import Tracking
+from forge.core.service_settings import Evaluate, Report, Tracking, ValidateSettings
 
 
-class Record(BaseModel):
-    """A JSON file that is written atomically and never changed."""
+class RecordPart(BaseModel):
+    """A part of a record. Unknown keys are refused: the format determines the keys."""
 
     # defer_build: a command uses few of the classes, and building all of them slows its start.
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+
+class Record(RecordPart):
+    """A JSON file that is written atomically and never changed."""
 
     FORMAT: ClassVar[int] = 1
     FIX: ClassVar[str] = "remove it and run the step that writes it again"
@@ -120,18 +124,26 @@ class WorkflowRuns(Record):
 
 
 class RunSettings(Record):
-    """.snakemake/forge/RUN.settings.json: what the last workflow command has for the training of a run
-    beside its config.json, so that changing it trains nothing again.
+    """.snakemake/forge/RUN.….json: the sections of a run's config that one rule reads and its config.json
+    does not hold, so that changing them trains nothing again. The option --settings names the file.
 
     In the project, and not beside the results: a run's directory may come from somebody else.
     """
 
     PRIVATE = True  # the address of a tracker may have a password
 
-    tracking: Tracking = Tracking()
+    # As in Config: a field named `validate` would hide a method of pydantic.
+    validation: ValidateSettings = Field(ValidateSettings(), alias="validate")
+    report: Report = Report()
     evaluate: Evaluate = Evaluate()
+    tracking: Tracking = Tracking()
     sbatch: list[str] | None = None
-    """Options for the jobs of `evaluate.every`, from the profile; None without Slurm."""
+    """For training, options for the jobs of `evaluate.every`, from the profile; None without Slurm."""
+
+    @property
+    def sections(self) -> dict[str, Any]:
+        """The sections of the config that the file holds, by key."""
+        return self.model_dump(mode="json", by_alias=True, exclude={"sbatch"}, exclude_unset=True)
 
 
 class StageProof(Record):
@@ -142,6 +154,41 @@ class StageProof(Record):
 
     record: str
     """blake3 of stage.json."""
+
+
+# --- staging ---------------------------------------------------------------------------------------
+
+
+class StageRecord(Record):
+    """stage.json: what `forge stage` did in this allocation. Empty where it did nothing."""
+
+    FIX: ClassVar[str] = "run forge stage again"
+
+    digest: str = ""
+    """Digest of the shards, or of a program's inputs; "" for a program without inputs."""
+    bytes: int = 0
+    """Size of these files."""
+    folders: dict[str, str] = {}
+    """The directory that the ranks of each node read: a copy on its disk, or the shared one."""
+    sent: list[str] = []
+    """Nodes that got a copy now. The others already had one, or read in place."""
+    job: str | None = None
+    """The Slurm job that the copies are removed with."""
+    roots: dict[str, str] = {}
+    """The private directory of the job's copies, by node; {} where nothing is to be removed."""
+    python: str | None = None
+    """The Python on the nodes that runs Forge there, with `stage.project`."""
+    source: str = ""
+    """The directory on the nodes in which another training program runs, with `stage.project`."""
+    source_digest: str = ""
+    """Digest of the files in `source`, when they were copied."""
+    phase_sec: dict[str, float] = {}
+    """Seconds of archiving, sending and verifying."""
+
+    @property
+    def interpreter(self) -> str:
+        """The Python for the ranks: the one that `stage.project` copied, else this process's."""
+        return self.python or sys.executable
 
 
 # --- trackers --------------------------------------------------------------------------------------
@@ -168,7 +215,7 @@ class Sent(Record):
 # --- preflight -------------------------------------------------------------------------------------
 
 
-class NodeResult(BaseModel):
+class NodeResult(RecordPart):
     """The checks of one node."""
 
     node: str
@@ -176,11 +223,26 @@ class NodeResult(BaseModel):
     checks: list[Check]
 
 
-class RanksResult(BaseModel):
+class RanksResult(RecordPart):
     """The checks of the ranks on all healthy nodes."""
 
     world_size: int
     checks: list[Check]
+
+
+class RanksIdentity(RecordPart):
+    """What the checks of the ranks depend on. While it is unchanged they need not run again."""
+
+    job: str | None
+    """Id of the Slurm job."""
+    nodes: dict[str, dict[str, str] | None]
+    """Node -> versions of its software; None where it did not answer."""
+    ranks_per_node: int
+    launcher: str
+    fabric: dict[str, Any]
+    """The section of machine.yaml, which another version of Forge may have had other keys in."""
+    staged: list[str]
+    """Digests of the staged sets of files."""
 
 
 class PreflightResult(Record):
@@ -195,8 +257,7 @@ class PreflightResult(Record):
     """Node -> why it is unhealthy."""
     restart: int
     """Slurm's restart count of the job."""
-    identity: dict[str, Any]
-    """Everything that the result of the rank checks depends on."""
+    identity: RanksIdentity
 
     @property
     def all_checks(self) -> list[tuple[str, Check]]:
@@ -240,7 +301,7 @@ class Exported(Record):
     """Name -> blake3."""
 
 
-class Sample(BaseModel):
+class Sample(RecordPart):
     """A prompt and its completion by the model."""
 
     prompt: str
@@ -296,7 +357,7 @@ class EvaluationData(Record):
     """Task -> number of documents."""
 
 
-class Score(BaseModel):
+class Score(RecordPart):
     """One metric of one task, or of a group of tasks."""
 
     task: str
@@ -315,7 +376,7 @@ class Score(BaseModel):
     """Digest of all documents, prompts and targets; empty for a group."""
 
 
-class Evaluated(BaseModel):
+class Evaluated(RecordPart):
     """Everything that scores depend on besides the device: equal values give equal scores."""
 
     checkpoint_digest: str

@@ -8,6 +8,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Tag,
     ValidationInfo,
     field_validator,
 )
@@ -72,6 +73,12 @@ def section_of(annotation: Any) -> type[Section] | None:
     (part, *others) = parts
     is_section = isinstance(part, type) and issubclass(part, Section)
     return part if is_section and not others else None
+
+
+def tagged_sections(annotation: Any) -> dict[str, type[Section]]:
+    """The sections by tag of which the key holds one, as `architectures.AnyModel`; {} for other keys."""
+    parts = [get_args(part) for part in get_args(annotation) if get_origin(part) is Annotated]
+    return {tag.tag: section for section, *_, tag in parts if isinstance(tag, Tag)}
 
 
 def section_of_entries(annotation: Any) -> type[Section] | None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from forge.core.mix import STEP
-from forge.core.model_settings import HUB_NAME
+from forge.core.models.base import HUB_NAME
 from forge.core.section import FREE, FilePath, Section
 from forge.core.values import shown
 

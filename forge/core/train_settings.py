@@ -9,12 +9,15 @@ from pydantic import Field, field_validator, model_validator
 
 from forge.core.errors import ConfigError
 from forge.core.mix import Mix, check_mix
-from forge.core.model_settings import Model
+from forge.core.models.base import Model
 from forge.core.section import FREE, Section
 
 # Values of train.shard.
 Shard = Literal["none", "node", "all"] | Annotated[int, Field(ge=2)]
 Recompute = Literal["none", "selective", "full"]
+Optimizer = Literal["adamw", "muon"]
+# Numbers that each optimizer keeps of a weight in the matrices of the blocks; all others are AdamW's.
+MOMENTS: dict[Optimizer, int] = {"adamw": 2, "muon": 1}
 # Rows and columns of a matrix that GPUs multiply in float8 (torch._scaled_mm).
 FP8_MULTIPLE = 16
 # Values of train.micro_batch_size.
@@ -56,7 +59,7 @@ class Train(Section):
     """Peak learning rate."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Final learning rate, as a fraction of the peak."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Optimizer = "adamw"
     """`muon` updates the matrices of the blocks, with updates as large as AdamW's, so that lr and
     weight_decay keep their meaning; embeddings, output layer and norms stay with AdamW. It multiplies in
     bf16, which is slow on CPUs without instructions for it."""
@@ -215,14 +218,7 @@ def refuse_fp8(train: Train, model: Model) -> None:
             cause="float8 is for training steps that are otherwise in bf16",
             fix="remove one of the two",
         )
-    sizes = {
-        "model.dim": model.dim,
-        "the width of all query heads": model.query_dim,
-        "the width of all key heads": model.kv_dim,
-        "the width of the feed-forward": model.inner_dim,
-        "train.seq_len": train.seq_len,
-    }
-    for name, size in sizes.items():
+    for name, size in {**model.float8_widths(), "train.seq_len": train.seq_len}.items():
         if size % FP8_MULTIPLE:
             raise ConfigError(
                 f"train.fp8 is {train.fp8}, and {name} is {size}, which is not a multiple of"

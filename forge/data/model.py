@@ -24,16 +24,17 @@ from forge.core.files import (
     plain_name,
     read_json,
 )
-from forge.core.model_settings import InitSettings, Model
+from forge.core.models.architectures import model_keys
+from forge.core.models.base import InitSettings, Model
 from forge.core.paths import MANIFEST, TOKENIZER, model_folder, tokenizer_folder
 from forge.core.process import hostname
 from forge.core.records import Record
 from forge.core.terminal import progress, say
 from forge.data import hub
-from forge.data.hf_config import model_keys
 from forge.data.shards import InputEntry
 
 FORMAT = 1  # of the id
+OF_THE_USER = ("init", "dropout")  # keys of `model` that weights do not give
 HF_CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
@@ -107,7 +108,7 @@ def with_pretrained(config: Config) -> Config:
     keys = model_keys(config_of(init), config.train.seq_len, f"{init.name}/{HF_CONFIG}")
     _refuse_other_shape(config.model, keys, init)
     values = config.to_json()
-    values["model"] |= keys
+    values["model"] = {key: values["model"][key] for key in OF_THE_USER} | keys
     if "source" not in config.tokenizer.model_fields_set:
         values["tokenizer"] |= {"source": "hub", "hub": init.hub} if init.hub else _tokenizer(init)
     filled: Config = checked(Config, values, init.name)
@@ -125,7 +126,7 @@ def recipe(config: Config) -> dict[str, Any]:
     assert init
     values = {
         "format": FORMAT,
-        "model": config.model.model_dump(mode="json", exclude={"init", "dropout"}),
+        "model": config.model.model_dump(mode="json", exclude={*OF_THE_USER, "architecture"}),
     }
     if init.hub:
         return {**values, "hub": init.hub}
@@ -161,11 +162,11 @@ def _repo(init: InitSettings) -> hub.Repo:
 
 
 def _refuse_other_shape(model: Model, keys: dict[str, Any], init: InitSettings) -> None:
-    given = model.model_dump(mode="json", include=model.model_fields_set & keys.keys())
+    given = model.model_dump(mode="json", include=model.model_fields_set - {*OF_THE_USER})
     wrong = [
-        f"model.{key} is {value!r}, the weights have {keys[key]!r}"
+        f"model.{key} is {value!r}, the weights have {keys.get(key)!r}"
         for key, value in given.items()
-        if value is not None and value != keys[key]
+        if value is not None and value != keys.get(key)
     ]
     if wrong:
         raise ConfigError(

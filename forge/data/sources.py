@@ -18,14 +18,14 @@ from forge.core.errors import DataError
 from forge.core.file_list import verify
 from forge.core.files import digest_bytes, read_json
 from forge.core.paths import MANIFEST, tokens_folder
-from forge.core.records import Record
+from forge.core.records import Record, RecordPart
 from forge.core.terminal import say
-from forge.data.shards import DIGEST, Entry, Kind, Member, ShardSet
+from forge.data.shards import DIGEST, Kind, Member, ShardSet
 
 AGAIN = "run `forge tokenize CONFIG` again"
 
 
-class ListedTokens(Entry):
+class ListedTokens(RecordPart):
     """The tokens of a source: content id, which is also a directory, and digest of their manifest."""
 
     id: str = Field(pattern=r"^[0-9a-f]{12}$")

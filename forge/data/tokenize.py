@@ -33,6 +33,7 @@ from forge.core.files import (
 )
 from forge.core.paths import MANIFEST, tokenizer_folder, tokens_folder
 from forge.core.process import stop_with_parent
+from forge.core.records import RecordPart
 from forge.core.terminal import progress, say
 from forge.core.tokenize_settings import TOKEN_FORMATS, Tokenize
 from forge.data import content_ids, corpus, token_files
@@ -52,7 +53,6 @@ from forge.data.shards import (
     DTYPES,
     SPLITS,
     EndInDocument,
-    Entry,
     InputEntry,
     ShardEntry,
     ShardManifest,
@@ -103,7 +103,7 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
     _check_splits(manifest, config.tokenize)
     with disk_trouble(folder):
         fsync_folder(folder)  # the names of all shards before that of the manifest
-    manifest.write(folder)
+    manifest.write(folder / MANIFEST)
     _say_result(folder, manifest)
     return folder
 
@@ -343,7 +343,7 @@ def _loaded(folder: Path, fast: bool) -> tuple[LoadedTokenizer, Encode]:
     return tokenizer, (fast_encoder if fast else reference_encoder)(tokenizer)
 
 
-class FinishedPart(Entry):
+class FinishedPart(RecordPart):
     """The record of a finished part: some input files and the shards made of them."""
 
     format: Literal[1] = PART_FORMAT

@@ -17,7 +17,6 @@ from forge.core.process import user_threads
 from forge.core.records import RunSettings, SubmittedEvaluation
 from forge.core.terminal import say
 from forge.core.values import as_cell
-from forge.evaluation.settings import record_file
 
 POLL_SEC = 10.0
 # Variables of the rule that trains, removed for the job: it is not a part of the workflow.
@@ -68,7 +67,7 @@ def due(paths: RunPaths, settings: RunSettings) -> list[Path]:
         for folder in directory.committed(paths.checkpoints)
         if (step := checkpoint_step(folder.name))
         and step % every == 0
-        and not record_file(paths, step).exists()
+        and not paths.evaluation_at(step).exists()
         and not _submitted_file(paths, folder).exists()
     ]
 

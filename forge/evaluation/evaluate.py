@@ -16,14 +16,14 @@ from forge.checkpoint import directory, export_folder, manifest, resume
 from forge.cluster import slurm
 from forge.cluster.lock import lock
 from forge.core.errors import ConfigError, DataError, UnfitError
-from forge.core.evaluation import Evaluate
 from forge.core.files import digest_file
 from forge.core.paths import RunPaths, checkpoint_step
 from forge.core.records import Evaluated, Evaluation, Evaluations, Score
+from forge.core.service_settings import Evaluate
 from forge.core.terminal import duration, say
 from forge.core.values import shown
 from forge.evaluation import harness, tasks
-from forge.evaluation.settings import record_file, task_digest
+from forge.evaluation.tasks import task_digest
 from forge.trainer import numerics
 from forge.trainer.export import export
 
@@ -114,7 +114,7 @@ class _Evaluator:
             seconds=round(time.monotonic() - began, 1),
             versions={name: version(name) for name in PACKAGES},
         )
-        record.write(record_file(self.paths, checkpoint.step))
+        record.write(self.paths.evaluation_at(checkpoint.step))
         say(f"step {checkpoint.step} in {duration(record.seconds)}: {in_short(scores)}")
         return record
 
@@ -148,7 +148,7 @@ def _identity(checkpoint: directory.Checkpoint, evaluate: Evaluate) -> Evaluated
 def _done(paths: RunPaths, step: int, identity: Evaluated) -> Evaluation | None:
     """The evaluation that was made of exactly this; None where it is due."""
     try:
-        recorded = Evaluation.read_if_there(record_file(paths, step))
+        recorded = Evaluation.read_if_there(paths.evaluation_at(step))
     except DataError as err:
         say(f"{err.what}: evaluating again")
         return None
@@ -168,7 +168,7 @@ def _done(paths: RunPaths, step: int, identity: Evaluated) -> Evaluation | None:
 def _held(paths: RunPaths, step: int) -> Iterator[None]:
     """Hold the right to evaluate this checkpoint. A job waits for another job that holds it; elsewhere
     UnfitError names who does."""
-    name = f".{record_file(paths, step).stem}.lock"
+    name = f".{paths.evaluation_at(step).stem}.lock"
     paths.evaluations.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
         while True:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forge.core.errors import DataError
-from forge.core.evaluation import Evaluate
 from forge.core.files import digest_bytes
 from forge.core.records import Score
+from forge.core.service_settings import Evaluate
 from forge.core.terminal import say
 from forge.trainer import numerics
 

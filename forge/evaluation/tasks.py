@@ -1,4 +1,4 @@
-"""Tasks by name, as the lm-evaluation-harness finds them, and their data in the cache of `datasets`."""
+"""Tasks of the lm-evaluation-harness: by name, the files of a user's own, and their data in the cache."""
 
 from __future__ import annotations
 
@@ -7,19 +7,60 @@ import os
 import shlex
 from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge.core.errors import ConfigError, ForgeError, UnfitError
-from forge.core.evaluation import Evaluate
+from forge.core.files import canonical, digest_bytes, digest_file, disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.records import EvaluationData
+from forge.core.service_settings import Evaluate
 from forge.core.terminal import say
-from forge.evaluation.settings import PACKAGE, data_file, task_digest, task_files
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
+PACKAGE = "lm_eval"
+# What a directory of tasks holds: the tasks, their code, their data.
+TASK_FILES = {".yaml", ".py", ".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet"}
 MOST_LISTED = 12
+
+
+def refuse_missing_package(evaluate: Evaluate, where: str) -> None:
+    """ConfigError where tasks are set and the harness is not installed here. where: of the setting."""
+    if evaluate.tasks and find_spec(PACKAGE) is None:
+        raise ConfigError(
+            f"{where}: evaluate.tasks is set, but Python has no package {PACKAGE} here",
+            fix="make setup EXTRAS=evaluate, or remove the key",
+        )
+
+
+def task_files(evaluate: Evaluate) -> list[Path]:
+    """Files of the user's own tasks, sorted; [] without evaluate.include_path. Raises ConfigError where
+    there is no such directory."""
+    if not evaluate.tasks or evaluate.include_path is None:
+        return []
+    folder = Path(evaluate.include_path)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"evaluate.include_path is {evaluate.include_path!r}, and there is no such directory",
+            fix="name the directory of your task files, relative to the project's",
+        )
+    with disk_trouble(folder, "read"):
+        return sorted(path for path in folder.rglob("*") if path.suffix in TASK_FILES)
+
+
+def task_digest(evaluate: Evaluate) -> str:
+    """Digest of the names and contents of these files; empty without any."""
+    files = task_files(evaluate)
+    if not files:
+        return ""
+    with disk_trouble(files[0], "read"):
+        digests = {
+            str(path.relative_to(str(evaluate.include_path))): digest_file(path) for path in files
+        }
+    return digest_bytes(canonical(digests))
 
 
 def go_offline() -> None:
@@ -129,7 +170,7 @@ def download(paths: RunPaths, evaluate: Evaluate) -> None:
     data = EvaluationData(
         harness=harness_version(), task_files=task_digest(evaluate), documents=documents
     )
-    data.write(data_file(paths))
+    data.write(paths.evaluation_data)
     say(
         f"data of {', '.join(f'{name} ({n:,} documents)' for name, n in documents.items())}: cached"
     )

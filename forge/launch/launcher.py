@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -24,11 +26,13 @@ from forge.core.files import read_object_or_empty, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process, hostname, stop_with_parent, user_threads
+from forge.core.records import StageRecord
 from forge.core.terminal import duration, say
 from forge.launch import lost_ranks
 from forge.launch.launch_command import launch_command
 from forge.launch.rank_output import Console
 from forge.launch.rank_records import (
+    NO_RECORD,
     LaunchSpec,
     ProgramTask,
     RankRecord,
@@ -38,7 +42,6 @@ from forge.launch.rank_records import (
     written,
 )
 from forge.launch.stop_signal import SIGNAL_CAUSES
-from forge.launch.stopped_ranks import StoppedRanks
 
 # Ranks of a killed command get this long to commit and exit before the next one starts.
 ORPHAN_WAIT_SEC = 30.0
@@ -61,6 +64,7 @@ class LaunchPlan:
 
     machine: Machine
     layout: WorldLayout
+    staged: StageRecord
     require_checkpoint: bool = False
     deadline: float | None = None  # from max_minutes or the job's time limit, whichever is earlier
     own_deadline: float | None = None  # from max_minutes alone
@@ -83,8 +87,9 @@ def run_ranks(
     The outcome comes from the rank records, never from the exit status of the launch command: torchrun
     turns every code into 1. A rank without a record is `lost`. Raises SlurmSilent where Slurm itself is
     the reason that no rank starts.
+
+    In the directory of a run: with its lock held, and after `wait_for_orphans`.
     """
-    wait_for_orphans(paths)
     placement = placement or Placement.here()
     job = placement.job
     master = None
@@ -120,8 +125,10 @@ def run_ranks(
     try:
         stopped = _run(command, spec, log, machine.stop_grace_sec, deadline_sec)
         records = [RankRecord.read(spec, rank) for rank in range(layout.world_size)]
-        hosts = placement.hosts
-        record = verdict(lost_ranks.with_hosts(records, hosts, layout.ranks_per_node))
+        records = lost_ranks.with_hosts(records, placement.hosts, layout.ranks_per_node)
+        if isinstance(task, TrainTask | ProgramTask):
+            _record_errors(paths, records)
+        record = verdict(records)
         if stopped and record.status in ("lost", "stopped"):
             # Lost: the signal came before the ranks had their handlers. Stopped: the ranks know only the
             # signal that was forwarded, which may differ from the one received here. The record keeps
@@ -153,6 +160,29 @@ def _record_launch(paths: RunPaths, spec: LaunchSpec, placement: Placement, *, s
         restart=spec.restart if spec.job else None,
     )
     events.record(paths.events, event)
+
+
+def _record_errors(paths: RunPaths, records: Sequence[RankRecord]) -> None:
+    """Record what the ranks say themselves; where no rank tells an error of its own, which ranks say
+    nothing. A rank that lost its peers has no error of its own."""
+    ended = [record for record in records if record.status in ("failed", "lost") and record.message]
+    telling = [
+        record
+        for record in ended
+        if record.message != NO_RECORD
+        and (record.status, record.cause) != ("failed", lost_ranks.PEER_LOST)
+    ]
+    alike: dict[str, list[RankRecord]] = defaultdict(list)
+    for record in telling or [record for record in ended if record.message == NO_RECORD]:
+        alike[re.sub(r"\d+", "#", record.message)].append(record)
+    with suppress(UnfitError):  # on a full disk the outcome counts
+        for ranks in alike.values():
+            event = events.RankError(
+                ranks=[record.rank for record in ranks],
+                host=ranks[0].host,
+                message=ranks[0].message,
+            )
+            events.record(paths.events, event)
 
 
 def _run(
@@ -216,7 +246,7 @@ def _watch(
     killed_at: float | None,
 ) -> None:
     """Until the launch command ends: show messages of rank 0, forward a stop, kill what hangs."""
-    forwarded, stopped_ranks = False, StoppedRanks(spec)
+    forwarded, stopped_ranks = False, lost_ranks.StoppedRanks(spec)
     with Console(spec.directory) as console:
         while child.poll() is None:
             if stopped and not forwarded:
@@ -355,7 +385,8 @@ def _kill_family(pid: int) -> None:
 def wait_for_orphans(paths: RunPaths) -> None:
     """Wait until the ranks of a killed command have exited; UnfitError names those that do not.
 
-    Called with the run's lock held, before anything of the run is read or repaired.
+    A command calls it once, with the run's lock held, before anything of the run is read or repaired:
+    `run_ranks` returns only when no process of its launch is left.
     """
     for folder in sorted(paths.launches.glob("*/")):
         if living := _living(folder):

@@ -1,14 +1,21 @@
-"""Why ranks were lost: errors of a GPU as torch reports them, and which rank is to blame when ranks lost
-each other (one that ended, that hangs, or that is behind). No torch."""
+"""Why ranks were lost: errors of a GPU as torch reports them, which rank is to blame when ranks lost each
+other (one that ended, that hangs, or that is behind), and ranks whose process is stopped. No torch."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
-from forge.core.errors import Exit
-from forge.launch.rank_records import RankRecord
+from forge.cluster import slurm
+from forge.core.errors import DataError, Exit
+from forge.core.files import read_object_or_empty
+from forge.core.process import Process
+from forge.launch.rank_records import LaunchSpec, RankRecord, mark_stopped, pid_file, stalled
 
 # Causes in rank records. After an error or a fault of a GPU, ranks are launched again; after a fault
 # without the node.
@@ -174,3 +181,66 @@ def _of_a_hang(suspects: list[RankRecord], world_size: int, missed: str) -> str:
 
 def _numbers(records: list[RankRecord]) -> str:
     return ", ".join(str(record.rank) for record in records)
+
+
+# --- stopped processes ----------------------------------------------------------------------------
+
+LOOK_SEC = 0.25  # between two looks at the directory of the launch, which is shared
+ASK_SEC = 20.0
+
+
+class StoppedRanks:
+    """Asks the nodes of ranks that others wait for whether a process is stopped (SIGSTOP), once in each
+    stall, in a thread.
+
+    Such a rank can tell nothing itself. Slurm continues it as soon as another rank has given up, so that
+    by then it looks like one that only waited.
+    """
+
+    def __init__(self, spec: LaunchSpec) -> None:
+        self._spec = spec
+        self._looked = 0.0  # on the monotonic clock
+        self._waiting, self._is_asked = 0, False  # ranks at the last look; in this stall
+
+    def look(self) -> None:
+        """Ask, if a rank has been waiting for longer than its limit. The launcher calls it often."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_SEC:
+            return
+        self._looked = now
+        with suppress(OSError, DataError):  # a record is withdrawn meanwhile
+            records = stalled(self._spec)
+            waiting = sum(record.status == "failed" for record in records)
+            self._is_asked = self._is_asked and waiting > 0
+            # Once no more of them come: the nodes of the others alone are asked.
+            if 0 < waiting == self._waiting and not self._is_asked:
+                self._is_asked = True
+                self._ask(records)
+            self._waiting = waiting
+
+    def _ask(self, told: list[RankRecord]) -> None:
+        silent = set(range(self._spec.layout.world_size)) - {record.rank for record in told}
+        threading.Thread(target=self._mark, args=(silent,), name="stopped", daemon=True).start()
+
+    def _mark(self, ranks: Iterable[int]) -> None:
+        by_host: dict[str, dict[int, Process]] = {}
+        for rank in ranks:
+            with suppress(KeyError):
+                process = Process.from_json(read_object_or_empty(pid_file(self._spec, rank)))
+                by_host.setdefault(process.host, {})[rank] = process
+        for host, processes in by_host.items():
+            stats = _stats(self._spec, host, list(processes.values()))
+            for rank, process in processes.items():
+                mark_stopped(self._spec, rank, process.pid if process.is_stopped(stats) else None)
+
+
+def _stats(spec: LaunchSpec, host: str, processes: list[Process]) -> str:
+    """The lines of /proc/PID/stat of these processes of a host; "" where it cannot be asked."""
+    files = [f"/proc/{process.pid}/stat" for process in processes]
+    if processes[0].is_here:
+        with suppress(OSError):
+            return "".join(Path(file).read_text(errors="replace") for file in files)
+    if not spec.job:
+        return ""
+    line = slurm.srun(spec.job, [host], options=("--overlap", "--gres=none"))
+    return slurm.run_step([*line, "cat", *files], timeout_sec=ASK_SEC)[0]

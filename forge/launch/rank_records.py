@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from forge.cluster.placement import WorldLayout
 from forge.core.errors import UnfitError
@@ -17,7 +17,7 @@ from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process, hostname
 from forge.core.program_settings import Program
-from forge.core.records import Record, content
+from forge.core.records import Record, RecordPart, content
 from forge.launch.heartbeat import Activity
 
 FORMAT = 1
@@ -29,11 +29,7 @@ NO_RECORD = "it exited without a record"
 # --- the tasks of the ranks ------------------------------------------------------------------------
 
 
-class _Task(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TrainTask(_Task):
+class TrainTask(RecordPart):
     """Train the run. Times are seconds since the epoch."""
 
     name: Literal["train"] = "train"
@@ -51,7 +47,7 @@ class TrainTask(_Task):
         return self.staged.get(hostname(), self.shared)
 
 
-class ProgramFolders(_Task):
+class ProgramFolders(RecordPart):
     """The directories that a rank of another program reads; "" for none."""
 
     cwd: str  # in which it runs
@@ -65,7 +61,7 @@ class ProgramFolders(_Task):
         return [folder for folder in named if not os.access(folder, os.R_OK | os.X_OK)]
 
 
-class ProgramTask(_Task):
+class ProgramTask(RecordPart):
     """Run another training program. Times are seconds since the epoch."""
 
     name: Literal["program"] = "program"
@@ -79,7 +75,7 @@ class ProgramTask(_Task):
     deadline: float | None = None  # from max_minutes or the job's time limit, whichever is earlier
 
 
-class PreflightTask(_Task):
+class PreflightTask(RecordPart):
     """Check the rendezvous and the collectives of the ranks."""
 
     name: Literal["preflight"] = "preflight"
@@ -87,7 +83,7 @@ class PreflightTask(_Task):
     nccl_file: str  # NCCL_DEBUG_FILE
 
 
-class ReplayTask(_Task):
+class ReplayTask(RecordPart):
     """Load a checkpoint and repeat the training steps after it."""
 
     name: Literal["replay"] = "replay"
@@ -95,7 +91,7 @@ class ReplayTask(_Task):
     shards: str
 
 
-class LossesTask(_Task):
+class LossesTask(RecordPart):
     """Compute losses and samples of a checkpoint."""
 
     name: Literal["losses"] = "losses"
@@ -103,9 +99,9 @@ class LossesTask(_Task):
     shards: str
     precision: Literal["fp32", "bf16"]  # of the training, for the reference losses
     threads: int | None = None  # for the reference losses; None: those that the process has
-    ranks: list[int] = []  # whose reference losses are computed
+    ranks: list[int] = Field(default_factory=list)  # whose reference losses are computed
     eval_samples: int = 0  # of the validation loss; 0: neither that nor samples
-    prompts: list[list[int]] = []  # token ids
+    prompts: list[list[int]] = Field(default_factory=list)  # token ids
     sample_tokens: int = 0
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from forge.cluster import rendezvous
 from forge.cluster.nodes import NodeFailure, NodePool
@@ -15,7 +15,19 @@ from forge.core import records
 from forge.core.machine import Machine
 from forge.core.records import Check
 from forge.preflight import packages
-from forge.preflight.node_checks import Wanted, check_node, reach_sec
+from forge.preflight.node_checks import (
+    Link,
+    NodeAnswer,
+    NodeFacts,
+    Wanted,
+    check_node,
+    listen,
+    reach,
+    reach_sec,
+)
+from forge.preflight.packages import Imported
+
+T = TypeVar("T")
 
 # TCP sends a lost SYN again after 1 s, and again 2 s later.
 CONNECT_SEC = 4.0
@@ -34,7 +46,7 @@ class CheckedNode:
 
     name: str
     checks: list[Check]
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: NodeFacts | None = None  # None where the node did not answer
 
     @property
     def failed(self) -> list[Check]:
@@ -52,7 +64,7 @@ class CheckedNode:
     @property
     def line(self) -> str:
         """One line for the node: `NODE n7 OK PY 3.11.7 torch 2.13.0 proj=ok …`."""
-        versions = self.facts.get("versions", {})
+        versions = self.facts.versions if self.facts else {}
         parts = [f"NODE {self.name} {'OK' if self.is_healthy else 'FAIL'}"]
         parts += [f"PY {versions['python']}"] if versions else []
         parts += [f"torch {versions['torch']}"] if versions.get("torch") else []
@@ -76,23 +88,25 @@ def inspect(
     head = placement.hosts[0]
     imports = _wanted_imports(wanted, machine, sec / 2)
     if placement.is_here:
-        node = _answered(head, check_node(**asdict(wanted[head])))
+        node = _answered(head, check_node(wanted[head]))
         if imports:
-            node.checks.append(packages.as_check(packages.import_packages(**imports[head])))
+            node.checks.append(packages.import_packages(**imports[head]).check)
         return [node]
     with NodePool(placement, python=python, start_sec=sec / 2) as pool:
         master = _master(pool, machine, wanted[head].master, sec=sec / 4)
-        each = {host: {**asdict(wish), "master": master} for host, wish in wanted.items()}
-        answers = pool.ask("check_node", each=each, timeout_sec=sec / 4)
+        each = {h: {"wanted": replace(wish, master=master)} for h, wish in wanted.items()}
+        answers = pool.ask(check_node, each=each, timeout_sec=sec / 4)
         nodes = {host: _answered(host, answer) for host, answer in answers.items()}
         answered = [node for node in nodes.values() if node.facts]
         if imports:
             hosts = [node.name for node in answered]
-            imported = pool.ask("import_packages", each=imports, hosts=hosts, timeout_sec=sec)
+            imported = pool.ask(
+                packages.import_packages, each=imports, hosts=hosts, timeout_sec=sec
+            )
             for node in answered:
                 _add_imports(node, imported[node.name])
-        if nodes[head].facts:
-            rendezvous.refuse(machine.fabric, head, nodes[head].facts["master_trouble"])
+        if of_head := nodes[head].facts:
+            rendezvous.refuse(machine.fabric, head, of_head.master_trouble)
         links = _connect_all(pool, answered, machine, head=head, master=master, sec=sec / 4)
     compare(list(nodes.values()), machine)
     check_links(nodes, links)
@@ -105,7 +119,7 @@ def _master(pool: NodePool, machine: Machine, wanted: str, *, sec: float) -> str
     their first node, which some of the nodes may not resolve."""
 
     def unresolved(name: str) -> list[str]:
-        answers = pool.ask("resolves", name=name, timeout_sec=sec)
+        answers = pool.ask(rendezvous.resolves, name=name, timeout_sec=sec)
         return [host for host, answer in answers.items() if answer is False]
 
     is_asked_for = rendezvous.host(machine.fabric, "")
@@ -122,34 +136,34 @@ def _wanted_imports(
     return {
         host: {
             "names": names,
-            "command": wish.program.get("command", ""),
-            "cwd": wish.program["staged"]["cwd"] if wish.program else ".",
+            "command": wish.program.command if wish.program else "",
+            "cwd": wish.program.staged.cwd if wish.program else ".",
             "sec": sec,
         }
         for host, wish in wanted.items()
     }
 
 
-def _add_imports(node: CheckedNode, answer: Any) -> None:
+def _add_imports(node: CheckedNode, answer: Imported | NodeFailure) -> None:
+    assert node.facts
     if isinstance(answer, NodeFailure):
         check = Check("imports", "fail", answer.message, answer.fix, answer.cause)
+        node.checks.append(check)
     else:
-        check = packages.as_check(answer)
-        node.facts["versions"] |= answer["versions"]
-    node.checks.append(check)
+        node.checks.append(answer.check)
+        node.facts = replace(node.facts, versions=node.facts.versions | answer.versions)
 
 
-def _answered(host: str, answer: Any) -> CheckedNode:
+def _answered(host: str, answer: NodeAnswer | NodeFailure) -> CheckedNode:
     if isinstance(answer, NodeFailure):
         trouble = Check("answers", "fail", answer.message, answer.fix, answer.cause)
         return CheckedNode(host, [trouble])
-    results = [Check(**check) for check in answer.pop("checks")]
-    return CheckedNode(host, results, answer)
+    return CheckedNode(host, list(answer.checks), answer.facts)
 
 
 # --- connections between all nodes ----------------------------------------------------------------
 
-Links = dict[str, dict[str, dict[str, Any]]]  # from, to: trouble ("" for none), ahead_sec
+Links = dict[str, dict[str, Link]]  # from, to
 
 
 def _connect_all(
@@ -163,13 +177,12 @@ def _connect_all(
 ) -> Links:
     """Have every node connect to every other node. A node that cannot take part gets a failed check."""
     by_name = {node.name: node for node in nodes}
-    settings = machine.model_dump(mode="json")
-    listening = pool.ask("listen", hosts=by_name, timeout_sec=sec, machine=settings, master=master)
+    listening = pool.ask(listen, hosts=by_name, timeout_sec=sec, machine=machine, master=master)
     listeners = _without_failed(listening, by_name)
     if len(listeners) < 2:
         return {}
     links = pool.ask(
-        "reach",
+        reach,
         hosts=listeners,
         timeout_sec=sec + reach_sec(len(listeners), CONNECT_SEC),
         listeners=listeners,
@@ -180,7 +193,9 @@ def _connect_all(
     return _without_failed(links, by_name)
 
 
-def _without_failed(answers: dict[str, Any], nodes: dict[str, CheckedNode]) -> dict[str, Any]:
+def _without_failed(
+    answers: dict[str, T | NodeFailure], nodes: dict[str, CheckedNode]
+) -> dict[str, T]:
     """The answers of nodes that have one; the others get a failed check."""
     for host, answer in answers.items():
         if isinstance(answer, NodeFailure):
@@ -191,9 +206,7 @@ def _without_failed(answers: dict[str, Any], nodes: dict[str, CheckedNode]) -> d
 
 def check_links(nodes: Mapping[str, CheckedNode], links: Links) -> None:
     """Add the check `reach`: nodes fail without which all others reach each other."""
-    troubles = {
-        (a, b): link["trouble"] for a in links for b, link in links[a].items() if link["trouble"]
-    }
+    troubles = {(a, b): link.trouble for a in links for b, link in links[a].items() if link.trouble}
     bad = nodes_to_leave_out(list(troubles), list(nodes))
     others = len({*links, *(b for to in links.values() for b in to)}) - 1
     for name in links:
@@ -247,8 +260,9 @@ def nodes_to_leave_out(pairs: Iterable[tuple[str, str]], order: Sequence[str]) -
 def check_clocks(nodes: Mapping[str, CheckedNode], links: Links, most_sec: float) -> None:
     """Add the check `clock`: the median over the other nodes of how far this clock is ahead of theirs."""
     for name in links:
-        seen = [to[name]["ahead_sec"] for to in links.values() if name in to]
-        seen = [sec for sec in seen if sec is not None]
+        seen = [
+            sec for to in links.values() if name in to and (sec := to[name].ahead_sec) is not None
+        ]
         if not seen:
             continue
         ahead = statistics.median(seen)
@@ -266,73 +280,75 @@ def check_clocks(nodes: Mapping[str, CheckedNode], links: Links, most_sec: float
 
 def compare(nodes: Sequence[CheckedNode], machine: Machine) -> None:
     """Add the checks that need other nodes to compare with: versions, InfiniBand, number of GPUs."""
-    answered = [node for node in nodes if node.facts]
-    if len(answered) < 2:
+    everyone = [node.facts for node in nodes if node.facts]
+    if len(everyone) < 2:
         return
-    for node in answered:
-        node.checks.append(_same_versions(node, answered))
-        node.checks += _same_environment(node, answered)
-        node.checks += _same_hardware(node, answered, machine)
+    for node in nodes:
+        if node.facts:
+            node.checks.append(_same_versions(node.name, node.facts, everyone))
+            node.checks += _same_environment(node.name, node.facts, everyone)
+            node.checks += _same_hardware(node.name, node.facts, everyone, machine)
 
 
-def _same_versions(node: CheckedNode, nodes: Sequence[CheckedNode]) -> Check:
+def _same_versions(node: str, facts: NodeFacts, everyone: Sequence[NodeFacts]) -> Check:
     """Whether Python, packages and Forge's code are those of most nodes (in a tie, of the first)."""
-    versions: dict[str, str] = node.facts["versions"]
     other = []
-    for name, number in versions.items():
-        counts = Counter(each.facts["versions"].get(name, "") for each in nodes)
+    for name, number in facts.versions.items():
+        counts = Counter(each.versions.get(name, "") for each in everyone)
         usual, times = counts.most_common(1)[0]
         if number != usual:
             other.append(f"{name} {number or 'missing'} here, {usual} on {times} nodes")
     if not other:
-        return Check("versions", "ok", f"as on the other {len(nodes) - 1} nodes")
+        return Check("versions", "ok", f"as on the other {len(everyone) - 1} nodes")
     return Check(
         "versions",
         "fail",
         "; ".join(other),
         "use one environment and one checkout on all nodes",
-        cause=f"{node.name} sees another disk, or an old copy of it",
+        cause=f"{node} sees another disk, or an old copy of it",
     )
 
 
-def _same_environment(node: CheckedNode, nodes: Sequence[CheckedNode]) -> Iterator[Check]:
+def _same_environment(
+    node: str, facts: NodeFacts, everyone: Sequence[NodeFacts]
+) -> Iterator[Check]:
     """Warnings where variables of NCCL, Gloo and torch, or the driver, are not those of most nodes."""
-    exported: dict[str, str] = node.facts["exported"]
     other = []
-    for name in sorted({name for each in nodes for name in each.facts["exported"]}):
-        usual, times = Counter(each.facts["exported"].get(name) for each in nodes).most_common(1)[0]
-        if exported.get(name) != usual:
-            here, there = exported.get(name, "not set"), "not set" if usual is None else usual
-            other.append(f"{name} is {here} here, {there} on {times} nodes")
+    for name in sorted({name for each in everyone for name in each.exported}):
+        counts = Counter(each.exported.get(name, "not set") for each in everyone)
+        usual, times = counts.most_common(1)[0]
+        if (here := facts.exported.get(name, "not set")) != usual:
+            other.append(f"{name} is {here} here, {usual} on {times} nodes")
     if other:
         fix = "unset it, or export it in the shell of the submission, which all nodes inherit"
         cause = "set by a file that only this node reads, such as /etc/profile.d or a module"
         yield Check("environment", "warn", "; ".join(other), fix, cause)
-    drivers = Counter(driver for each in nodes if (driver := each.facts["driver"]))
-    if node.facts["driver"] and node.facts["driver"] != (usual := drivers.most_common(1)[0][0]):
-        message = f"NVIDIA driver {node.facts['driver']}, {usual} on {drivers[usual]} nodes"
-        yield Check("driver", "warn", message, f"leave {node.name} out, if NCCL fails")
+    drivers = Counter(each.driver for each in everyone if each.driver)
+    [(usual, times)] = drivers.most_common(1) or [("", 0)]
+    if facts.driver not in ("", usual):
+        message = f"NVIDIA driver {facts.driver}, {usual} on {times} nodes"
+        yield Check("driver", "warn", message, f"leave {node} out, if NCCL fails")
 
 
 def _same_hardware(
-    node: CheckedNode, nodes: Sequence[CheckedNode], machine: Machine
+    node: str, facts: NodeFacts, everyone: Sequence[NodeFacts], machine: Machine
 ) -> Iterator[Check]:
-    with_ib = sum(each.facts["infiniband"] for each in nodes)
-    if with_ib and not node.facts["infiniband"]:
+    with_ib = sum(each.infiniband for each in everyone)
+    if with_ib and not facts.infiniband:
         yield Check(
             "infiniband",
             "warn" if machine.fabric.backend == "gloo" else "fail",
             f"no port of InfiniBand or RoCE is active; {with_ib} other nodes have one",
-            f"leave {node.name} out, or see ibstat there",
+            f"leave {node} out, or see ibstat there",
             cause="its port is down; NCCL would wait forever for a network that both ends have",
         )
-    most = max(each.facts["gpus"] for each in nodes)
-    if node.facts["gpus"] < most and machine.device != "cpu":
+    most = max(each.gpus for each in everyone)
+    if facts.gpus < most and machine.device != "cpu":
         yield Check(
             "gpus",
             "fail",
-            f"{node.facts['gpus']} GPUs, other nodes have {most}",
-            f"leave {node.name} out, or see nvidia-smi there",
+            f"{facts.gpus} GPUs, other nodes have {most}",
+            f"leave {node} out, or see nvidia-smi there",
             cause="a GPU has fallen off the bus, or the partition mixes kinds of nodes",
         )
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import blake3
 import psutil
 
 import forge
-from forge.cluster import network, rdma, rendezvous, slurm
+from forge.cluster import network, rendezvous, slurm
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import atomic_open, disk_trouble
 from forge.core.machine import Fabric, Machine
@@ -60,47 +60,71 @@ class Wanted:
     data: str  # the shards on the shared file system; "" where another program trains
     staged: str  # the shards or inputs on this node's own disk; "" where they are not staged
     digest: str  # of them
-    machine: dict[str, Any]
+    machine: Machine
     ranks_per_node: int
-    # Another training program: command, and the directories that its ranks read, `staged` and `shared`
-    # as in ProgramFolders; or {}.
-    program: dict[str, Any]
+    program: WantedProgram | None  # None where Forge's own trainer trains
     master: str  # host name or address of the rendezvous; "" where this node is the only one
 
 
-def check_node(**wanted: Any) -> dict[str, Any]:
-    """The checks of this node, and facts that are compared with those of other nodes.
+@dataclass(frozen=True)
+class WantedProgram:
+    """What a node must know of another training program."""
 
-    wanted: the fields of `Wanted`.
-    """
-    needs = Wanted(**wanted)
-    machine = Machine.model_validate(needs.machine)
-    interface, _ = network.choose_interface(machine.fabric, needs.master or "127.0.0.1")
-    written = write_results(Path(needs.results))
-    return {
-        "checks": [asdict(check) for check in node_checks(needs, machine, written.check)],
-        "versions": installed_versions(),
-        "interface": interface,
-        "address": _address_of(interface),
-        "master_trouble": rendezvous.trouble(needs.master),
-        "infiniband": network.has_rdma(),
-        "gpus": network.count_gpus(),
-        "driver": packages.driver_version(),
-        "exported": packages.exported(),
-        "bytes_per_sec": written.bytes_per_sec,
-    }
+    command: str  # its first word
+    staged: ProgramFolders  # that its ranks read on this node
+    shared: ProgramFolders  # that they read where those are gone
 
 
-def node_checks(wanted: Wanted, machine: Machine, results_check: Check) -> Iterator[Check]:
+@dataclass(frozen=True)
+class NodeFacts:
+    """What is compared between nodes, or needed of them."""
+
+    versions: dict[str, str]
+    address: str  # of the interface that ranks use; "" where it has none
+    master_trouble: str  # why ranks here cannot meet those of other nodes; "" where they can
+    infiniband: bool  # whether a port of InfiniBand or RoCE is active
+    gpus: int
+    driver: str  # version of NVIDIA's; "" without one
+    exported: dict[str, str]  # variables for NCCL, Gloo and torch
+    bytes_per_sec: float | None  # at which it wrote into the run's directory
+
+
+@dataclass(frozen=True)
+class NodeAnswer:
+    """The checks and the facts of a node."""
+
+    checks: list[Check]
+    facts: NodeFacts
+
+
+def check_node(wanted: Wanted) -> NodeAnswer:
+    """The checks of this node, and its facts."""
+    interface, _ = network.choose_interface(wanted.machine.fabric, wanted.master or "127.0.0.1")
+    written = write_results(Path(wanted.results))
+    facts = NodeFacts(
+        versions=installed_versions(),
+        address=_address_of(interface),
+        master_trouble=rendezvous.trouble(wanted.master),
+        infiniband=network.has_rdma(),
+        gpus=network.count_gpus(),
+        driver=packages.driver_version(),
+        exported=packages.exported(),
+        bytes_per_sec=written.bytes_per_sec,
+    )
+    return NodeAnswer(list(node_checks(wanted, written.check)), facts)
+
+
+def node_checks(wanted: Wanted, results_check: Check) -> Iterator[Check]:
     """All checks that need no other node. results_check: of a write into the run's directory."""
-    limits, results = machine.preflight, Path(wanted.results)
+    machine, results = wanted.machine, Path(wanted.results)
+    limits = machine.preflight
     yield _name_resolves()
     yield _project_visible()
     yield _packages()
     if wanted.data:
         yield _data_visible(wanted)
     if wanted.program:
-        yield _program_visible(wanted)
+        yield _program_visible(wanted, wanted.program)
     yield results_check
     yield at_least(
         "disk",
@@ -188,10 +212,9 @@ def _data_visible(wanted: Wanted) -> Check:
     return Check("data", "ok", f"shards in {folder}")
 
 
-def _program_visible(wanted: Wanted) -> Check:
+def _program_visible(wanted: Wanted, program: WantedProgram) -> Check:
     """Whether this node sees the directories of another program, and has the command that starts it."""
-    program = wanted.program
-    staged, shared = (ProgramFolders(**program[key]) for key in ("staged", "shared"))
+    staged, shared, word = program.staged, program.shared, program.command
     gone = ", ".join(staged.unreadable)
     reads = shared if gone else staged  # as the ranks do
     if reads != shared and (copy := _staged("program", "inputs", wanted)).status != "ok":
@@ -199,7 +222,6 @@ def _program_visible(wanted: Wanted) -> Check:
     if reads.unreadable:
         fix = "choose a directory that all nodes share, or let stage copy it (stage.mode, stage.project)"
         return Check("program", "fail", f"cannot read {', '.join(reads.unreadable)}", fix)
-    word = program["command"]
     # As the ranks start it: a path is relative to its directory, a plain name is looked up on the PATH.
     path = shutil.which(str(Path(reads.cwd, word)) if "/" in word else word)
     if not path:
@@ -320,7 +342,7 @@ def _interface(machine: Machine, master: str) -> Check:
 
 def _rdma(fabric: Fabric) -> Check:
     """Whether a port is active where the machine asks for RDMA, and has the GID that is asked for."""
-    ports = rdma.active_ports()
+    ports = network.active_ports()
     if fabric.infiniband == "always" and not network.has_rdma():
         return Check(
             "infiniband",
@@ -332,7 +354,7 @@ def _rdma(fabric: Fabric) -> Check:
     exported = os.environ.get("NCCL_IB_GID_INDEX", "")
     index = int(exported) if exported.isdecimal() else fabric.gid_index
     asked_by = "NCCL_IB_GID_INDEX" if exported.isdecimal() else "fabric.gid_index"
-    troubles = [] if index is None else [rdma.gid_trouble(port, index) for port in ports]
+    troubles = [] if index is None else [network.gid_trouble(port, index) for port in ports]
     if trouble := next(filter(None, troubles), ""):
         fix = (
             "take the index that `show_gids` or `ibv_devinfo -v` lists for RoCE v2, or leave it out"
@@ -389,12 +411,20 @@ class _Server(socketserver.ThreadingTCPServer):
 _servers: list[_Server] = []  # keeps them open until the process ends
 
 
-def listen(machine: dict[str, Any], master: str) -> dict[str, Any]:
-    """Accept connections of other nodes until this process ends; the address and the port.
+@dataclass(frozen=True)
+class Listener:
+    """Where a node accepts connections of the others."""
+
+    address: str
+    port: int
+
+
+def listen(machine: Machine, master: str) -> Listener:
+    """Accept connections of other nodes until this process ends.
 
     The address is that of the interface that ranks use. Raises UnfitError where it has none.
     """
-    interface, reason = network.choose_interface(Machine.model_validate(machine).fabric, master)
+    interface, reason = network.choose_interface(machine.fabric, master)
     address = _address_of(interface)
     if not address:
         raise UnfitError(
@@ -404,7 +434,7 @@ def listen(machine: dict[str, Any], master: str) -> dict[str, Any]:
     server = _Server(("", 0), _Echo)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     _servers.append(server)
-    return {"address": address, "port": server.server_address[1]}
+    return Listener(address, server.server_address[1])
 
 
 def _address_of(interface: str | None) -> str:
@@ -418,34 +448,41 @@ def reach_sec(num_nodes: int, patience_sec: float) -> float:
     return 2 * patience_sec * -(-num_nodes // CONNECT_THREADS)
 
 
+@dataclass(frozen=True)
+class Link:
+    """The connection to another node."""
+
+    trouble: str  # why it cannot be reached; "" where it can
+    ahead_sec: float | None = None  # how far its clock is ahead; None where unknown
+
+
 def reach(
-    listeners: dict[str, dict[str, Any]], head: str, master: str, patience_sec: float
-) -> dict[str, dict[str, Any]]:
-    """For each other node: `trouble`, why it cannot be reached ("" where it can), and `ahead_sec`, how
-    far its clock is ahead (None where unknown).
+    listeners: dict[str, Listener], head: str, master: str, patience_sec: float
+) -> dict[str, Link]:
+    """The connection to each other node.
 
     listeners: the answer of `listen` on each node. head: the node at which the ranks meet, under the name
     or address `master`. Takes at most `reach_sec`, name resolution apart.
     """
     others = {name: at for name, at in listeners.items() if name != hostname()}
 
-    def one(name: str) -> dict[str, Any]:
+    def link_to(name: str) -> Link:
         return _try(others[name], master if name == head else "", patience_sec)
 
     with ThreadPoolExecutor(CONNECT_THREADS) as pool:
-        return dict(zip(others, pool.map(one, others), strict=True))
+        return dict(zip(others, pool.map(link_to, others), strict=True))
 
 
-def _try(at: dict[str, Any], master: str, patience_sec: float) -> dict[str, Any]:
+def _try(at: Listener, master: str, patience_sec: float) -> Link:
     """master: of the node at which the ranks meet; "" for the others."""
     ahead: float | None = None
     # Ranks connect to that node as `master`, and to each other by the address of the interface.
-    addresses = [at["address"]]
+    addresses = [at.address]
     try:
         addresses += [socket.gethostbyname(master)] if master else []
     except OSError as err:
-        return {"trouble": f"{master} does not resolve: {err.strerror}", "ahead_sec": ahead}
-    for target in dict.fromkeys((address, at["port"]) for address in addresses):
+        return Link(f"{master} does not resolve: {err.strerror}")
+    for target in dict.fromkeys((address, at.port) for address in addresses):
         doing = f"connect to {target[0]}"
         try:
             with socket.create_connection(target, patience_sec) as connection:
@@ -456,8 +493,8 @@ def _try(at: dict[str, Any], master: str, patience_sec: float) -> dict[str, Any]
                 peer.send(bytes(PAYLOAD))
                 peer.receive(PAYLOAD)
         except OSError as err:
-            return {"trouble": f"cannot {doing}: {err.strerror or err}", "ahead_sec": ahead}
-    return {"trouble": "", "ahead_sec": ahead}
+            return Link(f"cannot {doing}: {err.strerror or err}", ahead)
+    return Link("", ahead)
 
 
 class _Peer:
@@ -492,10 +529,7 @@ class _Peer:
         self._connection.settimeout(max(0.001, self._end - time.monotonic()))
 
 
-REQUESTS: dict[str, Callable[..., Any]] = {
-    "resolves": rendezvous.resolves,
-    "check_node": check_node,
-    "import_packages": packages.import_packages,
-    "listen": listen,
-    "reach": reach,
-}
+REQUESTS: tuple[Callable[..., Any], ...] = (
+    *(rendezvous.resolves, check_node, packages.import_packages),
+    *(listen, reach),
+)

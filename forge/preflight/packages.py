@@ -9,9 +9,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from forge.core.records import Check
 
@@ -32,8 +32,16 @@ COMPARED = re.compile(r"(NCCL|GLOO|TORCH|PYTORCH)_\w+")
 DRIVER = Path("/sys/module/nvidia/version")
 
 
-def import_packages(*, names: Sequence[str], command: str, cwd: str, sec: float) -> dict[str, Any]:
-    """Import each package on this node: the check `imports` as JSON, and the versions by name.
+@dataclass(frozen=True)
+class Imported:
+    """The check `imports` of a node, and the versions by name."""
+
+    check: Check
+    versions: dict[str, str]
+
+
+def import_packages(*, names: Sequence[str], command: str, cwd: str, sec: float) -> Imported:
+    """Import each package on this node.
 
     command: first word of another program's command; its Python is asked where it is one, else this one.
     cwd: the directory that the ranks run in.
@@ -62,20 +70,15 @@ def import_packages(*, names: Sequence[str], command: str, cwd: str, sec: float)
         return _failed(f"cannot import {', '.join(missing)}", fix)
     versions = {name: text for name, (text, _) in imported.items()}
     said = ", ".join(f"{name} {text}".strip() for name, text in versions.items())
-    return {"check": ["ok", f"Python {number}, {said}", "", ""], "versions": versions}
+    return Imported(Check("imports", "ok", f"Python {number}, {said}"), versions)
 
 
 def is_python(command: str) -> bool:
     return bool(re.fullmatch(r"python[\d.]*", Path(command).name))
 
 
-def _failed(message: str, fix: str, cause: str = "") -> dict[str, Any]:
-    return {"check": ["fail", message, fix, cause], "versions": {}}
-
-
-def as_check(answer: dict[str, Any]) -> Check:
-    """The check in what `import_packages` gave."""
-    return Check("imports", *answer["check"])
+def _failed(message: str, fix: str, cause: str = "") -> Imported:
+    return Imported(Check("imports", "fail", message, fix, cause), {})
 
 
 def cuda_versions() -> dict[str, str]:

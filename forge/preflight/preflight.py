@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from forge.cluster import exclude, rendezvous
 from forge.cluster.lock import lock
@@ -19,14 +18,23 @@ from forge.core.files import atomic_open
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
-from forge.core.records import Check, NodeResult, PreflightPass, PreflightResult, RanksResult
+from forge.core.records import (
+    Check,
+    NodeResult,
+    PreflightPass,
+    PreflightResult,
+    RanksIdentity,
+    RanksResult,
+    StageRecord,
+)
 from forge.core.terminal import say
+from forge.launch.launcher import wait_for_orphans
 from forge.preflight import compare_nodes
 from forge.preflight.bisection import BrokenNodes
 from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, CheckedNode, nodes_to_leave_out
 from forge.preflight.isolate import ENDPOINT, Prober
-from forge.preflight.node_checks import Wanted
-from forge.staging.staged import program_folders, stage_record, staged_python
+from forge.preflight.node_checks import Wanted, WantedProgram
+from forge.staging.stage import program_folders, stage_record
 
 # The nodes' own checks may take this share of the deadline. Where a node is down they take all of it. The
 # ranks' checks have the rest, also where the former had to wait for Slurm.
@@ -42,8 +50,8 @@ class Findings:
     placement: Placement
     layout: WorldLayout
     nodes: list[CheckedNode]
+    identity: RanksIdentity
     ranks: list[Check] = field(default_factory=list)
-    identity: dict[str, Any] = field(default_factory=dict)
 
     @property
     def healthy(self) -> list[str]:
@@ -71,8 +79,8 @@ class Findings:
     @property
     def bytes_per_sec(self) -> float | None:
         """At which the slowest node wrote into the run's directory, while the others did, too."""
-        rates = [node.facts.get("bytes_per_sec") for node in self.nodes if node.name in self.chosen]
-        return min((rate for rate in rates if rate), default=None)
+        chosen = [node.facts for node in self.nodes if node.name in self.chosen and node.facts]
+        return min((f.bytes_per_sec for f in chosen if f.bytes_per_sec), default=None)
 
     def result(self) -> PreflightResult:
         """The content of preflight.json."""
@@ -100,18 +108,20 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
     placement = find_placement(machine, layout)
     paths = RunPaths.of(config)
     with lock(paths.root, "preflight"):
+        wait_for_orphans(paths)
         paths.preflight_pass.unlink(missing_ok=True)  # of an earlier preflight
-        wanted = _wanted(config, paths, machine, layout, placement)
+        staged = stage_record(paths)
+        wanted = _wanted(config, staged, machine, layout, placement)
         sec = NODES_SHARE * machine.preflight.deadline_sec
-        python = staged_python(paths)
+        python = staged.interpreter
         nodes = compare_nodes.inspect(placement, wanted, machine, sec=sec, python=python)
-        findings = Findings(placement, layout, nodes)
-        findings.identity = _identity(findings, machine, wanted)
+        identity = _identity(placement, layout, nodes, machine, wanted)
+        findings = Findings(placement, layout, nodes, identity)
         if reason := _reason_to_skip(findings, paths):
             findings.ranks = [Check("ranks", "ok", f"skipped: {reason}")]
         else:
             ranks = layout.ranks_per_node
-            addresses = {node.name: node.facts["address"] for node in nodes if node.facts}
+            addresses = {node.name: node.facts.address for node in nodes if node.facts}
             end = max(end, time.monotonic() + machine.preflight.deadline_sec - sec)
             prober = Prober(
                 paths, machine, ranks, placement, python=python, end=end, addresses=addresses
@@ -138,7 +148,11 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
 
 
 def recheck(
-    config: ResolvedConfig, machine: Machine, layout: WorldLayout, placement: Placement
+    config: ResolvedConfig,
+    machine: Machine,
+    layout: WorldLayout,
+    placement: Placement,
+    staged: StageRecord,
 ) -> str:
     """Why the only node of this placement must not train again, in one line; "" where it passes its own
     checks and its ranks can communicate with each other.
@@ -148,15 +162,15 @@ def recheck(
     end = time.monotonic() + machine.preflight.deadline_sec
     sec = NODES_SHARE * machine.preflight.deadline_sec
     paths = RunPaths.of(config)
-    python = staged_python(paths)
-    wanted = _wanted(config, paths, machine, layout, placement)
+    python = staged.interpreter
+    wanted = _wanted(config, staged, machine, layout, placement)
     try:
         [node] = compare_nodes.inspect(placement, wanted, machine, sec=sec, python=python)
     except rendezvous.EndpointError:
         return ""  # its ranks cannot meet at an endpoint that was asked for on another node
     if not node.is_healthy:
         return node.reason
-    addresses = {node.name: node.facts["address"]}
+    addresses = {node.name: node.facts.address} if node.facts else {}
     prober = Prober(
         paths,
         machine,
@@ -169,43 +183,39 @@ def recheck(
     return records.summary_of_checks(records.failed_checks(prober.together([node.name])))
 
 
-def _programs(config: ResolvedConfig, placement: Placement) -> dict[str, dict[str, Any]]:
-    """What a node must know of another program, by host: its command, the directories that its ranks read
-    there, and the shared ones; {} where Forge's own trainer trains."""
+def _programs(
+    config: ResolvedConfig, placement: Placement, record: StageRecord
+) -> dict[str, WantedProgram]:
+    """What each node must know of another program; {} where Forge's own trainer trains."""
     program = config.program
     if program is None:
-        return {host: {} for host in placement.hosts}
-    staged, shared = program_folders(config, program)
+        return {}
+    staged, shared = program_folders(config, program, record)
     return {
-        host: {
-            "command": program.command[0],
-            "staged": staged.get(host, shared).model_dump(),
-            "shared": shared.model_dump(),
-        }
+        host: WantedProgram(program.command[0], staged.get(host, shared), shared)
         for host in placement.hosts
     }
 
 
 def _wanted(
     config: ResolvedConfig,
-    paths: RunPaths,
+    staged: StageRecord,
     machine: Machine,
     layout: WorldLayout,
     placement: Placement,
 ) -> dict[str, Wanted]:
     """Requirements for each node, by host."""
-    record = stage_record(paths)
     master = rendezvous.host(machine.fabric, placement.hosts[0])
-    programs, tokens = _programs(config, placement), config.ids.tokens
+    programs, tokens = _programs(config, placement, staged), config.ids.tokens
     return {
         host: Wanted(
-            results=str(paths.root.absolute()),
+            results=str(RunPaths.of(config).root.absolute()),
             data=str(tokens_folder(config.data, tokens).absolute()) if tokens else "",
-            staged=record.folders.get(host, "") if record else "",
-            digest=record.digest if record else "",
-            machine=machine.model_dump(mode="json"),
+            staged=staged.folders.get(host, ""),
+            digest=staged.digest,
+            machine=machine,
             ranks_per_node=layout.ranks_per_node,
-            program=programs[host],
+            program=programs.get(host),
             master="" if placement.is_here else master,
         )
         for host in placement.hosts
@@ -276,16 +286,21 @@ def _still_in_doubt(broken: BrokenNodes) -> Check:
 # --- a pass of an earlier start of the same job ---------------------------------------------------
 
 
-def _identity(findings: Findings, machine: Machine, wanted: dict[str, Wanted]) -> dict[str, Any]:
-    """Everything that the ranks' checks depend on. While it is unchanged they need not run again."""
-    return {
-        "job": findings.placement.job.id if findings.placement.job else None,
-        "nodes": {node.name: node.facts.get("versions") for node in findings.nodes},
-        "ranks_per_node": findings.layout.ranks_per_node,
-        "launcher": machine.launcher,
-        "fabric": machine.fabric.model_dump(mode="json"),
-        "staged": sorted({wish.digest for wish in wanted.values()}),
-    }
+def _identity(
+    placement: Placement,
+    layout: WorldLayout,
+    nodes: Sequence[CheckedNode],
+    machine: Machine,
+    wanted: dict[str, Wanted],
+) -> RanksIdentity:
+    return RanksIdentity(
+        job=placement.job.id if placement.job else None,
+        nodes={node.name: node.facts.versions if node.facts else None for node in nodes},
+        ranks_per_node=layout.ranks_per_node,
+        launcher=machine.launcher,
+        fabric=machine.fabric.model_dump(mode="json"),
+        staged=sorted({wish.digest for wish in wanted.values()}),
+    )
 
 
 def _reason_to_skip(findings: Findings, paths: RunPaths) -> str:

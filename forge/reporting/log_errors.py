@@ -20,15 +20,16 @@ _LABEL = re.compile(r"^(?:\[(?:default|rank)?\d+\]:\s?|\s*\d+: )")
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAIN = re.compile(r"^(?:During handling of|The above exception was)")
 _ERROR = re.compile(
-    r"\b(?:error|fatal|exception)\b"
-    r"|\b\w+(?:error|exception):"
+    r"(?<!\bno )(?<!\b0 )(?<!\bwithout )\b(?:error|fatal|exception)\b|\w(?:error|exception):"
     r"|^\[?[EF]\d{4} \d\d:\d\d:\d\d"  # glog: torch's C++ and torchrun
     r"|signal \d+ \(SIG(?:KILL|SEGV|BUS|ABRT|FPE)\)"  # torchrun, of the rank that died
     r"|NCCL WARN|segmentation fault|bus error|out of memory|oom.?kill|core dumped|\baborted\b",
     re.IGNORECASE,
 )
+# How lines begin that may have such words: warnings, and settings that are named after errors.
+_HARMLESS = re.compile(r"\s*warning\b|\[?[WI]\d{4} \d\d:\d\d:\d\d|\w+=", re.IGNORECASE)
 # One of these words is in every line that _ERROR finds: ten times faster to look for.
-_WORDS = (
+_WORDS = [
     "error",
     "exception",
     "fatal",
@@ -39,12 +40,7 @@ _WORDS = (
     "dumped",
     "abort",
     "signal",
-)
-_NO_ERROR = re.compile(
-    r"^\s*warning\b|^\[?[WI]\d{4} \d\d:\d\d:\d\d|\b(?:no|0|without) errors?\b"
-    r"|^[A-Z][A-Z0-9_]*=",  # a setting that is named after errors
-    re.IGNORECASE,
-)
+]
 # What a rank or the launcher says because another rank has ended: seldom the cause.
 _ECHO = re.compile(
     r"connection (?:reset|closed) by|closed by peer|peerfailed|rank \d+ failed|broken pipe"
@@ -118,7 +114,7 @@ def find(
             at += 1
             continue
         block = tuple(line.rstrip() for line in rest[at:end])
-        error = LoggedError(block, times[at] or _told_time(block, latest[at]), who, node)
+        error = LoggedError(block, times[at] or _time_in(block, latest[at]), who, node)
         yield replace(error, is_echo=bool(_ECHO.search(error.headline)))
         at = end
 
@@ -154,7 +150,7 @@ def _tells_error(line: str) -> bool:
     lower = line.lower()
     if not (any(word in lower for word in _WORDS) or _GLOG.match(line)):
         return False
-    return bool(_ERROR.search(line)) and not _NO_ERROR.search(line)
+    return bool(_ERROR.search(line)) and not _HARMLESS.match(line)
 
 
 def _end_of_traceback(lines: Sequence[str], start: int) -> int:
@@ -180,7 +176,7 @@ def _end_of_indented(lines: Sequence[str], at: int) -> int:
     return at
 
 
-def _told_time(block: Sequence[str], latest: float) -> float:
+def _time_in(block: Sequence[str], latest: float) -> float:
     """The time that the lines of a library tell, in this machine's time zone; `latest` without one."""
     for line in block:
         if iso := _ISO.search(line):

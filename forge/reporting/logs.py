@@ -16,6 +16,7 @@ from forge.core.errors import ConfigError
 from forge.core.json_lines import Follower, first_lines, last_lines
 from forge.core.paths import RunPaths
 from forge.core.terminal import dated, is_terminal, print_plain, visible
+from forge.launch.rank_records import NO_RECORD
 from forge.reporting.log_errors import (
     SEARCHED_BYTES,
     Group,
@@ -85,7 +86,8 @@ def logs(
     lines: int = 20,
     follow: bool = False,
 ) -> None:
-    """Print errors, then the last `lines` of rank 0 and of the launcher, to standard output.
+    """Print errors, then the last `lines` of rank 0, of the launcher and of a rank without a record, to
+    standard output.
 
     rank: that rank's log instead. restart: the name of a start, the number of a restart of the last
     job, or "all"; the last start when None. follow: then print what is appended, until Ctrl-C.
@@ -107,7 +109,7 @@ def logs(
     for start in chosen:
         view.show(start, with_errors=rank is None)
     if not chosen:
-        view.show_verbs()
+        view.show_subcommands()
     if following:
         following.print_until_interrupted(view.screen)
     elif chosen:
@@ -127,8 +129,10 @@ def read_starts(paths: RunPaths) -> tuple[list[LaunchLogs], list[Log]]:
         else:
             commands.append(log)
     starts = [
-        LaunchLogs(name, tuple(sorted(its, key=lambda log: (log.rank is None, log.rank, log.who))))
-        for name, its in by_start.items()
+        LaunchLogs(
+            name, tuple(sorted(of_start, key=lambda log: (log.rank is None, log.rank, log.who)))
+        )
+        for name, of_start in by_start.items()
     ]
     return sorted(starts, key=lambda s: s.began), sorted(commands, key=lambda log: log.written)
 
@@ -183,9 +187,13 @@ def errors_of(paths: RunPaths, start: LaunchLogs, commands: Sequence[Log]) -> li
     """The errors of a start: from its logs, the event log, and the last words of `commands`."""
     share = _searched_bytes(start)
     errors = [error for log in start.logs for error in _errors_in(log, share)]
-    # What ranks record and subcommands end with repeats their logs, or is the only place that tells it.
+    # A rank's record repeats its log, which has more of it, or is the only place that tells its error.
+    seen = {(error.who, error.kind) for error in errors}
+    own_events = _events(paths, start)
+    errors += [error for error in _of_ranks(own_events) if (error.who, error.kind) not in seen]
+    # So do the outcome, and the end of a subcommand's log.
     for more in (
-        _recorded(paths, start),
+        _of_outcome(own_events, start),
         [error for error in _last_errors(commands) if error.time >= start.began],
     ):
         known = {error.kind for error in errors}
@@ -193,16 +201,23 @@ def errors_of(paths: RunPaths, start: LaunchLogs, commands: Sequence[Log]) -> li
     return group(errors)
 
 
-def _recorded(paths: RunPaths, start: LaunchLogs) -> list[LoggedError]:
-    """Errors that the launcher recorded in the event log."""
+def _of_ranks(own_events: Sequence[events.Event]) -> Iterator[LoggedError]:
+    """What ranks have recorded."""
+    for event in own_events:
+        if isinstance(event, events.RankError) and event.message != NO_RECORD:
+            lines = tuple(clean(event.message.splitlines()))
+            for rank in event.ranks:
+                yield LoggedError(lines, event.time, f"rank {rank}", event.host)
+
+
+def _of_outcome(own_events: Sequence[events.Event], start: LaunchLogs) -> Iterator[LoggedError]:
+    """The failure of the launches, or the loss of ranks."""
     node_of = {log.who: log.node for log in start.logs}
-    errors = []
-    for event in _events(paths, start):
+    for event in own_events:
         if isinstance(event, events.Lost | events.Failed):
             who = f"rank {event.rank}" if isinstance(event, events.Failed) else "launcher"
             lines = tuple(clean(event.message.splitlines()))
-            errors.append(LoggedError(lines, event.time, who, node_of.get(who, "")))
-    return errors
+            yield LoggedError(lines, event.time, who, node_of.get(who, ""))
 
 
 def _searched_bytes(start: LaunchLogs) -> int:
@@ -272,17 +287,27 @@ class _View:
         for event in _events(self.paths, start):
             if isinstance(event, events.Completed | events.Stop):
                 self.screen.line(f"{_outcome(event)}, {clock(event.time)}")
-        shown = list(start.logs)
+        shown = start.logs
         if with_errors:
             self.show_errors(errors_of(self.paths, start, self.commands if is_last else ()))
             share = _searched_bytes(start)
             if any(log.path.stat().st_size > share for log in start.logs):
                 self.screen.line(f"  (searched: the last {share // 2**10} KiB of each log)", "dim")
-            shown = [log for log in start.logs if log.rank is None or log is start.ranks[0]]
+            shown = self._telling(start)
         for log in shown:
             self.show_tail(log)
 
-    def show_verbs(self) -> None:
+    def _telling(self, start: LaunchLogs) -> tuple[Log, ...]:
+        """The logs of rank 0, of the launcher, and of the first rank that has ended without a record."""
+        silent = [
+            event.ranks[0]
+            for event in _events(self.paths, start)
+            if isinstance(event, events.RankError) and event.message == NO_RECORD
+        ]
+        ranks = (None, start.ranks[0].rank if start.ranks else 0, *silent[-1:])
+        return tuple(log for log in start.logs if log.rank in ranks)
+
+    def show_subcommands(self) -> None:
         """Before the first rank: what the subcommands said."""
         names = ", ".join(log.who for log in self.commands)
         self.screen.line(f"{self.paths.root}: no rank has started yet; {names}", "bold")

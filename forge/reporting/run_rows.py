@@ -8,9 +8,8 @@ from itertools import pairwise
 from forge.checkpoint.manifest import Manifest, RecordedMix
 from forge.core.errors import DataError
 from forge.core.mix import MixStage
-from forge.core.paths import RunPaths
+from forge.core.paths import RunPaths, checkpoint_step
 from forge.core.records import Evaluation, Score
-from forge.evaluation.settings import read_evaluations
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def read_scores(paths: RunPaths) -> list[ScoreRow]:
     """The scores of a run, of all steps that were evaluated as the last one was; [] without any. A
     record that cannot be read counts as none: a page for people must not fail because of it."""
     try:
-        evaluations = read_evaluations(paths)
+        evaluations = _evaluations(paths)
     except DataError:
         return []
     rows: dict[tuple[str, str], dict[int, Score]] = {}
@@ -97,6 +96,13 @@ def read_scores(paths: RunPaths) -> list[ScoreRow]:
             for score in evaluation.scores:
                 rows.setdefault((score.task, score.metric), {})[evaluation.step] = score
     return [ScoreRow(task, metric, by_step) for (task, metric), by_step in sorted(rows.items())]
+
+
+def _evaluations(paths: RunPaths) -> list[Evaluation]:
+    """The scores of all evaluated checkpoints, by step. Raises DataError where a file is corrupt."""
+    files = paths.evaluations.glob("step-*.json") if paths.evaluations.is_dir() else ()
+    records = [path for path in files if checkpoint_step(path.stem) is not None]
+    return sorted(map(Evaluation.read, records), key=lambda evaluation: evaluation.step)
 
 
 def _settings(evaluation: Evaluation) -> dict[str, object]:

@@ -37,8 +37,6 @@ from forge.reporting.find_runs import project_folder
 # What a run's own config.json never decides, since it is executed or opened. `evaluate` and `tracking`,
 # which it should not have, hold modules and addresses.
 OF_THE_USER = ("program.validate", "program.source", "program.inputs", "evaluate", "tracking")
-# What commands write in a run's directory, where a link would lead out of it.
-WRITTEN = ("events.jsonl", "evaluations", "export")
 
 
 @dataclass(frozen=True)
@@ -87,11 +85,12 @@ def trusted(
     the results. Raises ConfigError, and DataError where it would write through a link.
     """
     own = read_object_or_empty(run.config)
-    known, why = (_of_file(file, run), "") if file else _of_project(run, own)
+    of_project, why = _of_project(run, own)
+    if writes and of_project is None:
+        _refuse_links(run)
+    known = _of_file(file, run) if file else of_project
     values = known.to_json() if known else _without(own, (*OF_THE_USER, "data"))
     if known is None:
-        if writes:
-            _refuse_links(run)
         values["data"] = project_folder("data")
         _say_what_is_not_used(run, why, [*_unused(own, values, overrides, needed)])
     values = {**values, "ids": values.get("ids") or own.get("ids") or {}}
@@ -103,20 +102,14 @@ def trusted(
 def trusted_data(run: RunPaths, file: str | None, *, writes: bool = False) -> str:
     """The directory with tokenizers and tokens: of --config, else of the project. For runs of Forge's own
     trainer, whose checkpoints have a config. writes: whether the command writes beside them."""
-    if file:
-        return _of_file(file, run).data
     if writes and _of_project(run, read_object_or_empty(run.config))[0] is None:
         _refuse_links(run)
-    return project_folder("data")
+    return _of_file(file, run).data if file else project_folder("data")
 
 
-def training_settings(
-    named: str, file: str | None, config: ResolvedConfig, overrides: dict[str, Any]
-) -> RunSettings:
-    """Trackers and evaluations for training by the config that a user names. file: of the workflow.
-    Without it they are in that config, and for a run's config.json, which has none, in the project's."""
-    if file:
-        return RunSettings.read(Path(file))
+def training_settings(named: str, config: ResolvedConfig, overrides: dict[str, Any]) -> RunSettings:
+    """Trackers and evaluations for training by the config that a user names: those of that config, and
+    for a run's config.json, which has none, of the project's."""
     if run := directory_of(named):
         config = trusted(run, None, overrides, "tracking", "evaluate", writes=False).config
     return RunSettings(tracking=config.tracking, evaluate=config.evaluate)
@@ -215,5 +208,6 @@ def _say_what_is_not_used(run: RunPaths, why: str, keys: list[str]) -> None:
 
 
 def _refuse_links(run: RunPaths) -> None:
-    for name in WRITTEN:
-        refuse_link(run.root / name)
+    """DataError for a link by which a command would write outside of the run's directory."""
+    for path in run.extended:
+        refuse_link(path)

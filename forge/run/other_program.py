@@ -16,10 +16,9 @@ from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError, Exit
 from forge.core.paths import RunPaths, inputs_folder
 from forge.core.program_settings import Program
-from forge.core.records import Trained
+from forge.core.records import StageRecord, Trained
 from forge.core.terminal import say
-from forge.data.input_set import InputSet
-from forge.data.inputs import source_digest
+from forge.data.inputs import InputSet, source_digest
 from forge.launch.launcher import LaunchPlan, run_ranks
 from forge.launch.program_rank import (
     heartbeat_file,
@@ -29,11 +28,7 @@ from forge.launch.program_rank import (
     saved_file,
 )
 from forge.launch.rank_records import ProgramTask, RankRecord
-from forge.staging.staged import (
-    program_folders,
-    staged_python,
-    staged_source_digest,
-)
+from forge.staging.stage import program_folders
 from forge.trainer.metrics import StepLog
 from forge.validation.program_checks import AllProgramChecks
 
@@ -110,7 +105,7 @@ class OtherProgram:
 
     def launch(self, start: LaunchPlan, placement: Placement, step: int | None) -> RankRecord:
         task = self._task(start, step)
-        sealer = self._sealer()
+        sealer = self._sealer(start.staged)
         machine = start.machine.model_copy(
             update={"stop_grace_sec": self.program.stop.grace_sec, "async_save": False}
         )
@@ -128,7 +123,7 @@ class OtherProgram:
                 machine,
                 start.layout,
                 placement=placement,
-                python=staged_python(self.paths),
+                python=start.staged.interpreter,
             )
             orderly = record.all_exited_with_0
         finally:
@@ -138,7 +133,7 @@ class OtherProgram:
 
     def _task(self, start: LaunchPlan, step: int | None) -> ProgramTask:
         latest = None if step is None else self.checkpoints.latest()
-        staged, shared = program_folders(self.config, self.program)
+        staged, shared = program_folders(self.config, self.program, start.staged)
         launches = [e for e in events.read(self.paths.events) if isinstance(e, events.Launch)]
         return ProgramTask(
             program=self.program,
@@ -156,7 +151,7 @@ class OtherProgram:
         inputs_id = self.config.ids.inputs
         return InputSet.open(inputs_folder(self.config.data, inputs_id)) if inputs_id else None
 
-    def _sealer(self) -> Sealer | None:
+    def _sealer(self, staged: StageRecord) -> Sealer | None:
         if self.program.checkpoints is None:
             return None
         self.paths.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -164,7 +159,7 @@ class OtherProgram:
         return Sealer(
             self.checkpoints,
             self._progress(),
-            self._lineage(),
+            self._lineage(staged),
             self.program.keep_last,
             on_look=lambda progress, is_last: log.tell(progress.steps, is_last=is_last),
         )
@@ -178,13 +173,13 @@ class OtherProgram:
             *([read_step(p) for p in files] for files in (beats, running, saved))
         )
 
-    def _lineage(self) -> SealLineage:
+    def _lineage(self, staged: StageRecord) -> SealLineage:
         """Artifacts and code that make the checkpoints of this launch."""
         source, inputs, config = self.program.source, self._inputs, self.config
         digest = ""
         if source:
             outputs = (config.results, config.data)
-            digest = staged_source_digest(self.paths) or source_digest(Path(source), outputs)
+            digest = staged.source_digest or source_digest(Path(source), outputs)
         return SealLineage.of(
             config,
             self.program,

@@ -8,7 +8,7 @@ from forge.core import memory
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine
-from forge.core.memory import ADAM, GIB, WEIGHT, Shape
+from forge.core.memory import GIB, WEIGHT, Shape
 from forge.core.mix import stages
 from forge.core.terminal import Table, duration, print_plain
 from forge.trainer.metrics import PEAK_BF16_FLOPS
@@ -46,7 +46,7 @@ def _facts(config: Config, shape: Shape, layout: WorldLayout) -> list[str]:
     peak = PEAK_BF16_FLOPS[GPU]
     assert peak is not None
     seconds = flops / (layout.world_size * peak * UTILIZATION)
-    saved = (WEIGHT + ADAM) * shape.num_parameters / 1e9
+    saved = (WEIGHT * shape.num_parameters + shape.optimizer_bytes) / 1e9
     is_known = model.vocab_size or config.tokenizer.source == "train"
     known = "" if is_known else " (the tokenizer's is not known yet)"
     ranks = f"{layout.nodes} x {layout.ranks_per_node} (nodes x ranks per node)"

@@ -21,10 +21,6 @@ from forge.data import model
 from forge.launch.launcher import LaunchPlan, run_ranks
 from forge.launch.rank_records import RankRecord, TrainTask
 from forge.run.other_program import OtherProgram
-from forge.staging.staged import (
-    staged_folders,
-    staged_python,
-)
 from forge.validation.checkpoint_checks import ForgeChecks, RunChecks
 from forge.validation.estimates import memory_bytes
 
@@ -185,12 +181,12 @@ class ForgeTrainer(ForgeRun):
         return compatibility.schedule_warnings(self.config, resume.latest(self.paths))
 
     def launch(self, start: LaunchPlan, placement: Placement, step: int | None) -> RankRecord:
-        staged, shared = self._shards()
+        staged = start.staged.folders
         task = TrainTask(
             step=self.first_step if step is None else step,
             started=time.time(),
             staged=staged,
-            shared=shared,
+            shared=self._shards(is_staged=bool(staged)),
             require_checkpoint=start.require_checkpoint,
             deadline=start.deadline,
             own_deadline=start.own_deadline,
@@ -201,7 +197,7 @@ class ForgeTrainer(ForgeRun):
             start.machine,
             start.layout,
             placement=placement,
-            python=staged_python(self.paths),
+            python=start.staged.interpreter,
         )
 
     def committed_step(self) -> int:
@@ -229,16 +225,14 @@ class ForgeTrainer(ForgeRun):
                 return event.weights_digest
         return None
 
-    def _shards(self) -> tuple[dict[str, str], str]:
-        """Directories from which ranks read: the staged ones by host, and the shared one for other hosts.
-        DataError without shards."""
-        staged = staged_folders(self.paths)
+    def _shards(self, *, is_staged: bool) -> str:
+        """The shared directory of the shards. DataError without shards, unless they are staged."""
         folder = tokens_folder(self.config.data, self.config.ids.tokens)
-        if not staged and not (folder / MANIFEST).exists():
+        if not is_staged and not (folder / MANIFEST).exists():
             made = f"forge tokenizer {self.paths.config} && forge tokenize {self.paths.config}"
             raise DataError(
                 f"{folder} has no complete shards",
                 cause="the corpus has not been tokenized for this config",
                 fix=f"run: {made}",
             )
-        return staged, str(folder)
+        return str(folder)

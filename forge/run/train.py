@@ -30,7 +30,7 @@ from forge.launch.rank_records import RankRecord
 from forge.preflight.preflight import recheck
 from forge.run import crash_loop, requeue
 from forge.run.programs import TrainingProgram, program_of
-from forge.staging.staged import remove_staged
+from forge.staging.stage import remove_staged, stage_record
 from forge.tracking.feed_process import tracked
 
 # Before each start after the disk was full.
@@ -63,11 +63,12 @@ def train(
     placement = find_placement(machine, layout)
     job = placement.job or slurm.this_job()  # ranks that need no srun may run inside a job, too
     ends = [end for end in (own_deadline, job and job.end_time) if end]
-    start = LaunchPlan(
-        machine, layout, require_checkpoint, min(ends, default=None), own_deadline, job
-    )
     with lock(paths.root, "train"):
         wait_for_orphans(paths)
+        staged = stage_record(paths)
+        start = LaunchPlan(
+            machine, layout, staged, require_checkpoint, min(ends, default=None), own_deadline, job
+        )
         program = program_of(config, layout)
         step = program.prepare(start)
         refuse_known_failure(config, paths)
@@ -75,13 +76,13 @@ def train(
             config.write(paths.config)
         if step is not None and program.is_complete(step):
             say(f"{paths.root} is complete at step {step}: nothing to train")
-            remove_staged(paths, placement)
+            remove_staged(staged, paths.root.name, placement)
             return _write_trained(program, step)
         with tracked(paths, settings.tracking), evaluated(paths, settings, config.data):
             try:
                 record = _train_until_it_ends(program, start, placement, step)
             finally:
-                remove_staged(paths, placement)
+                remove_staged(staged, paths.root.name, placement)
             if record.status in ("stopped", "lost") and job:
                 _requeue(record, paths, job, machine, step=program.committed_step())
             return _conclude(program, record)
@@ -210,7 +211,8 @@ def _at_fault(
     if record.cause == lost_ranks.HANG:
         say(f"checking {record.host}, on which a rank hung …")
         try:
-            trouble = recheck(config, start.machine, start.layout, placement.only([record.host]))
+            alone = placement.only([record.host])
+            trouble = recheck(config, start.machine, start.layout, alone, start.staged)
         except slurm.SlurmSilent:  # nothing is known of the node
             return {}
         return {record.host: f"{record.message}; checked: {trouble}"} if trouble else {}

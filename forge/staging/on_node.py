@@ -21,6 +21,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,7 +40,7 @@ from forge.core.files import (
 from forge.core.paths import MANIFEST
 from forge.core.process import boot_id, node_local_folder
 from forge.core.terminal import progress
-from forge.data.input_set import InputSet
+from forge.data.inputs import InputSet
 from forge.data.shards import FileSet, Kind, Member
 from forge.data.sources import open_tokens
 
@@ -197,6 +198,21 @@ def _seconds(reads: list[tuple[Path, int, int]]) -> float:
 # --- requests ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class NodeState:
+    """What `forge stage` must know of a node."""
+
+    root: str  # its private directory
+    folder: str  # of the copy
+    complete: bool  # whether the copy is
+    problem: str  # why it is corrupt; "" where it is not
+    in_place: bool  # whether to read from the shared file system
+    why: str  # that is so, or is not
+    free: int  # bytes
+    link_mbit: int  # speed of its interface to the sender; 0 where it is not known
+    jobs: list[str]  # that have left directories there
+
+
 def look(
     *,
     base: str | None,
@@ -207,8 +223,8 @@ def look(
     shared: str,
     mode: str,
     goes_away: bool,
-) -> dict[str, Any]:
-    """What `forge stage` must know of this node: directory of the copy, its state, space, speed.
+) -> NodeState:
+    """The state of this node.
 
     base: stage.folder. job: with which the copy is removed; None to keep it. sender: the host that
     would send it; None where nothing is sent. shared: the directory of the set on the shared file
@@ -222,17 +238,17 @@ def look(
     except DataError as err:
         complete, problem = False, err.what
     in_place, why = shared_verdict(kind, Path(shared), digest, root, mode, goes_away=goes_away)
-    return {
-        "root": str(root),
-        "folder": str(folder),
-        "complete": complete,
-        "problem": problem,
-        "in_place": in_place,
-        "why": why,
-        "free": shutil.disk_usage(root).free,
-        "link_mbit": link_mbit(sender) if sender else 0,
-        "jobs": sorted(path.name.removeprefix("job-") for path in root.glob("job-*")),
-    }
+    return NodeState(
+        root=str(root),
+        folder=str(folder),
+        complete=complete,
+        problem=problem,
+        in_place=in_place,
+        why=why,
+        free=shutil.disk_usage(root).free,
+        link_mbit=link_mbit(sender) if sender else 0,
+        jobs=sorted(path.name.removeprefix("job-") for path in root.glob("job-*")),
+    )
 
 
 def link_mbit(host: str) -> int:
@@ -428,13 +444,7 @@ def forget(*, root: str, names: list[str]) -> int:
     return shutil.disk_usage(root).free
 
 
-REQUESTS: dict[str, Callable[..., Any]] = {
-    "look": look,
-    "copy": copy,
-    "begin": begin,
-    "unpack": unpack,
-    "finish": finish,
-    "mark": mark,
-    "unmark": unmark,
-    "forget": forget,
-}
+REQUESTS: tuple[Callable[..., Any], ...] = (
+    *(look, copy, begin, unpack, finish),
+    *(mark, unmark, forget),
+)

@@ -5,26 +5,29 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from forge.cluster import slurm
-from forge.cluster.nodes import NodeFailure, NodePool, Response, failed_on
+from forge.cluster.nodes import NodeFailure, NodePool, failed_on
 from forge.cluster.placement import Placement
 from forge.core.config import Config
 from forge.core.errors import UnfitError
 from forge.core.machine import Machine, StageSettings
 from forge.core.paths import MANIFEST
 from forge.core.process import hostname
+from forge.core.records import StageRecord
 from forge.core.terminal import progress, say
 from forge.data.shards import FileSet, Member
 from forge.staging import on_node
 from forge.staging.archive import Archive, make_archive
 from forge.staging.environment import stage_project
-from forge.staging.on_node import CHUNKS, SPARE_BYTES
+from forge.staging.on_node import CHUNKS, SPARE_BYTES, NodeState
 from forge.staging.sbcast import COMPRESS_SHARDS_BELOW, Broadcast, SbcastFailed, is_slower
-from forge.staging.staged import StageRecord
+
+T = TypeVar("T")
 
 ASK_SEC = 30.0
 MIN_DISK_BYTES_PER_SEC = 50 * 2**20  # a local disk that is slower counts as broken
@@ -49,14 +52,17 @@ def stage_nodes(
     if machine.stage.project and not placement.is_here:
         project = stage_project(config, machine, placement)
     if source is None:
-        record = StageRecord.of_no_files(job, project.roots if project else {})
+        record = StageRecord(job=job, roots=project.roots if project else {})
     elif placement.is_here:
         here = ThisHost(placement)
         record = _stage(_Staging(here, source, config, machine.stage, min_nodes=min_nodes))
     else:
         with NodePool(placement, python=project.python if project else sys.executable) as pool:
             record = _stage(_Staging(pool, source, config, machine.stage, min_nodes=min_nodes))
-    return record.with_project(project) if project else record
+    if project is None:
+        return record
+    copied = {name: getattr(project, name) for name in ("python", "source", "source_digest")}
+    return record.model_copy(update=copied)
 
 
 class ThisHost:
@@ -67,20 +73,19 @@ class ThisHost:
 
     def ask(
         self,
-        request: str,
+        request: Callable[..., T],
         *,
         timeout_sec: float,
         hosts: Collection[str] | None = None,
         each: Mapping[str, Mapping[str, Any]] | None = None,
         **arguments: Any,
-    ) -> dict[str, Response]:
+    ) -> dict[str, T | NodeFailure]:
         """As `NodePool.ask`, but without the timeout, and DataError is raised."""
-        function = on_node.REQUESTS[request]
         wanted = self.placement.hosts if hosts is None else hosts
-        answers: dict[str, Response] = {}
+        answers: dict[str, T | NodeFailure] = {}
         for host in wanted:
             try:
-                answers[host] = function(**{**arguments, **(each or {}).get(host, {})})
+                answers[host] = request(**{**arguments, **(each or {}).get(host, {})})
             except UnfitError as err:
                 answers[host] = NodeFailure(err.what, err.cause, err.fix)
         return answers
@@ -118,7 +123,7 @@ class _Staging:
         self._job = job.id if job else slurm.this_job_id()  # None outside of Slurm
         self.settings, self._min_nodes = settings, min_nodes
         self._hosts = list(pool.placement.hosts)
-        self._states: dict[str, dict[str, Any]] = {}  # node -> response to `look`
+        self._states: dict[str, NodeState] = {}  # node -> response to `look`
         self._folders: dict[str, str] = {}  # node -> directory that its ranks read
         self._sent: list[str] = []
         self._seconds = {"archive": 0.0, "send": 0.0, "verify": 0.0}
@@ -128,7 +133,7 @@ class _Staging:
     def look(self) -> None:
         """Ask every node for its state, decide where its ranks read, and print that."""
         self._states = self._ask(
-            "look",
+            on_node.look,
             f"looking for the {self._kind}",
             self._read_all_sec,
             base=self.settings.folder,
@@ -142,23 +147,23 @@ class _Staging:
         unseen: dict[str, NodeFailure] = {}
         messages: dict[str, list[str]] = {}
         for host, state in self._states.items():
-            if state["in_place"]:
+            if state.in_place:
                 self._folders[host] = str(self._source.folder.resolve())
-                messages.setdefault(f"reading in place ({state['why']})", []).append(host)
+                messages.setdefault(f"reading in place ({state.why})", []).append(host)
             elif self.settings.mode == "never":
                 fix = "set stage.mode to auto, or mount the data directory there"
-                unseen[host] = NodeFailure(state["why"], "stage.mode is never", fix)
-            elif state["complete"]:
-                self._folders[host] = state["folder"]
-                messages.setdefault(f"has the {self._kind} in {state['folder']}", []).append(host)
+                unseen[host] = NodeFailure(state.why, "stage.mode is never", fix)
+            elif state.complete:
+                self._folders[host] = state.folder
+                messages.setdefault(f"has the {self._kind} in {state.folder}", []).append(host)
             else:
-                why = state["problem"] and f"replacing a corrupt copy: {state['problem']}"
-                why = why or f"gets the {self._kind}: {state['why']}"
+                why = state.problem and f"replacing a corrupt copy: {state.problem}"
+                why = why or f"gets the {self._kind}: {state.why}"
                 messages.setdefault(why, []).append(host)
         for message, hosts in messages.items():
             say(f"stage: {', '.join(hosts)}: {message}")
         self._drop(unseen, f"reading the {self._kind} in place")
-        if self._is_here and any(state["in_place"] for state in self._states.values()):
+        if self._is_here and any(state.in_place for state in self._states.values()):
             # Only here: on several nodes, each rank verifies its part of the shards when it starts, and
             # of inputs in place only sizes and times are compared.
             self._source.verify()
@@ -166,13 +171,15 @@ class _Staging:
     def claim(self) -> None:
         """Mark on each node that this run uses the job's directory there."""
         if self._job:
-            self._ask("mark", "staging", ASK_SEC, each=self._roots(), **self._claim)
+            self._ask(on_node.mark, "staging", ASK_SEC, each=self._roots(), **self._claim)
 
     def withdraw(self) -> None:
         """Undo `claim` on every node. What is to be kept is in another directory."""
         if self._job:
-            each = {host: {"root": response["root"]} for host, response in self._states.items()}
-            self._pool.ask("unmark", timeout_sec=ASK_SEC, hosts=each, each=each, **self._claim)
+            each = {host: {"root": response.root} for host, response in self._states.items()}
+            self._pool.ask(
+                on_node.unmark, timeout_sec=ASK_SEC, hosts=each, each=each, **self._claim
+            )
 
     @property
     def _claim(self) -> dict[str, Any]:
@@ -182,14 +189,14 @@ class _Staging:
         """Remove the directories of jobs that have ended."""
         if self._job is None or not slurm.is_here():
             return
-        left = {job for state in self._states.values() for job in state["jobs"]} - {self._job}
+        left = {job for state in self._states.values() for job in state.jobs} - {self._job}
         ended = [f"job-{job}" for job in left if not _may_run(job)]
         if ended:
             free = self._ask(
-                "forget", "removing old sets", ASK_SEC, each=self._roots(), names=ended
+                on_node.forget, "removing old sets", ASK_SEC, each=self._roots(), names=ended
             )
             for host, bytes_free in free.items():
-                self._states[host]["free"] = bytes_free
+                self._states[host] = replace(self._states[host], free=bytes_free)
             say(f"stage: removed what ended jobs had left ({', '.join(sorted(ended))})")
 
     def lacking(self) -> list[str]:
@@ -207,8 +214,8 @@ class _Staging:
             self._copy(hosts)
             return
         archive = self._archive(hosts)
-        for root in sorted({self._states[host]["root"] for host in hosts}):
-            self._send_below(root, [h for h in hosts if self._states[h]["root"] == root], archive)
+        for root in sorted({self._states[host].root for host in hosts}):
+            self._send_below(root, [h for h in hosts if self._states[h].root == root], archive)
 
     def _with_space(self, hosts: list[str]) -> list[str]:
         # The archive and what is unpacked of it are on the disk at the same time.
@@ -216,13 +223,13 @@ class _Staging:
         needed = copies * self._source.num_bytes + SPARE_BYTES
         full = {
             host: NodeFailure(
-                f"{state['root']} has {state['free'] / 2**30:.2f} GiB free, the {self._kind}{archive}"
+                f"{state.root} has {state.free / 2**30:.2f} GiB free, the {self._kind}{archive}"
                 f" need {needed / 2**30:.2f} GiB",
                 "other jobs or older staged sets fill this disk",
                 "remove old sets there, choose another stage.folder, or set stage.mode to never",
             )
             for host in hosts
-            if (state := self._states[host])["free"] < needed
+            if (state := self._states[host]).free < needed
         }
         self._drop(full, "staging")
         return [host for host in hosts if host not in full]
@@ -230,10 +237,10 @@ class _Staging:
     def _copy(self, hosts: list[str]) -> None:
         """Copy on this host, the only one, without an archive."""
         shared = str(self._source.folder.resolve())
-        each = {host: {"folder": self._states[host]["folder"]} for host in hosts}
+        each = {host: {"folder": self._states[host].folder} for host in hosts}
         sec = self._read_all_sec  # for the copy of another run, and for our own
         copied = self._ask(
-            *("copy", "copying", 2 * sec, hosts),
+            *(on_node.copy, "copying", 2 * sec, hosts),
             each=each,
             shared=shared,
             wait_sec=sec,
@@ -246,7 +253,7 @@ class _Staging:
 
     def _archive(self, hosts: list[str]) -> Archive:
         started = time.monotonic()
-        compress = is_slower((self._states[h]["link_mbit"] for h in hosts), COMPRESS_SHARDS_BELOW)
+        compress = is_slower((self._states[h].link_mbit for h in hosts), COMPRESS_SHARDS_BELOW)
         source = self._source
         archives = on_node.private_root(Path(self._config.data) / "archives")
         folder = archives / (source.digest[:32] + "-zstd" * compress)
@@ -264,7 +271,7 @@ class _Staging:
         assert self._job
         name = f"job-{self._job}/writing-{hostname()}-{os.getpid()}"
         temporary = f"{root}/{name}"
-        hosts = list(self._ask("begin", "staging", ASK_SEC, hosts, temporary=temporary))
+        hosts = list(self._ask(on_node.begin, "staging", ASK_SEC, hosts, temporary=temporary))
         started = time.monotonic()
         try:
             with (
@@ -277,12 +284,14 @@ class _Staging:
                     deadline = ASK_SEC + archive.chunks[chunk] * 8 / MIN_DISK_BYTES_PER_SEC
                     here = [host for host in hosts if host in self._hosts]
                     what = {"chunk": chunk, "digest": archive.digests[chunk]}
-                    self._ask("unpack", "unpacking", deadline, here, temporary=temporary, **what)
+                    self._ask(
+                        on_node.unpack, "unpacking", deadline, here, temporary=temporary, **what
+                    )
                     done += archive.chunks[chunk]
                     report(done / 2**20)
         except SbcastFailed as broken:
             free = self._pool.ask(
-                "forget", timeout_sec=ASK_SEC, hosts=hosts, root=root, names=[name]
+                on_node.forget, timeout_sec=ASK_SEC, hosts=hosts, root=root, names=[name]
             )
             self._drop(_with_free(broken.failures, free, root), "sbcast")
             return
@@ -291,9 +300,11 @@ class _Staging:
 
     def _finish(self, temporary: str, hosts: list[str]) -> None:
         started = time.monotonic()
-        each = {host: {"folder": self._states[host]["folder"]} for host in hosts}
+        each = {host: {"folder": self._states[host].folder} for host in hosts}
         common = {"temporary": temporary, **self._set}
-        done = self._ask("finish", "verifying", self._read_all_sec, hosts, each=each, **common)
+        done = self._ask(
+            on_node.finish, "verifying", self._read_all_sec, hosts, each=each, **common
+        )
         self._seconds["verify"] += time.monotonic() - started
         self._arrived(dict.fromkeys(done, True))
 
@@ -301,7 +312,7 @@ class _Staging:
         """Note that these nodes have a valid copy now. hosts: node -> False where another run has made
         its copy."""
         for host, is_ours in hosts.items():
-            self._folders[host] = self._states[host]["folder"]
+            self._folders[host] = self._states[host].folder
             if is_ours:
                 self._sent.append(host)
         if hosts:
@@ -312,7 +323,7 @@ class _Staging:
 
     def record(self) -> StageRecord:
         """The stage record."""
-        roots = {host: self._states[host]["root"] for host in self._hosts}
+        roots = {host: self._states[host].root for host in self._hosts}
         return StageRecord(
             digest=self._source.digest,
             bytes=self._source.num_bytes,
@@ -342,21 +353,21 @@ class _Staging:
         return ASK_SEC + self._source.num_bytes / MIN_DISK_BYTES_PER_SEC
 
     def _roots(self) -> dict[str, dict[str, str]]:
-        return {host: {"root": self._states[host]["root"]} for host in self._hosts}
+        return {host: {"root": self._states[host].root} for host in self._hosts}
 
     def _ask(
         self,
-        request: str,
+        request: Callable[..., T],
         action: str,
         timeout_sec: float,
         hosts: list[str] | None = None,
         **arguments: Any,
-    ) -> dict[str, Response]:
+    ) -> dict[str, T]:
         """The responses of the nodes on which the request succeeded; the others are dropped."""
         asked = self._hosts if hosts is None else hosts
         responses = self._pool.ask(request, timeout_sec=timeout_sec, hosts=asked, **arguments)
         self._drop({h: r for h, r in responses.items() if isinstance(r, NodeFailure)}, action)
-        return {host: response for host, response in responses.items() if host in self._hosts}
+        return {h: r for h, r in responses.items() if not isinstance(r, NodeFailure)}
 
     def _drop(self, failures: Mapping[str, NodeFailure], action: str) -> None:
         """Continue without these nodes. UnfitError that names them when fewer than min_nodes remain."""
@@ -372,20 +383,17 @@ class _Staging:
 
 
 def _with_free(
-    failures: Mapping[str, NodeFailure], free: Mapping[str, Response], root: str
+    failures: Mapping[str, NodeFailure], free: Mapping[str, int | NodeFailure], root: str
 ) -> dict[str, NodeFailure]:
     """The failures with the free space of each node: for a full disk, sbcast gives no reason."""
+    cause = "its disk is full now, or its connection broke"
     fix = "free space there, choose another stage.folder, or leave this node out (slurm.exclude)"
-    return {
-        host: NodeFailure(
-            f"{failure.message} ({free[host] / 2**30:.2f} GiB are free in {root})"
-            if isinstance(free.get(host), int)
-            else failure.message,
-            "its disk is full now, or its connection broke",
-            fix,
-        )
-        for host, failure in failures.items()
-    }
+    explained = {}
+    for host, failure in failures.items():
+        left = free.get(host)
+        known = f" ({left / 2**30:.2f} GiB are free in {root})" if isinstance(left, int) else ""
+        explained[host] = NodeFailure(failure.message + known, cause, fix)
+    return explained
 
 
 def _may_run(job_id: str) -> bool:

@@ -25,8 +25,8 @@ from forge.core.errors import ConfigError, ForgeError, UnfitError
 from forge.core.paths import RunPaths
 from forge.core.process import stop_with_parent
 from forge.core.records import Sent
+from forge.core.service_settings import Tracking
 from forge.core.terminal import begin_log, say, write
-from forge.core.tracking import Tracking
 from forge.tracking.rows import Rows
 from forge.tracking.to_mlflow import MLflow
 from forge.tracking.to_tensorboard import TensorBoard

@@ -13,8 +13,8 @@ from forge.core.errors import ForgeError
 from forge.core.files import open_private
 from forge.core.paths import RunPaths
 from forge.core.records import Sent
+from forge.core.service_settings import Tracking
 from forge.core.terminal import say
-from forge.core.tracking import Tracking
 from forge.tracking.feed import sent_file
 from forge.tracking.tracker import missing_packages
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from forge.core.records import Sent
-from forge.core.tracking import Mlflow
+from forge.core.service_settings import Mlflow
 from forge.tracking.rows import StepRow
 from forge.tracking.tracker import TrackedRun
 

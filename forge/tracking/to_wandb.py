@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from forge.core.errors import UnfitError
 from forge.core.records import Sent
-from forge.core.tracking import Wandb
+from forge.core.service_settings import Wandb
 from forge.tracking.rows import StepRow
 from forge.tracking.tracker import TrackedRun
 
@@ -40,7 +40,7 @@ class WeightsAndBiases:
 
         if wandb.run:  # of a first try, which failed later
             wandb.run.finish()
-        self._id, self._folder = sent.id, run.paths.root / "wandb"
+        self._id, self._folder = sent.id, run.paths.wandb
         self._offline = self._is_offline()
         self._run = wandb.init(
             dir=str(run.paths.root),

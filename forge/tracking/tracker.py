@@ -13,7 +13,7 @@ from forge.core.files import read_object
 from forge.core.paths import RunPaths
 from forge.core.provenance import config_digest
 from forge.core.records import Sent
-from forge.core.tracking import Tracking
+from forge.core.service_settings import Tracking
 from forge.tracking.rows import StepRow
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forge.core.model_settings import Model
+from forge.core.models.base import Model
 
 # Numbers of documents to which `Documents.bounds` is padded: powers of this. torch.compile makes one
 # graph for each, and stops after eight (torch._dynamo.config.recompile_limit).

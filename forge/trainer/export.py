@@ -1,8 +1,8 @@
-"""`forge export`: write a checkpoint as a directory that Hugging Face `transformers` loads: as a Llama,
-Qwen3 or OLMo 2, by model.norm and model.qk_norm.
+"""`forge export`: write a checkpoint as a directory that Hugging Face `transformers` loads, as the
+architecture that the model is there.
 
-The weights have their names and rotary convention already (`trainer.llama`), so they are copied
-unchanged.
+The weights have their names already (trainer/models), so they are copied; where the files of an
+architecture have a matrix transposed, it is transposed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.file_list import described
 from forge.core.files import atomic_open, grouped, write_json
-from forge.core.model_settings import Model
+from forge.core.models.base import Model
 from forge.core.paths import TOKENIZER, RunPaths, tokenizer_folder
 from forge.core.records import Trained, Validation
 from forge.core.terminal import progress, say
-from forge.data.hf_config import LLAMA3, family_of
 from forge.data.tokenizer import TOKENIZER_CONFIG, LoadedTokenizer, load_tokenizer
-from forge.trainer.initialize import INIT_STD
-from forge.trainer.llama import Trunk
+from forge.trainer.models.decoder import make_decoder
 
 CARD = "README.md"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -63,7 +61,7 @@ def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any])
             say(f"export of step {checkpoint.step} in {target}: nothing to do")
             return target
         source = _VerifiedCheckpoint.open(checkpoint, overrides)
-        family_of(source.config.model)  # refuses a model that transformers does not have
+        _ = source.config.model.hf_architecture  # refuses one that transformers does not have
         with atomic_directory(target) as draft:
             weights_digest = _write_weights(draft, source, DTYPES[dtype])
             _check_final_weights(checkpoint, weights_digest)
@@ -142,13 +140,8 @@ class _VerifiedCheckpoint:
                 fix="give the current path of `data`: --data=FOLDER",
             )
         tokenizer = load_tokenizer(folder)
-        if tokenizer.digest != lineage.tokenizer.digest:
-            raise DataError(
-                f"{folder} has digest {tokenizer.digest[:12]}, the checkpoint was trained with"
-                f" {lineage.tokenizer.digest[:12]}",
-                cause="the tokenizer was rebuilt from other text",
-                fix="restore the tokenizer that the run was trained with",
-            )
+        digests = {**lineage.data_digests, "tokenizer": tokenizer.digest}  # no tokens are read
+        compatibility.check_same_data(checkpoint, digests)
         shapes = _shapes(checkpoint, config.model, tokenizer.vocab_size)
         return cls(checkpoint, config, tokenizer, folder / TOKENIZER, shapes)
 
@@ -157,11 +150,8 @@ def _shapes(
     checkpoint: directory.Checkpoint, model: Model, vocab_size: int
 ) -> dict[str, torch.Size]:
     """Shape of each weight. DataError where the checkpoint's weights are not those of its config."""
-    with torch.device("meta"):  # names and shapes cost no memory
-        trunk = Trunk(model, vocab_size).state_dict()
-    wanted = {f"model.{name}": tensor.shape for name, tensor in trunk.items()}
-    if not model.tie_embeddings:
-        wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
+    weights = make_decoder(model, vocab_size).state_dict()  # names and shapes, without memory
+    wanted = {name: tensor.shape for name, tensor in weights.items()}
     index = storage.SafeReader(checkpoint.folder).read_metadata()
     stored = {
         name.removeprefix("model."): entry.size
@@ -202,7 +192,9 @@ def _write_weights(draft: Path, source: _VerifiedCheckpoint, dtype: torch.dtype)
             storage.read_tensors({"model": tensors}, source.checkpoint.folder, no_dist=True)
             for name, tensor in tensors.items():
                 storage.update_digest(hasher, name, tensor)
-                tensors[name] = tensor.to(dtype)
+                is_transposed = source.config.model.is_transposed_in_hf(name)
+                stored = tensor.T.contiguous() if is_transposed else tensor
+                tensors[name] = stored.to(dtype)
                 done += tensor.numel()
             _save(tensors, draft / file)
             weight_map |= dict.fromkeys(names, file)
@@ -255,48 +247,21 @@ def _write_configs(draft: Path, source: _VerifiedCheckpoint, dtype: str) -> None
     has in other places. Raises ConfigError for a model that transformers does not have.
     """
     model, eos_id = source.config.model, source.tokenizer.eos_id
-    family, rope, longest = family_of(model), _rope(model), source.config.train.seq_len
-    if scaling := model.rope_scaling:
-        longest = max(longest, int(scaling.factor * scaling.original_tokens))
     name = str(DTYPES[dtype]).removeprefix("torch.")
     config = {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
+        **model.to_hf(source.config.train.seq_len),
+        "architectures": [model.hf_architecture],
         "vocab_size": model.num_rows(source.tokenizer.vocab_size),
-        "hidden_size": model.dim,
-        "intermediate_size": model.inner_dim,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_width,
-        "hidden_act": "silu",
-        "max_position_embeddings": longest,
-        "initializer_range": INIT_STD,
-        "rms_norm_eps": model.norm_eps,
-        "rope_parameters": {**rope, "rope_theta": model.rope_theta},
-        "rope_theta": model.rope_theta,  # for transformers 4
         "tie_word_embeddings": model.tie_embeddings,
-        "attention_bias": False,
-        "mlp_bias": False,
         "bos_token_id": None,  # Llama's default is 1
         "eos_token_id": eos_id,
         "dtype": name,
         "torch_dtype": name,  # for transformers 4
     }
-    if scaling:
-        config["rope_scaling"] = rope  # for transformers 4
     write_json(draft / "config.json", config)
     # Finished rows of a batch are filled with the padding token.
     generation = {"eos_token_id": eos_id, "pad_token_id": eos_id}
     write_json(draft / "generation_config.json", generation)
-
-
-def _rope(model: Model) -> dict[str, Any]:
-    """The type of rotary positions, with its numbers."""
-    if model.rope_scaling is None:
-        return {"rope_type": "default"}
-    numbers = {theirs: getattr(model.rope_scaling, ours) for theirs, ours in LLAMA3.items()}
-    return {"rope_type": "llama3", **numbers}
 
 
 def _write_tokenizer(draft: Path, source: _VerifiedCheckpoint) -> None:
@@ -363,7 +328,7 @@ pipeline_tag: text-generation
 ---
 # {facts["run"]}, step {facts["step"]}
 
-A language model of the architecture {family_of(model).architecture}, {_origin(source)} and exported by
+A language model of the architecture {model.hf_architecture}, {_origin(source)} and exported by
 Forge.
 
 | | |

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from forge.core.model_settings import Model
+from forge.core.models.base import INIT_STD, Model
 from forge.launch.heartbeat import heartbeat
-from forge.trainer.llama import Decoder
+from forge.trainer.models.decoder import Decoder, make_decoder
 
-INIT_STD = 0.02  # GPT-2, also used by Llama's Hugging Face config (`initializer_range`)
 # A rank draws whole blocks of rows, each with its own seed. With larger blocks a rank that has few rows
 # of a matrix draws more that it does not keep; with smaller ones seeding costs more.
 BLOCK_NUMBERS = 2**20
@@ -26,8 +25,9 @@ BLOCK_NUMBERS = 2**20
 def initialize(model: Decoder, seed: int) -> None:
     """Fill every parameter of a decoder, of a sharded one this rank's rows. Without communication.
 
-    Matrices are normal with INIT_STD; output projections of attention and feed-forward are scaled by
-    1/sqrt(2 layers), as in GPT-2 (Radford et al. 2019, section 2.3). A number depends on the seed, the
+    Matrices are normal with INIT_STD; those whose output is added to the residual stream are scaled by
+    1/sqrt(2 layers), as in GPT-2 (Radford et al. 2019, section 2.3). Weights of norms are 1, biases 0. A
+    number depends on the seed, the
     name of its parameter and its position in it. Drawn on the CPU, so that it does not depend on the
     device either.
     """
@@ -37,7 +37,7 @@ def initialize(model: Decoder, seed: int) -> None:
         drawn = []
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.fill_(1)  # norms
+                parameter.fill_(0 if name.endswith("bias") else 1)
                 continue
             std = residual_std if model.adds_to_residual(name) else INIT_STD
             first_seed = _seed(seed, name)
@@ -49,7 +49,7 @@ def initialize(model: Decoder, seed: int) -> None:
 
 def initialized(settings: Model, vocab_size: int, seed: int = 0) -> Decoder:
     """A decoder on the CPU with its initial weights."""
-    model = Decoder(settings, vocab_size).to_empty(device="cpu")
+    model = make_decoder(settings, vocab_size).to_empty(device="cpu")
     initialize(model, seed)
     return model
 

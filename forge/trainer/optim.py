@@ -8,14 +8,14 @@ import math
 import torch
 
 from forge.core.train_settings import Train
-from forge.trainer.llama import Decoder
+from forge.trainer.models.decoder import Decoder
 
 Optimizers = tuple[torch.optim.Optimizer, ...]
 
 
 def make_optimizers(model: Decoder, train: Train) -> Optimizers:
     """Fused AdamW, and Muon if train.optimizer says so; each parameter has one of them. Weight decay is
-    on matrices, not on norms.
+    on matrices, not on norms and biases.
 
     Muon: Jordan et al. 2024 (kellerjordan.github.io/posts/muon). Its updates are scaled to the size of
     AdamW's (Liu et al. 2025, arXiv:2502.16982), so that both take the same learning rate and weight

@@ -19,8 +19,8 @@ from forge.launch.heartbeat import heartbeat
 from forge.launch.process_group import World, named
 from forge.trainer import transforms
 from forge.trainer.documents import Documents, find_documents, has_varlen
-from forge.trainer.llama import Decoder
 from forge.trainer.loss import worth_compiling
+from forge.trainer.models.decoder import Decoder
 
 
 class ParallelModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,20 +14,16 @@ from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Artifact
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
-from forge.core.model_settings import Model
+from forge.core.models.base import Model
 from forge.core.paths import MANIFEST, model_folder
 from forge.core.terminal import say
 from forge.data import content_ids, model
 from forge.data.model import ModelManifest
 from forge.launch.process_group import World
 from forge.trainer.initialize import own_rows
-from forge.trainer.llama import Decoder
+from forge.trainer.models.decoder import Decoder, make_decoder
 
 DTYPES = ("F64", "F32", "F16", "BF16")
-# Buffers that early versions of transformers stored; the decoder computes them.
-IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
-# Some files have both matrices of tied embeddings; transformers reads that of the input.
-TIED = "lm_head.weight"
 
 
 def make_model(config: ResolvedConfig) -> Path:
@@ -43,8 +38,8 @@ def make_model(config: ResolvedConfig) -> Path:
         return path
     content_ids.require_current(config, "model")
     folder, files, commit = model.find_files(config)
-    with _Tensors(files) as tensors:
-        tensors.refuse_misfits(config.model)
+    with _Tensors(files, config.model) as tensors:
+        tensors.refuse_misfits()
     return model.write_manifest(config, folder, files, commit)
 
 
@@ -83,20 +78,20 @@ def load(decoder: Decoder, config: ResolvedConfig, world: World) -> None:
 @torch.no_grad()
 def read(decoder: Decoder, files: Sequence[Path]) -> None:
     """Fill the parameters of a decoder from safetensors files; of a sharded one this rank's rows."""
-    with _Tensors(files) as tensors:
-        tensors.refuse_misfits(decoder.settings)
+    with _Tensors(files, decoder.settings) as tensors:
+        tensors.refuse_misfits()
         for name, parameter in decoder.named_parameters():
             local, first, _ = own_rows(parameter)
-            local.copy_(tensors.slice(name)[first : first + len(local)])
+            local.copy_(tensors.rows(name, first, first + len(local)))
 
 
 class _Tensors:
-    """The tensors in several safetensors files; nothing is read until a slice is taken."""
+    """The tensors of a model in several safetensors files; nothing is read until rows are taken."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files = files
+    def __init__(self, files: Sequence[Path], settings: Model) -> None:
+        self._files, self._settings = files, settings
         self._stack = ExitStack()
-        self._place: dict[str, Any] = {}  # name -> open file
+        self._place: dict[str, tuple[Any, str]] = {}  # parameter -> open file, name in it
 
     def __enter__(self) -> _Tensors:
         for path in self._files:
@@ -108,28 +103,40 @@ class _Tensors:
                     cause="an incomplete download or copy, or another format",
                     fix="get the file again",
                 ) from None
-            self._place |= dict.fromkeys(file.keys(), file)
+            for stored in file.keys():  # noqa: SIM118, no dict
+                if name := self._settings.hf_tensor(stored):
+                    self._place[name] = (file, stored)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def slice(self, name: str) -> Any:
-        return self._place[name].get_slice(name)
+    def _slice(self, name: str) -> Any:
+        file, stored = self._place[name]
+        return file.get_slice(stored)
 
-    def refuse_misfits(self, settings: Model) -> None:
+    def rows(self, name: str, first: int, end: int) -> torch.Tensor:
+        """Rows of a parameter."""
+        if self._settings.is_transposed_in_hf(name):
+            columns: torch.Tensor = self._slice(name)[:, first:end]
+            return columns.T
+        rows: torch.Tensor = self._slice(name)[first:end]
+        return rows
+
+    def refuse_misfits(self) -> None:
         """DataError that names the tensors that are missing, unexpected, or of another shape or type."""
+        settings = self._settings
         assert settings.vocab_size
         wanted = {
-            name: list(parameter.shape)
-            for name, parameter in Decoder(settings, settings.vocab_size).named_parameters()
+            name: list(parameter.shape)[:: -1 if settings.is_transposed_in_hf(name) else 1]
+            for name, parameter in make_decoder(settings, settings.vocab_size).named_parameters()
         }
-        names = {name for name in self._place if not IGNORED.fullmatch(name)}
-        names -= {TIED} if settings.tie_embeddings else set()
+        # Some files have both matrices of tied embeddings; transformers reads that of the input.
+        names = self._place.keys() - ({Decoder.OUTPUT} if settings.tie_embeddings else set())
         wrong = [f"{name} is missing" for name in wanted if name not in names]
         wrong += [f"{name} is not in the model" for name in sorted(names - wanted.keys())]
         for name in wanted.keys() & names:
-            part = self.slice(name)
+            part = self._slice(name)
             if (shape := list(part.get_shape())) != wanted[name]:
                 wrong.append(f"{name} has shape {shape}, the model {wanted[name]}")
             elif part.get_dtype() not in DTYPES:

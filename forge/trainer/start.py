@@ -23,7 +23,7 @@ from forge.launch.rank_records import TrainTask
 from forge.trainer import optim, pretrained
 from forge.trainer.divergence import SkippedCounts, SpikeRule
 from forge.trainer.initialize import initialize
-from forge.trainer.llama import Decoder
+from forge.trainer.models.decoder import Decoder, make_decoder
 from forge.trainer.numerics import numerics, precision
 from forge.trainer.parallel import ParallelModel
 from forge.trainer.source_mix import SourceMix
@@ -100,7 +100,8 @@ def start_of_run(
     checkpoint = own or resume.verified_parent(config, world)
     lineage = _lineage(config, world, tokens, own, checkpoint)
     if checkpoint:
-        same_data = functools.partial(resume.check_same_data, checkpoint, lineage)
+        digests = lineage.data_digests
+        same_data = functools.partial(compatibility.check_same_data, checkpoint, digests)
         world.on_main(same_data, "check of the lineage")
     start = _assembled(
         config,
@@ -145,7 +146,7 @@ def _assembled(
     decay_steps: int,
 ) -> Start:
     settings, device = config.train, world.device
-    model = Decoder(config.model, tokens.vocab_size)
+    model = make_decoder(config.model, tokens.vocab_size)
     parallel = ParallelModel(
         model, settings, world, precision(settings.precision, device), eos_id=tokens.eos_id
     )

@@ -23,7 +23,7 @@ from forge.core.errors import ConfigError
 from forge.core.process import hostname
 from forge.core.train_settings import Recompute, Train
 from forge.launch.process_group import World
-from forge.trainer.llama import Decoder
+from forge.trainer.models.decoder import Decoder
 
 # Compute capability from which on torch._scaled_mm has kernels: Ada scales a tensor as a whole, Hopper
 # also its rows.
@@ -68,7 +68,7 @@ def _in_training(
 
     def forward(x: Tensor) -> Tensor:
         if not linear.training:
-            return F.linear(x, linear.weight)
+            return F.linear(x, linear.weight, linear.bias)
         # torchao would cast to the type of autocast on GPUs, also on a CPU.
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -96,8 +96,8 @@ def recompute_activations(decoder: Decoder, how: Recompute) -> None:
     dropout masks and so the same gradients, bit by bit. Before the decoder is sharded or compiled.
 
     full: a block keeps its input only. selective: also the outputs of attention and of the matrix
-    products that are as narrow as the model or its queries; those of the feed-forward's wide half, which
-    are most of the memory, are computed again.
+    products that the decoder calls narrow; those of the feed-forward's wide half, which are most of the
+    memory, are computed again.
     """
     if how == "none":
         return
@@ -122,7 +122,11 @@ def _recompute_policy(
 ) -> CheckpointPolicy:
     """Whether the output of an operator is kept."""
     is_attention = any(name in str(operator) for name in ("scaled_dot_product", "varlen_attn"))
-    is_narrow = operator == torch.ops.aten.mm.default and args[1].shape[1] <= narrow
+    is_product = operator in (
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+    )  # with a bias
+    is_narrow = is_product and args[-1].shape[1] <= narrow
     keep = is_attention or is_narrow
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 

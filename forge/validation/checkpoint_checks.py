@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from forge.checkpoint import compatibility, directory, resume
 from forge.checkpoint.checkpoints import RunCheckpoints, SavedCheckpoint
+from forge.checkpoint.manifest import data_digests
 from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import DataError, ForgeError, UnfitError
 from forge.core.paths import RunPaths
 from forge.core.records import Check, Trained, Validation
+from forge.data.sources import digests_by_source
 from forge.validation.replay import check_next_losses
 from forge.validation.run_data import Data
 
@@ -276,11 +278,11 @@ class CheckpointChecks(Checks):
         return "fits the checkpoint"
 
     def _data(self) -> str:
-        """The shards must be those that the checkpoint was trained on, and there must be a tokenizer."""
-        now, then = self.data.shards.digest, self.manifest.lineage.tokens.digest
-        if now != then:
-            raise DataError(f"shards have digest {now[:12]}, trained on {then[:12]}")
-        return f"digests right, a tokenizer of {self.data.tokenizer.vocab_size:,} tokens"
+        """Shards and tokenizer must be those that the checkpoint was trained with."""
+        shards, tokenizer = self.data.shards, self.data.tokenizer
+        digests = data_digests(shards.digest, digests_by_source(shards), tokenizer.digest)
+        compatibility.check_same_data(self.checkpoint, digests)
+        return f"digests right, a tokenizer of {tokenizer.vocab_size:,} tokens"
 
     # --- losses ----------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ from forge.core.errors import DataError, UnfitError
 from forge.core.files import grouped
 from forge.core.records import Sample, Trained
 from forge.launch.rank_records import LossesResult, LossesTask
-from forge.trainer import llama, optim
+from forge.trainer import optim
+from forge.trainer.models.decoder import make_decoder
 from forge.trainer.numerics import REFERENCE_SAMPLES, prepare
 from forge.trainer.source_mix import MixAtStart, losses_text, mean_loss
 from forge.validation.estimates import MAX_RECOMPUTED, affordable, recomputed_ranks
@@ -81,7 +82,7 @@ class ModelChecks:
 
     def tensors(self) -> str:
         """Compare names, shapes and types in the index with a model built from the config."""
-        self._model = llama.Decoder(self._config.model, self._data.shards.vocab_size)
+        self._model = make_decoder(self._config.model, self._data.shards.vocab_size)
         index = storage.SafeReader(self._checkpoint.folder).read_metadata()
         stored = {
             name: (tuple(entry.size), entry.properties.dtype)

@@ -16,8 +16,8 @@ from forge.data.loader import Windows, eval_batches, split, windows_by_source
 from forge.data.sources import Tokens, open_tokens
 from forge.launch.process_group import World
 from forge.launch.rank_records import LossesResult, LossesTask, RankRecord
-from forge.trainer import llama
 from forge.trainer.documents import find_documents
+from forge.trainer.models.decoder import Decoder, make_decoder, sample
 from forge.trainer.numerics import numerics, prepare, reference_batch
 from forge.trainer.parallel import ParallelModel
 from forge.validation.estimates import VALIDATION_BATCH
@@ -41,9 +41,9 @@ def check(world: World, config: ResolvedConfig, task: LossesTask) -> RankRecord:
     return RankRecord("completed", world.rank.rank, result=result)
 
 
-def sharded_decoder(config: ResolvedConfig, tokens: Tokens, world: World) -> llama.Decoder:
+def sharded_decoder(config: ResolvedConfig, tokens: Tokens, world: World) -> Decoder:
     """A decoder whose weights are sharded over the ranks, and not yet set. All ranks call it."""
-    model = llama.Decoder(config.model, tokens.vocab_size)
+    model = make_decoder(config.model, tokens.vocab_size)
     sharded = config.train.model_copy(update={"shard": "all", "recompute": "none", "fp8": None})
     ParallelModel(model, sharded, world, "fp32")
     return model
@@ -54,7 +54,7 @@ class LossEvaluator:
 
     def __init__(
         self,
-        model: llama.Decoder,
+        model: Decoder,
         tokens: Tokens,
         config: ResolvedConfig,
         world: World | None = None,
@@ -124,7 +124,7 @@ class LossEvaluator:
         return sum(row[0] for row in table) / num_tokens, num_tokens
 
     def _sample(self, number: int, prompt_ids: list[int], task: LossesTask) -> list[int]:
-        return llama.sample(
+        return sample(
             self._model, prompt_ids, task.sample_tokens, context=self._seq_len, seed=number
         )
 

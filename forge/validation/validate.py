@@ -56,9 +56,10 @@ def _print_result(place: Path, result: Validation) -> None:
         run = RunPaths(place.parent.parent)
         of_a_run = run.checkpoints == place.parent and run.config.exists()
         others = f"check all checkpoints of the run: forge validate {run.root} --all"
-        what = f"checkpoint {place}" if result.checkpoint_digest else f"{place}"
+        of_checkpoint = f"checkpoint {place} is invalid: "
+        what = of_checkpoint if result.checkpoint_digest else f"{place} is invalid: "
         raise DataError(
-            f"{what} is invalid: " + "; ".join(result.reasons),
+            what + "; ".join(result.reasons),
             cause="a corrupt file, or a checkpoint of another run",
             fix=others if of_a_run else "use another checkpoint",
         )

@@ -17,14 +17,14 @@ from forge.checkpoint import directory, storage
 from forge.cluster.lock import lock
 from forge.core.config import Config
 from forge.core.errors import UnfitError
-from forge.core.evaluation import Evaluate
 from forge.core.files import digest_file, read_json
 from forge.core.paths import tokenizer_folder
 from forge.core.records import Evaluation, Evaluations, Score
+from forge.core.service_settings import Evaluate
 from forge.data.tokenizer import load_tokenizer
 from forge.evaluation import evaluate as evaluation
 from forge.reporting.compare import comparison, to_json
-from forge.trainer.llama import Decoder
+from forge.trainer.models.decoder import Decoder, make_decoder
 
 TASKS = Path(__file__).parent / "tasks"
 DOCUMENTS = [json.loads(line) for line in (TASKS / "words.jsonl").read_text().splitlines()]
@@ -88,7 +88,7 @@ def model_at(run: Run, step: int) -> Decoder:
     storage.read_tensors(state, folder, no_dist=True)
     config = config_at(run, step)
     size = load_tokenizer(tokenizer_folder(config.data, config.ids.tokenizer)).vocab_size
-    model = Decoder(config.model, size).to_empty(device="cpu")
+    model = make_decoder(config.model, size).to_empty(device="cpu")
     model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
     return model.eval()
 

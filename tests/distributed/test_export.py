@@ -29,7 +29,7 @@ from forge.core.files import digest_file, read_json, write_json
 from forge.core.paths import tokenizer_folder
 from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
 from forge.trainer import export as verb
-from forge.trainer.llama import Decoder
+from forge.trainer.models.decoder import Decoder, make_decoder
 
 # A rate that makes weights large within 12 steps, so that logits differ where anything does.
 GROUPED = ("--model.heads=4", "--model.kv_heads=2", "--train.lr=0.05", "--train.checkpoint_every=6")
@@ -108,7 +108,7 @@ def tokenizer_of(run: Run) -> LoadedTokenizer:
 
 
 def ours(run: Run) -> Decoder:
-    model = Decoder(config_of(run).model, tokenizer_of(run).vocab_size).to_empty(device="cpu")
+    model = make_decoder(config_of(run).model, tokenizer_of(run).vocab_size).to_empty(device="cpu")
     model.load_state_dict(stored(latest(run)))
     return model.eval()
 
@@ -285,7 +285,7 @@ def name_another_tokenizer(run: Run) -> None:
         (lose_all_checkpoints, "has no checkpoint"),
         (mix_in_another_step, "trained.json has"),
         (claim_another_shape, "are not those of its config"),
-        (name_another_tokenizer, "the checkpoint was trained with ffffffffffff"),
+        (name_another_tokenizer, "was trained with ffffffffffff"),
     ],
 )
 def test_what_is_corrupt_or_missing_is_refused_and_leaves_nothing(own, tmp_path, damage, message):

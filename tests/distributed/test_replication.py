@@ -17,18 +17,18 @@ from support.gpu import full
 from support.live_run import LONG, TWO_RANKS
 
 from forge.checkpoint import storage
-from forge.core.model_settings import Model
+from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
 from forge.trainer import optim, transforms
 from forge.trainer.initialize import initialize
-from forge.trainer.llama import Decoder
+from forge.trainer.models.decoder import make_decoder
 from forge.trainer.parallel import ParallelModel
 from forge.validation import model_checks, replay
 
 RANKS, VOCAB = 2, 301
-MODEL = Model(dim=64, layers=3, heads=4, tie_embeddings=False)
+MODEL = Llama(dim=64, layers=3, heads=4, tie_embeddings=False)
 # Of the norm of all gradients. bf16 has 8 bits, and autocast keeps fp32 between blocks: 6e-3 measured.
 LIMITS = {"fp32": 1e-6, "bf16": 2e-2}
 
@@ -45,7 +45,7 @@ class Case:
     kept: str = "ddp"
 
     @property
-    def model(self) -> Model:
+    def model(self) -> Llama:
         return MODEL.model_copy(update={"tie_embeddings": self.tied})
 
 
@@ -81,7 +81,7 @@ def replicated(case: Case, world: World) -> ParallelModel:
         **{"seq_len": 32, "batch_size": 4 * RANKS, "micro_batch_size": 2},
         **{"shard": case.shard, "reduce_dtype": case.reduce_dtype},
     )
-    decoder = Decoder(case.model, VOCAB)
+    decoder = make_decoder(case.model, VOCAB)
     parallel = ParallelModel(decoder, train, world, case.precision)
     initialize(decoder, seed=0)
     return parallel

@@ -44,9 +44,11 @@ def tokenizer(tiny_project) -> Path:
 def bases(session_runs, tokenizer, tmp_path_factory) -> dict[str, Run]:
     """Runs that start from weights of each architecture, with all that comes before training."""
     made = {}
-    for name, dtype in (("qwen3", "bfloat16"), ("olmo2", "float32"), ("llama", "float32")):
+    kinds = {"qwen3": "bfloat16", "olmo2": "float32", "llama": "float32", "gpt2": "bfloat16"}
+    for name, dtype in kinds.items():
         folder = tmp_path_factory.mktemp("weights") / name
-        save(random_model(name, **SIZES), folder, dtype=dtype, files=3, tokenizer=tokenizer)
+        more = {"n_inner": 64} if name == "gpt2" else {}
+        save(random_model(name, **SIZES, **more), folder, dtype=dtype, files=3, tokenizer=tokenizer)
         run = session_runs(name, f"--model.init.path={folder}", *IDLE)
         for verb in ("tokenizer", "tokenize", "model"):
             outcome = run.forge(verb)
@@ -75,7 +77,7 @@ def trained(run: Run, *more: str) -> str:
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("llama", "one"), ("qwen3", "two"), ("olmo2", "three")],
+    [("llama", "one"), ("qwen3", "two"), ("olmo2", "three"), ("gpt2", "three")],
 )
 def test_start_and_export_keep_every_bit(name, layout, bases, tmp_path):
     run = with_layout(bases[name], layout)

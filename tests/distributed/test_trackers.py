@@ -13,6 +13,7 @@ import pytest
 import yaml
 from support import live_run
 from support.live_run import living, wait_until
+from support.run_directory import unnamed
 from support.wandb_server import wandb_server
 
 from forge.core import json_lines
@@ -135,6 +136,7 @@ def test_trackers_are_no_part_of_the_config_that_was_trained(tracked):
     run, _, said = tracked
     assert "tracking" not in json.loads(run.paths.config.read_text())
     assert "warning" not in said
+    assert unnamed(run.folder) == set()
 
 
 def sync(run, folder, **tracking):

@@ -15,7 +15,7 @@ from forge.checkpoint.manifest import Manifest
 from forge.core.config import ResolvedConfig, checked
 from forge.data.shards import ShardSet
 from forge.launch.rank_records import LossesTask
-from forge.trainer.llama import Decoder
+from forge.trainer.models.decoder import make_decoder
 from forge.trainer.numerics import prepare
 from forge.validation import estimates, replay
 from forge.validation.rank_losses import LossEvaluator
@@ -74,7 +74,7 @@ def work_on(run, precision="fp32"):
 def in_this_process(checkpoint, config, task, damage=lambda model: None):
     prepare(torch.device("cpu"))
     shards = ShardSet.open(Path(task.shards))
-    model = Decoder(config.model, shards.vocab_size).to_empty(device="cpu")
+    model = make_decoder(config.model, shards.vocab_size).to_empty(device="cpu")
     storage.read_tensors({"model": model.state_dict()}, checkpoint.folder, no_dist=True)
     damage(model)
     return LossEvaluator(model, shards, config).compute(task)

@@ -89,7 +89,7 @@ def _nan_gradient(step: int) -> None:
     import torch
 
     from forge.data.loader import Loader
-    from forge.trainer.llama import Decoder
+    from forge.trainer.models.decoder import Decoder
 
     batch, forward, steps = Loader.batch, Decoder.forward, [0]
     hooks: list[Any] = []

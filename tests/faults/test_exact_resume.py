@@ -2,7 +2,7 @@
 
 Two ranks have one order of adding; from three ranks on the order shows in the last bit. The cases of
 `make faults` together have every pair of world size, sharding, accumulation, compile and dropout;
-`make test` has three of them, one of which compiles: compilers take minutes of a small machine.
+`make test` has some of them, one of which compiles: compilers take minutes of a small machine.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ SIZES = (
 DEADLINE_SEC = 500.0
 DROPOUT, NO_DROPOUT = "--model.dropout=0.1", "--model.dropout=0"
 MUON = "--train.optimizer=muon"
+GPT2 = ("--model.architecture=gpt2", "--model.positions=16")
 COMPILE, RECOMPUTE = "--train.compile=true", "--train.recompute=selective"
 
 
@@ -42,6 +43,10 @@ CHOSEN = [
     (2, "all", (accumulate(5), COMPILE, DROPOUT)),  # 5 + 5 + 2 samples: graphs of two shapes
     (3, "none", (accumulate(3), DROPOUT)),
     (4, 2, (accumulate(4), RECOMPUTE, DROPOUT, MUON)),  # two copies, of two ranks each
+    (2, "none", (*GPT2, DROPOUT)),
+    (2, "all", (*GPT2, RECOMPUTE, DROPOUT, MUON)),
+    (3, "none", (*GPT2, accumulate(3), NO_DROPOUT)),
+    (3, "all", (*GPT2, DROPOUT)),
 ]
 OTHERS = [
     (2, "none", (NO_DROPOUT,)),

@@ -6,10 +6,10 @@ import pytest
 import torch
 from support.gpu import full, make_step, relative_error
 
-from forge.core.model_settings import Model
+from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
 
-MODEL = Model(dim=256, layers=2, heads=4)
+MODEL = Llama(dim=256, layers=2, heads=4)
 VOCAB = 256
 # fp32: another order of sums. bf16: the products of eight batches are rounded apart, to 8 bits each.
 LIMITS = {"fp32": 1e-5, "bf16": 2e-2}

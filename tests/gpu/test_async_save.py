@@ -13,7 +13,7 @@ from support.gpu import full, make_step, seconds_of
 from bench.manifests import manifest_of
 from forge.checkpoint.async_saver import Saver
 from forge.checkpoint.storage import training_state
-from forge.core.model_settings import Model
+from forge.core.models.llama import Llama
 from forge.core.paths import RunPaths
 from forge.core.train_settings import Train
 
@@ -27,7 +27,7 @@ def step(world):
     """A training step that was called three times. On a GPU its state is 1.4 GB in 80 tensors, large as
     those of a large model."""
     on_gpu = world.device.type == "cuda"
-    model = Model(dim=2048, layers=2, heads=16) if on_gpu else Model(dim=64, layers=2, heads=2)
+    model = Llama(dim=2048, layers=2, heads=16) if on_gpu else Llama(dim=64, layers=2, heads=2)
     step = make_step(world, model, Train(seq_len=64, batch_size=4), 8192, "bf16")
     for number in range(3):
         step(number)

@@ -11,7 +11,7 @@ import torch
 from support.gpu import make_step
 from torch.profiler import ProfilerActivity, profile
 
-from forge.core.model_settings import Model
+from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
 
 OPERATOR = re.compile(r"aten::_scaled_dot_product_(\w+?)(?:_for_cpu)?(?:_backward)?")
@@ -37,7 +37,7 @@ def kernels_of(step):
 
 @pytest.mark.parametrize("kv_heads", [None, 2], ids=["all heads", "grouped heads"])
 def test_attention_of_a_training_step_runs_in_a_fused_kernel(world, measured, kv_heads):
-    model = Model(dim=256, layers=1, heads=4, kv_heads=kv_heads)  # 64 a head, as in most models
+    model = Llama(dim=256, layers=1, heads=4, kv_heads=kv_heads)  # 64 a head, as in most models
     train = Train(seq_len=128, batch_size=1)
     step = make_step(world, model, train, vocab_size=256, precision="bf16")
     operators, kernel = kernels_of(step)

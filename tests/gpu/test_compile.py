@@ -10,7 +10,7 @@ import torch
 from support.gpu import make_step, seconds_of, synchronize
 from torch._dynamo.utils import counters
 
-from forge.core.model_settings import Model
+from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
 
 MAX_GRAPHS = 4  # forward with and without gradients, and one more shape of each
@@ -20,7 +20,7 @@ STEPS = 20
 
 
 def step_of(world, *, compiled):
-    model = Model(dim=1024, layers=6, heads=16)
+    model = Llama(dim=1024, layers=6, heads=16)
     train = Train(seq_len=1024, batch_size=8, compile=compiled)
     return make_step(world, model, train, vocab_size=8192, precision="bf16")
 

@@ -7,7 +7,7 @@ import torch
 from support.gpu import full, make_step, relative_error
 from torch._dynamo.utils import counters
 
-from forge.core.model_settings import Model
+from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
 
 VOCAB = 64  # token 0 ends a document: 64 tokens each
@@ -30,7 +30,7 @@ def errors(one, other):
 @pytest.mark.parametrize("kv_heads", [None, 2], ids=["all heads", "grouped heads"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_masked_step_in_bf16_is_near_the_mask_in_fp32(world, measured, kv_heads, recompute):
-    model = Model(dim=256, layers=2, heads=4, kv_heads=kv_heads)
+    model = Llama(dim=256, layers=2, heads=4, kv_heads=kv_heads)
     fast = gradients(world, model, "bf16", recompute=recompute)
     error = errors(fast, gradients(world, model, "fp32"))
     measured("error", error)
@@ -39,7 +39,7 @@ def test_masked_step_in_bf16_is_near_the_mask_in_fp32(world, measured, kv_heads,
 
 def test_masked_step_is_compiled_and_near_the_one_that_is_not(gpu, world, measured, capfd):
     torch._dynamo.reset()
-    model = Model(dim=256, layers=2, heads=4)
+    model = Llama(dim=256, layers=2, heads=4)
     compiled = gradients(world, model, "bf16", compile=True)
     assert "without torch.compile" not in capfd.readouterr().err
     measured("graphs", counters["stats"]["unique_graphs"])

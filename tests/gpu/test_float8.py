@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.gpu import full, make_step, relative_error, seconds_of
 
-from forge.core.model_settings import Model
+from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
 
 LIMIT = 0.15  # float8 has 3 bits for a fraction: 0.05 to 0.1 measured on CPUs, which emulate it
@@ -16,9 +16,9 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 def sizes(device, recipe, **changes):
     if device.type == "cuda":
-        model = Model(dim=4096, layers=2, heads=32, ffn_dim=11008)
+        model = Llama(dim=4096, layers=2, heads=32, ffn_dim=11008)
         return model, Train(seq_len=4096, batch_size=2, fp8=recipe, **changes), 32000
-    return Model(dim=64, layers=2, heads=2), Train(seq_len=64, batch_size=4, fp8=recipe), 512
+    return Llama(dim=64, layers=2, heads=2), Train(seq_len=64, batch_size=4, fp8=recipe), 512
 
 
 def gradients(world, recipe):

@@ -12,10 +12,10 @@ from support.gpu import make_step, one_rank, synchronize
 
 from forge.core import memory
 from forge.core.memory import Shape
-from forge.core.model_settings import Model
+from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
 
-MODEL = Model(dim=2048, layers=6, heads=16, tie_embeddings=False)
+MODEL = Llama(dim=2048, layers=6, heads=16, tie_embeddings=False)
 VOCAB = 32000
 TOLERANCE = 0.10
 

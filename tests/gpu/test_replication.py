@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.gpu import full, make_step, relative_error, seconds_of
 
-from forge.core.model_settings import Model
+from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
 from forge.trainer import transforms
 
@@ -15,8 +15,8 @@ LIMIT = 2e-2  # bf16 has 8 bits, and autocast keeps fp32 between blocks: 6e-3 me
 
 def sizes(device):
     if device.type == "cuda":
-        return Model(dim=1024, layers=6, heads=16), Train(seq_len=1024, batch_size=8), 32000
-    return Model(dim=64, layers=2, heads=2), Train(seq_len=64, batch_size=4), 512
+        return Llama(dim=1024, layers=6, heads=16), Train(seq_len=1024, batch_size=8), 32000
+    return Llama(dim=64, layers=2, heads=2), Train(seq_len=64, batch_size=4), 512
 
 
 @pytest.fixture

@@ -197,11 +197,11 @@ def test_node_whose_slurmd_hangs_is_named_and_holds_up_nobody(allocate):
     here = allocate(2)
     one, two = here.hosts
     code = (
-        "import json; from forge.cluster import slurm; from forge.cluster.nodes import NodePool\n"
+        "import json; from forge.cluster import slurm; from forge.cluster.nodes import NodePool, hello\n"
         "from forge.cluster.placement import Placement\n"
         "job = slurm.this_job()\n"
         "with NodePool(Placement(job.nodes, job), start_sec=5) as pool:\n"
-        "    answers = pool.ask('hello', timeout_sec=20)\n"
+        "    answers = pool.ask(hello, timeout_sec=20)\n"
         "print(json.dumps({h: str(a) for h, a in answers.items()}))\n"
     )
     here.on(two, "pkill -STOP -x slurmd")
@@ -211,7 +211,7 @@ def test_node_whose_slurmd_hangs_is_named_and_holds_up_nobody(allocate):
     finally:
         here.on(two, "pkill -CONT -x slurmd")
     answers = json.loads(done.stdout)
-    assert f"'host': '{one}'" in answers[one]
+    assert f"host='{one}'" in answers[one]
     assert "no answer to 'hello' within 5 s" in answers[two]
     left = here.on(one, "pgrep -f 'forge[.]node' || true")
     assert left == ""

@@ -12,14 +12,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from forge.core.machine import Machine
-from forge.core.model_settings import Model
+from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
 from forge.data.loader import Prefetcher
 from forge.launch.process_group import World, joined
 from forge.launch.rank import Rank
 from forge.trainer.divergence import SpikeRule
 from forge.trainer.initialize import initialize, initialized
-from forge.trainer.llama import Decoder
+from forge.trainer.models.decoder import Decoder, make_decoder
 from forge.trainer.optim import make_optimizers
 from forge.trainer.parallel import ParallelModel
 from forge.trainer.step import TrainStep
@@ -30,7 +30,7 @@ def one_rank(*, on_gpu: bool) -> AbstractContextManager[World]:
     return joined(Rank(0, 0, 1, 1), Machine(device="cuda" if on_gpu else "cpu"))
 
 
-def make_model(settings: Model, vocab_size: int, device: torch.device) -> Decoder:
+def make_model(settings: Llama, vocab_size: int, device: torch.device) -> Decoder:
     """A decoder with the initial weights of seed 0."""
     return initialized(settings, vocab_size).to(device)
 
@@ -51,10 +51,10 @@ class RandomBatches:
 
 
 def make_step(
-    world: World, model: Model, train: Train, vocab_size: int, precision: str
+    world: World, model: Llama, train: Train, vocab_size: int, precision: str
 ) -> TrainStep:
     """The training step of a new model, compiled where `train` says so."""
-    decoder = Decoder(model, vocab_size)
+    decoder = make_decoder(model, vocab_size)
     parallel = ParallelModel(decoder, train, world, precision, eos_id=0)
     initialize(decoder, seed=0)
     optimizers = make_optimizers(decoder, train)

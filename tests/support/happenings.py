@@ -43,6 +43,10 @@ def stop(cause: str = "SIGTERM", step: int = 0) -> events.Stop:
     return events.Stop(cause=cause, step=step)
 
 
+def rank_error(message: str = "no room", **facts: Any) -> events.RankError:
+    return events.RankError(**{"ranks": [1], "host": "laptop", "message": message, **facts})
+
+
 def lost(message: str = "rank 1 is gone") -> events.Lost:
     return events.Lost(message=message, attempt=0, silent=[])
 
@@ -78,6 +82,7 @@ ALL: list[Event] = [
     completed(),
     stop(),
     lost(),
+    rank_error(),
     failed(),
     preempted(),
     requeue(),

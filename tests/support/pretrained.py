@@ -17,8 +17,9 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
-# Name -> architecture, and what differs from SIZES.
+# Name -> class of transformers without its ending, and what differs from SIZES.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", {"activation_function": "gelu_new"}),
     "llama": ("Llama", {"rope_parameters": LLAMA3, "num_key_value_heads": 2}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 12}),
@@ -45,7 +46,10 @@ def random_model(name: str, **more: Any) -> Any:
     kind, differs = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**SIZES | differs | more)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    (ending,) = {"ForCausalLM", "LMHeadModel"} & {
+        name.removeprefix(kind) for name in dir(transformers) if name.startswith(kind)
+    }
+    model = getattr(transformers, f"{kind}{ending}")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

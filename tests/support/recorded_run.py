@@ -20,6 +20,7 @@ from forge.core.records import (
     Check,
     NodeResult,
     PreflightResult,
+    RanksIdentity,
     RanksResult,
     Sample,
     Trained,
@@ -109,7 +110,11 @@ class RecordedRun:
             status=status,
             nodes=[NodeResult(node="node02", line="NODE", checks=checks)],
             ranks=RanksResult(world_size=2, checks=[replace(fine, name="all-reduce")]),
-            **{"chosen": ["node02"], "left_out": {}, "restart": 0, "identity": {}},
+            **{"chosen": ["node02"], "left_out": {}, "restart": 0},
+            identity=RanksIdentity(
+                **{"job": None, "nodes": {"node02": None}, "ranks_per_node": 2},
+                **{"launcher": "single", "fabric": {}, "staged": []},
+            ),
         ).write(self.paths.preflight)
 
     def validate(self, step: int, reason: str = "") -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forge.core.files import write_json
+from forge.core.paths import MANIFEST
 from forge.data.shards import ShardManifest, ShardSet, ShardWriter, Total, dtype_name
 
 VOCAB = 300
@@ -31,5 +31,5 @@ def make(folder: Path, vocab_size: int = VOCAB) -> ShardSet:
         splits=splits,
         totals={split: Total.of(entries) for split, entries in splits.items()},
     )
-    write_json(folder / "manifest.json", manifest.model_dump(mode="json"))
+    manifest.write(folder / MANIFEST)
     return ShardSet.open(folder)

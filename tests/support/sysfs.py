@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import psutil
 
-from forge.cluster import network, rdma
+from forge.cluster import network
 
 NDR = "400 Gb/sec (4X NDR)"
 ETHERNET, INFINIBAND = 1, 32  # <linux/if_arp.h>
@@ -55,8 +55,8 @@ class Node:
             for name, (_, at) in self.interfaces.items()
         }
         up = {name: SimpleNamespace(isup=True) for name in self.interfaces}
-        monkeypatch.setattr(rdma, "SYS", root / "infiniband")
-        monkeypatch.setattr(network, "SYS", root / "net")
+        monkeypatch.setattr(network, "RDMA_DEVICES", root / "infiniband")
+        monkeypatch.setattr(network, "INTERFACES", root / "net")
         monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
         monkeypatch.setattr(psutil, "net_if_stats", lambda: up)
 
@@ -69,7 +69,7 @@ def _write_port(port: Path, device: Device) -> None:
     ):
         _write(port / name, text)
     for index in range(TABLE):
-        gid, kind = device.gids.get(index, (rdma.NO_GID, ""))
+        gid, kind = device.gids.get(index, (network.NO_GID, ""))
         _write(port / "gids" / str(index), gid)
         if kind:
             _write(port / "gid_attrs/types" / str(index), kind)

@@ -299,9 +299,10 @@ def test_architecture_names_every_module_and_no_other():
     text = (ROOT / "docs/architecture.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| .*? \| (.*) \|$", text, re.M)
     listed = {
-        f"{package}/{name}" for package, cell in rows for name in re.findall(r"`(\w+)`", cell)
+        f"{package}/{name}" for package, cell in rows for name in re.findall(r"`([\w/]+)`", cell)
     }
-    there = {f"{p.parent.name}/{p.stem}" for p in (ROOT / "forge").glob("*/*.py")}
+    modules = (path.relative_to(ROOT / "forge") for path in (ROOT / "forge").glob("*/**/*.py"))
+    there = {str(module.with_suffix("")) for module in modules}
     assert listed == {name for name in there if not name.endswith("__init__")}
     for path in re.findall(r"`(\w+/[\w/]+\.(?:py|smk))`", text):
         assert (ROOT / path).exists() or (ROOT / "forge" / path).exists(), path

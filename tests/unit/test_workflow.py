@@ -60,6 +60,16 @@ def test_settings_of_a_rule_change_with_what_it_depends_on_and_nothing_else(run)
     assert config.to_json() == run.of_training.to_json()
 
 
+def test_jobs_read_their_sections_from_the_settings_of_their_rule(run):
+    run = changed(changed(run, "evaluate", tasks=["words"]), "validation", depth="load")
+    run = changed(run, "report", prompts=["5", "a b", "{", "'"])
+    config, sections = settings(run, "config_run"), {}
+    for rule in ("validate_run", "evaluate_run"):
+        sections |= RunSettings.read(settings(run, rule)).sections
+    assert sections.keys() == {"validate", "report", "evaluate"}
+    assert load_config(str(config), sections).to_json() == run.to_json()
+
+
 def made(path, values):
     """An output of an hour ago."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.clone import started, started_rules
+from support.run_directory import unnamed
 
 from forge.core import json_lines
 from forge.core.errors import Exit
@@ -71,6 +72,7 @@ def test_allocation_files_are_gone_and_what_people_read_is_kept(shared_project):
     assert not shared_project.path(".allocation/stage.json").exists()
     for name in ("metrics.jsonl", "events.jsonl", "preflight.json", "preflight.tsv", "logs"):
         assert shared_project.path(name).exists()
+    assert unnamed(shared_project.path("")) == set()
 
 
 def test_the_same_command_on_a_finished_run_does_nothing(shared_project):

@@ -7,9 +7,8 @@ from snakemake.logging import logger
 
 from forge.checkpoint import family
 from forge.cluster import job_watch, jobs
-from forge.cluster.allocation import Allocation
-from forge.cluster.profile import Profile
-from forge.core.config import RUN_NAME, as_overrides
+from forge.cluster.allocation import Allocation, Profile
+from forge.core.config import RUN_NAME
 from forge.core.errors import ForgeError
 from forge.core.paths import (
     inputs_folder,
@@ -17,10 +16,9 @@ from forge.core.paths import (
     tokenizer_folder,
     tokens_folder,
 )
-from forge.evaluation.settings import task_files
+from forge.evaluation.tasks import task_files
 from forge.launch.rank import refuse_left_over
 from forge.core.sample_sheet import shared_folders
-from forge.core.values import as_cell
 from forge.reporting import workflow_output
 
 helpers.prepare_environment()

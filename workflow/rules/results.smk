@@ -26,9 +26,8 @@ rule validate_run:
     params:
         # The config as it was when the workflow started, not the one beside the results.
         config=settings_of("config_run"),
-        overrides=lambda w: as_overrides(RUNS[w.run], "validate", "report"),
     shell:
-        "exec forge validate {params.config:q} --log={log:q} {params.overrides:q}"
+        "exec forge validate {params.config:q} --settings={input.settings:q} --log={log:q}"
 
 
 # Not part of `train`: a directory that other software loads, by the target `export`.
@@ -63,12 +62,8 @@ rule evaluate_data:
         "../envs/forge.yaml"
     params:
         config=settings_of("config_run"),
-        tasks=lambda w: [
-            f"--evaluate.tasks={as_cell(RUNS[w.run].evaluate.tasks)}",
-            f"--evaluate.include_path={as_cell(RUNS[w.run].evaluate.include_path)}",
-        ],
     shell:
-        "exec forge evaluate {params.config:q} --download --log={log:q} {params.tasks:q}"
+        "exec forge evaluate {params.config:q} --settings={input.settings:q} --download --log={log:q}"
 
 
 # Not part of `train`: the last checkpoint, and what jobs during training have not evaluated.
@@ -90,9 +85,8 @@ rule evaluate_run:
         mem_mb=validation_mem_mb,
     params:
         config=settings_of("config_run"),
-        overrides=lambda w: as_overrides(RUNS[w.run], "evaluate"),
     shell:
-        "exec forge evaluate {params.config:q} --log={log:q} {params.overrides:q}"
+        "exec forge evaluate {params.config:q} --settings={input.settings:q} --log={log:q}"
 
 
 rule compare_runs:

@@ -36,6 +36,22 @@ def test_changed_hyperparameter_is_refused_by_key_and_value(paths):
     assert "model.layers is 9, the checkpoint has 4" in str(caught.value)
 
 
+def test_another_architecture_is_refused_and_a_checkpoint_from_before_the_key_is_a_llama(paths):
+    saved = save(paths, 10)
+    with pytest.raises(ConfigError) as caught:
+        check_compatible(config_of(**{"model.architecture": "gpt2"}), saved)
+    assert "model.architecture is 'gpt2', the checkpoint has 'llama'" in str(caught.value)
+    assert "model.positions is 1024, the checkpoint has None" in str(caught.value)
+    values = json.loads((saved.folder / MANIFEST).read_text()) | {"digest": ""}
+    assert values["lineage"]["config"]["model"].pop("architecture") == "llama"
+    Manifest.model_validate(values).write(saved.folder)
+    assert '"architecture"' not in (saved.folder / MANIFEST).read_text()
+    older = Checkpoint.open(saved.folder)
+    check_compatible(config_of(), older)
+    with pytest.raises(ConfigError, match=r"architecture is 'gpt2', the checkpoint has 'llama'"):
+        check_compatible(config_of(**{"model.architecture": "gpt2"}), older)
+
+
 def test_other_text_under_the_name_of_a_trained_run_is_refused_by_its_key(paths):
     """Only two digests were named, from which nobody sees what to restore."""
     saved = save(paths, 10)

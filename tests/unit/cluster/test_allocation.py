@@ -9,12 +9,12 @@ import pytest
 from forge.cluster import allocation, slurm
 from forge.cluster.allocation import (
     Allocation,
+    Profile,
     allocation_resources,
     command_resources,
     held_allocation,
     run_layouts,
 )
-from forge.cluster.profile import Profile
 from forge.cluster.sbatch import slurm_extra
 from forge.core.config import Config
 from forge.core.errors import ConfigError

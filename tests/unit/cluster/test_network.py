@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from forge.cluster import network, rdma
+from forge.cluster import network
 from forge.cluster.network import Setting
 from forge.cluster.placement import WorldLayout
 from forge.core.errors import ConfigError
@@ -57,7 +57,7 @@ WITH_INFINIBAND = [
 ]
 
 
-IB_PORT = rdma.Port("mlx5_1", "1", "InfiniBand", "400 Gb/sec (4X NDR)", {0: ""})
+IB_PORT = network.Port("mlx5_1", "1", "InfiniBand", "400 Gb/sec (4X NDR)", {0: ""})
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def node(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
     def with_network(infiniband=None, towards="eth7", ports=()):
-        monkeypatch.setattr(rdma, "active_ports", lambda: list(ports))
+        monkeypatch.setattr(network, "active_ports", lambda: list(ports))
         monkeypatch.setattr(network, "infiniband_interface", lambda: infiniband)
         monkeypatch.setattr(network, "interface_towards", lambda _: towards)
 
@@ -108,7 +108,7 @@ def test_interface_of_the_nodes_own_line_wins_over_all(node):
 
 def test_rdma_without_an_address_is_used_over_the_interface_of_the_route(node):
     """As RoCE, and InfiniBand without IPoIB."""
-    node(ports=[rdma.Port("mlx5_0", "1", "Ethernet", "100 Gb/sec"), IB_PORT])
+    node(ports=[network.Port("mlx5_0", "1", "Ethernet", "100 Gb/sec"), IB_PORT])
     assert settings() == [
         *COMMON,
         *interfaces(found=("eth7", "routes to 10.0.0.1")),
@@ -156,7 +156,7 @@ def test_threads_are_those_that_slurm_gave_a_rank(node):
 
 
 def test_gid_index_is_set_where_a_port_is_roce_only(node):
-    node(ports=[rdma.Port("mlx5_0", "1", "Ethernet", "100 Gb/sec")])
+    node(ports=[network.Port("mlx5_0", "1", "Ethernet", "100 Gb/sec")])
     of_roce = ("NCCL_IB_GID_INDEX", "3", "fabric.gid_index, which NCCL reads for RoCE")
     assert of_roce in settings(gid_index=3)
     node(infiniband="ib0", ports=[IB_PORT])
@@ -253,7 +253,7 @@ def test_infiniband_is_known_by_its_type_not_its_name(monkeypatch, tmp_path):
         (tmp_path / name / "type").write_text(f"{kind}\n")
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: there)
     monkeypatch.setattr(psutil, "net_if_stats", lambda: up)
-    monkeypatch.setattr(network, "SYS", tmp_path)
+    monkeypatch.setattr(network, "INTERFACES", tmp_path)
     # ib0 is ethernet by another name, odd1 has no address, odd2 is down.
     assert network.infiniband_interface() == "odd3"
 

@@ -15,10 +15,11 @@ import psutil
 import pytest
 
 from forge.cluster import nodes, slurm
-from forge.cluster.nodes import NodeFailure, NodePool
+from forge.cluster.nodes import NodeFailure, NodePool, hello
 from forge.cluster.placement import Placement
 from forge.core.errors import UnfitError
 from forge.core.process import hostname
+from forge.staging import on_node
 
 NODE = [sys.executable, "-m", "forge.node_agent"]
 FROZEN = ["sleep", "60"]
@@ -47,39 +48,39 @@ def pids(asked):
 
 def test_this_host_answers_without_srun():
     with NodePool(Placement.here()) as here:
-        answers = here.ask("hello", timeout_sec=5)
-    assert answers[hostname()]["host"] == hostname()
-    assert answers[hostname()]["pid"] != os.getpid()
+        answers = here.ask(hello, timeout_sec=5)
+    assert answers[hostname()].host == hostname()
+    assert answers[hostname()].pid != os.getpid()
 
 
 def test_frozen_node_is_named_in_time_and_holds_up_nobody(pool_of):
     with pool_of(start_sec=4, a=NODE, b=FROZEN) as both:
         started = time.monotonic()
-        answers = both.ask("hello", timeout_sec=30)
+        answers = both.ask(hello, timeout_sec=30)
         assert time.monotonic() - started < 5
-    assert answers["a"]["host"] == hostname()
+    assert answers["a"].host == hostname()
     assert answers["b"] == NodeFailure("no answer to 'hello' within 4 s")
 
 
 def test_dead_node_is_named_with_its_last_words(pool_of):
     with pool_of(a=NODE, b=DEAD) as both:
-        answers = both.ask("hello", timeout_sec=5)
-    assert answers["a"]["host"] == hostname()
+        answers = both.ask(hello, timeout_sec=5)
+    assert answers["a"].host == hostname()
     assert answers["b"].message == "its process ended: no such node"
 
 
 def test_node_that_freezes_later_misses_only_its_own_deadline(pool_of):
     with pool_of(a=NODE, b=NODE) as both:
-        frozen = both.ask("hello", timeout_sec=5)["b"]["pid"]
+        frozen = both.ask(hello, timeout_sec=5)["b"].pid
         os.kill(frozen, signal.SIGSTOP)
-        answers = both.ask("hello", timeout_sec=0.5)
-        assert answers["a"]["host"] == hostname()
+        answers = both.ask(hello, timeout_sec=0.5)
+        assert answers["a"].host == hostname()
         assert isinstance(answers["b"], NodeFailure)
         os.kill(frozen, signal.SIGCONT)
         # The late answer is not taken for the one to this question.
-        late = both.ask("begin", timeout_sec=5, temporary="/proc/no")["b"]
+        late = both.ask(on_node.begin, timeout_sec=5, temporary="/proc/no")["b"]
         assert isinstance(late, NodeFailure)
-        assert both.ask("hello", timeout_sec=5)["b"]["pid"] == frozen
+        assert both.ask(hello, timeout_sec=5)["b"].pid == frozen
 
 
 def test_error_of_a_node_comes_with_cause_and_fix(pool_of, tmp_path):
@@ -87,7 +88,7 @@ def test_error_of_a_node_comes_with_cause_and_fix(pool_of, tmp_path):
     of_set = {"kind": "shards", "digest": "d", "shared": "/"}
     arguments = {**of_set, "job": None, "sender": "localhost", "mode": "always", "goes_away": True}
     with pool_of(a=NODE) as one:
-        answers = one.ask("look", timeout_sec=5, base=str(tmp_path), **arguments)
+        answers = one.ask(on_node.look, timeout_sec=5, base=str(tmp_path), **arguments)
     assert "planted link" in answers["a"].message
     assert "another user" in answers["a"].cause
     assert "stage.folder" in answers["a"].fix
@@ -100,26 +101,41 @@ def test_each_host_gets_its_own_arguments(pool_of, tmp_path):
         (tmp_path / name / "old").mkdir(parents=True)
     with pool_of(a=NODE, b=NODE) as both:
         each = {name: {"root": str(tmp_path / name)} for name in "ab"}
-        answers = both.ask("forget", timeout_sec=5, hosts=["b"], each=each, names=["old"])
+        answers = both.ask(on_node.forget, timeout_sec=5, hosts=["b"], each=each, names=["old"])
     assert list(answers) == ["b"]
     assert [(tmp_path / name / "old").exists() for name in "ab"] == [True, False]
 
 
 def test_words_of_a_site_are_no_answers(pool_of):
     with pool_of(a=CHATTY) as one:
-        assert one.ask("hello", timeout_sec=5)["a"]["host"] == hostname()
+        assert one.ask(hello, timeout_sec=5)["a"].host == hostname()
+
+
+def nonsense():
+    """No request."""
 
 
 def test_bug_in_a_question_ends_the_node_and_shows_its_traceback(pool_of):
     with pool_of(a=NODE) as one:
-        assert "KeyError: 'nonsense'" in one.ask("nonsense", timeout_sec=5)["a"].message
+        assert "KeyError: 'nonsense'" in one.ask(nonsense, timeout_sec=5)["a"].message
+
+
+def test_answer_of_another_version_of_forge_is_a_failure_of_the_node(pool_of):
+    old = """import json, sys
+for line in sys.stdin:
+    print(json.dumps({"id": json.loads(line)["id"], "value": {"host": "a"}}), flush=True)
+"""
+    with pool_of(a=[sys.executable, "-c", old]) as one:
+        failure = one.ask(hello, timeout_sec=5)["a"]
+    assert "its answer to 'hello' cannot be read: " in failure.message
+    assert "another version of Forge" in failure.cause
 
 
 def test_large_question_reaches_a_node_that_reads_slowly(pool_of):
     slow = ["sh", "-c", f"sleep 0.3; exec {sys.executable} -m forge.node_agent"]
     with pool_of(a=slow) as one:
         names = ["x" * 100] * 5000  # half a megabyte, a pipe holds 64 KiB
-        free = one.ask("forget", timeout_sec=10, root="/nowhere", names=names)["a"]
+        free = one.ask(on_node.forget, timeout_sec=10, root="/nowhere", names=names)["a"]
         assert "No such file" in free.message
 
 
@@ -143,10 +159,10 @@ def test_steps_of_nodes_that_do_not_end_are_cancelled(pool_of, monkeypatch):
 def test_nodes_end_with_a_verb_that_was_killed():
     code = textwrap.dedent("""
         import time
-        from forge.cluster.nodes import NodePool
+        from forge.cluster.nodes import NodePool, hello
         from forge.cluster.placement import Placement
         with NodePool(Placement.here()) as here:
-            print(*[a["pid"] for a in here.ask("hello", timeout_sec=5).values()], flush=True)
+            print(*[a.pid for a in here.ask(hello, timeout_sec=5).values()], flush=True)
             time.sleep(60)
     """)
     command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -221,8 +237,8 @@ def test_agent_that_slurm_itself_has_not_started_is_started_again(pool_of, monke
     )
     late = ["sh", "-c", f"{once}exec {sys.executable} -m forge.node_agent"]
     with pool_of(a=late, b=NODE, c=DEAD) as three:
-        answers = three.ask("hello", timeout_sec=5)
-    assert answers["a"]["host"] == answers["b"]["host"] == hostname()
+        answers = three.ask(hello, timeout_sec=5)
+    assert answers["a"].host == answers["b"].host == hostname()
     assert answers["c"].message == "its process ended: no such node"
 
 

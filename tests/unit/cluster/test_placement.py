@@ -8,9 +8,8 @@ import pytest
 
 from forge import workflow
 from forge.cluster import placement, slurm
-from forge.cluster.allocation import Allocation
+from forge.cluster.allocation import Allocation, Profile
 from forge.cluster.placement import Placement, WorldLayout
-from forge.cluster.profile import Profile
 from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import load_machine

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge.cluster.allocation import Allocation
-from forge.cluster.profile import Profile
+from forge.cluster.allocation import Allocation, Profile
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge.cluster import rdma
+from forge.cluster import network
 
 NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 GID = "fe80:0000:0000:0000:0a94:efff:fe81:f3a4"
@@ -27,7 +27,7 @@ def tree(tmp_path, monkeypatch):
         for index, kind in enumerate(types):
             (folder / f"gid_attrs/types/{index}").write_text(f"{kind}\n")
 
-    monkeypatch.setattr(rdma, "SYS", tmp_path)
+    monkeypatch.setattr(network, "RDMA_DEVICES", tmp_path)
     return port
 
 
@@ -36,34 +36,34 @@ def test_active_ports_are_found_by_state_with_link_layer_and_rate(tree):
     tree("mlx5_0")
     tree("mlx5_2", state="1: DOWN")
     tree("mlx5_3", state="2: INIT")
-    assert [str(port) for port in rdma.active_ports()] == [
+    assert [str(port) for port in network.active_ports()] == [
         "mlx5_0 port 1 (InfiniBand, 100 Gb/sec (4X EDR))",
         "mlx5_1 port 1 (RoCE, 100 Gb/sec (4X EDR))",
     ]
 
 
 def test_node_without_such_devices_has_no_ports(tree):
-    assert rdma.active_ports() == []
+    assert network.active_ports() == []
 
 
 def test_port_that_cannot_be_read_is_left_out(tree, tmp_path):
     tree("mlx5_0")
     tree("mlx5_1")
     (tmp_path / "mlx5_0/ports/1/rate").unlink()
-    assert [port.device for port in rdma.active_ports()] == ["mlx5_1"]
+    assert [port.device for port in network.active_ports()] == ["mlx5_1"]
 
 
 def test_gid_index_that_is_not_there_or_of_the_wrong_type_is_named(tree):
     kinds = ["IB/RoCE v1", "RoCE v2", "IB/RoCE v1", "RoCE v2"]
     tree("mlx5_0", layer="Ethernet", gids=[GID, GID, GID, GID, NO_GID], types=kinds)
-    [port] = rdma.active_ports()
-    assert rdma.gid_trouble(port, 3) == ""
-    assert "of type IB/RoCE v1" in rdma.gid_trouble(port, 2)
-    assert "those of RoCE v2 are 1, 3" in rdma.gid_trouble(port, 2)
-    assert "has no GID 4; it has 0 IB/RoCE v1, 1 RoCE v2" in rdma.gid_trouble(port, 4)
+    [port] = network.active_ports()
+    assert network.gid_trouble(port, 3) == ""
+    assert "of type IB/RoCE v1" in network.gid_trouble(port, 2)
+    assert "those of RoCE v2 are 1, 3" in network.gid_trouble(port, 2)
+    assert "has no GID 4; it has 0 IB/RoCE v1, 1 RoCE v2" in network.gid_trouble(port, 4)
 
 
 def test_gid_index_does_not_matter_to_an_infiniband_port(tree):
     tree("mlx5_0", types=["IB/RoCE v1"])
-    [port] = rdma.active_ports()
-    assert (rdma.gid_trouble(port, 0), rdma.gid_trouble(port, 3)) == ("", "")
+    [port] = network.active_ports()
+    assert (network.gid_trouble(port, 0), network.gid_trouble(port, 3)) == ("", "")

@@ -11,13 +11,13 @@ from forge.core.config import (
     ResolvedConfig,
     Section,
     apply_overrides,
-    as_overrides,
     checked,
     load_config,
     parse_override,
 )
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine, load_machine
+from forge.core.section import tagged_sections
 from forge.core.values import read_cell
 
 
@@ -118,13 +118,6 @@ def test_a_full_section_can_be_overridden_with_json():
     assert config_of(**{key: value}).model.dim == 64
 
 
-def test_sections_as_overrides_give_the_same_sections():
-    config = config_of(**{"validate.depth": "load", "report.prompts": ["5", "a b", "{", "'"]})
-    overrides = as_overrides(config, "validate", "report")
-    assert overrides[0] == "--validate.depth=load"
-    assert config_of(**dict(map(parse_override, overrides))) == config
-
-
 def test_two_configs_that_train_the_same_are_equal_of_training():
     ids = {"ids": {"tokenizer": "0" * 12, "tokens": "1" * 12}}
     one, later, longer = (
@@ -150,7 +143,8 @@ def test_config_survives_its_own_json_unchanged():
 def keys_of(model, kind, prefix=""):
     """Dotted names of the keys that take a value of type `kind`."""
     for name, field in model.model_fields.items():
-        below = get_args(field.annotation) or (field.annotation,)
+        tagged = tagged_sections(field.annotation).values()
+        below = [*tagged] or get_args(field.annotation) or (field.annotation,)
         dotted = prefix + (field.alias or name)
         if isinstance(below[0], type) and issubclass(below[0], Section):
             yield from keys_of(below[0], kind, f"{dotted}.")

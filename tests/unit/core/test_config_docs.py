@@ -120,6 +120,22 @@ def test_schema_refuses_what_forge_refuses(path: Path, wrong: dict[str, object])
     assert not checker.is_valid(wrong)
 
 
+@pytest.mark.parametrize(
+    ("model", "is_valid"),
+    [
+        ({"layers": 2}, True),
+        ({"architecture": "llama", "kv_heads": 2}, True),
+        ({"architecture": "gpt2", "positions": 64}, True),
+        ({"positions": 64}, False),
+        ({"architecture": "gpt2", "kv_heads": 2}, False),
+        ({"architecture": "gpt3"}, False),
+    ],
+)
+def test_schema_has_the_keys_of_each_architecture(model: dict[str, object], is_valid: bool) -> None:
+    checker = Draft202012Validator(json.loads((ROOT / next(iter(SCHEMAS))).read_text()))
+    assert checker.is_valid({"model": model}) == is_valid
+
+
 def test_schema_has_the_sheet_that_the_workflow_reads() -> None:
     [path] = [path for path, model in SCHEMAS.items() if model is Config]
     checker = Draft202012Validator(json.loads((ROOT / path).read_text()))

@@ -12,6 +12,7 @@ from forge.core.records import (
     NodeResult,
     PreflightPass,
     PreflightResult,
+    RanksIdentity,
     RanksResult,
     Sample,
     Trained,
@@ -42,7 +43,15 @@ RECORDS = [
         **{"status": "ok", "chosen": ["node01"], "left_out": {"node02": "disk"}, "restart": 1},
         nodes=[NodeResult(node="node01", line="NODE node01 OK", checks=[CHECK])],
         ranks=RanksResult(world_size=1, checks=[]),
-        identity={"job": "17"},
+        identity=RanksIdentity(
+            **{"job": "17", "nodes": {"node01": {"python": "3.11"}, "node02": None}},
+            **{
+                "ranks_per_node": 1,
+                "launcher": "srun",
+                "fabric": {"backend": "gloo"},
+                "staged": [],
+            },
+        ),
     ),
 ]
 

@@ -238,7 +238,7 @@ KEYS = [
     *(
         f"{section}.{key}"
         for section in ("tokenizer", "tokenize", "model", "train", "report")
-        for key in Config.model_fields[section].annotation.model_fields
+        for key in type(getattr(Config(), section)).model_fields
     ),
 ]
 

@@ -17,8 +17,7 @@ from forge.core.errors import ConfigError, DataError
 from forge.core.files import digest_bytes
 from forge.data.content_ids import resolve
 from forge.data.hub import HubFiles
-from forge.data.input_set import InputSet
-from forge.data.inputs import corpus_files
+from forge.data.inputs import InputSet, corpus_files
 from forge.data.shards import ShardSet
 
 LAB = Path(__file__).parents[3] / "config/labs/bert-cpu"

@@ -10,8 +10,7 @@ from forge.core.files import digest_bytes, read_json, write_json
 from forge.core.paths import inputs_folder
 from forge.data import content_ids
 from forge.data.content_ids import resolve
-from forge.data.input_set import InputSet
-from forge.data.inputs import make_inputs
+from forge.data.inputs import InputSet, make_inputs
 
 
 @pytest.fixture

@@ -183,11 +183,11 @@ def test_weights_of_the_hub_are_linked_from_its_cache_and_then_need_no_network(f
     import torch
     from safetensors.torch import save
 
-    from forge.core.model_settings import Model
+    from forge.core.models.llama import Llama
     from forge.trainer.initialize import initialized
 
     keys = model.model_keys(VALUES, 256, "")
-    weights = {name: p.detach() for name, p in initialized(Model(**keys), 300).named_parameters()}
+    weights = {name: p.detach() for name, p in initialized(Llama(**keys), 300).named_parameters()}
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     files["model.safetensors"] = save({k: v.to(torch.bfloat16) for k, v in weights.items()})
     with served({"team/weights": {**files, "pytorch_model.bin": b"pickle"}}) as hub:

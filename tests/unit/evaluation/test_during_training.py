@@ -12,13 +12,12 @@ from forge import cli
 from forge.checkpoint.manifest import MANIFEST
 from forge.cluster import slurm
 from forge.core.config import Config, apply_overrides, checked
-from forge.core.evaluation import Evaluate
 from forge.core.files import write_json
 from forge.core.paths import RunPaths
 from forge.core.records import RunSettings, SubmittedEvaluation
+from forge.core.service_settings import Evaluate
 from forge.evaluation import during_training
 from forge.evaluation.during_training import evaluated, sbatch_line
-from forge.evaluation.settings import record_file
 
 OPTIONS = ["--partition=gpu", "--gres=gpu:1", "--time=60"]
 EVERY = Evaluate(tasks=["words", "more words"], include_path="my tasks", every=10)
@@ -80,7 +79,7 @@ def test_a_checkpoint_that_was_evaluated_by_hand_gets_no_job(
     paths: RunPaths, submitted: list[list[str]]
 ) -> None:
     paths.evaluations.mkdir(parents=True)
-    record_file(paths, 10).touch()
+    paths.evaluation_at(10).touch()
     train(paths, 10)
     assert submitted == []
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from forge.core.errors import DataError
-from forge.core.evaluation import Evaluate
+from forge.core.service_settings import Evaluate
 from forge.evaluation import harness
 
 TASK = """\

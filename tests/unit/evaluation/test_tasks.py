@@ -9,9 +9,9 @@ import lm_eval.tasks.manager
 import pytest
 
 from forge.core.errors import ConfigError, UnfitError
-from forge.core.evaluation import Evaluate
 from forge.core.paths import RunPaths
-from forge.evaluation import settings, tasks
+from forge.core.service_settings import Evaluate
+from forge.evaluation import tasks
 
 
 @pytest.fixture
@@ -100,8 +100,8 @@ def test_task_that_runs_code_of_the_model_is_refused() -> None:
 def test_harness_that_is_not_installed_is_refused_only_where_tasks_are_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(settings, "PACKAGE", "no_such_package")
-    settings.refuse_missing_package(Evaluate(), "run base")
+    monkeypatch.setattr(tasks, "PACKAGE", "no_such_package")
+    tasks.refuse_missing_package(Evaluate(), "run base")
     with pytest.raises(ConfigError, match=r"run base: .*, but Python has no package") as err:
-        settings.refuse_missing_package(Evaluate(tasks=["x"]), "run base")
+        tasks.refuse_missing_package(Evaluate(tasks=["x"]), "run base")
     assert "make setup EXTRAS=evaluate" in err.value.fix

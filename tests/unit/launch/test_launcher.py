@@ -10,14 +10,14 @@ import pytest
 from support.live_run import wait_until
 
 from forge.cluster import slurm
-from forge.core import process
+from forge.core import events, process
 from forge.core.errors import Exit, UnfitError
 from forge.core.files import write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process
 from forge.launch import launcher, lost_ranks
-from forge.launch.rank_records import LaunchSpec, PreflightTask, RankRecord
+from forge.launch.rank_records import NO_RECORD, LaunchSpec, PreflightTask, RankRecord
 
 DONE = RankRecord("completed", step=100)
 STOPPED = RankRecord("stopped", 0, Exit.STOPPED, step=40, cause="SIGTERM")
@@ -217,6 +217,22 @@ def test_failure_of_a_rank_keeps_its_code_and_its_own_fix(tmp_path):
     assert str(failure) == f"rank 2: rank 2 failed\n  fix:   read the ranks' logs in {tmp_path}"
     told = RankRecord("failed", 1, Exit.UNFIT, message="no disk\n  fix:   free space")
     assert str(launcher.RankFailure(told, tmp_path)) == "rank 1: no disk\n  fix:   free space"
+
+
+def test_event_log_has_what_each_rank_says_of_itself(tmp_path):
+    paths = RunPaths(tmp_path)
+    full = [
+        RankRecord("failed", n, Exit.UNFIT, message=f"out of memory on cuda:{n}", host="b")
+        for n in (1, 2)
+    ]
+    launcher._record_errors(paths, [DONE, *full, lost(3), PEER])
+    [event] = events.read(paths.events)
+    assert (event.ranks, event.host, event.message) == ([1, 2], "b", "out of memory on cuda:1")
+    launcher._record_errors(paths, [STOPPED, DONE])
+    silent = RankRecord("lost", 1, message=NO_RECORD)
+    launcher._record_errors(paths, [PEER, silent])
+    _, event = events.read(paths.events)
+    assert (event.ranks, event.message) == ([1], NO_RECORD)
 
 
 # --- launches for which Slurm itself starts no rank ------------------------------------------------

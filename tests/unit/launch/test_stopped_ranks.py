@@ -14,8 +14,8 @@ from forge.core.files import write_json
 from forge.core.process import Process
 from forge.launch import lost_ranks
 from forge.launch.heartbeat import Activity
+from forge.launch.lost_ranks import StoppedRanks
 from forge.launch.rank_records import RankRecord, pid_file
-from forge.launch.stopped_ranks import StoppedRanks
 from forge.launch.watchdog import provisional
 
 WAITING = Activity(18, "all-reduce of gradients in step 18", waits=True, sec=30, stalled=True)

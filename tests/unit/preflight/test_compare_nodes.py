@@ -1,11 +1,13 @@
 """Which nodes are left out: those with the most failing pairs, not one that is only the peer of a
 faulty node."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.cluster import slurm
+from forge.cluster import rendezvous, slurm
 from forge.cluster.nodes import NodeFailure
 from forge.core.machine import load_machine
 from forge.core.records import Check
@@ -18,17 +20,21 @@ from forge.preflight.compare_nodes import (
     compare,
     nodes_to_leave_out,
 )
+from forge.preflight.node_checks import Link, NodeFacts
 
 NAMES = [f"n{number}" for number in range(6)]
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "forge code": "abc"}
 FAIL = Check("disk", "fail", "0.1 GiB free", "free space")
 
 
-ALIKE = {"infiniband": False, "gpus": 0, "driver": "", "exported": {}}
+ALIKE = NodeFacts(
+    **{"versions": VERSIONS, "address": "10.0.0.1", "master_trouble": "", "infiniband": False},
+    **{"gpus": 0, "driver": "", "exported": {}, "bytes_per_sec": None},
+)
 
 
 def node(name="n0", *checks, **facts):
-    return CheckedNode(name, list(checks), {"versions": VERSIONS, **ALIKE, **facts})
+    return CheckedNode(name, list(checks), replace(ALIKE, **facts))
 
 
 def last(node):
@@ -69,7 +75,7 @@ class Pool:
         self.nodes = nodes
 
     def ask(self, request, *, name, timeout_sec):
-        assert (request, timeout_sec) == ("resolves", 5)
+        assert (request, timeout_sec) == (rendezvous.resolves, 5)
         silent = NodeFailure("no answer")
         return {node: known.get(name, silent) for node, known in self.nodes.items()}
 
@@ -125,11 +131,7 @@ def test_of_two_nodes_the_one_that_cannot_connect_is_left_out_and_else_the_later
 def links(names, *lost):
     """The answer of each node about each other one; lost: (from, to) that fail."""
     return {
-        a: {
-            b: {"trouble": "cannot connect" if (a, b) in lost else "", "ahead_sec": 0.0}
-            for b in names
-            if b != a
-        }
+        a: {b: Link("cannot connect" if (a, b) in lost else "", 0.0) for b in names if b != a}
         for a in names
     }
 
@@ -181,8 +183,8 @@ def test_clock_that_differs_from_the_others_only_warns(ahead, word):
     nodes = {name: node(name) for name in NAMES[:4]}
     seen = links(NAMES[:4])
     for name in seen:
-        for other, found in seen[name].items():
-            found["ahead_sec"] = ahead * ((other == "n3") - (name == "n3"))
+        for other in seen[name]:
+            seen[name][other] = Link("", ahead * ((other == "n3") - (name == "n3")))
     check_clocks(nodes, seen, 5)
     assert [last(n).status for n in nodes.values()] == ["ok", "ok", "ok", "warn"]
     assert last(nodes["n3"]).message == f"8.000 s {word} the other nodes"

@@ -20,16 +20,17 @@ from support import inputs
 from support.shards import make
 
 import forge
-from forge.cluster import network, rdma
+from forge.cluster import network
 from forge.core.errors import UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import inputs_folder
 from forge.core.process import hostname
 from forge.core.records import Check
-from forge.data.input_set import InputSet
+from forge.data.inputs import InputSet
 from forge.data.shards import ShardSet
+from forge.launch.rank_records import ProgramFolders
 from forge.preflight import node_checks
-from forge.preflight.node_checks import Wanted, Written
+from forge.preflight.node_checks import Listener, Wanted, WantedProgram, Written
 from forge.staging import on_node
 
 MODEST = {"preflight.min_free_disk_gib": 0, "preflight.min_free_memory_gib": 0}
@@ -42,13 +43,13 @@ def wanted(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "data/manifest.json").write_text("{}")
     folders = {"results": str(tmp_path / "results"), "data": str(tmp_path / "data")}
-    facts = {"staged": "", "digest": "", "machine": {}, "ranks_per_node": 1, "program": {}}
-    return Wanted(**folders, **facts, master="")
+    facts = {"staged": "", "digest": "", "ranks_per_node": 1, "program": None, "master": ""}
+    return Wanted(**folders, **facts, machine=load_machine(None))
 
 
 def every_check(wanted, machine):
     written = node_checks.write_results(Path(wanted.results))
-    return node_checks.node_checks(wanted, machine, written.check)
+    return node_checks.node_checks(replace(wanted, machine=machine), written.check)
 
 
 def checks(wanted, ranks=1, **limits):
@@ -264,15 +265,15 @@ def test_locked_memory_is_asked_for_where_there_is_infiniband(wanted, monkeypatc
 
 
 def test_infiniband_that_must_be_there_and_is_not_fails(wanted, monkeypatch):
-    monkeypatch.setattr(rdma, "active_ports", list)
+    monkeypatch.setattr(network, "active_ports", list)
     monkeypatch.setattr(network, "infiniband_interface", lambda: None)
     assert checks(wanted, fabric__infiniband="always")["infiniband"].status == "fail"
     assert "infiniband" not in checks(wanted)
 
 
 def test_gid_index_that_no_port_has_fails_by_its_name(wanted, monkeypatch):
-    port = rdma.Port("mlx5_0", "1", "Ethernet", "100 Gb/sec", {0: "IB/RoCE v1", 3: "RoCE v2"})
-    monkeypatch.setattr(rdma, "active_ports", lambda: [port])
+    port = network.Port("mlx5_0", "1", "Ethernet", "100 Gb/sec", {0: "IB/RoCE v1", 3: "RoCE v2"})
+    monkeypatch.setattr(network, "active_ports", lambda: [port])
     monkeypatch.delenv("NCCL_IB_GID_INDEX", raising=False)
     assert checks(wanted, fabric__gid_index=3)["infiniband"].status == "ok"
     check = checks(wanted, fabric__gid_index=5)["infiniband"]
@@ -300,8 +301,7 @@ def test_versions_change_with_the_code(monkeypatch, tmp_path):
 
 @pytest.fixture
 def listener(wanted):
-    machine = load_machine(None, {"fabric.interface": "lo"}).model_dump(mode="json")
-    return node_checks.listen(machine, "localhost")
+    return node_checks.listen(load_machine(None, {"fabric.interface": "lo"}), "localhost")
 
 
 def reach(listeners, head="", master="", patience_sec=2):
@@ -309,11 +309,11 @@ def reach(listeners, head="", master="", patience_sec=2):
 
 
 def test_node_that_listens_is_reached_and_sends_its_time(listener):
-    assert listener["address"] == "127.0.0.1"
+    assert listener.address == "127.0.0.1"
     found = reach({"localhost": listener, hostname(): listener}, head="localhost")
     assert list(found) == ["localhost"]
-    assert found["localhost"]["trouble"] == ""
-    assert abs(found["localhost"]["ahead_sec"]) < 0.5
+    assert found["localhost"].trouble == ""
+    assert abs(found["localhost"].ahead_sec) < 0.5
 
 
 def test_clock_of_the_other_is_compared_with_ours():
@@ -325,40 +325,40 @@ def test_clock_of_the_other_is_compared_with_ours():
 
 def test_name_that_does_not_resolve_matters_only_where_the_ranks_look_for_it(listener):
     nameless = "no-such-host.invalid"
-    trouble = reach({nameless: listener}, head=nameless)[nameless]["trouble"]
+    trouble = reach({nameless: listener}, head=nameless)[nameless].trouble
     assert trouble.startswith(f"{nameless} does not resolve: ")
     for given in ({}, {"head": nameless, "master": "127.0.0.1"}):
-        assert reach({nameless: listener}, **given)[nameless]["trouble"] == ""
+        assert reach({nameless: listener}, **given)[nameless].trouble == ""
 
 
 def test_node_of_the_rendezvous_is_reached_at_the_address_that_was_given(listener):
     found = reach({"localhost": listener}, head="localhost", master="127.99.0.1")
-    assert found["localhost"]["trouble"] == ""
+    assert found["localhost"].trouble == ""
     with node_checks._Server(("127.0.0.1", 0), node_checks._Echo) as own:  # at this address alone
         threading.Thread(target=own.serve_forever, daemon=True).start()
-        at = {"address": "127.0.0.1", "port": own.server_address[1]}
+        at = Listener("127.0.0.1", own.server_address[1])
         found = reach({"localhost": at}, head="localhost", master="127.99.0.1")
         own.shutdown()
-    assert found["localhost"]["trouble"] == "cannot connect to 127.99.0.1: Connection refused"
+    assert found["localhost"].trouble == "cannot connect to 127.99.0.1: Connection refused"
 
 
 def test_closed_port_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    found = reach({"localhost": {"address": "127.0.0.1", "port": port}})
-    assert found["localhost"]["trouble"] == "cannot connect to 127.0.0.1: Connection refused"
+    found = reach({"localhost": Listener("127.0.0.1", port)})
+    assert found["localhost"].trouble == "cannot connect to 127.0.0.1: Connection refused"
 
 
 def test_node_that_accepts_and_sends_nothing_is_reported_within_the_patience():
     """As where small packets arrive and large ones are lost."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        at = {"address": "127.0.0.1", "port": silent.getsockname()[1]}
+        at = Listener("127.0.0.1", silent.getsockname()[1])
         found = reach({"localhost": at}, patience_sec=0.2)
-    assert found["localhost"]["trouble"] == "cannot receive from 127.0.0.1: timed out"
+    assert found["localhost"].trouble == "cannot receive from 127.0.0.1: timed out"
 
 
 def test_interface_without_an_address_cannot_listen():
-    machine = load_machine(None, {"fabric.interface": "none0"}).model_dump(mode="json")
+    machine = load_machine(None, {"fabric.interface": "none0"})
     with pytest.raises(UnfitError, match=r"none0 .* has no IPv4 address"):
         node_checks.listen(machine, "n1")
 
@@ -378,8 +378,8 @@ def test_program_is_looked_for_as_the_ranks_start_it_and_its_directories_are_rea
         ("no-such-program", tmp_path, "fail"),
         ("sh", tmp_path / "gone", "fail"),
     ):
-        reads = {"cwd": str(folder), "data": "", "hub": ""}
-        program = {"command": command, "staged": reads, "shared": reads}
+        reads = ProgramFolders(cwd=str(folder), data="", hub="")
+        program = WantedProgram(command, reads, reads)
         found = checks(replace(wanted, data="", program=program))
         assert found["program"].status == status, command
         assert "data" not in found
@@ -392,12 +392,11 @@ def staged_inputs(wanted, tmp_path, monkeypatch):
     shared = InputSet.open(inputs_folder(config.data, config.ids.inputs))
     copy = {"folder": str(tmp_path / "disk"), "digest": shared.digest}
     on_node.copy(kind="inputs", shared=str(shared.folder), wait_sec=10, **copy)
-    folders = {"data": f"{tmp_path}/disk/data", "hub": f"{tmp_path}/disk/hub"}
-    program = {
-        "command": "sh",
-        "staged": {"cwd": str(tmp_path), **folders},
-        "shared": {"cwd": str(tmp_path), "data": shared.data, "hub": shared.hub},
-    }
+    program = WantedProgram(
+        "sh",
+        ProgramFolders(cwd=str(tmp_path), data=f"{tmp_path}/disk/data", hub=f"{tmp_path}/disk/hub"),
+        ProgramFolders(cwd=str(tmp_path), data=shared.data, hub=shared.hub),
+    )
     copy = {"staged": copy["folder"], "digest": shared.digest}
     return replace(wanted, data="", program=program, **copy)
 

@@ -4,12 +4,12 @@ import sys
 
 import pytest
 
-from forge.preflight.packages import as_check, import_packages
+from forge.preflight.packages import import_packages
 
 
 def imports(*names, command="", cwd=".", sec=60.0):
     answer = import_packages(names=names, command=command, cwd=str(cwd), sec=sec)
-    return as_check(answer), answer["versions"]
+    return answer.check, answer.versions
 
 
 def test_versions_of_imported_packages_are_reported():

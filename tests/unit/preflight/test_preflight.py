@@ -16,12 +16,13 @@ from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
-from forge.core.records import Check
+from forge.core.records import Check, StageRecord
 from forge.data.content_ids import resolve
 from forge.launch.rank_records import ProbedRank, ProbeResult, RankRecord
 from forge.preflight import compare_nodes, isolate, preflight
 from forge.preflight.bisection import BrokenNodes
 from forge.preflight.compare_nodes import CheckedNode
+from forge.preflight.node_checks import NodeFacts
 
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
 MODEST = {"preflight.min_free_disk_gib": 0, "preflight.min_free_memory_gib": 0}
@@ -167,13 +168,22 @@ class Nodes:
         assert set(wanted) == set(placement.hosts)
         assert {w.master for w in wanted.values()} == {placement.hosts[0]}
         return [
-            CheckedNode(name, [self.down[name]], {})
+            CheckedNode(name, [self.down[name]])
             if name in self.down
-            else CheckedNode(
-                name, [Check("project", "ok", "")], {"versions": self.versions, "address": name}
-            )
+            else CheckedNode(name, [Check("project", "ok", "")], self.facts(name))
             for name in placement.hosts
         ]
+
+    def facts(self, name):
+        return NodeFacts(
+            **{
+                "versions": self.versions,
+                "address": name,
+                "master_trouble": "",
+                "infiniband": False,
+            },
+            **{"gpus": 0, "driver": "", "exported": {}, "bytes_per_sec": None},
+        )
 
     def bad(self, hosts):
         gone = {*self.broken.nodes, *(two for _, two in self.broken.pairs)} if self.broken else ()
@@ -296,16 +306,18 @@ def test_node_of_a_running_job_is_checked_alone_with_its_own_ranks(
 ):
     nodes.down, nodes.broken = down, broken
     machine, layout = load_machine(None, {"launcher": "srun"}), WorldLayout(4, 1)
-    found = preflight.recheck(config, machine, layout, nodes.placement.only(["n3"]))
+    found = preflight.recheck(config, machine, layout, nodes.placement.only(["n3"]), StageRecord())
     assert found.startswith(trouble) and bool(found) == bool(trouble)
     assert nodes.probed == ([] if down else [["n3"]])
 
 
 @pytest.mark.parametrize(("num_nodes", "num_lines"), [(16, 16), (17, 1)])
 def test_many_healthy_nodes_share_one_line(capsys, num_nodes, num_lines):
-    some = [CheckedNode(f"n{n:02}", [Check("data", "ok", "")], {}) for n in range(num_nodes)]
-    odd = CheckedNode("n99", [Check("clock", "warn", "8 s ahead")], {})
-    found = preflight.Findings(Placement(NAMES), WorldLayout(1), [odd, *some])
+    some = [CheckedNode(f"n{n:02}", [Check("data", "ok", "")]) for n in range(num_nodes)]
+    odd = CheckedNode("n99", [Check("clock", "warn", "8 s ahead")])
+    place, layout, machine = Placement(NAMES), WorldLayout(1), load_machine(None)
+    identity = preflight._identity(place, layout, [odd, *some], machine, {})
+    found = preflight.Findings(place, layout, [odd, *some], identity)
     preflight._print_summary(found)
     said = capsys.readouterr().err.splitlines()
     lines = [line for line in said if line.startswith("NODE n")]

@@ -36,11 +36,11 @@ def fabric_variables(machine):
 
 def checks(machine, folder):
     wanted = Wanted(
-        **{"results": str(folder), "data": "", "staged": "", "digest": "", "machine": {}},
-        **{"ranks_per_node": 4, "program": {}, "master": "10.32.0.1"},
+        **{"results": str(folder), "data": "", "staged": "", "digest": ""},
+        **{"machine": machine, "ranks_per_node": 4, "program": None, "master": "10.32.0.1"},
     )
     written = node_checks.write_results(folder)
-    found = node_checks.node_checks(wanted, machine, written.check)
+    found = node_checks.node_checks(wanted, written.check)
     return {check.name: check for check in found if check.name in OF_NETWORK}
 
 

@@ -15,7 +15,6 @@ from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import digest_file, read_json, write_json
 from forge.core.records import Evaluated, Evaluation, Score
-from forge.evaluation.settings import record_file
 from forge.reporting.compare import ComparedRow, compare, comparison, to_json
 from forge.reporting.history import device_hours, read_history
 from forge.reporting.report import render
@@ -33,7 +32,7 @@ def evaluate(run: RecordedRun, step: int, acc: float | None, **changed: object) 
     Evaluation(
         **{"step": step, "of": made, "scores": [score], "device": "cpu", "precision": "fp32"},
         **{"seconds": 1.0, "versions": {}},
-    ).write(record_file(run.paths, step))
+    ).write(run.paths.evaluation_at(step))
 
 
 @pytest.fixture
@@ -124,7 +123,7 @@ def test_scores_over_steps_are_those_that_were_made_alike(first):
 
 def test_a_record_that_cannot_be_read_hides_scores_and_no_page(first, capsys):
     evaluate(first, 200, 0.5)
-    record_file(first.paths, 200).write_text("{")
+    first.paths.evaluation_at(200).write_text("{")
     assert read_scores(first.paths) == []
     show([first.paths])
     assert "validated at step 200" in capsys.readouterr().out

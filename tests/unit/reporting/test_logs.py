@@ -17,6 +17,7 @@ from forge.core import events
 from forge.core.errors import ConfigError
 from forge.core.json_lines import last_lines
 from forge.core.paths import RunPaths
+from forge.launch.rank_records import NO_RECORD
 from forge.reporting import logs
 from forge.reporting.log_errors import find, group
 
@@ -105,6 +106,34 @@ def test_an_error_that_a_rank_sent_only_to_its_launcher_is_read_from_the_event_l
     text = shown(capsys, run)
     assert "1 error\n" in text and "rank 1 on node01" in text
     assert "lower train.lr" in text
+
+
+def test_each_rank_is_shown_with_what_it_recorded_and_once_where_its_log_has_it(run, capsys):
+    events.record(run.events, happenings.launch(job="12", restart=0))
+    for ranks, message in (([0], "no room\n  fix:   free some"), ([1, 3], "KeyError: 'x'")):
+        events.record(run.events, happenings.rank_error(message, ranks=ranks, host="node01"))
+    events.record(run.events, happenings.failed("no room\n  fix:   free some", rank=0))
+    for rank in range(4):
+        write(run, f"12.0.node01.{rank}.log", "banner\n")
+    trace = "Traceback (most recent call last):\n  File 'a'\nKeyError: 'x'\n"
+    write(run, "12.0.node01.3.log", trace)
+    text = shown(capsys, run)
+    assert "2 errors" in text
+    assert "  rank 0 on node01, " in text and "free some" in text
+    assert "  rank 3 (and 1 more) on node01, " in text and "File 'a'" in text
+    assert "times" not in text
+
+
+def test_tail_of_a_rank_that_left_no_record_is_shown(run, capsys):
+    events.record(run.events, happenings.launch(job="12", restart=0))
+    silent = happenings.rank_error(NO_RECORD, ranks=[2, 3], host="node02")
+    events.record(run.events, silent)
+    events.record(run.events, happenings.lost("rank 2 of 4 exited without a record on node02"))
+    for rank in range(4):
+        write(run, f"12.0.node02.{rank}.log", f"the last of rank {rank}\n")
+    text = shown(capsys, run)
+    assert "1 error\n" in text and "rank 2 of 4 exited without a record on node02" in text
+    assert [f"the last of rank {rank}" in text for rank in range(4)] == [True, False, True, False]
 
 
 def test_the_event_log_of_another_start_is_left_out(run, capsys):

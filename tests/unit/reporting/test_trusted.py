@@ -156,6 +156,8 @@ def test_results_are_written_where_the_user_has_named_and_not_where_the_config_s
         ("events.jsonl", ["validate", "results/theirs"]),
         ("export", ["export", "results/theirs"]),
         ("evaluations", ["evaluate", "results/theirs", "--evaluate.tasks=[words]"]),
+        ("tensorboard", ["sync", "results/theirs", "--config=mine.yaml"]),
+        ("export", ["export", "results/theirs", "--config=mine.yaml"]),
     ],
 )
 def test_links_lead_no_file_out_of_a_run_that_is_not_the_projects(
@@ -163,6 +165,7 @@ def test_links_lead_no_file_out_of_a_run_that_is_not_the_projects(
 ) -> None:
     paths = sealed_run("theirs", program=PROGRAM)
     target = project / "home"
+    Path("mine.yaml").write_text("tracking: {tensorboard: true}")
     target.touch() if link == "events.jsonl" else target.mkdir()
     (paths.root / link).symlink_to(target)
     done = forge(capsys, *arguments)

@@ -8,6 +8,7 @@ from forge.cluster.placement import Placement, WorldLayout
 from forge.core import events
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
+from forge.core.records import StageRecord
 from forge.launch import lost_ranks
 from forge.launch.launcher import LaunchPlan
 from forge.launch.rank_records import RankRecord
@@ -67,7 +68,8 @@ def trained(paths, monkeypatch):
 
     def trained(*records):
         program = Program(paths, *records)
-        start = LaunchPlan(load_machine(None, {"launcher": "srun"}), WorldLayout(2, 1), job=JOB)
+        machine = load_machine(None, {"launcher": "srun"})
+        start = LaunchPlan(machine, WorldLayout(2, 1), StageRecord(), job=JOB)
         placement = Placement(("n1", "n2", "n3"), JOB)
         return program, train._train_until_it_ends(program, start, placement, 0)
 
@@ -95,7 +97,7 @@ def rechecked(monkeypatch):
     hosts = []
 
     def rechecked(trouble):
-        def recheck(config, machine, layout, placement):
+        def recheck(config, machine, layout, placement, staged):
             hosts.extend(placement.hosts)
             return trouble
 

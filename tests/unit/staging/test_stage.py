@@ -25,7 +25,7 @@ from forge.data import content_ids
 from forge.data.content_ids import resolve
 from forge.data.inputs import make_inputs
 from forge.staging import on_node, stage
-from forge.staging.staged import program_folders, remove_staged
+from forge.staging.stage import program_folders, remove_staged, stage_record
 
 ROOT = Path(__file__).parents[3]
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
@@ -255,6 +255,10 @@ def test_corrupt_shards_are_refused_in_place_too(config, machine):
         staged(config, here)
 
 
+def remove(config):
+    remove_staged(stage_record(RunPaths.of(config)), config.run, Placement.here())
+
+
 def test_copy_of_a_slurm_job_goes_with_the_last_run_that_reads_it(
     config, machine, root, monkeypatch
 ):
@@ -263,9 +267,9 @@ def test_copy_of_a_slurm_job_goes_with_the_last_run_that_reads_it(
     first, second = staged(config, machine), staged(other, machine)
     assert folder_of(first) == root / "job-7" / first["digest"][:32] == folder_of(second)
     assert second["sent"] == []
-    remove_staged(RunPaths.of(config), Placement.here())
+    remove(config)
     assert folder_of(second).is_dir()
-    remove_staged(RunPaths.of(other), Placement.here())
+    remove(other)
     assert not (root / "job-7").exists()
 
 
@@ -273,7 +277,7 @@ def test_kept_copy_stays_and_serves_the_next_job(config, machine, root, monkeypa
     kept = load_machine(None, {"stage": {**machine.stage.model_dump(), "keep": True}})
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     first = staged(config, kept)
-    remove_staged(RunPaths.of(config), Placement.here())
+    remove(config)
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     assert staged(config, kept)["sent"] == []
     assert folder_of(first) == root / first["digest"][:32]
@@ -304,7 +308,7 @@ def test_copy_of_another_job_is_not_removed(config, machine, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     facts = staged(config, machine)
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    remove_staged(RunPaths.of(config), Placement.here())
+    remove(config)
     assert folder_of(facts).is_dir()
 
 
@@ -357,7 +361,7 @@ def program(tmp_path, monkeypatch):
 
 def ranks_read(config):
     """What the ranks on this host get as FORGE_DATA and FORGE_HUB."""
-    by_host, shared = program_folders(config, config.program)
+    by_host, shared = program_folders(config, config.program, stage_record(RunPaths.of(config)))
     found = by_host.get(hostname(), shared)
     return found.data, found.hub
 
@@ -427,7 +431,7 @@ def test_input_that_has_changed_is_named_and_nothing_is_copied(
 def test_copy_of_inputs_goes_with_the_job(program, machine, root, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert folder_of(staged(program, machine)).parent == root / "job-7"
-    remove_staged(RunPaths.of(program), Placement.here())
+    remove(program)
     assert copies(root) == []
 
 

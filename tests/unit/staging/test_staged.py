@@ -9,17 +9,11 @@ from forge.cluster.placement import Placement
 from forge.core.config import Config, checked
 from forge.core.errors import DataError
 from forge.core.files import read_json, write_json
-from forge.core.paths import RunPaths
+from forge.core.paths import RunPaths, stage_proof_file
+from forge.core.records import StageRecord
 from forge.data.content_ids import resolve
-from forge.staging import staged
-from forge.staging.environment import StagedProject
-from forge.staging.staged import (
-    StageRecord,
-    program_folders,
-    staged_folders,
-    staged_python,
-    staged_source_digest,
-)
+from forge.staging import stage
+from forge.staging.stage import keep, program_folders, stage_record
 
 RECORD = StageRecord(
     **{"digest": "d" * 64, "bytes": 7200, "folders": {"n1": "/tmp/x"}, "sent": ["n1"]},
@@ -40,9 +34,10 @@ def paths(tmp_path):
 
 
 def test_record_is_read_as_it_was_written(paths):
-    RECORD.keep(paths)
+    keep(RECORD, paths)
     assert StageRecord.read(paths.stage) == RECORD
-    assert (staged_folders(paths), staged_python(paths)) == ({"n1": "/tmp/x"}, "/tmp/python")
+    assert stage_record(paths) == RECORD
+    assert (RECORD.folders, RECORD.interpreter) == ({"n1": "/tmp/x"}, "/tmp/python")
 
 
 @pytest.mark.parametrize(
@@ -56,26 +51,30 @@ def test_record_is_read_as_it_was_written(paths):
 def test_record_that_is_not_of_this_project_and_job_decides_nothing(
     monkeypatch, capsys, paths, why, now
 ):
-    (RECORD.keep if now else lambda paths: RECORD.write(paths.stage))(paths)
+    keep(RECORD, paths)
+    if not now:
+        stage_proof_file(paths.root).unlink()
     if key := now.pop("changed", ""):
         write_json(paths.stage, {**read_json(paths.stage), key: "/tmp/evil"})
     for name, value in now.items():
         monkeypatch.setenv(name, value)
-    assert (staged_folders(paths), staged_python(paths)) == ({}, sys.executable)
-    assert capsys.readouterr().err.count(why) == 1  # said once
-    monkeypatch.setattr(staged, "NodePool", None)
-    staged.remove_staged(paths, Placement.here())  # nothing
+    record = stage_record(paths)
+    assert (record.folders, record.interpreter) == ({}, sys.executable)
+    assert why in capsys.readouterr().err
+    monkeypatch.setattr(stage, "NodePool", None)
+    stage.remove_staged(record, "base", Placement.here())  # nothing
 
 
 def test_record_that_is_a_pipe_does_not_stop_training(paths):
     paths.allocation.mkdir(parents=True)
     os.mkfifo(paths.stage)
-    assert staged_python(paths) == sys.executable
+    assert stage_record(paths) == StageRecord()
 
 
 def test_without_a_record_ranks_read_the_shared_folder_with_this_python(paths):
     assert StageRecord.read_if_there(paths.stage) is None
-    assert (staged_folders(paths), staged_python(paths)) == ({}, sys.executable)
+    assert stage_record(paths) == StageRecord()
+    assert (StageRecord().folders, StageRecord().interpreter) == ({}, sys.executable)
 
 
 def test_record_of_another_format_is_refused_by_name(paths):
@@ -92,12 +91,14 @@ def test_program_runs_in_the_copy_of_its_source_on_every_node(tmp_path):
     values = {"results": str(tmp_path), "program": program}
     config = resolve(checked(Config, values, "config.yaml"))
     paths = RunPaths.of(config)
-    for job_files in (RECORD, StageRecord.of_no_files("7", {"n1": "/tmp"})):
-        job_files.keep(paths)
-        assert program_folders(config, config.program)[1].cwd == str(tmp_path / "src")
-        assert staged_source_digest(paths) == ""
-        whole = job_files.with_project(StagedProject("/tmp/python", "/tmp/source", "e" * 64))
-        whole.keep(paths)
-        by_host, shared = program_folders(config, config.program)
+    for job_files in (RECORD, StageRecord(job="7", roots={"n1": "/tmp"})):
+        keep(job_files, paths)
+        before = stage_record(paths)
+        assert program_folders(config, config.program, before)[1].cwd == str(tmp_path / "src")
+        assert before.source_digest == ""
+        copied = {"python": "/tmp/python", "source": "/tmp/source", "source_digest": "e" * 64}
+        keep(job_files.model_copy(update=copied), paths)
+        after = stage_record(paths)
+        by_host, shared = program_folders(config, config.program, after)
         assert (by_host, shared.cwd) == ({}, "/tmp/source")
-        assert staged_source_digest(paths) == "e" * 64
+        assert after.source_digest == "e" * 64

@@ -17,7 +17,7 @@ from forge.core.config import Config
 from forge.core.errors import DataError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import inputs_folder
-from forge.data.input_set import InputSet
+from forge.data.inputs import InputSet
 from forge.staging import to_nodes
 from forge.staging.to_nodes import stage_nodes
 

@@ -19,7 +19,7 @@ from forge.core.files import write_json
 from forge.core.paths import RunPaths, settings_file
 from forge.core.provenance import config_digest
 from forge.core.records import Sent
-from forge.core.tracking import Tracking, Wandb
+from forge.core.service_settings import Tracking, Wandb
 from forge.run import train
 from forge.tracking import feed, feed_process, to_wandb, tracker
 from forge.trainer import metrics

@@ -10,7 +10,7 @@ import pytest
 
 from forge.core.paths import RunPaths
 from forge.core.records import Sent
-from forge.core.tracking import Wandb
+from forge.core.service_settings import Wandb
 from forge.tracking.to_wandb import WeightsAndBiases
 from forge.tracking.tracker import TrackedRun
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support import architectures
+from support.architectures import each_architecture
 
 from forge.core.machine import Machine
-from forge.core.model_settings import Model
 from forge.core.train_settings import Train
 from forge.launch.process_group import joined
 from forge.launch.rank import Rank
@@ -15,7 +16,7 @@ from forge.trainer.initialize import initialized
 from forge.trainer.parallel import ParallelModel
 
 EOS, VOCAB, CPU = 0, 50, torch.device("cpu")
-SMALL = Model(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=64)
+SMALL = architectures.SMALL["llama"]
 LENGTHS = (5, 1, 9, 6)  # of the documents of a window, the last without its end
 
 # fp32 sums in another order; the largest difference seen is 3e-7.
@@ -57,8 +58,9 @@ def assert_same(found, expected):
         torch.testing.assert_close(found[name], gradient, **SAME, msg=name)
 
 
-def test_loss_and_gradients_of_a_window_are_those_of_its_documents_alone():
-    model, tokens = initialized(SMALL, VOCAB), window()
+@each_architecture
+def test_loss_and_gradients_of_a_window_are_those_of_its_documents_alone(small):
+    model, tokens = initialized(small, VOCAB), window()
     packed = loss_of(model, tokens)
     packed.backward()
     found = gradients(model)
@@ -71,9 +73,10 @@ def test_loss_and_gradients_of_a_window_are_those_of_its_documents_alone():
     assert abs(plain - packed) > 1e-4
 
 
+@each_architecture
 @torch.no_grad()
-def test_change_in_one_document_changes_no_other_bit():
-    model, tokens = initialized(SMALL, VOCAB), window()[:, :-1]
+def test_change_in_one_document_changes_no_other_bit(small):
+    model, tokens = initialized(small, VOCAB), window()[:, :-1]
     changed = tokens.clone()
     changed[0, 7] += 1  # in the third
     before, after = (model(t, None, documents_of(t)) for t in (tokens, changed))
@@ -141,10 +144,11 @@ def test_recomputed_blocks_have_the_same_gradients(how):
     assert all(g.equal(expected[name]) for name, g in gradients(recomputed).items())
 
 
-def test_block_with_a_mask_is_one_graph():
-    model, tokens = initialized(SMALL, VOCAB), window()
+@each_architecture
+def test_block_with_a_mask_is_one_graph(small):
+    model, tokens = initialized(small, VOCAB), window()
     expected = loss_of(model, tokens)
-    for block in model.model.layers:
+    for block in model.blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, backend="eager")
     torch.testing.assert_close(loss_of(model, tokens), expected, **SAME)
 

@@ -5,25 +5,26 @@ import sys
 
 import pytest
 import torch
+from support import architectures
+from support.architectures import each_architecture
 
 from forge.cluster.placement import WorldLayout, check_layout
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine
-from forge.core.model_settings import Model
 from forge.core.train_settings import Train
 from forge.trainer import transforms
 from forge.trainer.initialize import initialized
 
-SMALL = Model(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=96)
+SMALL = architectures.SMALL["llama"]
 VOCAB = 97
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 CPU = torch.device("cpu")
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
-def made(recipe, how="none"):
-    model = initialized(SMALL, VOCAB)
+def made(recipe, how="none", settings=SMALL):
+    model = initialized(settings, VOCAB)
     transforms.use_float8(model, Train(fp8=recipe), CPU)
     transforms.recompute_activations(model, how)
     return model
@@ -50,7 +51,7 @@ def rounded(x, dim):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_training_product_is_that_of_rounded_activations_and_weights(recipe):
-    linear = made(recipe).model.layers[0].mlp.gate_proj
+    linear = made(recipe).blocks[0].mlp.gate_proj
     x = torch.randn(3, 16, 32, generator=torch.Generator().manual_seed(1))
     dim = None if recipe == "tensorwise" else -1
     expected = rounded(x, dim) @ rounded(linear.weight, dim).T
@@ -58,9 +59,11 @@ def test_a_training_product_is_that_of_rounded_activations_and_weights(recipe):
     assert not torch.allclose(linear(x), x @ linear.weight.T, rtol=1e-3, atol=1e-3)
 
 
+@each_architecture
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_losses_and_gradients_are_near_those_without_it(recipe):
-    (loss, expected), (found_loss, found) = trained(made(None)), trained(made(recipe))
+def test_losses_and_gradients_are_near_those_without_it(recipe, small):
+    loss, expected = trained(made(None, settings=small))
+    found_loss, found = trained(made(recipe, settings=small))
     assert 0 < abs(found_loss - loss) < 2e-2
     assert found.keys() == expected.keys()  # weights keep their names
     for name, grad in expected.items():
@@ -75,8 +78,9 @@ def test_all_layers_of_the_blocks_and_no_others_round():
     assert seen == [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in of_block]
 
 
-def test_evaluation_has_the_bits_of_a_model_without_it():
-    plain, scaled = made(None).eval(), made("tensorwise").eval()
+@each_architecture
+def test_evaluation_has_the_bits_of_a_model_without_it(small):
+    plain, scaled = (made(recipe, settings=small).eval() for recipe in (None, "tensorwise"))
     tokens = torch.arange(64).view(2, 32)
     assert torch.equal(scaled(tokens), plain(tokens))
     with torch.autocast("cpu", torch.bfloat16):
@@ -84,7 +88,7 @@ def test_evaluation_has_the_bits_of_a_model_without_it():
 
 
 def test_autocast_on_a_cpu_gives_bf16():
-    linear = made("tensorwise").model.layers[0].mlp.gate_proj
+    linear = made("tensorwise").blocks[0].mlp.gate_proj
     with torch.autocast("cpu", torch.bfloat16):
         assert linear(torch.randn(16, 32)).dtype == torch.bfloat16
 

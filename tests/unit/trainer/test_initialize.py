@@ -9,20 +9,21 @@ from multiprocessing.pool import Pool
 import pytest
 import torch
 import torch.distributed as dist
+from support.architectures import each_architecture
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from forge.core.model_settings import Model
+from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
 from forge.trainer import initialize
 from forge.trainer.initialize import initialized
-from forge.trainer.llama import Decoder
+from forge.trainer.models.decoder import Decoder, make_decoder
 from forge.trainer.parallel import ParallelModel
 
 # Of 9 ranks the last one has 4 rows of the vocabulary, the others 12; and none of a key projection's 8.
-SMALL = Model(dim=32, layers=2, heads=4, kv_heads=1, ffn_dim=48, tie_embeddings=False)
+SMALL = Llama(dim=32, layers=2, heads=4, kv_heads=1, ffn_dim=48, tie_embeddings=False)
 VOCAB, RANKS_PER_NODE = 100, 2
 BLOCKS = (64, 512, 2**20)  # of two rows, of some, and of all
 
@@ -41,7 +42,7 @@ def rows_of(number: int, world_size: int, shard: str | int) -> dict:
     dist.init_process_group("fake", store=FakeStore(), rank=number, world_size=world_size)
     rank = Rank(number, number % RANKS_PER_NODE, world_size, RANKS_PER_NODE)
     world = World(rank, torch.device("cpu"), "gloo", dist.group.WORLD)
-    model = Decoder(SMALL, VOCAB)
+    model = make_decoder(SMALL, VOCAB)
     ParallelModel(model, Train(shard=shard, batch_size=world_size), world, "fp32")
     return {numbers: own_rows(model, numbers) for numbers in BLOCKS}
 
@@ -87,7 +88,7 @@ def test_a_rank_has_memory_for_its_own_rows_only(ranks: Pool) -> None:
 
 def test_seed_alone_decides_the_initial_weights() -> None:
     def weights(seed: int) -> torch.Tensor:
-        model = initialized(Model(dim=64, layers=8, heads=2), 1000, seed)
+        model = initialized(Llama(dim=64, layers=8, heads=2), 1000, seed)
         return torch.cat([parameter.flatten() for parameter in model.parameters()]).detach()
 
     torch.manual_seed(1)
@@ -106,8 +107,17 @@ def test_no_two_blocks_of_rows_are_alike(monkeypatch) -> None:
     assert len(set(starts)) == len(starts)
 
 
+@each_architecture
+def test_norms_begin_with_1_and_biases_with_0(small) -> None:
+    decoder = initialized(small, VOCAB)
+    vectors = {name: p for name, p in decoder.named_parameters() if p.dim() == 1}
+    assert any(name.endswith("bias") for name in vectors) == (small.architecture == "gpt2")
+    for name, vector in vectors.items():
+        assert torch.equal(vector, torch.full_like(vector, not name.endswith("bias"))), name
+
+
 def test_initial_spread_is_0_02_and_smaller_towards_the_residual_stream() -> None:
-    model = initialized(Model(dim=256, layers=8, heads=4), 1000)
+    model = initialized(Llama(dim=256, layers=8, heads=4), 1000)
     weights = {name: weight for name, weight in model.named_parameters() if "layers.3" in name}
     for name, weight in weights.items():
         if "norm" in name:

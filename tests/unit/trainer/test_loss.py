@@ -13,13 +13,13 @@ from torch._dynamo.utils import counters
 import forge.trainer.loss
 import forge.trainer.parallel
 from forge.core.machine import Machine
-from forge.core.model_settings import Model
+from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
 from forge.launch.process_group import joined
 from forge.launch.rank import Rank
 from forge.trainer.initialize import initialize
-from forge.trainer.llama import Decoder
 from forge.trainer.loss import _rows_of_chunk, linear_cross_entropy
+from forge.trainer.models.decoder import make_decoder
 from forge.trainer.parallel import ParallelModel
 
 VOCAB = 301
@@ -109,7 +109,7 @@ def make(monkeypatch) -> Iterator[Callable[[], ParallelModel]]:
     with joined(Rank(0, 0, 1, 1), Machine(device="cpu")) as world:
 
         def make() -> ParallelModel:
-            model = Decoder(Model(dim=32, layers=1, heads=2, tie_embeddings=False), VOCAB)
+            model = make_decoder(Llama(dim=32, layers=1, heads=2, tie_embeddings=False), VOCAB)
             train = Train(seq_len=16, batch_size=4, compile=True)
             parallel = ParallelModel(model, train, world, "fp32")
             initialize(model, seed=0)

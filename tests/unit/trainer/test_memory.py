@@ -12,18 +12,21 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge.core import memory
 from forge.core.memory import GIB, Shape
-from forge.core.model_settings import Model
+from forge.core.models.base import Model
+from forge.core.models.gpt2 import Gpt2
+from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
 from forge.trainer import transforms
-from forge.trainer.llama import Decoder
+from forge.trainer.models.decoder import Decoder, make_decoder
 from forge.trainer.optim import make_optimizers
 from forge.trainer.parallel import ParallelModel
 
-WIDE = Model(dim=2048, layers=4, heads=16, ffn_dim=5504, tie_embeddings=False)
-GROUPED = Model(dim=2048, layers=3, heads=16, kv_heads=4, ffn_dim=5504, tie_embeddings=True)
-SMALL = Model(dim=1024, layers=6, heads=16, ffn_dim=4096)
+WIDE = Llama(dim=2048, layers=4, heads=16, ffn_dim=5504, tie_embeddings=False)
+GROUPED = Llama(dim=2048, layers=3, heads=16, kv_heads=4, ffn_dim=5504, tie_embeddings=True)
+SMALL = Llama(dim=1024, layers=6, heads=16, ffn_dim=4096)
+GPT2 = Gpt2(architecture="gpt2", dim=1024, layers=6, heads=16)
 VOCAB = 32000
 
 
@@ -62,7 +65,7 @@ def world_of(monkeypatch: pytest.MonkeyPatch) -> Iterator:
 def peak_bytes(shape: Shape, world: World, monkeypatch: pytest.MonkeyPatch) -> int:
     """Of all tensors during the second step, up to its update; in the first one caches are filled."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    decoder, to_empty = Decoder(shape.model, shape.vocab_size), Decoder.to_empty
+    decoder, to_empty = make_decoder(shape.model, shape.vocab_size), Decoder.to_empty
 
     def to_empty_fake(decoder: Decoder, *, device: torch.device) -> Decoder:
         with fake:
@@ -107,6 +110,9 @@ def peak_bytes(shape: Shape, world: World, monkeypatch: pytest.MonkeyPatch) -> i
         (WIDE, 8, {"seq_len": 2048, "batch_size": 16, "micro_batch_size": 1, "shard": "none"}),
         (WIDE, 8, {"seq_len": 2048, "batch_size": 64, "micro_batch_size": 4}),
         (SMALL, 8, {"seq_len": 1024, "batch_size": 64, "shard": "node"}),
+        (GPT2, 1, {"seq_len": 1024, "batch_size": 8}),
+        (GPT2, 8, {"seq_len": 1024, "batch_size": 64, "recompute": "selective"}),
+        (GPT2, 1, {"seq_len": 1024, "batch_size": 8, "recompute": "full"}),
     ],
 )
 def test_estimate_is_near_what_torch_allocates(

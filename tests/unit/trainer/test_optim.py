@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from forge.checkpoint.storage import training_state
-from forge.core.model_settings import Model
-from forge.core.train_settings import Train
+from forge.core.memory import Shape
+from forge.core.models.llama import Llama
+from forge.core.train_settings import MOMENTS, Train
 from forge.trainer.initialize import initialized
 from forge.trainer.optim import learning_rate, make_optimizers, state_shapes, update
 
@@ -74,10 +75,21 @@ def test_fused_adamw_moves_weights_like_the_plain_one() -> None:
     torch.testing.assert_close(fused.weight, plain.weight)
 
 
+@pytest.mark.parametrize("optimizer", MOMENTS)
+def test_state_takes_the_memory_that_a_plan_counts(optimizer: str) -> None:
+    train, settings = Train(optimizer=optimizer), Llama(dim=128, layers=2, heads=2)
+    model = initialized(settings, 32)
+    state = training_state(model, make_optimizers(model, train))["optimizer"]
+    tensors = [t for of_weight in state.values() for key, t in of_weight.items() if key != "step"]
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    planned = Shape(settings, 32, train, world_size=1, ranks_per_node=1).optimizer_bytes
+    assert num_bytes == pytest.approx(planned, rel=0.01)  # norms count as matrices of their block
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_state_has_the_names_and_shapes_that_validation_expects(optimizer: str) -> None:
     train = Train(optimizer=optimizer)
-    model = initialized(Model(dim=16, layers=2, heads=2, tie_embeddings=False), 32)
+    model = initialized(Llama(dim=16, layers=2, heads=2, tie_embeddings=False), 32)
     state = training_state(model, make_optimizers(model, train))["optimizer"]
     found = {
         name: {key: tuple(tensor.shape) for key, tensor in of_weight.items()}
@@ -95,7 +107,7 @@ def test_state_has_the_names_and_shapes_that_validation_expects(optimizer: str) 
 def test_muon_moves_a_matrix_about_as_far_as_adamw() -> None:
     """Liu et al. 2025 (arXiv:2502.16982), section 2.2: 0.2 lr, the usual size of AdamW's updates."""
     train = Train(optimizer="muon", lr=0.1, weight_decay=0.0)
-    model = initialized(Model(dim=64, layers=1, heads=2, ffn_dim=192), 32)
+    model = initialized(Llama(dim=64, layers=1, heads=2, ffn_dim=192), 32)
     name, matrix = "model.layers.0.mlp.up_proj.weight", model.model.layers[0].mlp.up_proj.weight
     assert dict(model.named_parameters())[name] is matrix
     before = matrix.detach().clone()

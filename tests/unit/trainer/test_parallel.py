@@ -4,25 +4,25 @@ import pytest
 import torch
 
 from forge.core.errors import ConfigError
-from forge.core.model_settings import Model
+from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
 from forge.trainer import transforms
-from forge.trainer.llama import Decoder
+from forge.trainer.models.decoder import make_decoder
 from forge.trainer.parallel import ParallelModel
 
 
 def test_a_model_sharded_over_gpus_by_gloo_is_refused():
     world = World(Rank(0, 0, 2, 2), torch.device("cuda", 0), "gloo", None)
-    decoder = Decoder(Model(dim=32, layers=1, heads=2), 100)
+    decoder = make_decoder(Llama(dim=32, layers=1, heads=2), 100)
     with pytest.raises(ConfigError, match="Gloo cannot shard a model over GPUs"):
         ParallelModel(decoder, Train(shard="all"), world, "bf16")
 
 
 def test_gradients_in_bf16_are_refused_where_ddp_averages_them():
     world = World(Rank(0, 0, 2, 2), torch.device("cpu"), "gloo", None)
-    decoder = Decoder(Model(dim=32, layers=1, heads=2), 100)
+    decoder = make_decoder(Llama(dim=32, layers=1, heads=2), 100)
     with pytest.raises(ConfigError, match="averaged by DDP, in fp32 only"):
         ParallelModel(decoder, Train(reduce_dtype="bf16"), world, "bf16")
 

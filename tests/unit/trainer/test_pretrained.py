@@ -12,14 +12,14 @@ from support.pretrained import random_model, save
 from transformers import AutoModelForCausalLM
 
 from forge.core.config import Config, ResolvedConfig
-from forge.core.errors import DataError
-from forge.core.model_settings import Model
+from forge.core.errors import ConfigError, DataError
+from forge.core.models.llama import Llama
 from forge.data import model
 from forge.data.content_ids import resolve
 from forge.data.model import ModelManifest, with_pretrained
 from forge.trainer import pretrained, transforms
 from forge.trainer.initialize import initialized
-from forge.trainer.llama import Decoder
+from forge.trainer.models.decoder import Decoder, make_decoder
 
 # Equal formulas in another order of sums, fp32; logits are of size 1.
 LOGITS = 1e-5
@@ -29,6 +29,8 @@ CASES = [
     ("mistral", "bfloat16", 1),
     ("qwen3", "float32", 3),
     ("olmo2", "bfloat16", 3),
+    ("gpt2", "float32", 1),
+    ("gpt2", "bfloat16", 3),
 ]
 
 
@@ -41,6 +43,7 @@ def config_of(folder: Path, **sections: dict) -> Config:
             "data": str(folder / "data"),
             "tokenize": {"inputs": [str(folder / "corpus.txt")]},
             "model": {"init": {"path": str(folder)}},
+            "train": {"seq_len": 128},
             **sections,
         }
     )
@@ -50,8 +53,8 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def loaded(model: Model, files: list[Path]) -> Decoder:
-    decoder = Decoder(model, model.num_rows(0)).to_empty(device="cpu")
+def loaded(model: Llama, files: list[Path]) -> Decoder:
+    decoder = make_decoder(model, model.num_rows(0)).to_empty(device="cpu")
     pretrained.read(decoder, files)
     return decoder.eval()
 
@@ -157,7 +160,7 @@ def test_id_is_of_shape_and_place_since_tuned_models_have_files_of_equal_sizes(f
 )
 @pytest.mark.filterwarnings("error")  # of mixed types, on every rank
 def test_norms_of_outputs_train_under_autocast(keys):
-    model = Model(dim=32, layers=2, heads=4, kv_heads=2, **keys)
+    model = Llama(dim=32, layers=2, heads=4, kv_heads=2, **keys)
     decoder = initialized(model, 100)
     tokens = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", torch.bfloat16):
@@ -170,7 +173,7 @@ def test_norms_of_outputs_train_under_autocast(keys):
 
 @pytest.mark.parametrize("how", ["selective", "full"])
 def test_recomputation_gives_the_same_gradients_with_wide_heads_and_norms(how):
-    model = Model(dim=32, layers=1, heads=4, head_dim=16, qk_norm="head", vocab_size=110)
+    model = Llama(dim=32, layers=1, heads=4, head_dim=16, qk_norm="head", vocab_size=110)
     tokens = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(1))
     gradients = []
     for setting in ("none", how):
@@ -181,3 +184,43 @@ def test_recomputation_gives_the_same_gradients_with_wide_heads_and_norms(how):
     assert len(gradients[0][0]) == 110  # rows of the embedding
     for plain, again in zip(*gradients, strict=True):
         assert torch.equal(plain, again)
+
+
+def test_files_of_openais_weights_have_masks_and_names_of_the_model_inside(tmp_path):
+    made = random_model("gpt2")
+    save(made, tmp_path)
+    (file,) = files_of(tmp_path)
+    inside = {name.removeprefix("transformer."): value for name, value in load_file(file).items()}
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 128, 128) for layer in (0, 1)}
+    save_file(inside | masks, file)
+    ours = loaded(with_pretrained(config_of(tmp_path)).model, files_of(tmp_path))
+    tokens = torch.randint(300, (2, 100), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert (ours(tokens) - made(tokens).logits).abs().max() <= LOGITS
+
+
+def test_each_rank_reads_its_rows_of_a_matrix_that_files_have_transposed(tmp_path):
+    """A rank that read columns in place of rows would train on another model."""
+    save(random_model("gpt2"), tmp_path)
+    model = with_pretrained(config_of(tmp_path)).model
+    name = "transformer.h.1.mlp.c_fc.weight"
+    whole = loaded(model, files_of(tmp_path)).get_parameter(name)
+    with pretrained._Tensors(files_of(tmp_path), model) as tensors:
+        parts = [tensors.rows(name, first, first + 43) for first in range(0, len(whole), 43)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"kv_heads": 2}, r"model.kv_heads is 2, the weights have None"),
+        ({"architecture": "llama"}, r"model.architecture is 'llama', the weights have 'gpt2'"),
+        ({"architecture": "gpt2", "layers": 9}, r"model.layers is 9, the weights have 2"),
+    ],
+)
+def test_keys_of_another_shape_than_that_of_the_weights_are_named(tmp_path, keys, message):
+    save(random_model("gpt2"), tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        with_pretrained(config_of(tmp_path, model={"init": {"path": str(tmp_path)}, **keys}))
+    mine = {"init": {"path": str(tmp_path)}, "dropout": 0.1}
+    assert with_pretrained(config_of(tmp_path, model=mine)).model.dropout == 0.1

@@ -5,17 +5,19 @@ import ctypes
 
 import pytest
 import torch
+from support import architectures
+from support.architectures import changed
 
-from forge.core.model_settings import Model
 from forge.trainer import transforms
 from forge.trainer.initialize import initialized
 
-SMALL = Model(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=96, dropout=0.1)
+SMALL = {name: changed(settings, dropout=0.1) for name, settings in architectures.SMALL.items()}
+each_architecture = pytest.mark.parametrize("small", SMALL.values(), ids=SMALL)
 VOCAB = 97
 HOW = ("none", "selective", "full")
 
 
-def made(how, settings=SMALL):
+def made(how, settings):
     model = initialized(settings, VOCAB)
     transforms.recompute_activations(model, how)
     return model
@@ -30,37 +32,40 @@ def trained(model, forward=None):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
+@each_architecture
 @pytest.mark.parametrize("how", HOW[1:])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_gradients_are_bitwise_those_without_recomputation(how, bf16):
+def test_gradients_are_bitwise_those_without_recomputation(how, bf16, small):
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        expected, found = trained(made("none")), trained(made(how))
+        expected, found = trained(made("none", small)), trained(made(how, small))
     assert torch.equal(found[0], expected[0])
     assert all(torch.equal(found[1][name], grad) for name, grad in expected[1].items())
 
 
+@each_architecture
 @pytest.mark.parametrize("how", HOW[1:])
-def test_the_compiler_sees_one_graph(how):
+def test_the_compiler_sees_one_graph(how, small):
     # aot_eager runs torch.compile's whole front end and needs no C++ compiler
-    model = made(how, SMALL.model_copy(update={"dropout": 0.0}))
-    plain = trained(made("none", SMALL.model_copy(update={"dropout": 0.0})))
+    model = made(how, changed(small, dropout=0.0))
+    plain = trained(made("none", changed(small, dropout=0.0)))
     found = trained(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
     torch.testing.assert_close(found, plain)
 
 
-def test_each_level_keeps_less_for_the_backward_pass():
-    kept = {how: kept_bytes(how) for how in HOW}
+@each_architecture
+def test_each_level_keeps_less_for_the_backward_pass(small):
+    kept = {how: kept_bytes(how, small) for how in HOW}
     assert kept["selective"] < 0.65 * kept["none"]
     assert kept["full"] < 0.3 * kept["selective"]
 
 
-def kept_bytes(how):
+def kept_bytes(how, settings):
     """What a block keeps in memory between the forward and the backward pass."""
-    block = made(how).model.layers[0]
+    block = made(how, settings).blocks[0]
     x_BTD = torch.randn(8, 256, 32, requires_grad=True)
-    cos_TK = sin_TK = torch.ones(256, 8)
+    rotary = [torch.ones(256, 8)] * 2 if settings.architecture == "llama" else []
     before = allocated_bytes()
-    y_BTD = block(x_BTD, cos_TK, sin_TK)
+    y_BTD = block(x_BTD, *rotary)
     return allocated_bytes() - before - y_BTD.nbytes
 
 

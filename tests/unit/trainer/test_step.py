@@ -5,17 +5,17 @@ import torch
 from support import shards
 
 from forge.core.machine import Machine
-from forge.core.model_settings import Model
+from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
 from forge.launch.process_group import joined
 from forge.launch.rank import Rank
 from forge.trainer.initialize import initialize
-from forge.trainer.llama import Decoder
+from forge.trainer.models.decoder import make_decoder
 from forge.trainer.optim import learning_rate, make_optimizers
 from forge.trainer.parallel import ParallelModel
 from forge.trainer.step import TrainStep, train_loader
 
-MODEL = Model(dim=32, layers=1, heads=2, ffn_dim=64, dropout=0.1)
+MODEL = Llama(dim=32, layers=1, heads=2, ffn_dim=64, dropout=0.1)
 SIZES = {"seq_len": 16, "batch_size": 4, "warmup_steps": 2}
 DECAY_STEPS = 10
 
@@ -29,7 +29,7 @@ def make(tmp_path, monkeypatch):
 
         def make(**settings):
             train = Train(**SIZES, **settings)
-            model = Decoder(MODEL, data.vocab_size)
+            model = make_decoder(MODEL, data.vocab_size)
             parallel = ParallelModel(model, train, world, "fp32")
             initialize(model, seed=0)
             loader = train_loader(data, train, world)

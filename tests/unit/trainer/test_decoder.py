@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.architectures import changed, each_architecture
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
@@ -16,17 +17,19 @@ from torch.utils.flop_counter import FlopCounterMode
 import forge.trainer.loss
 import forge.trainer.numerics
 from forge.core.errors import ConfigError
-from forge.core.model_settings import Model
+from forge.core.models.base import Model
+from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
 from forge.launch.process_group import World
 from forge.launch.rank import Rank
 from forge.trainer import transforms
 from forge.trainer.initialize import initialized
-from forge.trainer.llama import Decoder, sample
 from forge.trainer.loss import linear_cross_entropy
+from forge.trainer.models import llama_decoder
+from forge.trainer.models.decoder import Decoder, make_decoder, sample
 from forge.trainer.numerics import use_fast_fp32
 
-SMALL = Model(dim=32, layers=2, heads=4, kv_heads=2)
+SMALL = Llama(dim=32, layers=2, heads=4, kv_heads=2)
 VOCAB = 101
 MATMUL = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
@@ -56,15 +59,16 @@ def one_rank() -> Iterator[World]:
 # --- loss ---------------------------------------------------------------------------------------
 
 
+@each_architecture
 @pytest.mark.parametrize("rows", [1, 7, 30, 1000])
 @pytest.mark.parametrize("tied", [True, False])
 def test_chunked_loss_and_gradients_equal_those_of_full_logits(
-    monkeypatch: pytest.MonkeyPatch, rows: int, tied: bool
+    monkeypatch: pytest.MonkeyPatch, rows: int, tied: bool, small: Model
 ) -> None:
     monkeypatch.setattr(forge.trainer.loss, "LOGITS_BYTES_CPU", 4 * VOCAB * rows)
     tokens = tokens_of(3, 11)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    model = initialized(SMALL.model_copy(update={"tie_embeddings": tied}), VOCAB)
+    model = initialized(changed(small, tie_embeddings=tied), VOCAB)
     expected = plain_loss(model, inputs, targets)
     (3 * expected).backward()  # a factor as of gradient accumulation
     expected_grads = grads_of(model)
@@ -94,9 +98,10 @@ def test_non_finite_activations_make_a_non_finite_loss(bad: float) -> None:
     assert not linear_cross_entropy(hidden, torch.ones(5, 8), torch.zeros(4).long()).isfinite()
 
 
-def test_bf16_keeps_an_fp32_loss_and_fp32_gradients_close_to_the_true_ones() -> None:
+@each_architecture
+def test_bf16_keeps_an_fp32_loss_and_fp32_gradients_close_to_the_true_ones(small: Model) -> None:
     tokens = tokens_of(4, 33)
-    model = initialized(SMALL, VOCAB)
+    model = initialized(small, VOCAB)
     model(tokens[:, :-1], tokens[:, 1:]).backward()
     true_grads = grads_of(model)
     model.zero_grad()
@@ -118,8 +123,9 @@ def test_loss_operator_obeys_the_rules_of_torch_compile() -> None:
 # --- model --------------------------------------------------------------------------------------
 
 
-def test_no_token_sees_a_later_one() -> None:
-    model = initialized(SMALL, VOCAB)
+@each_architecture
+def test_no_token_sees_a_later_one(small: Model) -> None:
+    model = initialized(small, VOCAB)
     tokens = tokens_of(2, 12)
     changed = tokens.clone()
     changed[:, 7] = (tokens[:, 7] + 1) % VOCAB
@@ -129,11 +135,9 @@ def test_no_token_sees_a_later_one() -> None:
 
 
 def test_attention_depends_on_the_distance_of_tokens_and_not_on_their_position() -> None:
-    cos_TK, sin_TK = forge.trainer.llama.rotary(40, 16, 10_000.0, "cpu")
+    cos_TK, sin_TK = llama_decoder.rotary(40, 16, 10_000.0, "cpu")
     query, key = torch.randn(16), torch.randn(16)
-    q_TK, k_TK = (
-        forge.trainer.llama.rotate(x.expand(40, 16), cos_TK, sin_TK) for x in (query, key)
-    )
+    q_TK, k_TK = (llama_decoder.rotate(x.expand(40, 16), cos_TK, sin_TK) for x in (query, key))
     scores = q_TK @ k_TK.T
     torch.testing.assert_close(scores[10, 3], scores[37, 30])
     assert abs(scores[10, 3] - scores[10, 9]) > 1e-3
@@ -170,13 +174,29 @@ def test_weights_are_named_and_shaped_as_in_hugging_face_llama() -> None:
     assert untied.state_dict().keys() - shapes.keys() == {"lm_head.weight"}
 
 
-def test_dropout_acts_in_training_only() -> None:
-    model = initialized(SMALL.model_copy(update={"dropout": 0.5}), VOCAB)
+@each_architecture
+def test_dropout_acts_in_training_only(small: Model) -> None:
+    model = initialized(changed(small, dropout=0.5), VOCAB)
     tokens = tokens_of(2, 9)
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
     assert torch.equal(model(tokens), model(tokens))
-    assert torch.equal(model(tokens), initialized(SMALL, VOCAB)(tokens))
+    assert torch.equal(model(tokens), initialized(small, VOCAB)(tokens))
+
+
+@each_architecture
+@pytest.mark.parametrize("keys", [{}, {"tie_embeddings": False}, {"ffn_dim": 40}])
+def test_number_of_parameters_of_each_architecture_is_known_without_a_decoder(
+    small: Model, keys: dict
+) -> None:
+    settings = changed(small, **keys)
+    decoder = make_decoder(settings, VOCAB)
+    assert settings.num_parameters(VOCAB) == sum(p.numel() for p in decoder.parameters())
+    of_blocks = {
+        name: p.numel() for name, p in decoder.named_parameters() if decoder.is_in_block(name)
+    }
+    assert sum(of_blocks.values()) == settings.layers * settings.block_parameters
+    assert any(decoder.adds_to_residual(name) for name in of_blocks)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -187,16 +207,15 @@ def test_number_of_parameters_is_known_without_a_decoder(
 ) -> None:
     shape = {"tie_embeddings": tied, "kv_heads": kv_heads, "ffn_dim": ffn_dim}
     settings = SMALL.model_copy(update=shape)
-    counted = sum(parameter.numel() for parameter in Decoder(settings, VOCAB).parameters())
+    counted = sum(parameter.numel() for parameter in make_decoder(settings, VOCAB).parameters())
     assert settings.num_parameters(VOCAB) == counted
 
 
-def test_flops_count_every_product_of_the_forward_pass_three_times() -> None:
+@each_architecture
+def test_flops_count_every_product_of_the_forward_pass_three_times(small: Model) -> None:
     tokens = tokens_of(2, 16)
     for tied in (True, False):
-        model = initialized(
-            SMALL.model_copy(update={"tie_embeddings": tied, "kv_heads": None}), VOCAB
-        )
+        model = initialized(changed(small, tie_embeddings=tied), VOCAB)
         # the plain kernel of attention, because torch counts no products of the CPU's fused one
         with (
             FlopCounterMode(display=False) as counter,
@@ -212,8 +231,9 @@ def test_flops_count_every_product_of_the_forward_pass_three_times() -> None:
 # --- under torch's wrappers ---------------------------------------------------------------------
 
 
-def test_compiled_model_has_no_graph_break_and_the_same_gradients() -> None:
-    model = initialized(SMALL, VOCAB)
+@each_architecture
+def test_compiled_model_has_no_graph_break_and_the_same_gradients(small: Model) -> None:
+    model = initialized(small, VOCAB)
     tokens = tokens_of(2, 17)
     loss = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
@@ -227,9 +247,12 @@ def test_compiled_model_has_no_graph_break_and_the_same_gradients() -> None:
     torch.testing.assert_close(grads_of(model), expected)
 
 
+@each_architecture
 @pytest.mark.parametrize("tied", [True, False])
-def test_ddp_and_fsdp2_have_the_gradients_of_the_bare_model(one_rank: World, tied: bool) -> None:
-    settings = SMALL.model_copy(update={"tie_embeddings": tied})
+def test_ddp_and_fsdp2_have_the_gradients_of_the_bare_model(
+    one_rank: World, tied: bool, small: Model
+) -> None:
+    settings = changed(small, tie_embeddings=tied)
     tokens = tokens_of(2, 17)
 
     def train(model: torch.nn.Module) -> torch.Tensor:
@@ -251,8 +274,11 @@ def test_ddp_and_fsdp2_have_the_gradients_of_the_bare_model(one_rank: World, tie
     torch.testing.assert_close(gathered, grads_of(bare))
 
 
-def test_fsdp2_in_bf16_keeps_master_weights_and_gradients_in_fp32(one_rank: World) -> None:
-    model = initialized(SMALL, VOCAB)
+@each_architecture
+def test_fsdp2_in_bf16_keeps_master_weights_and_gradients_in_fp32(
+    one_rank: World, small: Model
+) -> None:
+    model = initialized(small, VOCAB)
     tokens = tokens_of(2, 17)
     true_loss = model(tokens[:, :-1], tokens[:, 1:])
     transforms.shard_decoder(model, one_rank, Train(), 1, "bf16")
@@ -318,8 +344,9 @@ print(before, kept, faults())
     assert int(after) < 200 < int(before)
 
 
-def test_samples_repeat_with_their_seed_and_leave_the_model_in_training() -> None:
-    model = initialized(SMALL.model_copy(update={"dropout": 0.5}), VOCAB)
+@each_architecture
+def test_samples_repeat_with_their_seed_and_leave_the_model_in_training(small: Model) -> None:
+    model = initialized(changed(small, dropout=0.5), VOCAB)
     first = sample(model, [1, 2, 3], 12, context=64, seed=0)
     assert len(first) == 12
     assert all(0 <= token < VOCAB for token in first)

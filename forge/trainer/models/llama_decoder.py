@@ -1,23 +1,21 @@
-"""The model: a compact Llama-style decoder, and sampling from it.
+"""The layers of Llama, Mistral, Qwen3 and OLMo 2.
 
-Parameters have the names and the rotary convention of Hugging Face's Llama, Qwen3 and OLMo 2, so that
-an export is a copy. Shape suffixes: B batch, T tokens of a sample, D model width, H heads, K head
-width, V vocabulary.
+Parameters have the names and the rotary convention of Hugging Face's, so that an export is a copy. Shape
+suffixes: B batch, T tokens of a sample, D model width, H heads, K head width.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge.core.errors import ConfigError
-from forge.core.model_settings import Model, RopeScaling
+from forge.core.models.llama import Llama, RopeScaling
 from forge.trainer.documents import Documents, attend
-from forge.trainer.loss import linear_cross_entropy
+from forge.trainer.models.decoder import Decoder
 
 
 class OutputNorm(nn.RMSNorm):
@@ -30,7 +28,7 @@ class OutputNorm(nn.RMSNorm):
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and, optionally, grouped key and value heads."""
 
-    def __init__(self, settings: Model) -> None:
+    def __init__(self, settings: Llama) -> None:
         super().__init__()
         self.head_dim = settings.head_width
         self.grouped = settings.num_kv_heads != settings.heads
@@ -69,7 +67,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
 
-    def __init__(self, settings: Model) -> None:
+    def __init__(self, settings: Llama) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(settings.dim, settings.inner_dim, bias=False)
         self.up_proj = nn.Linear(settings.dim, settings.inner_dim, bias=False)
@@ -86,7 +84,7 @@ class Block(nn.Module):
     post-norm before the sum.
     """
 
-    def __init__(self, settings: Model) -> None:
+    def __init__(self, settings: Llama) -> None:
         super().__init__()
         self.is_post_norm = settings.norm == "post"
         if not self.is_post_norm:
@@ -114,10 +112,10 @@ class Block(nn.Module):
 class Trunk(nn.Module):
     """Everything between token ids and the output layer."""
 
-    def __init__(self, settings: Model, num_ids: int) -> None:
+    def __init__(self, settings: Llama, rows: int) -> None:
         super().__init__()
         self.settings = settings
-        self.embed_tokens = nn.Embedding(settings.num_rows(num_ids), settings.dim)
+        self.embed_tokens = nn.Embedding(rows, settings.dim)
         self.layers = nn.ModuleList(Block(settings) for _ in range(settings.layers))
         self.norm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
 
@@ -138,99 +136,28 @@ class Trunk(nn.Module):
         return self.norm(x_BTD)
 
 
-class OutputLayer(nn.Linear):
-    """The output layer: from the last hidden states to logits, or straight to the loss."""
+class LlamaDecoder(Decoder):
+    """A Llama, Mistral, Qwen3 or OLMo 2."""
 
-    def forward(
-        self, x_BTD: Tensor, targets_BT: Tensor | None = None, compiled: bool = False
-    ) -> Tensor:
-        """As Decoder.forward; compiled: of linear_cross_entropy."""
-        return _logits_or_loss(x_BTD, self.weight, targets_BT, compiled)
+    TRUNK: ClassVar[str] = "model"
+    EMBEDDING: ClassVar[str] = "embed_tokens"
+    BLOCKS: ClassVar[str] = "layers"
+    LAST_NORM: ClassVar[str] = "norm"
+    settings: Llama
 
-
-def _logits_or_loss(
-    x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor | None, compiled: bool
-) -> Tensor:
-    if targets_BT is None:
-        return F.linear(x_BTD, weight_VD)
-    hidden_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
-    return linear_cross_entropy(hidden_ND, weight_VD, targets_N, compiled=compiled)
-
-
-class Decoder(nn.Module):
-    """The language model, without memory for its weights: `to_empty` gives it some, and
-    initialize.initialize or a checkpoint the values.
-
-    With tied embeddings there is no `lm_head`, so that a checkpoint has the matrix once. `forward` then
-    reads the weight of the embedding without calling it: for FSDP2 it must belong to the Decoder.
-    num_ids: of the tokenizer. compiles_loss: whether the loss of a training step goes through
-    torch.compile.
-    """
-
-    def __init__(self, settings: Model, num_ids: int) -> None:
-        super().__init__()
-        self.settings = settings
-        self.compiles_loss = False
-        # On meta: a sharded model must never be on one device as a whole.
-        with torch.device("meta"):
-            self.model = Trunk(settings, num_ids)
-            tied, rows = settings.tie_embeddings, settings.num_rows(num_ids)
-            self.lm_head = None if tied else OutputLayer(settings.dim, rows, bias=False)
-
-    def forward(
-        self,
-        tokens_BT: Tensor,
-        targets_BT: Tensor | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """Logits [B, T, V], or with targets their mean cross entropy, a scalar in fp32. documents: of the
-        tokens, which attention then stays inside of; None: each window is one document."""
-        x_BTD = self.model(tokens_BT, documents)
-        if self.lm_head is None:
-            weight_VD = self.model.embed_tokens.weight
-            return _logits_or_loss(x_BTD, weight_VD, targets_BT, self.compiles_loss)
-        return self.lm_head(x_BTD, targets_BT, self.compiles_loss)
-
-    # --- what training and checkpoints ask of a model ---
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        """The layers, all alike: each is compiled, recomputed and sharded by itself."""
-        return self.model.layers
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the embedding: the vocabulary and its padding."""
-        return self.model.embed_tokens.num_embeddings
+    def make_trunk(self, rows: int) -> Trunk:
+        return Trunk(self.settings, rows)
 
     @property
     def narrow_width(self) -> int:
-        """Largest width of what selective recomputation keeps: all products but the wide half of the
-        feed-forward."""
+        """All products but the wide half of the feed-forward."""
         return max(self.settings.dim, self.settings.query_dim)
 
-    def ends(self) -> tuple[nn.Module, list[nn.Module]] | None:
-        """The embedding, and all that follows the last block, each of which FSDP2 gathers by itself; None
-        with tied embeddings, which both use."""
-        if self.lm_head is None:
-            return None
-        return self.model.embed_tokens, [self.model.norm, self.lm_head]
-
-    def is_in_block(self, name: str) -> bool:
-        """Whether a parameter belongs to a block: Muon updates the matrices of these."""
-        return name.startswith("model.layers.")
-
     def adds_to_residual(self, name: str) -> bool:
-        """Whether what this matrix gives is added to the residual stream."""
         return name.endswith(("o_proj.weight", "down_proj.weight"))
 
-    def num_parameters(self) -> int:
-        """Number of weights; a tied matrix counts once."""
-        return self.settings.num_parameters(self.num_rows)
 
-    def flops_per_token(self, seq_len: int) -> float:
-        """As Model.flops_per_token."""
-        return self.settings.flops_per_token(self.num_rows, seq_len)
+DECODER = LlamaDecoder
 
 
 # --- rotary positions ---------------------------------------------------------------------------
@@ -266,43 +193,3 @@ def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
     left, right = x_BHTK.chunk(2, dim=-1)
     turned_BHTK = torch.cat((-right, left), dim=-1)
     return x_BHTK * cos_TK.to(x_BHTK.dtype) + turned_BHTK * sin_TK.to(x_BHTK.dtype)
-
-
-# --- sampling -----------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def sample(
-    model: Decoder,
-    prompt_ids: list[int],
-    num_tokens: int,
-    *,
-    context: int,
-    seed: int,
-    temperature: float = 0.8,
-    top_k: int = 50,
-) -> list[int]:
-    """`num_tokens` ids that continue the prompt; with temperature 0 the most likely ones.
-
-    context: the model sees at most this many of the last tokens (train.seq_len: positions beyond it
-    were never trained). There is no KV cache: each token costs a full forward pass, fast enough for
-    the short samples of a report. Raises ConfigError on an empty prompt. Called on one rank with an
-    unsharded model.
-    """
-    if not prompt_ids:
-        raise ConfigError("the prompt has no tokens", fix="give at least one character to continue")
-    was_training = model.training
-    model.eval()
-    generator = torch.Generator().manual_seed(seed)
-    ids = list(prompt_ids)
-    device = model.model.embed_tokens.weight.device
-    for _ in range(num_tokens):
-        logits_V = model(torch.tensor([ids[-context:]], device=device))[0, -1].float().cpu()
-        if temperature == 0:
-            ids.append(int(logits_V.argmax()))
-            continue
-        top = logits_V.topk(min(top_k, len(logits_V)))
-        choice = torch.multinomial((top.values / temperature).softmax(0), 1, generator=generator)
-        ids.append(int(top.indices[choice]))
-    model.train(was_training)
-    return ids[len(prompt_ids) :]

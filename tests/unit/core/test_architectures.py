@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from forge.core.config import Config, load_config
 from forge.core.errors import ConfigError
-from forge.core.model_settings import Model
-from forge.data.hf_config import family_of, model_keys
+from forge.core.models.architectures import model_keys
+from forge.core.models.llama import Llama
 
 LLAMA_31_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -102,6 +103,24 @@ OLMO2_1B = {
     "tie_word_embeddings": False,
     "vocab_size": 100352,
 }
+GPT2_124M = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "attn_pdrop": 0.1,
+    "bos_token_id": 50256,
+    "embd_pdrop": 0.1,
+    "eos_token_id": 50256,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "resid_pdrop": 0.1,
+    "vocab_size": 50257,
+}
 LLAMA_1 = {
     key: LLAMA_31_8B[key]
     for key in (
@@ -111,7 +130,7 @@ LLAMA_1 = {
 } | {"intermediate_size": 11008, "vocab_size": 32000}
 
 
-def keys(values: dict[str, Any], seq_len: int = 4096) -> dict[str, Any]:
+def keys(values: dict[str, Any], seq_len: int = 1024) -> dict[str, Any]:
     return model_keys(values, seq_len, "team/model@main/config.json")
 
 
@@ -123,19 +142,25 @@ def keys(values: dict[str, Any], seq_len: int = 4096) -> dict[str, Any]:
         (QWEN3_06B, 596_049_920),
         (OLMO2_1B, 1_484_916_736),
         (LLAMA_1, 6_738_415_616),
+        (GPT2_124M, 124_439_808),
+        ({**GPT2_124M, "n_embd": 1600, "n_layer": 48, "n_head": 25}, 1_557_611_200),
     ],
-    ids=["Llama-3.1-8B", "Mistral-7B-v0.3", "Qwen3-0.6B", "OLMo-2-1B", "Llama-1-7B"],
+    ids=[
+        *("Llama-3.1-8B", "Mistral-7B-v0.3", "Qwen3-0.6B", "OLMo-2-1B", "Llama-1-7B"),
+        *("gpt2", "gpt2-xl"),
+    ],
 )
 def test_published_models_have_the_parameters_of_their_cards(values, parameters):
-    model = Model(**keys(values))
+    model = Config.model_validate({"model": keys(values)}).model
     assert model.num_parameters(10) == parameters
     # An export of Mistral is a Llama.
-    exported = family_of(model).architecture.replace("Llama", values["architectures"][0][:-11])
-    assert exported.endswith("ForCausalLM")
+    exported = model.hf_architecture.replace("Llama", values["architectures"][0][:-11])
+    assert exported == values["architectures"][0]
 
 
 def test_every_number_is_taken_over():
     assert keys(LLAMA_31_8B) == {
+        "architecture": "llama",
         **{"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "head_dim": None},
         **{"ffn_dim": 14336, "vocab_size": 128256, "norm_eps": 1e-5, "tie_embeddings": False},
         **{"norm": "pre", "qk_norm": "none", "rope_theta": 500000.0},
@@ -181,12 +206,16 @@ def test_what_transformers_5_writes_is_the_same():
         ),
         (QWEN3_06B, {"layer_types": ["sliding_attention"]}, "layer_types has sliding_attention"),
         (MISTRAL_7B_V03, {"sliding_window": 4095}, "sliding_window is 4095"),
+        (GPT2_124M, {"n_positions": 4095}, "n_positions is 4095, smaller than train.seq_len 4096"),
+        (GPT2_124M, {"activation_function": "relu"}, "activation_function is 'relu'"),
+        (GPT2_124M, {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx is True"),
+        (GPT2_124M, {"n_head": ..., "n_positions": 4096}, "it has no n_head"),
     ],
 )
 def test_what_does_not_fit_is_named_with_its_value(values, change, message):
     changed = {key: value for key, value in (values | change).items() if value is not ...}
     with pytest.raises(ConfigError, match=message):
-        keys(changed)
+        keys(changed, 4096)
 
 
 def test_a_window_as_long_as_the_samples_does_nothing():
@@ -199,4 +228,37 @@ def test_a_window_as_long_as_the_samples_does_nothing():
 
 def test_a_model_that_transformers_does_not_have_is_named():
     with pytest.raises(ConfigError, match=r"model.norm post and model.qk_norm none"):
-        family_of(Model(norm="post"))
+        _ = Llama(norm="post").hf_architecture
+
+
+# --- model.architecture in a config ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt3", None, 7, ["gpt2"], {"a": "b"}])
+def test_an_unknown_architecture_is_refused_with_the_known_ones(name):
+    with pytest.raises(ConfigError, match=r"model: architecture is .*: must be one of llama, gpt2"):
+        load_config("/dev/null", {"model.architecture": name})
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"kv_heads": 2}, "unknown key model.kv_heads .*of the 11 keys of model"),
+        ({"positions": 100}, "train.seq_len is 256, and the gpt2 has 100 positions"),
+        ({"heads": 5}, "model: dim 256 is not a multiple of heads 5"),
+        ({"layers": "two"}, "model.layers is 'two'"),
+    ],
+)
+def test_errors_name_the_keys_of_the_architecture_without_its_name(model, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config("/dev/null", {"model": {"architecture": "gpt2", **model}})
+
+
+def test_a_config_without_the_key_has_a_llama():
+    assert isinstance(load_config("/dev/null", {"model.layers": 2}).model, Llama)
+
+
+def test_numbers_of_another_type_in_a_config_json_are_a_config_error():
+    model = keys({**GPT2_124M, "n_embd": None})
+    with pytest.raises(ConfigError, match=r"model.dim is None"):
+        load_config("/dev/null", {"model": model})

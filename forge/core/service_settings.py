@@ -1,0 +1,116 @@
+"""Sections that training does not read: `validate`, `report`, `evaluate` and `tracking`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from forge.core.section import FilePath, Section
+
+Text = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class ValidateSettings(Section):
+    """Which checks validation makes of the final checkpoint."""
+
+    depth: Literal["digests", "load", "probe"] = "probe"
+    """`digests`: of all files; `load`: also load every tensor; `probe`: also recompute losses, of
+    8 ranks at most."""
+
+
+class Report(Section):
+    """Samples in the report."""
+
+    prompts: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=["def ", "class ", "import "], max_length=16
+    )
+    """The model completes each prompt; report and `forge show` have the samples."""
+    sample_tokens: int = Field(40, ge=1, le=1024)
+    """Tokens to generate per prompt. The model sees the last train.seq_len tokens only."""
+
+
+class Evaluate(Section):
+    """Tasks of the lm-evaluation-harness for a run's checkpoints. Needs `make setup EXTRAS=evaluate`."""
+
+    BOUND = ()
+
+    tasks: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(
+        default=[], max_length=256
+    )
+    """Names of tasks, groups or tags (`lm-eval ls tasks` lists them), such as hellaswag; []: none."""
+    include_path: FilePath | None = None
+    """Directory of your own tasks, YAML files as the harness reads them; they go before its own."""
+    num_fewshot: int | None = Field(None, ge=0)
+    """Examples before each question; null: as each task has it."""
+    limit: int | None = Field(None, ge=1)
+    """Only the first so many documents of each task, for tests; null: all."""
+    batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = 8
+    """Requests in a forward pass; `auto`: the most that fit, which the harness tries out."""
+    every: int | None = Field(None, ge=1)
+    """Also score every checkpoint whose step is a multiple of this, under Slurm as jobs during training.
+    Itself a multiple of train.keep_every; null: the last checkpoint only."""
+
+    @field_validator("tasks")
+    @classmethod
+    def _each_once(cls, tasks: list[str]) -> list[str]:
+        if twice := sorted({task for task in tasks if tasks.count(task) > 1}):
+            raise ValueError(f"{', '.join(twice)} is named more than once")
+        return tasks
+
+    @field_validator("batch_size", mode="before")
+    @classmethod
+    def _is_batch_size(cls, value: Any) -> Any:
+        if value != "auto" and not (str(value).isdecimal() and int(value) >= 1):
+            raise ValueError("must be auto, or a number of requests, 1 or more")
+        return value
+
+
+class Wandb(Section):
+    """Weights & Biases. The API key comes from WANDB_API_KEY or `wandb login`."""
+
+    BOUND = ()
+
+    project: Text = "forge"
+    """Project of the run, made when it does not exist."""
+    entity: Text | None = None
+    """User or team; null: the default one of the API key."""
+    group: Text | None = None
+    """Group of the run in the project; null: none."""
+    tags: list[Text] = Field(default=[])
+    """Tags of the run."""
+    name: Text | None = None
+    """Name that is shown; null: the name of the run."""
+    mode: Literal["auto", "online", "offline"] = "auto"
+    """`offline`: record to files in the run's directory, until `forge sync` on a node with internet;
+    `auto`: offline where WANDB_MODE says so, there is no API key, or the server cannot be reached."""
+
+
+class Mlflow(Section):
+    """MLflow, by a server or a database."""
+
+    BOUND = ()
+
+    tracking_uri: Annotated[str, Field(min_length=1)] | None = None
+    """Server (`https://…`) or database (`sqlite:////path/mlflow.db`); null: MLFLOW_TRACKING_URI, else
+    MLflow's own default."""
+    experiment: Annotated[str, Field(min_length=1)] = "forge"
+    """Experiment of the run, made when it does not exist."""
+
+
+class Tracking(Section):
+    """Trackers of a run's numbers, which training never waits for. Needs `make setup EXTRAS=tracking`."""
+
+    BOUND = ()
+
+    tensorboard: bool = False
+    """Write event files to `tensorboard/` in the run's directory."""
+    wandb: Wandb | None = None
+    """null: not sent to Weights & Biases; `{}`: with the defaults."""
+    mlflow: Mlflow | None = None
+    """null: not sent to MLflow; `{}`: with the defaults."""
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Names of the trackers that are on, which are also those of their packages."""
+        return tuple(name for name, value in self if value not in (None, False))

@@ -1,0 +1,189 @@
+"""What every decoder is to training, checkpoints and validation; and sampling from one.
+
+Shape suffixes: B batch, T tokens of a sample, N all tokens of a batch, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from importlib import import_module
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge.core.errors import ConfigError
+from forge.core.models.base import Model
+from forge.trainer.documents import Documents
+from forge.trainer.loss import linear_cross_entropy
+
+
+class OutputLayer(nn.Linear):
+    """The output layer: from the last hidden states to logits, or straight to the loss."""
+
+    def forward(
+        self, x_BTD: Tensor, targets_BT: Tensor | None = None, compiled: bool = False
+    ) -> Tensor:
+        """As Decoder.forward; compiled: of linear_cross_entropy."""
+        return _logits_or_loss(x_BTD, self.weight, targets_BT, compiled)
+
+
+def _logits_or_loss(
+    x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor | None, compiled: bool
+) -> Tensor:
+    if targets_BT is None:
+        return F.linear(x_BTD, weight_VD)
+    hidden_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
+    return linear_cross_entropy(hidden_ND, weight_VD, targets_N, compiled=compiled)
+
+
+class Decoder(nn.Module):
+    """The language model, without memory for its weights: `to_empty` gives it some, and
+    initialize.initialize or a checkpoint the values.
+
+    Parameters have the names of transformers. With tied embeddings there is no `lm_head`, so that a
+    checkpoint has the matrix once. `forward` then reads the weight of the embedding without calling it:
+    for FSDP2 it must belong to the Decoder. num_ids: of the tokenizer. compiles_loss: whether the loss of
+    a training step goes through torch.compile.
+    """
+
+    TRUNK: ClassVar[str]
+    """The attribute that holds everything but the output layer; the name that it has in transformers."""
+    EMBEDDING: ClassVar[str]
+    """The attribute of the trunk with the embedding of token ids, an nn.Embedding."""
+    BLOCKS: ClassVar[str]
+    """The attribute of the trunk with the layers, an nn.ModuleList."""
+    LAST_NORM: ClassVar[str]
+    """The attribute of the trunk with the norm after the last block."""
+    OUTPUT: ClassVar[str] = "lm_head.weight"
+    """The matrix of the output layer, which some files have beside a tied embedding."""
+
+    def __init__(self, settings: Model, num_ids: int) -> None:
+        super().__init__()
+        self.settings = settings
+        self.compiles_loss = False
+        rows = settings.num_rows(num_ids)
+        # On meta: a sharded model must never be on one device as a whole.
+        with torch.device("meta"):
+            self.add_module(self.TRUNK, self.make_trunk(rows))
+            tied = settings.tie_embeddings
+            self.lm_head = None if tied else OutputLayer(settings.dim, rows, bias=False)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Logits [B, T, V], or with targets their mean cross entropy, a scalar in fp32. documents: of the
+        tokens, which attention then stays inside of; None: each window is one document."""
+        x_BTD = self.trunk(tokens_BT, documents)
+        if self.lm_head is None:
+            return _logits_or_loss(x_BTD, self.embedding.weight, targets_BT, self.compiles_loss)
+        return self.lm_head(x_BTD, targets_BT, self.compiles_loss)
+
+    # --- what an architecture says of itself ---
+
+    @abstractmethod
+    def make_trunk(self, rows: int) -> nn.Module:
+        """The trunk: called with tokens_BT and documents or None, it returns x_BTD after the last norm.
+        rows: of the embedding."""
+
+    @property
+    @abstractmethod
+    def narrow_width(self) -> int:
+        """Largest width of the products that selective recomputation keeps."""
+
+    @abstractmethod
+    def adds_to_residual(self, name: str) -> bool:
+        """Whether what this matrix gives is added to the residual stream."""
+
+    # --- what follows from it ---
+
+    @property
+    def trunk(self) -> nn.Module:
+        trunk: nn.Module = getattr(self, self.TRUNK)
+        return trunk
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        embedding: nn.Embedding = getattr(self.trunk, self.EMBEDDING)
+        return embedding
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The layers, all alike: each is compiled, recomputed and sharded by itself."""
+        blocks: nn.ModuleList = getattr(self.trunk, self.BLOCKS)
+        return blocks
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the embedding: the vocabulary and its padding."""
+        return self.embedding.num_embeddings
+
+    def ends(self) -> tuple[nn.Module, list[nn.Module]] | None:
+        """The embedding, and all that follows the last block, each of which FSDP2 gathers by itself; None
+        with tied embeddings, which both use."""
+        if self.lm_head is None:
+            return None
+        return self.embedding, [getattr(self.trunk, self.LAST_NORM), self.lm_head]
+
+    def is_in_block(self, name: str) -> bool:
+        """Whether a parameter belongs to a block: Muon updates the matrices of these."""
+        return name.startswith(f"{self.TRUNK}.{self.BLOCKS}.")
+
+    def num_parameters(self) -> int:
+        """Number of weights; a tied matrix counts once."""
+        return self.settings.num_parameters(self.num_rows)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """As Model.flops_per_token."""
+        return self.settings.flops_per_token(self.num_rows, seq_len)
+
+
+def make_decoder(settings: Model, num_ids: int) -> Decoder:
+    """The decoder of these settings, from the module of its architecture."""
+    module = import_module(f"forge.trainer.models.{settings.architecture}_decoder")
+    decoder: Decoder = module.DECODER(settings, num_ids)
+    return decoder
+
+
+# --- sampling -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def sample(
+    model: Decoder,
+    prompt_ids: list[int],
+    num_tokens: int,
+    *,
+    context: int,
+    seed: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+) -> list[int]:
+    """`num_tokens` ids that continue the prompt; with temperature 0 the most likely ones.
+
+    context: the model sees at most this many of the last tokens (train.seq_len: positions beyond it
+    were never trained). There is no KV cache: each token costs a full forward pass, fast enough for
+    the short samples of a report. Raises ConfigError on an empty prompt. Called on one rank with an
+    unsharded model.
+    """
+    if not prompt_ids:
+        raise ConfigError("the prompt has no tokens", fix="give at least one character to continue")
+    was_training = model.training
+    model.eval()
+    generator = torch.Generator().manual_seed(seed)
+    ids = list(prompt_ids)
+    device = model.embedding.weight.device
+    for _ in range(num_tokens):
+        logits_V = model(torch.tensor([ids[-context:]], device=device))[0, -1].float().cpu()
+        if temperature == 0:
+            ids.append(int(logits_V.argmax()))
+            continue
+        top = logits_V.topk(min(top_k, len(logits_V)))
+        choice = torch.multinomial((top.values / temperature).softmax(0), 1, generator=generator)
+        ids.append(int(top.indices[choice]))
+    model.train(was_training)
+    return ids[len(prompt_ids) :]

@@ -1,0 +1,13 @@
+"""What a run's directory holds, against the names in RunPaths."""
+
+from pathlib import Path
+
+from forge.cluster.lock import LOCK, WORKFLOW_LOCK
+from forge.core.paths import RunPaths
+
+
+def unnamed(root: Path) -> set[str]:
+    """Names of files and directories of a run that RunPaths does not have."""
+    named = (getattr(attribute, "name", "") for attribute in vars(RunPaths).values())
+    known = {name.partition("/")[0] for name in named}
+    return {path.name for path in root.iterdir()} - known - {LOCK, WORKFLOW_LOCK}
