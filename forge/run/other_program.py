@@ -190,7 +190,7 @@ class OtherProgram:
 
     def _judged(self, record: RankRecord) -> RankRecord:
         """The record of the launch, by the checkpoints that are there now."""
-        if self.checkpoints is None:
+        if self.program.checkpoints is None:
             return replace(record, step=0)
         step, goal = self.committed_step(), self.config.goal
         if record.all_exited_with_0 and step >= goal:
