@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from forge.checkpoint import compatibility, directory, resume
 from forge.checkpoint.checkpoints import RunCheckpoints, SavedCheckpoint
@@ -40,6 +40,8 @@ class Checks(ABC):
     Each group raises UnfitError where the disk or this host fails, which says nothing about the
     checkpoint. After a failed check no other one runs, since each relies on those before it.
     """
+
+    CAUSE: ClassVar[str]  # the likely one, of an invalid checkpoint
 
     def __init__(self, config: ResolvedConfig, checkpoint: SavedCheckpoint | None) -> None:
         """checkpoint: None for a program without checkpoints that Forge knows."""
@@ -190,6 +192,8 @@ class ForgeChecks:
 
 class CheckpointChecks(Checks):
     """The checks of a checkpoint of Forge's own trainer."""
+
+    CAUSE = "a corrupt file, or a checkpoint of another run"
 
     def __init__(
         self,

@@ -61,6 +61,8 @@ class AllProgramChecks:
 class ProgramChecks(Checks):
     """The checks of a sealed checkpoint; without one the program's own check alone."""
 
+    CAUSE = "a corrupt file, or a model that the program's own check refuses"
+
     def __init__(
         self,
         config: ResolvedConfig,

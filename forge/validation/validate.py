@@ -39,13 +39,13 @@ def validate(run: RunChecks) -> None:
             seconds = round(time.time() - started, 3)
             event = events.Validate(seconds=seconds, status=result.status, step=result.step)
             events.record(paths.events, event)
-        _print_result(place, result)
+        _print_result(place, result, checks.CAUSE)
         if run.is_of_config:
             result.short.write(paths.validated)
 
 
-def _print_result(place: Path, result: Validation) -> None:
-    """Print all checks. Raises DataError for an invalid checkpoint."""
+def _print_result(place: Path, result: Validation, cause: str) -> None:
+    """Print all checks. Raises DataError for an invalid checkpoint, of which this is the likely cause."""
     for check in result.checks:
         say(f"  {check.status:4} {check.name}: {check.message}")
     if not result.checks:
@@ -53,16 +53,19 @@ def _print_result(place: Path, result: Validation) -> None:
         return
     say(f"{place}: {result.status}, step {result.step}")
     if result.reasons:
-        run = RunPaths(place.parent.parent)
-        of_a_run = run.checkpoints == place.parent and run.config.exists()
-        others = f"check all checkpoints of the run: forge validate {run.root} --all"
-        of_checkpoint = f"checkpoint {place} is invalid: "
-        what = of_checkpoint if result.checkpoint_digest else f"{place} is invalid: "
-        raise DataError(
-            what + "; ".join(result.reasons),
-            cause="a corrupt file, or a checkpoint of another run",
-            fix=others if of_a_run else "use another checkpoint",
-        )
+        if result.checkpoint_digest:
+            what, fix = f"checkpoint {place} is invalid: ", _other_checkpoints(place)
+        else:  # a program without checkpoints that Forge knows
+            what, fix = f"{place} is invalid: ", result.checks[-1].fix
+        raise DataError(what + "; ".join(result.reasons), cause=cause, fix=fix)
+
+
+def _other_checkpoints(folder: Path) -> str:
+    """What to do where this one is invalid."""
+    run = RunPaths(folder.parent.parent)
+    if run.checkpoints == folder.parent and run.config.exists():
+        return f"check all checkpoints of the run: forge validate {run.root} --all"
+    return "use another checkpoint"
 
 
 # --- all checkpoints of a run ----------------------------------------------------------------------

@@ -164,6 +164,16 @@ def test_check_that_hangs_is_killed_with_all_that_it_has_started(config, tmp_pat
     wait_until_gone(int(pid.read_text()))
 
 
+def test_model_that_the_own_check_refuses_is_invalid_also_without_checkpoints(tmp_path):
+    program = {"command": ["python"], "validate": ["sh", "-c", "echo too poor; exit 1"]}
+    values = {"results": str(tmp_path), "run": "p", "program": program}
+    run = program_of(resolve(checked(Config, values, "the test")))
+    with pytest.raises(DataError, match=r"p is invalid: program: .* too poor") as caught:
+        validate(run.checks)
+    assert "program's own check refuses" in caught.value.cause
+    assert "exit status 0 means valid" in caught.value.fix
+
+
 def wait_until_gone(pid):
     end = time.monotonic() + 60
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
