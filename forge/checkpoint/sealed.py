@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, ValidationError
 
 from forge.checkpoint import directory
 from forge.checkpoint.manifest import Artifact, Code, StoredFile
@@ -40,7 +40,7 @@ from forge.core.files import (
 from forge.core.paths import RunPaths
 from forge.core.program_settings import STEP, Checkpoints, Program
 from forge.core.provenance import code, config_digest
-from forge.core.records import Record
+from forge.core.records import Record, RecordPart
 from forge.core.terminal import say
 
 SEAL = ".forge.json"
@@ -52,10 +52,8 @@ SealedName = Annotated[str, AfterValidator(lambda name: name and relative_path(n
 Signature = tuple[tuple[str, int, int], ...]
 
 
-class SealLineage(BaseModel):
+class SealLineage(RecordPart):
     """Artifacts and code that made a checkpoint of a program."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     config_digest: str
