@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from forge.checkpoint.manifest import MANIFEST, Manifest
 from forge.core import events, failpoints
+from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import DataError, DiskFull, UnfitError
 from forge.core.file_list import FileList
 from forge.core.files import digest_file, disk_trouble, fsync_folder, plain_name
@@ -61,6 +63,12 @@ class Checkpoint:
     def digest(self) -> str:
         """blake3 of checkpoint.json, which has the digests of all files."""
         return digest_file(self.folder / MANIFEST)
+
+    def config(self, overrides: dict[str, Any]) -> ResolvedConfig:
+        """The config that made it, with other values for some keys. Raises ConfigError for one that this
+        version of Forge refuses."""
+        values = apply_overrides(self.manifest.lineage.config.to_json(), overrides)
+        return checked(ResolvedConfig, values, str(self.folder))
 
     @classmethod
     def open_complete(cls, folder: Path) -> Checkpoint:

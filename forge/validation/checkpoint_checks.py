@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from forge.checkpoint import compatibility, directory, resume
 from forge.checkpoint.checkpoints import RunCheckpoints, SavedCheckpoint
 from forge.checkpoint.manifest import data_digests
-from forge.core.config import ResolvedConfig, apply_overrides, checked
+from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, ForgeError, UnfitError
 from forge.core.paths import RunPaths
 from forge.core.records import Check, Trained, Validation
@@ -169,9 +169,9 @@ class ForgeChecks:
         """Raises ConfigError where the config does not fit the checkpoint."""
         if self.config is None:
             checkpoint = resume.named(self.checkpoints.paths.root)
-            paths = RunPaths(checkpoint.folder.parent.parent)
-            of_a_run = paths.checkpoints == checkpoint.folder.parent and paths.metrics.exists()
-            return checkpoint.folder, self._of(checkpoint, None, paths if of_a_run else None)
+            run = RunPaths.of_checkpoint(checkpoint.folder)
+            with_metrics = run if run and run.metrics.exists() else None
+            return checkpoint.folder, self._of(checkpoint, None, with_metrics)
         paths = self.checkpoints.paths
         checkpoint = resume.required(paths)
         # An edited config says nothing of the checkpoint.
@@ -182,10 +182,7 @@ class ForgeChecks:
     def _of(
         self, checkpoint: directory.Checkpoint, goal: Trained | None, paths: RunPaths | None
     ) -> CheckpointChecks:
-        config = self.config
-        if config is None:
-            values = apply_overrides(checkpoint.manifest.lineage.config.to_json(), self.overrides)
-            config = checked(ResolvedConfig, values, str(checkpoint.folder))
+        config = self.config or checkpoint.config(self.overrides)
         data = self._data.setdefault(str(config.ids), Data(config))
         return CheckpointChecks(checkpoint, config, data, goal=goal, paths=paths)
 

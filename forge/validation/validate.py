@@ -62,8 +62,8 @@ def _print_result(place: Path, result: Validation, cause: str) -> None:
 
 def _other_checkpoints(folder: Path) -> str:
     """What to do where this one is invalid."""
-    run = RunPaths(folder.parent.parent)
-    if run.checkpoints == folder.parent and run.config.exists():
+    run = RunPaths.of_checkpoint(folder)
+    if run and run.config.exists():
         return f"check all checkpoints of the run: forge validate {run.root} --all"
     return "use another checkpoint"
 
