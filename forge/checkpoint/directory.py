@@ -427,7 +427,6 @@ def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
     `latest`, if it pointed there, points to the next older one, or is removed. Under the run's
     lock only, on one rank. Raises UnfitError when the disk refuses the move, DataError as `refuse_link`.
     """
-    refuse_link(paths.quarantine)
     followers = [other for other in fallbacks(paths, folder.name) if other != folder]
     was_latest = linked(paths) == folder.resolve()
 
