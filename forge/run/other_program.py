@@ -8,7 +8,7 @@ from pathlib import Path
 
 from forge.checkpoint import compatibility, directory, resume
 from forge.checkpoint.export_folder import export_sealed
-from forge.checkpoint.sealed import ProgramCheckpoints, SealLineage
+from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint, SealLineage
 from forge.checkpoint.sealer import Sealer, SealProgress
 from forge.cluster.placement import Placement, WorldLayout
 from forge.core import events, provenance
@@ -72,33 +72,26 @@ class OtherProgram:
         if inputs := self._inputs:
             inputs.check_unchanged()
         self.checkpoints.refuse_other_pattern()
-        step = self.resume_step()
-        if step is None:
+        checkpoint = self.checkpoints.repaired_latest()
+        if checkpoint is None:
             resume.begin_afresh(self.paths, start.require_checkpoint)
-        elif changed := self._changed():
+        elif changed := self._changed(checkpoint):
             raise ConfigError(
                 f"the config does not fit {self.paths.latest}: {changed}",
                 cause="the list of input files has changed after the run had begun",
                 fix="restore them, or give the changed run a new name",
             )
         directory.clean(self.paths)
-        return step
+        return checkpoint.step if checkpoint else None
 
-    def _changed(self) -> str:
+    def _changed(self, checkpoint: SealedCheckpoint) -> str:
         """Name of the artifact that differs from the one that made the checkpoint; "" for none."""
-        latest = self.checkpoints.latest()
-        if latest is None:
-            return ""
-        made_with, now = latest.seal.lineage.inputs, self.config.ids.inputs
+        made_with, now = checkpoint.seal.lineage.inputs, self.config.ids.inputs
         then = made_with.id if made_with else ""
         return compatibility.differs("ids.inputs", now, then) if now != then else ""
 
     def is_complete(self, step: int) -> bool:
         return self.program.checkpoints is not None and step >= self.config.goal
-
-    def resume_step(self) -> int | None:
-        checkpoint = self.checkpoints.repaired_latest()
-        return checkpoint.step if checkpoint else None
 
     def warnings(self) -> list[str]:
         return []
@@ -192,7 +185,7 @@ class OtherProgram:
         """The record of the launch, by the checkpoints that are there now."""
         if self.program.checkpoints is None:
             return replace(record, step=0)
-        step, goal = self.committed_step(), self.config.goal
+        step, goal = self.resumable_step() or 0, self.config.goal
         if record.all_exited_with_0 and step >= goal:
             return RankRecord("completed", step=step)
         if record.status == "completed":
@@ -201,10 +194,6 @@ class OtherProgram:
         if record.status == "stopped" and record.exit_status:
             say(f"warning: asked to stop, the program {how_it_ended(record.exit_status)}")
         return record
-
-    def committed_step(self) -> int:
-        latest = self.checkpoints.latest()
-        return latest.step if latest else 0
 
     def trained(self, step: int) -> Trained:
         latest = self.checkpoints.latest()

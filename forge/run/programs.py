@@ -77,18 +77,12 @@ class TrainingProgram(SavedRun, Protocol):
     def is_complete(self, step: int) -> bool:
         """Whether the run needs no launch any more, with its checkpoint at this step."""
 
-    def resume_step(self) -> int | None:
-        """The step of the checkpoint that the next launch resumes from."""
-
     def warnings(self) -> list[str]:
         """Warnings before the first launch."""
 
     def launch(self, start: LaunchPlan, placement: Placement, step: int | None) -> RankRecord:
         """Run the ranks to their end; one record for all of them, by evidence. step: of the checkpoint to
         resume from; None without one."""
-
-    def committed_step(self) -> int:
-        """The step of the newest checkpoint that counts; `first_step` without one."""
 
     def trained(self, step: int) -> Trained:
         """The completion record of a run whose checkpoint at this step is its goal. Where the event log
@@ -160,7 +154,7 @@ class ForgeTrainer(ForgeRun):
     def prepare(self, start: LaunchPlan) -> int | None:
         for line in family.check_parent(self.config, {}):
             say(f"{self.config.run}: {line}")
-        checkpoint = resume.repaired_latest(self.paths)
+        checkpoint = self.checkpoints.repaired_latest()
         if checkpoint is None:
             parent.find(self.config)
             model.check_tokenizer(self.config)
@@ -173,12 +167,8 @@ class ForgeTrainer(ForgeRun):
     def is_complete(self, step: int) -> bool:
         return step == self.config.goal and bool(self._recorded_digest(step))
 
-    def resume_step(self) -> int | None:
-        checkpoint = resume.repaired_latest(self.paths)
-        return checkpoint.step if checkpoint else None
-
     def warnings(self) -> list[str]:
-        return compatibility.schedule_warnings(self.config, resume.latest(self.paths))
+        return compatibility.schedule_warnings(self.config, self.checkpoints.latest())
 
     def launch(self, start: LaunchPlan, placement: Placement, step: int | None) -> RankRecord:
         staged = start.staged.folders
@@ -199,10 +189,6 @@ class ForgeTrainer(ForgeRun):
             placement=placement,
             python=start.staged.interpreter,
         )
-
-    def committed_step(self) -> int:
-        committed = resume.latest(self.paths)
-        return committed.step if committed else self.first_step
 
     def trained(self, step: int) -> Trained:
         checkpoint = resume.required(self.paths)
