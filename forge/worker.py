@@ -144,8 +144,8 @@ def _peer_lost(err: Exception, rank: Rank) -> RankRecord:
     """The record of a rank that has done no wrong itself, or holds up the others. An error outside of a
     named collective does not know what the rank did."""
     record = RankRecord("failed", rank.rank, Exit.UNFIT, cause=PEER_LOST, message=str(err))
-    told = {name: getattr(err, name) for name in ("activity", "status") if hasattr(err, name)}
-    return replace(record, **{"activity": heartbeat.activity, **told})
+    known = {name: getattr(err, name) for name in ("activity", "status") if hasattr(err, name)}
+    return replace(record, **{"activity": heartbeat.activity, **known})
 
 
 def _unexpected(err: Exception, rank: Rank) -> RankRecord:

@@ -70,18 +70,18 @@ def recorded_value(section: str, recorded: Part, key: str) -> object:
 def changed_ids(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:
     """One sentence for each key that made other tokens or another tokenizer than those of a checkpoint,
     or for the artefact where no key did; of sources for each that the checkpoint has."""
-    mine, theirs = config.ids.sources, made_by.ids.sources
+    ours, theirs = config.ids.sources, made_by.ids.sources
     now, then = config.ids, made_by.ids
     changed = [] if now.tokenizer == then.tokenizer else ["tokenizer"]
-    if not (mine and theirs) and now.tokens != then.tokens:
+    if not (ours and theirs) and now.tokens != then.tokens:
         changed.append("tokens")
     keys = list(_changed_keys_of_data(config, made_by)) if changed else []
     yield from keys or (
         differs(f"ids.{name}", getattr(now, name), getattr(then, name)) for name in changed
     )
-    for name in theirs if mine else ():
-        if mine.get(name) != theirs[name]:
-            yield differs(f"ids.sources.{name}", mine.get(name), theirs[name])
+    for name in theirs if ours else ():
+        if ours.get(name) != theirs[name]:
+            yield differs(f"ids.sources.{name}", ours.get(name), theirs[name])
 
 
 def _changed_keys_of_data(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:

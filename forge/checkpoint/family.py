@@ -171,7 +171,7 @@ def check_parent(config: Config, runs: Mapping[str, ResolvedConfig]) -> list[str
     started from, or is among these runs and will make it again. Changes nothing.
 
     ConfigError where such a run has steps to train: its results would be of one parent and its config
-    of another. A checkpoint that is gone is no change: what has started needs it no more.
+    of another. A checkpoint that is gone is not a change: a run that has started does not need it.
     """
     named, made_from = Parent.of(config), _same_start(config)
     if named is None or made_from is None:

@@ -80,15 +80,15 @@ class Allocation:
 
     def _resources(self) -> dict[str, Any]:
         """Each resource, as a function of the wildcards where runs differ."""
-        found: dict[str, Any] = {}
+        resources: dict[str, Any] = {}
         for name in dict.fromkeys(name for made in self._made.values() for name in made):
             values = {run: made.get(name) for run, made in self._made.items()}
             first = next(iter(values.values()))
             is_same = all(value == first for value in values.values())
-            found[name] = (
+            resources[name] = (
                 first if is_same else lambda wildcards, values=values: values[wildcards.run]
             )
-        return found
+        return resources
 
     def layout(self, run: str) -> WorldLayout:
         """Nodes and ranks that train this run."""
@@ -179,7 +179,7 @@ def run_layouts(
     for run, columns_of_run in columns.items():
         layout = {name: columns_of_run.get(name, given.get(name, 1)) for name in names}
         if "tasks_per_node" in layout and given.get("gres"):
-            gpus_per_node(given)  # refuses what is no `gpu:N`
+            gpus_per_node(given)  # refuses what is not `gpu:N`
             kind = re.sub(r":[0-9]+$", "", str(given["gres"]))
             layout["gres"] = f"{kind}:{layout['tasks_per_node']}"
         layouts[run] = layout
@@ -191,20 +191,20 @@ def command_resources(given: Mapping[str, Any]) -> dict[str, Any]:
 
     given: what --config says, of which the keys in OF_COMMAND are read.
     """
-    found: dict[str, Any] = {}
+    resources: dict[str, Any] = {}
     for key, resource in OF_COMMAND.items():
         if key not in given:
             continue
         value = given[key]
         if key == "partition":
             is_good = type(value) in (str, int) and bool(re.fullmatch(r"[\w.,-]+", str(value)))
-            found[resource], wanted = str(value), "the name of a partition"
+            resources[resource], wanted = str(value), "the name of a partition"
         else:
             is_good, wanted = type(value) is int and value >= 1, "a number of 1 or more"
-            found[resource] = value
+            resources[resource] = value
         if not is_good:
             raise ConfigError(f"--config has {key}={value!r}", fix=f"give {wanted}")
-    return found
+    return resources
 
 
 def plain(value: Any) -> Any:
@@ -293,12 +293,12 @@ def gpus_per_node(given: Mapping[str, Any]) -> int | None:
     gres = str(given.get("gres", ""))
     if not gres:
         return None
-    found = re.fullmatch(r"gpu(?::[A-Za-z][\w.]*)?(?::(\d+))?", gres)
-    if not found:
+    match = re.fullmatch(r"gpu(?::[A-Za-z][\w.]*)?(?::(\d+))?", gres)
+    if not match:
         raise ConfigError(
             f"profile: train_run has gres {gres!r}", fix='write it as "gpu:4" or "gpu:h100:4"'
         )
-    return int(found.group(1) or 1)
+    return int(match.group(1) or 1)
 
 
 # --- the profile of Snakemake ---------------------------------------------------------------------

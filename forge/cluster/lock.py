@@ -32,24 +32,24 @@ def lock(folder: Path, command: str, *, name: str = LOCK) -> Iterator[None]:
     """
     path = folder / name
     job = slurm.this_job()
-    mine = Lock(
+    own = Lock(
         **Process.current().to_json(),
         cluster=slurm.this_cluster(),
         command=command,
         restart=job.restarts if job else 0,
     )
-    _acquire(path, mine)
+    _acquire(path, own)
     try:
         yield
     finally:
-        _give_back(path, mine)
+        _give_back(path, own)
 
 
 def holder(folder: Path) -> Lock | None:
     """Who may write a directory; None where nobody may. Raises OtherFormat, and UnfitError where the disk
     does not let it be read."""
-    found = _read(folder / LOCK)
-    return found if isinstance(found, Lock) else None
+    lock = _read(folder / LOCK)
+    return lock if isinstance(lock, Lock) else None
 
 
 def check_held(folder: Path, writer: Process) -> None:
@@ -69,20 +69,20 @@ def check_held(folder: Path, writer: Process) -> None:
         )
 
 
-def _acquire(path: Path, mine: Lock) -> None:
+def _acquire(path: Path, own: Lock) -> None:
     draft = path.with_name(f".lock.{uuid.uuid4().hex}")
     with disk_trouble(path):
-        mine.write(draft)
+        own.write(draft)
         try:
             _take(path, draft)
         finally:
             draft.unlink(missing_ok=True)
 
 
-def _give_back(path: Path, mine: Lock) -> None:
+def _give_back(path: Path, own: Lock) -> None:
     """Best effort: a lock whose process has exited counts as released."""
     try:
-        if _read(path) == mine:
+        if _read(path) == own:
             path.unlink(missing_ok=True)
     except (OSError, ForgeError) as err:
         say(f"{path} stays behind: {err.strerror if isinstance(err, OSError) else err.what}")
@@ -122,9 +122,9 @@ def _take(path: Path, draft: Path) -> None:
         right.unlink()
 
 
-def _is_same_file(one: Path, other: Path) -> bool:
+def _is_same_file(path: Path, other: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
-        return one.samefile(other)
+        return path.samefile(other)
     return False
 
 

@@ -206,13 +206,13 @@ def at_fault(
 ) -> dict[str, str]:
     """The nodes that failed for a reason of their own, and why: a disk that fails on them, and not on all
     of several nodes, or they do not start a process. folder: on the disks of the nodes."""
-    found = {host: f.message for host, f in failures.items() if _OF_DISK.search(f.message)}
+    broken = {host: f.message for host, f in failures.items() if _OF_DISK.search(f.message)}
     if placement.is_here:  # the shared file system may fail there, too
-        found = {host: message for host, message in found.items() if str(folder) in message}
-    if len(found) == len(placement.hosts) > 1:
-        found = {}  # it is not their own disk, or too much was asked for
-    others = placement.only([host for host in failures if host not in found])
-    return found | dict.fromkeys(unresponsive(others), "does not start a process")
+        broken = {host: message for host, message in broken.items() if str(folder) in message}
+    if len(broken) == len(placement.hosts) > 1:
+        broken = {}  # it is not their own disk, or too much was asked for
+    others = placement.only([host for host in failures if host not in broken])
+    return broken | dict.fromkeys(unresponsive(others), "does not start a process")
 
 
 def unresponsive(placement: Placement) -> list[str]:
@@ -292,9 +292,9 @@ class _Member:
 
     def take(self, number: int, late: NodeFailure) -> Any:
         """The response to this request; late responses to earlier ones are dropped."""
-        found = self._responses.get(number, self._gone or late)
+        response = self._responses.get(number, self._gone or late)
         self._responses.clear()
-        return found
+        return response
 
     def give_up(self, failure: NodeFailure) -> None:
         self._gone = self._gone or failure

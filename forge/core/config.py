@@ -414,7 +414,7 @@ def is_boolean(section: type[Section], dotted: str) -> bool:
     first, _, rest = dotted.partition(".")
     below = _fields(section).get(first)
     if isinstance(below, dict):
-        return any(is_boolean(one, rest) for one in below.values())
+        return any(is_boolean(nested, rest) for nested in below.values())
     return is_boolean(below, rest) if rest and below else bool in (below, *get_args(below))
 
 

@@ -66,11 +66,11 @@ def open_regular(path: Path, most: int | None = None) -> IO[bytes]:
 
     Raises DataError for a larger one, and for a pipe or a device, of which a reader sees no end; OSError.
     """
-    found = path.stat()
-    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+    status = path.stat()
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         what = "is a pipe, a socket or a device, not a regular file"
-    elif most is not None and found.st_size > most:
-        what = f"has {found.st_size} bytes, at most {most} are read"
+    elif most is not None and status.st_size > most:
+        what = f"has {status.st_size} bytes, at most {most} are read"
     else:
         return open(path, "rb")
     raise DataError(f"{path} {what}", cause="Forge did not write it", fix="remove it")

@@ -67,11 +67,11 @@ def in_epochs(draws: np.ndarray, *, size: int, seed: int) -> np.ndarray:
     Draw g is window permute(g mod size) of epoch g div size.
     """
     epochs, places = np.divmod(draws, np.uint64(size))
-    found = np.empty(draws.shape, np.int64)
+    windows = np.empty(draws.shape, np.int64)
     for epoch in np.unique(epochs):
         here = epochs == epoch
-        found[here] = permute(places[here], size=size, seed=seed, epoch=int(epoch))
-    return found
+        windows[here] = permute(places[here], size=size, seed=seed, epoch=int(epoch))
+    return windows
 
 
 @dataclass(frozen=True)

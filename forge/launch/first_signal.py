@@ -38,14 +38,14 @@ def main(command: list[str]) -> int:
     for number in SIGNALS:
         signal.signal(number, receive)
     child = subprocess.Popen(command, preexec_fn=_before_exec)  # noqa: PLW1509  no threads run
-    told = 0.0
+    passed_on = 0.0
     while True:
         with suppress(subprocess.TimeoutExpired):
             status = child.wait(POLL_SEC)
             return 128 - status if status < 0 else status
         # Again and again, since a rank that has no handler yet misses it; later ones are ignored.
-        if received and time.monotonic() - told > AGAIN_SEC:
-            told = time.monotonic()
+        if received and time.monotonic() - passed_on > AGAIN_SEC:
+            passed_on = time.monotonic()
             _tell_ranks(child.pid, received[0])
 
 

@@ -218,8 +218,8 @@ class StoppedRanks:
                 self._ask(records)
             self._waiting = waiting
 
-    def _ask(self, told: list[RankRecord]) -> None:
-        silent = set(range(self._spec.layout.world_size)) - {record.rank for record in told}
+    def _ask(self, records: list[RankRecord]) -> None:
+        silent = set(range(self._spec.layout.world_size)) - {record.rank for record in records}
         threading.Thread(target=self._mark, args=(silent,), name="stopped", daemon=True).start()
 
     def _mark(self, ranks: Iterable[int]) -> None:

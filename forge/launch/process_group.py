@@ -170,10 +170,10 @@ class World:
 
         what: name of this collective in the error when a rank does not take part.
         """
-        mine = torch.tensor(values, dtype=torch.float64)
-        everyone = [torch.empty_like(mine) for _ in range(self.rank.world_size)]
+        own = torch.tensor(values, dtype=torch.float64)
+        everyone = [torch.empty_like(own) for _ in range(self.rank.world_size)]
         with named(what):
-            dist.all_gather(everyone, mine, group=self.control)
+            dist.all_gather(everyone, own, group=self.control)
         return [row.tolist() for row in everyone]
 
     @property
@@ -195,10 +195,10 @@ class World:
         if self.rank.world_size == 1:
             return values[None]
         # Gloo has no all-gather for GPUs.
-        mine = values if self.runs_ahead else values.cpu()
-        everyone = mine.new_empty(self.rank.world_size * len(mine))  # Gloo takes no table
+        own = values if self.runs_ahead else values.cpu()
+        everyone = own.new_empty(self.rank.world_size * len(own))  # Gloo takes no table
         with named(what):
-            _all_gather(everyone, mine)
+            _all_gather(everyone, own)
         return everyone.view(self.rank.world_size, -1).to(self.device)
 
     def gather_objects(self, value: T, kind: Any, what: str) -> list[T]:
@@ -208,9 +208,9 @@ class World:
         as `list[str]`. Raises UnfitError where a rank sent none of that type.
         """
         adapter = TypeAdapter(kind, config=ConfigDict(ser_json_inf_nan="constants"))
-        mine = adapter.dump_json(value)
-        sizes = [int(row[0]) for row in self.gather([len(mine)], what)]
-        padded = torch.frombuffer(bytearray(mine.ljust(max(sizes))), dtype=torch.uint8)
+        data = adapter.dump_json(value)
+        sizes = [int(row[0]) for row in self.gather([len(data)], what)]
+        padded = torch.frombuffer(bytearray(data.ljust(max(sizes))), dtype=torch.uint8)
         everyone = [torch.empty_like(padded) for _ in sizes]
         with named(what):
             dist.all_gather(everyone, padded, group=self.control)
@@ -365,9 +365,9 @@ def _store(rank: Rank, timeout: timedelta) -> dist.Store:
     return store
 
 
-def _exchanged(mine: Seen, rank: Rank, store: dist.Store) -> list[Seen]:
+def _exchanged(own: Seen, rank: Rank, store: dist.Store) -> list[Seen]:
     """What each rank sees, by rank. Through the store: no backend works before the device is chosen."""
-    store.set(f"seen by {rank.rank}", json.dumps(asdict(mine)))
+    store.set(f"seen by {rank.rank}", json.dumps(asdict(own)))
     ranks = range(rank.world_size)
     everyone = [Seen(**json.loads(store.get(f"seen by {number}"))) for number in ranks]
     store.set(f"read by {rank.rank}", "")

@@ -18,13 +18,13 @@ from forge.core.records import Check
 # In a process of its own: another program may have another Python, and an import may crash.
 IMPORT = """
 import importlib, json, sys
-found = {}
+versions = {}
 for name in sys.argv[1:]:
     try:
-        found[name] = [str(getattr(importlib.import_module(name), "__version__", "")), ""]
+        versions[name] = [str(getattr(importlib.import_module(name), "__version__", "")), ""]
     except BaseException as err:
-        found[name] = ["", f"{type(err).__name__}: {err}"]
-print(json.dumps([sys.version.split()[0], found]))
+        versions[name] = ["", f"{type(err).__name__}: {err}"]
+print(json.dumps([sys.version.split()[0], versions]))
 """
 # Libraries that come with a CUDA build of torch, under the names of its packages.
 CUDA = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime")

@@ -24,7 +24,7 @@ from forge.core.records import Lock
 from forge.trainer import metrics
 from forge.trainer.metrics import StepLine, TrainLine
 
-TEXTS = ("run", "results", "data", "parent")  # keys of a config that are no sections
+TEXTS = ("run", "results", "data", "parent")  # keys of a config that are not sections
 METRICS_BYTES = 2**16  # some 300 lines of metrics.jsonl, for the newest step and the rate
 
 

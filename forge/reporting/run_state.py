@@ -201,8 +201,8 @@ def _slurm_says(files: RunFiles, queue: Queue) -> str:
     if queue is None or not files.job_ids:
         return ""
     (job,) = files.job_ids
-    told = slurm.accounted_end(job, timeout_sec=ASK_SEC)
-    return f"; Slurm says of job {job}: {told}" if told else ""
+    end = slurm.accounted_end(job, timeout_sec=ASK_SEC)
+    return f"; Slurm says of job {job}: {end}" if end else ""
 
 
 def _holder(files: RunFiles, job: QueuedJob | None, queue: Queue) -> str:
@@ -514,7 +514,7 @@ def _logs_of_data(files: RunFiles) -> list[Path]:
 
 
 def _ids(config: dict[str, Any]) -> Ids:
-    """The content ids in a config; none where they are no ids."""
+    """The content ids in a config; none where they are not ids."""
     try:
         return Ids.model_validate(config.get("ids", {}))
     except ValidationError:

@@ -111,8 +111,8 @@ class JobLines(logging.Handler):
         if record.levelno != logging.INFO:
             return None
         said = record.getMessage()
-        if found := _SUBMITTED.match(said):
-            return self._line(self._names.get(found[1], f"job {found[1]}"), found[2])
+        if submitted := _SUBMITTED.match(said):
+            return self._line(self._names.get(submitted[1], f"job {submitted[1]}"), submitted[2])
         return "" if said.startswith(OWN_WORK) or hasattr(record, "quietness") else None
 
     def _note_end(self, record: Any) -> str:

@@ -17,6 +17,12 @@ from forge.data.loader import Windows, spread_over_sources
 # time limit.
 REFERENCE_SAMPLES = 4
 
+# What torch computes by MKL's vector functions, as its header ATen/cpu/vml.h lists them.
+MKL_FUNCTIONS = (
+    *("acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "log", "log10", "log2"),
+    *("sin", "sqrt", "tan", "tanh", "trunc"),
+)
+
 
 def prepare(device: torch.device, *, deterministic: bool = False) -> None:
     """Set this process up for exact and fast arithmetic. Called once, before any computation.
@@ -31,6 +37,7 @@ def prepare(device: torch.device, *, deterministic: bool = False) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Every allocation would be filled with NaN, against reading memory that was never written.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    call_each_mkl_function()
     if device.type == "cpu":
         use_fast_fp32()
         keep_freed_memory()
@@ -65,6 +72,20 @@ def reference_batch(windows: Mapping[str, Windows], rank: int) -> np.ndarray[Any
     [REFERENCE_SAMPLES, seq_len + 1]."""
     numbers = np.arange(rank * REFERENCE_SAMPLES, (rank + 1) * REFERENCE_SAMPLES)
     return spread_over_sources(windows, numbers)
+
+
+def call_each_mkl_function() -> None:
+    """Call each vector function of MKL once from one thread, before several threads call it.
+
+    MKL 2024.2, which torch 2.13 has, chooses a function's kernel in the first call. If two threads make
+    that call at once, one may run a kernel of low accuracy on its part of the tensor (cos with an error
+    of 1.5e-4 instead of 4e-8; https://github.com/pytorch/pytorch/issues/188792): the first step of a
+    process, or the check of a valid checkpoint, would differ from one process to the next.
+    """
+    for dtype in (torch.float32, torch.float64):
+        one = torch.ones(1, dtype=dtype)  # one element: by the calling thread alone
+        for name in MKL_FUNCTIONS:
+            getattr(one, name)()
 
 
 def use_fast_fp32() -> bool:
