@@ -480,49 +480,45 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _validate(options: argparse.Namespace) -> None:
-    from forge.reporting.trusted import directory_of, is_of_program, trusted, trusted_data
-
-    _use_settings(options)
-    run = directory_of(options.config)
-    if run and Path(options.config).is_dir() and not is_of_program(run):
-        data = {"data": trusted_data(run, options.its_config)}
-        _validate_checkpoints(options, run.root, data | options.overrides)
-    elif run:
-        needed = () if options.all or options.fix else ("program.validate",)
-        accepted = trusted(run, options.its_config, options.overrides, *needed, "data")
-        _validate_run(options, accepted.config)
-    else:
-        _validate_run(options, _resolved(options))
-
-
-def _validate_run(options: argparse.Namespace, config: ResolvedConfig) -> None:
-    if not config.program:
-        _validate_checkpoints(options, config, options.overrides)
-        return
-    from forge.validation import program_checks
-
-    if options.all or options.fix:
-        program_checks.validate_all(config, fix=options.fix)
-    else:
-        program_checks.validate(config)
-
-
-def _validate_checkpoints(
-    options: argparse.Namespace, run: ResolvedConfig | Path, overrides: dict[str, Any]
-) -> None:
-    """Validate checkpoints of Forge's own trainer. run: the config, or the directory of a run or of one
-    checkpoint."""
     from forge.core.process import fast_imports
 
+    _use_settings(options)
     with fast_imports():
-        from forge.validation.validate import validate, validate_all, validate_folder
+        from forge.validation.validate import validate, validate_all
 
+        run = _to_validate(options)
     if options.all or options.fix:
-        validate_all(run, overrides, fix=options.fix)
-    elif isinstance(run, Path):
-        validate_folder(run, overrides)
+        validate_all(run, fix=options.fix)
     else:
         validate(run)
+
+
+def _to_validate(options: argparse.Namespace) -> Any:
+    """The checks of the run or checkpoint that is named."""
+    from forge.reporting.trusted import directory_of, trusted
+    from forge.run.programs import program_of
+
+    run = directory_of(options.config)
+    if run is None:
+        return program_of(_resolved(options)).checks
+    needed = ["data"] if options.all or options.fix else ["program.validate", "data"]
+    if Path(options.config).is_dir():
+        return _saved_run(options, run, *needed).checks
+    accepted = trusted(run, options.its_config, options.overrides, *needed)
+    return program_of(accepted.config).checks
+
+
+def _saved_run(options: argparse.Namespace, place: Any, *needed: str, writes: bool = False) -> Any:
+    """The run in a directory that is named, or the checkpoint of Forge's own trainer. needed: as for
+    `trusted`. writes: whether the command writes beside checkpoints of Forge's own trainer."""
+    from forge.reporting.trusted import is_of_program, run_of, trusted, trusted_data
+    from forge.run.programs import ForgeRun, program_of
+
+    if is_of_program(place):
+        accepted = trusted(place, options.its_config, options.overrides, *needed)
+        return program_of(accepted.config)
+    data = trusted_data(run_of(place), options.its_config, writes=writes)
+    return ForgeRun(place, None, {"data": data, **options.overrides})
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -626,18 +622,8 @@ def _sync(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace) -> None:
     from forge.checkpoint.export_folder import record_export
     from forge.reporting.find_runs import find_runs
-    from forge.reporting.trusted import is_of_program, run_of, trusted, trusted_data
 
     (run,) = find_runs([options.run])
-    if is_of_program(run):
-        from forge.checkpoint.export_folder import export_sealed
-
-        config = trusted(run, options.its_config, options.overrides).config
-        folder = export_sealed(config, options.to)
-    else:
-        from forge.trainer.export import export
-
-        data = {"data": trusted_data(run_of(run), options.its_config, writes=not options.to)}
-        folder = export(run.root, options.to, options.dtype, data | options.overrides)
+    folder = _saved_run(options, run, writes=not options.to).export(options.to, options.dtype)
     if not options.to:
         record_export(folder)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge.checkpoint import compatibility, family, resume
+from forge.checkpoint import family
 from forge.cluster import jobs, submission
 from forge.cluster.allocation import OF_COMMAND, command_resources, plain, run_layouts
 from forge.cluster.lock import WORKFLOW_LOCK, lock
@@ -51,9 +51,9 @@ from forge.core.terminal import say
 from forge.data.content_ids import resolve, single_corpora
 from forge.evaluation.tasks import find_tasks, refuse_missing_package
 from forge.reporting.workflow_output import print_end
-from forge.run import programs, train
+from forge.run import train
+from forge.run.programs import program_of
 from forge.tracking.tracker import refuse_missing_packages
-from forge.validation.estimates import memory_bytes
 
 # Names the file with the runs as they were submitted, for the Snakemake inside a job.
 SUBMITTED = "FORGE_SUBMITTED"
@@ -142,15 +142,7 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
     for name, config in runs.items():
         refuse_missing_packages(config.tracking, f"run {name}")
         refuse_missing_package(config.evaluate, f"run {name}")
-        if config.program:
-            continue  # its checkpoints are verified before each launch
-        paths = RunPaths.of(config)
-        checkpoint = resume.check_resumable(config, paths)
-        # A finished run needs no parent any more, even where its checkpoints were removed.
-        if checkpoint is None and not paths.trained.exists():
-            family.check_start(config, runs)
-        warnings = family.check_parent(config, runs)
-        warnings += compatibility.schedule_warnings(config, checkpoint)
+        warnings = program_of(config).check_start(runs)
         for line in warnings if main else ():
             say(f"{name}: {line}")
     return runs
@@ -434,15 +426,13 @@ def write_configs(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:
 
 def _data_configs(config: ResolvedConfig) -> dict[Path, dict[str, Any]]:
     """The config files of what a run reads, by path."""
-    if config.program:
-        return {inputs_folder(config.data, config.ids.inputs) / "config.json": _of_data(config)}
-    data = config.data
-    found = {
-        tokenizer_folder(data, config.ids.tokenizer): config,
-        tokens_folder(data, config.ids.tokens): config,
-    }
+    data, found = config.data, {}
+    if config.ids.tokens:
+        found[tokenizer_folder(data, config.ids.tokenizer)] = config
+        found[tokens_folder(data, config.ids.tokens)] = config
     for one in single_corpora(config):
-        found[tokens_folder(data, one.ids.tokens)] = one
+        if one.ids.tokens:
+            found[tokens_folder(data, one.ids.tokens)] = one
         if one.ids.inputs:
             found[inputs_folder(data, one.ids.inputs)] = one
     files = {folder / "config.json": _of_data(one) for folder, one in found.items()}
@@ -463,7 +453,7 @@ def tokenizing(runs: dict[str, ResolvedConfig]) -> dict[str, ResolvedConfig]:
     whichever run has them, since the id fixes the tokenizer."""
     found: dict[str, ResolvedConfig] = {}
     for config in runs.values():
-        if not config.program:
+        if config.ids.tokens:
             found |= {one.ids.tokens: one for one in single_corpora(config)}
     return found
 
@@ -483,14 +473,15 @@ def validation_mem_mb(
     """
     given = plain((defaults or {}).get("mem_mb"))
     of_profile = given if isinstance(given, int) else 0  # else a formula of Snakemake's own
-    if config.program:
+    needed = program_of(config).validation_bytes(world_size)
+    if needed is None:
         return of_profile or PROGRAM_MB
-    return max(of_profile, math.ceil(memory_bytes(config, world_size) / 10**6))
+    return max(of_profile, math.ceil(needed / 10**6))
 
 
 def resumable_steps(runs: dict[str, ResolvedConfig]) -> dict[str, int]:
     """Run name -> step of its checkpoint, for the runs that have one."""
-    found = {name: programs.resumable_step(config) for name, config in runs.items()}
+    found = {name: program_of(config).resumable_step() for name, config in runs.items()}
     return {name: step for name, step in found.items() if step is not None}
 
 

@@ -13,16 +13,18 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from forge.checkpoint.manifest import MANIFEST, Manifest
 from forge.core import events, failpoints
+from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import DataError, DiskFull, UnfitError
 from forge.core.file_list import FileList
-from forge.core.files import disk_trouble, fsync_folder, plain_name
+from forge.core.files import digest_file, disk_trouble, fsync_folder, plain_name
 from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
 from forge.core.records import Damage
 from forge.core.terminal import say
@@ -57,6 +59,17 @@ class Checkpoint:
     def step(self) -> int:
         return self.manifest.step
 
+    @property
+    def digest(self) -> str:
+        """blake3 of checkpoint.json, which has the digests of all files."""
+        return digest_file(self.folder / MANIFEST)
+
+    def config(self, overrides: dict[str, Any]) -> ResolvedConfig:
+        """The config that made it, with other values for some keys. Raises ConfigError for one that this
+        version of Forge refuses."""
+        values = apply_overrides(self.manifest.lineage.config.to_json(), overrides)
+        return checked(ResolvedConfig, values, str(self.folder))
+
     @classmethod
     def open_complete(cls, folder: Path) -> Checkpoint:
         """As `open`; also DataError where a file is missing or truncated, and UnfitError when the disk
@@ -89,6 +102,12 @@ def committed(checkpoints: Path) -> list[Path]:
     manifests = checkpoints.glob(f"{CHECKPOINT_PREFIX}*/{MANIFEST}")
     folders = (path.parent for path in manifests if not path.parent.is_symlink())
     return sorted((f for f in folders if checkpoint_step(f.name) is not None), key=by_step)
+
+
+def folders(parent: Path) -> list[Path]:
+    """Directories that are named as checkpoints, oldest first, with or without a manifest."""
+    there = parent.glob(f"{CHECKPOINT_PREFIX}*")
+    return sorted((f for f in there if f.is_dir() and not f.is_symlink()), key=by_step)
 
 
 def latest_folder(paths: RunPaths) -> Path | None:
@@ -311,10 +330,7 @@ def prune(paths: RunPaths, keep_last: int, keep_every: int | None = None) -> Non
     for folder in line[:-keep_last]:
         if keep_every and _step_of(folder) % keep_every == 0:
             continue
-        try:
-            _remove(folder)
-        except OSError as err:
-            say(f"warning: cannot remove the old checkpoint {folder}: {err}")
+        remove(folder)
     clean(paths)
 
 
@@ -324,23 +340,32 @@ def _step_of(folder: Path) -> int:
     return step
 
 
-def _remove(folder: Path) -> None:
-    # Rename first: an interrupted removal must not leave half a checkpoint under its name.
-    failpoints.reach("prune.rename", folder)
-    doomed = folder.with_name(f"{TEMPORARY}pruned-{folder.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    failpoints.reach("prune.remove", doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+def remove(folder: Path) -> None:
+    """Remove an old checkpoint, a directory or a file; a warning where that is not possible."""
+    try:
+        # Rename first: an interrupted removal must not leave half a checkpoint under its name.
+        failpoints.reach("prune.rename", folder)
+        doomed = folder.with_name(f"{TEMPORARY}pruned-{folder.name}")
+        _delete(doomed)
+        folder.rename(doomed)
+        failpoints.reach("prune.remove", doomed)
+        _delete(doomed)
+    except OSError as err:
+        say(f"warning: cannot remove the old checkpoint {folder}: {err}")
+
+
+def _delete(path: Path) -> None:
+    """Remove a directory as far as that is possible, or a file or a link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def clean(paths: RunPaths) -> None:
     """Remove leftovers of an interrupted save or prune. Under the run's lock only."""
     for leftover in paths.checkpoints.glob(f"{TEMPORARY}*"):
-        if leftover.is_symlink():
-            leftover.unlink()
-        else:
-            shutil.rmtree(leftover, ignore_errors=True)
+        _delete(leftover)
 
 
 # --- `latest` and corrupt checkpoints --------------------------------------------------------------
@@ -396,32 +421,24 @@ def point_latest(paths: RunPaths, folder: Path) -> None:
         fsync_folder(paths.checkpoints)
 
 
-def place_in_quarantine(paths: RunPaths, name: str) -> Path:
-    """A path in quarantine/ that does not exist. Raises DataError as `refuse_link`."""
-    refuse_link(paths.quarantine)
-    return free_name(paths.quarantine, name)
-
-
 def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
     """Move a corrupt checkpoint to quarantine/, with its reasons; the new path.
 
     `latest`, if it pointed there, points to the next older one, or is removed. Under the run's
     lock only, on one rank. Raises UnfitError when the disk refuses the move, DataError as `refuse_link`.
     """
-    new = place_in_quarantine(paths, folder.name)
     followers = [other for other in fallbacks(paths, folder.name) if other != folder]
     was_latest = linked(paths) == folder.resolve()
-    with disk_trouble(new):
-        paths.quarantine.mkdir(exist_ok=True)
+
+    def move(new: Path) -> Path:
         folder.rename(new)
         if was_latest and followers:
             point_latest(paths, followers[0])
         elif was_latest:
             paths.latest.unlink()
-        fsync_folder(paths.checkpoints)
-    events.record(paths.events, events.Quarantine(checkpoint=folder.name, reasons=list(reasons)))
-    with suppress(UnfitError):
-        Damage(reasons=list(reasons)).write(new / DAMAGE)
+        return new / DAMAGE
+
+    new = move_to_quarantine(paths, folder, reasons, move)
     say(f"warning: checkpoint {folder} is corrupt: {'; '.join(reasons)}")
     following = "no other checkpoint is left"
     if not was_latest:
@@ -429,4 +446,24 @@ def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
     elif followers:
         following = f"using {followers[0].name}"
     say(f"warning: moved {folder.name} to {new}; {following}")
+    return new
+
+
+def move_to_quarantine(
+    paths: RunPaths, folder: Path, reasons: Sequence[str], move: Callable[[Path], Path]
+) -> Path:
+    """Move a checkpoint, of whichever program, to quarantine/ and record it; the new path.
+
+    move: renames it to this path; gives the path of the record of its reasons. Raises DataError as
+    `refuse_link`.
+    """
+    refuse_link(paths.quarantine)
+    new = free_name(paths.quarantine, folder.name)
+    with disk_trouble(new):
+        paths.quarantine.mkdir(exist_ok=True)
+        record = move(new)
+        fsync_folder(paths.checkpoints)
+    events.record(paths.events, events.Quarantine(checkpoint=folder.name, reasons=list(reasons)))
+    with suppress(UnfitError):
+        Damage(reasons=list(reasons)).write(record)
     return new

@@ -4,7 +4,7 @@ of another program's run, which copies files of its last checkpoint. No torch.""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -15,7 +15,6 @@ from forge.checkpoint import directory
 from forge.checkpoint.directory import refuse_link
 from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint
 from forge.cluster.lock import lock
-from forge.core.config import Config
 from forge.core.errors import ConfigError, DataError
 from forge.core.file_list import FileEntry, FileList
 from forge.core.files import (
@@ -89,23 +88,31 @@ def atomic_directory(target: Path) -> Iterator[Path]:
             raise
 
 
-def export_sealed(config: Config, to: Path | None) -> Path:
+def export_sealed(
+    checkpoints: ProgramCheckpoints, patterns: Sequence[str], to: Path | None
+) -> Path:
     """Copy the files that `program.export` names from the newest sealed checkpoint; the directory.
 
-    to: None for `export/NAME` in the run's directory. Raises DataError (no checkpoint, or a corrupt one),
-    ConfigError (`to` holds something else, `program.export` names no file) and UnfitError (cannot write).
+    patterns: of program.export. to: None for `export/NAME` in the run's directory. Raises DataError (no
+    checkpoint, or a corrupt one), ConfigError (`to` holds something else, a pattern names no file) and
+    UnfitError (cannot write).
     """
-    paths = RunPaths.of(config)
-    checkpoint = _latest(config, paths)
-    names = _names(config, checkpoint)
+    paths, checkpoint = checkpoints.paths, checkpoints.latest()
+    if checkpoint is None:
+        raise DataError(
+            f"{paths.root} has no sealed checkpoint",
+            cause="the run has not saved one, or its config has no program.checkpoints",
+            fix="train it first",
+        )
+    names = _names(checkpoint, patterns)
     if to is None:
         refuse_link(paths.exports)
-    target = to.resolve() if to else paths.exports / checkpoint.path.name
-    files = {name or checkpoint.path.name: checkpoint.seal.files[name].digest for name in names}
+    target = to.resolve() if to else paths.exports / checkpoint.folder.name
+    files = {name or checkpoint.folder.name: checkpoint.seal.files[name].digest for name in names}
     facts: dict[str, Any] = {"format": FORMAT, "checkpoint_digest": checkpoint.seal.digest}
     with lock(target.parent, "export", name=f".{target.name}.lock"):
         if is_exported(target, {**facts, "files": files}):
-            say(f"export of {checkpoint.path.name} in {target}: nothing to do")
+            say(f"export of {checkpoint.folder.name} in {target}: nothing to do")
             return target
         with atomic_directory(target) as draft:
             _copy(checkpoint, names, draft)
@@ -113,36 +120,21 @@ def export_sealed(config: Config, to: Path | None) -> Path:
             write_json(
                 draft / MANIFEST, {**facts, "step": checkpoint.step, **lineage, "files": files}
             )
-    say(f"exported {checkpoint.path.name}: {len(names)} files in {target}")
+    say(f"exported {checkpoint.folder.name}: {len(names)} files in {target}")
     return target
 
 
-def _latest(config: Config, paths: RunPaths) -> SealedCheckpoint:
-    program = config.program
-    checkpoint = None
-    if program and program.checkpoints:
-        checkpoint = ProgramCheckpoints(paths, program.checkpoints, 1).latest()
-    if checkpoint is None:
-        raise DataError(
-            f"{paths.root} has no sealed checkpoint",
-            cause="the run has not saved one, or its config has no program.checkpoints",
-            fix="train it first",
-        )
-    return checkpoint
-
-
-def _names(config: Config, checkpoint: SealedCheckpoint) -> list[str]:
+def _names(checkpoint: SealedCheckpoint, patterns: Sequence[str]) -> list[str]:
     """The files to export, each of which a pattern names. ConfigError for a pattern without any."""
-    assert config.program
     there = list(checkpoint.seal.files)
     if there == [""]:  # the checkpoint is a file
         return there
     chosen = set()
-    for pattern in config.program.export:
+    for pattern in patterns:
         matching = {name for name in there if fnmatch(name, pattern)}
         if not matching:
             raise ConfigError(
-                f"program.export: no file of {checkpoint.path.name} matches {pattern!r}",
+                f"program.export: no file of {checkpoint.folder.name} matches {pattern!r}",
                 cause=f"it has {', '.join(there)}",
                 fix="correct program.export in the config, and rerun the workflow",
             )
@@ -160,14 +152,14 @@ def _copy(checkpoint: SealedCheckpoint, names: list[str], draft: Path) -> None:
         "export", sum(checkpoint.seal.files[name].bytes for name in names), "bytes"
     ) as update:
         for name in names:
-            source = checkpoint.path / name if name else checkpoint.path
-            target = draft / (name or checkpoint.path.name)
+            source = checkpoint.folder / name if name else checkpoint.folder
+            target = draft / (name or checkpoint.folder.name)
             with disk_trouble(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target)
             done += checkpoint.seal.files[name].bytes
             update(done, target.name)
-    copies = {name or checkpoint.path.name: entry for name, entry in entries.items()}
+    copies = {name or checkpoint.folder.name: entry for name, entry in entries.items()}
     for bad in FileList(draft, copies, listed_in="its seal").bad_files():
         cause = "a disk error, an interrupted copy, or an edit"
-        raise DataError(f"{checkpoint.path} is corrupt: {bad}", cause=cause, fix=fix)
+        raise DataError(f"{checkpoint.folder} is corrupt: {bad}", cause=cause, fix=fix)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +36,47 @@ if TYPE_CHECKING:
 
 # An NFS client may see a new file of another client only after this time (man 5 nfs, acdirmax).
 NETWORK_CACHE_SEC = 60.0
+
+
+@dataclass(frozen=True)
+class CommittedCheckpoints:
+    """The checkpoints of a run of Forge's own trainer."""
+
+    paths: RunPaths
+
+    def latest(self) -> directory.Checkpoint | None:
+        return latest(self.paths)
+
+    def check_still_there(self, step: int) -> None:
+        check_still_there(self.paths, step)
+
+    def by_step(self) -> dict[int, Path]:
+        """With or without a manifest."""
+        steps = {checkpoint_step(f.name): f for f in directory.folders(self.paths.checkpoints)}
+        return {step: folder for step, folder in steps.items() if step is not None}
+
+    def open_complete(self, folder: Path) -> directory.Checkpoint:
+        return directory.Checkpoint.open_complete(folder)
+
+    def trouble_of_latest(self) -> str:
+        try:
+            directory.latest_folder(self.paths)
+        except DataError as err:
+            return err.what
+        return ""
+
+    def quarantined(self) -> Iterator[tuple[Path, Path]]:
+        for folder in reversed(directory.folders(self.paths.quarantine)):
+            yield folder, folder / directory.DAMAGE
+
+    def finish_launch(self) -> None:
+        directory.finish_commit(self.paths)
+
+    def quarantine(self, folder: Path, reasons: Sequence[str]) -> Path:
+        return directory.quarantine(self.paths, folder, reasons)
+
+    def repaired_latest(self) -> directory.Checkpoint | None:
+        return repaired_latest(self.paths)
 
 
 def latest(paths: RunPaths) -> directory.Checkpoint | None:

@@ -10,25 +10,22 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, ValidationError
 
 from forge.checkpoint import directory
 from forge.checkpoint.manifest import Artifact, Code, StoredFile
-from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.errors import (
     USE_THAT_VERSION,
     ConfigError,
     DataError,
     OtherFormat,
-    UnfitError,
 )
 from forge.core.file_list import FileList, described
 from forge.core.files import (
@@ -41,12 +38,13 @@ from forge.core.files import (
     relative_path,
 )
 from forge.core.paths import RunPaths
-from forge.core.program_settings import STEP, Checkpoints
+from forge.core.program_settings import STEP, Checkpoints, Program
 from forge.core.provenance import code, config_digest
-from forge.core.records import Damage, Record
+from forge.core.records import Record, RecordPart
 from forge.core.terminal import say
 
 SEAL = ".forge.json"
+NEVER_SEALED = "it was never sealed: the program ended before its save was known to be complete"
 
 # Path in a checkpoint, or "" for a checkpoint that is a file.
 SealedName = Annotated[str, AfterValidator(lambda name: name and relative_path(name))]
@@ -54,10 +52,8 @@ SealedName = Annotated[str, AfterValidator(lambda name: name and relative_path(n
 Signature = tuple[tuple[str, int, int], ...]
 
 
-class SealLineage(BaseModel):
+class SealLineage(RecordPart):
     """Artifacts and code that made a checkpoint of a program."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     config_digest: str
@@ -72,12 +68,16 @@ class SealLineage(BaseModel):
 
     @classmethod
     def of(
-        cls, config: ResolvedConfig, *, source_digest: str, inputs_digest: str, world_size: int
+        cls,
+        config: ResolvedConfig,
+        program: Program,
+        *,
+        source_digest: str,
+        inputs_digest: str,
+        world_size: int,
     ) -> Self:
         """The lineage of the checkpoints that this run saves now, with this installation of Forge.
         Digests: of the program's directory and of its input files, where it has them."""
-        program = config.program
-        assert program
         return cls(
             run=config.run,
             config_digest=config_digest(config),
@@ -111,12 +111,16 @@ class Seal(Record):
 class SealedCheckpoint:
     """A checkpoint and its seal."""
 
-    path: Path
+    folder: Path
     seal: Seal
 
     @property
     def step(self) -> int:
         return self.seal.step
+
+    @property
+    def digest(self) -> str:
+        return self.seal.digest
 
     def bad_files(self) -> Iterator[str]:
         """A sentence for each file that is missing, changed or not in the seal; digests all files.
@@ -126,28 +130,31 @@ class SealedCheckpoint:
         if self.seal.digest != _digest(self.seal.step, self.seal.files):
             yield "its seal was edited"
         yield from self.file_list.bad_files()
-        with disk_trouble(self.path, "read"):
-            yield from self.file_list.extra(_names(self.path))
+        with disk_trouble(self.folder, "read"):
+            yield from self.file_list.extra(_names(self.folder))
 
     @property
     def file_list(self) -> FileList:
         entries = {name: file.entry for name, file in self.seal.files.items()}
-        return FileList(self.path, entries, listed_in="its seal")
+        return FileList(self.folder, entries, listed_in="its seal")
 
 
 @dataclass(frozen=True)
 class ProgramCheckpoints:
-    """The checkpoints of one run. Changes are made under the run's lock only, by its launcher."""
+    """The checkpoints of one run; none where the config does not say how they are named. Changes are
+    made under the run's lock only."""
 
     paths: RunPaths
-    settings: Checkpoints
-    world_size: int
+    settings: Checkpoints | None
+    world_size: int = 1  # counts for what is not sealed yet
 
     # --- recognizing ---
 
     def there(self) -> dict[int, Path]:
         """Everything that is named as a checkpoint, by step, whether complete or not. Raises DataError
         as `directory.refuse_link`."""
+        if self.settings is None:
+            return {}
         directory.refuse_link(self.paths.checkpoints)
         before, _, after = self.settings.pattern.partition(STEP)
         named = re.compile(f"{re.escape(before)}([0-9]+){re.escape(after)}")
@@ -162,7 +169,9 @@ class ProgramCheckpoints:
         """ConfigError where `latest` points to a checkpoint that the pattern does not name: the run would
         silently begin afresh."""
         link = self.paths.latest
-        if link.is_symlink() and link.exists() and link.readlink().name not in self._names():
+        if self.settings is None or not (link.is_symlink() and link.exists()):
+            return
+        if link.readlink().name not in self._names():
             raise ConfigError(
                 f"{link} points to {link.readlink()}, which is not named like"
                 f" {self.settings.pattern} (program.checkpoints.pattern)",
@@ -176,7 +185,7 @@ class ProgramCheckpoints:
     def is_complete(self, path: Path, step: int) -> bool:
         """Whether all marks of a complete checkpoint are there."""
         folder = path if path.is_dir() else path.parent
-        for mark in self.settings.complete:
+        for mark in self.settings.complete if self.settings else ():
             ranks = range(self.world_size) if "{rank}" in mark else range(1)
             for rank in ranks:
                 name = mark.replace(STEP, str(step)).replace("{rank}", str(rank))
@@ -184,17 +193,30 @@ class ProgramCheckpoints:
                     return False
         return True
 
+    @property
+    def settle_sec(self) -> float:
+        """A checkpoint that has not changed for this long is complete."""
+        return self.settings.settle_sec if self.settings else 0.0
+
     def seal_of(self, path: Path) -> Path:
         return path.with_name(path.name + SEAL)
+
+    def by_step(self) -> dict[int, Path]:
+        """With a seal, which may be unreadable."""
+        return {step: p for step, p in self.there().items() if self.seal_of(p).exists()}
+
+    def open_complete(self, folder: Path) -> SealedCheckpoint:
+        checkpoint = SealedCheckpoint(folder, Seal.read(self.seal_of(folder)))
+        checkpoint.file_list.check_sizes()
+        return checkpoint
 
     def sealed(self) -> list[SealedCheckpoint]:
         """All sealed checkpoints, newest first; those with an unreadable seal are left out. Raises
         OtherFormat for a seal of another version of Forge."""
         checkpoints = []
-        for path in self.there().values():
+        for path in self.by_step().values():
             try:
-                if self.seal_of(path).exists():
-                    checkpoints.append(SealedCheckpoint(path, Seal.read(self.seal_of(path))))
+                checkpoints.append(SealedCheckpoint(path, Seal.read(self.seal_of(path))))
             except OtherFormat:
                 raise
             except DataError:
@@ -209,8 +231,13 @@ class ProgramCheckpoints:
         """
         return next(iter(self.sealed()), None)
 
+    def trouble_of_latest(self) -> str:
+        return ""  # the link is repaired before each launch
+
     def check_still_there(self, step: int) -> None:
         """As `resume.check_still_there`; `latest` is the program's own."""
+        if self.settings is None:
+            return
         paths, newest = self.paths, self.latest()
         if newest is None or newest.step < step:
             raise DataError(
@@ -250,31 +277,36 @@ class ProgramCheckpoints:
                 fix="let the program give it another name",
             ) from None
         seal.write(self.seal_of(path))
-        self._point_latest(self.sealed()[0].path)
+        self._point_latest(self.sealed()[0].folder)
         return SealedCheckpoint(path, seal)
 
     # --- before a launch ---
 
-    def newest_verified(self) -> SealedCheckpoint | None:
+    def finish_launch(self) -> None:
+        for path in reversed(self.there().values()):
+            if self.seal_of(path).exists():
+                return
+            self.quarantine(path, [NEVER_SEALED])
+
+    def repaired_latest(self) -> SealedCheckpoint | None:
         """The newest sealed checkpoint, all digests verified; `latest` points to it.
 
         Everything newer that is corrupt, incomplete or was never sealed is moved to quarantine, so that a
         program that looks for its newest checkpoint finds this one. Raises UnfitError, OtherFormat.
         """
-        known = {checkpoint.path: checkpoint for checkpoint in self.sealed()}
+        if self.settings is None:
+            return None
+        known = {checkpoint.folder: checkpoint for checkpoint in self.sealed()}
         for path in reversed(self.there().values()):
-            reasons = [
-                "it was never sealed: the program ended before its save was known to be complete"
-            ]
-            if self.seal_of(path).exists():
-                checkpoint = known.get(path)
-                reasons = (
-                    list(checkpoint.bad_files()) if checkpoint else ["its seal cannot be read"]
-                )
-                if checkpoint and not reasons:
-                    self._point_latest(path)
-                    return checkpoint
-            self._quarantine(path, reasons)
+            checkpoint, reasons = known.get(path), ["its seal cannot be read"]
+            if checkpoint:
+                reasons = list(checkpoint.bad_files())
+            elif not self.seal_of(path).exists():
+                reasons = [NEVER_SEALED]
+            if checkpoint and not reasons:
+                self._point_latest(path)
+                return checkpoint
+            self.quarantine(path, reasons)
         with disk_trouble(self.paths.latest):
             self.paths.latest.unlink(missing_ok=True)
         return None
@@ -284,36 +316,31 @@ class ProgramCheckpoints:
         if not link.is_symlink() or link.readlink() != Path(path.name):
             directory.point_latest(self.paths, path)
 
-    def _quarantine(self, path: Path, reasons: Sequence[str]) -> None:
-        new = directory.place_in_quarantine(self.paths, path.name)
-        with disk_trouble(new):
-            new.parent.mkdir(exist_ok=True)
+    def quarantine(self, path: Path, reasons: Sequence[str]) -> Path:
+        """Move a checkpoint to quarantine/ with its seal, its reasons beside it; the new path."""
+
+        def move(new: Path) -> Path:
             path.rename(new)
             if (seal := self.seal_of(path)).exists():
-                seal.rename(new.with_name(new.name + SEAL))
-            fsync_folder(self.paths.checkpoints)
-        events.record(
-            self.paths.events, events.Quarantine(checkpoint=path.name, reasons=list(reasons))
-        )
-        with suppress(UnfitError):
-            Damage(reasons=list(reasons)).write(new.with_name(f"{new.name}.{directory.DAMAGE}"))
+                seal.rename(self.seal_of(new))
+            return new.with_name(f"{new.name}.{directory.DAMAGE}")
+
+        new = directory.move_to_quarantine(self.paths, path, reasons, move)
         say(f"warning: checkpoint {path} is not used: {'; '.join(reasons)}")
         say(f"warning: moved {path.name} to {new}")
+        return new
+
+    def quarantined(self) -> Iterator[tuple[Path, Path]]:
+        records = self.paths.quarantine.glob(f"*.{directory.DAMAGE}")
+        for record in sorted(records, reverse=True):
+            yield record.with_name(record.name.removesuffix(f".{directory.DAMAGE}")), record
 
     # --- retention ---
 
     def prune(self, keep_last: int | None) -> None:
         """Remove all but the newest `keep_last` sealed checkpoints, and seals without a checkpoint."""
         for checkpoint in self.sealed()[keep_last:] if keep_last else []:
-            doomed = checkpoint.path.with_name(
-                f"{directory.TEMPORARY}pruned-{checkpoint.path.name}"
-            )
-            try:
-                checkpoint.path.rename(doomed)
-                self.seal_of(checkpoint.path).unlink(missing_ok=True)
-            except OSError as err:
-                say(f"warning: cannot remove the old checkpoint {checkpoint.path}: {err}")
-            remove(doomed)
+            directory.remove(checkpoint.folder)
         for seal in self.paths.checkpoints.glob(f"*{SEAL}"):
             if not os.path.lexists(str(seal).removesuffix(SEAL)):
                 seal.unlink(missing_ok=True)
@@ -330,14 +357,6 @@ def signature(path: Path) -> Signature:
     except OSError:
         return ()
     return tuple(signs)
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a directory, as far as that is possible."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _names(path: Path) -> Iterator[str]:

@@ -134,7 +134,7 @@ class Sealer:
         known = self._candidates.get(path)
         if known is None or known.files != files or None in known.since.running:
             known = self._candidates[path] = Candidate(files, progress)
-        is_quiet = progress.has_run(self.checkpoints.settings.settle_sec, known.since)
+        is_quiet = progress.has_run(self.checkpoints.settle_sec, known.since)
         return progress.has_saved(step) or (not progress.tells_saves and (orderly or is_quiet))
 
     def _unseal(self, path: Path) -> None:
@@ -158,4 +158,4 @@ class Sealer:
             step=checkpoint.step, seconds=round(seconds, 3), stall=0.0, bytes=num_bytes
         )
         events.record(self.checkpoints.paths.events, save)
-        say(f"sealed {checkpoint.path.name}: {num_bytes / 2**20:,.1f} MiB, `latest` points to it")
+        say(f"sealed {checkpoint.folder.name}: {num_bytes / 2**20:,.1f} MiB, `latest` points to it")

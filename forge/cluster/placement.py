@@ -103,20 +103,13 @@ def _check_memory(machine: Machine, layout: WorldLayout, config: Config) -> None
 def check_source(machine: Machine, layout: WorldLayout, config: Config) -> None:
     """ConfigError where another training program would have no directory to run in, here or on the
     nodes."""
-    if config.program is None:
-        return
-    _ = config.program.folder  # raises where it is missing
-    if (
-        config.program.source is None
-        and machine.stage.project is True
-        and _needs_slurm(machine, layout)
-    ):
-        raise ConfigError(
-            "stage.project is true and program.source is not set: the program would have no directory"
-            " to run in on the nodes",
-            cause="without program.source it runs in the project's directory, which is not copied",
-            fix="set program.source to the directory that has the program",
-        )
+    if program := config.program:
+        _ = program.folder  # raises where it is missing
+        if machine.stage.project is True and _needs_slurm(machine, layout):
+            program.require_source(
+                "stage.project is true and program.source is not set: the program would have no"
+                " directory to run in on the nodes"
+            )
 
 
 def _needs_slurm(machine: Machine, layout: WorldLayout) -> bool:

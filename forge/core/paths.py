@@ -73,6 +73,12 @@ class RunPaths:
     def of(cls, config: Config) -> RunPaths:
         return cls(Path(config.results) / config.run)
 
+    @classmethod
+    def of_checkpoint(cls, folder: Path) -> RunPaths | None:
+        """The run that has this checkpoint; None for a checkpoint outside of a run's directory."""
+        run = cls(folder.parent.parent)
+        return run if run.checkpoints == folder.parent else None
+
     config = _Below("config.json")
 
     # What is true of one allocation only; temp() in the workflow.

@@ -153,6 +153,16 @@ class Program(Section):
             )
         return Path(source).absolute()
 
+    def require_source(self, what: str) -> None:
+        """ConfigError where nodes need a copy of the program's directory, and `source` does not name it.
+        what: why they need one."""
+        if self.source is None:
+            raise ConfigError(
+                what,
+                cause="without program.source it runs in the project's directory, which is not copied",
+                fix="set program.source to the directory that has the program",
+            )
+
 
 def filled(text: str, values: dict[str, Any]) -> str:
     """`text` with each `{name}` that `values` knows replaced; other braces stay."""

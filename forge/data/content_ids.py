@@ -47,7 +47,7 @@ def resolve(config: Config) -> ResolvedConfig:
         ids = kept
         say(f"{config.run} goes on with the data that it has: {err.what}")
     resolved = ResolvedConfig.model_validate({**config.to_json(), "ids": ids})
-    if not config.ids and not config.program:
+    if not config.ids and ids.tokenizer:
         model.check_tokenizer(resolved)
     return resolved
 
@@ -84,13 +84,13 @@ def _ids_of_run(config: Config) -> Ids | None:
         return None
     ids = checked(Ids, recorded["ids"], f"{paths.config}, ids")
     folders = [inputs_folder(config.data, ids.inputs)] if ids.inputs else []
-    if not config.program:
+    if ids.tokens:
         tokens = [ids.tokens, *ids.sources.values()]
         folders += [tokens_folder(config.data, one) for one in tokens]
         folders.append(tokenizer_folder(config.data, ids.tokenizer))
-    is_needed = config.program is not None and not paths.trained.exists()
-    is_there = all((folder / MANIFEST).exists() for folder in folders)
-    return ids if is_there and not is_needed else None
+    elif not paths.trained.exists():
+        return None  # the inputs themselves are read until the run is at its goal
+    return ids if all((folder / MANIFEST).exists() for folder in folders) else None
 
 
 def _naming(config: dict[str, Any]) -> dict[str, Any]:

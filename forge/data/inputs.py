@@ -169,8 +169,8 @@ def of_hub(inputs: Sequence[str], key: str = "program.inputs") -> list[HubFiles]
 def named_inputs(config: Config) -> tuple[list[str], str]:
     """The inputs that `forge inputs` finds or downloads, and their key: all of a program; of a corpus
     those of a hub, since the others are read where they are."""
-    if config.program:
-        return config.program.inputs, "program.inputs"
+    if program := config.program:
+        return program.inputs, "program.inputs"
     names = [name for name in config.tokenize.inputs if name.startswith(hub.SCHEME)]
     return names, "tokenize.inputs"
 

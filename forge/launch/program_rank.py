@@ -1,7 +1,7 @@
 """One rank of another training program: its environment, its process, its heartbeat. No torch.
 
 Runs in the rank's process, which starts the program as its only child, passes a stop on, and writes the
-rank record. What the record stands for is decided by the launcher's side, see run/program.py.
+rank record. What the record stands for is decided by the launcher's side, see run/other_program.py.
 """
 
 from __future__ import annotations

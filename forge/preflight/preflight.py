@@ -187,16 +187,14 @@ def _programs(
     config: ResolvedConfig, placement: Placement, record: StageRecord
 ) -> dict[str, WantedProgram]:
     """What each node must know of another program; {} where Forge's own trainer trains."""
-    if config.program is None:
+    program = config.program
+    if program is None:
         return {}
-    command, (staged, shared) = config.program.command[0], program_folders(config, record)
+    staged, shared = program_folders(config, program, record)
     return {
-        host: WantedProgram(command, staged.get(host, shared), shared) for host in placement.hosts
+        host: WantedProgram(program.command[0], staged.get(host, shared), shared)
+        for host in placement.hosts
     }
-
-
-def _shards(config: ResolvedConfig) -> Path:
-    return tokens_folder(config.data, config.ids.tokens)
 
 
 def _wanted(
@@ -208,11 +206,11 @@ def _wanted(
 ) -> dict[str, Wanted]:
     """Requirements for each node, by host."""
     master = rendezvous.host(machine.fabric, placement.hosts[0])
-    programs = _programs(config, placement, staged)
+    programs, tokens = _programs(config, placement, staged), config.ids.tokens
     return {
         host: Wanted(
             results=str(RunPaths.of(config).root.absolute()),
-            data="" if config.program else str(_shards(config).absolute()),
+            data=str(tokens_folder(config.data, tokens).absolute()) if tokens else "",
             staged=staged.folders.get(host, ""),
             digest=staged.digest,
             machine=machine,

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge.checkpoint.manifest import MANIFEST
 from forge.core.config import FOLDERS
 from forge.core.errors import ConfigError
-from forge.core.files import atomic_open, digest_file, read_object_or_empty
+from forge.core.files import atomic_open, read_object_or_empty
 from forge.core.paths import RunPaths
 from forge.core.terminal import Table, duration, say
 from forge.reporting.history import device_hours, facts, read_history_or_empty
 from forge.reporting.run_rows import ScoreRow, read_scores
 from forge.reporting.run_state import COLORS, RunState
 from forge.reporting.run_tree import TreeRun, families
-from forge.reporting.summary import Summary, summarize
+from forge.reporting.summary import summarize
 
 NONE = "–"
 
@@ -112,30 +111,21 @@ def _run(paths: RunPaths) -> ComparedRun:
     if summary.state.state == "unknown":
         say(f"note: {summary.state.run}: {summary.state.reason}")
     measured = facts(history)
-    made = summary.manifest or summary.seal
+    checkpoint = summary.checkpoint
     values = {
         **dict.fromkeys(FACTS),
         **{name: measured[name] for name in FACTS.keys() & measured.keys()},
         **device_hours(history.launches),
         "state": summary.state.state,
-        "step": made.step if made else measured["step"],
+        "step": checkpoint.step if checkpoint else measured["step"],
         "goal": summary.state.goal,
         "validation_loss": measured["loss_to"],
         "launches": len(history.launches),
-        "checkpoint_digest": _digest(summary),
+        "checkpoint_digest": checkpoint.digest if checkpoint else None,
         "weights_digest": dict(summary.lineage).get("weights digest"),
     }
     config = _flat(read_object_or_empty(paths.config))
     return ComparedRun(summary.state, values, read_scores(paths), config)
-
-
-def _digest(summary: Summary) -> str | None:
-    """Digest of the last checkpoint, as `forge validate`, `export` and `evaluate` print it."""
-    if summary.seal:
-        return summary.seal.digest
-    if summary.manifest is None or summary.checkpoint is None:
-        return None
-    return digest_file(summary.checkpoint / MANIFEST)
 
 
 def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:

@@ -10,6 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from forge.checkpoint.checkpoints import RunCheckpoints
+from forge.checkpoint.resume import CommittedCheckpoints
+from forge.checkpoint.sealed import ProgramCheckpoints
 from forge.cluster.lock import LOCK, holder
 from forge.core import events
 from forge.core.errors import DataError, OtherFormat
@@ -89,6 +92,12 @@ class RunFiles:
         with suppress(ValidationError):
             return Program.model_validate(values) if values else None
         return None
+
+    @property
+    def checkpoints(self) -> RunCheckpoints:
+        if self.program:
+            return ProgramCheckpoints(self.paths, self.program.checkpoints)
+        return CommittedCheckpoints(self.paths)
 
     @cached_property
     def step(self) -> int | None:

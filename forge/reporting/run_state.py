@@ -17,8 +17,6 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from forge.checkpoint import resume
-from forge.checkpoint.sealed import ProgramCheckpoints
 from forge.cluster import jobs, slurm
 from forge.cluster.jobs import (
     QueuedJob,
@@ -436,11 +434,7 @@ def _of_checkpoint(files: RunFiles, step: int) -> DataError | None:
     """Why a run that has completed does not have its checkpoint any more. None where it does, and for a
     program without checkpoints. Raises OtherFormat, and UnfitError where the disk reports an error."""
     try:
-        if files.program is None:
-            resume.check_still_there(files.paths, step)
-        elif files.program.checkpoints:
-            checkpoints = files.program.checkpoints
-            ProgramCheckpoints(files.paths, checkpoints, world_size=1).check_still_there(step)
+        files.checkpoints.check_still_there(step)
     except OtherFormat:
         raise
     except DataError as err:

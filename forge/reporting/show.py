@@ -33,7 +33,7 @@ def show(runs: Sequence[RunPaths]) -> None:
 def _rows(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
     """(label, value) lines below the status; repeated labels are left blank."""
     checkpoint = (
-        f"{paths.latest} -> {summary.checkpoint.name}" if summary.checkpoint else "none yet"
+        f"{paths.latest} -> {summary.checkpoint.folder.name}" if summary.checkpoint else "none yet"
     )
     report = (
         str(paths.report) if paths.report.exists() else f"none yet: forge report {paths.config}"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TypeVar
 
-from forge.checkpoint import resume
+from forge.checkpoint.checkpoints import SavedCheckpoint
+from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Artifact, Manifest, ParentCheckpoint, Part
-from forge.checkpoint.sealed import ProgramCheckpoints, Seal
+from forge.checkpoint.sealed import Seal, SealedCheckpoint
 from forge.core.errors import ConfigError, DataError
 from forge.core.paths import RunPaths
 from forge.core.records import Check, PreflightResult, Sample, Trained, Validation
@@ -29,9 +29,7 @@ class Summary:
     notes: list[
         str
     ]  # more of the reason, what is known of the checkpoint, records that cannot be read
-    checkpoint: Path | None
-    manifest: Manifest | None  # of the checkpoint
-    seal: Seal | None  # of the checkpoint of another program, which has no manifest
+    checkpoint: SavedCheckpoint | None
     trained: Trained | None
     validation: Validation | None
     preflight: PreflightResult | None
@@ -39,13 +37,17 @@ class Summary:
     @property
     def step(self) -> int | None:
         """The step of the committed checkpoint."""
-        made = self.manifest or self.seal
-        return made.step if made else None
+        return self.checkpoint.step if self.checkpoint else None
 
     @property
     def sources(self) -> list[SourceRow]:
         """The sources of the data, as of the checkpoint; none for a run of a single corpus."""
-        return source_rows(self.manifest)
+        return source_rows(self._manifest)
+
+    @property
+    def _manifest(self) -> Manifest | None:
+        """None without a checkpoint, and for that of another program."""
+        return self.checkpoint.manifest if isinstance(self.checkpoint, Checkpoint) else None
 
     @property
     def samples(self) -> list[str]:
@@ -55,11 +57,11 @@ class Summary:
     @property
     def lineage(self) -> list[tuple[str, str]]:
         """(what, value) of everything that made the checkpoint; empty without one."""
-        if self.seal:
-            return _lineage_of_seal(self.seal)
-        if self.manifest is None:
+        if isinstance(self.checkpoint, SealedCheckpoint):
+            return _lineage_of_seal(self.checkpoint.seal)
+        if (manifest := self._manifest) is None:
             return []
-        lineage = self.manifest.lineage
+        lineage = manifest.lineage
         dirty = " with uncommitted changes" if lineage.code.dirty else ""
         rows = [
             ("forge", lineage.code.version),
@@ -71,8 +73,8 @@ class Summary:
             ("parent", _parent(lineage.parent)),
             ("pretrained", _id_and_digest(lineage.model) if lineage.model else ""),
             ("weights digest", self._weights_digest()),
-            ("world size", str(self.manifest.world_size)),
-            ("skipped steps", str(self.manifest.skipped.steps or "")),
+            ("world size", str(manifest.world_size)),
+            ("skipped steps", str(manifest.skipped.steps or "")),
             ("numerics", _flat(lineage.numerics)),
             ("versions", _flat(lineage.versions)),
             ("hardware", _flat(lineage.hardware)),
@@ -98,30 +100,20 @@ def summarize(paths: RunPaths) -> Summary:
     trained = _readable(lambda: Trained.read_if_there(paths.trained), troubles)
     validation = _readable(lambda: Validation.read_if_there(paths.validation), troubles)
     preflight = _readable(lambda: PreflightResult.read_if_there(paths.preflight), troubles)
-    folder: Path | None = None
-    manifest: Manifest | None = None
-    seal: Seal | None = None
     files = RunFiles(paths)
-    if files.program and files.program.checkpoints:
-        sealed = ProgramCheckpoints(paths, files.program.checkpoints, world_size=1)
-        if newest := _readable(sealed.latest, troubles):
-            folder, seal = newest.path, newest.seal
-    elif files.program is None and (
-        checkpoint := _readable(lambda: resume.latest(paths), troubles)
-    ):
-        folder, manifest = checkpoint.folder, checkpoint.manifest
+    checkpoint = _readable(files.checkpoints.latest, troubles)
     queue, _ = ask_slurm([paths])
     state = judge(files, queue)
-    notes = [*state.details, *_verdict(state, validation, manifest)]
+    notes = [*state.details, *_verdict(state, validation, checkpoint)]
     notes += [trouble for trouble in troubles if trouble not in (state.reason, *notes)]
-    return Summary(state, notes, folder, manifest, seal, trained, validation, preflight)
+    return Summary(state, notes, checkpoint, trained, validation, preflight)
 
 
 def _verdict(
-    state: RunState, validation: Validation | None, manifest: Manifest | None
+    state: RunState, validation: Validation | None, checkpoint: SavedCheckpoint | None
 ) -> list[str]:
     """Result of validation of the checkpoint, where the state of the run does not already say it."""
-    is_of_it = validation and manifest and validation.step == manifest.step
+    is_of_it = validation and checkpoint and validation.step == checkpoint.step
     if (
         not validation
         or not is_of_it

@@ -61,8 +61,8 @@ def directory_of(named: str) -> RunPaths | None:
 def run_of(place: RunPaths) -> RunPaths:
     """The run of a checkpoint in its `checkpoints/`; any other directory as it is."""
     folder = place.root.resolve()
-    run = RunPaths(folder.parent.parent)
-    return run if is_checkpoint(folder) and run.checkpoints == folder.parent else place
+    run = RunPaths.of_checkpoint(folder)
+    return run if run and is_checkpoint(folder) else place
 
 
 def is_of_program(run: RunPaths) -> bool:

@@ -3,45 +3,67 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from forge.checkpoint import compatibility, directory, family, parent, resume
-from forge.checkpoint.sealed import ProgramCheckpoints, SealLineage
-from forge.checkpoint.sealer import Sealer, SealProgress
+from forge.checkpoint.checkpoints import RunCheckpoints
 from forge.cluster.placement import Placement, WorldLayout
 from forge.core import events, provenance
 from forge.core.config import ResolvedConfig
-from forge.core.errors import ConfigError, DataError, Exit
-from forge.core.paths import MANIFEST, RunPaths, inputs_folder, tokens_folder
-from forge.core.program_settings import Program
-from forge.core.records import StageRecord, Trained
+from forge.core.errors import DataError
+from forge.core.paths import MANIFEST, RunPaths, tokens_folder
+from forge.core.records import Trained
 from forge.core.terminal import say
 from forge.data import model
-from forge.data.inputs import InputSet, source_digest
 from forge.launch.launcher import LaunchPlan, run_ranks
-from forge.launch.program_rank import (
-    heartbeat_file,
-    how_it_ended,
-    read_step,
-    running_file,
-    saved_file,
-)
-from forge.launch.rank_records import ProgramTask, RankRecord, TrainTask
-from forge.staging.stage import program_folders
-from forge.trainer.metrics import StepLog
+from forge.launch.rank_records import RankRecord, TrainTask
+from forge.run.other_program import OtherProgram
+from forge.validation.checkpoint_checks import ForgeChecks, RunChecks
+from forge.validation.estimates import memory_bytes
 
 
-class TrainingProgram(Protocol):
-    """The training program of a run. The launcher calls all methods, under the run's lock."""
+class SavedRun(Protocol):
+    """What a training program has saved in a run, whose directory may come from somebody else."""
+
+    @property
+    def paths(self) -> RunPaths: ...
+
+    @property
+    def checkpoints(self) -> RunCheckpoints: ...
+
+    @property
+    def checks(self) -> RunChecks:
+        """The checks of its checkpoints."""
+
+    def export(self, to: Path | None, dtype: str) -> Path:
+        """Write the last checkpoint as a directory that other software loads; the directory. to: None for
+        the default one. dtype: of the weights, where the program lets it be chosen."""
+
+
+class TrainingProgram(SavedRun, Protocol):
+    """The training program of a run, and what only it knows of the run."""
 
     @property
     def config(self) -> ResolvedConfig: ...
 
-    @property
-    def paths(self) -> RunPaths: ...
+    # --- before a start, without the run's lock ---
+
+    def check_start(self, runs: Mapping[str, ResolvedConfig]) -> list[str]:
+        """Warnings before the run is started or resumed. runs: the others of its sample sheet. Raises
+        ForgeError where it can be neither."""
+
+    def resumable_step(self) -> int | None:
+        """The step of the checkpoint that the run will resume from; None for a fresh start. Changes
+        nothing, and reads no digests. Raises ConfigError where the config does not fit the checkpoint."""
+
+    def validation_bytes(self, world_size: int) -> float | None:
+        """Memory that validation needs of a run that was trained by so many ranks; None where the size of
+        the model is not known."""
+
+    # --- the life of the run: the launcher calls these under the run's lock ---
 
     @property
     def first_step(self) -> int:
@@ -55,9 +77,6 @@ class TrainingProgram(Protocol):
     def is_complete(self, step: int) -> bool:
         """Whether the run needs no launch any more, with its checkpoint at this step."""
 
-    def resume_step(self) -> int | None:
-        """The step of the checkpoint that the next launch resumes from."""
-
     def warnings(self) -> list[str]:
         """Warnings before the first launch."""
 
@@ -65,43 +84,68 @@ class TrainingProgram(Protocol):
         """Run the ranks to their end; one record for all of them, by evidence. step: of the checkpoint to
         resume from; None without one."""
 
-    def committed_step(self) -> int:
-        """The step of the newest checkpoint that counts; `first_step` without one."""
-
     def trained(self, step: int) -> Trained:
         """The completion record of a run whose checkpoint at this step is its goal. Where the event log
         does not tell of its completion yet, it does so afterwards."""
 
 
-def program_of(config: ResolvedConfig, start: LaunchPlan) -> TrainingProgram:
-    """The training program of this run."""
-    if config.program:
-        return OtherProgram(config, RunPaths.of(config), config.program, start.layout)
-    return ForgeTrainer(config, RunPaths.of(config))
-
-
-def resumable_step(config: ResolvedConfig) -> int | None:
-    """The step of the checkpoint that this config will resume from; None for a fresh start. Changes
-    nothing, and reads no digests. Raises ConfigError where the config does not fit the checkpoint."""
+def program_of(config: ResolvedConfig, layout: WorldLayout | None = None) -> TrainingProgram:
+    """The training program of this run. layout: of its ranks, for one that launches them."""
     paths = RunPaths.of(config)
-    if config.program is None:
-        checkpoint = resume.check_resumable(config, paths)
-        return checkpoint.step if checkpoint else None
-    layout = WorldLayout()  # without effect on what is sealed already
-    checkpoints = OtherProgram(config, paths, config.program, layout).checkpoints
-    sealed = checkpoints.sealed() if checkpoints else []
-    return sealed[0].step if sealed else None
+    if program := config.program:
+        return OtherProgram(config, paths, program, layout or WorldLayout())
+    return ForgeTrainer(paths, config)
 
 
 # --- Forge's own trainer ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class ForgeTrainer:
+class ForgeRun:
+    """A run of Forge's own trainer, or one of its checkpoints in any directory.
+
+    config: that every checkpoint must fit; None: each counts with the config that made it, and
+    `overrides`, such as the current path of `data`.
+    """
+
+    paths: RunPaths
+    config: ResolvedConfig | None
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def checkpoints(self) -> resume.CommittedCheckpoints:
+        return resume.CommittedCheckpoints(self.paths)
+
+    @property
+    def checks(self) -> ForgeChecks:
+        return ForgeChecks(self.checkpoints, self.config, self.overrides)
+
+    def export(self, to: Path | None, dtype: str) -> Path:
+        from forge.trainer.export import export  # imports torch
+
+        return export(self.paths.root, to, dtype, self.overrides)
+
+
+@dataclass(frozen=True)
+class ForgeTrainer(ForgeRun):
     """Forge's own trainer, whose ranks commit their checkpoints and verify them themselves."""
 
     config: ResolvedConfig
-    paths: RunPaths
+
+    def check_start(self, runs: Mapping[str, ResolvedConfig]) -> list[str]:
+        checkpoint = resume.check_resumable(self.config, self.paths)
+        # A finished run needs no parent any more, even where its checkpoints were removed.
+        if checkpoint is None and not self.paths.trained.exists():
+            family.check_start(self.config, runs)
+        warnings = family.check_parent(self.config, runs)
+        return warnings + compatibility.schedule_warnings(self.config, checkpoint)
+
+    def resumable_step(self) -> int | None:
+        checkpoint = resume.check_resumable(self.config, self.paths)
+        return checkpoint.step if checkpoint else None
+
+    def validation_bytes(self, world_size: int) -> float:
+        return memory_bytes(self.config, world_size)
 
     @property
     def first_step(self) -> int:
@@ -110,7 +154,7 @@ class ForgeTrainer:
     def prepare(self, start: LaunchPlan) -> int | None:
         for line in family.check_parent(self.config, {}):
             say(f"{self.config.run}: {line}")
-        checkpoint = resume.repaired_latest(self.paths)
+        checkpoint = self.checkpoints.repaired_latest()
         if checkpoint is None:
             parent.find(self.config)
             model.check_tokenizer(self.config)
@@ -123,12 +167,8 @@ class ForgeTrainer:
     def is_complete(self, step: int) -> bool:
         return step == self.config.goal and bool(self._recorded_digest(step))
 
-    def resume_step(self) -> int | None:
-        checkpoint = resume.repaired_latest(self.paths)
-        return checkpoint.step if checkpoint else None
-
     def warnings(self) -> list[str]:
-        return compatibility.schedule_warnings(self.config, resume.latest(self.paths))
+        return compatibility.schedule_warnings(self.config, self.checkpoints.latest())
 
     def launch(self, start: LaunchPlan, placement: Placement, step: int | None) -> RankRecord:
         staged = start.staged.folders
@@ -141,11 +181,14 @@ class ForgeTrainer:
             deadline=start.deadline,
             own_deadline=start.own_deadline,
         )
-        return _run(task, self.paths, start, placement)
-
-    def committed_step(self) -> int:
-        committed = resume.latest(self.paths)
-        return committed.step if committed else self.first_step
+        return run_ranks(
+            task,
+            self.paths,
+            start.machine,
+            start.layout,
+            placement=placement,
+            python=start.staged.interpreter,
+        )
 
     def trained(self, step: int) -> Trained:
         checkpoint = resume.required(self.paths)
@@ -179,190 +222,3 @@ class ForgeTrainer:
                 fix=f"run: {made}",
             )
         return str(folder)
-
-
-def _run(
-    task: TrainTask | ProgramTask, paths: RunPaths, start: LaunchPlan, placement: Placement
-) -> RankRecord:
-    return run_ranks(
-        task,
-        paths,
-        start.machine,
-        start.layout,
-        placement=placement,
-        python=start.staged.interpreter,
-    )
-
-
-# --- another program -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OtherProgram:
-    """The program of the config. Its checkpoints are sealed by the launcher, and verified before each
-    launch; how a launch ended is decided by the sealed ones, since exit statuses of programs vary."""
-
-    config: ResolvedConfig
-    paths: RunPaths
-    program: Program
-    layout: WorldLayout
-
-    @property
-    def first_step(self) -> int:
-        return 0
-
-    @property
-    def checkpoints(self) -> ProgramCheckpoints | None:
-        settings = self.program.checkpoints
-        if settings is None:
-            return None
-        return ProgramCheckpoints(self.paths, settings, self.layout.world_size)
-
-    def prepare(self, start: LaunchPlan) -> int | None:
-        if inputs := self._inputs:
-            inputs.check_unchanged()
-        if self.checkpoints:
-            self.checkpoints.refuse_other_pattern()
-        step = self.resume_step()
-        if step is None:
-            resume.begin_afresh(self.paths, start.require_checkpoint)
-        elif changed := self._changed():
-            raise ConfigError(
-                f"the config does not fit {self.paths.latest}: {changed}",
-                cause="the list of input files has changed after the run had begun",
-                fix="restore them, or give the changed run a new name",
-            )
-        directory.clean(self.paths)
-        return step
-
-    def _changed(self) -> str:
-        """Name of the artifact that differs from the one that made the checkpoint; "" for none."""
-        latest = self.checkpoints and self.checkpoints.latest()
-        if not latest:
-            return ""
-        made_with, now = latest.seal.lineage.inputs, self.config.ids.inputs
-        then = made_with.id if made_with else ""
-        return compatibility.differs("ids.inputs", now, then) if now != then else ""
-
-    def is_complete(self, step: int) -> bool:
-        return self.checkpoints is not None and step >= self.config.goal
-
-    def resume_step(self) -> int | None:
-        checkpoint = self.checkpoints and self.checkpoints.newest_verified()
-        return checkpoint.step if checkpoint else None
-
-    def warnings(self) -> list[str]:
-        return []
-
-    def launch(self, start: LaunchPlan, placement: Placement, step: int | None) -> RankRecord:
-        task = self._task(start, step)
-        sealer = self._sealer(start.staged)
-        machine = start.machine.model_copy(
-            update={"stop_grace_sec": self.program.stop.grace_sec, "async_save": False}
-        )
-        for rank in range(self.layout.world_size):  # of the launch before: its steps are not these
-            heartbeat_file(self.program, self.paths, rank).unlink(missing_ok=True)
-            running_file(self.paths, rank).unlink(missing_ok=True)
-            saved_file(self.paths, rank).unlink(missing_ok=True)
-        if sealer:
-            sealer.start()
-        orderly = False
-        try:
-            record = _run(task, self.paths, replace(start, machine=machine), placement)
-            orderly = record.all_exited_with_0
-        finally:
-            if sealer:
-                sealer.finish(orderly=orderly)
-        return self._judged(record)
-
-    def _task(self, start: LaunchPlan, step: int | None) -> ProgramTask:
-        latest = None if step is None else self.checkpoints and self.checkpoints.latest()
-        staged, shared = program_folders(self.config, start.staged)
-        launches = [e for e in events.read(self.paths.events) if isinstance(e, events.Launch)]
-        return ProgramTask(
-            program=self.program,
-            step=latest.step if latest else 0,
-            resume=str(latest.path.absolute()) if latest else "",
-            goal=self.config.goal,
-            restart=len(launches),
-            staged=staged,
-            shared=shared,
-            deadline=start.deadline,
-        )
-
-    @property
-    def _inputs(self) -> InputSet | None:
-        inputs_id = self.config.ids.inputs
-        return InputSet.open(inputs_folder(self.config.data, inputs_id)) if inputs_id else None
-
-    def _sealer(self, staged: StageRecord) -> Sealer | None:
-        checkpoints = self.checkpoints
-        if checkpoints is None:
-            return None
-        self.paths.checkpoints.mkdir(parents=True, exist_ok=True)
-        log = StepLog(self.paths)
-        return Sealer(
-            checkpoints,
-            self._progress(),
-            self._lineage(staged),
-            self.program.keep_last,
-            on_look=lambda progress, is_last: log.tell(progress.steps, is_last=is_last),
-        )
-
-    def _progress(self) -> Callable[[], SealProgress]:
-        ranks = range(self.layout.world_size)
-        beats = [heartbeat_file(self.program, self.paths, rank) for rank in ranks]
-        running = [running_file(self.paths, rank) for rank in ranks]
-        saved = [saved_file(self.paths, rank) for rank in ranks]
-        return lambda: SealProgress(
-            *([read_step(p) for p in files] for files in (beats, running, saved))
-        )
-
-    def _lineage(self, staged: StageRecord) -> SealLineage:
-        """Artifacts and code that make the checkpoints of this launch."""
-        source, inputs, config = self.program.source, self._inputs, self.config
-        digest = ""
-        if source:
-            outputs = (config.results, config.data)
-            digest = staged.source_digest or source_digest(Path(source), outputs)
-        return SealLineage.of(
-            config,
-            source_digest=digest,
-            inputs_digest=inputs.digest if inputs else "",
-            world_size=self.layout.world_size,
-        )
-
-    def _judged(self, record: RankRecord) -> RankRecord:
-        """The record of the launch, by the checkpoints that are there now."""
-        if self.checkpoints is None:
-            return replace(record, step=0)
-        step, goal = self.committed_step(), self.config.goal
-        if record.all_exited_with_0 and step >= goal:
-            return RankRecord("completed", step=step)
-        if record.status == "completed":
-            message = f"the program ended by itself at step {step} of {goal}, with exit status 0"
-            return RankRecord("failed", code=Exit.FAILED, cause="ended early", message=message)
-        if record.status == "stopped" and record.exit_status:
-            say(f"warning: asked to stop, the program {how_it_ended(record.exit_status)}")
-        return record
-
-    def committed_step(self) -> int:
-        latest = self.checkpoints and self.checkpoints.latest()
-        return latest.step if latest else 0
-
-    def trained(self, step: int) -> Trained:
-        latest = self.checkpoints and self.checkpoints.latest()
-        digest = latest.seal.digest if latest else ""
-        # Also where a launch was cut off between its last seal and this.
-        done = events.Completed(step=step, weights_digest=digest)
-        last = events.last(events.read(self.paths.events), events.Completed, events.Launch)
-        if not isinstance(last, events.Completed) or last.step != step:
-            events.record(self.paths.events, done)
-        return Trained(
-            run=self.config.run,
-            goal_step=self.config.goal,
-            step=step,
-            checkpoint=f"checkpoints/{latest.path.name}" if latest else "",
-            weights_digest=digest,
-            config_digest=provenance.config_digest(self.config),
-        )

@@ -69,7 +69,7 @@ def train(
         start = LaunchPlan(
             machine, layout, staged, require_checkpoint, min(ends, default=None), own_deadline, job
         )
-        program = program_of(config, start)
+        program = program_of(config, layout)
         step = program.prepare(start)
         refuse_known_failure(config, paths)
         if not config.is_in(paths.config):
@@ -84,7 +84,7 @@ def train(
             finally:
                 remove_staged(staged, paths.root.name, placement)
             if record.status in ("stopped", "lost") and job:
-                _requeue(record, paths, job, machine, step=program.committed_step())
+                _requeue(record, paths, job, machine, step=_committed_step(program))
             return _conclude(program, record)
 
 
@@ -143,7 +143,8 @@ def _train_until_it_ends(
     linked: list[str] = []  # of these, those that reach Slurm
     for attempt in range(1 + MAX_RESTARTS_AFTER_LOSS):
         if attempt > 0:
-            step = program.resume_step()
+            checkpoint = program.checkpoints.repaired_latest()
+            step = checkpoint.step if checkpoint else None
             if step is not None and program.is_complete(step):
                 return RankRecord("completed", step=step)
         try:
@@ -250,6 +251,12 @@ def _requeue(
         raise StoppedEarly(f"{record.what}; job {job.id} resumes from step {step}")
 
 
+def _committed_step(program: TrainingProgram) -> int:
+    """The step of the newest checkpoint that counts; that at which the run begins without one."""
+    latest = program.checkpoints.latest()
+    return latest.step if latest else program.first_step
+
+
 def _conclude(program: TrainingProgram, record: RankRecord) -> Path:
     """Write trained.json for a completed run, else raise the error that the record stands for."""
     config, paths = program.config, program.paths
@@ -257,7 +264,7 @@ def _conclude(program: TrainingProgram, record: RankRecord) -> Path:
         assert record.step is not None
         return _write_trained(program, record.step)
     if record.status == "stopped":
-        step = program.committed_step()
+        step = _committed_step(program)
         events.record(paths.events, events.Stop(cause=record.cause, step=step))
         raise StoppedEarly(
             f"{config.run} stopped at step {step} of {config.goal} ({record.cause});"

@@ -32,6 +32,7 @@ from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.files import short_id
 from forge.core.machine import Machine, StageSettings
+from forge.core.program_settings import Program
 from forge.core.terminal import say
 from forge.data.inputs import source_digest, source_files
 from forge.data.shards import Member
@@ -143,7 +144,8 @@ def stage_project(config: Config, machine: Machine, placement: Placement) -> Sta
     Raises UnfitError that names the nodes on which this failed, and ConfigError where there is no such
     source, or no virtual environment to copy.
     """
-    blind = _blind_nodes(config, machine.stage, placement)
+    program = config.program
+    blind = _blind_nodes(program, machine.stage, placement)
     if not any(blind.values()):
         return None
     put = partial(_put, Path(config.data), machine.stage, placement)
@@ -152,9 +154,8 @@ def stage_project(config: Config, machine: Machine, placement: Placement) -> Sta
     python = put(_python(), blind["python"])
     code = put(_code(), blind["project"], python=python)
     source = digest = ""
-    if blind["source"]:
-        assert config.program
-        folder, outputs = config.program.folder, (config.results, config.data)
+    if program and blind["source"]:
+        folder, outputs = program.folder, (config.results, config.data)
         digest = source_digest(folder, outputs)
         source = put(_source(folder, outputs), blind["source"]) + "/source"
     roots = {} if machine.stage.keep else _claim(Path(code).parent, config.run, placement)
@@ -162,27 +163,25 @@ def stage_project(config: Config, machine: Machine, placement: Placement) -> Sta
 
 
 def _blind_nodes(
-    config: Config, settings: StageSettings, placement: Placement
+    program: Program | None, settings: StageSettings, placement: Placement
 ) -> dict[str, list[str]]:
     """Nodes that need a copy, by part of the project."""
-    hosts, program = list(placement.hosts), config.program
+    hosts = list(placement.hosts)
     if settings.project != "auto":
         return {"project": hosts, "python": hosts, "source": hosts if program else []}
-    states = _states(config, placement)
+    states = _states(program, placement)
     _print_states(states)
     blind = {part: [h for h in hosts if states[h].get(part) == "missing"] for part in SHOWN}
-    if program and program.source is None and blind["source"]:
-        raise ConfigError(
-            f"{', '.join(blind['source'])} cannot see {Path.cwd()}, in which the program runs",
-            cause="without program.source it runs in the project's directory, which is not copied",
-            fix="set program.source to the directory that has the program",
+    if program and blind["source"]:
+        program.require_source(
+            f"{', '.join(blind['source'])} cannot see {Path.cwd()}, in which the program runs"
         )
     return blind
 
 
-def _states(config: Config, placement: Placement) -> dict[str, dict[str, str]]:
+def _states(program: Program | None, placement: Placement) -> dict[str, dict[str, str]]:
     """Whether a node sees a part of the project, `ok` or `missing`, by node and part."""
-    of_source = str(_any_file(config.program.folder)) if config.program else ""
+    of_source = str(_any_file(program.folder)) if program else ""
     files = [forge.__file__, sys.executable, of_source]
     answers = _on_each(placement, SEES, files, ASK_SEC, "looking for the project")
     return {

@@ -17,6 +17,7 @@ from forge.core.files import digest_file
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths, inputs_folder, stage_proof_file, tokens_folder
 from forge.core.process import hostname, node_local_folder
+from forge.core.program_settings import Program
 from forge.core.records import StageProof, StageRecord
 from forge.core.terminal import say
 from forge.data.inputs import InputSet, copy_folders
@@ -58,7 +59,7 @@ def stage(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path
 
 def _files(config: ResolvedConfig) -> FileSet | None:
     """The files that the run reads; None for a program without inputs."""
-    if config.program is None:
+    if config.ids.tokens:
         return open_tokens(tokens_folder(config.data, config.ids.tokens))
     if not config.ids.inputs:
         return None
@@ -103,12 +104,11 @@ def _unused(path: Path, why: str) -> StageRecord:
 
 
 def program_folders(
-    config: ResolvedConfig, staged: StageRecord
+    config: ResolvedConfig, program: Program, staged: StageRecord
 ) -> tuple[dict[str, ProgramFolders], ProgramFolders]:
     """What the ranks of a program read: by node where it was staged, and the shared directories, for
     other nodes."""
-    assert config.program
-    cwd = staged.source or str(config.program.folder)
+    cwd = staged.source or str(program.folder)
     if not config.ids.inputs:
         return {}, ProgramFolders(cwd=cwd, data="", hub="")
     inputs = InputSet.open(inputs_folder(config.data, config.ids.inputs))

@@ -22,13 +22,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from forge.checkpoint import compatibility, directory, manifest, resume, storage
+from forge.checkpoint import compatibility, directory, resume, storage
 from forge.checkpoint.export_folder import FORMAT, MANIFEST, atomic_directory, is_exported
 from forge.cluster.lock import lock
-from forge.core.config import ResolvedConfig, apply_overrides, checked
+from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.file_list import described
-from forge.core.files import atomic_open, digest_file, grouped, write_json
+from forge.core.files import atomic_open, grouped, write_json
 from forge.core.models.base import Model
 from forge.core.paths import TOKENIZER, RunPaths, tokenizer_folder
 from forge.core.records import Trained, Validation
@@ -53,7 +53,7 @@ def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any])
     target = to.resolve() if to else _default_target(checkpoint)
     identity = {
         "format": FORMAT,
-        "checkpoint_digest": digest_file(checkpoint.folder / manifest.MANIFEST),
+        "checkpoint_digest": checkpoint.digest,
         "dtype": dtype,
     }
     with lock(target.parent, "export", name=f".{target.name}.lock"), _not_pruned(checkpoint):
@@ -72,14 +72,8 @@ def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any])
     return target
 
 
-def _run_of(checkpoint: directory.Checkpoint) -> RunPaths | None:
-    """The run whose checkpoint this is; None for a checkpoint outside of a run's directory."""
-    paths = RunPaths(checkpoint.folder.parent.parent)
-    return paths if paths.checkpoints == checkpoint.folder.parent else None
-
-
 def _default_target(checkpoint: directory.Checkpoint) -> Path:
-    paths = _run_of(checkpoint)
+    paths = RunPaths.of_checkpoint(checkpoint.folder)
     if paths is None:
         raise ConfigError(
             f"{checkpoint.folder} is not in a run's directory, so the export has no default path",
@@ -129,8 +123,7 @@ class _VerifiedCheckpoint:
                 fix="export another checkpoint: name its directory instead of the run's",
             )
         lineage = checkpoint.manifest.lineage
-        values = apply_overrides(lineage.config.to_json(), overrides)
-        config: ResolvedConfig = checked(ResolvedConfig, values, str(checkpoint.folder))
+        config = checkpoint.config(overrides)
         compatibility.check_compatible(config, checkpoint)
         folder = tokenizer_folder(config.data, config.ids.tokenizer)
         if not folder.is_dir():
@@ -224,7 +217,7 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 def _check_final_weights(checkpoint: directory.Checkpoint, weights_digest: str) -> None:
     """DataError where these are not the weights that a finished run has recorded for its last step."""
-    paths = _run_of(checkpoint)
+    paths = RunPaths.of_checkpoint(checkpoint.folder)
     if paths is None or not paths.trained.exists():
         return
     goal = Trained.read(paths.trained)
@@ -364,7 +357,7 @@ def _origin(source: _VerifiedCheckpoint) -> str:
 
 def _validation_loss(checkpoint: directory.Checkpoint, facts: dict[str, Any]) -> float | None:
     """The loss in validation.json; None unless that is of this checkpoint and says `valid`."""
-    paths = _run_of(checkpoint)
+    paths = RunPaths.of_checkpoint(checkpoint.folder)
     validation = Validation.read_if_there(paths.validation) if paths else None
     if validation is None or validation.status != "valid":
         return None

@@ -1,17 +1,20 @@
-"""Checks of one checkpoint, in groups from cheap to expensive: its files, its tensors, its losses.
+"""Checks of one checkpoint, in groups from cheap to expensive; those of Forge's own trainer: its files,
+its tensors, its losses.
 
 torch is imported for the tensors only: validate.depth `digests`, and a corrupt file, do not wait for it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import blake3
-
-from forge.checkpoint import compatibility, directory
-from forge.checkpoint.manifest import MANIFEST, data_digests
+from forge.checkpoint import compatibility, directory, resume
+from forge.checkpoint.checkpoints import RunCheckpoints, SavedCheckpoint
+from forge.checkpoint.manifest import data_digests
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, ForgeError, UnfitError
 from forge.core.paths import RunPaths
@@ -31,12 +34,163 @@ OF_THE_CHECKPOINT = {
 }
 
 
-class CheckpointChecks:
+class Checks(ABC):
     """Runs the checks of one checkpoint in groups, from cheap to expensive.
 
     Each group raises UnfitError where the disk or this host fails, which says nothing about the
     checkpoint. After a failed check no other one runs, since each relies on those before it.
     """
+
+    CAUSE: ClassVar[str]  # the likely one, of an invalid checkpoint
+
+    def __init__(self, config: ResolvedConfig, checkpoint: SavedCheckpoint | None) -> None:
+        """checkpoint: None for a program without checkpoints that Forge knows."""
+        self.config = config
+        self.checks: list[Check] = []
+        self.step, self.digest = (checkpoint.step, checkpoint.digest) if checkpoint else (0, "")
+
+    @property
+    def failed(self) -> Check | None:
+        """The check that failed, if any."""
+        return self.checks[-1] if self.checks and self.checks[-1].status == "fail" else None
+
+    @abstractmethod
+    def check_files(self) -> None:
+        """Those for which no tensor is read."""
+
+    @abstractmethod
+    def check_content(self) -> None:
+        """Those that every checkpoint of a run is worth. After check_files."""
+
+    @abstractmethod
+    def check_last(self) -> None:
+        """Those of the last checkpoint of a run alone. After check_content."""
+
+    @property
+    @abstractmethod
+    def measured(self) -> dict[str, Any]:
+        """What validation.json has beside the checks."""
+
+    def run_all(self) -> None:
+        self.check_files()
+        self.check_content()
+        self.check_last()
+
+    def _run(self, checks: dict[str, Callable[[], str | Check | None]]) -> None:
+        """A check returns its message, a whole Check, or None where it has nothing to check; it raises
+        ForgeError where it fails."""
+        for name, check in checks.items():
+            if self.failed:
+                return
+            try:
+                result = check()
+            except UnfitError:
+                raise
+            except ForgeError as err:
+                result = Check(name, "fail", err.what, err.fix)
+            if result is not None:
+                self.checks.append(
+                    result if isinstance(result, Check) else Check(name, "ok", result)
+                )
+
+    def result(self) -> Validation:
+        """The content of validation.json."""
+        failed = self.failed
+        return Validation(
+            status="invalid" if failed else "valid",
+            step=self.step,
+            checkpoint_digest=self.digest,
+            settings=self.config.validation_json(),
+            reasons=[f"{failed.name}: {failed.message}"] if failed else [],
+            checks=self.checks,
+            **self.measured,
+        )
+
+
+class RunChecks(Protocol):
+    """Makes the checks of the checkpoints of one run."""
+
+    @property
+    def checkpoints(self) -> RunCheckpoints: ...
+
+    @property
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """Heads of the table of all checkpoints, each with the checks that it stands for."""
+
+    @property
+    def is_of_config(self) -> bool:
+        """Whether the config of the run is given. Else the user has named a directory, in which nothing
+        is written unasked."""
+
+    def of(self, folder: Path, goal: Trained | None) -> Checks:
+        """Of any checkpoint of the run. goal: trained.json, where it is of this checkpoint. Raises as
+        `RunCheckpoints.open_complete`."""
+
+    def of_last(self) -> tuple[Path, Checks]:
+        """The checkpoint to validate, or the run where it has none that Forge knows, and its checks.
+        DataError where there is none yet."""
+
+
+# --- Forge's own trainer ---------------------------------------------------------------------------
+
+
+@dataclass
+class ForgeChecks:
+    """Makes the checks of a run of Forge's own trainer, or of a checkpoint in any directory.
+
+    config: that every checkpoint must fit; None: each is checked with the config that made it, and
+    `overrides`, such as the current path of `data`.
+    """
+
+    checkpoints: resume.CommittedCheckpoints
+    config: ResolvedConfig | None
+    overrides: dict[str, Any] = field(default_factory=dict)
+    _data: dict[str, Data] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        loads = ("config", "data", "tensors", "finite", "weights", "world size")
+        return {
+            "digests": ("goal", "digests"),
+            "loads": loads,
+            "probe": ("probe",),
+            "next loss": ("next loss",),
+        }
+
+    @property
+    def is_of_config(self) -> bool:
+        return self.config is not None
+
+    def of(self, folder: Path, goal: Trained | None) -> CheckpointChecks:
+        checkpoint = self.checkpoints.open_complete(folder)
+        return self._of(checkpoint, goal, self.checkpoints.paths)
+
+    def of_last(self) -> tuple[Path, CheckpointChecks]:
+        """Raises ConfigError where the config does not fit the checkpoint."""
+        if self.config is None:
+            checkpoint = resume.named(self.checkpoints.paths.root)
+            run = RunPaths.of_checkpoint(checkpoint.folder)
+            with_metrics = run if run and run.metrics.exists() else None
+            return checkpoint.folder, self._of(checkpoint, None, with_metrics)
+        paths = self.checkpoints.paths
+        checkpoint = resume.required(paths)
+        # An edited config says nothing of the checkpoint.
+        compatibility.check_compatible(self.config, checkpoint)
+        goal = Trained.read_if_there(paths.trained)
+        return checkpoint.folder, self._of(checkpoint, goal, paths)
+
+    def _of(
+        self, checkpoint: directory.Checkpoint, goal: Trained | None, paths: RunPaths | None
+    ) -> CheckpointChecks:
+        config = self.config or checkpoint.config(self.overrides)
+        data = self._data.setdefault(str(config.ids), Data(config))
+        return CheckpointChecks(checkpoint, config, data, goal=goal, paths=paths)
+
+
+class CheckpointChecks(Checks):
+    """The checks of a checkpoint of Forge's own trainer."""
+
+    CAUSE = "a corrupt file, or a checkpoint of another run"
 
     def __init__(
         self,
@@ -49,19 +203,10 @@ class CheckpointChecks:
     ) -> None:
         """goal: the run's trained.json; its step and weights must be those of the checkpoint. paths: the
         run whose metrics have the next losses; None for a checkpoint outside of a run."""
-        self.checkpoint, self.config, self.data = checkpoint, config, data
-        self.goal, self.paths = goal, paths
+        super().__init__(config, checkpoint)
+        self.checkpoint, self.data, self.goal, self.paths = checkpoint, data, goal, paths
         self.manifest = checkpoint.manifest
-        self.checks: list[Check] = []
         self.model: ModelChecks | None = None
-        self.manifest_digest = blake3.blake3(
-            (checkpoint.folder / MANIFEST).read_bytes()
-        ).hexdigest()
-
-    @property
-    def failed(self) -> Check | None:
-        """The check that failed, if any."""
-        return self.checks[-1] if self.checks and self.checks[-1].status == "fail" else None
 
     def _are_due(self, *depths: str) -> bool:
         """Whether the next group is run: at these values of validate.depth, where nothing has failed."""
@@ -70,7 +215,11 @@ class CheckpointChecks:
     def check_files(self) -> None:
         self._run({"goal": self._goal, "digests": self._digests})
 
-    def check_state(self) -> None:
+    def check_content(self) -> None:
+        self._check_state()
+        self._check_losses()
+
+    def _check_state(self) -> None:
         """Every tensor, from validate.depth `load` on."""
         if self._are_due("load", "probe"):
             from forge.validation.model_checks import ModelChecks
@@ -87,52 +236,34 @@ class CheckpointChecks:
                 }
             )
 
-    def check_losses(self) -> None:
-        """Recorded losses against recomputed ones, at validate.depth `probe`. After check_state."""
+    def _check_losses(self) -> None:
+        """Recorded losses against recomputed ones, at validate.depth `probe`."""
         if self.model and self._are_due("probe"):
             self._run({"probe": self.model.probe, "next loss": self._next_losses})
 
-    def check_outputs(self) -> None:
-        """Validation loss and samples for the report, at validate.depth `probe`. After check_losses."""
+    def check_last(self) -> None:
+        """Validation loss and samples for the report, at validate.depth `probe`."""
         if self.model and self._are_due("probe"):
             self._run({"validation loss": self.model.validation_loss, "samples": self.model.sample})
 
-    def _run(self, checks: dict[str, Callable[[], str | Check]]) -> None:
-        """A check returns its message, or a whole Check, and raises ForgeError where it fails."""
-        for name, check in checks.items():
-            if self.failed:
-                return
-            try:
-                result = check()
-            except UnfitError:
-                raise
-            except ForgeError as err:
-                result = Check(name, "fail", err.what, err.fix)
-            self.checks.append(result if isinstance(result, Check) else Check(name, "ok", result))
-
-    def result(self) -> Validation:
-        """The content of validation.json."""
-        failed, model = self.failed, self.model
-        return Validation(
-            status="invalid" if failed else "valid",
-            step=self.checkpoint.step,
-            depth=self.config.validation.depth,
-            settings=self.config.validation_json(),
-            reasons=[f"{failed.name}: {failed.message}"] if failed else [],
-            checks=self.checks,
-            loss=model.loss if model else None,
-            weights_digest=model.weights_digest if model else None,
-            checkpoint_digest=self.manifest_digest,
-            samples=model.samples if model else [],
-        )
+    @property
+    def measured(self) -> dict[str, Any]:
+        depth, model = self.config.validation.depth, self.model
+        if model is None:
+            return {"depth": depth}
+        return {
+            "depth": depth,
+            "loss": model.loss,
+            "weights_digest": model.weights_digest,
+            "samples": model.samples,
+        }
 
     # --- files -----------------------------------------------------------------------------------
 
     def _goal(self) -> str:
-        step = self.checkpoint.step
-        if self.goal and self.goal.step != step:
-            raise DataError(f"trained.json says step {self.goal.step}, latest is step {step}")
-        return f"step {step}"
+        if self.goal and self.goal.step != self.step:
+            raise DataError(f"trained.json says step {self.goal.step}, latest is step {self.step}")
+        return f"step {self.step}"
 
     def _digests(self) -> str:
         if bad := list(self.checkpoint.bad_files()):

@@ -7,108 +7,111 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from forge.checkpoint.index import DCP_INDEX
 from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint
-from forge.cluster.lock import lock
-from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.process import stop_with_parent
 from forge.core.program_settings import Program, filled
-from forge.core.records import Check, Trained, Validation, failed_checks
-from forge.core.terminal import Table, say
+from forge.core.records import Check, Trained
+from forge.validation.checkpoint_checks import Checks
 
 SAID_CHARACTERS = 300  # of the output of the program's own check, in a message
 OUTPUT_BYTES = 2**16  # of its end, in which these are looked for
 
 
-def validate(config: ResolvedConfig) -> Path:
-    """Validate the run's last sealed checkpoint; the path of validated.json.
+@dataclass(frozen=True)
+class AllProgramChecks:
+    """Makes the checks of a run of another program."""
 
-    Writes validation.json, valid or not. Raises DataError with the reasons for an invalid one.
-    """
-    assert config.program
-    started, paths = time.time(), RunPaths.of(config)
-    with lock(paths.root, "validate"):
-        latest = checkpoints_of(config).latest() if config.program.checkpoints else None
-        if latest is None and config.program.checkpoints:
+    config: ResolvedConfig
+    program: Program
+    checkpoints: ProgramCheckpoints
+    is_of_config: bool = True
+
+    @property
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        return {"digests": ("goal", "digests")}
+
+    def of(self, folder: Path, goal: Trained | None) -> ProgramChecks:
+        checkpoint = self.checkpoints.open_complete(folder)
+        return ProgramChecks(self.config, self.program, checkpoint, goal)
+
+    def of_last(self) -> tuple[Path, ProgramChecks]:
+        paths, latest = self.checkpoints.paths, self.checkpoints.latest()
+        if latest is None and self.program.checkpoints:
             raise DataError(
                 f"{paths.root} has no sealed checkpoint",
                 fix="train the run first: the target train",
             )
-        checks = list(_checks(config, config.program, paths, latest))
-        bad = failed_checks(checks)
-        result = Validation(
-            step=latest.step if latest else 0,
-            checkpoint_digest=latest.seal.digest if latest else "",
-            status="invalid" if bad else "valid",
-            depth="program",
-            settings=config.validation_json(),
-            reasons=[f"{check.name}: {check.message}" for check in bad],
-            checks=checks,
-        )
-        result.write(paths.validation)
-        seconds = round(time.time() - started, 3)
-        event = events.Validate(seconds=seconds, status=result.status, step=result.step)
-        events.record(paths.events, event)
-        _conclude(result, latest.path if latest else paths.root)
-        result.short.write(paths.validated)
-    return paths.validated
+        goal = Trained.read_if_there(paths.trained)
+        place = latest.folder if latest else paths.root
+        return place, ProgramChecks(self.config, self.program, latest, goal)
 
 
-def checkpoints_of(config: ResolvedConfig) -> ProgramCheckpoints:
-    """The checkpoints of a run of another program, which must have some."""
-    assert config.program and config.program.checkpoints
-    return ProgramCheckpoints(RunPaths.of(config), config.program.checkpoints, world_size=1)
+class ProgramChecks(Checks):
+    """The checks of a sealed checkpoint; without one the program's own check alone."""
+
+    CAUSE = "a corrupt file, or a model that the program's own check refuses"
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        program: Program,
+        checkpoint: SealedCheckpoint | None,
+        goal: Trained | None,
+    ) -> None:
+        super().__init__(config, checkpoint)
+        self.program, self.checkpoint, self.goal = program, checkpoint, goal
+
+    def check_files(self) -> None:
+        if checkpoint := self.checkpoint:
+            self._run({"goal": self._goal, "digests": partial(_digests, checkpoint)})
+
+    def _goal(self) -> Check | None:
+        if self.goal is None or self.goal.step == self.step:
+            return None
+        message = f"trained.json says step {self.goal.step}, latest is at {self.step}"
+        return Check("goal", "fail", message, "rerun the target train")
+
+    def check_content(self) -> None:
+        """Nothing: the tensors are the program's own."""
+
+    def check_last(self) -> None:
+        if checkpoint := self.checkpoint:
+            tensors = partial(_dcp_tensors, checkpoint)
+            self._run({"weights": partial(_weights, checkpoint), "tensors": tensors})
+        if self.program.validation:
+            paths = RunPaths.of(self.config)
+            own = partial(_own_check, self.config, self.program, paths, self.checkpoint)
+            self._run({"program": own})
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        return {"depth": "program"}
 
 
-def _conclude(result: Validation, path: Path) -> None:
-    for check in result.checks:
-        say(f"  {check.status:4} {check.name}: {check.message}")
-    if result.checks:
-        say(f"{path}: {result.status}, step {result.step}")
-    else:
-        say(f"{path}: nothing to validate, no program.checkpoints and no program.validate")
-    if result.reasons:
-        raise DataError(
-            f"{path} is invalid: " + "; ".join(result.reasons),
-            cause="a corrupt file, or a model that the program's own check refuses",
-            fix="forge validate CONFIG --all checks every sealed checkpoint of the run",
-        )
+def _digests(checkpoint: SealedCheckpoint) -> str:
+    if bad := list(checkpoint.bad_files()):
+        raise DataError("; ".join(bad))
+    return f"{len(checkpoint.seal.files)} files as they were sealed"
 
 
-def _checks(
-    config: ResolvedConfig, program: Program, paths: RunPaths, latest: SealedCheckpoint | None
-) -> Iterator[Check]:
-    if latest:
-        trained = Trained.read_if_there(paths.trained)
-        if trained and trained.step != latest.step:
-            message = f"trained.json says step {trained.step}, latest is at {latest.step}"
-            yield Check("goal", "fail", message, "rerun the target train")
-        bad = list(latest.bad_files())
-        if bad:
-            yield Check("digests", "fail", "; ".join(bad))
-            return
-        yield Check("digests", "ok", f"{len(latest.seal.files)} files as they were sealed")
-        yield from _weights(latest)
-        yield from _dcp_tensors(latest)
-    if program.validation:
-        yield _own_check(config, program, paths, latest)
-
-
-def _weights(latest: SealedCheckpoint) -> Iterator[Check]:
+def _weights(latest: SealedCheckpoint) -> Check | None:
     """Check that weights in safetensors files can be read, and are finite."""
-    names = [name or latest.path.name for name in latest.seal.files]
-    files = [latest.path / name for name in names if name.endswith(".safetensors")]
+    names = [name or latest.folder.name for name in latest.seal.files]
+    files = [latest.folder / name for name in names if name.endswith(".safetensors")]
     if not files:
-        return
+        return None
     import torch
     from safetensors import SafetensorError, safe_open
 
@@ -121,19 +124,17 @@ def _weights(latest: SealedCheckpoint) -> Iterator[Check]:
                     value = weights.get_tensor(name)
                     if value.is_floating_point() and not torch.isfinite(value).all():
                         message = f"{name} in {file.name} has values that are not finite"
-                        yield Check("weights", "fail", message, cause="training diverged")
-                        return
+                        return Check("weights", "fail", message, cause="training diverged")
         except SafetensorError as err:
-            yield Check("weights", "fail", f"{file.name}: {err}", cause="an incomplete file")
-            return
-    yield Check("weights", "ok", f"{tensors} tensors in {len(files)} files, all finite")
+            return Check("weights", "fail", f"{file.name}: {err}", cause="an incomplete file")
+    return Check("weights", "ok", f"{tensors} tensors in {len(files)} files, all finite")
 
 
-def _dcp_tensors(latest: SealedCheckpoint) -> Iterator[Check]:
+def _dcp_tensors(latest: SealedCheckpoint) -> Check | None:
     """Check that the tensors of torch.distributed.checkpoint can be read, and are finite."""
-    files = (latest.path / name for name in latest.seal.files)
-    if folders := [file.parent for file in files if file.name == DCP_INDEX]:
-        yield _all_finite(folders)
+    files = (latest.folder / name for name in latest.seal.files)
+    folders = [file.parent for file in files if file.name == DCP_INDEX]
+    return _all_finite(folders) if folders else None
 
 
 def _all_finite(folders: Sequence[Path]) -> Check:
@@ -168,7 +169,7 @@ def _own_check(
     values = {
         "run": paths.root.absolute(),
         "checkpoints": paths.checkpoints.absolute(),
-        "checkpoint": latest.path.absolute() if latest else "",
+        "checkpoint": latest.folder.absolute() if latest else "",
         "goal": config.goal,
         "data": "",
     }
@@ -220,30 +221,3 @@ def _run(
             child.wait()
         output.seek(max(0, output.seek(0, os.SEEK_END) - OUTPUT_BYTES))
         return status, output.read().decode(errors="replace")
-
-
-def validate_all(config: ResolvedConfig, *, fix: bool) -> None:
-    """Verify the digests of every sealed checkpoint of a run, and print a table.
-
-    fix: move corrupt and unsealed ones to quarantine, under the run's lock. Raises DataError if one is
-    corrupt.
-    """
-    checkpoints, paths = checkpoints_of(config), RunPaths.of(config)
-    table = Table(("step", "size", "verdict"), numbers=("step", "size"), wrapped=("verdict",))
-    corrupt = []
-    with lock(paths.root, "validate") if fix else nullcontext():
-        for checkpoint in checkpoints.sealed():
-            reasons = list(checkpoint.bad_files())
-            size = sum(file.bytes for file in checkpoint.seal.files.values())
-            verdict = "corrupt" if reasons else "valid"
-            cells = [str(checkpoint.step), f"{size / 2**20:,.1f} MiB", verdict]
-            table.add(cells, {"verdict": "red" if reasons else "green"})
-            corrupt += [f"{checkpoint.path.name}: {reason}" for reason in reasons]
-        table.print()
-        if fix:
-            checkpoints.newest_verified()
-    if corrupt:
-        raise DataError(
-            f"corrupt checkpoints in {paths.checkpoints}: " + "; ".join(corrupt),
-            fix="rerun the command that trained the run: it resumes from the newest valid one",
-        )

@@ -16,7 +16,7 @@ from forge.checkpoint.manifest import Lineage, Numerics
 from forge.cluster.network import available_cores, available_memory
 from forge.cluster.placement import WorldLayout
 from forge.core import events
-from forge.core.config import ResolvedConfig, apply_overrides, checked
+from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, Exit, TrainingError, UnfitError
 from forge.core.files import write_json
 from forge.core.machine import Machine
@@ -90,16 +90,14 @@ def run_here(
     machine = _machine(num_ranks, device)
     with tempfile.TemporaryDirectory(prefix="forge-reload-") as scratch:
         # A run's directory in scratch: that of the checkpoint may be read-only, or not of a run.
-        values = apply_overrides(
-            checkpoint.manifest.lineage.config.to_json(),
+        config_of_ranks = checkpoint.config(
             {
                 **{"run": "reload", "results": scratch, "data": config.data, "parent": None},
                 # It may begin with the parent's step; the manifest has the mix with that of the parent.
                 "train.mix": None,
                 **(overrides or {}),
-            },
+            }
         )
-        config_of_ranks = checked(ResolvedConfig, values, str(checkpoint.folder))
         paths = RunPaths.of(config_of_ranks)
         write_json(paths.config, config_of_ranks.to_json())
         layout = WorldLayout(1, num_ranks)

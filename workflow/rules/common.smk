@@ -52,7 +52,7 @@ SOURCES = helpers.listing_sources(RUNS)
 TOKENIZERS = {
     settings.ids.tokenizer: settings
     for settings in RUNS.values()
-    if not settings.program
+    if settings.ids.tokenizer
 }
 # Runs with tasks (evaluate.tasks), and those of which checkpoints are evaluated while they train.
 EVALUATED = [run for run, settings in RUNS.items() if settings.evaluate.tasks]
@@ -150,7 +150,7 @@ def corpus_of_tokenizer(wildcards):
 def data_of(settings):
     """Manifests of what a run reads: pretrained weights, if any, tokenizer and tokens; or the inputs of
     its program, if any."""
-    if settings.program:
+    if not settings.ids.tokens:
         return inputs_manifest(settings)
     weights = settings.ids.model and model_folder(DATA, settings.ids.model)
     start = [weights / "manifest.json"] if weights else []

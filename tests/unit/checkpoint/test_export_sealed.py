@@ -17,6 +17,11 @@ def config_of(tmp_path, patterns):
     return checked(Config, values, "config.yaml")
 
 
+def export(config):
+    checkpoints = ProgramCheckpoints(RunPaths.of(config), config.program.checkpoints)
+    return export_sealed(checkpoints, config.program.export, None)
+
+
 @pytest.fixture
 def paths(tmp_path):
     """A run with a sealed checkpoint of step 9."""
@@ -31,7 +36,7 @@ def paths(tmp_path):
 
 def test_named_files_are_copied_once_with_lineage_and_record(paths, tmp_path, capsys):
     config = config_of(tmp_path, ["deep/*"])
-    folder = export_sealed(config, None)
+    folder = export(config)
     assert folder == paths.root / "export/checkpoint-9"
     assert sorted(p.name for p in folder.rglob("*")) == ["deep", "forge.json", "weights.bin"]
     facts = read_json(folder / "forge.json")
@@ -39,13 +44,13 @@ def test_named_files_are_copied_once_with_lineage_and_record(paths, tmp_path, ca
     assert facts["command"] == MADE_BY.command
     record_export(folder)
     assert read_json(paths.exported)["folder"] == "export/checkpoint-9"
-    assert export_sealed(config, None) == folder
+    assert export(config) == folder
     assert "nothing to do" in capsys.readouterr().err
 
 
 def test_pattern_without_files_is_named_with_what_there_is(paths, tmp_path):
     with pytest.raises(ConfigError, match=r"no file of checkpoint-9 matches 'vocab\*'") as caught:
-        export_sealed(config_of(tmp_path, ["vocab*"]), None)
+        export(config_of(tmp_path, ["vocab*"]))
     assert "optimizer.pt" in caught.value.cause
     assert not paths.exports.exists()
 
@@ -53,16 +58,16 @@ def test_pattern_without_files_is_named_with_what_there_is(paths, tmp_path):
 def test_corrupt_file_is_refused_and_leaves_nothing(paths, tmp_path):
     (paths.checkpoints / "checkpoint-9/optimizer.pt").write_text("lurge")
     with pytest.raises(DataError, match=r"checkpoint-9 is corrupt: optimizer\.pt has digest"):
-        export_sealed(config_of(tmp_path, ["*"]), None)
+        export(config_of(tmp_path, ["*"]))
     assert list(paths.exports.glob("checkpoint*")) == []
 
 
 def test_other_files_than_before_are_not_written_over_an_export(paths, tmp_path):
-    export_sealed(config_of(tmp_path, ["deep/*"]), None)
+    export(config_of(tmp_path, ["deep/*"]))
     with pytest.raises(ConfigError, match="holds the export of step 9"):
-        export_sealed(config_of(tmp_path, ["*"]), None)
+        export(config_of(tmp_path, ["*"]))
 
 
 def test_run_without_a_sealed_checkpoint_is_refused(tmp_path):
     with pytest.raises(DataError, match="has no sealed checkpoint"):
-        export_sealed(config_of(tmp_path, ["*"]), None)
+        export(config_of(tmp_path, ["*"]))

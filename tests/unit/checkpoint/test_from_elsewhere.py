@@ -265,5 +265,5 @@ def test_unsealed_checkpoint_is_not_moved_through_a_linked_quarantine(one, paths
     startup.mkdir()
     paths.quarantine.symlink_to(startup)
     with pytest.raises(DataError, match="quarantine is a link"):
-        sealed.ProgramCheckpoints(paths, Checkpoints(), 1).newest_verified()
+        sealed.ProgramCheckpoints(paths, Checkpoints(), 1).repaired_latest()
     assert list(startup.iterdir()) == [] and one.is_dir()

@@ -40,7 +40,7 @@ def test_a_seal_has_the_digest_of_every_file_and_stands_beside_the_checkpoint(ch
     assert sorted(seal["files"]) == ["deep/weights.bin", "state.json"]
     assert sorted(path.name for path in folder.iterdir()) == ["deep", "state.json"]
     assert checkpoints.paths.latest.readlink().name == "checkpoint-5"
-    assert checkpoints.newest_verified().step == 5
+    assert checkpoints.repaired_latest().step == 5
 
 
 def test_a_checkpoint_may_be_a_file(checkpoints, tmp_path):
@@ -49,9 +49,9 @@ def test_a_checkpoint_may_be_a_file(checkpoints, tmp_path):
     path = checkpoints.paths.checkpoints / "12.pt"
     path.write_text("weights")
     assert checkpoints.seal(path, 12, MADE_BY)
-    assert checkpoints.newest_verified().path == path
+    assert checkpoints.repaired_latest().folder == path
     path.write_text("Weights")
-    assert checkpoints.newest_verified() is None
+    assert checkpoints.repaired_latest() is None
     assert (checkpoints.paths.quarantine / "12.pt").read_text() == "Weights"
 
 
@@ -71,7 +71,7 @@ def test_corrupt_checkpoint_is_moved_away_and_the_older_one_is_used(
     checkpoints, harm, reason, capsys
 ):
     harm(sealed(checkpoints, 5, 9)[1])
-    assert checkpoints.newest_verified().step == 5
+    assert checkpoints.repaired_latest().step == 5
     assert reason in capsys.readouterr().err
     assert checkpoints.paths.latest.readlink().name == "checkpoint-5"
     assert (checkpoints.paths.quarantine / "checkpoint-9").is_dir()
@@ -84,7 +84,7 @@ def test_corrupt_checkpoint_is_moved_away_and_the_older_one_is_used(
 def test_what_was_never_sealed_is_moved_away(checkpoints, capsys):
     sealed(checkpoints, 5)
     write(checkpoints, 9)
-    assert checkpoints.newest_verified().step == 5
+    assert checkpoints.repaired_latest().step == 5
     assert "checkpoint-9 is not used: it was never sealed" in capsys.readouterr().err
 
 
@@ -95,7 +95,7 @@ def test_link_that_the_program_moves_to_its_newest_checkpoint_counts_for_nothing
     checkpoints.paths.latest.unlink()
     checkpoints.paths.latest.symlink_to("checkpoint-9")
     assert checkpoints.latest().step == 5
-    assert checkpoints.newest_verified().step == 5
+    assert checkpoints.repaired_latest().step == 5
     assert checkpoints.paths.latest.readlink().name == "checkpoint-5"
 
 
@@ -103,7 +103,7 @@ def test_edited_seal_is_noticed(checkpoints):
     folder = sealed(checkpoints, 5)[0]
     path = checkpoints.seal_of(folder)
     write_json(path, {**read_json(path), "step": 6})
-    assert checkpoints.newest_verified() is None
+    assert checkpoints.repaired_latest() is None
 
 
 def test_seal_of_another_version_of_forge_stops_everything(checkpoints):
@@ -111,7 +111,7 @@ def test_seal_of_another_version_of_forge_stops_everything(checkpoints):
     path = checkpoints.seal_of(folder)
     write_json(path, {**read_json(path), "format": 99})
     with pytest.raises(OtherFormat, match="format 99"):
-        checkpoints.newest_verified()
+        checkpoints.repaired_latest()
     assert folder.is_dir()
 
 

@@ -13,6 +13,7 @@ from support.run_states import GOAL, KINDS, QUEUE, dead, elsewhere, hold, new_ru
 from forge.checkpoint.sealed import ProgramCheckpoints
 from forge.cluster import jobs, slurm
 from forge.core import events
+from forge.core.file_list import FileList
 from forge.core.files import read_json, write_json
 from forge.reporting import logs, run_state, show, status, summary, workflow_output
 from forge.reporting.report import render
@@ -427,7 +428,7 @@ def test_a_checkpoint_that_may_not_be_read_is_unknown(run, monkeypatch):
     def refuse(*_):
         raise PermissionError(13, "Permission denied", str(run.paths.latest))
 
-    monkeypatch.setattr(run_state.resume.directory.FileList, "check_sizes", refuse)
+    monkeypatch.setattr(FileList, "check_sizes", refuse)
     found = judged(run, None)
     assert found.state == "unknown" and "Permission denied" in found.reason
 

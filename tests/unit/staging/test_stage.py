@@ -361,7 +361,7 @@ def program(tmp_path, monkeypatch):
 
 def ranks_read(config):
     """What the ranks on this host get as FORGE_DATA and FORGE_HUB."""
-    by_host, shared = program_folders(config, stage_record(RunPaths.of(config)))
+    by_host, shared = program_folders(config, config.program, stage_record(RunPaths.of(config)))
     found = by_host.get(hostname(), shared)
     return found.data, found.hub
 

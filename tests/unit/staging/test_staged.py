@@ -94,11 +94,11 @@ def test_program_runs_in_the_copy_of_its_source_on_every_node(tmp_path):
     for job_files in (RECORD, StageRecord(job="7", roots={"n1": "/tmp"})):
         keep(job_files, paths)
         before = stage_record(paths)
-        assert program_folders(config, before)[1].cwd == str(tmp_path / "src")
+        assert program_folders(config, config.program, before)[1].cwd == str(tmp_path / "src")
         assert before.source_digest == ""
         copied = {"python": "/tmp/python", "source": "/tmp/source", "source_digest": "e" * 64}
         keep(job_files.model_copy(update=copied), paths)
         after = stage_record(paths)
-        by_host, shared = program_folders(config, after)
+        by_host, shared = program_folders(config, config.program, after)
         assert (by_host, shared.cwd) == ({}, "/tmp/source")
         assert after.source_digest == "e" * 64

@@ -18,9 +18,11 @@ from forge.core.errors import DataError
 from forge.core.files import write_json
 from forge.core.paths import RunPaths
 from forge.core.program_settings import Program
-from forge.core.records import Validation
+from forge.core.records import Trained, Validation
 from forge.data.content_ids import resolve
+from forge.run.programs import program_of
 from forge.validation import program_checks
+from forge.validation.validate import validate, validate_all
 
 NAN = float("nan")
 
@@ -51,7 +53,7 @@ def messages(config):
     paths = RunPaths.of(config)
     checkpoints = ProgramCheckpoints(paths, config.program.checkpoints, world_size=1)
     checkpoints.seal(paths.checkpoints / "checkpoint-5", 5, MADE_BY)
-    program_checks.validate(config)
+    validate(program_of(config).checks)
     return {check.name: check.message for check in Validation.read(paths.validation).checks}
 
 
@@ -107,6 +109,50 @@ def test_torch_is_not_imported_where_no_tensors_are(config, folder):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.fixture
+def three(config):
+    """The paths of a run that has ended, with sealed checkpoints of steps 3 to 5, the first and last
+    corrupt, and a newer one whose save was interrupted."""
+    checkpoints = program_of(config).checkpoints
+    for step in (3, 4, 5, 6):
+        folder = checkpoints.paths.checkpoints / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "model.pt").write_bytes(b"weights")
+        if step < 6:
+            checkpoints.seal(folder, step, MADE_BY)
+    for step in (3, 5):
+        (checkpoints.paths.checkpoints / f"checkpoint-{step}/model.pt").write_bytes(b"Weights")
+    done = {"goal_step": 5, "step": 5, "checkpoint": "checkpoints/checkpoint-5"}
+    Trained(run="p", weights_digest="", config_digest="", **done).write(checkpoints.paths.trained)
+    return checkpoints.paths
+
+
+def test_table_has_every_sealed_checkpoint_and_nothing_is_changed(config, three, capsys):
+    with pytest.raises(
+        DataError, match=r"2 of 3 checkpoints of .* invalid: checkpoint-5, checkpoint-3"
+    ):
+        validate_all(program_of(config).checks, fix=False)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [(row[0], row[-1]) for row in rows[1:]] == [
+        ("5", "invalid"),
+        ("4", "valid"),
+        ("3", "invalid"),
+    ]
+    assert three.trained.exists() and not three.quarantine.exists()
+
+
+def test_fix_moves_all_that_is_corrupt_or_not_sealed_and_the_run_trains_again(config, three):
+    with pytest.raises(DataError) as caught:
+        validate_all(program_of(config).checks, fix=True)
+    assert "`latest` is checkpoint-4" in caught.value.fix and "from step 4" in caught.value.fix
+    left = sorted(path.name for path in three.checkpoints.glob("checkpoint-*"))
+    assert left == ["checkpoint-4", "checkpoint-4.forge.json"]
+    assert {"checkpoint-3", "checkpoint-5", "checkpoint-6"} <= {
+        path.name for path in three.quarantine.iterdir()
+    }
+    assert not three.trained.exists()
+
+
 def test_check_that_hangs_is_killed_with_all_that_it_has_started(config, tmp_path):
     pid = tmp_path / "pid"
     hangs = ["sh", "-c", f"echo begun; sleep 1000 & echo $! > {pid}; wait"]
@@ -116,6 +162,16 @@ def test_check_that_hangs_is_killed_with_all_that_it_has_started(config, tmp_pat
     assert check.status == "fail" and "was killed after 1 s: begun" in check.message
     assert "program.validate_timeout_sec" in check.fix
     wait_until_gone(int(pid.read_text()))
+
+
+def test_model_that_the_own_check_refuses_is_invalid_also_without_checkpoints(tmp_path):
+    program = {"command": ["python"], "validate": ["sh", "-c", "echo too poor; exit 1"]}
+    values = {"results": str(tmp_path), "run": "p", "program": program}
+    run = program_of(resolve(checked(Config, values, "the test")))
+    with pytest.raises(DataError, match=r"p is invalid: program: .* too poor") as caught:
+        validate(run.checks)
+    assert "program's own check refuses" in caught.value.cause
+    assert "exit status 0 means valid" in caught.value.fix
 
 
 def wait_until_gone(pid):
