@@ -190,13 +190,13 @@ def known_failures(runs: dict[str, ResolvedConfig]) -> dict[str, str]:
 
     Told here, such a run costs no allocation, and the other runs of the sheet are trained.
     """
-    found = {}
+    failures = {}
     for name, config in runs.items():
         try:
             train.refuse_known_failure(config.of_training, RunPaths.of(config))
         except TrainingError as err:
-            found[name] = str(err)
-    return found
+            failures[name] = str(err)
+    return failures
 
 
 def keep_for_jobs(
@@ -426,16 +426,16 @@ def write_configs(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:
 
 def _data_configs(config: ResolvedConfig) -> dict[Path, dict[str, Any]]:
     """The config files of what a run reads, by path."""
-    data, found = config.data, {}
+    data, configs = config.data, {}
     if config.ids.tokens:
-        found[tokenizer_folder(data, config.ids.tokenizer)] = config
-        found[tokens_folder(data, config.ids.tokens)] = config
-    for one in single_corpora(config):
-        if one.ids.tokens:
-            found[tokens_folder(data, one.ids.tokens)] = one
-        if one.ids.inputs:
-            found[inputs_folder(data, one.ids.inputs)] = one
-    files = {folder / "config.json": _of_data(one) for folder, one in found.items()}
+        configs[tokenizer_folder(data, config.ids.tokenizer)] = config
+        configs[tokens_folder(data, config.ids.tokens)] = config
+    for corpus in single_corpora(config):
+        if corpus.ids.tokens:
+            configs[tokens_folder(data, corpus.ids.tokens)] = corpus
+        if corpus.ids.inputs:
+            configs[inputs_folder(data, corpus.ids.inputs)] = corpus
+    files = {folder / "config.json": _of_data(made_by) for folder, made_by in configs.items()}
     if config.ids.model:
         of_model = {**_of_data(config), "model": config.to_json()["model"]}
         files[model_folder(data, config.ids.model) / "config.json"] = of_model
@@ -451,11 +451,11 @@ def _of_data(config: ResolvedConfig) -> dict[str, Any]:
 def tokenizing(runs: dict[str, ResolvedConfig]) -> dict[str, ResolvedConfig]:
     """Content id of tokens -> config that makes them, of a run's only corpus or of one of its sources:
     whichever run has them, since the id fixes the tokenizer."""
-    found: dict[str, ResolvedConfig] = {}
+    configs: dict[str, ResolvedConfig] = {}
     for config in runs.values():
         if config.ids.tokens:
-            found |= {one.ids.tokens: one for one in single_corpora(config)}
-    return found
+            configs |= {corpus.ids.tokens: corpus for corpus in single_corpora(config)}
+    return configs
 
 
 def listing_sources(runs: dict[str, ResolvedConfig]) -> dict[str, ResolvedConfig]:
@@ -481,8 +481,8 @@ def validation_mem_mb(
 
 def resumable_steps(runs: dict[str, ResolvedConfig]) -> dict[str, int]:
     """Run name -> step of its checkpoint, for the runs that have one."""
-    found = {name: program_of(config).resumable_step() for name, config in runs.items()}
-    return {name: step for name, step in found.items() if step is not None}
+    steps = {name: program_of(config).resumable_step() for name, config in runs.items()}
+    return {name: step for name, step in steps.items() if step is not None}
 
 
 def remove_stop_files(runs: dict[str, ResolvedConfig], say: Callable[[str], None]) -> None:

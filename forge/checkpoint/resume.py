@@ -113,7 +113,7 @@ def check_still_there(paths: RunPaths, step: int) -> None:
     or `latest` does not point to it. Reads no digests. Raises as `directory.Checkpoint.open_complete`."""
     folder = paths.checkpoints / checkpoint_name(step)
     with disk_trouble(folder, "read"):
-        found = directory.linked(paths)
+        linked = directory.linked(paths)
         if not folder.is_dir():
             raise DataError(f"{folder} is missing", fix=directory.restore_or_train_again(paths))
         try:
@@ -122,8 +122,8 @@ def check_still_there(paths: RunPaths, step: int) -> None:
             raise
         except DataError as err:
             raise DataError(err.what, fix=f"forge validate {paths.root} --all") from None
-        if found != folder.resolve():
-            where = f"points to {found.name}" if found else "is missing"
+        if linked != folder.resolve():
+            where = f"points to {linked.name}" if linked else "is missing"
             raise DataError(f"{paths.latest} {where}", fix=f"ln -sfn {folder.name} {paths.latest}")
 
 

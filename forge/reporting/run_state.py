@@ -115,8 +115,8 @@ class RunState:
         return f"{self.state}{at}{of}" + (f": {self.reason}" if self.reason else "")
 
 
-class _Found(NamedTuple):
-    """What was found out about a run."""
+class _Judgement(NamedTuple):
+    """State of a run, with its reason and the next command."""
 
     state: State
     reason: str
@@ -146,21 +146,21 @@ def judge(files: RunFiles, queue: Queue) -> RunState:
     `unknown`."""
     job = jobs.of_run(queue or (), files.paths.root.name, files.job_ids, Path.cwd())
     try:
-        found = _judged(files, job, queue)
+        verdict = _judged(files, job, queue)
     except (DataError, UnfitError) as err:
-        found = _Found("unknown", err.what, err.fix)
+        verdict = _Judgement("unknown", err.what, err.fix)
     report = files.paths.report
-    is_reported = found.state == "validated" and report.exists()
+    is_reported = verdict.state == "validated" and report.exists()
     return RunState(
         run=files.paths.root.name,
-        state=found.state,
-        reason=one_line(found.reason),
-        details=tuple(map(one_line, found.details)),
-        next=found.next,
-        log=report if is_reported else found.log or _newest_log(files),
+        state=verdict.state,
+        reason=one_line(verdict.reason),
+        details=tuple(map(one_line, verdict.details)),
+        next=verdict.next,
+        log=report if is_reported else verdict.log or _newest_log(files),
         step=files.step,
         goal=files.goal,
-        job=_where(files, job, found.state),
+        job=_where(files, job, verdict.state),
     )
 
 
@@ -172,7 +172,7 @@ def _where(files: RunFiles, job: QueuedJob | None, state: State) -> str:
     return files.lock.host if files.lock else ""
 
 
-def _judged(files: RunFiles, job: QueuedJob | None, queue: Queue) -> _Found:
+def _judged(files: RunFiles, job: QueuedJob | None, queue: Queue) -> _Judgement:
     if files.trouble:
         raise files.trouble
     if job and (job.is_waiting or job.state in _PAUSED):
@@ -186,14 +186,14 @@ def _judged(files: RunFiles, job: QueuedJob | None, queue: Queue) -> _Found:
         case "unknown":
             since = duration(files.now - files.last_sign_of_life)
             who = f"its process on {files.lock and files.lock.host} cannot be asked from here"
-            return _Found("unknown", f"{who}; last sign of life {since} ago")
+            return _Judgement("unknown", f"{who}; last sign of life {since} ago")
         case "gone":
-            found = _Found("cut off", "its process is gone", "rerun the command")
+            verdict = _Judgement("cut off", "its process is gone", "rerun the command")
         case _:
-            found = _ended(files)
-    if found.state == "cut off":
-        return found._replace(reason=found.reason + _slurm_says(files, queue))
-    return found
+            verdict = _ended(files)
+    if verdict.state == "cut off":
+        return verdict._replace(reason=verdict.reason + _slurm_says(files, queue))
+    return verdict
 
 
 def _slurm_says(files: RunFiles, queue: Queue) -> str:
@@ -226,7 +226,7 @@ def _is_of_this_cluster(lock: Lock) -> bool:
 # --- work under way --------------------------------------------------------------------------------
 
 
-def _waiting(files: RunFiles, job: QueuedJob) -> _Found:
+def _waiting(files: RunFiles, job: QueuedJob) -> _Judgement:
     text = f"{job.state} ({job.reason})"
     if job.submitted:
         text += f" for {duration(files.now - job.submitted)}"
@@ -237,8 +237,8 @@ def _waiting(files: RunFiles, job: QueuedJob) -> _Found:
     if excluded := excluded_nodes(job.reason, files.paths.bad_nodes):
         names = ", ".join(node.name for node in excluded)
         advice = advice_on_excluded(job.id, names, files.paths.bad_nodes)
-        return _Found("waiting", text, advice, [f"excluded: {node}" for node in excluded])
-    return _Found("waiting", text, advice or slow_advice(job.reason))
+        return _Judgement("waiting", text, advice, [f"excluded: {node}" for node in excluded])
+    return _Judgement("waiting", text, advice or slow_advice(job.reason))
 
 
 # Slurm's states of a job whose processes are stopped for a while: by whom, and what ends that.
@@ -251,17 +251,17 @@ _PAUSED = {
 }
 
 
-def _suspended(job: QueuedJob) -> _Found:
+def _suspended(job: QueuedJob) -> _Judgement:
     reason, following = _PAUSED[job.state]
-    return _Found("suspended", f"{job.state}: {reason}", following.format(job=job.id))
+    return _Judgement("suspended", f"{job.state}: {reason}", following.format(job=job.id))
 
 
-def _stopping(job: QueuedJob) -> _Found:
+def _stopping(job: QueuedJob) -> _Judgement:
     """Also the last moments of a command whose jobs were cancelled by Ctrl-C."""
-    return _Found("stopping", f"Slurm is ending job {job.id}: cancelled, requeued or over")
+    return _Judgement("stopping", f"Slurm is ending job {job.id}: cancelled, requeued or over")
 
 
-def _between(files: RunFiles, job: QueuedJob) -> _Found:
+def _between(files: RunFiles, job: QueuedJob) -> _Judgement:
     """The job runs and no subcommand holds the run: before the first of them, between two, or after."""
     since = job.start or files.now
     if completed := files.last(events.Completed, since=since):
@@ -275,14 +275,16 @@ def _between(files: RunFiles, job: QueuedJob) -> _Found:
     return _running(files, what, since)
 
 
-def _running(files: RunFiles, what: str, since: float, patience: float = SLOW_START_SEC) -> _Found:
+def _running(
+    files: RunFiles, what: str, since: float, patience: float = SLOW_START_SEC
+) -> _Judgement:
     """What has gone on since then, and where to look when that is longer than it should be."""
     seconds = files.now - since
     look = f"forge logs {files.paths.root}" if seconds > patience else ""
-    return _Found("running", f"{what} for {duration(seconds)}", look)
+    return _Judgement("running", f"{what} for {duration(seconds)}", look)
 
 
-def _working(files: RunFiles) -> _Found:
+def _working(files: RunFiles) -> _Judgement:
     """What the subcommand that holds the lock is doing, and for how long."""
     since = files.lock_since
     if files.lock and files.lock.command != "train":
@@ -306,14 +308,14 @@ def _working(files: RunFiles) -> _Found:
     return _running(files, what, began)
 
 
-def _running_program(files: RunFiles, began: float) -> _Found:
+def _running_program(files: RunFiles, began: float) -> _Judgement:
     """Another program runs, and may tell its steps."""
     if files.steps_of_launch:
         return _training(files, began)
     return _running(files, "the program runs", began, float("inf"))
 
 
-def _training(files: RunFiles, began: float) -> _Found:
+def _training(files: RunFiles, began: float) -> _Judgement:
     """Training, or that no step has come for longer than steps, evaluation and saves usually take."""
     steps = files.steps_of_launch
     other = files.last(events.Eval, events.Save, since=began)
@@ -324,7 +326,7 @@ def _training(files: RunFiles, began: float) -> _Found:
         return _running(files, "no step", last, patience)
     if not steps:
         return _running(files, "first steps", began, float("inf"))
-    return _Found("running", TRAINING)
+    return _Judgement("running", TRAINING)
 
 
 # --- the end of a run ------------------------------------------------------------------------------
@@ -353,15 +355,15 @@ def ending(event: Event) -> tuple[str, str]:
     return "", ""
 
 
-def _ended(files: RunFiles) -> _Found:
+def _ended(files: RunFiles) -> _Judgement:
     """The state of a run that nothing works on, by the last thing that happened to it."""
-    found = _by_event(files)
+    verdict = _by_event(files)
     log = _newest_log(files)
-    error = _unrecorded_error(files, log, found) if log else None
-    if error is None and found.state == "not started":
+    error = _unrecorded_error(files, log, verdict) if log else None
+    if error is None and verdict.state == "not started":
         log, error = _failed_data(files)
     if log is None or error is None:
-        return found
+        return verdict
     subcommand = log.stem.partition("-")[0]
     more = () if error.is_traceback else error.lines[1:]
     look = f"forge logs {files.paths.root}" if log.parent == files.paths.logs else f"less {log}"
@@ -369,13 +371,13 @@ def _ended(files: RunFiles) -> _Found:
     return _failed(lines, look)._replace(log=log)
 
 
-def _by_event(files: RunFiles) -> _Found:
+def _by_event(files: RunFiles) -> _Judgement:
     last, checked = files.last(*_ENDS, events.Preflight), ""
     if isinstance(last, events.Preflight) and last.status == "ok":
         last, checked = files.last(*_ENDS), "preflight passed, "
     match last:
         case None:
-            return _Found(
+            return _Judgement(
                 "not started",
                 f"{checked}nothing has trained yet{_from_parent(files)}",
                 _first(files, "run the target train"),
@@ -390,9 +392,9 @@ def _by_event(files: RunFiles) -> _Found:
         case events.Preflight():
             return _preflight_failed(files, last)
         case events.Stop() | events.Requeue():
-            return _Found("stopped", ending(last)[1], _first(files, RESUME))
+            return _Judgement("stopped", ending(last)[1], _first(files, RESUME))
     reason = ending(last)[1].split("\n")[0]
-    return _Found("cut off", reason or "no end was recorded", _first(files, RESUME))
+    return _Judgement("cut off", reason or "no end was recorded", _first(files, RESUME))
 
 
 def _from_parent(files: RunFiles) -> str:
@@ -411,23 +413,25 @@ def _first(files: RunFiles, following: str) -> str:
     return f"rm {stop}, then {following}" if stop.exists() else following
 
 
-def _completed(files: RunFiles) -> _Found:
+def _completed(files: RunFiles) -> _Judgement:
     step, goal = files.step, files.goal
     if goal is not None and step is not None and step < goal:
-        return _Found("stopped", f"step {step} was its goal, now it is {goal}", "rerun the command")
+        return _Judgement(
+            "stopped", f"step {step} was its goal, now it is {goal}", "rerun the command"
+        )
     validation = Validation.read_if_there(files.paths.validation)
     if validation and validation.step == step and validation.status == "invalid":
         reason, *more = validation.reasons
         examine = f"forge validate {files.paths.root} --all"
-        return _Found("invalid", reason, examine, more)
+        return _Judgement("invalid", reason, examine, more)
     validated = Validated.read_if_there(files.paths.validated)
     is_validated = validated is not None and validated.step == step
     if step is not None and (trouble := _of_checkpoint(files, step)):
         before = "it was validated; " if is_validated else ""
-        return _Found("checkpoint missing", before + trouble.what, trouble.fix)
+        return _Judgement("checkpoint missing", before + trouble.what, trouble.fix)
     if validated and is_validated:
         return _validated(validated, validation)
-    return _Found("done", "not validated yet", f"forge validate {files.paths.config}")
+    return _Judgement("done", "not validated yet", f"forge validate {files.paths.config}")
 
 
 def _of_checkpoint(files: RunFiles, step: int) -> DataError | None:
@@ -442,25 +446,25 @@ def _of_checkpoint(files: RunFiles, step: int) -> DataError | None:
     return None
 
 
-def _validated(validated: Validated, validation: Validation | None) -> _Found:
+def _validated(validated: Validated, validation: Validation | None) -> _Judgement:
     """With the loss, or what was checked of it without one: of a program that may be nothing."""
     if validated.loss is not None:
-        return _Found("validated", f"validation loss {validated.loss:.3f}")
+        return _Judgement("validated", f"validation loss {validated.loss:.3f}")
     if validation is None or validation.step != validated.step:
-        return _Found("validated", "")
+        return _Judgement("validated", "")
     if not validation.checks:
-        return _Found("finished", "no checkpoints configured: nothing to validate")
+        return _Judgement("finished", "no checkpoints configured: nothing to validate")
     names = dict.fromkeys(check.name for check in validation.checks)
-    return _Found("validated", f"checked: {', '.join(names)}")
+    return _Judgement("validated", f"checked: {', '.join(names)}")
 
 
-def _failed(lines: Sequence[str], look: str) -> _Found:
+def _failed(lines: Sequence[str], look: str) -> _Judgement:
     """lines: of the error. look: the command that shows more of it."""
     reason, *more = lines
-    return _Found("failed", reason, look, [" ".join(line.split()) for line in more])
+    return _Judgement("failed", reason, look, [" ".join(line.split()) for line in more])
 
 
-def _preflight_failed(files: RunFiles, event: events.Preflight) -> _Found:
+def _preflight_failed(files: RunFiles, event: events.Preflight) -> _Judgement:
     names = ", ".join(dict.fromkeys(event.failed))
     try:
         result = PreflightResult.read_if_there(files.paths.preflight)
@@ -471,10 +475,10 @@ def _preflight_failed(files: RunFiles, event: events.Preflight) -> _Found:
         failed = [(where, check) for where, check in checks if check.status == "fail"]
         details = [f"{where}, {c.name}: {c.message}. Fix: {c.fix}" for where, c in failed]
     table = f"cat {files.paths.preflight_table}"
-    return _Found("failed", f"preflight: {names}" if names else "preflight", table, details)
+    return _Judgement("failed", f"preflight: {names}" if names else "preflight", table, details)
 
 
-def _unrecorded_error(files: RunFiles, log: Path, found: _Found) -> LoggedError | None:
+def _unrecorded_error(files: RunFiles, log: Path, verdict: _Judgement) -> LoggedError | None:
     """The error that the newest log ends with, where it is newer than all that was recorded and says
     something else: of staging, or of training before its first launch, no event tells."""
     recorded = files.log[-1].time if files.log else 0.0
@@ -482,7 +486,7 @@ def _unrecorded_error(files: RunFiles, log: Path, found: _Found) -> LoggedError 
     error = last_error(log)
     if error is None or error.time <= recorded - 1:
         return None
-    if log.name in _OF_TRAINING and found.reason in error.headline:
+    if log.name in _OF_TRAINING and verdict.reason in error.headline:
         return None
     is_recorded = files.log and isinstance(files.log[-1], _RECORDED_BY.get(log.name, ()))
     return None if is_recorded else error
