@@ -126,6 +126,35 @@ def test_a_module_has_a_name_of_its_own():
     assert [name for name, times in names.items() if times > 1] == []
 
 
+def places_that_read(attribute, of):
+    """Module and line of each `of.attribute`, also at the end of a longer name."""
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr == attribute:
+                name = getattr(node.value, "attr", getattr(node.value, "id", ""))
+                if name == of:
+                    yield f"{module}:{node.lineno}"
+
+
+def test_at_most_eight_places_ask_which_program_trains_a_run():
+    """All others ask the TrainingProgram that `run.programs` gives them."""
+    places = list(places_that_read("program", of="config"))
+    assert "run.programs" in {place.partition(":")[0] for place in places}
+    assert len(places) <= 8, places
+
+
+def test_only_the_modules_of_an_architecture_name_its_layers():
+    layers = {"q_proj", "gate_proj", "embed_tokens", "c_attn", "wte"}
+    naming = {
+        module
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if getattr(node, "attr", "") in layers
+        or (isinstance(node, ast.Constant) and node.value in layers)
+    }
+    assert naming == {"trainer.models.llama_decoder", "trainer.models.gpt2_decoder"}
+
+
 def test_the_check_sees_imports():
     assert {"staging.stage", "core.errors", "trainer"} <= {*imports("cli"), *imports("worker")}
 
