@@ -32,7 +32,7 @@ from forge.core.errors import DataError, UnfitError
 from forge.core.files import atomic_open, disk_trouble
 from forge.core.machine import Fabric, Machine
 from forge.core.paths import MANIFEST
-from forge.core.process import hostname, node_local_folder
+from forge.core.process import hostname, node_local_folder, raise_open_files
 from forge.core.provenance import PACKAGES
 from forge.core.records import Check
 from forge.data.shards import Kind
@@ -143,10 +143,10 @@ def node_checks(wanted: Wanted, results_check: Check) -> Iterator[Check]:
     )
     yield at_least(
         "open files",
-        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        raise_open_files(),
         limits.min_open_files,
         "open files allowed",
-        "ulimit -n 4096",
+        "raise the hard limit: ulimit -Hn 4096, or ask the administrator",
     )
     yield _cores(wanted.ranks_per_node)
     yield _interface(machine, wanted.master)
