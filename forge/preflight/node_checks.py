@@ -155,6 +155,8 @@ def node_checks(wanted: Wanted, results_check: Check) -> Iterator[Check]:
         yield _locked_memory()
     if machine.needs_gpus:
         yield _gpus(wanted.ranks_per_node)
+        if not wanted.program:  # another program may have a torch of its own
+            yield _cuda()
 
 
 def _name_resolves() -> Check:
@@ -387,6 +389,20 @@ def _gpus(ranks: int) -> Check:
         "use fewer ranks a node, or leave this node out",
         cause="a GPU has fallen off the bus (see nvidia-smi), or the node never had so many",
     )
+
+
+def _cuda() -> Check:
+    """Whether torch is a build for CUDA, and this node's driver runs it."""
+    driver, cuda = packages.driver_version(), packages.cuda_of_torch()
+    fix = "install the build for the CUDA of this driver (docs/new-cluster.md, step 4)"
+    if cuda == "cpu":
+        message = f"torch {version('torch')} is a build for CPUs"
+        return Check("cuda", "fail", message, fix, cause="pip found no other")
+    oldest, major = packages.oldest_driver(cuda), driver.partition(".")[0]
+    if major.isdecimal() and int(major) < oldest and not packages.has_own_libcuda():
+        message = f"torch is for CUDA {cuda}, which needs NVIDIA driver {oldest}; this is {driver}"
+        return Check("cuda", "fail", message, f"{fix}, or ask the site for a newer driver")
+    return Check("cuda", "ok", f"torch for CUDA {cuda or 'unknown'}, driver {driver or 'unknown'}")
 
 
 # --- connections to the other nodes ---------------------------------------------------------------
