@@ -94,9 +94,19 @@ def rank_settings(
         why = "fabric.infiniband: never" if never else "no port of InfiniBand or RoCE is active"
         settings.append(Setting("NCCL_IB_DISABLE", "1", why))
     settings.append(LOST_PEER)
+    if machine.device != "cpu" and count_gpus():
+        settings.append(_gpu_allocator())
     if fabric.debug:
         settings += DEBUG
     return settings
+
+
+def _gpu_allocator() -> Setting:
+    """How torch allocates memory of a GPU. torch reads both names, and which one wins differs between its
+    parts: one that the user has exported stays the only one."""
+    of_cuda = "PYTORCH_CUDA_ALLOC_CONF"
+    name = of_cuda if of_cuda in os.environ else "PYTORCH_ALLOC_CONF"
+    return Setting(name, "expandable_segments:True", "no memory of a GPU is lost to fragments")
 
 
 def with_exported_timeout(machine: Machine) -> Machine:

@@ -89,7 +89,7 @@ class PreflightSettings(Section):
     min_free_memory_gib: float = Field(1, ge=0)
     """Required available memory per rank."""
     min_open_files: int = Field(256, ge=0)
-    """Required soft limit of open files (`ulimit -n`)."""
+    """Required hard limit of open files (`ulimit -Hn`), to which ranks raise the soft one."""
     max_clock_skew_sec: float = Field(5, gt=0, le=MAX_SEC)
     """Warn when the clocks of two nodes differ by more than this."""
     slow_factor: float = Field(2, gt=1)

@@ -7,6 +7,7 @@ import gc
 import hashlib
 import os
 import re
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+MAX_OPEN_FILES = 65_536  # some programs close all that they may have open, one by one
 INITIAL_NAMESPACE = 0xEFFFFFFC  # of pids, which contains all others: PROC_PID_INIT_INO of Linux
 
 Life = Literal["alive", "gone", "unknown"]
@@ -191,6 +193,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def stop_with_parent() -> None:
     """Ask the kernel for a SIGTERM when the parent dies, so that kill -9 leaves no orphans."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def raise_open_files() -> int:
+    """Let this process, and those that it starts, open as many files as the system allows; their number.
+
+    A rank has a connection to each other one in several groups: 320 ranks need more than the 1,024 that
+    a shell usually gives.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (MAX_OPEN_FILES if n == resource.RLIM_INFINITY else n for n in limits)
+    wanted = min(hard, MAX_OPEN_FILES)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, limits[1]))
+    return max(soft, wanted)
 
 
 def in_workflow() -> bool:

@@ -165,6 +165,13 @@ class World:
         timeout = timedelta(seconds=2 * _patience_sec())
         return replace(self, control=dist.new_group(backend="gloo", timeout=timeout))
 
+    def limit_timeout(self, group: dist.ProcessGroup) -> None:
+        """Let collectives of a group that torch has made end with an error after fabric.timeout_sec."""
+        from forge.launch.torch_private import set_timeout  # imports all of DCP
+
+        if math.isfinite(heartbeat.timeout_sec):
+            set_timeout(group, timedelta(seconds=heartbeat.timeout_sec))
+
     def gather(self, values: list[float], what: str = "agreement") -> list[list[float]]:
         """A few numbers of every rank, by rank. All ranks call it.
 

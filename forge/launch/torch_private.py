@@ -6,6 +6,7 @@ tests/unit/launch/test_torch_private.py says what to change when a release of to
 from __future__ import annotations
 
 import pickle
+from datetime import timedelta
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -24,6 +25,7 @@ __all__ = [
     "flight_record",
     "foreach_norm",
     "narrow_tensor_by_index",
+    "set_timeout",
     "split_by_size_and_type",
     "unpickle_objects_with",
 ]
@@ -36,6 +38,11 @@ def flight_record(backend: str) -> bytes:
     to ask for them; NCCL has a recorder of its own, apart from that of all other backends."""
     record: bytes = getattr(c10d, "_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace")()
     return record
+
+
+def set_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta) -> None:
+    """Give a group that torch has made, such as one of a DeviceMesh, a timeout other than 30 minutes."""
+    torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def unpickle_objects_with(unpickler: type[pickle.Unpickler]) -> None:

@@ -32,7 +32,7 @@ from forge.core.errors import DataError, UnfitError
 from forge.core.files import atomic_open, disk_trouble
 from forge.core.machine import Fabric, Machine
 from forge.core.paths import MANIFEST
-from forge.core.process import hostname, node_local_folder
+from forge.core.process import hostname, node_local_folder, raise_open_files
 from forge.core.provenance import PACKAGES
 from forge.core.records import Check
 from forge.data.shards import Kind
@@ -143,10 +143,10 @@ def node_checks(wanted: Wanted, results_check: Check) -> Iterator[Check]:
     )
     yield at_least(
         "open files",
-        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        raise_open_files(),
         limits.min_open_files,
         "open files allowed",
-        "ulimit -n 4096",
+        "raise the hard limit: ulimit -Hn 4096, or ask the administrator",
     )
     yield _cores(wanted.ranks_per_node)
     yield _interface(machine, wanted.master)
@@ -155,6 +155,8 @@ def node_checks(wanted: Wanted, results_check: Check) -> Iterator[Check]:
         yield _locked_memory()
     if machine.needs_gpus:
         yield _gpus(wanted.ranks_per_node)
+        if not wanted.program:  # another program may have a torch of its own
+            yield _cuda()
 
 
 def _name_resolves() -> Check:
@@ -387,6 +389,20 @@ def _gpus(ranks: int) -> Check:
         "use fewer ranks a node, or leave this node out",
         cause="a GPU has fallen off the bus (see nvidia-smi), or the node never had so many",
     )
+
+
+def _cuda() -> Check:
+    """Whether torch is a build for CUDA, and this node's driver runs it."""
+    driver, cuda = packages.driver_version(), packages.cuda_of_torch()
+    fix = "install the build for the CUDA of this driver (docs/new-cluster.md, step 4)"
+    if cuda == "cpu":
+        message = f"torch {version('torch')} is a build for CPUs"
+        return Check("cuda", "fail", message, fix, cause="pip found no other")
+    oldest, major = packages.oldest_driver(cuda), driver.partition(".")[0]
+    if major.isdecimal() and int(major) < oldest and not packages.has_own_libcuda():
+        message = f"torch is for CUDA {cuda}, which needs NVIDIA driver {oldest}; this is {driver}"
+        return Check("cuda", "fail", message, f"{fix}, or ask the site for a newer driver")
+    return Check("cuda", "ok", f"torch for CUDA {cuda or 'unknown'}, driver {driver or 'unknown'}")
 
 
 # --- connections to the other nodes ---------------------------------------------------------------

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,6 +29,11 @@ print(json.dumps([sys.version.split()[0], versions]))
 """
 # Libraries that come with a CUDA build of torch, under the names of its packages.
 CUDA = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime")
+# Those that have the version of CUDA itself.
+RUNTIME = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
+# CUDA's major version -> the oldest driver for all of its minor versions (NVIDIA, "CUDA Compatibility",
+# minor-version-compatibility.html, table 1).
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 COMPARED = re.compile(r"(NCCL|GLOO|TORCH|PYTORCH)_\w+")
 DRIVER = Path("/sys/module/nvidia/version")
 
@@ -90,6 +96,31 @@ def cuda_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return versions
+
+
+def cuda_of_torch() -> str:
+    """The CUDA that torch was built for, such as `13.0`; `cpu` for none, "" where no package tells it."""
+    with suppress(PackageNotFoundError):
+        _, _, label = version("torch").partition("+")
+        if build := re.fullmatch(r"cu(\d\d)(\d)", label):
+            return f"{build[1]}.{build[2]}"
+        if label == "cpu":
+            return label
+    versions = cuda_versions()
+    return next((versions[name] for name in RUNTIME if name in versions), "")
+
+
+def oldest_driver(cuda: str) -> int:
+    """Major version of the oldest NVIDIA driver that runs this CUDA; 0 for one that is not known."""
+    major = cuda.partition(".")[0]
+    return OLDEST_DRIVER.get(int(major), 0) if major.isdecimal() else 0
+
+
+def has_own_libcuda() -> bool:
+    """Whether this process loads CUDA's library of the forward compatibility package, which runs with an
+    older driver."""
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    return any(folder and Path(folder, "libcuda.so.1").exists() for folder in folders)
 
 
 def driver_version() -> str:

@@ -194,6 +194,9 @@ def _refuse_gloo_on_gpus(world: World, settings: Train) -> None:
 def _mesh(world: World, ranks: int) -> DeviceMesh:
     """Ranks that hold a copy of the model together are neighbors: on a node first."""
     copies, device = world.rank.world_size // ranks, world.device.type
-    if copies == 1:
+    if copies == 1:  # all ranks: the group that they have joined
         return init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
-    return init_device_mesh(device, (copies, ranks), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device, (copies, ranks), mesh_dim_names=("replicate", "shard"))
+    for group in mesh.get_all_groups():
+        world.limit_timeout(group)
+    return mesh

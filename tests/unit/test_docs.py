@@ -153,7 +153,6 @@ OF_PIP = re.compile(r"pip_setting ([A-Z_]+)")
 
 # Module that reads what Forge passes through.
 PASSED_THROUGH = {
-    "PYTORCH_CUDA_ALLOC_CONF": "torch/utils/collect_env.py",
     "TORCH_NCCL_BLOCKING_WAIT": "torch/nn/parallel/distributed.py",
     "TORCHINDUCTOR_CACHE_DIR": "torch/_inductor/runtime/cache_dir_utils.py",
     "NO_COLOR": "rich/console.py",

@@ -165,6 +165,28 @@ def test_gid_index_is_set_where_a_port_is_roce_only(node):
     assert settings(gid_index=3) == WITHOUT_INFINIBAND
 
 
+def test_gpus_get_memory_that_can_grow_unless_the_user_has_exported_how(node, monkeypatch):
+    node()
+    why = "no memory of a GPU is lost to fragments"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(network, "count_gpus", lambda: 4)
+    assert settings() == [
+        *WITHOUT_INFINIBAND,
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", why),
+    ]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    machine = load_machine(None)
+    found = network.rank_settings(machine, WorldLayout(1, 2), "10.0.0.1")
+    kept = network.apply(found[-1:], user_threads=None)
+    assert [(s.name, s.value, s.won) for s in kept] == [
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64", False)
+    ]
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    machine = load_machine(None, {"device": "cpu"})
+    assert found[:-1] == network.rank_settings(machine, WorldLayout(1, 2), "10.0.0.1")
+
+
 def test_debug_adds_its_variables(node):
     node()
     assert settings(debug=True) == [*WITHOUT_INFINIBAND, *DEBUG]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from forge.core import process
-from forge.core.process import Process
+from forge.core.process import MAX_OPEN_FILES, Process
 
 
 @pytest.mark.parametrize(
@@ -177,3 +178,24 @@ def test_a_child_gets_sigterm_when_its_parent_is_killed(tmp_path):
     while not (last_word.exists() and last_word.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert last_word.read_text() == "SIGTERM"
+
+
+@pytest.mark.parametrize(
+    ("limits", "most"), [("-Sn 100", None), ("-n 100", 100), ("-Sn 100; ulimit -Hn 300", 300)]
+)
+def test_open_files_are_raised_to_what_the_system_allows(limits, most):
+    """In a process of its own: the hard limit cannot be raised again."""
+    code = (
+        "import resource\n"
+        "from forge.core.process import raise_open_files\n"
+        "print(raise_open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit {limits}; exec {sys.executable} -c '{code}'"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    allowed = most or (MAX_OPEN_FILES if hard < 0 else min(hard, MAX_OPEN_FILES))
+    assert done.stdout.split() == [str(allowed)] * 2

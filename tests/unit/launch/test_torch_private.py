@@ -23,6 +23,8 @@ INSTEAD = {
     "torch._C._distributed_c10d._dump_fr_trace": "flight_record: the record under its new name; without"
     " one, remove flight_record and dump_collectives",
     "torch.distributed._shard._utils.narrow_tensor_by_index": "SafeReader: torch.narrow",
+    "torch.distributed.distributed_c10d._set_pg_timeout": "set_timeout: groups made by dist.new_group,"
+    " which takes a timeout, and DeviceMesh.from_group",
     "torch.distributed.distributed_c10d._unpickler": "unpickle_objects_with: the class that"
     " _tensor_to_object calls; without one, collectives that DCP and test_plan_pickles.py can use without"
     " pickles",

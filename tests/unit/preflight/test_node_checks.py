@@ -130,7 +130,7 @@ def test_results_that_cannot_be_written_fail(wanted):
     [
         ("preflight__min_free_disk_gib", "disk", "GiB free in", "point `results` to another disk"),
         ("preflight__min_free_memory_gib", "memory", "GiB available", "use fewer ranks"),
-        ("preflight__min_open_files", "open files", "open files allowed", "ulimit -n 4096"),
+        ("preflight__min_open_files", "open files", "open files allowed", "ulimit -Hn 4096"),
     ],
 )
 def test_too_little_fails_with_both_numbers(wanted, key, name, unit, fix):
@@ -148,8 +148,9 @@ def test_memory_is_counted_per_rank(wanted, monkeypatch):
     assert checks(wanted, ranks=2, **limits)["memory"].message == "3.0 GiB available, 4 needed"
 
 
-def test_open_files_are_the_soft_limit(wanted, monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (255, 4096))
+def test_open_files_are_the_hard_limit_to_which_ranks_raise_theirs(wanted, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 255))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     assert checks(wanted)["open files"].message == "255.0 open files allowed, 256 needed"
     assert checks(wanted)["open files"].status == "fail"
 

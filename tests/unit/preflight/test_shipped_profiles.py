@@ -1,6 +1,7 @@
 """Shipped GPU profiles on nodes as kernels list them: none is refused, and NCCL gets what it needs."""
 
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,22 @@ from support import sysfs
 from forge.cluster import network
 from forge.cluster.placement import WorldLayout
 from forge.core.machine import load_machine
-from forge.preflight import node_checks
+from forge.preflight import node_checks, packages
 from forge.preflight.node_checks import Wanted
 
 PROFILES = Path(__file__).parents[3] / "profiles"
-OF_NETWORK = ("infiniband", "interface", "gpus")
+OF_GPU_NODES = ("infiniband", "interface", "gpus", "cuda")
+
+
+def installed(versions):
+    """`importlib.metadata.version` where these are the only packages."""
+
+    def version(name):
+        if versions.get(name):
+            return versions[name]
+        raise PackageNotFoundError(name)
+
+    return version
 
 
 @pytest.fixture
@@ -22,6 +34,7 @@ def node(tmp_path, monkeypatch):
     monkeypatch.setattr(network, "count_gpus", lambda: 4)
     monkeypatch.setattr(network, "available_cores", lambda: 64)
     monkeypatch.setattr(network, "interface_towards", lambda _: "em4")
+    monkeypatch.setattr(packages, "version", installed({"torch": "2.13.0+cu130"}))
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "IB_IFNAME", "NCCL_IB_GID_INDEX"):
         monkeypatch.delenv(name, raising=False)
     return lambda tree: tree.install(tmp_path, monkeypatch)
@@ -41,7 +54,7 @@ def checks(machine, folder):
     )
     written = node_checks.write_results(folder)
     found = node_checks.node_checks(wanted, written.check)
-    return {check.name: check for check in found if check.name in OF_NETWORK}
+    return {check.name: check for check in found if check.name in OF_GPU_NODES}
 
 
 def interface(name, reason):
@@ -112,3 +125,71 @@ def test_infiniband_beside_roce_is_not_asked_for_the_gid_index(node, tmp_path):
     node(mixed)
     assert fabric_variables(with_gid_index(3))["NCCL_IB_GID_INDEX"][0] == "3"
     assert checks(with_gid_index(3), tmp_path)["infiniband"].status == "ok"
+
+
+# --- the driver, and the CUDA that torch was built for --------------------------------------------
+
+
+@pytest.fixture
+def cuda(node, tmp_path, monkeypatch):
+    """cuda(torch, driver, runtime): the check of a Kempner node with these versions."""
+
+    def check(torch, driver, runtime=""):
+        node(sysfs.H100_WITH_IPOIB)
+        (tmp_path / "driver").write_text(f"{driver}\n")
+        monkeypatch.setattr(packages, "DRIVER", tmp_path / "driver")
+        monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+        there = {"torch": torch, "nvidia-cuda-runtime": runtime}
+
+        monkeypatch.setattr(packages, "version", installed(there))
+        monkeypatch.setattr(node_checks, "version", lambda name: there.get(name, "1"))
+        return checks(load_machine(PROFILES / "kempner/machine.yaml"), tmp_path)["cuda"]
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("torch", "driver", "runtime", "message"),
+    [
+        ("2.13.0+cu130", "580.65.06", "", "torch for CUDA 13.0, driver 580.65.06"),
+        ("2.13.0", "580.65.06", "13.0.96", "torch for CUDA 13.0.96, driver 580.65.06"),
+        ("2.13.0+cu126", "535.183.01", "", "torch for CUDA 12.6, driver 535.183.01"),
+        ("2.13.0a0+site", "535.183.01", "", "torch for CUDA unknown, driver 535.183.01"),
+        ("2.13.0+cu130", "", "", "torch for CUDA 13.0, driver unknown"),
+    ],
+)
+def test_driver_that_runs_the_build_of_torch_passes(cuda, torch, driver, runtime, message):
+    check = cuda(torch, driver, runtime)
+    assert (check.status, check.message) == ("ok", message)
+
+
+def test_driver_too_old_for_the_build_that_pip_takes_is_refused_by_both_versions(cuda):
+    check = cuda("2.13.0", "550.54.15", "13.0.96")
+    assert check.status == "fail"
+    assert (
+        check.message
+        == "torch is for CUDA 13.0.96, which needs NVIDIA driver 580; this is 550.54.15"
+    )
+    assert "docs/new-cluster.md, step 4" in check.fix
+
+
+def test_older_driver_with_the_forward_compatibility_package_passes(cuda, tmp_path, monkeypatch):
+    assert cuda("2.13.0+cu130", "550.54.15").status == "fail"
+    (tmp_path / "libcuda.so.1").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert node_checks._cuda().status == "ok"
+
+
+def test_build_for_cpus_is_refused_on_a_node_that_needs_gpus(cuda):
+    check = cuda("2.13.0+cpu", "580.65.06")
+    assert (check.status, check.message) == ("fail", "torch 2.13.0+cpu is a build for CPUs")
+
+
+@pytest.mark.parametrize(("slices", "status"), [(4, "ok"), (3, "fail")])
+def test_slices_of_mig_are_the_gpus_of_a_node(node, tmp_path, monkeypatch, slices, status):
+    node(sysfs.H100_WITH_IPOIB)
+    monkeypatch.setattr(network, "count_gpus", lambda: 1)
+    names = ",".join(f"MIG-{number}" for number in range(slices))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+    check = checks(load_machine(PROFILES / "kempner/machine.yaml"), tmp_path)["gpus"]
+    assert (check.status, check.message) == (status, f"{slices} GPUs for 4 ranks")

@@ -1,0 +1,178 @@
+"""`python -m support.simulated_gpu.training CASE`: training steps on a simulated GPU. CASE and what was
+found are JSON.
+
+The rank trains with others of the process group `fake`, whose collectives return at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support.simulated_gpu import faults
+from support.simulated_gpu.device import Findings, SimulatedGpu, install
+
+STEPS = 3
+VOCABULARY = 512
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and what is broken on purpose.
+
+    ranks: of four a node. train, model: keys of these sections. saves: the state is copied beside each
+    step. fault: a function of `faults`; "" for none.
+    """
+
+    guard: str
+    ranks: int = 8
+    train: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    saves: bool = False
+    fault: str = ""
+
+
+def main() -> None:
+    case = Case(**json.loads(sys.argv[1]))
+    gpu = SimulatedGpu(Path(case.guard))
+    install(gpu)
+    if case.fault:
+        getattr(faults, case.fault)()
+    json.dump([vars(findings) for findings in _train(gpu, case)], sys.stdout)
+
+
+def _train(gpu: SimulatedGpu, case: Case) -> list[Findings]:
+    """What each step, and what comes between it and the next, has done. The first is a warm-up."""
+    import torch
+    import torch.distributed as dist
+    from support.simulated_gpu.recorder import Recorder
+    from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from forge.core.config import Config
+    from forge.trainer.numerics import prepare
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
+    values = {"seq_len": 64, "batch_size": 4 * case.ranks, "micro_batch_size": 2, **case.train}
+    model = {"dim": 128, "layers": 3, "heads": 4, **case.model}
+    config = Config.model_validate({"model": model, "train": values})
+    prepare(torch.device("cuda", 0), deterministic=config.train.deterministic)
+    mode, found = FakeTensorMode(allow_non_fake_inputs=True), []
+    with mode, Recorder(gpu):
+        step, saver = _made(gpu, config, mode, case)
+        assert {p.device for p in step.parallel.decoder.parameters()} == {torch.device("cuda", 0)}
+        launched = None
+        for number in range(STEPS):
+            gpu.clear()
+            try:
+                before, launched = launched, step(number, lambda: [0.0, 0.0, 1.0])
+            except FakeTensorDeviceMismatchError:  # noted by the recorder
+                return [*found, gpu.clear()]
+            if before:
+                before.read()
+            if saver and number:
+                saver.save(step)
+            found.append(gpu.clear())
+    return found
+
+
+def _made(gpu: SimulatedGpu, config: Any, mode: Any, case: Case) -> tuple[Any, Any]:
+    """The training step of a new model, and what copies its state."""
+    import torch
+    from support.gpu import RandomBatches
+
+    from forge.data.loader import Prefetcher
+    from forge.trainer import documents, transforms
+    from forge.trainer.divergence import SpikeRule
+    from forge.trainer.models.decoder import make_decoder
+    from forge.trainer.optim import make_optimizers
+    from forge.trainer.parallel import ParallelModel
+    from forge.trainer.step import TrainStep
+
+    train, world = config.train, _world(case.ranks)
+    # The number of documents is not known where tokens have no values.
+    documents._bounds = lambda begins: torch.full((17,), begins.numel(), dtype=torch.int32)
+    transforms._mesh = _without_modes(transforms._mesh)
+    decoder = make_decoder(config.model, VOCABULARY)
+    parallel = ParallelModel(decoder, train, world, "bf16", eos_id=0)
+    optimizers = make_optimizers(decoder, train)
+    parallel.wrap()
+    share = train.model_copy(update={"batch_size": train.batch_size // case.ranks})
+    loader = Prefetcher(RandomBatches(share, VOCABULARY), world.device)
+    spikes = SpikeRule.of(train, world.device, None)
+    step = TrainStep(parallel, optimizers, _FakeBatches(loader, mode, gpu), 100, spikes)
+    return step, _Copier(gpu, world.device, optimizers) if case.saves else None
+
+
+def _world(ranks: int) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    from forge.launch.process_group import World
+    from forge.launch.rank import Rank
+
+    class SimulatedWorld(World):
+        def gather(self, values: list[float], what: str = "") -> list[list[float]]:
+            return [values] * self.rank.world_size
+
+    device, control = torch.device("cuda", 0), dist.group.WORLD
+    return SimulatedWorld(Rank(0, 0, ranks, min(4, ranks)), device, "nccl", control)
+
+
+def _without_modes(make: Any) -> Any:
+    """A device mesh is made of real tensors."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def made(*args: Any) -> Any:
+        with _disable_current_modes():
+            return make(*args)
+
+    return made
+
+
+class _FakeBatches:
+    """The batches of a loader as fake tensors, pinned where they are. Its thread makes real ones."""
+
+    def __init__(self, loader: Any, mode: Any, gpu: SimulatedGpu) -> None:
+        self._loader, self._mode, self._gpu = loader, mode, gpu
+
+    def batch(self, step: int) -> Any:
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        fakes = []
+        for tensor in self._loader.batch(step):
+            with _disable_current_modes():
+                is_pinned = self._gpu.storage(tensor) in self._gpu.pinned
+                fakes.append(self._mode.from_tensor(tensor))
+            if is_pinned:
+                self._gpu.pinned.add(self._gpu.storage(fakes[-1]))
+        return fakes
+
+
+class _Copier:
+    """Copies the state as an asynchronous save does, and reads the copy as its writer thread does."""
+
+    def __init__(self, gpu: SimulatedGpu, device: Any, optimizers: Any) -> None:
+        from forge.checkpoint.storage import Stager
+
+        self._gpu, self._stager, self._optimizers = gpu, Stager(device), optimizers
+        self.copy: Any = None
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self._stager.hold_device())
+
+    def save(self, step: Any) -> None:
+        from forge.checkpoint import storage
+
+        if self.copy is not None:
+            self._stager.wait()
+            for tensor in storage._tensors(self.copy):
+                self._gpu.host_reads(tensor, "the writer thread")
+        state = storage.training_state(step.parallel.decoder, self._optimizers)
+        self.copy = self._stager.stage(state)
+
+
+if __name__ == "__main__":
+    main()
