@@ -22,7 +22,7 @@ def test_hugging_face_trainer_script_ends_as_a_model_that_transformers_loads(pro
     logs = [path.read_text() for path in project.path("logs", "bert-cpu").glob("*.1.log")]
     assert any("[RANK 1] step 50 of 51 loss" in log for log in logs)
     assert project.read("validated.json", "bert-cpu")["step"] == 51
-    text = "the match and the goal of the season"
+    text = "match goal team season coach league striker final cup stadium"
     assert "Stocks fell as oil prices rose" in LOAD
     load = LOAD.replace("Stocks fell as oil prices rose", text)
     code, loaded = project.shell(load, HF_HUB_OFFLINE="1")

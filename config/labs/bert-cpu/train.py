@@ -22,6 +22,7 @@ from transformers import (
     TrainerControl,
     TrainerState,
     TrainingArguments,
+    set_seed,
 )
 
 from forge.hf_callback import ForgeCallback
@@ -104,6 +105,7 @@ def main() -> None:
         label2id={topic: number for number, topic in enumerate(TOPICS)},
     )
     files = sorted((hub / "datasets/fancyzhx/ag_news/data").glob("train-*.parquet"))
+    set_seed(args.seed)  # before the model is made: the Trainer sets it afterwards
     trainer = Trainer(
         model=BertForSequenceClassification(config),
         args=args,
