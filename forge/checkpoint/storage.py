@@ -134,6 +134,38 @@ def is_finite(state: dict[str, Any]) -> bool:
     return all(bool(torch.isfinite(end)) for part in parts for end in torch.aminmax(part))
 
 
+def with_joined_scalars(
+    state: dict[str, Any],
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """The state with its scalars, such as the step that AdamW keeps of each parameter, as elements of one
+    tensor for each type; and these tensors, to be kept until the state is copied.
+
+    torch's stager pins no memory below five bytes. For a copy into memory that is not pinned the host
+    waits, and with it for all copies that were launched before.
+    """
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in _tensors(state):
+        if _is_scalar(tensor):
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    joined = {dtype: torch.stack(scalars) for dtype, scalars in by_dtype.items()}
+    elements = {dtype: iter(tensor) for dtype, tensor in joined.items()}
+
+    def replaced(values: dict[str, Any]) -> dict[str, Any]:
+        new: dict[str, Any] = {}
+        for name, value in values.items():
+            if isinstance(value, dict):
+                new[name] = replaced(value)
+            else:
+                new[name] = next(elements[value.dtype]) if _is_scalar(value) else value
+        return new
+
+    return replaced(state), list(joined.values())
+
+
+def _is_scalar(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 0 and not isinstance(tensor, DTensor)
+
+
 class Stager:
     """Copies states of one model into host memory, which is kept for the next copy.
 
@@ -145,12 +177,14 @@ class Stager:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied = torch.cuda.Event() if self._stream else None
         self._copier = StateDictStager(pin_memory=self._stream is not None, share_memory=False)
+        self._joined: list[torch.Tensor] = []  # scalars of the state that is being copied
 
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
         """A copy of the state, valid until the next call; complete after `wait`. What changes the state
         is to be launched after `hold_device`."""
         if self._stream is None or self._copied is None:
             return self._copy(state)
+        state, self._joined = with_joined_scalars(state)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             copy = self._copy(state)

@@ -277,12 +277,14 @@ def _replace_staging(gpu: SimulatedGpu) -> None:
 
     def offload(stager: Any, tensor: Any, memo: Any, non_blocking: bool = False) -> Any:
         tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        number = gpu.storage(tensor)
+        number, size = gpu.storage(tensor), tensor.untyped_storage().nbytes()
         if number not in copies:
-            copies[number] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            if stager.pin_memory and tensor.nbytes >= stager.pin_memory_min_bytes:
+            copies[number] = torch.empty(size, dtype=torch.uint8, device="cpu")
+            if stager.pin_memory and size >= stager.pin_memory_min_bytes:
                 gpu.pinned.add(gpu.storage(copies[number]))
         copy = copies[number]
+        if memo.setdefault(("copied", number), tensor) is not tensor:
+            return copy  # of a storage that several tensors share
         if tensor.device.type != "cuda":
             gpu.host_reads(tensor, "the copy of the state")
             return copy

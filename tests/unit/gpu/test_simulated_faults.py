@@ -15,6 +15,7 @@ SAVE = [
     ("updates_not_held", "races", "optim"),
     ("writer_does_not_wait", "races", "the writer thread"),
     ("copy_does_not_wait", "races", "checkpoint/storage.py"),
+    ("scalars_one_by_one", "waits", "of shape () into memory that is not pinned"),
     ("unpinned_copy", "waits", "(64, 128) into memory that is not pinned (checkpoint/storage.py"),
 ]
 
