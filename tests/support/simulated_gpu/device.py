@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from support.simulated_gpu.clocks import HOST, Accesses, Actor, Clock, Order
 
@@ -125,91 +125,126 @@ def install(gpu: SimulatedGpu) -> None:
     import torch
     from torch._subclasses import fake_tensor
 
-    class Event:
-        """As torch.cuda.Event."""
+    for name, value in {**_streams(gpu), **_facts()}.items():
+        setattr(torch.cuda, name, value)
+    for name in NOTHING_TO_DO:
+        setattr(torch.cuda, name, _nothing())
+    torch.accelerator.current_stream = torch.cuda.current_stream
+    fake_tensor.FakeTensorMode.avoid_device_init = property(lambda _: True)
+    fake_tensor.init_gpu_context = _nothing()
+    _replace_methods_of_tensors(gpu)
+    _replace_staging(gpu)
 
-        def __init__(self, *_: Any, **__: Any) -> None:
-            self._clock: Clock = {}
 
-        def record(self, stream: Any = None) -> None:
-            self._clock = gpu.order.clock(_number(stream))
+NOTHING_TO_DO = ("set_device", "init", "_lazy_init", "manual_seed", "manual_seed_all")
 
-        def wait(self, stream: Any = None) -> None:
-            gpu.order.wait(_number(stream), self._clock)
 
-        def synchronize(self) -> None:
-            gpu.findings.event_waits += 1
-            gpu.order.wait(HOST, self._clock)
+def _nothing() -> Any:
+    """A new function for each name: torch._dynamo refuses one that has two."""
+    return lambda *_, **__: None
 
-        def query(self) -> bool:
-            return True
 
-        def elapsed_time(self, _: Any) -> float:
-            return 1.0
+class Event:
+    """As torch.cuda.Event."""
 
-    class Stream:
-        """As torch.cuda.Stream."""
+    gpu: ClassVar[SimulatedGpu]
 
-        def __init__(self, device: Any = None, priority: int = 0, **given: Any) -> None:
-            number = given.get("stream_id")
-            self.stream_id = gpu.new_stream() if number is None else number
-            self.cuda_stream, self.priority = self.stream_id, priority
-            self.device, self.device_index = torch.device("cuda", 0), 0
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._clock: Clock = {}
 
-        def wait_stream(self, other: Any) -> None:
-            gpu.order.wait(self.stream_id, gpu.order.clock(other.stream_id))
+    def record(self, stream: Stream | None = None) -> None:
+        self._clock = self.gpu.order.clock(_number(self.gpu, stream))
 
-        def wait_event(self, event: Event) -> None:
-            event.wait(self)
+    def wait(self, stream: Stream | None = None) -> None:
+        self.gpu.order.wait(_number(self.gpu, stream), self._clock)
 
-        def record_event(self, event: Event | None = None) -> Event:
-            event = event or Event()
-            event.record(self)
-            return event
+    def synchronize(self) -> None:
+        self.gpu.findings.event_waits += 1
+        self.gpu.order.wait(HOST, self._clock)
 
-        def synchronize(self) -> None:
-            gpu.wait("Stream.synchronize", self.stream_id)
+    def query(self) -> bool:
+        return True
 
-        def query(self) -> bool:
-            return True
+    def elapsed_time(self, _: Event) -> float:
+        return 1.0
 
-        def is_capturing(self) -> bool:
-            return False
 
-        def __eq__(self, other: object) -> bool:
-            return isinstance(other, Stream) and other.stream_id == self.stream_id
+class Stream:
+    """As torch.cuda.Stream."""
 
-        def __hash__(self) -> int:
-            return self.stream_id
+    gpu: ClassVar[SimulatedGpu]
 
-    def current_stream(_: Any = None) -> Stream:
-        return Stream(stream_id=gpu.stream)
+    def __init__(self, device: Any = None, priority: int = 0, **given: Any) -> None:
+        import torch
 
-    def _number(stream: Any) -> int:
-        return gpu.stream if stream is None else int(stream.stream_id)
+        number = given.get("stream_id")
+        self.stream_id = self.gpu.new_stream() if number is None else number
+        self.cuda_stream, self.priority = self.stream_id, priority
+        self.device, self.device_index = torch.device("cuda", 0), 0
+
+    def wait_stream(self, other: Stream) -> None:
+        self.gpu.order.wait(self.stream_id, self.gpu.order.clock(other.stream_id))
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.gpu.wait("Stream.synchronize", self.stream_id)
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.stream_id == self.stream_id
+
+    def __hash__(self) -> int:
+        return self.stream_id
+
+
+def _number(gpu: SimulatedGpu, stream: Stream | None) -> int:
+    return gpu.stream if stream is None else stream.stream_id
+
+
+def _streams(gpu: SimulatedGpu) -> dict[str, Any]:
+    """What torch.cuda has for streams and events."""
+    Event.gpu = Stream.gpu = gpu
 
     @contextlib.contextmanager
-    def on_stream(stream: Any) -> Iterator[None]:
-        before, gpu.stream = gpu.stream, _number(stream)
+    def on_stream(stream: Stream | None) -> Iterator[None]:
+        before, gpu.stream = gpu.stream, _number(gpu, stream)
         try:
             yield
         finally:
             gpu.stream = before
 
-    class Properties:
-        name, total_memory, uuid = GPU_NAME, MEMORY, "GPU-0"
-        (major, minor), multi_processor_count = CAPABILITY, 132
-
-    def nothing() -> Any:  # one for each name: torch._dynamo refuses a function with two
-        return lambda *_, **__: None
-
-    replaced = {
+    return {
         "Stream": Stream,
         "Event": Event,
-        "current_stream": current_stream,
+        "current_stream": lambda _=None: Stream(stream_id=gpu.stream),
         "default_stream": lambda _=None: Stream(stream_id=0),
         "stream": on_stream,
         "synchronize": lambda _=None: gpu.wait("torch.cuda.synchronize"),
+    }
+
+
+class Properties:
+    """As torch.cuda.get_device_properties."""
+
+    name, total_memory, uuid = GPU_NAME, MEMORY, "GPU-0"
+    (major, minor), multi_processor_count = CAPABILITY, 132
+
+
+def _facts() -> dict[str, Any]:
+    """What torch.cuda says of its devices."""
+    return {
         "current_device": lambda: 0,
         "device_count": lambda: 1,
         "is_available": lambda: True,
@@ -220,16 +255,7 @@ def install(gpu: SimulatedGpu) -> None:
         "get_device_name": lambda *_: GPU_NAME,
         "mem_get_info": lambda *_: (MEMORY - GIB, MEMORY),
         "_is_in_bad_fork": lambda: False,
-        **{name: nothing() for name in ("set_device", "init", "_lazy_init")},
-        **{name: nothing() for name in ("manual_seed", "manual_seed_all")},
     }
-    for name, value in replaced.items():
-        setattr(torch.cuda, name, value)
-    torch.accelerator.current_stream = current_stream
-    fake_tensor.FakeTensorMode.avoid_device_init = property(lambda _: True)
-    fake_tensor.init_gpu_context = nothing()
-    _replace_methods_of_tensors(gpu)
-    _replace_staging(gpu)
 
 
 def _replace_methods_of_tensors(gpu: SimulatedGpu) -> None:
