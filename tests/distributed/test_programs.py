@@ -1,6 +1,7 @@
 """Another training program under `forge train`: what its run ends with, and what it resumes from."""
 
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -13,6 +14,7 @@ from support.live_run import Run, forge, ranks, wait_until
 
 from forge.core.errors import Exit
 from forge.core.files import read_json
+from forge.core.process import MAX_OPEN_FILES
 from forge.reporting.history import read_history
 
 COUNT = Path(__file__).parents[1] / "support/programs/count.py"
@@ -90,6 +92,21 @@ def test_program_gets_the_variables_of_the_contract(program, tmp_path):
     wanted = {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"}
     assert wanted <= {name for name, value in found.items() if value}
     assert Path(found["FORGE_HEARTBEAT"]).name == "1"
+
+
+def test_ranks_may_open_as_many_files_as_the_system_allows(program):
+    """The limit of the shell may be lower: 300 here."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = MAX_OPEN_FILES if before[1] == resource.RLIM_INFINITY else before[1]
+    command = ["sh", "-c", "echo may open $(ulimit -Sn)"]
+    run = program(command=command, checkpoints=None, goal=None)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
+    try:
+        assert run.forge("train").code == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    [log] = run.paths.logs.glob("local.*.0.log")
+    assert f"may open {min(hard, MAX_OPEN_FILES)}\n" in log.read_text()
 
 
 def test_ranks_read_inputs_from_the_staged_copy_until_it_disappears(program, tmp_path):
