@@ -15,6 +15,9 @@ from typing import Any
 from support.simulated_gpu import faults
 from support.simulated_gpu.device import Findings, SimulatedGpu, install
 
+from forge.core.config import Config
+from forge.core.memory import Shape
+
 STEPS = 3
 VOCABULARY = 512
 
@@ -23,8 +26,8 @@ VOCABULARY = 512
 class Case:
     """What is trained, and what is broken on purpose.
 
-    ranks: of four a node. train, model: keys of these sections. saves: the state is copied beside each
-    step. fault: a function of `faults`; "" for none.
+    ranks: of at most four a node. train, model: keys of these sections. saves: the state is copied
+    beside each step. fault: a function of `faults`; "" for none.
     """
 
     guard: str
@@ -33,6 +36,21 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     saves: bool = False
     fault: str = ""
+
+    @property
+    def ranks_per_node(self) -> int:
+        return min(4, self.ranks)
+
+    @property
+    def config(self) -> Config:
+        train = {"seq_len": 64, "batch_size": 4 * self.ranks, "micro_batch_size": 2, **self.train}
+        model = {"dim": 128, "layers": 3, "heads": 4, **self.model}
+        return Config.model_validate({"model": model, "train": train})
+
+
+def shape_of(case: Case) -> Shape:
+    """The case, as `forge plan` sees it."""
+    return Shape.of(case.config, VOCABULARY, case.ranks, case.ranks_per_node)
 
 
 def main() -> None:
@@ -52,13 +70,10 @@ def _train(gpu: SimulatedGpu, case: Case) -> list[Findings]:
     from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from forge.core.config import Config
     from forge.trainer.numerics import prepare
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
-    values = {"seq_len": 64, "batch_size": 4 * case.ranks, "micro_batch_size": 2, **case.train}
-    model = {"dim": 128, "layers": 3, "heads": 4, **case.model}
-    config = Config.model_validate({"model": model, "train": values})
+    config = case.config
     prepare(torch.device("cuda", 0), deterministic=config.train.deterministic)
     mode, found = FakeTensorMode(allow_non_fake_inputs=True), []
     with mode, Recorder(gpu):
@@ -92,7 +107,7 @@ def _made(gpu: SimulatedGpu, config: Any, mode: Any, case: Case) -> tuple[Any, A
     from forge.trainer.parallel import ParallelModel
     from forge.trainer.step import TrainStep
 
-    train, world = config.train, _world(case.ranks)
+    train, world = config.train, _world(case)
     # The number of documents is not known where tokens have no values.
     documents._bounds = lambda begins: torch.full((17,), begins.numel(), dtype=torch.int32)
     transforms._mesh = _without_modes(transforms._mesh)
@@ -107,7 +122,7 @@ def _made(gpu: SimulatedGpu, config: Any, mode: Any, case: Case) -> tuple[Any, A
     return step, _Copier(gpu, world.device, optimizers) if case.saves else None
 
 
-def _world(ranks: int) -> Any:
+def _world(case: Case) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -119,7 +134,7 @@ def _world(ranks: int) -> Any:
             return [values] * self.rank.world_size
 
     device, control = torch.device("cuda", 0), dist.group.WORLD
-    return SimulatedWorld(Rank(0, 0, ranks, min(4, ranks)), device, "nccl", control)
+    return SimulatedWorld(Rank(0, 0, case.ranks, case.ranks_per_node), device, "nccl", control)
 
 
 def _without_modes(make: Any) -> Any:

@@ -1,6 +1,11 @@
 """Against a training step that waits for the GPU, races with it, or computes on the wrong device."""
 
+from typing import get_args
+
 import pytest
+from support.simulated_gpu.training import Case, shape_of
+
+from forge.core import collectives
 
 # All pairs of values of these settings.
 SETTINGS = ("shard", "recompute", "fp8", "document_mask", "spike", "deterministic", "optimizer")
@@ -15,9 +20,7 @@ PAIRS = [
     (4, "selective", None, False, None, True, "muon"),
     (4, "full", "tensorwise", False, None, False, "adamw"),
 ]
-LAYERS, MICRO_BATCHES, RANKS = 3, 2, 8  # of a Case
-BLOCK = 4 * 128 * 128 + 3 * 128 * 384 + 2 * 128  # numbers of a block: dim 128, ffn_dim 384
-REST = 512 * 128 + 128  # the embedding, which is the output layer too, and the last norm
+LAYERS, MICRO_BATCHES = 3, 2  # of a Case
 
 
 @pytest.mark.parametrize("values", PAIRS, ids=lambda values: "-".join(map(str, values)))
@@ -40,26 +43,32 @@ def test_all_pairs_of_settings_are_among_the_cases():
             assert wanted == seen, (SETTINGS[first], SETTINGS[second])
 
 
-@pytest.mark.parametrize("shard", ["all", 4])
-def test_shards_gather_and_reduce_each_block_as_often_as_needed(simulate, shard):
-    """Forward and backward gather each block, and the rest, which both ends share, once a micro-batch.
-    Gradients are reduced once a micro-batch; over copies of the model in the last one only."""
-    step = simulate(train={"shard": shard})
-    ranks = RANKS if shard == "all" else shard
-    losses = 4 * (2 + 3)  # bytes: loss, norm and three flags
-    assert step.operations["all-gather"] == MICRO_BATCHES * (2 * LAYERS + 1) + 1
-    numbers = MICRO_BATCHES * (2 * LAYERS * BLOCK + REST)
-    assert step.moved["all-gather"] == 2 * numbers // ranks + losses  # bf16
-    assert step.operations["reduce-scatter"] == MICRO_BATCHES * (LAYERS + 1)
-    assert step.moved["reduce-scatter"] == 4 * MICRO_BATCHES * (LAYERS * BLOCK + REST)  # fp32
-    of_copies = 0 if shard == "all" else LAYERS + 1
-    assert step.operations["all-reduce"] == of_copies + 1  # the norm
+BF16, UNTIED = {"reduce_dtype": "bf16"}, {"tie_embeddings": False}
+NORMS = 4 * 32  # bytes: the norm of each weight tensor, which go together into one all-reduce
 
 
-def test_replicas_reduce_gradients_once_a_step_and_gather_nothing(simulate):
-    step = simulate(train={"shard": "none"})
-    assert step.operations["all-gather"] == 1  # the losses
-    assert step.moved["all-reduce"] == 4 * (LAYERS * BLOCK + REST)
+@pytest.mark.parametrize(
+    ("train", "model"),
+    [
+        ({"shard": "all"}, {}),
+        ({"shard": "all", **BF16}, UNTIED),
+        ({"shard": 4}, UNTIED),
+        ({"shard": 4, **BF16}, {}),
+        ({"shard": "none"}, {}),
+        ({"shard": "none", **BF16}, UNTIED),
+    ],
+    ids=str,
+)
+def test_collectives_are_those_that_forge_plan_counts(simulate, train, model):
+    """Blocks are gathered for forward and backward, both ends once, in every micro-batch; gradients are
+    reduced in every micro-batch, over the copies of the model in the last one only."""
+    step = simulate(train=train, model=model)
+    planned = collectives.of_step(shape_of(Case("", train=train, model=model)))
+    for name in get_args(collectives.Name):
+        entries = [entry for entry in planned if entry.name == name]
+        assert step.operations.get(name, 0) == sum(entry.number for entry in entries)
+        num_bytes = sum(entry.num_bytes for entry in entries)
+        assert step.moved.get(name, 0) == pytest.approx(num_bytes, abs=NORMS, rel=0)
 
 
 @pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("selective", 2), ("full", 6)])
