@@ -24,8 +24,12 @@ from forge.core.train_settings import (
 
 GIB = 2**30
 WEIGHT, GRADIENT, MOMENT = 4, 4, 4  # bytes a parameter, in fp32
-# CUDA context, cuBLAS workspaces and buffers of NCCL; and the share that the allocator cannot use.
+# CUDA context, kernels and cuBLAS workspaces; and the share that the allocator cannot use.
 FIXED_BYTES, FRAGMENTS = 1.5 * GIB, 1.05
+# Buffers of NCCL: of the communicator of all ranks, and of those of a copy and of the copies beside it.
+# Reported are 1.6 GB for the first and 6 GB for three or more (github.com/NVIDIA/nccl/issues/864), 0.5 to
+# 0.7 GB for one within a node (issue 964 there).
+NCCL_BYTES, NCCL_BYTES_MORE = 2 * GIB, 0.5 * GIB
 # The loss: fp32 probabilities of a chunk of logits on a GPU (loss.LOGITS_BYTES_GPU), and its logits.
 CHUNK_BYTES = 2**29
 # Fraction of a GPU that train.micro_batch_size: auto fills: the estimate is within 15 % of what torch
@@ -35,7 +39,8 @@ FILLED = 0.87
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one rank at one moment of a step; `total` adds `fixed` and fragments to the parts."""
+    """Bytes on one rank at one moment of a step; `total` adds fragments, buffers and `fixed` to the
+    parts."""
 
     weights: float
     optimizer: float  # its moments
@@ -43,17 +48,18 @@ class Memory:
     gathered: float  # copies of weights in the precision of the forward pass
     activations: float  # kept for the backward pass
     working: float  # of the loss or the computed block, and gradients before they are reduced
+    buffers: float  # of collectives
     fixed: float = FIXED_BYTES
 
     @property
     def allocated(self) -> float:
-        """Bytes that PyTorch allocates: all but `fixed` and fragments."""
+        """Bytes that PyTorch allocates: all but `buffers`, `fixed` and fragments."""
         parts = self.gradients + self.gathered + self.activations + self.working
         return self.weights + self.optimizer + parts
 
     @property
     def total(self) -> float:
-        return self.allocated * FRAGMENTS + self.fixed
+        return self.allocated * FRAGMENTS + self.buffers + self.fixed
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,8 @@ def estimate(shape: Shape) -> Memory:
 def least(shape: Shape) -> float:
     """Bytes that a rank needs at the very least, whatever its micro-batch and recomputation."""
     of_weights = (WEIGHT + GRADIENT) * shape.num_parameters
-    return (of_weights + shape.optimizer_bytes) / shape.ranks_per_copy + FIXED_BYTES
+    state = (of_weights + shape.optimizer_bytes) / shape.ranks_per_copy
+    return state + _buffer_bytes(shape) + FIXED_BYTES
 
 
 def _moments(shape: Shape) -> Iterator[Memory]:
@@ -147,7 +154,11 @@ def _moments(shape: Shape) -> Iterator[Memory]:
     numbers, ranks, tokens = shape.num_parameters, shape.ranks_per_copy, shape.micro_tokens
     kept, whole = _kept_per_token(shape, size)
     activations = tokens * shape.model.layers * kept
-    own = {"weights": WEIGHT * numbers / ranks, "optimizer": shape.optimizer_bytes / ranks}
+    own = {
+        "weights": WEIGHT * numbers / ranks,
+        "optimizer": shape.optimizer_bytes / ranks,
+        "buffers": _buffer_bytes(shape),
+    }
     gradients = GRADIENT * numbers / ranks
     before = gradients if shape.accumulates else 0.0
     # FSDP2 gathers the block that a sharded model computes, and in the backward pass the next block
@@ -191,6 +202,21 @@ def _moments(shape: Shape) -> Iterator[Memory]:
         activations=tokens * kept,
         working=unreduced * table,
     )
+
+
+def _buffer_bytes(shape: Shape) -> float:
+    """Bytes of collectives that PyTorch does not count as allocated: buffers of NCCL, and the second one
+    that all-gathers write into. FSDP2 frees the first only when the next is copied out, and the allocator
+    gives memory of the stream of all-gathers to no other one."""
+    if shape.world_size == 1:
+        return 0.0
+    if shape.ranks_per_copy == shape.world_size:
+        communicators = 1
+    else:
+        communicators = 2 if shape.ranks_per_copy == 1 else 3
+    of_nccl = NCCL_BYTES + (communicators - 1) * NCCL_BYTES_MORE
+    size = 2 if shape.precision == "bf16" else 4
+    return of_nccl + (size * shape.of_block if shape.ranks_per_copy > 1 else 0.0)
 
 
 def _kept_per_token(shape: Shape, size: int) -> tuple[float, float]:

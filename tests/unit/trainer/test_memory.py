@@ -143,3 +143,21 @@ def test_a_larger_micro_batch_and_accumulation_need_more() -> None:
 
     assert total(16, 2) > total(8, 1)
     assert total(16, 1) > total(8, 1)  # gradients are kept from one micro-batch to the next
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shard", "gib"),
+    # A block of 7B is 0.38 GiB in bf16, one of 70B would be 1.6. Communicators: of all ranks; of the
+    # copies too; of the ranks of a copy as well.
+    [(1, "none", 0.0), (8, "all", 2.377), (8, "none", 2.5), (16, "node", 3.377)],
+)
+def test_collectives_need_a_second_gathered_block_and_the_buffers_of_nccl(
+    world_size: int, shard: str, gib: float
+) -> None:
+    model = Llama(dim=4096, layers=2, heads=32, ffn_dim=11008, tie_embeddings=False)
+    train = Train(seq_len=2048, batch_size=16, micro_batch_size=1, shard=shard)
+    shape = Shape(model, VOCAB, train, world_size, 8)
+    need = memory.estimate(shape)
+    assert need.buffers / GIB == pytest.approx(gib, abs=0.001)
+    assert need.total == pytest.approx(1.05 * need.allocated + need.buffers + 1.5 * GIB)
+    assert memory.least(shape) > need.buffers
