@@ -52,6 +52,9 @@ class Fabric(Section):
     tables. It is not set on InfiniBand, where NCCL does not read it."""
     timeout_sec: float = Field(300, gt=0, le=MAX_SEC)
     """Timeout of a collective in seconds; after it the rank ends with an error."""
+    node_gbits: float | None = Field(None, gt=0)
+    """Bandwidth of a node's network in Gbit/s, all its ports together, for the times in `forge plan`;
+    null: 400 for each GPU."""
     debug: bool = False
     """Verbose logs of NCCL and torch.distributed."""
 
@@ -135,6 +138,8 @@ class Machine(Section):
     async_save: bool = True
     """Write checkpoints while training continues, from a copy of the state in host memory. With false, or
     too little memory, training waits for each save."""
+    gpu: str | None = None
+    """Name of the GPUs, such as `A100`, `H100` or `H200`, for the times in `forge plan`; null: H100."""
     gpu_memory_gib: float | None = Field(None, gt=0)
     """Memory of one GPU in GiB. A run that cannot fit is refused before its job waits in the queue, and
     `forge plan` shows what would; null: not compared."""

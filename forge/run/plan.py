@@ -1,22 +1,25 @@
-"""`forge plan`: what a run will need, before it is submitted: memory, checkpoints, time."""
+"""`forge plan`: what a run will need, before it is submitted: memory, checkpoints, network, time."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from forge.checkpoint.parent import first_step
 from forge.cluster.placement import WorldLayout
-from forge.core import memory
+from forge.core import collectives, memory
+from forge.core.collectives import Collectives
 from forge.core.config import Config
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, DataError
 from forge.core.machine import Machine
 from forge.core.memory import GIB, WEIGHT, Shape
 from forge.core.mix import stages
+from forge.core.paths import MANIFEST, tokens_folder
 from forge.core.terminal import Table, duration, print_plain
-from forge.trainer.metrics import PEAK_BF16_FLOPS
+from forge.data.content_ids import resolve_ids
+from forge.data.shards import ShardManifest
+from forge.run.step_time import GPU, Speed, remedies, step_time
 
-# What well-tuned trainers reach (torchtitan, KempnerForge: 40 to 58 % on H100 and H200).
-UTILIZATION = 0.4
-# The GPU of times, and of memory where machine.yaml has no gpu_memory_gib.
-GPU, GPU_GIB = "H100", 79.0
+GPU_GIB = 79.0  # of an H100, where machine.yaml has no gpu_memory_gib
 
 
 def plan(config: Config, machine: Machine, layout: WorldLayout) -> None:
@@ -29,13 +32,13 @@ def plan(config: Config, machine: Machine, layout: WorldLayout) -> None:
     vocab_size = config.tokenizer.expected_vocab_size
     shape = Shape.of(config, vocab_size, layout.world_size, layout.ranks_per_node)
     gpu_gib = machine.gpu_memory_gib or GPU_GIB
-    print_plain(
-        "\n".join([*_facts(config, memory.with_micro_batch(shape, gpu_gib * GIB), layout), ""])
-    )
+    chosen = memory.with_micro_batch(shape, gpu_gib * GIB)
+    lines = [*_facts(config, chosen, layout), *_network(chosen), *_times(chosen, machine, gpu_gib)]
+    print_plain("\n".join([*lines, ""]))
     _table(shape, gpu_gib).print()
     print_plain(
         "GiB of GPU memory on each rank at the peak of a step, as PyTorch keeps it without torch.compile."
-        "\nEstimated from shapes; not compared with a GPU yet."
+        "\nMemory and times are estimated from shapes, and not compared with a GPU yet."
     )
 
 
@@ -43,24 +46,101 @@ def _facts(config: Config, shape: Shape, layout: WorldLayout) -> list[str]:
     train, model = config.train, config.model
     tokens = train.batch_size * train.seq_len
     flops = tokens * model.flops_per_token(shape.vocab_size, train.seq_len)
-    peak = PEAK_BF16_FLOPS[GPU]
-    assert peak is not None
-    seconds = flops / (layout.world_size * peak * UTILIZATION)
     saved = (WEIGHT * shape.num_parameters + shape.optimizer_bytes) / 1e9
     is_known = model.vocab_size or config.tokenizer.source == "train"
     known = "" if is_known else " (the tokenizer's is not known yet)"
     ranks = f"{layout.nodes} x {layout.ranks_per_node} (nodes x ranks per node)"
     chosen = " (auto)" if train.micro_batch_size == "auto" else ""
+    goal = train.max_steps * tokens
     return [
         f"run {config.run}: {shape.num_parameters:,} parameters, vocabulary {shape.vocab_size:,}{known}",
         f"step: {train.batch_size} samples of {train.seq_len} = {tokens:,} tokens, {flops:.3g} FLOPs",
-        f"goal: step {train.max_steps:,} = {train.max_steps * tokens:,} tokens",
+        f"goal: step {train.max_steps:,} = {goal:,} tokens,"
+        f" {goal / shape.num_parameters:.3g} a parameter",
         f"checkpoint: {saved:,.3g} GB, every {train.checkpoint_every} steps, {train.keep_last} kept",
         *_sources(config),
+        _data(config),
         f"ranks: {ranks}; micro-batch of {shape.micro_samples} samples{chosen}",
-        f"time on {GPU} GPUs at {UTILIZATION:.0%} of their peak: {seconds:.3g} s a step,"
-        f" {duration(seconds * train.max_steps)} in all",
     ]
+
+
+# --- the network, and time -----------------------------------------------------------------------
+
+
+def _network(shape: Shape) -> Iterator[str]:
+    """What a rank sends in a step, without the few numbers that the ranks tell each other."""
+    sent = [entry for entry in collectives.of_step(shape) if entry.phase != "end"]
+    inside = [entry for entry in sent if entry.nodes == 1]
+    between = [entry for entry in sent if entry.nodes > 1]
+    for where, entries in (("within its node", inside), ("between nodes", between)):
+        if entries:
+            yield f"network: {where} a rank sends in a step {_summed(entries)}"
+    if sent and shape.train.optimizer == "muon":
+        yield "network: without what Muon sends"
+
+
+def _summed(entries: list[Collectives]) -> str:
+    parts = []
+    for name in dict.fromkeys(entry.name for entry in entries):
+        same = [entry for entry in entries if entry.name == name]
+        number, num_bytes = sum(e.number for e in same), sum(e.sent_bytes for e in same)
+        parts.append(f"{num_bytes / 1e9:,.3g} GB by {number:,} {name}{'s' * (number > 1)}")
+    return ", ".join(parts)
+
+
+def _times(shape: Shape, machine: Machine, gpu_gib: float) -> Iterator[str]:
+    """The time of a step and of the run, and a warning where the network slows it down."""
+    speed = Speed.of(machine, shape.ranks_per_node)
+    time = step_time(shape, speed)
+    yield (
+        f"time on {machine.gpu or GPU} GPUs: {time.total:.3g} s a step, {time.waiting:.3g} s of it"
+        f" waiting for the network; {time.mfu:.0%} of their peak;"
+        f" {duration(time.total * shape.train.max_steps)} in all"
+    )
+    if time.is_slowed_by_network:
+        helping = remedies(shape, speed, gpu_gib * GIB)
+        yield (
+            f"warning: gathering and reducing between nodes takes {time.between_nodes:.3g} s of a step,"
+            f" the backward pass beside it {time.backward:.3g} s: set"
+            f" {', or '.join(helping) or 'a larger train.batch_size, or use fewer nodes'}"
+        )
+
+
+# --- data ------------------------------------------------------------------------------------------
+
+
+def _data(config: Config) -> str:
+    """Tokens of the training split, and how often they are read up to the goal."""
+    tokens = _num_tokens(config)
+    if not tokens:
+        return "data: not tokenized yet, so the number of epochs is not known"
+    train = config.train
+    if train.mix is None:
+        steps = max(0, train.max_steps - first_step(config))
+        total = steps * train.batch_size * train.seq_len
+        epochs = total / sum(tokens.values())
+        return f"data: {sum(tokens.values()):,} tokens, {epochs:,.3g} epochs"
+    drawn = _drawn(config)
+    each = (
+        f"{name} {number:,} tokens, {drawn[name] / number:,.3g} epochs"
+        for name, number in tokens.items()
+    )
+    return f"data: {'; '.join(each)}"
+
+
+def _num_tokens(config: Config) -> dict[str, int]:
+    """Source -> tokens of its training split, under "" without sources; {} where one is not there."""
+    try:
+        ids = config.ids or resolve_ids(config)
+        folders = ids.sources or {"": ids.tokens}
+        manifests = {
+            name: ShardManifest.read_if_there(tokens_folder(config.data, tokens_id) / MANIFEST)
+            for name, tokens_id in folders.items()
+        }
+    except (ConfigError, DataError):
+        return {}  # `forge tokenize` says why
+    found = {name: one.totals["train"].tokens for name, one in manifests.items() if one}
+    return found if len(found) == len(folders) else {}
 
 
 def _sources(config: Config) -> list[str]:
@@ -70,15 +150,22 @@ def _sources(config: Config) -> list[str]:
         return []
     if train.mix is None:
         return [f"sources: {', '.join(sources)}, in proportion to their tokens"]
-    samples = dict.fromkeys(sources, 0.0)
+    shares = (f"{name} {tokens:,.0f}" for name, tokens in _drawn(config).items())
+    return [f"sources: {', '.join(shares)} tokens up to the goal"]
+
+
+def _drawn(config: Config) -> dict[str, float]:
+    """Source -> tokens that it contributes up to the goal, by train.mix."""
+    train = config.train
+    assert train.mix is not None
+    tokens = dict.fromkeys(sorted(config.tokenize.sources or ()), 0.0)
     all_stages = stages(train.mix)
     ends = [stage.step for stage in all_stages[1:]] + [train.max_steps]
     for stage, end in zip(all_stages, ends, strict=True):
         steps = max(0, min(end, train.max_steps) - max(stage.step, first_step(config)))
         for name, share in stage.shares.items():
-            samples[name] += float(share) * steps * train.batch_size
-    shares = (f"{name} {train.seq_len * number:,.0f}" for name, number in samples.items())
-    return [f"sources: {', '.join(shares)} tokens up to the goal"]
+            tokens[name] += float(share) * steps * train.batch_size * train.seq_len
+    return tokens
 
 
 def _table(shape: Shape, gpu_gib: float) -> Table:

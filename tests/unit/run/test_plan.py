@@ -2,12 +2,15 @@
 out of memory in its first step."""
 
 import pytest
+from support.shards import make
 
 from forge import cli
 from forge.cluster.placement import WorldLayout, check_layout
-from forge.core.config import Config
+from forge.core.config import Config, load_config
 from forge.core.errors import ConfigError
 from forge.core.machine import load_machine
+from forge.core.paths import tokens_folder
+from forge.data.content_ids import resolve_ids
 
 SEVEN_B = """
 model: {dim: 4096, layers: 32, heads: 32, ffn_dim: 11008, tie_embeddings: false}
@@ -60,6 +63,81 @@ def test_plan_says_what_fits(config_file, capsys):
 def test_plan_without_a_known_gpu_compares_with_an_h100(config_file, capsys):
     code, printed = planned(capsys, config_file, "--ranks-per-node=8")
     assert code == 0 and "fits 79 GiB" in printed.out and "time on H100 GPUs" in printed.out
+
+
+KEMPNER = ("--nodes=8", "--ranks-per-node=4", "--machine.fabric.node_gbits=1600")
+NAMED = ("--train.shard=all", "--train.batch_size=256", "--train.compile=true")
+
+
+def test_plan_says_what_a_rank_sends(config_file, capsys):
+    _, printed = planned(capsys, config_file, *KEMPNER, "--train.shard=node")
+    # Two bytes of 6.74 billion weights forward, without the ends again backward, 3/4 of them from the
+    # others of a node, for 16 micro-batches; gradients in fp32; a quarter of them goes between nodes.
+    inside = "within its node a rank sends in a step 317 GB by 1,056 all-gathers, 323 GB by 544"
+    assert f"network: {inside} reduce-scatters" in printed.out
+    assert "network: between nodes a rank sends in a step 11.8 GB by 34 all-reduces" in printed.out
+    _, printed = planned(
+        capsys, config_file, *KEMPNER, "--train.shard=all", "--train.optimizer=muon"
+    )
+    assert "network: without what Muon sends" in printed.out
+    assert "network: within" not in printed.out
+    assert (
+        "network" not in planned(capsys, config_file, "--train.shard=none")[1].out.splitlines()[5]
+    )
+
+
+def test_plan_warns_where_the_network_takes_longer_than_the_backward_pass(config_file, capsys):
+    _, printed = planned(capsys, config_file, *KEMPNER, *NAMED)
+    [line] = [line for line in printed.out.splitlines() if line.startswith("warning")]
+    settings = "train.reduce_dtype: bf16, or train.shard: node, or train.micro_batch_size: 2"
+    assert line.endswith(f": set {settings}")
+    for setting in ("reduce_dtype=bf16", "shard=node", "micro_batch_size=2"):
+        _, printed = planned(capsys, config_file, *KEMPNER, *NAMED, f"--train.{setting}")
+        assert "warning" not in printed.out
+
+
+def test_time_depends_on_the_gpu_and_the_network(config_file, capsys):
+    def time(*options):
+        _, printed = planned(capsys, config_file, *KEMPNER, *NAMED, *options)
+        [line] = [line for line in printed.out.splitlines() if line.startswith("time on")]
+        return line, float(line.split()[4])
+
+    line, seconds = time()
+    assert line.startswith("time on H100 GPUs") and "of it waiting for the network" in line
+    assert time("--machine.gpu=A100")[1] > 2 * seconds
+    assert time("--machine.fabric.node_gbits=100")[1] > 3 * seconds
+
+
+def test_plan_says_how_often_the_data_is_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("words")
+    path = tmp_path / "config.yaml"
+    path.write_text("""
+tokenize: {inputs: [text.txt]}
+train: {seq_len: 100, batch_size: 10, max_steps: 6}
+""")
+    assert "data: not tokenized yet" in planned(capsys, str(path))[1].out
+    make(tokens_folder("data", resolve_ids(load_config(path, {})).tokens))
+    _, printed = planned(capsys, str(path))
+    assert "data: 3,000 tokens, 2 epochs" in printed.out
+    assert "goal: step 6 = 6,000 tokens, 0.00141 a parameter" in printed.out
+
+
+def test_plan_says_how_often_each_source_is_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("web", "code"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    path = tmp_path / "config.yaml"
+    path.write_text("""
+tokenize: {sources: {web: {inputs: [web.txt]}, code: {inputs: [code.txt]}}}
+train: {seq_len: 100, batch_size: 10, max_steps: 12, mix: {web: 3, code: 1}}
+""")
+    sources = resolve_ids(load_config(path, {})).sources
+    make(tokens_folder("data", sources["web"]))
+    assert "data: not tokenized yet" in planned(capsys, str(path))[1].out
+    make(tokens_folder("data", sources["code"]))
+    _, printed = planned(capsys, str(path))
+    assert "data: code 3,000 tokens, 1 epochs; web 3,000 tokens, 3 epochs" in printed.out
 
 
 def test_auto_micro_batch_is_the_largest_that_fits_and_divides_the_share(config_file, capsys):
