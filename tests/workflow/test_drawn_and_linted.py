@@ -78,3 +78,12 @@ def test_example_of_the_workflow_catalog_is_planned_without_a_profile(tmp_path):
     done = snakemake("--directory", ".test", "--cores", "2", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rule report_run:" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("size", ["124m", "70b"])
+def test_size_to_start_from_is_planned_by_the_command_in_its_first_lines(size):
+    lines = (REPOSITORY / f"config/sizes/{size}.yaml").read_text().splitlines()
+    [command] = [line.split() for line in lines if line.startswith("#   snakemake")]
+    done = snakemake(*command[2:], "--dry-run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"results/{size}/trained.json" in done.stdout + done.stderr

@@ -1,11 +1,15 @@
 """Against a training step that waits for the GPU, races with it, or computes on the wrong device."""
 
+from pathlib import Path
 from typing import get_args
 
 import pytest
 from support.simulated_gpu.training import Case, shape_of
 
 from forge.core import collectives
+from forge.core.config import load_config
+
+ROOT = Path(__file__).parents[3]
 
 # All pairs of values of these settings.
 SETTINGS = ("shard", "recompute", "fp8", "document_mask", "spike", "deterministic", "optimizer")
@@ -80,3 +84,17 @@ def test_backward_pass_computes_the_products_again_that_the_policy_names(
     block reads."""
     step = simulate(train={"shard": "all", "recompute": recompute})
     assert step.operations["aten.mm.default"] == LAYERS * MICRO_BATCHES * (7 * 3 + again)
+
+
+@pytest.mark.parametrize(("size", "ranks"), [("7b", 32), ("70b", 128)])
+def test_sizes_to_start_from_train_without_a_wait_at_their_real_widths(simulate, size, ranks):
+    """One block, one sample a rank, on as many ranks as the size is meant for."""
+    config = load_config(ROOT / f"config/sizes/{size}.yaml", {})
+    model = {**config.model.model_dump(exclude_unset=True), "layers": 1}
+    keys = config.train.model_dump(exclude_unset=True)
+    train = {**keys, "batch_size": ranks, "micro_batch_size": 1, "seq_len": 256, "compile": False}
+    step = simulate(ranks=ranks, train=train, model=model)
+    assert (step.races, step.wrong_devices, step.waits) == ([], [], [])
+    planned = collectives.of_step(shape_of(Case("", ranks=ranks, train=train, model=model)))
+    moved = sum(entry.num_bytes for entry in planned if entry.name == "reduce-scatter")
+    assert step.moved["reduce-scatter"] == moved

@@ -1,9 +1,12 @@
 """Against a plan whose time is wrong by more than a third: computed by hand, and compared with steps that
 others have published. No GPU of Forge's own has been compared with it."""
 
+from pathlib import Path
+
 import pytest
 
-from forge.core import collectives
+from forge.core import collectives, memory
+from forge.core.config import load_config
 from forge.core.errors import ConfigError
 from forge.core.machine import load_machine
 from forge.core.memory import GIB, Shape
@@ -11,6 +14,7 @@ from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
 from forge.run.step_time import Speed, remedies, step_time
 
+ROOT = Path(__file__).parents[3]
 PEAK = 989.4e12
 H200 = Speed(PEAK, 4.8e12, 450e9, 4 * 50e9)  # nodes of four, 400 Gbit/s each
 H100_500W = Speed(PEAK, 2.4e12, 450e9, 8 * 50e9)  # of torchtitan's tables: slower memory
@@ -136,3 +140,25 @@ def test_gpu_is_known_by_its_name():
     assert Speed.of(load_machine(None), 8) == Speed(PEAK, 3.35e12, 450e9, 400e9)
     with pytest.raises(ConfigError, match="the speed of the GPU V100 is not known"):
         Speed.of(load_machine(None, {"gpu": "V100"}), 8)
+
+
+def row(size, ranks):
+    """A row of the table in docs/gpu.md: config/sizes on H100 nodes of Kempner."""
+    config = load_config(str(ROOT / f"config/sizes/{size}.yaml"), {})
+    machine = load_machine(str(ROOT / "profiles/kempner/machine.yaml"))
+    shape = Shape.of(config, config.tokenizer.vocab_size, ranks, min(4, ranks))
+    shape = memory.with_micro_batch(shape, machine.gpu_memory_gib * GIB)
+    if memory.estimate(shape).total > machine.gpu_memory_gib * GIB:
+        return f"| {size} | {ranks} | does not fit | | | |"
+    time = step_time(shape, Speed.of(machine, shape.ranks_per_node))
+    tokens = config.train.batch_size * config.train.seq_len / time.total
+    return (
+        f"| {size} | {ranks} | {shape.micro_samples} | {time.total:.3g} | {tokens / ranks:,.0f}"
+        f" | {time.mfu:.0%} |"
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 32])
+@pytest.mark.parametrize("size", ["1b", "7b"])
+def test_page_about_gpus_shows_these_estimates(size, ranks):
+    assert row(size, ranks) in (ROOT / "docs/gpu.md").read_text().splitlines()
