@@ -9,6 +9,7 @@ with steps that others have published.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ GPU = "H100"  # where machine.yaml names none
 NETWORK_GBITS = 400  # a GPU, where machine.yaml has no fabric.node_gbits: NDR InfiniBand
 
 # Bytes/s of a GPU's memory, and of its links to the others of its node, one way: NVLink, else PCIe.
-# Source: NVIDIA's data sheets. Names as in PEAK_BF16_FLOPS.
+# Source: NVIDIA's data sheets. Names, and their order, as in PEAK_BF16_FLOPS.
 BANDWIDTHS = {
     "A100": (1.555e12, 300e9),  # 40 GB; with 80 GB 2.04e12
     "H100 PCIe": (2.0e12, 64e9),
@@ -76,9 +77,7 @@ class Speed(NamedTuple):
                 fix=f"name one of {', '.join(known)}, or remove the key",
             )
         of_memory, link = next(
-            value
-            for key, value in BANDWIDTHS.items()
-            if PEAK_BF16_FLOPS[key] == peak and key in name
+            value for key, value in BANDWIDTHS.items() if re.search(rf"\b{key}\b", name)
         )
         gbits = machine.fabric.node_gbits or NETWORK_GBITS * ranks_per_node
         return cls(peak, of_memory, link, gbits * 1e9 / 8)

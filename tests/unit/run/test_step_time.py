@@ -12,7 +12,8 @@ from forge.core.machine import load_machine
 from forge.core.memory import GIB, Shape
 from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
-from forge.run.step_time import Speed, remedies, step_time
+from forge.run.step_time import BANDWIDTHS, Speed, remedies, step_time
+from forge.trainer.metrics import PEAK_BF16_FLOPS
 
 ROOT = Path(__file__).parents[3]
 PEAK = 989.4e12
@@ -137,9 +138,16 @@ def test_gpu_is_known_by_its_name():
     h200 = Speed.of(load_machine(None, {"gpu": "NVIDIA H200", "fabric.node_gbits": 800}), 4)
     assert h200 == Speed(PEAK, 4.8e12, 450e9, 100e9)
     assert Speed.of(load_machine(None, {"gpu": "H100 PCIe"}), 8).link == 64e9
+    assert Speed.of(load_machine(None, {"gpu": "GH200"}), 8).memory == 4.0e12
     assert Speed.of(load_machine(None), 8) == Speed(PEAK, 3.35e12, 450e9, 400e9)
     with pytest.raises(ConfigError, match="the speed of the GPU V100 is not known"):
         Speed.of(load_machine(None, {"gpu": "V100"}), 8)
+
+
+@pytest.mark.parametrize("name", [name for name, peak in PEAK_BF16_FLOPS.items() if peak])
+def test_every_gpu_with_a_known_peak_has_bandwidths(name):
+    speed = Speed.of(load_machine(None, {"gpu": f"NVIDIA {name} 80GB"}), 1)
+    assert (speed.peak, speed.memory, speed.link) == (PEAK_BF16_FLOPS[name], *BANDWIDTHS[name])
 
 
 def row(size, ranks):
