@@ -20,8 +20,8 @@ class GpuFloors:
 
 NOT_KNOWN = GpuFloors()
 # Longer names first.
-# bf16 and copy: 0.75 to 0.85 of what good ones reach (H100, H200: 800 TFLOP/s; 3.0 and 4.3 TB/s). A100: 0.64
-#   of the data sheet's 312 TFLOP/s, as 0.61 of those of the H100.
+# bf16 and copy: 0.75 to 0.85 of what good ones reach (H100, H200: 800 TFLOP/s; 3.0 and 4.3 TB/s). A100:
+#   0.64 of the 312 TFLOP/s of its data sheet, where the H100 has 0.61.
 # host_copy: a quarter of what one reaches alone (53 and 25 GB/s: issues 24 and 42 of NVIDIA/nvbandwidth),
 #   since several may share a switch.
 # all_reduce: above the 26 GB/s of PCIe 4.0 between GPUs without NVLink (issue 50 there).
