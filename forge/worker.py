@@ -19,6 +19,7 @@ from forge.launch import lost_ranks, program_rank, rank_output
 from forge.launch.heartbeat import heartbeat
 from forge.launch.launcher import register
 from forge.launch.lost_ranks import PEER_LOST
+from forge.launch.monitor import start_monitor
 from forge.launch.rank import Rank, rank_for_record, set_rendezvous, this_rank
 from forge.launch.rank_records import (
     LaunchSpec,
@@ -49,6 +50,7 @@ def main(spec_path: str) -> int:
             stop.stop_file = paths.stop
         with disk_trouble(paths.logs):
             _redirect(paths, spec, rank)
+        start_monitor(spec, rank)
         _prepare(spec, rank)
         record = _attempt(spec, paths, rank, stop)
     except ForgeError as err:

@@ -337,6 +337,23 @@ def _line(path: Path) -> str:
     return path.read_text().strip()
 
 
+def rdma_bytes() -> tuple[int, int]:
+    """Bytes that all ports have received and sent since they came up. The counters count four bytes as
+    one (Linux, Documentation/ABI/stable/sysfs-class-infiniband)."""
+    received, sent = (
+        4 * sum(map(_count, RDMA_DEVICES.glob(f"*/ports/*/counters/port_{name}_data")))
+        for name in ("rcv", "xmit")
+    )
+    return received, sent
+
+
+def _count(path: Path) -> int:
+    try:
+        return int(_line(path))
+    except (OSError, ValueError):
+        return 0
+
+
 def gid_trouble(port: Port, index: int) -> str:
     """Why NCCL_IB_GID_INDEX cannot be this index on this port; "" where it can, or is not read."""
     if not port.is_roce:

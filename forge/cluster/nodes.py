@@ -151,7 +151,7 @@ class NodePool:
         if self.placement.is_here:
             return entry
         assert self.placement.job
-        options = ("--overlap", "--gres=none", f"--job-name={self._name}")
+        options = ("--overlap", f"--job-name={self._name}")  # with the GPUs, for preflight to see
         return [*slurm.srun(self.placement.job.id, [host], options=options), *entry]
 
     def _end(self) -> None:

@@ -104,6 +104,14 @@ class PreflightSettings(Section):
     """Nodes to request beyond those that train; they replace unhealthy nodes."""
 
 
+class MonitorSettings(Section):
+    """Load of the nodes while they train, for the report."""
+
+    every_sec: float = Field(10, ge=0, le=MAX_SEC)
+    """Each node appends a line to `monitor/NODE.jsonl` in the run's directory after so many seconds:
+    utilization, power, temperature and memory of its GPUs, its own load, memory and network. 0: none."""
+
+
 class Slurm(Section):
     """Options of the Slurm job, and its requeues."""
 
@@ -151,6 +159,7 @@ class Machine(Section):
     fabric: Fabric = Fabric()
     stage: StageSettings = StageSettings()
     preflight: PreflightSettings = PreflightSettings()
+    monitor: MonitorSettings = MonitorSettings()
     slurm: Slurm = Slurm()
 
     @model_validator(mode="after")

@@ -103,6 +103,7 @@ class RunPaths:
     evaluations = _Below("evaluations", extended=True)  # a record for each evaluated checkpoint
     evaluation_data = _Below("evaluations/data.json")  # which data of tasks is in the cache
     bad_nodes = _Below("bad_nodes.txt")  # nodes that the next submission excludes, one per line
+    monitor = _Below("monitor")  # the load of each node, in a file of its name
     tracking = _Below("tracking", extended=True)  # what each tracker has been sent
     tensorboard = _Below("tensorboard", extended=True)
     wandb = _Below("wandb", extended=True)

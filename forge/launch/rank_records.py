@@ -158,7 +158,8 @@ class LaunchSpec(Record):
 @dataclass(frozen=True)
 class ProbedRank:
     """One rank in the probe. network: that NCCL has named; "" without NCCL. tflop_per_sec: of a matrix
-    product. pairs: rank and GB/s of connections to other nodes, on local rank 0."""
+    product. pairs: rank and GB/s of connections to other nodes, on local rank 0. gpu: its name, ""
+    on a CPU. copy_gb_per_sec: of copies to it from pinned memory."""
 
     rank: int
     local_rank: int
@@ -169,6 +170,8 @@ class ProbedRank:
     network: str
     tflop_per_sec: float
     pairs: list[tuple[int, float]]
+    gpu: str = ""
+    copy_gb_per_sec: float | None = None
 
 
 @dataclass(frozen=True)

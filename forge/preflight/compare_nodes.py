@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from forge.cluster.placement import Placement
 from forge.core import records
 from forge.core.machine import Machine
 from forge.core.records import Check
-from forge.preflight import packages
+from forge.preflight import gpu_checks, packages
 from forge.preflight.node_checks import (
     Link,
     NodeAnswer,
@@ -34,7 +35,7 @@ CONNECT_SEC = 4.0
 
 # Checks that are about the node even where they fail on every node of the allocation. Any other check
 # that fails on all nodes is a mistake in the settings, such as data that was never made.
-OWN = ("local disk", "memory", "gpus")
+OWN = ("local disk", "memory", "gpus", *gpu_checks.ABOUT_THE_NODE)
 # One of two nodes is at fault, and nothing tells which: neither is excluded.
 UNCLEAR = "one of two"
 EXCLUDE_ONE = "exclude one of the two (slurm.exclude), or set preflight.spare_nodes: 1"
@@ -342,6 +343,8 @@ def _same_hardware(
             f"leave {node} out, or see ibstat there",
             cause="its port is down; NCCL would wait forever for a network that both ends have",
         )
+    elif facts.infiniband and machine.fabric.infiniband != "never":
+        yield from _same_ports(node, facts, everyone)
     most = max(each.gpus for each in everyone)
     if facts.gpus < most and machine.device != "cpu":
         yield Check(
@@ -351,6 +354,30 @@ def _same_hardware(
             f"leave {node} out, or see nvidia-smi there",
             cause="a GPU has fallen off the bus, or the partition mixes kinds of nodes",
         )
+
+
+def _same_ports(node: str, facts: NodeFacts, everyone: Sequence[NodeFacts]) -> Iterator[Check]:
+    """A warning where the active ports together have a lower rate than on most nodes."""
+    kinds = Counter(tuple(sorted(each.ports.items())) for each in everyone)
+    usual, times = dict(kinds.most_common(1)[0][0]), kinds.most_common(1)[0][1]
+    if _gb_per_sec(facts.ports) >= _gb_per_sec(usual) or times == 1:
+        return
+    changed = [
+        f"{port} {'has ' + facts.ports[port] if port in facts.ports else 'is not active'}, {rate}"
+        for port, rate in usual.items()
+        if facts.ports.get(port) != rate
+    ]
+    message = f"{'; '.join(changed)} on {times} nodes"
+    cause = (
+        "a cable or a port has failed, or runs at a lower rate: all ranks would wait for this node"
+    )
+    yield Check("ports", "warn", message, f"leave {node} out, or see ibstat there", cause)
+
+
+def _gb_per_sec(ports: Mapping[str, str]) -> float:
+    """Of all ports together, from rates such as `400 Gb/sec (4X NDR)`."""
+    rates = [re.match(r"[\d.]+", rate) for rate in ports.values()]
+    return sum(float(rate[0]) for rate in rates if rate)
 
 
 # --- nodes to exclude -----------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from forge.core.records import Check
 from forge.data.shards import Kind
 from forge.launch.rank_records import ProgramFolders
 from forge.preflight import packages
+from forge.preflight.gpu_checks import gpu_checks
 from forge.staging.on_node import open_copy
 
 # Ranks, shared memory of libraries and compiled kernels need at least this much of /tmp.
@@ -83,6 +84,7 @@ class NodeFacts:
     address: str  # of the interface that ranks use; "" where it has none
     master_trouble: str  # why ranks here cannot meet those of other nodes; "" where they can
     infiniband: bool  # whether a port of InfiniBand or RoCE is active
+    ports: dict[str, str]  # those that are active, with their rates
     gpus: int
     driver: str  # version of NVIDIA's; "" without one
     exported: dict[str, str]  # variables for NCCL, Gloo and torch
@@ -106,6 +108,7 @@ def check_node(wanted: Wanted) -> NodeAnswer:
         address=_address_of(interface),
         master_trouble=rendezvous.trouble(wanted.master),
         infiniband=network.has_rdma(),
+        ports={f"{port.device} port {port.number}": port.rate for port in network.active_ports()},
         gpus=network.count_gpus(),
         driver=packages.driver_version(),
         exported=packages.exported(),
@@ -157,6 +160,8 @@ def node_checks(wanted: Wanted, results_check: Check) -> Iterator[Check]:
         yield _gpus(wanted.ranks_per_node)
         if not wanted.program:  # another program may have a torch of its own
             yield _cuda()
+    if machine.device != "cpu":
+        yield from gpu_checks()
 
 
 def _name_resolves() -> Check:

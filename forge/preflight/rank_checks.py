@@ -9,8 +9,11 @@ from forge.cluster.placement import WorldLayout
 from forge.core.machine import Machine
 from forge.core.records import Check
 from forge.launch.rank_records import ProbedRank, ProbeResult, RankRecord
+from forge.preflight.gpu_floors import floors_of
 
 SHOWN_RANKS = 16
+
+Speeds = dict[str, tuple[float, float | None]]  # place -> speed and floor, None where none is known
 
 
 def rank_checks(record: RankRecord, layout: WorldLayout, machine: Machine) -> Iterator[Check]:
@@ -45,6 +48,8 @@ def rank_checks(record: RankRecord, layout: WorldLayout, machine: Machine) -> It
     )
     if result.backend == "nccl":
         yield _network(ranks)
+    if ranks[0].gpu:
+        yield from _against_floors(result, layout)
     if layout.nodes > 1:
         yield from _slow_nodes(ranks, machine.preflight.slow_factor)
 
@@ -65,6 +70,40 @@ def _network(ranks: list[ProbedRank]) -> Check:
         "unset NCCL_IB_DISABLE, run ibstat on these nodes, and set fabric.debug: true to see why",
         cause="NCCL found no InfiniBand device that it can use; training would be many times slower",
     )
+
+
+def _against_floors(result: ProbeResult, layout: WorldLayout) -> Iterator[Check]:
+    """Compare the speeds of GPUs with those that their kind has. Warnings: a search for the broken node
+    would find none, since all of them communicate."""
+    products: Speeds = {}
+    copies: Speeds = {}
+    sums: Speeds = {}
+    for rank in result.ranks:
+        where, known = f"{rank.host}:{rank.device}", floors_of(rank.gpu)
+        products[where] = (rank.tflop_per_sec, known.bf16 and known.bf16 / 1e12)
+        if rank.copy_gb_per_sec is not None:
+            copies[where] = (rank.copy_gb_per_sec, known.host_copy and known.host_copy / 1e9)
+        if layout.nodes == 1 and layout.world_size > 1 and result.backend == "nccl":
+            sums[rank.host] = (result.bus_gb_per_sec, known.all_reduce and known.all_reduce / 1e9)
+    yield from _floor_check("bf16 product", products, "TFLOP/s", COMPUTES_SLOWLY)
+    yield from _floor_check("host copy", copies, "GB/s", "its PCIe link has lost lanes or speed")
+    yield from _floor_check("all-reduce rate", sums, "GB/s", "NCCL does not use NVLink there")
+
+
+def _floor_check(name: str, speeds: Speeds, unit: str, cause: str) -> Iterator[Check]:
+    low = [
+        f"{where} {speed:.3g} (a good one has more than {floor:.3g})"
+        for where, (speed, floor) in speeds.items()
+        if floor and speed < floor
+    ]
+    if low:
+        fix = "leave these nodes out (slurm.exclude), or continue"
+        yield Check(name, "warn", f"slow: {', '.join(low)} {unit}", fix, cause)
+    elif speeds:
+        median = statistics.median(speed for speed, _ in speeds.values())
+        known = all(floor for _, floor in speeds.values())
+        than = "none below its floor" if known else "no floor is known for this GPU"
+        yield Check(name, "ok", f"median {median:.3g} {unit}, {than}")
 
 
 def _slow_nodes(ranks: list[ProbedRank], factor: float) -> Iterator[Check]:

@@ -35,7 +35,8 @@ BANDWIDTH_MIB = 16
 PAIR_MIB = 4
 PAIR_ROUNDS = 15  # number of other nodes that a node is paired with, at most: enough for a median
 MATMUL_SIZE = {"cpu": 768, "cuda": 8192}  # about 20 ms on a core, and on a large GPU
-MATMUL_TRIALS = 5
+MATMUL_TRIALS = {"cpu": 5, "cuda": 30}  # a GPU raises its clocks within the first of them
+COPY_MIB, COPY_TRIALS = 64, 5
 
 
 class ProbeWatchdog:
@@ -107,6 +108,8 @@ def check(world: World, task: PreflightTask, spec: LaunchSpec) -> RankRecord:
         network=_network(task.nccl_file),
         tflop_per_sec=_matmul(world.device),
         pairs=pairs,
+        gpu=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "",
+        copy_gb_per_sec=_host_copy(world.device),
     )
     quick = replace(world, control=groups.control)
     result = ProbeResult(
@@ -160,11 +163,24 @@ def _all_reduce(world: World, groups: Groups, watchdog: ProbeWatchdog) -> dict[s
 
 
 def _matmul(device: torch.device) -> float:
-    """The best of a few products of two square matrices, TFLOP/s (2 n^3 a product)."""
+    """The best of a few products of two square matrices, TFLOP/s (2 n^3 a product); on GPUs in bf16,
+    where they have it."""
     size = MATMUL_SIZE[device.type]
-    a = torch.ones(size, size, device=device)
-    seconds = min(_timed(lambda: torch.mm(a, a)) for _ in range(MATMUL_TRIALS))
+    a = torch.rand(size, size, device=device)  # products of equal numbers draw less power
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        a = a.bfloat16()
+    seconds = min(_timed(lambda: torch.mm(a, a)) for _ in range(MATMUL_TRIALS[device.type]))
     return round(2 * size**3 / seconds / 1e12, 4)
+
+
+def _host_copy(device: torch.device) -> float | None:
+    """The best of a few copies from pinned memory, GB/s; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    source = torch.empty(COPY_MIB * 2**20, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    seconds = min(_timed(lambda: target.copy_(source)) for _ in range(COPY_TRIALS))
+    return round(source.nbytes / seconds / 1e9, 3)
 
 
 def _pairs(world: World, groups: Groups, watchdog: ProbeWatchdog) -> list[tuple[int, float]]:

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from forge.reporting.history import PHASES, History, Phase
+from forge.reporting.node_load import LoadCurve
 from forge.reporting.run_tree import TreeRun
 
 if TYPE_CHECKING:
@@ -123,6 +124,22 @@ def throughput_chart(history: History) -> str:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         axes.legend(loc="lower right")
         return _svg(figure, "throughput")
+
+
+def load_chart(curve: LoadCurve, name: str) -> str:
+    """Median of nodes or GPUs over time, between the least and the most of them."""
+    points = curve.points
+    hours = points["hours"]
+    unit, at = ("hours", hours) if hours.max() >= 2 else ("minutes", 60 * hours)
+    with mpl.rc_context({**STYLE, "svg.hashsalt": name}):
+        figure, axes = _empty_axes(curve.unit)
+        axes.set_xlabel(f"{unit} since the first line")
+        axes.fill_between(at, points["min"], points["max"], color=TRAIN, alpha=0.2, lw=0)
+        axes.plot(
+            at, points["median"], color=TRAIN, lw=1.4, marker="o" if len(at) < 3 else "", ms=4
+        )
+        axes.set_ylim(bottom=0)
+        return _svg(figure, name)
 
 
 def _empty_axes(ylabel: str) -> tuple[Figure, Axes]:

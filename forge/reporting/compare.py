@@ -14,6 +14,7 @@ from forge.core.files import atomic_open, read_object_or_empty
 from forge.core.paths import RunPaths
 from forge.core.terminal import Table, duration, say
 from forge.reporting.history import device_hours, facts, read_history_or_empty
+from forge.reporting.node_load import read_loads
 from forge.reporting.run_rows import ScoreRow, read_scores
 from forge.reporting.run_state import COLORS, RunState
 from forge.reporting.run_tree import TreeRun, families
@@ -37,6 +38,7 @@ FACTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "tokens_per_sec": ("tokens per second", _number(",.0f")),
     "mfu": ("MFU", _number(".1%")),
     "gpu_hours": ("GPU hours", _number(",.3g")),
+    "energy_kwh": ("energy of the GPUs (kWh)", _number(",.3g")),
     "core_hours": ("core hours", _number(",.3g")),
     "rank_hours": ("rank hours", _number(",.3g")),
     "wall_sec": ("wall time", lambda sec: duration(sec, precise=True)),
@@ -116,6 +118,7 @@ def _run(paths: RunPaths) -> ComparedRun:
         **dict.fromkeys(FACTS),
         **{name: measured[name] for name in FACTS.keys() & measured.keys()},
         **device_hours(history.launches),
+        "energy_kwh": read_loads(paths, history.launches).energy_kwh,
         "state": summary.state.state,
         "step": checkpoint.step if checkpoint else measured["step"],
         "goal": summary.state.goal,

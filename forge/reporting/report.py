@@ -17,13 +17,22 @@ from forge.core.paths import RunPaths
 from forge.core.terminal import duration
 from forge.reporting.charts import (
     family_chart,
+    load_chart,
     loss_chart,
     source_chart,
     throughput_chart,
     time_blocks,
     time_ticks,
 )
-from forge.reporting.history import PHASES, History, LaunchHistory, facts, read_history
+from forge.reporting.history import (
+    PHASES,
+    History,
+    LaunchHistory,
+    device_hours,
+    facts,
+    read_history,
+)
+from forge.reporting.node_load import read_loads
 from forge.reporting.run_rows import read_scores
 from forge.reporting.run_tree import TreeRun, family_of
 from forge.reporting.summary import Summary, preflight_checks, summarize, validation_checks
@@ -73,6 +82,7 @@ def _context(paths: RunPaths) -> dict[str, Any]:
         "facts": facts(history),
         "missing": _missing(paths, summary, history),
         "charts": _charts(history),
+        "loads": _loads(paths, history),
         **family_context(family_of(paths), here=paths.root.name),
         "scores": read_scores(paths),
         "restarts": history.restarts,
@@ -143,6 +153,27 @@ def _charts(history: History) -> list[dict[str, Any]]:
         alt = f"tokens per second: median {rate.median():,.0f}, least {rate.min():,.0f}"
         charts.append({"title": "Throughput", "alt": alt, "svg": Markup(throughput_chart(history))})
     return charts
+
+
+def _loads(paths: RunPaths, history: History) -> dict[str, Any]:
+    """Curves and rows on the nodes while they trained; without curves where nothing was recorded."""
+    loads = read_loads(paths, history.launches)
+    charts = []
+    for number, curve in enumerate(loads.curves):
+        alt = (
+            f"median {curve.median:,.3g} {curve.unit}, from {curve.least:,.3g} to {curve.most:,.3g}"
+        )
+        svg = Markup(load_chart(curve, f"load{number}"))
+        charts.append({"title": curve.title, "alt": alt, "svg": svg})
+    hours = device_hours(history.launches)
+    gpu_hours = hours.get("gpu_hours", hours.get("rank_hours"))  # a rank of a program has one GPU
+    energy = loads.energy_kwh
+    return {
+        "charts": charts,
+        "curves": loads.curves,
+        "energy_kwh": energy,
+        "gpu_hours": None if energy is None else gpu_hours,
+    }
 
 
 def _time(history: History) -> dict[str, Any]:

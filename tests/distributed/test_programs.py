@@ -12,6 +12,7 @@ import pytest
 import yaml
 from support.live_run import Run, forge, ranks, wait_until
 
+from forge.core import json_lines
 from forge.core.errors import Exit
 from forge.core.files import read_json
 from forge.core.process import MAX_OPEN_FILES
@@ -70,6 +71,9 @@ def test_run_is_done_when_the_sealed_checkpoint_of_its_goal_is_there(program):
     assert read_json(run.paths.trained)["step"] == GOAL
     seal = read_json(run.paths.checkpoints / f"checkpoint-{GOAL}.forge.json")
     assert set(seal["files"]) == {"state.json", "part-0.json", "part-1.json"}
+    [launch] = run.events("launch")
+    [loads] = [json_lines.read(path) for path in run.paths.monitor.glob("*.jsonl")]
+    assert {line["launch"] for line in loads} == {launch["launch"]}
     again = run.forge("train", *TWO_RANKS)
     assert (again.code, "nothing to train" in again.text) == (0, True)
     assert len(run.events("launch")) == 1

@@ -112,6 +112,8 @@ def test_kempner_profile_runs_with_only_partition_gpus_and_backend_changed(
     [launch] = project.run().events("launch")
     assert (len(launch["nodes"]), launch["world_size"]) == (2, 2)
     assert cluster.job(launch["job"])["Switches"] == "1@00:02:00"
+    written = project.run().paths.monitor.glob("*.jsonl")
+    assert sorted(path.stem for path in written) == sorted(launch["nodes"])
 
 
 def test_one_rank_on_one_node_is_no_special_case_for_a_profile_that_stages(

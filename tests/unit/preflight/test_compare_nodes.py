@@ -29,7 +29,7 @@ FAIL = Check("disk", "fail", "0.1 GiB free", "free space")
 
 ALIKE = NodeFacts(
     **{"versions": VERSIONS, "address": "10.0.0.1", "master_trouble": "", "infiniband": False},
-    **{"gpus": 0, "driver": "", "exported": {}, "bytes_per_sec": None},
+    **{"ports": {}, "gpus": 0, "driver": "", "exported": {}, "bytes_per_sec": None},
 )
 
 
@@ -240,3 +240,33 @@ def test_node_is_not_excluded_for_what_fails_on_every_node():
 def test_node_is_excluded_for_its_full_local_disk_even_where_all_nodes_have_one():
     full = Check("local disk", "fail", "No space left")
     assert list(bad_nodes([node("n0", full), node("n1", full)])) == ["n0", "n1"]
+
+
+# --- ports of InfiniBand --------------------------------------------------------------------------
+
+NDR, HDR = "400 Gb/sec (4X NDR)", "200 Gb/sec (2X NDR)"
+ALL_PORTS = {"mlx5_0 port 1": NDR, "mlx5_1 port 1": NDR}
+
+
+@pytest.mark.parametrize(
+    ("ports", "message"),
+    [
+        ({"mlx5_0 port 1": NDR}, f"mlx5_1 port 1 is not active, {NDR} on 2 nodes"),
+        (ALL_PORTS | {"mlx5_1 port 1": HDR}, f"mlx5_1 port 1 has {HDR}, {NDR} on 2 nodes"),
+    ],
+)
+def test_a_port_that_is_down_or_slower_than_on_most_nodes_is_named(ports, message):
+    nodes = [node(name, infiniband=True, ports=ALL_PORTS) for name in NAMES[:2]]
+    nodes.append(node("n2", infiniband=True, ports=ports))
+    compare(nodes, load_machine(None))
+    [check] = [check for check in nodes[2].checks if check.name == "ports"]
+    assert (check.status, check.message) == ("warn", message)
+    assert not [check for each in nodes[:2] for check in each.checks if check.name == "ports"]
+
+
+def test_more_ports_than_most_nodes_and_two_nodes_that_differ_are_no_trouble():
+    few = {"mlx5_0 port 1": NDR}
+    for kinds in ([few, few, ALL_PORTS], [few, ALL_PORTS]):
+        nodes = [node(infiniband=True, ports=ports) for ports in kinds]
+        compare(nodes, load_machine(None))
+        assert not [check for each in nodes for check in each.checks if check.name == "ports"]

@@ -182,7 +182,7 @@ class Nodes:
                 "master_trouble": "",
                 "infiniband": False,
             },
-            **{"gpus": 0, "driver": "", "exported": {}, "bytes_per_sec": None},
+            **{"ports": {}, "gpus": 0, "driver": "", "exported": {}, "bytes_per_sec": None},
         )
 
     def bad(self, hosts):

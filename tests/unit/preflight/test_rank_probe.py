@@ -166,3 +166,62 @@ def test_last_error_of_the_logs_is_found_and_older_logs_do_not_count(tmp_path, t
     since = log.stat().st_mtime
     assert last_error(tmp_path, since) == "ModuleNotFoundError: No module named 'torch'"
     assert last_error(tmp_path, since + 1) == ""
+
+
+# --- floors of GPUs -------------------------------------------------------------------------------
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def gpus(name=H100, **second):
+    first = rank(0, device="cuda:0", gpu=name, tflop_per_sec=740.0, copy_gb_per_sec=52.0)
+    changed = {"device": "cuda:1", "tflop_per_sec": 720.0, **second}
+    return [first, replace(first, rank=1, **changed)]
+
+
+def test_good_gpus_are_above_their_floors():
+    found = checks(gpus(), backend="nccl", bus_gb_per_sec=150.0)
+    assert problems(found) == {}
+    assert found["bf16 product"].message == "median 730 TFLOP/s, none below its floor"
+    assert {"host copy", "all-reduce rate"} <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("second", "bus", "name", "message"),
+    [
+        (
+            {"tflop_per_sec": 310.0},
+            150.0,
+            "bf16 product",
+            "n1:cuda:1 310 (a good one has more than 600)",
+        ),
+        (
+            {"copy_gb_per_sec": 6.2},
+            150.0,
+            "host copy",
+            "n1:cuda:1 6.2 (a good one has more than 13)",
+        ),
+        ({}, 11.0, "all-reduce rate", "n1 11 (a good one has more than 30)"),
+    ],
+)
+def test_a_gpu_below_a_floor_of_its_kind_warns_with_both_numbers(second, bus, name, message):
+    found = problems(checks(gpus(**second), backend="nccl", bus_gb_per_sec=bus))
+    assert [(check.name, check.status) for check in found.values()] == [(name, "warn")]
+    assert message in found[name].message
+
+
+@pytest.mark.parametrize("name", ["NVIDIA RTX A1000", "NVIDIA H100 PCIe", f"{H100} MIG 1g.10gb"])
+def test_a_gpu_without_a_floor_is_recorded(name):
+    found = checks(gpus(name, tflop_per_sec=1.0, copy_gb_per_sec=0.1), backend="nccl")
+    assert problems(found) == {}
+    assert "no floor is known" in found["bf16 product"].message
+
+
+def test_ranks_of_several_nodes_have_no_floor_of_the_all_reduce():
+    ranks = [replace(each, pairs=[(1 - each.rank, 9.0)]) for each in gpus(host="n2")]
+    found = checks(ranks, nodes=2, backend="nccl", bus_gb_per_sec=1.0)
+    assert "all-reduce rate" not in found
+
+
+def test_ranks_on_cpus_have_no_floors():
+    assert not {"bf16 product", "host copy", "all-reduce rate"} & checks().keys()
