@@ -304,6 +304,17 @@ def read_object_or_empty(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def inodes_in(folder: Path) -> dict[str, int]:
+    """The inode of each file in a directory, by name; {} for a directory that cannot be read now.
+
+    One read of the directory, whatever the number of files. A file has another inode than the one that
+    it has replaced.
+    """
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return {entry.name: entry.inode() for entry in entries}
+    return {}
+
+
 T = TypeVar("T")
 
 
