@@ -16,6 +16,7 @@ PARTS = {
     "stage": "shards to the disks of four nodes",
     "pipeline": "the workflow beside a hand-written sbatch script",
     "dry_run": "the workflow's own time",
+    "scale": "what grows with the number of ranks, simulated",
 }
 
 

@@ -14,6 +14,7 @@ import torch
 
 from forge.checkpoint import directory, storage
 from forge.checkpoint.manifest import Manifest
+from forge.checkpoint.save_plan import KeptPlans
 from forge.cluster.network import available_memory
 from forge.core import failpoints
 from forge.core.errors import DiskFull, TrainingError, UnfitError
@@ -57,6 +58,7 @@ class Saver:
         self.async_save, self.before_commit = async_save, before_commit
         self.in_progress: AsyncSave | None = None
         self._stager = storage.Stager(world.device)
+        self._plans = KeptPlans()
         self._has_copied = False
 
     def start(
@@ -168,7 +170,7 @@ class Saver:
         world.on_main(lambda: directory.begin(self.paths, step, size), "begin of the save")
         folder = directory.temporary_folder(self.paths, step)
         try:
-            files = storage.write_state(state, folder, world)
+            files = storage.write_state(state, folder, world, self._plans)
         except UnfitError:
             if world.rank.is_main:  # else a full disk would stay full
                 shutil.rmtree(folder, ignore_errors=True)

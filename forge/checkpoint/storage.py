@@ -62,6 +62,7 @@ from forge.checkpoint.index import (
 )
 from forge.checkpoint.manifest import StoredFile
 from forge.checkpoint.plan_pickles import read_only_plans
+from forge.checkpoint.save_plan import KeptPlan, KeptPlans, named_tensors
 from forge.cluster.network import available_cores
 from forge.core import failpoints
 from forge.core.errors import DataError, DiskFull, ForgeError, UnfitError
@@ -108,11 +109,7 @@ def state_bytes(state: dict[str, Any], *, local: bool = False) -> int:
 
 
 def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
-    for value in state.values():
-        if isinstance(value, dict):
-            yield from _tensors(value)
-        else:
-            yield value
+    return (tensor for _, tensor in named_tensors(state))
 
 
 def is_finite(state: dict[str, Any]) -> bool:
@@ -206,20 +203,25 @@ class Stager:
             self._copied.synchronize()
 
 
-def write_state(state: dict[str, Any], folder: Path, world: World) -> dict[str, StoredFile]:
+def write_state(
+    state: dict[str, Any], folder: Path, world: World, plans: KeptPlans
+) -> dict[str, StoredFile]:
     """Write the state into a directory, durably; size and digest of each file, by name.
 
-    All ranks call it; its collectives run on world.control. Raises UnfitError on every rank when one
-    cannot write.
+    plans: has the plan of the last save of this kind, and keeps that of this one. All ranks call it; its
+    collectives run on world.control. Raises UnfitError on every rank when one cannot write.
     """
     threads = max(1, min(WRITER_THREADS, available_cores() // world.rank.local_world_size))
-    writer = TensorWriter(folder, threads)
+    planner = plans.planner(state, world, threads)
+    writer = TensorWriter(folder, threads, planner.kept)
     read_only_plans()
     try:
         with named("write of the checkpoint"):
-            dcp.save(state, storage_writer=writer, process_group=world.control)
+            group = world.control
+            dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as err:  # a BaseException: no `except Exception` would see it
         raise _write_error(err, folder) from None
+    plans.keep(planner, writer.results, writer.index)
     failpoints.reach("save.written", folder)
     parts = world.gather_objects(writer.fs.files, dict[str, StoredFile], "gather of digests")
     return {name: facts for part in parts for name, facts in part.items()}
@@ -297,21 +299,19 @@ class TensorWriter(FileSystemWriter):
 
     fs: DigestingFiles
 
-    def __init__(self, folder: Path, threads: int) -> None:
+    def __init__(self, folder: Path, threads: int, kept: KeptPlan | None = None) -> None:
+        """kept: the plan by which this save is made, with the index that it has."""
         super().__init__(folder, thread_count=threads, sync_files=False)
         self.fs = DigestingFiles()
+        self.results: list[WriteResult] = []  # of this rank
+        self.index = b""  # where this rank has written it
+        self._kept = kept
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """DCP's hook: write the index, on one rank. Raises OSError."""
-        places = {result.index: result.storage_data for part in results for result in part}
-        tensors = {}
-        for name, entry in metadata.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata)
-            chunks = sorted(entry.chunks, key=lambda chunk: chunk.offsets)
-            parts = [_part(chunk, places[MetadataIndex(name, chunk.offsets)]) for chunk in chunks]
-            tensors[name] = StoredTensor(NAMES[entry.properties.dtype], list(entry.size), parts)
+        self.index = self._kept.index if self._kept else _index_of(metadata, results)
         with self.fs.create_stream(Path(self.path) / INDEX, "wb") as stream:
-            stream.write(index_bytes(tensors))
+            stream.write(self.index)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """DCP's hook: write this rank's share of the tensors. Raises OSError."""
@@ -324,8 +324,11 @@ class TensorWriter(FileSystemWriter):
         shares = filter(None, split_by_size_and_type(self.thread_count, plan.items))
         with ThreadPoolExecutor(self.thread_count) as pool:
             parts = list(pool.map(write, itertools.count(), shares))
+        self.results = [result for part in parts for result in part]
+        # The index of a kept plan has them: rank 0 need not read them again.
+        assert self._kept is None or self.results == self._kept.results
         written: Future[list[WriteResult]] = Future()
-        written.set_result([result for part in parts for result in part])
+        written.set_result([] if self._kept else self.results)
         return written
 
     def _write_file(
@@ -347,6 +350,18 @@ class TensorWriter(FileSystemWriter):
         if stored != end:  # truncated by another process
             raise OSError(f"{name} has {stored} bytes, {end} were written")
         return results
+
+
+def _index_of(metadata: Metadata, results: list[list[WriteResult]]) -> bytes:
+    """The content of index.json for what all ranks have written."""
+    places = {result.index: result.storage_data for part in results for result in part}
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        chunks = sorted(entry.chunks, key=lambda chunk: chunk.offsets)
+        parts = [_part(chunk, places[MetadataIndex(name, chunk.offsets)]) for chunk in chunks]
+        tensors[name] = StoredTensor(NAMES[entry.properties.dtype], list(entry.size), parts)
+    return index_bytes(tensors)
 
 
 def _part(chunk: ChunkStorageMetadata, place: StorageInfo) -> StoredPart:

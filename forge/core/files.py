@@ -16,6 +16,7 @@ import blake3
 from pydantic import AfterValidator
 
 from forge.core.errors import DataError, DiskFull, ForgeError, UnfitError
+from forge.core.process import boot_id
 
 # blake3 is as fast as the disk: 7 GB/s on a core, sha256 1.9.
 DIGEST = "blake3"
@@ -25,6 +26,8 @@ KERNEL = ("/proc/", "/sys/")  # where no directory can be made: there is "No suc
 # A sparse file of terabytes costs nothing to hand out, and JSON takes 20 times its size in memory. The
 # first limit is for lists of files and tensors, the second for everything else.
 MAX_JSON_BYTES, MAX_SMALL_JSON_BYTES = 2**30, 2**26
+# File systems whose clients all see the server's inode numbers and times.
+SHARED = frozenset({"beegfs", "ceph", "gpfs", "lustre", "nfs", "nfs4", "panfs", "wekafs"})
 MAX_NAME_BYTES = 255  # on Linux (man 7 path_resolution)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
@@ -106,6 +109,32 @@ def canonical(value: Any) -> bytes:
 def short_id(value: Any) -> str:
     """The first 12 hex digits of the digest of `value`, as in the directory names of artifacts."""
     return digest_bytes(canonical(value))[:12]
+
+
+def identity_of(paths: Iterable[Path]) -> str:
+    """Names these files as they are now: two processes get the same text only where they read the same
+    files, also on two hosts, and not where each has a copy on a disk of its own.
+
+    A file system that is not known to be shared is that of this host alone.
+    """
+    shared, here, hasher = _shared_file_systems(), boot_id(), blake3.blake3()
+    for path in paths:
+        stat = path.stat()
+        storage = shared.get(stat.st_dev, f"{here} {stat.st_dev}")
+        facts = (storage, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        hasher.update(canonical(facts))
+    return str(hasher.hexdigest())
+
+
+def _shared_file_systems() -> dict[int, str]:
+    """Type and source of each mounted network file system by its device (man 5 proc, mountinfo)."""
+    found = {}
+    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+        kind, source = line.partition(" - ")[2].split()[:2]
+        if kind in SHARED:
+            major, minor = line.split()[2].split(":")
+            found[os.makedev(int(major), int(minor))] = f"{kind} {source}"
+    return found
 
 
 @contextmanager
@@ -273,6 +302,17 @@ def read_object_or_empty(path: Path) -> dict[str, Any]:
     except (ForgeError, OSError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def inodes_in(folder: Path) -> dict[str, int]:
+    """The inode of each file in a directory, by name; {} for a directory that cannot be read now.
+
+    One read of the directory, whatever the number of files. A file has another inode than the one that
+    it has replaced.
+    """
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return {entry.name: entry.inode() for entry in entries}
+    return {}
 
 
 T = TypeVar("T")

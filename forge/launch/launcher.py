@@ -36,10 +36,10 @@ from forge.launch.rank_records import (
     LaunchSpec,
     ProgramTask,
     RankRecord,
+    RecordsSoFar,
     Task,
     TrainTask,
     reserve,
-    written,
 )
 from forge.launch.stop_signal import SIGNAL_CAUSES
 
@@ -53,7 +53,9 @@ AFTER_FAILURE_SEC = 10.0
 # After SIGKILL, only a process stays that waits in the kernel, for a file system or a device.
 KILL_SEC = 30.0
 
-POLL_SEC = 0.05
+POLL_SEC = 0.05  # between two looks at the launch command and at stop signals
+# Between two looks at the files of the ranks, which may be on a file system that many runs share.
+LOOK_SEC = 1.0
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -246,7 +248,8 @@ def _watch(
     killed_at: float | None,
 ) -> None:
     """Until the launch command ends: show messages of rank 0, forward a stop, kill what hangs."""
-    forwarded, stopped_ranks = False, lost_ranks.StoppedRanks(spec)
+    forwarded, looked = False, -LOOK_SEC
+    records, stopped_ranks = RecordsSoFar(spec), lost_ranks.StoppedRanks(spec)
     with Console(spec.directory) as console:
         while child.poll() is None:
             if stopped and not forwarded:
@@ -255,15 +258,18 @@ def _watch(
                 child.send_signal(signal.SIGUSR1 if spec.job else stopped[0])
                 say(f"stopping: {_stopping(spec.task)} …")
                 killed_at = killed_at or time.monotonic() + grace_sec
-            if killed_at is None and any(
-                record.status in ("failed", "lost") for record in written(spec)
-            ):
-                killed_at = time.monotonic() + AFTER_FAILURE_SEC
-            if killed_at and time.monotonic() > killed_at:
+            if (now := time.monotonic()) - looked >= LOOK_SEC:
+                looked = now
+                records.look()
+                if killed_at is None and any(
+                    record.status in ("failed", "lost") for record in records.written
+                ):
+                    killed_at = now + AFTER_FAILURE_SEC
+                stopped_ranks.look(records.stalled)
+                console.show(records.inodes)
+            if killed_at and now > killed_at:
                 _kill_all(spec, child)
-            stopped_ranks.look()
             time.sleep(POLL_SEC)
-            console.show()
 
 
 def _environment(spec: LaunchSpec) -> dict[str, str]:

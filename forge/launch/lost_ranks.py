@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from forge.cluster import slurm
-from forge.core.errors import DataError, Exit
+from forge.core.errors import Exit
 from forge.core.files import read_object_or_empty
 from forge.core.process import Process
-from forge.launch.rank_records import LaunchSpec, RankRecord, mark_stopped, pid_file, stalled
+from forge.launch.rank_records import LaunchSpec, RankRecord, mark_stopped, pid_file
 
 # Causes in rank records. After an error or a fault of a GPU, ranks are launched again; after a fault
 # without the node.
@@ -185,7 +184,6 @@ def _numbers(records: list[RankRecord]) -> str:
 
 # --- stopped processes ----------------------------------------------------------------------------
 
-LOOK_SEC = 0.25  # between two looks at the directory of the launch, which is shared
 ASK_SEC = 20.0
 
 
@@ -199,24 +197,18 @@ class StoppedRanks:
 
     def __init__(self, spec: LaunchSpec) -> None:
         self._spec = spec
-        self._looked = 0.0  # on the monotonic clock
         self._waiting, self._is_asked = 0, False  # ranks at the last look; in this stall
 
-    def look(self) -> None:
-        """Ask, if a rank has been waiting for longer than its limit. The launcher calls it often."""
-        now = time.monotonic()
-        if now - self._looked < LOOK_SEC:
-            return
-        self._looked = now
-        with suppress(OSError, DataError):  # a record is withdrawn meanwhile
-            records = stalled(self._spec)
-            waiting = sum(record.status == "failed" for record in records)
-            self._is_asked = self._is_asked and waiting > 0
-            # Once no more of them come: the nodes of the others alone are asked.
-            if 0 < waiting == self._waiting and not self._is_asked:
-                self._is_asked = True
-                self._ask(records)
-            self._waiting = waiting
+    def look(self, stalled: list[RankRecord]) -> None:
+        """Ask, if a rank has been waiting for longer than its limit. The launcher calls it often.
+        stalled: records of the ranks that are stalled now."""
+        waiting = sum(record.status == "failed" for record in stalled)
+        self._is_asked = self._is_asked and waiting > 0
+        # Once no more of them come: the nodes of the others alone are asked.
+        if 0 < waiting == self._waiting and not self._is_asked:
+            self._is_asked = True
+            self._ask(stalled)
+        self._waiting = waiting
 
     def _ask(self, records: list[RankRecord]) -> None:
         silent = set(range(self._spec.layout.world_size)) - {record.rank for record in records}

@@ -6,11 +6,13 @@ import contextlib
 import json
 import re
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Self
 
 from forge.core import terminal
+from forge.core.files import inodes_in
 from forge.core.json_lines import Follower
 from forge.core.terminal import Progress, say, unstamped
 
@@ -61,7 +63,8 @@ class Console:
         self._folder = folder
         self._messages: Follower | None = None
         self._is_log = False
-        self._bar_file, self._bar_facts = folder / BAR, ""
+        self._bar_file = folder / BAR
+        self._bar_seen = (0, 0, 0)  # inode, time and size of the file that is shown
         self._stack = ExitStack()
         self._bar: Progress | None = None
 
@@ -72,27 +75,32 @@ class Console:
         self.show()
         self._stack.close()
 
-    def show(self) -> None:
+    def show(self, inodes: Mapping[str, int] | None = None) -> None:
+        """inodes: of the files in the directory, where the caller has read it just now."""
+        inodes = inodes_in(self._folder) if inodes is None else inodes
         # Training goes on where nothing can be shown: the next call tries again.
         with contextlib.suppress(OSError):
-            self._show_messages()
-            self._show_bar()
+            self._show_messages(inodes)
+            self._show_bar(inodes)
 
-    def _show_messages(self) -> None:
+    def _show_messages(self, inodes: Mapping[str, int]) -> None:
         path, start = self._folder / MESSAGES, self._folder / START
-        if not self._is_log and start.exists():  # the log of rank 0 takes the place of messages
+        if not self._is_log and START in inodes:  # the log of rank 0 takes the place of messages
             self._messages, self._is_log = Follower(path, int(start.read_text())), True
-        if self._messages is None and path.exists():
+        if self._messages is None and MESSAGES in inodes:
             self._messages = Follower(path)
         while self._messages and (lines := self._messages.new_lines()):
             for line in lines:
                 # Another program may draw progress bars over each other, and colors of its own.
                 say(unstamped(_COLOR.sub("", line.rstrip().rpartition("\r")[2]))[1])
 
-    def _show_bar(self) -> None:
-        if not self._bar_file.exists() or (text := self._bar_file.read_text()) == self._bar_facts:
+    def _show_bar(self, inodes: Mapping[str, int]) -> None:
+        if BAR not in inodes:
             return
-        self._bar_facts, facts = text, json.loads(text)
+        stat = self._bar_file.stat()  # replaced often: its inode may be that of an earlier one
+        if (seen := (stat.st_ino, stat.st_mtime_ns, stat.st_size)) == self._bar_seen:
+            return
+        facts, self._bar_seen = json.loads(self._bar_file.read_text()), seen
         if self._bar is None:
             opened: AbstractContextManager[Progress] = terminal.progress(
                 facts["label"], facts["total"], facts["unit"]

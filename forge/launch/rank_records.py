@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,8 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, TypeAdapter
 
 from forge.cluster.placement import WorldLayout
-from forge.core.errors import UnfitError
-from forge.core.files import disk_trouble, read_object_or_empty, write_json
+from forge.core.errors import DataError, UnfitError
+from forge.core.files import disk_trouble, inodes_in, read_object_or_empty, write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process, hostname
@@ -287,14 +288,45 @@ class RankRecord:
 _RECORD = TypeAdapter(RankRecord)
 
 
-def written(spec: LaunchSpec) -> list[RankRecord]:
-    """The records so far, while ranks still run; without provisional ones and the reserved space."""
-    return [RankRecord.read_file(path) for path in spec.directory.glob("rank-*.json")]
+class RecordsSoFar:
+    """The records that ranks have written while others still run. A look is one read of their directory,
+    and of the files that are new or were replaced since the last look."""
 
+    def __init__(self, spec: LaunchSpec) -> None:
+        self._folder = spec.directory
+        self._read: dict[str, tuple[int, RankRecord]] = {}  # file -> inode, content
+        self.inodes: dict[str, int] = {}  # of all files in the directory, at the last look
 
-def stalled(spec: LaunchSpec) -> list[RankRecord]:
-    """The records of ranks that are stalled now."""
-    return [RankRecord.read_file(path) for path in spec.directory.glob("rank-*.provisional")]
+    def look(self) -> None:
+        """Raises DataError for a record of another version of Forge."""
+        self.inodes, before = inodes_in(self._folder), self._read
+        self._read = {}
+        for name, inode in self.inodes.items():
+            if not name.startswith("rank-") or not name.endswith((".json", ".provisional")):
+                continue
+            if name in before and before[name][0] == inode:
+                self._read[name] = before[name]
+            elif (record := self._record(name)) is not None:
+                self._read[name] = inode, record
+
+    def _record(self, name: str) -> RankRecord | None:
+        """The record in a file; None for a provisional one that is withdrawn meanwhile."""
+        with suppress(OSError, DataError) if name.endswith(".provisional") else nullcontext():
+            return RankRecord.read_file(self._folder / name)
+        return None
+
+    @property
+    def written(self) -> list[RankRecord]:
+        """Without provisional ones and the reserved space."""
+        return self._with(".json")
+
+    @property
+    def stalled(self) -> list[RankRecord]:
+        """The records of ranks that are stalled now."""
+        return self._with(".provisional")
+
+    def _with(self, suffix: str) -> list[RankRecord]:
+        return [record for name, (_, record) in self._read.items() if name.endswith(suffix)]
 
 
 def mark_stopped(spec: LaunchSpec, rank: int, pid: int | None) -> None:

@@ -56,7 +56,8 @@ LOCK_POLL_SEC = 0.2
 
 # A node reads in place from a shared file system that is at least this fast. A rank reads some KiB for
 # each sample, in random order: 1000 reads a second are five times what four fast GPUs need. Every
-# start verifies the digests of all shards: 200 s for 100 GiB at this rate.
+# start verifies the digests of all shards: 200 s for 100 GiB at this rate, shared by all nodes that read
+# them there.
 MIN_READS_PER_SEC = 1000
 MIN_MIB_PER_SEC = 500
 SAMPLE_READS, SAMPLE_READ_BYTES = 64, 2**14

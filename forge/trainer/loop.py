@@ -329,7 +329,7 @@ def train(
     Watchdog(spec, world.rank.rank, lambda: dump_collectives(world)).start()
     prepare(world.device, deterministic=config.train.deterministic)
     task = spec.train_task
-    tokens = world.patiently(lambda: verified_tokens(task, world), "check of shards")
+    tokens = verified_tokens(task, world)
     trainer = Trainer(
         config,
         paths,

@@ -14,7 +14,7 @@ from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Artifact, Lineage, Manifest, ReferenceLosses, SkippedSteps
 from forge.core import failpoints
 from forge.core.config import ResolvedConfig
-from forge.core.files import digest_file
+from forge.core.files import digest_file, identity_of
 from forge.core.paths import TOKENIZER, RunPaths, tokenizer_folder
 from forge.core.terminal import say
 from forge.data.sources import Tokens, digests_by_source, open_copy
@@ -187,8 +187,20 @@ def _lineage(
 
 
 def verified_tokens(task: TrainTask, world: World) -> Tokens:
-    """The tokens of a run, their digests verified; each rank of a node reads a share of the files. Raises
-    DataError. All ranks call it."""
-    tokens = open_copy(Path(task.shards_here), Path(task.shared))
-    tokens.verify((world.rank.local_rank, world.rank.local_world_size))
+    """The tokens of a run, their digests verified. Raises DataError. All ranks call it.
+
+    Each rank reads a share of the files, for all ranks that read the same: those of a node where it has
+    its own copy, those of all such nodes where they read a shared directory.
+    """
+    what = "check of shards"
+
+    def opened() -> tuple[Tokens, str]:
+        tokens = open_copy(Path(task.shards_here), Path(task.shared))
+        return tokens, identity_of(member.path for member in tokens.members)
+
+    tokens, own = world.patiently(opened, what)
+    identities = world.gather_objects(own, str, what)
+    readers = [rank for rank, identity in enumerate(identities) if identity == own]
+    share = (readers.index(world.rank.rank), len(readers))
+    world.patiently(lambda: tokens.verify(share), what)
     return tokens

@@ -17,6 +17,7 @@ from support.gpu import full
 from support.live_run import LONG, TWO_RANKS
 
 from forge.checkpoint import storage
+from forge.checkpoint.save_plan import KeptPlans
 from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
 from forge.launch.process_group import World
@@ -167,7 +168,7 @@ def saved_and_loaded(case: Case, rank: int) -> list:
         folder = case.folder / maker
         folder.mkdir(exist_ok=True)
         made = trained(case, world, maker, folder)
-        storage.write_state(storage.training_state(*made), folder, world)
+        storage.write_state(storage.training_state(*made), folder, world, KeptPlans())
         loaded = trained(case, world, reader, folder, load=True)
         digests = [storage.weights_digest(model) for model, _ in (made, loaded)]
         moments = [moments_of(*state) for state in (made, loaded)]

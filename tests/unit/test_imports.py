@@ -39,6 +39,7 @@ TENSORS = {
         "checkpoint.storage",
         "checkpoint.async_saver",
         "checkpoint.plan_pickles",
+        "checkpoint.save_plan",
     ),
     *("checkpoint.pickled_index", "checkpoint.program_tensors"),
     *("trainer.loss", "trainer.numerics", "trainer.optim"),

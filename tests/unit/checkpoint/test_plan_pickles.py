@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from forge.checkpoint import storage
+from forge.checkpoint.save_plan import KeptPlans
 from forge.core.errors import DataError, UnfitError
 from forge.core.machine import Machine
 from forge.launch.process_group import joined
@@ -35,7 +36,7 @@ def exchanged(tmp_path, monkeypatch):
     # So that what the save sets is taken back.
     monkeypatch.setattr(dist.distributed_c10d, "_unpickler", pickle.Unpickler)
     with joined(Rank(0, 0, 1, 1), Machine(device="cpu")) as world:
-        storage.write_state({"model": {"w": WEIGHTS}}, tmp_path / "by-ranks", world)
+        storage.write_state({"model": {"w": WEIGHTS}}, tmp_path / "by-ranks", world, KeptPlans())
 
         def exchange(value):
             values = [None]

@@ -2,9 +2,11 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from support.live_run import wait_until
@@ -17,6 +19,7 @@ from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process
 from forge.launch import launcher, lost_ranks
+from forge.launch.heartbeat import Activity
 from forge.launch.rank_records import NO_RECORD, LaunchSpec, PreflightTask, RankRecord
 
 DONE = RankRecord("completed", step=100)
@@ -275,3 +278,64 @@ def test_launch_for_which_slurm_itself_never_starts_a_rank_lost_none(launch, mon
     monkeypatch.setattr(slurm, "PATIENCE_SEC", -1)
     with pytest.raises(slurm.SlurmSilent, match=r"Slurm starts no process: .*Memory required"):
         launch(f"echo '{JUST_STARTED}' >&2; exit 1")
+
+
+# --- the watch over a launch ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """watched(seconds): a launch command of so many seconds, watched to its end; how long that took, and
+    how often the files of the ranks were looked at."""
+    spec = spec_of(tmp_path)
+    spec.directory.mkdir(parents=True)
+    looks = []
+    look = launcher.RecordsSoFar.look
+    monkeypatch.setattr(
+        launcher.RecordsSoFar, "look", lambda records: looks.append(1) or look(records)
+    )
+
+    def watch(seconds, stopped=()):
+        began = time.monotonic()
+        with subprocess.Popen(["sleep", str(seconds)], start_new_session=True) as child:
+            launcher._watch(child, spec, stopped, 60, None)
+        return time.monotonic() - began, len(looks)
+
+    watch.spec = spec
+    return watch
+
+
+def test_files_of_ranks_are_looked_at_once_a_second_and_an_end_is_noticed_at_once(watched):
+    took, looks = watched(1.5)
+    assert looks == 2
+    assert took < 1.5 + 0.4
+
+
+def test_stop_is_passed_on_between_two_looks(watched, monkeypatch):
+    monkeypatch.setattr(launcher, "LOOK_SEC", 60.0)
+    stopped = []
+    timer = threading.Timer(0.3, stopped.append, [signal.SIGTERM])
+    timer.start()
+    took, looks = watched(30, stopped)
+    assert (looks, took < 5) == (1, True)
+
+
+def test_ranks_are_killed_some_time_after_the_record_of_a_failure(watched, monkeypatch):
+    monkeypatch.setattr(launcher, "AFTER_FAILURE_SEC", 0.2)
+    record = bad(1, Exit.DATA)
+    timer = threading.Timer(0.3, record.write, [watched.spec])
+    timer.start()
+    took, looks = watched(30)
+    assert 0.5 <= took < 5 and looks <= 3
+
+
+def test_launcher_asks_about_stopped_ranks_and_shows_messages(watched, monkeypatch, capsys):
+    monkeypatch.setattr(launcher, "LOOK_SEC", 0.1)
+    asked = []
+    monkeypatch.setattr(lost_ranks.StoppedRanks, "_ask", lambda _, records: asked.append(records))
+    waiting = Activity(3, "all-reduce", True, 35.0, True)
+    RankRecord("failed", 2, 69, activity=waiting).write_provisional(watched.spec)
+    (watched.spec.directory / "console").write_text("step 5\n")
+    watched(0.5)
+    assert [[record.rank for record in records] for records in asked] == [[2]]
+    assert "step 5" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from forge.launch.rank_records import (
     LossesTask,
     PreflightTask,
     RankRecord,
+    RecordsSoFar,
     ReplayTask,
     TrainTask,
 )
@@ -42,6 +43,13 @@ def test_spec_survives_the_file(tmp_path, task):
 LOSSES = LossesResult([3.5, None], {"device": "cpu"}, {"": (3.25, 80)}, [[1, 2]])
 
 
+def written(spec):
+    """The records that the launcher finds in its first look."""
+    records = RecordsSoFar(spec)
+    records.look()
+    return records.written
+
+
 def test_rank_without_a_record_is_lost_and_records_survive_the_file(tmp_path):
     spec = spec_of(tmp_path)
     first = RankRecord("stopped", 0, 75, step=40, cause="SIGTERM", lost=(1, 2))
@@ -51,7 +59,7 @@ def test_rank_without_a_record_is_lost_and_records_survive_the_file(tmp_path):
         record.write(spec)
     lost = RankRecord("lost", 1, message="it exited without a record")
     assert [RankRecord.read(spec, rank) for rank in range(3)] == [first, lost, last]
-    assert sorted(rank_records.written(spec), key=lambda record: record.rank) == [first, last]
+    assert sorted(written(spec), key=lambda record: record.rank) == [first, last]
 
 
 def test_provisional_record_counts_until_the_rank_writes_another_one(tmp_path):
@@ -62,12 +70,54 @@ def test_provisional_record_counts_until_the_rank_writes_another_one(tmp_path):
     stalled = RankRecord("lost", 1, 69, message="no progress", activity=activity)
     stalled.write_provisional(spec)
     assert RankRecord.read(spec, 1) == stalled
-    assert (
-        rank_records.written(spec) == []
-    )  # the rank has not ended: the launcher must not kill others
+    assert written(spec) == []  # the rank has not ended: the launcher must not kill others
     ended = RankRecord("completed", 1)
     ended.write(spec)
     assert RankRecord.read(spec, 1) == ended
+
+
+def test_launcher_reads_a_record_once_and_again_when_it_is_replaced(tmp_path, monkeypatch):
+    spec = spec_of(tmp_path)
+    spec.write(spec.path)
+    rank_records.reserve(spec)
+    read, read_file = [], RankRecord.read_file
+    monkeypatch.setattr(
+        RankRecord, "read_file", lambda path: read.append(path.name) or read_file(path)
+    )
+    records = RecordsSoFar(spec)
+    ended, activity = RankRecord("completed", 1), Activity(3, "save", False, 35.0, True)
+    first = RankRecord("lost", 2, 69, activity=activity)
+    ended.write(spec)
+    first.write_provisional(spec)
+    for _ in range(3):
+        records.look()
+        assert (records.written, records.stalled) == ([ended], [first])
+    assert sorted(read) == ["rank-1.json", "rank-2.provisional"]
+    then = RankRecord("failed", 2, 69, activity=activity)
+    then.write_provisional(spec)
+    records.look()
+    assert (records.stalled, len(read)) == ([then], 3)
+    rank_records.withdraw(spec, 2)
+    records.look()
+    assert (records.written, records.stalled, len(read)) == ([ended], [], 3)
+
+
+def test_launcher_looks_again_where_the_directory_or_a_record_is_gone(tmp_path, monkeypatch):
+    spec = spec_of(tmp_path)
+    records = RecordsSoFar(spec)
+    records.look()
+    assert records.written == []
+    spec.write(spec.path)
+    RankRecord("lost", 1).write_provisional(spec)
+    read_file = RankRecord.read_file
+
+    def gone(path):
+        path.unlink()
+        return read_file(path)
+
+    monkeypatch.setattr(RankRecord, "read_file", gone)
+    records.look()
+    assert records.stalled == []
 
 
 def test_record_fits_into_the_reserved_space_of_a_full_disk(tmp_path, monkeypatch):
@@ -79,7 +129,7 @@ def test_record_fits_into_the_reserved_space_of_a_full_disk(tmp_path, monkeypatc
     found = RankRecord.read(spec, 1)
     assert (found.status, found.code) == ("failed", 69)
     assert found.message.startswith("no space left no space")
-    assert rank_records.written(spec) == []
+    assert written(spec) == []
 
 
 def full_disk(path, _value):

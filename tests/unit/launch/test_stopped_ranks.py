@@ -15,7 +15,7 @@ from forge.core.process import Process
 from forge.launch import lost_ranks
 from forge.launch.heartbeat import Activity
 from forge.launch.lost_ranks import StoppedRanks
-from forge.launch.rank_records import RankRecord, pid_file
+from forge.launch.rank_records import RankRecord, RecordsSoFar, pid_file
 from forge.launch.watchdog import provisional
 
 WAITING = Activity(18, "all-reduce of gradients in step 18", waits=True, sec=30, stalled=True)
@@ -35,10 +35,11 @@ def stopped(spec):
 
 def marked(spec):
     """The records of both ranks once rank 1 has been asked about."""
-    looks = StoppedRanks(spec)
+    looks, records = StoppedRanks(spec), RecordsSoFar(spec)
 
     def asked():
-        looks.look()
+        records.look()
+        looks.look(records.stalled)
         return (spec.directory / "rank-1.stopped").exists()
 
     wait_until(asked, "what is known of rank 1")
