@@ -197,10 +197,10 @@ class ParallelModel:
                 total += loss.detach() * share
         return total
 
-    def clip_gradients(self, largest: float) -> torch.Tensor:
-        """Scale gradients to a norm of at most `largest` over all parameters; the norm before that, a
-        scalar on the device."""
-        norm: Any = torch.nn.utils.clip_grad_norm_(self.decoder.parameters(), largest)
+    def gradient_norm(self) -> torch.Tensor:
+        """Norm of the gradients over all parameters, a scalar on the device."""
+        gradients = [p.grad for p in self.decoder.parameters() if p.grad is not None]
+        norm: Any = torch.nn.utils.get_total_norm(gradients)
         full: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return full
 
