@@ -86,10 +86,9 @@ def forge_step(sizes: Sizes, world: World, *, fp8: str | None = None) -> Step:
     parallel = ParallelModel(decoder, train, world, "bf16")
     fill(decoder)
     optimizers = make_optimizers(decoder, train)
-    plain = decoder.blocks[0].forward
     parallel.wrap()
-    if decoder.blocks[0].forward == plain:  # Forge trains on, the bench would compare nothing
-        raise RuntimeError("torch.compile has failed: see the warning")
+    if not parallel.is_compiled:  # Forge trains on, the bench would compare nothing
+        raise RuntimeError(f"torch.compile has failed: {parallel.why_not_compiled}")
     loader: Any = Batches(sizes, world)
     train_step = TrainStep(parallel, optimizers, loader, train.max_steps)
     steps, last = itertools.count(), list[Taken]()

@@ -22,6 +22,16 @@ def frozen_decay_steps(config: ResolvedConfig, checkpoint: Checkpoint | None) ->
     return max(config.train.max_steps, config.train.warmup_steps)
 
 
+def why_not_compiled(config: ResolvedConfig, checkpoint: Checkpoint | None) -> str | None:
+    """Why the blocks are not compiled, as the launch that began the run has decided, "" where they are.
+    None where this launch decides: that one, and the first after train.compile was changed."""
+    if checkpoint is None:
+        return None
+    manifest = checkpoint.manifest
+    is_as_then = manifest.lineage.config.train.compile == config.train.compile
+    return manifest.why_not_compiled if is_as_then else None
+
+
 def check_compatible(config: ResolvedConfig, checkpoint: Checkpoint) -> None:
     """ConfigError that names each key by which the config no longer fits the checkpoint."""
     made_by = checkpoint.manifest.lineage.config

@@ -28,7 +28,7 @@ from forge.core.provenance import code, config_digest, cpu_name, versions
 from forge.core.records import validated
 from forge.core.train_settings import Shard, Train
 
-FORMAT: Literal[5] = 5
+FORMAT: Literal[6] = 6
 MANIFEST = "checkpoint.json"
 
 # Steps, sizes and counts fit into 64 bits.
@@ -88,7 +88,7 @@ class RecordedTrain(Part):
     """`train` of the recorded config."""
 
     shard: Shard
-    compile: bool
+    compile: bool | None
     fp8: str | None
 
 
@@ -264,6 +264,8 @@ class Manifest(Part):
     step: Count
     world_size: Annotated[int, Field(ge=1, lt=2**31)]
     decay_steps: Count
+    why_not_compiled: str
+    """Why training has not compiled the blocks (train.compile); "" where it has."""
     next_sample: Count
     skipped: SkippedSteps
     reference: ReferenceLosses
@@ -274,7 +276,7 @@ class Manifest(Part):
     spike_window: list[Annotated[list[float], Field(min_length=2, max_length=2)]]
     """Loss and gradient norm of the last steps that updated the weights, oldest first, on which the rule
     of train.spike depends; [] without it."""
-    format: Literal[5] = FORMAT
+    format: Literal[6] = FORMAT
     digest: str = ""
     """Over all else; empty until the manifest is sealed."""
 

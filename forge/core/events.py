@@ -83,7 +83,8 @@ class Launch(Event):
 
 class Init(Timed):
     """The ranks are ready to train. seconds: since their launch. numerics: all settings besides weights
-    and data on which the last bits of a loss depend."""
+    and data on which the last bits of a loss depend. why_not_compiled: the reason for
+    blocks that are not; "" where they are."""
 
     launch: str
     step: int
@@ -91,6 +92,7 @@ class Init(Timed):
     parameters: int
     versions: dict[str, str]
     numerics: dict[str, Any]
+    why_not_compiled: str = ""
 
 
 class Eval(Timed):

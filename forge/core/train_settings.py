@@ -106,8 +106,10 @@ class Train(Section):
     recompute: Recompute = Field("none", json_schema_extra=FREE)
     """Activation checkpointing, block by block: the backward pass recomputes norms, rotary positions and
     the wide half of the feed-forward (`selective`), or the whole block (`full`), for less memory."""
-    compile: bool = Field(False, json_schema_extra=FREE)
-    """Use torch.compile; without a compiler, warn and train uncompiled."""
+    compile: bool | None = Field(None, json_schema_extra=FREE)
+    """Use torch.compile; null: on GPUs. Without a compiler, warn and train uncompiled. The first launch
+    of a run decides for all, until this key is changed: a later one that cannot compile as it did is
+    refused (exit 69)."""
     log_every: int = Field(5, ge=1, json_schema_extra=FREE)
     """Steps between two lines of metrics."""
     eval_every: int = Field(50, ge=1, json_schema_extra=FREE)

@@ -63,6 +63,7 @@ class Summary:
             return []
         lineage = manifest.lineage
         dirty = " with uncommitted changes" if lineage.code.dirty else ""
+        why_not = manifest.why_not_compiled
         rows = [
             ("forge", lineage.code.version),
             ("code commit", f"{lineage.code.commit}{dirty}" if lineage.code.commit else ""),
@@ -76,6 +77,7 @@ class Summary:
             ("world size", str(manifest.world_size)),
             ("skipped steps", str(manifest.skipped.steps or "")),
             ("numerics", _flat(lineage.numerics)),
+            ("torch.compile", f"not used: {why_not}" if why_not else "blocks are compiled"),
             ("versions", _flat(lineage.versions)),
             ("hardware", _flat(lineage.hardware)),
         ]

@@ -301,12 +301,14 @@ class Trainer:
                 parameters=self.num_parameters,
                 versions=versions(fp8=self.settings.fp8 is not None),
                 numerics=numerics(self.world.device, self.parallel.precision),
+                why_not_compiled=self.parallel.why_not_compiled,
             )
         )
         fp8 = f" with products in float8 ({self.settings.fp8})" if self.settings.fp8 else ""
+        compiled = ", compiled," if self.parallel.is_compiled else ""
         say(
             f"train {self.config.run}: {self.num_parameters:,} parameters, {self.parallel.precision}{fp8}"
-            f" on {self.world.rank.world_size} x {self.world.device.type}, step {self.step} of"
+            f"{compiled} on {self.world.rank.world_size} x {self.world.device.type}, step {self.step} of"
             f" {self.settings.max_steps}"
         )
 

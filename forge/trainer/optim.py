@@ -9,6 +9,7 @@ import torch
 
 from forge.core.train_settings import Train
 from forge.trainer.models.decoder import Decoder
+from forge.trainer.muon import Muon
 
 Optimizers = tuple[torch.optim.Optimizer, ...]
 
@@ -17,8 +18,7 @@ def make_optimizers(model: Decoder, train: Train) -> Optimizers:
     """Fused AdamW, and Muon if train.optimizer says so; each parameter has one of them. Weight decay is
     on matrices, not on norms and biases.
 
-    Muon: Jordan et al. 2024 (kellerjordan.github.io/posts/muon). Its updates are scaled to the size of
-    AdamW's (Liu et al. 2025, arXiv:2502.16982), so that both take the same learning rate and weight
+    Muon's updates are scaled to the size of AdamW's, so that both take the same learning rate and weight
     decay. All ranks call it, after the model is sharded: FSDP2 replaces the parameters.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -31,13 +31,7 @@ def make_optimizers(model: Decoder, train: Train) -> Optimizers:
     adamw = torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
     if not of_muon:
         return (adamw,)
-    muon = torch.optim.Muon(
-        of_muon,
-        lr=train.lr,
-        weight_decay=train.weight_decay,
-        momentum=train.muon_momentum,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    muon = Muon(of_muon, lr=train.lr, weight_decay=train.weight_decay, momentum=train.muon_momentum)
     return adamw, muon
 
 
@@ -63,18 +57,20 @@ def set_learning_rate(optimizers: Optimizers, lr: float) -> None:
             group["lr"] = lr
 
 
-def update(optimizers: Optimizers, *, unless: torch.Tensor) -> None:
-    """Update weights and optimizer state, and drop the gradients.
+def update(
+    optimizers: Optimizers, grad_norm: torch.Tensor, *, largest: float, unless: torch.Tensor
+) -> None:
+    """Update weights and optimizer state, and drop the gradients. All ranks call it.
 
-    unless: a boolean on the device of the weights; where it is true, weights and state stay as they are.
+    grad_norm: of all gradients; the update is that of gradients scaled to a norm of at most `largest`, as
+    by torch.nn.utils.clip_grad_norm_. unless: a boolean; where it is true, weights and state stay as they
+    are. Both are scalars on the device of the weights, for which the host does not wait.
     """
+    # What fused AdamW looks at on the device (torch.amp uses it): no pass over the gradients of its own.
+    scale = ((grad_norm + 1e-6) / largest).clamp(min=1)
     for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.AdamW):
-            # Its fused kernels look at this on the device (torch.amp does it so).
-            optimizer.found_inf = unless.float()  # type: ignore[attr-defined]
-            optimizer.step()
-        elif not unless:  # Muon has no such kernels: the host waits for the device here
-            optimizer.step()
+        optimizer.grad_scale, optimizer.found_inf = scale, unless.float()  # type: ignore[attr-defined]
+        optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from forge.core.errors import UnfitError
 from forge.core.memory import Shape, with_micro_batch
 from forge.core.terminal import say
 from forge.core.train_settings import Train, ranks_per_copy, refuse_bf16_of_ddp
@@ -21,6 +22,8 @@ from forge.trainer import transforms
 from forge.trainer.documents import Documents, find_documents, has_varlen
 from forge.trainer.loss import worth_compiling
 from forge.trainer.models.decoder import Decoder
+
+NOT_ASKED = "train.compile is false, or null on a CPU"
 
 
 class ParallelModel:
@@ -67,12 +70,31 @@ class ParallelModel:
         self.micro_size = choose_micro_batch(decoder, settings, world, precision)
         decoder.to_empty(device=world.device)
         self.forward: torch.nn.Module = decoder
+        self.why_not_compiled = NOT_ASKED
 
-    def wrap(self) -> None:
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `wrap` has compiled the blocks."""
+        return not self.why_not_compiled
+
+    def wrap(self, why_not_compiled: str | None = None) -> None:
         """Compile the model, and replicate it with DDP unless FSDP2 does. Weights and optimizer do not
-        change."""
-        if self.settings.compile:
-            self._compile()
+        change.
+
+        why_not_compiled: as an earlier launch of the run has decided, "" for a model to compile; None
+        where this launch decides, by train.compile. UnfitError where the earlier one has compiled, and
+        this one cannot.
+        """
+        wanted = self._wants_compile() if why_not_compiled is None else not why_not_compiled
+        self.why_not_compiled = self._compile() if wanted else why_not_compiled or NOT_ASKED
+        if why_not_compiled == "" and not self.is_compiled:
+            raise UnfitError(
+                "the steps of this run were computed with torch.compile, and this launch cannot compile:"
+                f" {self.why_not_compiled}",
+                cause="another node or other software than then; without it the run would end with other"
+                " weights",
+                fix="start it where it can be compiled, or go on without: set train.compile: false",
+            )
         if not self.uses_fsdp2 and self.world.rank.world_size > 1:
             with named("replication of the model"):
                 self.forward = DistributedDataParallel(self.decoder, gradient_as_bucket_view=True)
@@ -96,9 +118,14 @@ class ParallelModel:
         inputs, targets = split(np.zeros((self.micro_size, self.settings.seq_len + 1), np.int64))
         return inputs, targets
 
-    def _compile(self) -> None:
+    def _wants_compile(self) -> bool:
+        """Whether train.compile asks for it."""
+        wanted = self.settings.compile
+        return self.world.device.type == "cuda" if wanted is None else wanted
+
+    def _compile(self) -> str:
         """Compile each block, and on GPUs the loss, and try one forward and backward on every rank; if
-        that fails on one, none uses what was compiled.
+        that fails on one, none uses what was compiled. Why it failed, "" where it did not.
 
         Blocks are alike, so one graph serves all of them. Their forward methods are compiled, inside of
         FSDP2's hooks. Before DDP wraps the model: its order of buckets must be that of training.
@@ -127,10 +154,12 @@ class ParallelModel:
                 error = f"{type(err).__name__}: {err}".splitlines()[0]
             self.decoder.zero_grad(set_to_none=True)
         if any(row[0] for row in self.world.gather([float(bool(error))], "end of compilation")):
-            say(f"warning: training without torch.compile: {error or 'it failed on another rank'}")
+            error = error or "it failed on another rank"
+            say(f"warning: training without torch.compile: {error}")
             self.decoder.compiles_loss = False
             for block, forward in zip(self.decoder.blocks, plain, strict=False):
                 block.forward = forward
+        return error
 
     def _trial(self) -> None:
         """Forward and backward as in training."""
@@ -168,10 +197,10 @@ class ParallelModel:
                 total += loss.detach() * share
         return total
 
-    def clip_gradients(self, largest: float) -> torch.Tensor:
-        """Scale gradients to a norm of at most `largest` over all parameters; the norm before that, a
-        scalar on the device."""
-        norm: Any = torch.nn.utils.clip_grad_norm_(self.decoder.parameters(), largest)
+    def gradient_norm(self) -> torch.Tensor:
+        """Norm of the gradients over all parameters, a scalar on the device."""
+        gradients = [p.grad for p in self.decoder.parameters() if p.grad is not None]
+        norm: Any = torch.nn.utils.get_total_norm(gradients)
         full: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return full
 

@@ -72,6 +72,7 @@ class Start:
             step=step,
             world_size=self.parallel.world.rank.world_size,
             decay_steps=self.train_step.decay_steps,
+            why_not_compiled=self.parallel.why_not_compiled,
             next_sample=step * settings.batch_size,
             skipped=SkippedSteps(steps=skipped.steps, in_a_row=skipped.in_a_row),
             reference=reference,
@@ -111,6 +112,7 @@ def start_of_run(
         mix=SourceMix.of_start(tokens, config, own, checkpoint),
         lineage=lineage,
         decay_steps=compatibility.frozen_decay_steps(config, own),
+        why_not_compiled=compatibility.why_not_compiled(config, own),
     )
     if checkpoint:
         failpoints.reach("load.done", checkpoint.folder)
@@ -132,6 +134,7 @@ def start_of_checkpoint(
         mix=SourceMix.recorded(tokens, config.train, checkpoint),
         lineage=manifest.lineage,
         decay_steps=manifest.decay_steps,
+        why_not_compiled=compatibility.why_not_compiled(config, checkpoint),
     )
 
 
@@ -144,6 +147,7 @@ def _assembled(
     mix: SourceMix | None,
     lineage: Lineage,
     decay_steps: int,
+    why_not_compiled: str | None,
 ) -> Start:
     settings, device = config.train, world.device
     model = make_decoder(config.model, tokens.vocab_size)
@@ -158,7 +162,7 @@ def _assembled(
         pretrained.load(model, config, world)
     else:
         initialize(model, settings.seed)
-    parallel.wrap()
+    parallel.wrap(why_not_compiled)
     spikes = SpikeRule.of(settings, device, checkpoint.manifest if checkpoint else None)
     train_step = TrainStep(parallel, optimizers, loader, decay_steps, spikes)
     return Start(train_step, mix, lineage, checkpoint)

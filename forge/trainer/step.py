@@ -139,12 +139,17 @@ class TrainStep:
         batch = self._read(step)
         with named(f"all-reduce of gradients in step {step + 1}"):
             loss = self.parallel.backward(*batch)
-            grad_norm = self.parallel.clip_gradients(settings.grad_clip)
+            grad_norm = self.parallel.gradient_norm()
         own_numbers = torch.cat([torch.stack([loss, grad_norm]), world.on_device(flags())])
         table = world.gather_on_device(own_numbers, f"losses of step {step + 1}")
         verdict = self.spikes.judge(table[:, :2]) if self.spikes else None
         is_bad = ~table[:, :2].isfinite().all()
-        optim.update(self.optimizers, unless=is_bad | verdict.is_spike if verdict else is_bad)
+        optim.update(
+            self.optimizers,
+            grad_norm,
+            largest=settings.grad_clip,
+            unless=is_bad | verdict.is_spike if verdict else is_bad,
+        )
         return LaunchedStep(step, lr, table, verdict)
 
     def _read(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:

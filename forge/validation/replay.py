@@ -232,8 +232,9 @@ def _is_repeatable(checkpoint: directory.Checkpoint, recorded: Recorded) -> bool
     """Whether the replay computes the same sums. Another launch may have had another micro-batch size, a
     GPU adds in any order, and all ranks of the replay are on one node."""
     lineage = checkpoint.manifest.lineage
-    on_cpu, train = lineage.numerics.device == "cpu", lineage.config.train
-    return recorded.by_maker and on_cpu and not train.compile and train.shard != "node"
+    on_cpu, shard = lineage.numerics.device == "cpu", lineage.config.train.shard
+    is_eager = bool(checkpoint.manifest.why_not_compiled)
+    return recorded.by_maker and on_cpu and is_eager and shard != "node"
 
 
 def _dropout_differs(checkpoint: directory.Checkpoint, is_same: bool) -> bool:

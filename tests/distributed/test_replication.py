@@ -187,7 +187,8 @@ def trained(case: Case, world: World, name: str, folder: Path, *, load: bool = F
     parallel.wrap()
     for step in () if load else range(2):
         parallel.backward(*batch(world, step))
-        optim.update(optimizers, unless=torch.tensor(False))
+        norm = parallel.gradient_norm()
+        optim.update(optimizers, norm, largest=1.0, unless=torch.tensor(False))
         parallel.loss(*batch(world, step))  # leaves nothing gathered for the save
     return parallel.decoder, optimizers
 

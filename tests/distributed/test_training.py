@@ -5,11 +5,14 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 
+import pytest
 import torch
 from support.live_run import TWO_RANKS
 
 from forge.checkpoint import resume, storage
 from forge.core import json_lines
+from forge.core.errors import Exit
+from forge.trainer.parallel import NOT_ASKED
 
 SAME_LOSS = 1e-4
 
@@ -72,6 +75,34 @@ def test_compile_without_a_compiler_warns_and_trains(runs, solo, tmp_path, monke
     assert outcome.code == 0, outcome.text
     assert "warning: training without torch.compile: no C++ compiler on the PATH" in outcome.text
     assert losses_of(run) == {step: losses_of(solo)[step] for step in (1, 2)}
+
+
+def test_run_that_began_compiled_is_refused_where_it_cannot_be_until_the_key_is_changed(
+    runs, tmp_path, monkeypatch
+):
+    run = runs("began-compiled", "--train.compile=true", "--train.max_steps=2")
+    assert run.forge("train").code == 0
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused = run.forge("train", "--train.max_steps=3")
+    assert refused.code == Exit.UNFIT, refused.text
+    assert "cannot compile: no C++ compiler on the PATH" in refused.text
+    assert "set train.compile: false" in refused.text
+    assert len(run.events("save")) == 1
+    ended = run.forge("train", "--train.max_steps=3", "--train.compile=false")
+    assert ended.code == 0, ended.text
+    assert [event["why_not_compiled"] for event in run.events("init")] == ["", NOT_ASKED]
+
+
+def test_run_that_began_uncompiled_stays_so_where_it_could_be_compiled(runs, solo, tmp_path):
+    run = runs("began-uncompiled", "--train.compile=true", "--train.max_steps=2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        assert run.forge("train").code == 0
+    outcome = run.forge("train", "--train.max_steps=4")
+    assert outcome.code == 0, outcome.text
+    reasons = [event["why_not_compiled"] for event in run.events("init")]
+    assert reasons == ["no C++ compiler on the PATH"] * 2
+    assert losses_of(run)[4] == losses_of(solo)[4]
 
 
 # --- going on ---------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def make_step(
     parallel = ParallelModel(decoder, train, world, precision, eos_id=0)
     initialize(decoder, seed=0)
     optimizers = make_optimizers(decoder, train)
-    parallel.wrap()
+    parallel.wrap("" if train.compile else "not compiled here")
     loader: Any = RandomBatches(train, vocab_size)
     if world.device.type == "cuda":
         loader = Prefetcher(loader, world.device)

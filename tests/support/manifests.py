@@ -54,6 +54,7 @@ def manifest_of(step: int, config: ResolvedConfig | None = None, **facts: Any) -
         "step": step,
         "world_size": 2,
         "decay_steps": config.train.decay_steps or config.train.max_steps,
+        "why_not_compiled": "train.compile is false, or null on a CPU",
         "next_sample": step * config.train.batch_size,
         "skipped": SkippedSteps(steps=0, in_a_row=0),
         "reference": ReferenceLosses(samples=4, losses=[5.5, 5.6]),

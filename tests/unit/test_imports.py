@@ -42,7 +42,7 @@ TENSORS = {
         "checkpoint.save_plan",
     ),
     *("checkpoint.pickled_index", "checkpoint.program_tensors"),
-    *("trainer.loss", "trainer.numerics", "trainer.optim"),
+    *("trainer.loss", "trainer.muon", "trainer.numerics", "trainer.optim"),
     *("trainer.models.decoder", "trainer.models.gpt2_decoder", "trainer.models.llama_decoder"),
     "trainer.documents",
     *("trainer.initialize", "trainer.transforms"),

@@ -54,13 +54,13 @@ def device_is_synchronized() -> None:
 
     from forge.trainer.parallel import ParallelModel
 
-    clip = ParallelModel.clip_gradients
+    norm = ParallelModel.gradient_norm
 
-    def synchronizing(self: Any, largest: float) -> Any:
+    def synchronizing(self: Any) -> Any:
         torch.cuda.synchronize()
-        return clip(self, largest)
+        return norm(self)
 
-    ParallelModel.clip_gradients = synchronizing  # type: ignore[method-assign]
+    ParallelModel.gradient_norm = synchronizing  # type: ignore[method-assign]
 
 
 def results_without_event() -> None:

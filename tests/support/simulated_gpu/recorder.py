@@ -16,6 +16,7 @@ COLLECTIVES = {
     "c10d._allgather_base_.default": "all-gather",
     "c10d._reduce_scatter_base_.default": "reduce-scatter",
     "c10d.allreduce_.default": "all-reduce",
+    "c10d.alltoall_base_.default": "all-to-all",
     "_c10d_functional.all_reduce.default": "all-reduce",
     "_c10d_functional.all_gather_into_tensor.default": "all-gather",
     "_c10d_functional.reduce_scatter_tensor.default": "reduce-scatter",

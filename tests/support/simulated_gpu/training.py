@@ -114,7 +114,7 @@ def _made(gpu: SimulatedGpu, config: Any, mode: Any, case: Case) -> tuple[Any, A
     decoder = make_decoder(config.model, VOCABULARY)
     parallel = ParallelModel(decoder, train, world, "bf16", eos_id=0)
     optimizers = make_optimizers(decoder, train)
-    parallel.wrap()
+    parallel.wrap("tensors without values have no kernels")
     share = train.model_copy(update={"batch_size": train.batch_size // case.ranks})
     loader = Prefetcher(RandomBatches(share, VOCABULARY), world.device)
     spikes = SpikeRule.of(train, world.device, None)

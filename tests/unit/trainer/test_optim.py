@@ -113,6 +113,25 @@ def test_muon_moves_a_matrix_about_as_far_as_adamw() -> None:
     before = matrix.detach().clone()
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape)
-    update(make_optimizers(model, train), unless=torch.tensor(False))
+    still = {"largest": 1.0, "unless": torch.tensor(False)}
+    update(make_optimizers(model, train), torch.tensor(0.5), **still)
     moved = (matrix.detach() - before).square().mean().sqrt() / train.lr
     assert 0.1 < moved < 0.3
+
+
+@pytest.mark.parametrize("largest", [0.1, 1e6])
+def test_update_is_that_of_clipped_gradients(largest: float) -> None:
+    train = Train(lr=0.01)
+    ours, plain = (torch.nn.Linear(8, 8, bias=False) for _ in range(2))
+    plain.load_state_dict(ours.state_dict())
+    optimizers = [make_optimizers(model, train) for model in (ours, plain)]
+    for _ in range(3):
+        ours.weight.grad, plain.weight.grad = (grad := torch.randn(8, 8)).clone(), grad
+        update(optimizers[0], grad.norm(), largest=largest, unless=torch.tensor(False))
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), largest)
+        optimizers[1][0].step()
+    moments = [
+        one[0].state[model.weight] for one, model in zip(optimizers, (ours, plain), strict=True)
+    ]
+    torch.testing.assert_close(moments[0]["exp_avg"], moments[1]["exp_avg"])
+    torch.testing.assert_close(ours.weight, plain.weight)

@@ -192,7 +192,7 @@ def test_equal_conditions_must_give_bitwise_equal_losses():
     [
         {"recorded": Recorded(TWO.losses, by_maker=False)},
         {"numerics": TWO_THREADS},
-        {"made": checkpoint(train={"compile": True})},
+        {"made": checkpoint(why_not_compiled="")},
         {
             "made": checkpoint(
                 made_by={"versions": Versions(python="3.11.9", torch="another", torchao=None)}
@@ -214,7 +214,7 @@ def test_dropout_under_other_conditions_only_warns(run):
     check = compare([3.1, 2.9], made, numerics=TWO_THREADS)
     assert check.status == "warn" and check.message.startswith("not done: dropout")
     log(run, "a", range(1, 20))
-    check = check_next_losses(None, checkpoint(dropout=0.1, train={"compile": True}), run)
+    check = check_next_losses(None, checkpoint(dropout=0.1, why_not_compiled=""), run)
     assert check.status == "warn" and check.message.startswith("not done: dropout")
 
 
