@@ -19,6 +19,7 @@ import torch.distributed as dist
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from forge.cluster.network import FLIGHT_RECORDER
+from forge.cluster.rendezvous import JoinError
 from forge.core.errors import UnfitError
 from forge.core.machine import Machine
 from forge.launch.device import Seen, choose
@@ -320,7 +321,7 @@ def _patience_sec() -> float:
 def joined(rank: Rank, machine: Machine) -> Iterator[World]:
     """Rendezvous of all ranks within fabric.timeout_sec; leaves the group at the end. All call it.
 
-    Raises UnfitError when the rendezvous fails, and as device.choose does.
+    Raises JoinError when the rendezvous fails, and as device.choose does.
     """
     timeout = timedelta(seconds=machine.fabric.timeout_sec)
     heartbeat.timeout_sec = machine.fabric.timeout_sec
@@ -347,7 +348,7 @@ def joined(rank: Rank, machine: Machine) -> Iterator[World]:
             control = dist.new_group(backend="gloo", timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError, OSError) as err:
         master = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise UnfitError(
+        raise JoinError(
             f"rank {rank.rank} of {rank.world_size} could not join at {master}: {err}",
             cause="a rank did not start, or the interface"
             f" {os.environ.get('GLOO_SOCKET_IFNAME', '(torch chose it)')} does not reach the others",
