@@ -65,7 +65,7 @@ def judged(records: Sequence[RankRecord]) -> RankRecord:
     records: by rank; some are lost, or failed because of a lost peer, and no other has failed.
     """
     lost = [r for r in records if r.status == "lost" and not _waits_on_device(r)]
-    waiting = [r for r in records if r not in lost]
+    waiting = [r for r in records if r.status == "failed" or _waits_on_device(r)]
     suspects = _noticed(records, waiting) or _suspects(lost, waiting)
     absent = [] if suspects else _absent(waiting)
     suspects = suspects or absent

@@ -54,6 +54,11 @@ def test_rank_whose_end_is_noticed_at_once_is_no_hang():
     assert (found.cause, found.rank, found.host) == ("peer lost", 1, "n1")
 
 
+def test_rank_that_has_completed_is_no_witness():
+    found = lost_ranks.judged([RankRecord("completed", 0), ended(1)])
+    assert found.message == "rank 1 of 2 exited without a record on n1"
+
+
 def test_rank_that_comes_when_the_others_have_given_up_is_named():
     found = lost_ranks.judged([waiting(0), waiting(1, stalled=False)])
     assert found.message.startswith(
