@@ -14,7 +14,13 @@ from forge.core.config import ResolvedConfig, checked, read_values
 from forge.core.errors import Exit, ForgeError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
-from forge.core.process import fast_imports, hostname, raise_open_files, stop_with_parent
+from forge.core.process import (
+    fast_imports,
+    hostname,
+    limit_core_dumps,
+    raise_open_files,
+    stop_with_parent,
+)
 from forge.launch import lost_ranks, program_rank, rank_output
 from forge.launch.heartbeat import heartbeat
 from forge.launch.launcher import register
@@ -37,6 +43,7 @@ def main(spec_path: str) -> int:
     """Run the task of a spec on this rank. Exit status 0 when its record is `completed` or `stopped`."""
     stop_with_parent()
     raise_open_files()
+    limit_core_dumps()
     spec = LaunchSpec.read(Path(spec_path))
     paths = RunPaths(Path(spec.run))
     stop = StopFlag().install()

@@ -96,6 +96,10 @@ def rank_settings(
     settings.append(LOST_PEER)
     if machine.device != "cpu" and count_gpus():
         settings.append(_gpu_allocator())
+        # With this variable, start events keep collectives from overlapping with other kernels
+        # (github.com/pytorch/pytorch/issues/143890).
+        if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
+            settings.append(STARTED)
     if fabric.debug:
         settings += DEBUG
     return settings
@@ -186,6 +190,12 @@ OFFLINE = [
 # It is torch's default, but torchrun sets 1 (abort, then end) where nothing is exported.
 LOST_PEER = Setting(
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", "a rank whose peer is lost ends, and does not hang"
+)
+
+# Else a rank whose GPU hangs before a collective looks like those that wait for it: all hosts have
+# enqueued the same collectives, and only the GPU knows which one it has started.
+STARTED = Setting(
+    "TORCH_NCCL_ENABLE_TIMING", "1", "tells which rank has not started a collective that hangs"
 )
 
 # torch writes its flight recorder to this prefix and the rank's number; it records without being asked.

@@ -36,6 +36,10 @@ class EndpointError(UnfitError):
     """The endpoint that the user asked for cannot work on the first node of the ranks."""
 
 
+class JoinError(UnfitError):
+    """A rank did not meet all others in time. Which of them did not come is not known."""
+
+
 def host(fabric: Fabric, head: str) -> str:
     """Name or address at which ranks look for rank 0: MASTER_ADDR, else fabric.master_addr, else `head`,
     the first of their nodes."""

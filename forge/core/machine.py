@@ -86,7 +86,10 @@ class PreflightSettings(Section):
     """Checks of nodes and ranks before training."""
 
     deadline_sec: float = Field(90, gt=0, le=MAX_SEC)
-    """Deadline of the rank checks in seconds; ranks that have not answered by then are named."""
+    """Deadline of the rank checks on one node in seconds; ranks that have not answered by then are named.
+    Each further node adds 1 s, and 0.25 s for each of its ranks. Ranks that fail and name nobody are
+    started once more in a job, for half as long, before the search for the node at fault, which has half
+    as long at least. In a job the nodes import torch before, within 300 s."""
     min_free_disk_gib: float = Field(1, ge=0)
     """Required free space in the results directory."""
     min_free_memory_gib: float = Field(1, ge=0)

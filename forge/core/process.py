@@ -209,6 +209,15 @@ def raise_open_files() -> int:
     return max(soft, wanted)
 
 
+def limit_core_dumps() -> None:
+    """Let this process, and those that it starts, write no core file when they crash: that of a rank on a
+    GPU has many GB, and falls into the directory of the project. The hard limit stays, so that a program
+    can raise it again."""
+    if os.environ.get("FORGE_CORE_DUMPS") != "1":
+        _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+
+
 def in_workflow() -> bool:
     """Whether Snakemake runs this subcommand. Run by hand, `nohup forge train` must survive its shell."""
     return os.environ.get("FORGE_IN_WORKFLOW") == "1"

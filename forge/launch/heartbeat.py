@@ -17,6 +17,27 @@ SHARE_OF_TIMEOUT = 0.5
 
 
 @dataclass(frozen=True)
+class Collectives:
+    """The numbers of the last collectives of a rank in one process group, counted by torch; -1 for none.
+    started: on the device; -1 also where torch does not note it, as with Gloo."""
+
+    group: str
+    enqueued: int
+    started: int
+    completed: int
+
+    @property
+    def begun(self) -> int:
+        """The last collective that this rank has come to, as far as torch notes it."""
+        return self.started if self.started >= 0 else self.enqueued
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether the rank is in a collective, and waits for other ranks there."""
+        return self.begun > self.completed
+
+
+@dataclass(frozen=True)
 class Activity:
     """The work of a rank at one moment."""
 
@@ -27,6 +48,7 @@ class Activity:
     stalled: bool  # whether that is longer than the rank's limit
     # Whether Slurm's controller then responded to this node; None: it was not asked.
     reaches_slurm: bool | None = None
+    collectives: tuple[Collectives, ...] = ()  # in this stall
 
     @property
     def where(self) -> str:
@@ -42,6 +64,7 @@ class Heartbeat:
         """clock: seconds, from any origin."""
         self.timeout_sec = math.inf  # of a collective
         self.reaches_slurm: bool | None = None  # in this stall, see Activity
+        self.collectives: tuple[Collectives, ...] = ()  # the same
         self._clock = clock
         self._step, self._step_began, self._slowest_sec = 0, math.nan, 0.0
         self._now = ("start", False, clock())  # replaced as one, since the watchdog reads it
@@ -71,7 +94,8 @@ class Heartbeat:
         phase, waits, since = self._now
         sec = self._clock() - since
         stalled = sec >= self.limit_sec
-        return Activity(self._step, phase, waits, round(sec, 1), stalled, self.reaches_slurm)
+        seen = (self.reaches_slurm, self.collectives)
+        return Activity(self._step, phase, waits, round(sec, 1), stalled, *seen)
 
 
 heartbeat = Heartbeat()

@@ -14,6 +14,7 @@ from forge.cluster import slurm
 from forge.core.errors import Exit
 from forge.core.files import read_object_or_empty
 from forge.core.process import Process
+from forge.launch.heartbeat import Collectives
 from forge.launch.rank_records import LaunchSpec, RankRecord, mark_stopped, pid_file
 
 # Causes in rank records. After an error or a fault of a GPU, ranks are launched again; after a fault
@@ -62,13 +63,17 @@ def judged(records: Sequence[RankRecord]) -> RankRecord:
 
     records: by rank; some are lost, or failed because of a lost peer, and no other has failed.
     """
-    lost = [record for record in records if record.status == "lost"]
-    waiting = [record for record in records if record.status == "failed"]
+    lost = [r for r in records if r.status == "lost" and not _waits_on_device(r)]
+    waiting = [r for r in records if r.status == "failed" or _waits_on_device(r)]
     suspects = _noticed(records, waiting) or _suspects(lost, waiting)
+    absent = [] if suspects else _absent(waiting)
+    suspects = suspects or absent
     witness = _witness([record for record in waiting if record not in suspects])
     missed = witness.activity.phase if witness and _is_stalled(witness) and witness.activity else ""
     first, hangs = (suspects or waiting)[0], False
-    if not suspects:
+    if absent:
+        hangs, what = True, _of_an_absence(absent, waiting, len(records))
+    elif not suspects:
         what = "ranks lost each other"
     elif first.activity or first.stopped or missed:
         hangs, what = True, _of_a_hang(suspects, len(records), missed)
@@ -154,6 +159,35 @@ def _late(waiting: list[RankRecord]) -> list[RankRecord]:
     return [record for record in known if record.activity and record.activity.step < newest]
 
 
+def _waits_on_device(record: RankRecord) -> bool:
+    """Whether its device is in a collective, whatever the host does meanwhile: on a GPU that runs ahead,
+    until the device takes no more work from it."""
+    return any(numbers.started >= 0 and numbers.in_progress for numbers in _collectives(record))
+
+
+def _absent(waiting: list[RankRecord]) -> list[RankRecord]:
+    """Ranks that are in no collective while others are, and have come less far in a group of these. On a
+    GPU all hosts wait alike, for the results of a step."""
+    known = [record for record in waiting if record.activity and record.activity.collectives]
+    absent = [record for record in known if not any(c.in_progress for c in _collectives(record))]
+    others = [record for record in known if record not in absent]
+    return [record for record in absent if _missed(record, others)]
+
+
+def _missed(record: RankRecord, others: list[RankRecord]) -> tuple[str, int, int] | None:
+    """A group in which others wait for this rank, its last collective there, and theirs."""
+    own = {numbers.group: numbers.begun for numbers in _collectives(record)}
+    for other in others:
+        for numbers in _collectives(other):
+            if numbers.in_progress and own.get(numbers.group, numbers.begun) < numbers.begun:
+                return numbers.group, own[numbers.group], numbers.begun
+    return None
+
+
+def _collectives(record: RankRecord) -> tuple[Collectives, ...]:
+    return record.activity.collectives if record.activity else ()
+
+
 def _witness(others: list[RankRecord]) -> RankRecord | None:
     """The rank that tells what it waited for; one that waited long, if any."""
     return next((record for record in others if _is_stalled(record)), others[0] if others else None)
@@ -176,6 +210,17 @@ def _of_a_hang(suspects: list[RankRecord], world_size: int, missed: str) -> str:
         return f"{who} arrived too late at the {missed}"  # it was stopped, and then continued
     where = f"was {first.activity.where}" if first.activity else "does not respond"
     return f"{absent} and {where}" if missed else f"{who} {where}"
+
+
+def _of_an_absence(absent: list[RankRecord], waiting: list[RankRecord], world_size: int) -> str:
+    first = absent[0]
+    missed = _missed(first, [record for record in waiting if record not in absent])
+    assert missed
+    group, own, theirs = missed
+    return (
+        f"rank {_numbers(absent)} of {world_size} on {first.host} has not started collective {theirs} of"
+        f" the process group {group}, in which others wait (its last one is {own})"
+    )
 
 
 def _numbers(records: list[RankRecord]) -> str:

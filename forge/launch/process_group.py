@@ -19,10 +19,11 @@ import torch.distributed as dist
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from forge.cluster.network import FLIGHT_RECORDER
+from forge.cluster.rendezvous import JoinError
 from forge.core.errors import UnfitError
 from forge.core.machine import Machine
 from forge.launch.device import Seen, choose
-from forge.launch.heartbeat import heartbeat
+from forge.launch.heartbeat import Collectives, heartbeat
 from forge.launch.rank import Rank
 from forge.launch.rank_records import SAME_VERSION
 from forge.launch.torchrun import store_at
@@ -109,6 +110,17 @@ def dump_collectives(world: World) -> None:
 
     record = flight_record(world.backend)
     Path(f"{os.environ[FLIGHT_RECORDER]}{world.rank.rank}").write_bytes(record)
+
+
+def collectives(world: World) -> tuple[Collectives, ...]:
+    """How far this rank has come in each process group."""
+    from forge.launch.torch_private import collective_numbers
+
+    kinds = ("enqueued", "started", "completed")
+    return tuple(
+        Collectives(group, *(int(numbers[f"last_{kind}_collective"]) for kind in kinds))
+        for group, numbers in collective_numbers(world.backend).items()
+    )
 
 
 _this_thread = threading.local()  # .work: the Background that it runs
@@ -320,7 +332,7 @@ def _patience_sec() -> float:
 def joined(rank: Rank, machine: Machine) -> Iterator[World]:
     """Rendezvous of all ranks within fabric.timeout_sec; leaves the group at the end. All call it.
 
-    Raises UnfitError when the rendezvous fails, and as device.choose does.
+    Raises JoinError when the rendezvous fails, and as device.choose does.
     """
     timeout = timedelta(seconds=machine.fabric.timeout_sec)
     heartbeat.timeout_sec = machine.fabric.timeout_sec
@@ -347,7 +359,7 @@ def joined(rank: Rank, machine: Machine) -> Iterator[World]:
             control = dist.new_group(backend="gloo", timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError, OSError) as err:
         master = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise UnfitError(
+        raise JoinError(
             f"rank {rank.rank} of {rank.world_size} could not join at {master}: {err}",
             cause="a rank did not start, or the interface"
             f" {os.environ.get('GLOO_SOCKET_IFNAME', '(torch chose it)')} does not reach the others",

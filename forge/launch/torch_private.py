@@ -5,6 +5,7 @@ tests/unit/launch/test_torch_private.py says what to change when a release of to
 
 from __future__ import annotations
 
+import json
 import pickle
 from datetime import timedelta
 
@@ -22,6 +23,7 @@ __all__ = [
     "MemoryFormat",
     "StateDictStager",
     "StorageInfo",
+    "collective_numbers",
     "flight_record",
     "foreach_norm",
     "narrow_tensor_by_index",
@@ -31,6 +33,19 @@ __all__ = [
 ]
 
 foreach_norm = torch._foreach_norm
+
+
+def collective_numbers(backend: str) -> dict[str, dict[str, str]]:
+    """By process group, the numbers of the last collectives of this rank, as its flight recorders have
+    them: JSON, and without a question to the device. NCCL's groups are in a recorder of their own."""
+    dumps = {"gloo": "_dump_fr_trace_json"}
+    if backend == "nccl":
+        dumps["nccl"] = "_dump_nccl_trace_json"
+    return {
+        f"{kind} {group}": numbers
+        for kind, name in dumps.items()
+        for group, numbers in json.loads(getattr(c10d, name)(False)).get("pg_status", {}).items()
+    }
 
 
 def flight_record(backend: str) -> bytes:

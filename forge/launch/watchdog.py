@@ -16,7 +16,7 @@ from forge.cluster import slurm
 from forge.core.errors import Exit, ForgeError
 from forge.core.process import hostname
 from forge.core.terminal import write
-from forge.launch.heartbeat import Activity, Heartbeat, heartbeat
+from forge.launch.heartbeat import Activity, Collectives, Heartbeat, heartbeat
 from forge.launch.lost_ranks import PEER_LOST
 from forge.launch.rank_records import LaunchSpec, RankRecord, withdraw
 
@@ -36,9 +36,13 @@ class Watchdog:
         rank: int,
         dump: Callable[[], object],
         beats: Heartbeat = heartbeat,
+        *,
+        collectives: Callable[[], tuple[Collectives, ...]] = tuple,
     ) -> None:
-        """dump: writes what a library knows of the collectives, called once in each stall."""
+        """Both are called once in each stall. dump: writes what a library knows of the collectives.
+        collectives: their numbers, for the record."""
         self._spec, self._rank, self._dump, self._beats = spec, rank, dump, beats
+        self._collectives = collectives
         self._stalled = False
 
     def start(self) -> None:
@@ -69,6 +73,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(WITHOUT_PYTHON * self._beats.limit_sec)
             if self._stalled:
                 self._stalled, self._beats.reaches_slurm = False, None
+                self._beats.collectives = ()
                 withdraw(self._spec, self._rank)
                 _log(f"rank {self._rank} makes progress again: {activity.phase}")
 
@@ -76,6 +81,9 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         _log(f"rank {self._rank} has been {activity.where}; the stacks of its threads:")
         faulthandler.dump_traceback()
+        self._beats.collectives = self._collectives()
+        # Before the dump, which asks the device, and may hang with it.
+        provisional(self._rank, self._beats.activity).write_provisional(self._spec)
         self._dump()
         of_node = self._rank % self._spec.ranks_per_node == 0  # one rank of each node asks
         if of_node and self._spec.job and self._spec.nodes > 1 and slurm.is_here():

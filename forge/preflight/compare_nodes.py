@@ -81,7 +81,8 @@ class CheckedNode:
 def inspect(
     placement: Placement, wanted: Mapping[str, Wanted], machine: Machine, *, sec: float, python: str
 ) -> list[CheckedNode]:
-    """All nodes with their checks, in the order of `placement.hosts`, within about `sec` seconds.
+    """All nodes with their checks, in the order of `placement.hosts`, within about `sec` seconds; in a
+    job, TORCH_SEC more for the import of torch.
 
     python: the interpreter that runs Forge on the other nodes. Raises EndpointError where the ranks would
     look for rank 0 on another node.
@@ -92,6 +93,8 @@ def inspect(
         node = _answered(head, check_node(wanted[head]))
         if imports:
             node.checks.append(packages.import_packages(**imports[head]).check)
+        if placement.job:
+            node.checks.append(packages.import_torch())
         return [node]
     with NodePool(placement, python=python, start_sec=sec / 2) as pool:
         master = _master(pool, machine, wanted[head].master, sec=sec / 4)
@@ -109,6 +112,7 @@ def inspect(
         if of_head := nodes[head].facts:
             rendezvous.refuse(machine.fabric, head, of_head.master_trouble)
         links = _connect_all(pool, answered, machine, head=head, master=master, sec=sec / 4)
+        _import_torch(pool, answered)
     compare(list(nodes.values()), machine)
     check_links(nodes, links)
     check_clocks(nodes, links, machine.preflight.max_clock_skew_sec)
@@ -153,6 +157,19 @@ def _add_imports(node: CheckedNode, answer: Imported | NodeFailure) -> None:
     else:
         node.checks.append(answer.check)
         node.facts = replace(node.facts, versions=node.facts.versions | answer.versions)
+
+
+def _import_torch(pool: NodePool, nodes: Sequence[CheckedNode]) -> None:
+    """Have all nodes import torch at once, before the clock of their ranks runs. Only in a job: there the
+    environment is often on a network disk, and a node that is wrongly left out costs the queue again."""
+    sec = packages.TORCH_SEC + CONNECT_SEC
+    hosts = [node.name for node in nodes]
+    answers = pool.ask(packages.import_torch, hosts=hosts, timeout_sec=sec)
+    for node in nodes:
+        answer = answers[node.name]
+        if isinstance(answer, NodeFailure):
+            answer = Check("torch", "fail", answer.message, answer.fix, answer.cause)
+        node.checks.append(answer)
 
 
 def _answered(host: str, answer: NodeAnswer | NodeFailure) -> CheckedNode:

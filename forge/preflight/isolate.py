@@ -15,7 +15,7 @@ from pathlib import Path
 
 from forge.cluster import rendezvous
 from forge.cluster.placement import Placement, WorldLayout
-from forge.cluster.rendezvous import EndpointError
+from forge.cluster.rendezvous import EndpointError, JoinError
 from forge.core import records
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
@@ -23,22 +23,42 @@ from forge.core.process import stop_with_parent
 from forge.core.records import Check
 from forge.core.terminal import say, unstamped
 from forge.launch.launcher import run_ranks
-from forge.launch.rank_records import PreflightTask
+from forge.launch.lost_ranks import PEER_LOST
+from forge.launch.rank_records import PreflightTask, RankRecord
 from forge.preflight.bisection import BrokenNodes, Group, NoTimeLeft, find_broken
 from forge.preflight.rank_checks import rank_checks
 
-# Timeout of one collective once all ranks have joined; half of it while searching for a fault, and
-# less where the deadline is short: with 16 nodes the search takes about 8 trials in a row.
+# What each further node, and each rank on it, adds to the deadline of one node: srun starts more
+# processes, and every rank reads a key of every other one from the store of rank 0 and connects to it. A
+# read takes 14 µs where nobody else reads, so that rank 0 serves 512 ranks for 4 s at least.
+NODE_SEC, RANK_SEC = 1.0, 0.25
+# Shares of the deadline that come on top of it where the first trial fails: for a repetition, and for the
+# search, which has what the trials have left of the deadline, too.
+REPEAT_SHARE, SEARCH_SHARE = 0.5, 0.5
+# Timeout of one collective once all ranks have joined, longer with more nodes. It is half as long in the
+# search, which takes about 8 trials in a row with 16 nodes, and shorter where the deadline is short.
 TALK_SEC, TALK_SHARE = 10.0, 1 / 9
-# Share of the time left that the first trial may take, which reads torch from a cold disk. The rest
-# is kept for the search.
-FIRST_SHARE = 0.6
 # Longest and shortest time of a later trial, for which the page cache holds torch.
 TRY_SEC, SHORTEST_TRY_SEC = 30.0, 8.0
 # The check that fails where ranks cannot start at the endpoint that was asked for: no node is at fault.
 ENDPOINT = "endpoint"
 # Ranks of a preflight have nothing to save.
 GRACE_SEC = 5.0
+
+
+def deadline_sec(machine: Machine, layout: WorldLayout) -> float:
+    """Deadline of a launch of these ranks: preflight.deadline_sec, and more for more than one node."""
+    of_node = NODE_SEC + RANK_SEC * layout.ranks_per_node
+    return machine.preflight.deadline_sec + (layout.nodes - 1) * of_node
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a trial. names_nobody: the ranks failed, and none of them is known to be the reason:
+    they were too late, or lost each other. Then the start may have been slow, and the nodes healthy."""
+
+    checks: list[Check]
+    names_nobody: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +74,7 @@ class Trial:
     nccl_file: str
     deadline_sec: float
 
-    def run(self) -> list[Check]:
+    def run(self) -> Result:
         """Launch the ranks; their checks, or a failed one that says why they did not complete."""
         started = time.time()
         try:
@@ -68,19 +88,25 @@ class Trial:
                 deadline_sec=self.deadline_sec,
             )
         except EndpointError as err:
-            return [Check(ENDPOINT, "fail", err.what, err.fix, err.cause)]
+            return Result([Check(ENDPOINT, "fail", err.what, err.fix, err.cause)])
         if record.status == "completed":
-            return list(rank_checks(record, self.layout, self.machine))
+            return Result(list(rank_checks(record, self.layout, self.machine)))
         late = time.time() - started >= self.deadline_sec
         limit = f"not done within {self.deadline_sec:.3g} s: " if late else ""
         logs = RunPaths(self.folder).logs
         said = f" ({error})" if (error := last_error(logs, started)) else ""
         fix = f"read the ranks' logs in {logs}"
-        return [Check("rendezvous", "fail", f"{limit}{record.message}{said}", fix)]
+        check = Check("rendezvous", "fail", f"{limit}{record.message}{said}", fix)
+        return Result([check], late or _names_nobody(record))
 
     @property
     def layout(self) -> WorldLayout:
         return WorldLayout(len(self.placement.hosts), self.ranks_per_node)
+
+
+def _names_nobody(record: RankRecord) -> bool:
+    lost = record.cause == PEER_LOST and not record.host
+    return lost or record.cause == JoinError.__name__
 
 
 def last_error(logs: Path, since: float) -> str:
@@ -108,33 +134,38 @@ class Prober:
         placement: Placement,
         *,
         python: str,
-        end: float,
         addresses: Mapping[str, str],
     ) -> None:
-        """python: the interpreter of the ranks. end: deadline of all trials, in time.monotonic().
-        addresses: of the hosts, on the interface that their ranks use."""
+        """python: the interpreter of the ranks. addresses: of the hosts, on the interface that their
+        ranks use. The deadline of the first trial counts from here."""
         self._paths, self._ranks, self._placement = paths, ranks_per_node, placement
-        self._python, self._end = python, end
-        self._deadline_sec = machine.preflight.deadline_sec
-        self._addresses = addresses
-        self._machine = _with_short_timeouts(machine)
+        self._python, self._addresses = python, addresses
+        self._sec = deadline_sec(machine, WorldLayout(len(placement.hosts), ranks_per_node))
+        self._grown = self._sec / machine.preflight.deadline_sec
+        self._end = time.monotonic() + self._sec  # of all trials
+        self._machine = _with_short_timeouts(machine, self._sec)
         self.trials = paths.allocation / "trials"  # files and logs of the search
         self._tried: dict[frozenset[str], list[Check]] = {}
         shutil.rmtree(self.trials, ignore_errors=True)
 
     def together(self, hosts: Sequence[str]) -> list[Check]:
-        """Checks of all ranks of these hosts together."""
-        sec = self._deadline_sec
-        if len(hosts) > 1:
-            share = 1 if self._tried else FIRST_SHARE
-            sec = max(SHORTEST_TRY_SEC, share * (self._end - time.monotonic()))
-        trial = self._trial(hosts, self._paths.root, sec)
+        """Checks of all ranks of these hosts together. In a job the first trial is repeated where it
+        failed and named nobody: a healthy node that is left out costs the wait in the queue again."""
+        is_first = not self._tried
+        sec = self._sec if is_first else max(SHORTEST_TRY_SEC, self._end - time.monotonic())
+        root = self._paths.root
         with _nccl_log(self._paths.logs):
-            return self._note(hosts, trial.run())
+            result = self._trial(hosts, root, sec).run()
+            if is_first and result.names_nobody and self._placement.job:
+                sec = REPEAT_SHARE * self._sec
+                say(f"{_failure(result.checks)}\ntrying once more, for {sec:.3g} s at most …")
+                result = self._trial(hosts, root, sec).run()
+        return self._note(hosts, result.checks)
 
     def search(self, hosts: Sequence[str]) -> BrokenNodes:
         """Find the nodes or pairs at fault among hosts that fail together."""
         say(f"{len(hosts)} nodes fail together; looking for the node or the pair at fault …")
+        self._end = max(self._end, time.monotonic() + SEARCH_SHARE * self._sec)
         context = multiprocessing.get_context("spawn")
         with (
             _nccl_log(self._paths.logs),
@@ -172,11 +203,11 @@ class Prober:
         ]
         running = [pool.submit(trial.run) for trial in trials]
         for group, future in zip(groups, running, strict=True):
-            self._note(group, future.result())
+            self._note(group, future.result().checks)
         return [not _failure(self._tried[frozenset(group)]) for group in groups]
 
     def _trial(self, hosts: Sequence[str], folder: Path, sec: float) -> Trial:
-        talk_sec, machine = min(TALK_SEC, self._deadline_sec * TALK_SHARE), self._machine
+        talk_sec, machine = min(self._grown * TALK_SEC, TALK_SHARE * self._sec), self._machine
         if folder != self._paths.root:
             talk_sec /= 2
             if rendezvous.host(machine.fabric, ""):  # which is the first node of all hosts
@@ -202,9 +233,10 @@ def _failure(results: Sequence[Check]) -> str:
     return " ".join(records.summary_of_checks(records.failed_checks(results)).split())
 
 
-def _with_short_timeouts(machine: Machine) -> Machine:
-    """The machine with timeouts of a preflight: a rendezvous that fails must not take minutes."""
-    rendezvous_sec = max(TALK_SEC, machine.preflight.deadline_sec / 3)
+def _with_short_timeouts(machine: Machine, sec: float) -> Machine:
+    """The machine with timeouts of a preflight: a rendezvous that fails must not take minutes. sec: the
+    deadline of a trial."""
+    rendezvous_sec = max(TALK_SEC, sec / 3)
     machine = _with_fabric(machine, timeout_sec=min(machine.fabric.timeout_sec, rendezvous_sec))
     grace_sec = min(machine.stop_grace_sec, GRACE_SEC)
     return machine.model_copy(update={"stop_grace_sec": grace_sec})

@@ -551,6 +551,6 @@ class _Peer:
 
 
 REQUESTS: tuple[Callable[..., Any], ...] = (
-    *(rendezvous.resolves, check_node, packages.import_packages),
+    *(rendezvous.resolves, check_node, packages.import_packages, packages.import_torch),
     *(listen, reach),
 )

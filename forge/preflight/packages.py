@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +29,9 @@ for name in sys.argv[1:]:
         versions[name] = ["", f"{type(err).__name__}: {err}"]
 print(json.dumps([sys.version.split()[0], versions]))
 """
+# For the import of torch alone: a CUDA build has gigabytes of libraries, which a network disk may give to
+# all nodes at once.
+TORCH_SEC = 300.0
 # Libraries that come with a CUDA build of torch, under the names of its packages.
 CUDA = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime")
 # Those that have the version of CUDA itself.
@@ -85,6 +90,36 @@ def is_python(command: str) -> bool:
 
 def _failed(message: str, fix: str, cause: str = "") -> Imported:
     return Imported(Check("imports", "fail", message, fix, cause), {})
+
+
+def import_torch(*, sec: float = TORCH_SEC) -> Check:
+    """Import torch on this node with this Python, as one process, so that its ranks find the files in the
+    page cache when their clock runs."""
+    started = time.monotonic()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", "import torch.distributed"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+        try:
+            status = process.wait(sec)
+        except subprocess.TimeoutExpired:
+            process.kill()  # without a wait: it may be in the kernel, for the disk
+            return Check(
+                "torch",
+                "fail",
+                f"importing torch takes longer than {sec:.3g} s",
+                "copy the environment to the nodes (stage.project: true), or put it on a faster disk",
+                f"the disk that holds {sys.prefix} is slow on this node, or does not respond",
+            )
+        output.seek(0)
+        lines = output.read().decode(errors="replace").strip().splitlines()
+    if status:
+        message = f"cannot import torch: {lines[-1][:300] if lines else f'exit status {status}'}"
+        return Check("torch", "fail", message, f"try it there: {sys.executable} -c 'import torch'")
+    return Check("torch", "ok", f"imported in {time.monotonic() - started:.1f} s")
 
 
 def cuda_versions() -> dict[str, str]:

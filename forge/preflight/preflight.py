@@ -27,17 +27,18 @@ from forge.core.records import (
     RanksResult,
     StageRecord,
 )
-from forge.core.terminal import say
+from forge.core.terminal import duration, say
 from forge.launch.launcher import wait_for_orphans
-from forge.preflight import compare_nodes
+from forge.preflight import compare_nodes, isolate
 from forge.preflight.bisection import BrokenNodes
 from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, CheckedNode, nodes_to_leave_out
-from forge.preflight.isolate import ENDPOINT, Prober
+from forge.preflight.isolate import ENDPOINT, REPEAT_SHARE, SEARCH_SHARE, Prober
 from forge.preflight.node_checks import Wanted, WantedProgram
+from forge.preflight.packages import TORCH_SEC
 from forge.staging.stage import program_folders, stage_record
 
-# The nodes' own checks may take this share of the deadline. Where a node is down they take all of it. The
-# ranks' checks have the rest, also where the former had to wait for Slurm.
+# The nodes' own checks may take this share of the deadline of their ranks, before that begins. Where a
+# node is down they take all of it.
 NODES_SHARE = 0.5
 # With more nodes than this without any trouble, one line stands for all of these.
 MOST_LINES = 16
@@ -100,10 +101,10 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
     which lists the healthy nodes. The first layout.nodes of them train.
 
     Writes preflight.json and preflight.tsv, passed or not. Raises UnfitError that names every unhealthy
-    node where too few are left. Takes preflight.deadline_sec and a few seconds at most, and the time for
-    which Slurm itself starts no process; raises SlurmSilent when that does not pass.
+    node where too few are left. Takes as long as `_limits` says at most, and the time for which Slurm
+    itself starts no process; raises SlurmSilent when that does not pass.
     """
-    started, end = time.time(), time.monotonic() + machine.preflight.deadline_sec
+    started = time.time()
     check_layout(machine, layout, config)
     placement = find_placement(machine, layout)
     paths = RunPaths.of(config)
@@ -112,20 +113,13 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
         paths.preflight_pass.unlink(missing_ok=True)  # of an earlier preflight
         staged = stage_record(paths)
         wanted = _wanted(config, staged, machine, layout, placement)
-        sec = NODES_SHARE * machine.preflight.deadline_sec
-        python = staged.interpreter
-        nodes = compare_nodes.inspect(placement, wanted, machine, sec=sec, python=python)
-        identity = _identity(placement, layout, nodes, machine, wanted)
-        findings = Findings(placement, layout, nodes, identity)
+        if placement.job:
+            say(_limits(machine, _all_ranks(placement, layout)))
+        findings = _inspected(machine, layout, placement, wanted, staged.interpreter)
         if reason := _reason_to_skip(findings, paths):
             findings.ranks = [Check("ranks", "ok", f"skipped: {reason}")]
         else:
-            ranks = layout.ranks_per_node
-            addresses = {node.name: node.facts.address for node in nodes if node.facts}
-            end = max(end, time.monotonic() + machine.preflight.deadline_sec - sec)
-            prober = Prober(
-                paths, machine, ranks, placement, python=python, end=end, addresses=addresses
-            )
+            prober = _prober(findings, paths, machine, staged.interpreter)
             findings.ranks = _check_ranks(findings, prober)
         _write(paths, findings)
         _print_summary(findings)
@@ -140,7 +134,8 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
         events.record(paths.events, event)
         if not findings.chosen:
             if placement.job and len(findings.healthy) < layout.nodes:
-                exclude.add(paths.bad_nodes, compare_nodes.bad_nodes(nodes), placement.job)
+                bad_nodes = compare_nodes.bad_nodes(findings.nodes)
+                exclude.add(paths.bad_nodes, bad_nodes, placement.job)
             raise _unfit(config, paths, findings)
         # All healthy nodes: training takes the first of them, and another node when it loses one.
         PreflightPass(host=hostname(), nodes=findings.healthy).write(paths.preflight_pass)
@@ -153,34 +148,66 @@ def recheck(
     layout: WorldLayout,
     placement: Placement,
     staged: StageRecord,
-) -> str:
-    """Why the only node of this placement must not train again, in one line; "" where it passes its own
-    checks and its ranks can communicate with each other.
+) -> dict[str, str]:
+    """The nodes of this placement that must not train again, and why: those that fail their own checks,
+    or whose ranks cannot communicate with each other or with those of the other nodes.
 
-    Called by training, which holds the run's lock; takes preflight.deadline_sec at most.
+    Called by training, which holds the run's lock; takes as long as `_limits` says at most.
     """
-    end = time.monotonic() + machine.preflight.deadline_sec
-    sec = NODES_SHARE * machine.preflight.deadline_sec
-    paths = RunPaths.of(config)
-    python = staged.interpreter
-    wanted = _wanted(config, staged, machine, layout, placement)
+    layout = _all_ranks(placement, layout)
     try:
-        [node] = compare_nodes.inspect(placement, wanted, machine, sec=sec, python=python)
+        wanted = _wanted(config, staged, machine, layout, placement)
+        findings = _inspected(machine, layout, placement, wanted, staged.interpreter)
     except rendezvous.EndpointError:
-        return ""  # its ranks cannot meet at an endpoint that was asked for on another node
-    if not node.is_healthy:
-        return node.reason
-    addresses = {node.name: node.facts.address} if node.facts else {}
-    prober = Prober(
+        return {}  # their ranks cannot meet at an endpoint that was asked for on another node
+    prober = _prober(findings, RunPaths.of(config), machine, staged.interpreter)
+    findings.ranks = _check_ranks(findings, prober)
+    if layout.nodes > 1:
+        return compare_nodes.bad_nodes(findings.nodes)
+    failed = records.summary_of_checks(findings.failed)
+    return {placement.hosts[0]: failed} if failed else {}
+
+
+def _inspected(
+    machine: Machine,
+    layout: WorldLayout,
+    placement: Placement,
+    wanted: dict[str, Wanted],
+    python: str,
+) -> Findings:
+    """The nodes of the placement after their own checks, and those that compare them."""
+    sec = NODES_SHARE * isolate.deadline_sec(machine, _all_ranks(placement, layout))
+    nodes = compare_nodes.inspect(placement, wanted, machine, sec=sec, python=python)
+    identity = _identity(placement, layout, nodes, machine, wanted)
+    return Findings(placement, layout, nodes, identity)
+
+
+def _prober(findings: Findings, paths: RunPaths, machine: Machine, python: str) -> Prober:
+    """Launches ranks on the nodes; its clock begins now."""
+    return Prober(
         paths,
         machine,
-        layout.ranks_per_node,
-        placement,
+        findings.layout.ranks_per_node,
+        findings.placement,
         python=python,
-        end=max(end, time.monotonic() + machine.preflight.deadline_sec - sec),
-        addresses=addresses,
+        addresses={node.name: node.facts.address for node in findings.nodes if node.facts},
     )
-    return records.summary_of_checks(records.failed_checks(prober.together([node.name])))
+
+
+def _all_ranks(placement: Placement, layout: WorldLayout) -> WorldLayout:
+    """The layout with the spare nodes of the placement."""
+    return WorldLayout(len(placement.hosts), layout.ranks_per_node)
+
+
+def _limits(machine: Machine, layout: WorldLayout) -> str:
+    """How long a preflight may take, in one line."""
+    sec = isolate.deadline_sec(machine, layout)
+    limits = (NODES_SHARE * sec, TORCH_SEC, sec, (REPEAT_SHARE + SEARCH_SHARE) * sec)
+    nodes, torch, ranks, more = (duration(limit, precise=True) for limit in limits)
+    return (
+        f"preflight of {layout.world_size} ranks on {layout.nodes} nodes takes {nodes} for the nodes,"
+        f" {torch} for their import of torch and {ranks} for the ranks at most; {more} more if those fail"
+    )
 
 
 def _programs(

@@ -160,7 +160,7 @@ def _train_until_it_ends(
         lost = events.Lost(message=record.what, attempt=attempt, silent=silent)
         events.record(paths.events, lost)
         unhealthy = dict.fromkeys(gone, "does not start a process")
-        unhealthy |= _at_fault(record, program.config, start, healthy.without(silent))
+        unhealthy |= _at_fault(record, program.config, start, hosts.without(silent))
         if placement.job:
             exclude.add(paths.bad_nodes, unhealthy, placement.job)
         if record.cause == lost_ranks.HANG:
@@ -203,21 +203,28 @@ def _launch(
 def _at_fault(
     record: RankRecord, config: ResolvedConfig, start: LaunchPlan, placement: Placement
 ) -> dict[str, str]:
-    """The node that the ranks' records blame, and why it must not train again; {} for none. A node whose
-    rank hung is checked."""
-    if placement.job is None or record.host not in placement.hosts:
+    """The nodes that must not train again, and why; {} for none. The node whose rank hung is checked, and
+    all of them where the ranks lost each other and their records blame nobody.
+
+    placement: the nodes of the ranks.
+    """
+    blamed = placement.only([record.host])
+    if placement.job is None or (record.host and not blamed.hosts):
         return {}
     if record.cause == lost_ranks.GPU_FAULT:
         return {record.host: record.message}
     if record.cause == lost_ranks.HANG:
         say(f"checking {record.host}, on which a rank hung …")
-        try:
-            alone = placement.only([record.host])
-            trouble = recheck(config, start.machine, start.layout, alone, start.staged)
-        except slurm.SlurmSilent:  # nothing is known of the node
-            return {}
-        return {record.host: f"{record.message}; checked: {trouble}"} if trouble else {}
-    return {}
+    elif record.cause == lost_ranks.PEER_LOST and not record.host and placement.hosts:
+        say(f"checking {', '.join(placement.hosts)}: nothing tells which rank is to blame …")
+        blamed = placement
+    else:
+        return {}
+    try:
+        troubles = recheck(config, start.machine, start.layout, blamed, start.staged)
+    except slurm.SlurmSilent:  # nothing is known of the nodes
+        return {}
+    return {host: f"{record.message}; checked: {why}" for host, why in troubles.items()}
 
 
 def _end_if_stuck(program: TrainingProgram, machine: Machine, step: int) -> None:

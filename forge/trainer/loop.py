@@ -19,7 +19,7 @@ from forge.core.paths import RunPaths
 from forge.core.provenance import versions
 from forge.core.terminal import say
 from forge.data.loader import Windows, windows_by_source
-from forge.launch.process_group import World, dump_collectives, is_peer_loss
+from forge.launch.process_group import World, collectives, dump_collectives, is_peer_loss
 from forge.launch.rank_output import RankProgress
 from forge.launch.rank_records import LaunchSpec, RankRecord
 from forge.launch.shutdown_budget import ShutdownBudget
@@ -328,7 +328,12 @@ def train(
     spec: LaunchSpec,
 ) -> RankRecord:
     """Train one run on this rank to train.max_steps or to a stop. All ranks call it."""
-    Watchdog(spec, world.rank.rank, lambda: dump_collectives(world)).start()
+    Watchdog(
+        spec,
+        world.rank.rank,
+        lambda: dump_collectives(world),
+        collectives=lambda: collectives(world),
+    ).start()
     prepare(world.device, deterministic=config.train.deterministic)
     task = spec.train_task
     tokens = verified_tokens(task, world)

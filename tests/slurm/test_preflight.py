@@ -81,6 +81,14 @@ def preflight(cluster: Cluster, tiny_config: Path, shared_folder: Path) -> Itera
     cluster.configure()
 
 
+def check_of(found: Outcome, node: str, name: str) -> str:
+    """The message of this check of a node."""
+    (checks,) = (
+        n["checks"] for n in read_json(found.paths.preflight)["nodes"] if n["node"] == node
+    )
+    return next(str(check["message"]) for check in checks if check["name"] == name)
+
+
 def test_healthy_nodes_pass_each_with_its_line(
     nodes: Callable[[int], list[str]], preflight: Preflight, cluster: Cluster
 ) -> None:
@@ -94,6 +102,7 @@ def test_healthy_nodes_pass_each_with_its_line(
     assert f"RANKS world of 4: {where}; all-reduce" in found.text
     assert read_json(found.paths.preflight_pass)["nodes"] == names
     assert (found.event["nodes"], found.event["left_out"]) == (names, {})
+    assert all(check_of(found, name, "torch").startswith("imported in ") for name in names)
     checks = {c["name"] for c in read_json(found.paths.preflight)["ranks"]["checks"]}
     assert {"mapping", "all-reduce", "matrix product", "pair bandwidth"} <= checks
     (record,) = found.paths.logs.glob("preflight.*.json")
@@ -161,17 +170,19 @@ def test_trouble_that_only_ranks_meet_is_found_by_trying_halves(
     assert found.event["nodes"] == names[:2]
 
 
-def test_torch_that_one_node_cannot_import_is_found_by_trying_halves(
+def test_torch_that_one_node_cannot_import_is_named_before_any_rank_starts_there(
     nodes: Callable[[int], list[str]], preflight: Preflight, cluster: Cluster
 ) -> None:
-    """Its metadata are there, so only a rank meets the trouble."""
+    """Its metadata are there, so only an import meets the trouble."""
     names = nodes(2)
     found_torch = importlib.util.find_spec("torch")
     assert found_torch and found_torch.origin
     cluster.hide(names[0], Path(found_torch.origin).parent)
     found = preflight(names, train=2)
     assert found.code == 69
-    assert "torch" in found.failed(names[0])["collectives"]["message"]
+    (check,) = found.failed(names[0]).values()
+    assert (check["name"], "cannot import torch" in check["message"]) == ("torch", True)
+    assert "RANKS world of 1" in found.text
     assert exclude.read(found.paths.bad_nodes) == [names[0]]
 
 

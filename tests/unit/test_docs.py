@@ -111,6 +111,8 @@ COMPOSED = {
     "rank … of … on … did not arrive at the … and was in the … for … s; rank … saw: …",
     "rank … of … on … did not arrive at the … and does not respond; rank … saw: …",
     "rank … of … on … arrived too late at the …; rank … saw: …",
+    "rank … of … on … has not started collective … of the process group …, in which others wait (its last"
+    " one is …); rank … saw: …",
     "rank … of … on … did not arrive at the …: stopped by SIGSTOP (pid …, state T); rank … saw: …",
     "rank … of … on … did not arrive at the …: its node is cut off, and does not reach Slurm either;"
     " rank … saw: …",

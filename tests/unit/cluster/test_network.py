@@ -165,9 +165,26 @@ def test_gid_index_is_set_where_a_port_is_roce_only(node):
     assert settings(gid_index=3) == WITHOUT_INFINIBAND
 
 
+def test_gpus_note_which_collectives_they_have_started_unless_that_would_cost_overlap(
+    node, monkeypatch
+):
+    node()
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert network.STARTED not in found_settings()
+    monkeypatch.setattr(network, "count_gpus", lambda: 4)
+    assert network.STARTED in found_settings()
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert network.STARTED not in found_settings()
+
+
+def found_settings():
+    return network.rank_settings(load_machine(None), WorldLayout(1, 2), "10.0.0.1")
+
+
 def test_gpus_get_memory_that_can_grow_unless_the_user_has_exported_how(node, monkeypatch):
     node()
     why = "no memory of a GPU is lost to fragments"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(network, "count_gpus", lambda: 4)

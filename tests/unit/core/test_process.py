@@ -9,9 +9,11 @@ import sys
 import time
 import uuid
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from forge import worker
 from forge.core import process
 from forge.core.process import MAX_OPEN_FILES, Process
 
@@ -199,3 +201,32 @@ def test_open_files_are_raised_to_what_the_system_allows(limits, most):
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     allowed = most or (MAX_OPEN_FILES if hard < 0 else min(hard, MAX_OPEN_FILES))
     assert done.stdout.split() == [str(allowed)] * 2
+
+
+@pytest.mark.parametrize(("exported", "left"), [({}, 0), ({"FORGE_CORE_DUMPS": "1"}, 1024**2)])
+def test_ranks_that_crash_write_no_core_files_unless_the_user_wants_them(exported, left):
+    """They filled the disk of the project. In a process of its own: its limits are changed."""
+    code = (
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (1024**2, 2 * 1024**2))\n"
+        "from forge.core.process import limit_core_dumps\n"
+        "limit_core_dumps()\n"
+        "print(*resource.getrlimit(resource.RLIMIT_CORE))"
+    )
+    if 0 <= resource.getrlimit(resource.RLIMIT_CORE)[1] < 2 * 1024**2:
+        pytest.skip("the hard limit of this process is lower")
+    env = {name: value for name, value in os.environ.items() if name != "FORGE_CORE_DUMPS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env | exported
+    )
+    assert [int(limit) for limit in done.stdout.split()] == [left, 2 * 1024**2]
+
+
+def test_a_rank_limits_its_core_files_before_anything_else_can_crash(monkeypatch):
+    called = []
+    for name in ("stop_with_parent", "raise_open_files", "limit_core_dumps"):
+        monkeypatch.setattr(worker, name, partial(called.append, name))
+    monkeypatch.setattr(worker, "LaunchSpec", None)
+    with pytest.raises(AttributeError):
+        worker.main("spec.json")
+    assert "limit_core_dumps" in called

@@ -22,6 +22,8 @@ INSTEAD = {
     " __init__.py shows where it is now",
     "torch._C._distributed_c10d._dump_fr_trace": "flight_record: the record under its new name; without"
     " one, remove flight_record and dump_collectives",
+    "torch._C._distributed_c10d._dump_fr_trace_json": "collective_numbers: the record under its new name;"
+    " without one, remove `collectives` of process_group.py, and _absent of lost_ranks.py",
     "torch.distributed._shard._utils.narrow_tensor_by_index": "SafeReader: torch.narrow",
     "torch.distributed.distributed_c10d._set_pg_timeout": "set_timeout: groups made by dist.new_group,"
     " which takes a timeout, and DeviceMesh.from_group",
@@ -55,7 +57,8 @@ def test_torch_has_every_private_name_or_this_says_what_to_change(name: str) -> 
 def test_every_private_name_is_in_the_module_for_them() -> None:
     folder = Path(forge.__file__).parent
     used = {path.stem: set(private(path.read_text())) for path in folder.rglob("*.py")}
-    assert used.pop("torch_private") == set(INSTEAD) - {"torch._C._distributed_c10d._dump_fr_trace"}
+    by_name = {f"torch._C._distributed_c10d._dump_fr_trace{end}" for end in ("", "_json")}
+    assert used.pop("torch_private") == set(INSTEAD) - by_name
     assert {module: names for module, names in used.items() if names} == {}
 
 

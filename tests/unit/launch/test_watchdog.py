@@ -8,7 +8,8 @@ import pytest
 
 from forge.cluster import slurm
 from forge.core.process import hostname
-from forge.launch.heartbeat import Heartbeat
+from forge.launch import lost_ranks
+from forge.launch.heartbeat import Collectives, Heartbeat
 from forge.launch.rank_records import RankRecord
 from forge.launch.watchdog import Watchdog
 
@@ -142,3 +143,84 @@ def test_call_into_c_that_keeps_the_gil_is_in_the_log(spec, tmp_path):
     finally:
         rank.kill()
         rank.wait()
+
+
+# --- numbers of collectives -----------------------------------------------------------------------
+
+# Two ranks as on a GPU: both hosts wait in the same phase, only one of them in the collective.
+ALIKE = """
+import os, sys, threading, time
+from datetime import timedelta
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from forge.launch.heartbeat import heartbeat
+from forge.launch.process_group import World, collectives, named
+from forge.launch.rank import Rank
+from forge.launch.rank_records import LaunchSpec
+from forge.launch.watchdog import Watchdog
+
+rank, store = int(sys.argv[2]), dist.FileStore(sys.argv[3], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+world = World(None, torch.device("cpu"), "gloo", dist.group.WORLD)
+spec = LaunchSpec.read(Path(sys.argv[1]))
+dog = Watchdog(spec, rank, lambda: None, collectives=lambda: collectives(world))
+numbers = torch.ones(4)
+for _ in range(3):
+    dist.all_reduce(numbers)
+heartbeat.timeout_sec = 2.0
+dog.start()
+with named("results of step 3"):
+    if rank == 0:
+        dist.all_reduce(numbers)
+    time.sleep(60)
+"""
+
+
+def test_rank_that_has_not_come_to_the_collective_of_the_other_is_told_by_torchs_flight_recorder(
+    spec, tmp_path
+):
+    """With real ranks of Gloo."""
+    command = [sys.executable, "-c", ALIKE, spec.path]
+    both = [
+        subprocess.Popen([*command, str(rank), tmp_path / "store"], stderr=subprocess.DEVNULL)
+        for rank in (0, 1)
+    ]
+    try:
+        end, records = time.monotonic() + 60, []
+        while not records or not all(r.activity and r.activity.collectives for r in records):
+            assert time.monotonic() < end and not any(rank.poll() for rank in both), records
+            time.sleep(0.05)
+            records = [RankRecord.read(spec, rank) for rank in (0, 1)]
+    finally:
+        for rank in both:
+            rank.kill()
+            rank.wait()
+    assert {record.status for record in records} == {"failed"}
+    assert {record.activity.phase for record in records} == {"results of step 3"}
+    found = lost_ranks.judged(records)
+    assert found.message.startswith(
+        f"rank 1 of 2 on {hostname()} has not started collective 4 of the process group gloo 0, in which"
+        " others wait (its last one is 3)"
+    )
+
+
+def test_numbers_of_collectives_are_recorded_before_the_dump_and_once_in_a_stall(
+    spec, beats, monkeypatch
+):
+    """The dump asks the device, which may hang."""
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *_: None)
+    seen, asked = (Collectives("nccl 0", 12, 11, 11),), []
+
+    def dump():
+        assert RankRecord.read(spec, 2).activity.collectives == seen
+
+    dog = Watchdog(spec, 2, dump, beats, collectives=lambda: asked.append(1) or seen)
+    beats.beat("results of step 3", waits=True)
+    for now in (30.0, 40.0):
+        beats.now = now
+        dog.look()
+    assert (len(asked), RankRecord.read(spec, 2).activity.collectives) == (1, seen)
+    beats.beat("results of step 4", waits=True)
+    dog.look()
+    assert beats.collectives == ()

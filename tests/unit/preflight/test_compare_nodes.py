@@ -1,7 +1,9 @@
 """Which nodes are left out: those with the most failing pairs, not one that is only the peer of a
 faulty node."""
 
+import contextlib
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -9,8 +11,11 @@ from hypothesis import strategies as st
 
 from forge.cluster import rendezvous, slurm
 from forge.cluster.nodes import NodeFailure
+from forge.cluster.placement import Placement
+from forge.cluster.slurm import Job
 from forge.core.machine import load_machine
 from forge.core.records import Check
+from forge.preflight import compare_nodes, packages
 from forge.preflight.compare_nodes import (
     CheckedNode,
     _master,
@@ -20,7 +25,7 @@ from forge.preflight.compare_nodes import (
     compare,
     nodes_to_leave_out,
 )
-from forge.preflight.node_checks import Link, NodeFacts
+from forge.preflight.node_checks import Link, NodeAnswer, NodeFacts, Wanted
 
 NAMES = [f"n{number}" for number in range(6)]
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "forge code": "abc"}
@@ -270,3 +275,57 @@ def test_more_ports_than_most_nodes_and_two_nodes_that_differ_are_no_trouble():
         nodes = [node(infiniband=True, ports=ports) for ports in kinds]
         compare(nodes, load_machine(None))
         assert not [check for each in nodes for check in each.checks if check.name == "ports"]
+
+
+# --- the import of torch --------------------------------------------------------------------------
+
+
+def test_nodes_of_a_job_import_torch_before_the_clock_of_their_ranks(monkeypatch):
+    """A healthy node whose disk was cold was called unhealthy, after hours in the queue."""
+    job = Job("7", "RUNNING", 0, ("n1", "n2"), 1, "main", "x", True, None)
+    slow = Check("torch", "fail", "importing torch takes longer than 300 s")
+    asked = {}
+
+    class Pool:
+        def ask(self, request, *, hosts, timeout_sec):
+            asked[request] = (hosts, timeout_sec)
+            return {"n1": slow, "n2": NodeFailure("no answer")}
+
+    two = [node("n1"), node("n2")]
+    compare_nodes._import_torch(Pool(), two)
+    assert asked == {packages.import_torch: (["n1", "n2"], 304.0)}
+    assert [last(each).message for each in two] == [slow.message, "no answer"]
+    monkeypatch.setattr(packages, "import_torch", lambda: slow)
+    monkeypatch.setattr(compare_nodes, "check_node", lambda wanted: NodeAnswer([], ALIKE))
+    here, machine = Placement.here(), load_machine(None)
+    inspected = partial(compare_nodes.inspect, machine=machine, sec=1, python="python")
+    [alone] = inspected(replace(here, job=job), {here.hosts[0]: None})
+    assert alone.checks == [slow]
+    [local] = inspected(here, {here.hosts[0]: None})
+    assert local.checks == []
+
+
+def test_agents_are_asked_to_import_torch(monkeypatch):
+    """`inspect` itself, with agents that answer at once."""
+    asked = []
+
+    class Pool(contextlib.nullcontext):
+        def __init__(self, *_, **__):
+            super().__init__(self)
+
+        def ask(self, request, *, hosts=("n1", "n2"), **_):
+            asked.append(request)
+            answers = {compare_nodes.check_node: NodeAnswer([], ALIKE)}
+            answers[packages.import_torch] = Check("torch", "ok", "imported in 1.0 s")
+            return {host: answers.get(request, NodeFailure("not now")) for host in hosts}
+
+    monkeypatch.setattr(compare_nodes, "NodePool", Pool)
+    monkeypatch.setattr(compare_nodes, "_master", lambda *_, **__: "n1")
+    job = Job("7", "RUNNING", 0, ("n1", "n2"), 1, "main", "x", True, None)
+    machine = load_machine(None)
+    wish = Wanted("", "", "", "", machine, 1, None, "n1")
+    wanted = dict.fromkeys(("n1", "n2"), wish)
+    two = Placement(("n1", "n2"), job)
+    found = compare_nodes.inspect(two, wanted, machine, sec=1, python="python")
+    assert packages.import_torch in asked
+    assert all("imported in 1.0 s" in [c.message for c in each.checks] for each in found)

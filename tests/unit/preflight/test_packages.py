@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from forge.preflight.packages import import_packages
+from forge.preflight.packages import import_packages, import_torch
 
 
 def imports(*names, command="", cwd=".", sec=60.0):
@@ -47,3 +47,35 @@ def test_python_of_the_programs_command_is_asked(tmp_path, monkeypatch, command,
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert ("3.99.0" in imports(command=command)[0].message) is asked
+
+
+@pytest.fixture
+def torch_of_the_node(tmp_path, monkeypatch):
+    """torch_of_the_node(text): what the import of torch runs."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/distributed.py").write_text("")
+    return (tmp_path / "torch/__init__.py").write_text
+
+
+def test_import_of_torch_is_timed(torch_of_the_node):
+    torch_of_the_node("import time; time.sleep(0.2)")
+    check = import_torch(sec=60)
+    assert (check.name, check.status) == ("torch", "ok")
+    assert 0.2 <= float(check.message.split()[2]) < 60
+
+
+def test_torch_that_cannot_be_imported_is_named_with_its_error(torch_of_the_node):
+    torch_of_the_node("raise OSError('libcudart.so.12: cannot open')")
+    check = import_torch(sec=60)
+    assert (check.status, check.message) == (
+        "fail",
+        "cannot import torch: OSError: libcudart.so.12: cannot open",
+    )
+
+
+def test_disk_that_is_too_slow_for_torch_is_named_with_what_to_do(torch_of_the_node):
+    torch_of_the_node("import time; time.sleep(600)")
+    check = import_torch(sec=0.5)
+    assert check.message == "importing torch takes longer than 0.5 s"
+    assert sys.prefix in check.cause and "stage.project: true" in check.fix

@@ -227,6 +227,14 @@ def test_all_healthy_nodes_train_and_the_record_is_named_by_job_and_restart(node
     assert (paths.logs / "preflight.7.0.json").exists()
 
 
+def test_time_that_preflight_may_take_is_printed_in_a_job(nodes, capsys):
+    nodes.run(2)
+    assert (
+        "preflight of 4 ranks on 4 nodes takes 47 s for the nodes, 5 min for their import of torch and"
+        " 1 min 34 s for the ranks at most; 1 min 34 s more if those fail"
+    ) in capsys.readouterr().err
+
+
 def test_unfit_node_is_replaced_by_a_spare_and_not_excluded(nodes, paths, capsys):
     nodes.down = {"n2": DOWN}
     assert nodes.run(3) == ["n1", "n3", "n4"]
@@ -307,8 +315,19 @@ def test_node_of_a_running_job_is_checked_alone_with_its_own_ranks(
     nodes.down, nodes.broken = down, broken
     machine, layout = load_machine(None, {"launcher": "srun"}), WorldLayout(4, 1)
     found = preflight.recheck(config, machine, layout, nodes.placement.only(["n3"]), StageRecord())
-    assert found.startswith(trouble) and bool(found) == bool(trouble)
+    assert list(found) == ["n3"] * bool(trouble)
+    assert found.get("n3", "").startswith(trouble)
     assert nodes.probed == ([] if down else [["n3"]])
+
+
+def test_nodes_of_a_running_job_are_searched_for_the_one_at_fault(nodes, config):
+    machine, layout = load_machine(None, {"launcher": "srun"}), WorldLayout(2, 1)
+    three = nodes.placement.only(["n1", "n2", "n3"])
+    assert preflight.recheck(config, machine, layout, three, StageRecord()) == {}
+    nodes.broken = BrokenNodes(nodes=["n3"])
+    found = preflight.recheck(config, machine, layout, three, StageRecord())
+    assert found == {"n3": "collectives: too slow"}
+    assert nodes.probed[0] == ["n1", "n2", "n3"]
 
 
 @pytest.mark.parametrize(("num_nodes", "num_lines"), [(16, 16), (17, 1)])

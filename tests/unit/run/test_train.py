@@ -98,7 +98,7 @@ def rechecked(monkeypatch):
     def rechecked(trouble):
         def recheck(config, machine, layout, placement, staged):
             hosts.extend(placement.hosts)
-            return trouble
+            return {host: trouble for host in placement.hosts if trouble}
 
         monkeypatch.setattr(train, "recheck", recheck)
         return hosts
@@ -189,6 +189,25 @@ def test_the_node_of_a_hung_rank_that_fails_its_checks_is_excluded_with_both_rea
     assert program.hosts == [("n1", "n2"), ("n1", "n3")]
     assert "does not respond; checked: gpus: 3 GPUs" in paths.bad_nodes.read_text()
     assert record.cause in requeue.REQUEUED_CAUSES
+
+
+def test_ranks_that_blame_nobody_have_all_their_nodes_checked_before_the_next_launch(
+    trained, monkeypatch, paths
+):
+    """On a GPU: all hosts wait for results of the same step."""
+    checked = []
+
+    def recheck(config, machine, layout, placement, staged):
+        checked.append(placement.hosts)
+        return {"n1": "collectives: too slow"}
+
+    monkeypatch.setattr(train, "recheck", recheck)
+    nobody = RankRecord("lost", 0, 69, cause="peer lost", message="ranks lost each other")
+    program, record = trained(nobody, DONE)
+    assert record == DONE
+    assert checked == [("n1", "n2")]
+    assert program.hosts == [("n1", "n2"), ("n2", "n3")]
+    assert "ranks lost each other; checked: collectives: too slow" in paths.bad_nodes.read_text()
 
 
 def test_an_error_that_a_kernel_may_have_made_blames_no_node(trained, paths):

@@ -1,0 +1,29 @@
+"""What the loop gives to the watchdog of its rank."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from forge.launch.heartbeat import Collectives
+from forge.trainer import loop
+
+
+class Started(Exception):
+    """Ends the loop once the watchdog has been started."""
+
+
+def test_watchdog_is_told_how_far_this_rank_has_come_in_its_collectives(monkeypatch):
+    numbers = (Collectives("gloo 0", 12, -1, 11),)
+    world = SimpleNamespace(rank=SimpleNamespace(rank=3))
+    monkeypatch.setattr(loop, "collectives", lambda of: numbers if of is world else ())
+
+    class Watchdog:
+        def __init__(self, spec, rank, dump, *, collectives):
+            assert (rank, collectives()) == (3, numbers)
+
+        def start(self):
+            raise Started
+
+    monkeypatch.setattr(loop, "Watchdog", Watchdog)
+    with pytest.raises(Started):
+        loop.train(None, None, world, None, None)
