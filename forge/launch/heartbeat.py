@@ -17,7 +17,7 @@ SHARE_OF_TIMEOUT = 0.5
 
 
 @dataclass(frozen=True)
-class Collectives:
+class LastCollectives:
     """The numbers of the last collectives of a rank in one process group, counted by torch; -1 for none.
     started: on the device; -1 also where torch does not note it, as with Gloo."""
 
@@ -48,7 +48,7 @@ class Activity:
     stalled: bool  # whether that is longer than the rank's limit
     # Whether Slurm's controller then responded to this node; None: it was not asked.
     reaches_slurm: bool | None = None
-    collectives: tuple[Collectives, ...] = ()  # in this stall
+    collectives: tuple[LastCollectives, ...] = ()  # in this stall
 
     @property
     def where(self) -> str:
@@ -64,7 +64,7 @@ class Heartbeat:
         """clock: seconds, from any origin."""
         self.timeout_sec = math.inf  # of a collective
         self.reaches_slurm: bool | None = None  # in this stall, see Activity
-        self.collectives: tuple[Collectives, ...] = ()  # the same
+        self.collectives: tuple[LastCollectives, ...] = ()  # the same
         self._clock = clock
         self._step, self._step_began, self._slowest_sec = 0, math.nan, 0.0
         self._now = ("start", False, clock())  # replaced as one, since the watchdog reads it

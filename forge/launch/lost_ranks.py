@@ -14,7 +14,7 @@ from forge.cluster import slurm
 from forge.core.errors import Exit
 from forge.core.files import read_object_or_empty
 from forge.core.process import Process
-from forge.launch.heartbeat import Collectives
+from forge.launch.heartbeat import LastCollectives
 from forge.launch.rank_records import LaunchSpec, RankRecord, mark_stopped, pid_file
 
 # Causes in rank records. After an error or a fault of a GPU, ranks are launched again; after a fault
@@ -184,7 +184,7 @@ def _missed(record: RankRecord, others: list[RankRecord]) -> tuple[str, int, int
     return None
 
 
-def _collectives(record: RankRecord) -> tuple[Collectives, ...]:
+def _collectives(record: RankRecord) -> tuple[LastCollectives, ...]:
     return record.activity.collectives if record.activity else ()
 
 

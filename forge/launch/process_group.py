@@ -23,7 +23,7 @@ from forge.cluster.rendezvous import JoinError
 from forge.core.errors import UnfitError
 from forge.core.machine import Machine
 from forge.launch.device import Seen, choose
-from forge.launch.heartbeat import Collectives, heartbeat
+from forge.launch.heartbeat import LastCollectives, heartbeat
 from forge.launch.rank import Rank
 from forge.launch.rank_records import SAME_VERSION
 from forge.launch.torchrun import store_at
@@ -112,13 +112,13 @@ def dump_collectives(world: World) -> None:
     Path(f"{os.environ[FLIGHT_RECORDER]}{world.rank.rank}").write_bytes(record)
 
 
-def collectives(world: World) -> tuple[Collectives, ...]:
+def collectives(world: World) -> tuple[LastCollectives, ...]:
     """How far this rank has come in each process group."""
     from forge.launch.torch_private import collective_numbers
 
     kinds = ("enqueued", "started", "completed")
     return tuple(
-        Collectives(group, *(int(numbers[f"last_{kind}_collective"]) for kind in kinds))
+        LastCollectives(group, *(int(numbers[f"last_{kind}_collective"]) for kind in kinds))
         for group, numbers in collective_numbers(world.backend).items()
     )
 

@@ -16,7 +16,7 @@ from forge.cluster import slurm
 from forge.core.errors import Exit, ForgeError
 from forge.core.process import hostname
 from forge.core.terminal import write
-from forge.launch.heartbeat import Activity, Collectives, Heartbeat, heartbeat
+from forge.launch.heartbeat import Activity, Heartbeat, LastCollectives, heartbeat
 from forge.launch.lost_ranks import PEER_LOST
 from forge.launch.rank_records import LaunchSpec, RankRecord, withdraw
 
@@ -37,7 +37,7 @@ class Watchdog:
         dump: Callable[[], object],
         beats: Heartbeat = heartbeat,
         *,
-        collectives: Callable[[], tuple[Collectives, ...]] = tuple,
+        collectives: Callable[[], tuple[LastCollectives, ...]] = tuple,
     ) -> None:
         """Both are called once in each stall. dump: writes what a library knows of the collectives.
         collectives: their numbers, for the record."""

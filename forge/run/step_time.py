@@ -166,19 +166,20 @@ def _passes(shape: Shape, speed: Speed) -> tuple[float, float]:
     weights = 2 * model.layers * model.block_parameters
     in_blocks = weights + 4 * model.layers * model.query_dim * train.seq_len
     again = {"none": 0.0, "selective": WIDE * weights, "full": in_blocks}[train.recompute]
-    kept = model.layers * model.activations(2).whole * (COMPILED if train.compile else 1)
+    compiled = train.compile is not False  # null: on GPUs
+    kept = model.layers * model.activations(2).whole * (COMPILED if compiled else 1)
     moved = PASSES * kept + (PASSES_AGAIN * kept if train.recompute != "none" else 0)
-    moved += LOGIT_BYTES[train.compile] * shape.vocab_size
+    moved += LOGIT_BYTES[compiled] * shape.vocab_size
     per_flop = tokens / (PRODUCTS * speed.peak)
     passing = tokens * moved / (MEMORY * speed.memory)
     return per_flop * forward + passing / 3, per_flop * (2 * forward + again) + passing * 2 / 3
 
 
 def _update(shape: Shape, speed: Speed) -> float:
-    """Seconds of clipping and of the optimizer: it reads a gradient three times and writes it once, and
-    reads and writes weights and optimizer state."""
+    """Seconds of the gradient norm and of the optimizer: it reads a gradient twice and writes it once,
+    clipped, and reads and writes weights and optimizer state."""
     state = WEIGHT * shape.num_parameters + shape.optimizer_bytes
-    num_bytes = 2 * state + 4 * GRADIENT * shape.num_parameters
+    num_bytes = 2 * state + 3 * GRADIENT * shape.num_parameters
     return num_bytes / shape.ranks_per_copy / (MEMORY * speed.memory)
 
 

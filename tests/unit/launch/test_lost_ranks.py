@@ -1,7 +1,7 @@
 """Against a restart that blames nobody, or a rank that only waited for another one."""
 
 from forge.launch import lost_ranks
-from forge.launch.heartbeat import Activity, Collectives
+from forge.launch.heartbeat import Activity, LastCollectives
 from forge.launch.rank_records import RankRecord
 
 COLLECTIVE = "all-reduce of gradients in step 18"
@@ -129,7 +129,7 @@ def test_hosts_are_those_of_the_placement():
 
 def on_gpu(rank, *numbers, phase="results of step 18", waits=True):
     """A rank whose host waits for its GPU. numbers: enqueued, started and completed, by group."""
-    groups = tuple(Collectives(f"nccl {i}", *group) for i, group in enumerate(numbers))
+    groups = tuple(LastCollectives(f"nccl {i}", *group) for i, group in enumerate(numbers))
     activity = Activity(18, phase, waits, 35, stalled=True, collectives=groups)
     facts = {"cause": "peer lost", "message": f"no progress: {activity.where}", "host": f"n{rank}"}
     return RankRecord("failed" if waits else "lost", rank, 69, **facts, activity=activity)

@@ -9,7 +9,7 @@ import pytest
 from forge.cluster import slurm
 from forge.core.process import hostname
 from forge.launch import lost_ranks
-from forge.launch.heartbeat import Collectives, Heartbeat
+from forge.launch.heartbeat import Heartbeat, LastCollectives
 from forge.launch.rank_records import RankRecord
 from forge.launch.watchdog import Watchdog
 
@@ -210,7 +210,7 @@ def test_numbers_of_collectives_are_recorded_before_the_dump_and_once_in_a_stall
 ):
     """The dump asks the device, which may hang."""
     monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *_: None)
-    seen, asked = (Collectives("nccl 0", 12, 11, 11),), []
+    seen, asked = (LastCollectives("nccl 0", 12, 11, 11),), []
 
     def dump():
         assert RankRecord.read(spec, 2).activity.collectives == seen

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge.launch.heartbeat import Collectives
+from forge.launch.heartbeat import LastCollectives
 from forge.trainer import loop
 
 
@@ -13,7 +13,7 @@ class Started(Exception):
 
 
 def test_watchdog_is_told_how_far_this_rank_has_come_in_its_collectives(monkeypatch):
-    numbers = (Collectives("gloo 0", 12, -1, 11),)
+    numbers = (LastCollectives("gloo 0", 12, -1, 11),)
     world = SimpleNamespace(rank=SimpleNamespace(rank=3))
     monkeypatch.setattr(loop, "collectives", lambda of: numbers if of is world else ())
 
