@@ -19,6 +19,7 @@ def manifest_of(step: int) -> Manifest:
         step=step,
         world_size=1,
         decay_steps=config.train.max_steps,
+        why_not_compiled="a manifest of nothing",
         next_sample=step * config.train.batch_size,
         skipped=SkippedSteps(steps=0, in_a_row=0),
         reference=ReferenceLosses(samples=1, losses=[1.0]),
