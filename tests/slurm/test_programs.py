@@ -63,7 +63,8 @@ class ProgramRun(JobRun):
 
     def programs(self) -> list[psutil.Process]:
         """The processes of the script, by rank."""
-        found = [process.children()[0] for process in self.ranks() if process.children()]
+        children = [child for rank in self.ranks() for child in rank.children()]
+        found = [child for child in children if "forge.launch.monitor" not in child.cmdline()]
         return sorted(found, key=lambda process: int(process.environ()["RANK"]))
 
     def is_validated(self) -> None:
