@@ -42,9 +42,9 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_job_and_the_next_command_resumes(
     run.end_pause_when_told_to_stop()
     assert project.end(command) != 0
     all_jobs_gone(cluster, project, 60)
+    # Slurm forgets a cancelled job while its batch script still ends.
+    assert run.wait_for_event("stop")["step"] >= PAUSE
     assert run.events("requeue") == []
-    stops = run.events("stop")
-    assert [stop["step"] >= PAUSE for stop in stops] == [True], project.said()
     assert project.end(project.start()) == 0, project.said()
     uninterrupted.equals(run)
 
