@@ -61,10 +61,7 @@ class Placement:
 def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
     """ConfigError where the launcher cannot start these ranks, they cannot meet at the endpoint that was
     asked for, or they cannot share the batch evenly."""
-    if layout.nodes < 1 or layout.ranks_per_node < 1:
-        raise ConfigError(
-            f"nodes {layout.nodes} and ranks per node {layout.ranks_per_node} must be 1 or more"
-        )
+    refuse_no_ranks(layout)
     refuse_ranks_of_single(machine, layout)
     rendezvous.check(machine.fabric, layout.nodes)
     if config.program is None:
@@ -76,6 +73,14 @@ def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
             refuse_bf16_of_ddp(config.train)
         _check_memory(machine, layout, config)
     check_source(machine, layout, config)
+
+
+def refuse_no_ranks(layout: WorldLayout) -> None:
+    """ConfigError for less than one node, or less than one rank on each."""
+    if layout.nodes < 1 or layout.ranks_per_node < 1:
+        raise ConfigError(
+            f"nodes {layout.nodes} and ranks per node {layout.ranks_per_node} must be 1 or more"
+        )
 
 
 def refuse_ranks_of_single(machine: Machine, layout: WorldLayout) -> None:

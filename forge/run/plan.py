@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from forge.checkpoint.parent import first_step
-from forge.cluster.placement import WorldLayout
+from forge.cluster.placement import WorldLayout, refuse_no_ranks
 from forge.core import collectives, memory
 from forge.core.collectives import Collectives
 from forge.core.config import Config
@@ -23,12 +23,13 @@ GPU_GIB = 79.0  # of an H100, where machine.yaml has no gpu_memory_gib
 
 
 def plan(config: Config, machine: Machine, layout: WorldLayout) -> None:
-    """Print what a run needs on these ranks. Raises ConfigError where they cannot share its batch, and
-    for another training program."""
+    """Print what a run needs on these ranks. Raises ConfigError where there are none or they cannot
+    share its batch, and for another training program."""
     if config.program:
         raise ConfigError(
             "forge plan knows Forge's own trainer only, and this config has a program"
         )
+    refuse_no_ranks(layout)
     vocab_size = config.tokenizer.expected_vocab_size
     shape = Shape.of(config, vocab_size, layout.world_size, layout.ranks_per_node)
     gpu_gib = machine.gpu_memory_gib or GPU_GIB

@@ -11,6 +11,7 @@ from forge.core.errors import ConfigError
 from forge.core.machine import load_machine
 from forge.core.paths import tokens_folder
 from forge.data.content_ids import resolve_ids
+from forge.run.plan import plan
 
 SEVEN_B = """
 model: {dim: 4096, layers: 32, heads: 32, ffn_dim: 11008, tie_embeddings: false}
@@ -187,3 +188,9 @@ def test_bf16_reduction_is_refused_before_the_queue_where_ddp_averages(where):
     with pytest.raises(ConfigError, match="averaged by DDP, in fp32 only"):
         check_layout(load_machine(None, {**H100, **where}), WorldLayout(2, 4), Config(**values))
     check_layout(load_machine(None, H100), WorldLayout(2, 4), Config(**values))
+
+
+@pytest.mark.parametrize("layout", [WorldLayout(0, 4), WorldLayout(2, 0)])
+def test_a_plan_for_no_ranks_is_refused(layout):
+    with pytest.raises(ConfigError, match="must be 1 or more"):
+        plan(Config(), load_machine(None), layout)
