@@ -39,3 +39,25 @@ def test_gradients_in_bf16_are_refused_where_ddp_averages_them():
 def test_fsdp2_replicates_on_gpus_in_bf16_only(device, backend, precision, expected):
     world = World(Rank(0, 0, 2, 2), torch.device(device), backend, None)
     assert transforms.replicates(world, precision) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "key", "earlier", "expected"),
+    [
+        ("cuda", None, None, True),  # the default on GPUs
+        ("cpu", None, None, False),
+        ("cuda", False, None, False),
+        ("cpu", True, None, True),
+        ("cuda", None, "no compiler", False),  # as the run's first launch decided
+        ("cpu", None, "", True),
+    ],
+)
+def test_blocks_are_compiled_on_gpus_or_as_the_first_launch_decided(
+    monkeypatch, device, key, earlier, expected
+):
+    monkeypatch.setattr(ParallelModel, "_compile", lambda _: "")
+    parallel = ParallelModel.__new__(ParallelModel)
+    parallel.settings, parallel.uses_fsdp2 = Train(compile=key), True
+    parallel.world = World(Rank(0, 0, 1, 1), torch.device(device), "gloo", None)
+    parallel.wrap(earlier)
+    assert parallel.is_compiled == expected
