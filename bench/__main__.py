@@ -12,6 +12,7 @@ PARTS = {
     "train_step": "one training step",
     "parallel": "DDP and FSDP2 on two ranks",
     "save": "checkpoints: how long training waits, and until the commit",
+    "recovery": "a compiled run after a requeue",
     "validate": "digests of a checkpoint, compared",
     "stage": "shards to the disks of four nodes",
     "pipeline": "the workflow beside a hand-written sbatch script",

@@ -23,6 +23,7 @@ from forge.core.process import (
 )
 from forge.launch import lost_ranks, program_rank, rank_output
 from forge.launch.heartbeat import heartbeat
+from forge.launch.kernel_cache import kernel_cache
 from forge.launch.launcher import register
 from forge.launch.lost_ranks import PEER_LOST
 from forge.launch.monitor import start_monitor
@@ -91,7 +92,7 @@ def _prepare(spec: LaunchSpec, rank: Rank) -> None:
     """Set the environment of this rank, before torch is imported, whose thread pool reads it."""
     master = set_rendezvous(spec.master)
     settings = network.rank_settings(spec.machine, spec.layout, master, cpus=spec.cpus_per_rank)
-    settings.append(_flight_recorder(spec))
+    settings += [_flight_recorder(spec), kernel_cache(spec)]
     settings = network.apply(settings, user_threads=spec.threads)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "(torch chooses)")
     banner = (

@@ -245,6 +245,17 @@ def private_folder(path: Path, fix: str) -> Path:
     return path
 
 
+def private_root(base: Path) -> Path:
+    """The user's private directory (mode 0700) in `base`. UnfitError where another user made it."""
+    with disk_trouble(base):
+        base.mkdir(parents=True, exist_ok=True)
+    return private_folder(
+        base / f"forge-{os.getuid()}",
+        fix="remove it, or choose another directory: stage.folder in machine.yaml or TMPDIR on nodes,"
+        " `data` for archives",
+    )
+
+
 def fsync_folder(path: Path) -> None:
     """Make renames in the directory `path` survive a power failure."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

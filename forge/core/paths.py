@@ -31,6 +31,12 @@ def stage_proof_file(folder: Path) -> Path:
     return WORKFLOW / f"{folder.name}-{short_id(os.path.realpath(folder))}.stage.json"
 
 
+def kernels_folder(folder: Path) -> Path:
+    """What torch compiles for the run in this directory. Kernels are code, which later launches execute:
+    so they are in the project, and not beside the results, which may come from elsewhere."""
+    return WORKFLOW / "kernels" / f"{folder.name}-{short_id(os.path.realpath(folder))}"
+
+
 def tokenizer_folder(data: str | Path, tokenizer_id: str) -> Path:
     """The directory of the tokenizer with this id: tokenizer.json, manifest.json, config.json."""
     return Path(data) / "tokenizers" / tokenizer_id

@@ -10,7 +10,7 @@ from typing import Any
 
 import forge
 from forge.core.config import FOLDERS, ResolvedConfig
-from forge.core.files import canonical, digest_bytes
+from forge.core.files import canonical, digest_bytes, short_id
 
 # On which the last bits of a result may depend; preflight compares them between nodes.
 PACKAGES = ("torch", "tokenizers", "numpy", "pydantic", "blake3")
@@ -50,6 +50,15 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None  # no git, or its file system hangs; the version is recorded in any case
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def cpu_id() -> str:
+    """A short digest of the kind of this CPU: the same for two on which the same machine code runs."""
+    names = ("model name", "flags", "CPU implementer", "CPU part", "Features")  # of x86; of ARM
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text().partition("\n\n")[0] if cpuinfo.exists() else ""
+    lines = [line for line in text.splitlines() if line.partition(":")[0].strip() in names]
+    return short_id("\n".join([platform.machine(), *lines]))
 
 
 def cpu_name() -> str:

@@ -24,7 +24,7 @@ from forge.core import events
 from forge.core.errors import Exit, ForgeError, UnfitError
 from forge.core.files import read_object_or_empty, write_json
 from forge.core.machine import Machine
-from forge.core.paths import RunPaths
+from forge.core.paths import RunPaths, kernels_folder
 from forge.core.process import Process, hostname, stop_with_parent, user_threads
 from forge.core.records import StageRecord
 from forge.core.terminal import duration, say
@@ -111,6 +111,7 @@ def run_ranks(
         restart=job.restarts if job else 0,
         cpus_per_rank=job.cpus_per_task if job else None,
         threads=user_threads(),
+        kernels=str(kernels_folder(paths.root).absolute()) if isinstance(task, TrainTask) else "",
     )
     spec.write(spec.path)
     meeting = master or (rendezvous.LOOPBACK, 0)

@@ -128,6 +128,7 @@ class LaunchSpec(Record):
     restart: int = 0  # Slurm's restart count of the job
     cpus_per_rank: int | None = None  # None: the ranks share the cores of this process
     threads: str | None = None  # OMP_NUM_THREADS as the user exported it
+    kernels: str = ""  # directory of compiled kernels of a run that trains
 
     @property
     def directory(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DiskFull, Exit, ForgeError, TrainingError, UnfitError
 from forge.core.machine import Machine
-from forge.core.paths import RunPaths
+from forge.core.paths import RunPaths, kernels_folder
 from forge.core.process import hostname
 from forge.core.provenance import config_digest
 from forge.core.records import PreflightPass, RunSettings
@@ -327,4 +328,5 @@ def _record_failure(config: ResolvedConfig, paths: RunPaths, record: RankRecord)
 def _write_trained(program: TrainingProgram, step: int) -> Path:
     path = program.paths.trained
     program.trained(step).write(path)
+    shutil.rmtree(kernels_folder(program.paths.root), ignore_errors=True)
     return path

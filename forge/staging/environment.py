@@ -30,14 +30,14 @@ from forge.cluster.nodes import NodeFailure, failed_on
 from forge.cluster.placement import Placement
 from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
-from forge.core.files import short_id
+from forge.core.files import private_root, short_id
 from forge.core.machine import Machine, StageSettings
 from forge.core.program_settings import Program
 from forge.core.terminal import say
 from forge.data.inputs import source_digest, source_files
 from forge.data.shards import Member
 from forge.staging.archive import DIRECTORIES, Archive, make_archive
-from forge.staging.on_node import SPARE_BYTES, link_mbit, private_root
+from forge.staging.on_node import SPARE_BYTES, link_mbit
 from forge.staging.sbcast import COMPRESS_PROGRAMS_BELOW, Broadcast, SbcastFailed, is_slower
 
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"

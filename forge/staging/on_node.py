@@ -32,7 +32,7 @@ from forge.core.errors import DataError, UnfitError
 from forge.core.files import (
     digest_file,
     disk_trouble,
-    private_folder,
+    private_root,
     read_json,
     relative_path,
     write_json,
@@ -78,17 +78,6 @@ def open_copy(kind: Kind, folder: Path) -> FileSet:
 
 
 # --- directories----------------------------------------------------------------------------------
-
-
-def private_root(base: Path) -> Path:
-    """The user's private directory (mode 0700) in `base`. UnfitError where another user made it."""
-    root = base / f"forge-{os.getuid()}"
-    with disk_trouble(base):
-        base.mkdir(parents=True, exist_ok=True)
-    return private_folder(
-        root,
-        fix="remove it, or choose another directory: stage.folder in machine.yaml, `data` for archives",
-    )
 
 
 def set_folder(root: Path, digest: str, job: str | None) -> Path:

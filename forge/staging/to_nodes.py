@@ -15,6 +15,7 @@ from forge.cluster.nodes import NodeFailure, NodePool, failed_on
 from forge.cluster.placement import Placement
 from forge.core.config import Config
 from forge.core.errors import UnfitError
+from forge.core.files import private_root
 from forge.core.machine import Machine, StageSettings
 from forge.core.paths import MANIFEST
 from forge.core.process import hostname
@@ -255,7 +256,7 @@ class _Staging:
         started = time.monotonic()
         compress = is_slower((self._states[h].link_mbit for h in hosts), COMPRESS_SHARDS_BELOW)
         source = self._source
-        archives = on_node.private_root(Path(self._config.data) / "archives")
+        archives = private_root(Path(self._config.data) / "archives")
         folder = archives / (source.digest[:32] + "-zstd" * compress)
         archive = Archive.open(folder)
         if archive is None:

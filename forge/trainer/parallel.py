@@ -17,6 +17,7 @@ from forge.core.terminal import say
 from forge.core.train_settings import Train, ranks_per_copy, refuse_bf16_of_ddp
 from forge.data.loader import split
 from forge.launch.heartbeat import heartbeat
+from forge.launch.kernel_cache import open_kernel_cache
 from forge.launch.process_group import World, named
 from forge.trainer import transforms
 from forge.trainer.documents import Documents, find_documents, has_varlen
@@ -138,6 +139,7 @@ class ParallelModel:
         if any(row[0] for row in self.world.gather([float(missing)], "look for a compiler")):
             error = "no C++ compiler on the PATH" if missing else ""
         else:
+            open_kernel_cache()
             plain = [block.forward for block in self.decoder.blocks]
             for block in self.decoder.blocks:
                 # One graph for each shape. With dynamic shapes the graph, and so the bits of a step,

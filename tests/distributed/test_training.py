@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from dataclasses import replace
 
 import pytest
 import torch
-from support.live_run import TWO_RANKS
+from support.live_run import TWO_RANKS, wait_until
 
 from forge.checkpoint import resume, storage
 from forge.core import json_lines
 from forge.core.errors import Exit
+from forge.core.paths import kernels_folder
 from forge.trainer.parallel import NOT_ASKED
 
 SAME_LOSS = 1e-4
@@ -103,6 +105,34 @@ def test_run_that_began_uncompiled_stays_so_where_it_could_be_compiled(runs, sol
     reasons = [event["why_not_compiled"] for event in run.events("init")]
     assert reasons == ["no C++ compiler on the PATH"] * 2
     assert losses_of(run)[4] == losses_of(solo)[4]
+
+
+def test_compiled_kernels_survive_a_requeue_and_are_removed_at_the_goal(
+    runs, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # the project
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    run = runs("kept-kernels", "--train.compile=true", "--train.max_steps=100000")
+    kernels = kernels_folder(run.folder)
+    stop_after_a_step(run)
+    compiled = {path: path.stat().st_mtime_ns for path in kernels.rglob("*.so")}
+    assert compiled
+    stop_after_a_step(run)
+    assert {path: path.stat().st_mtime_ns for path in kernels.rglob("*.so")} == compiled
+    assert not list(run.folder.rglob("*.so"))
+    ended = run.forge("train", f"--train.max_steps={run.step() + 1}")
+    assert ended.code == 0, ended.text
+    assert not kernels.exists()
+
+
+def stop_after_a_step(run):
+    """A launch that is asked to stop when it has taken a step."""
+    before = run.step()
+    started = run.start("train")
+    wait_until(lambda: run.step() > before, f"a step after {before}")
+    started.process.send_signal(signal.SIGTERM)
+    ended = started.end()
+    assert ended.code == Exit.STOPPED, ended.text
 
 
 # --- going on ---------------------------------------------------------------------------------------

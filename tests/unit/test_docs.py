@@ -156,7 +156,6 @@ OF_PIP = re.compile(r"pip_setting ([A-Z_]+)")
 # Module that reads what Forge passes through.
 PASSED_THROUGH = {
     "TORCH_NCCL_BLOCKING_WAIT": "torch/nn/parallel/distributed.py",
-    "TORCHINDUCTOR_CACHE_DIR": "torch/_inductor/runtime/cache_dir_utils.py",
     "NO_COLOR": "rich/console.py",
     "FORCE_COLOR": "rich/console.py",
     "HF_HOME": "huggingface_hub/constants.py",
