@@ -10,9 +10,9 @@ from typing import Literal
 from forge.core.memory import Shape
 
 # When they run: beside the forward or the backward pass of every micro-batch, beside the last backward
-# pass of a step, or after it.
-Phase = Literal["forward", "backward", "last backward", "end"]
-Name = Literal["all-gather", "reduce-scatter", "all-reduce"]
+# pass of a step, or after it: in the optimizer's update, or for a few numbers.
+Phase = Literal["forward", "backward", "last backward", "update", "end"]
+Name = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 
 BUCKET_BYTES = 25 * 2**20  # of DDP
 # What the ranks tell each other with a step (trainer/step): loss, gradient norm and three flags.
@@ -38,12 +38,12 @@ class Collectives:
     def sent_bytes(self) -> float:
         """Bytes that one rank sends in a ring, as NCCL does for large tensors (PERFORMANCE.md of
         github.com/NVIDIA/nccl-tests)."""
-        factors = {"all-gather": self.ranks, "reduce-scatter": 1.0, "all-reduce": 2.0}
+        factors = {"all-gather": self.ranks, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}
         return factors[self.name] * self.num_bytes * (self.ranks - 1) / self.ranks
 
 
 def of_step(shape: Shape) -> list[Collectives]:
-    """The collectives of a step of one rank, without those of Muon; [] for a single rank.
+    """The collectives of a step of one rank; [] for a single rank.
 
     FSDP2 has a unit for each block and one or two for the rest (transforms.shard_decoder): gathered for
     the forward pass, blocks again for the backward pass; their gradients are reduced in every micro-batch
@@ -91,6 +91,13 @@ def _of_step(shape: Shape) -> Iterator[Collectives]:
         num_bytes=num_bytes,
         **of_copies,
     )
+    if shape.train.optimizer == "muon":
+        # Rows of all matrices in bf16 to the ranks that orthogonalize them, and back (trainer/muon). The
+        # norms, which stay, are a thousandth of a block.
+        num_bytes = 2 * 2 * layers * shape.of_block / ranks
+        yield Collectives(
+            name="all-to-all", phase="update", number=2, num_bytes=num_bytes, **of_copy
+        )
     # The gradient norm: in truth that of each weight tensor, a few KB.
     yield Collectives(name="all-reduce", phase="end", number=1, num_bytes=4, **of_copy)
     everyone = {"ranks": shape.world_size, "nodes": -(-shape.world_size // shape.ranks_per_node)}

@@ -76,8 +76,6 @@ def _network(shape: Shape) -> Iterator[str]:
     for where, entries in (("within its node", inside), ("between nodes", between)):
         if entries:
             yield f"network: {where} a rank sends in a step {_summed(entries)}"
-    if sent and shape.train.optimizer == "muon":
-        yield "network: without what Muon sends"
 
 
 def _summed(entries: list[Collectives]) -> str:

@@ -120,6 +120,8 @@ def step_time(shape: Shape, speed: Speed) -> StepTime:
         max(0.0, max(inside.forward, between.forward) - forward)
         + max(0.0, others * (micro - 1) / micro)
         + max(0.0, last)
+        + inside.update
+        + between.update
     )
     computing = forward + backward + _update(shape, speed)
     tokens = shape.train.batch_size * shape.train.seq_len
@@ -138,7 +140,7 @@ class _Network:
 
     def __init__(self, shape: Shape, speed: Speed) -> None:
         self._shape, self._speed = shape, speed
-        self.forward = self.backward = self.last = 0.0
+        self.forward = self.backward = self.last = self.update = 0.0
 
     def add(self, entry: Collectives) -> None:
         seconds = entry.sent_bytes / (LINKS * self._bandwidth(entry))
@@ -148,6 +150,8 @@ class _Network:
             self.backward += seconds
         elif entry.phase == "last backward":
             self.last += seconds
+        elif entry.phase == "update":
+            self.update += seconds
 
     def _bandwidth(self, entry: Collectives) -> float:
         """Bytes/s between two ranks of the ring. The ring of all ranks of a node has its whole network;

@@ -225,6 +225,7 @@ class Trainer:
             tokens_per_sec=round(tokens_per_sec, 1),
             mfu=mfu,
             tokens=step * self.throughput.tokens_per_step,
+            compiled=self.parallel.is_compiled,
         )
         metrics.write(self.paths.metrics, line)
         self.progress(step, f"loss {result.loss:.3f}, {tokens_per_sec:,.0f} tokens/s")

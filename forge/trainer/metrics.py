@@ -108,7 +108,8 @@ class Line:
 @dataclass(kw_only=True)
 class TrainLine(Line):
     """A training step. loss: of the batch. tokens_per_sec: of all ranks since the line before. tokens:
-    of the run up to this step."""
+    of the run up to this step. compiled: whether its blocks were compiled; the `init` event of the launch
+    says why they were not."""
 
     kind: Literal["train"] = "train"
     grad_norm: float | None
@@ -116,6 +117,7 @@ class TrainLine(Line):
     tokens_per_sec: float | None
     mfu: float | None
     tokens: int
+    compiled: bool = False
 
 
 @dataclass(kw_only=True)

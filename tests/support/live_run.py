@@ -28,7 +28,7 @@ from forge.core.paths import RunPaths
 # Every process of these tests carries it in its environment, however it was started.
 MARK, MARK_VALUE = "FORGE_TESTS", uuid.uuid4().hex
 
-PATIENCE_SEC = 60.0  # no wait is longer
+PATIENCE_SEC = 60.0  # no wait is longer, but for those that name another time
 
 TINY: dict[str, Any] = {
     "tokenizer": {"vocab_size": 300, "sample_mib": 1},
@@ -144,10 +144,10 @@ def forge(*arguments: str) -> Outcome:
     return Outcome(code, said.getvalue())
 
 
-def wait_until(true: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + PATIENCE_SEC
+def wait_until(true: Callable[[], object], what: str, patience_sec: float = PATIENCE_SEC) -> None:
+    end = time.monotonic() + patience_sec
     while not true():
-        assert time.monotonic() < end, f"waited {PATIENCE_SEC:g} s in vain: {what}"
+        assert time.monotonic() < end, f"waited {patience_sec:g} s in vain: {what}"
         time.sleep(0.005)
 
 

@@ -60,6 +60,8 @@ NORMS = 4 * 32  # bytes: the norm of each weight tensor, which go together into 
         ({"shard": 4, **BF16}, {}),
         ({"shard": "none"}, {}),
         ({"shard": "none", **BF16}, UNTIED),
+        ({"shard": "all", "optimizer": "muon"}, {}),
+        ({"shard": "none", "optimizer": "muon"}, {}),
     ],
     ids=str,
 )
@@ -72,7 +74,9 @@ def test_collectives_are_those_that_forge_plan_counts(simulate, train, model):
         entries = [entry for entry in planned if entry.name == name]
         assert step.operations.get(name, 0) == sum(entry.number for entry in entries)
         num_bytes = sum(entry.num_bytes for entry in entries)
-        assert step.moved.get(name, 0) == pytest.approx(num_bytes, abs=NORMS, rel=0)
+        # Of 21 matrices on 8 ranks the first rank orthogonalizes 3, and sends these back.
+        apart = 0.12 * num_bytes if name == "all-to-all" else NORMS
+        assert step.moved.get(name, 0) == pytest.approx(num_bytes, abs=apart, rel=0)
 
 
 @pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("selective", 2), ("full", 6)])
