@@ -21,6 +21,7 @@ from forge.core.memory import GRADIENT, WEIGHT, Shape, estimate
 from forge.trainer.metrics import PEAK_BF16_FLOPS, flop_utilization, peak_flops
 
 GPU = "H100"  # where machine.yaml names none
+GPU_GIB = 79.0  # of an H100, where machine.yaml has no gpu_memory_gib
 NETWORK_GBITS = 400  # a GPU, where machine.yaml has no fabric.node_gbits: NDR InfiniBand
 
 # Bytes/s of a GPU's memory, and of its links to the others of its node, one way: NVLink, else PCIe.
