@@ -150,7 +150,8 @@ class Machine(Section):
     """Write checkpoints while training continues, from a copy of the state in host memory. With false, or
     too little memory, training waits for each save."""
     gpu: str | None = None
-    """Name of the GPUs, such as `A100`, `H100` or `H200`, for the times in `forge plan`; null: H100."""
+    """Name of the GPUs, such as `A100`, `H100` or `H200`, for the times in `forge plan`; null: H100.
+    Before submission, time up to the goal is estimated only for GPUs that are named here."""
     gpu_memory_gib: float | None = Field(None, gt=0)
     """Memory of one GPU in GiB. A run that cannot fit is refused before its job waits in the queue, and
     `forge plan` shows what would; null: not compared."""
