@@ -277,8 +277,11 @@ def end_with_table(
 
 
 def check_cost(runs: dict[str, ResolvedConfig], allocation: Allocation, due: Iterable[Any]) -> str:
-    """A line with what the runs that will be trained cost; "" for none. due: jobs that will run."""
-    return cost.summary(cost.costs(runs, allocation, due), allocation.machine)
+    """A line with what the runs that will be trained cost; "" for none. due: jobs that will run. Raises
+    ConfigError for more than slurm.max_gpu_hours."""
+    costs, machine = cost.costs(runs, allocation, due), allocation.machine
+    cost.refuse_more(costs, machine, allocation.of_profile["machine"])
+    return cost.summary(costs, machine)
 
 
 def check_submission(dag: Any, folders: Iterable[str], say: Callable[[str], None]) -> None:

@@ -10,9 +10,12 @@ from typing import Any
 from forge.cluster import jobs
 from forge.cluster.allocation import Allocation, gpus_per_node
 from forge.core.config import ResolvedConfig
+from forge.core.errors import ConfigError
 from forge.core.machine import Machine
-from forge.core.terminal import gpu_and_node_hours
+from forge.core.terminal import duration, gpu_and_node_hours, hours
 from forge.run.programs import program_of
+
+MAX_NAMED = 8  # runs in an error message
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,24 @@ class Cost:
     def place(self) -> str:
         nodes = f"{self.nodes} node{'s' * (self.nodes != 1)}"
         return f"{nodes} x {self.gpus} GPU{'s' * (self.gpus != 1)}" if self.gpus else nodes
+
+    @property
+    def seconds(self) -> float:
+        """The time that slurm.max_gpu_hours counts."""
+        return self.limit_sec if self.left_sec is None else self.left_sec
+
+    @property
+    def gpu_hours(self) -> float:
+        """What slurm.max_gpu_hours is compared with."""
+        return self.nodes * self.gpus * self.seconds / 3600
+
+    @property
+    def reason(self) -> str:
+        """What its GPU-hours are made of."""
+        time = duration(self.seconds, precise=True)
+        if self.left_sec is None:
+            return f"time limit of {time} on {self.place}"
+        return f"estimate of {time} up to its goal on {self.place}"
 
 
 def costs(
@@ -92,3 +113,26 @@ def _amount(held: Sequence[tuple[Cost, float]]) -> str:
     nodes = sum(cost.nodes * seconds for cost, seconds in held) / 3600
     gpus = sum(cost.nodes * cost.gpus * seconds for cost, seconds in held) / 3600
     return gpu_and_node_hours(gpus if any(cost.gpus for cost, _ in held) else None, nodes)
+
+
+def refuse_more(costs: Sequence[Cost], machine: Machine, file: str) -> None:
+    """ConfigError where these runs need more than slurm.max_gpu_hours. file: the machine's."""
+    most, needed = machine.slurm.max_gpu_hours, sum(cost.gpu_hours for cost in costs)
+    if most is None or needed <= most:
+        return
+    largest = sorted(costs, key=lambda cost: -cost.gpu_hours)
+    named = [f"{cost.run} {hours(cost.gpu_hours)} ({cost.reason})" for cost in largest[:MAX_NAMED]]
+    more = [f"{len(largest) - MAX_NAMED} more"] if len(largest) > MAX_NAMED else []
+    number = f"{len(costs)} run{'s' * (len(costs) > 1)}"
+    by_limit = any(cost.left_sec is None for cost in costs)
+    raise ConfigError(
+        f"{number} to train need{'s' * (len(costs) == 1)} {needed:,.1f} GPU-hours, more than"
+        f" slurm.max_gpu_hours: {most:,.10g} ({file}): {', '.join([*named, *more])}",
+        cause="more runs, steps or nodes than the limit allows"
+        + "; a run without an estimate counts with the time limit of its job" * by_limit,
+        fix="train fewer runs in one command (rows of the sample sheet), fewer steps (train.max_steps)"
+        + " or shorter (runtime of train_run)" * by_limit
+        + f", or raise slurm.max_gpu_hours in {file}"
+        + "; gpu there gives runs of Forge's own trainer an estimate"
+        * (by_limit and machine.gpu is None),
+    )

@@ -109,18 +109,21 @@ def _times(shape: Shape, machine: Machine, gpu_gib: float, steps: int) -> Iterat
 
 
 def _cost(shape: Shape, machine: Machine, seconds: float, steps: int) -> Iterator[str]:
-    """GPU-hours and node-hours of the nodes that are held, spare ones too."""
+    """GPU-hours and node-hours of the nodes that are held, spare ones too, and a warning where they are
+    more than the workflow submits."""
     if machine.device == "cpu":
         yield "cost: not known, since device is cpu in machine.yaml and the times are those of GPUs"
         return
     spare, training = machine.preflight.spare_nodes, shape.world_size // shape.ranks_per_node
     hours = (training + spare) * seconds / 3600
-    gpu_hours = hours * shape.ranks_per_node
+    gpu_hours, most = hours * shape.ranks_per_node, machine.slurm.max_gpu_hours
     beside = f", with {spare} spare node{'s' * (spare > 1)}" if spare else ""
     yield (
         f"cost: about {gpu_and_node_hours(gpu_hours, hours)} for {steps:,} steps{beside};"
         " an estimate without queue, restarts, saves and evaluation"
     )
+    if most is not None and gpu_hours > most:
+        yield f"warning: more than slurm.max_gpu_hours: {most:,.10g} of machine.yaml"
 
 
 # --- data ------------------------------------------------------------------------------------------

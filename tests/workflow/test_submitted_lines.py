@@ -189,13 +189,28 @@ def test_dry_run_ends_with_what_the_runs_cost(submitted, shared_project):
     assert code == 0 and "node-hours" not in "\n".join(lines)
 
 
-def test_line_of_what_the_runs_cost_comes_before_the_first_submission(submitted, shared_project):
-    """Of GPUs that no machine.yaml names: without an estimate."""
-    submitted("ethernet")
+def test_more_gpu_hours_than_the_machine_allows_are_submitted_by_no_command(
+    submitted, shared_project
+):
+    """Two nodes of two GPUs that no machine.yaml names, for 24 hours; the limit was another profile's."""
+    machine = shared_project.root / "profiles/ethernet/machine.yaml"
+    shipped = machine.read_text()
+    machine.write_text(f"{shipped}slurm: {{max_gpu_hours: 95.5}}\n")
+    refused = (
+        "1 run to train needs 96.0 GPU-hours, more than slurm.max_gpu_hours: 95.5"
+        " (profiles/ethernet/machine.yaml): base 96 (time limit of 1 d on 2 nodes x 2 GPUs)"
+    )
+    code, lines = tried(shared_project, "--profile", "profiles/ethernet", "train")
+    assert code != 0 and refused in lines
+    code, lines = tried(shared_project, "--profile", "profiles/ethernet", "-n")
+    assert code == 0 and f"without -n this is refused: {refused}" in lines
+    machine.write_text(f"{shipped}slurm: {{max_gpu_hours: 96}}\n")
+    assert submitted("ethernet")[-1] == "--gres=gpu:2"
     line = (
         "1 run to train on 2 nodes x 2 GPUs: at most 96 GPU-hours (48 node-hours) by its time limit"
     )
     assert submitted.said.index(line) < submitted.said.index("could not be submitted")
+    machine.write_text(shipped)
 
 
 def test_copy_of_a_profile_has_the_machine_beside_it_for_preflight_on_other_nodes_too(

@@ -81,7 +81,7 @@ wildcard_constraints:
 
 def check_plan(submits):
     """A line with what the runs cost that will be trained; "" without any. submits: whether rules become
-    Slurm jobs. Raises ForgeError for a profile and a plan that cannot work.
+    Slurm jobs. Raises ForgeError for a profile and a plan that cannot work, or cost too much.
     """
     ALLOCATION.check_profile(
         workflow.resource_settings, workflow.global_resources, submits=submits

@@ -8,10 +8,11 @@ import pytest
 from forge.cluster.allocation import Allocation, Profile
 from forge.cluster.placement import WorldLayout
 from forge.core.config import Config, checked, load_config
+from forge.core.errors import ConfigError, Exit
 from forge.core.machine import load_machine
 from forge.data.content_ids import resolve
 from forge.run import programs
-from forge.run.cost import Cost, costs, summary
+from forge.run.cost import Cost, costs, refuse_more, summary
 from forge.run.programs import program_of
 
 HOUR = 3600
@@ -22,6 +23,10 @@ BIG = Cost("big", nodes=8, gpus=4, limit_sec=48 * HOUR, left_sec=100 * HOUR)  # 
 OTHER = Cost("other", nodes=2, gpus=4, limit_sec=24 * HOUR, left_sec=None)  # 192
 ON_CPUS = Cost("cpus", nodes=3, gpus=0, limit_sec=HOUR // 2, left_sec=None)  # 1.5 node-hours
 H100 = load_machine(None, {"gpu": "H100"})
+
+
+def limited(most, **keys):
+    return load_machine(None, {"gpu": "H100", **keys, "slurm.max_gpu_hours": most})
 
 
 def test_line_of_one_run_and_of_several_alike():
@@ -63,6 +68,45 @@ def test_line_says_that_spare_nodes_are_included():
     assert summary([OTHER], machine).startswith(
         "1 run to train on 2 nodes x 4 GPUs (spare nodes included): at most"
     )
+
+
+def test_more_gpu_hours_than_allowed_are_refused_with_each_runs_own_the_largest_first():
+    with pytest.raises(ConfigError) as error:
+        refuse_more([BASE, OTHER, BIG], limited(3471), "profiles/mine/machine.yaml")
+    assert error.value.code == Exit.CONFIG == 78
+    assert error.value.what == (
+        "3 runs to train need 3,472.0 GPU-hours, more than slurm.max_gpu_hours: 3,471"
+        " (profiles/mine/machine.yaml): big 3,200 (estimate of 4 d 4 h up to its goal on 8 nodes x 4"
+        " GPUs), other 192 (time limit of 1 d on 2 nodes x 4 GPUs), base 80 (estimate of 10 h up to its"
+        " goal on 2 nodes x 4 GPUs)"
+    )
+    assert "a run without an estimate counts with the time limit" in error.value.cause
+    assert error.value.fix == (
+        "train fewer runs in one command (rows of the sample sheet), fewer steps (train.max_steps) or"
+        " shorter (runtime of train_run), or raise slurm.max_gpu_hours in profiles/mine/machine.yaml"
+    )
+
+
+def test_refusal_advises_only_what_helps():
+    """A shorter time limit changes no estimate; the name of the GPU gives one."""
+    with pytest.raises(ConfigError) as error:
+        refuse_more([BASE], limited(79.9), "m.yaml")
+    assert "runtime" not in error.value.fix and "time limit" not in error.value.cause
+    with pytest.raises(ConfigError, match=r"m\.yaml; gpu there gives runs of Forge's own trainer"):
+        refuse_more([OTHER], limited(1, gpu=None), "m.yaml")
+
+
+def test_refusal_of_a_long_sheet_names_the_eight_largest():
+    with pytest.raises(ConfigError) as error:
+        refuse_more([BASE] * 9 + [BIG], limited(1), "m.yaml")
+    assert "need 3,920.0 GPU-hours" in error.value.what
+    assert error.value.what.count("base 80") == 7 and error.value.what.endswith(", 2 more")
+
+
+def test_as_many_gpu_hours_as_allowed_and_any_number_on_cpus_are_not_refused():
+    refuse_more([BASE, BIG, OTHER], limited(3472), "m.yaml")
+    refuse_more([BASE, BIG, OTHER], H100, "m.yaml")
+    refuse_more([ON_CPUS] * 1000, limited(0.001), "m.yaml")
 
 
 # --- what is counted ---------------------------------------------------------------------------------
@@ -132,6 +176,7 @@ def test_spare_nodes_cost_as_much_as_those_that_train(tmp_path, runs, ten_second
     asked = allocation(tmp_path, runs, preflight="{spare_nodes: 1}")
     [cost] = costs(runs, asked, due(asked, "base"))
     assert cost.nodes == 3
+    assert cost.gpu_hours == pytest.approx(3 * 4 * 10_000 / 3600)
 
 
 def test_only_runs_that_will_be_trained_are_counted(tmp_path, runs, ten_seconds_a_step):

@@ -145,6 +145,13 @@ def test_plan_says_gpu_hours_and_node_hours_of_the_steps_that_are_left(config_fi
     assert "steps, with 2 spare nodes;" in spare
 
 
+def test_plan_warns_of_more_gpu_hours_than_the_machine_allows(config_file, capsys):
+    _, line, below = cost_lines(capsys, config_file, "--machine.slurm.max_gpu_hours=100")
+    assert read_cost(line)[0] > 100
+    assert below == ["warning: more than slurm.max_gpu_hours: 100 of machine.yaml"]
+    assert cost_lines(capsys, config_file, "--machine.slurm.max_gpu_hours=1e6")[2] == []
+
+
 def test_plan_for_cpus_invents_no_cost(config_file, capsys):
     _, printed = planned(capsys, config_file, "--machine.device=cpu", "--train.shard=none")
     assert "cost: not known, since device is cpu in machine.yaml" in printed.out
