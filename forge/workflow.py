@@ -17,7 +17,13 @@ from typing import Any
 
 from forge.checkpoint import family
 from forge.cluster import jobs, submission
-from forge.cluster.allocation import OF_COMMAND, command_resources, plain, run_layouts
+from forge.cluster.allocation import (
+    OF_COMMAND,
+    Allocation,
+    command_resources,
+    plain,
+    run_layouts,
+)
 from forge.cluster.lock import WORKFLOW_LOCK, lock
 from forge.cluster.sbatch import Request, requests_of
 from forge.cluster.slurm import refuse_missing
@@ -51,7 +57,7 @@ from forge.core.terminal import say
 from forge.data.content_ids import resolve, single_corpora
 from forge.evaluation.tasks import find_tasks, refuse_missing_package
 from forge.reporting.workflow_output import print_end
-from forge.run import train
+from forge.run import cost, train
 from forge.run.programs import program_of
 from forge.tracking.tracker import refuse_missing_packages
 
@@ -245,12 +251,13 @@ def check_tasks(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:
 
 
 def end_with_table(
-    workflow: Any, runs: dict[str, ResolvedConfig], check: Callable[[], None]
+    workflow: Any, runs: dict[str, ResolvedConfig], check: Callable[[], str]
 ) -> None:
     """Make a table of these runs the last lines of this Snakemake, however it ends: Snakemake's own
     handlers are not called where nothing is left to do, and print more after them.
 
-    check: raises what a run would be refused with at once; a dry run ends with that instead.
+    check: what the runs cost, "" where nothing is submitted; raises what a run would be refused with at
+    once. A dry run ends with either instead.
     """
     project = Path.cwd()  # Snakemake goes back to where it was called before it ends (--directory)
 
@@ -258,7 +265,8 @@ def end_with_table(
         # Without an executor it was asked for something else, such as --dag or --unlock.
         if workflow.dryrun and workflow.dag:
             try:
-                check()
+                if line := check():
+                    say(line)
             except ForgeError as err:
                 say(f"without -n this is refused: {err}")
         elif workflow.executor_plugin and not (workflow.dryrun or workflow.touch):
@@ -266,6 +274,14 @@ def end_with_table(
                 print_end([RunPaths.of(settings) for settings in runs.values()])
 
     atexit.register(end)
+
+
+def check_cost(runs: dict[str, ResolvedConfig], allocation: Allocation, due: Iterable[Any]) -> str:
+    """A line with what the runs that will be trained cost; "" for none. due: jobs that will run. Raises
+    ConfigError for more than slurm.max_gpu_hours."""
+    costs, machine = cost.costs(runs, allocation, due), allocation.machine
+    cost.refuse_more(costs, machine, allocation.of_profile["machine"])
+    return cost.summary(costs, machine)
 
 
 def check_submission(dag: Any, folders: Iterable[str], say: Callable[[str], None]) -> None:

@@ -315,6 +315,7 @@ class Profile:
     replaced: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Rule -> resources that the profile sets for it, and the command line has removed."""
     named: str = ""  # the key `machine` of train_run
+    executor: str = ""  # of the command, also in a dry run, where Snakemake has another one
 
     @classmethod
     def of_command(
@@ -329,7 +330,7 @@ class Profile:
 
         # It says again which profile it uses. SystemExit: --directory has led away from the profile.
         with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
-            files, _ = parse(arguments)
+            files, command = parse(arguments)
             own = [word for file in files for word in ("--profile", str(file))]
             given = parse(own)[1].set_resources if own else {}
             left = {rule: values.keys() - resources.get(rule, {}) for rule, values in given.items()}
@@ -337,7 +338,7 @@ class Profile:
             # Resources.get() has no default.
             of_train = dict(given.get(jobs.TRAIN_RULE, {}))
             named = str(of_train["machine"].raw) if "machine" in of_train else ""
-            return cls(tuple(files), replaced, named)
+            return cls(tuple(files), replaced, named, command.executor or "")
         return cls()
 
     @property

@@ -131,6 +131,12 @@ class Slurm(Section):
     """Variables of the shell in which the workflow was started that the ranks inherit. A list of names
     and patterns, such as `[WANDB_MODE, MY_*]`, leaves out all others but those of the system, Slurm,
     Forge, NCCL, Gloo, torch and Hugging Face; tokens, secrets and keys too, unless named in full."""
+    max_gpu_hours: float | None = Field(None, gt=0)
+    """Nothing is submitted where the runs that one command would train need more GPU-hours than this in
+    sum; null: no limit. A run counts with the GPUs of all its nodes, spare ones too, times the time from
+    its last checkpoint up to its goal as `forge plan` estimates it, without restarts. Without an estimate
+    (`gpu` is not set or not known, or another program trains) the time is the limit of its job, without
+    requeues. Jobs in the queue, validation and evaluation are not counted."""
     options: str = ""
     """Further options for sbatch, as on its command line, such as `--mail-type=FAIL`."""
 
@@ -150,7 +156,8 @@ class Machine(Section):
     """Write checkpoints while training continues, from a copy of the state in host memory. With false, or
     too little memory, training waits for each save."""
     gpu: str | None = None
-    """Name of the GPUs, such as `A100`, `H100` or `H200`, for the times in `forge plan`; null: H100."""
+    """Name of the GPUs, such as `A100`, `H100` or `H200`, for the times in `forge plan`; null: H100.
+    Before submission, time up to the goal is estimated only for GPUs that are named here."""
     gpu_memory_gib: float | None = Field(None, gt=0)
     """Memory of one GPU in GiB. A run that cannot fit is refused before its job waits in the queue, and
     `forge plan` shows what would; null: not compared."""

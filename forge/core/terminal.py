@@ -322,3 +322,14 @@ def duration(seconds: float, *, precise: bool = False) -> str:
             alone = rest == 0 if precise else sub == "s"
             return f"{whole // size} {unit}" if alone else f"{whole // size} {unit} {rest} {sub}"
     return f"{whole} s"
+
+
+def hours(number: float) -> str:
+    """Hours with three digits, or all of the whole number; 0 below 0.005."""
+    return f"{number:,.0f}" if number >= 99.95 else f"{round(number, 2):.3g}"
+
+
+def gpu_and_node_hours(gpus: float | None, nodes: float) -> str:
+    """`384 GPU-hours (96 node-hours)`; None, without GPUs: `96 node-hours`."""
+    of_nodes = f"{hours(nodes)} node-hours"
+    return of_nodes if gpus is None else f"{hours(gpus)} GPU-hours ({of_nodes})"

@@ -14,6 +14,7 @@ from forge.cluster.placement import Placement, WorldLayout
 from forge.core import events, provenance
 from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError, Exit
+from forge.core.machine import Machine
 from forge.core.paths import RunPaths, inputs_folder
 from forge.core.program_settings import Program
 from forge.core.records import StageRecord, Trained
@@ -62,6 +63,9 @@ class OtherProgram:
         return latest.step if latest else None
 
     def validation_bytes(self, world_size: int) -> None:
+        return None
+
+    def seconds_left(self, machine: Machine, layout: WorldLayout) -> None:
         return None
 
     @property

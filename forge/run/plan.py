@@ -14,12 +14,10 @@ from forge.core.machine import Machine
 from forge.core.memory import GIB, WEIGHT, Shape
 from forge.core.mix import stages
 from forge.core.paths import MANIFEST, tokens_folder
-from forge.core.terminal import Table, duration, print_plain
+from forge.core.terminal import Table, duration, gpu_and_node_hours, print_plain
 from forge.data.content_ids import resolve_ids
 from forge.data.shards import ShardManifest
-from forge.run.step_time import GPU, Speed, remedies, step_time
-
-GPU_GIB = 79.0  # of an H100, where machine.yaml has no gpu_memory_gib
+from forge.run.step_time import GPU, GPU_GIB, Speed, remedies, step_time
 
 
 def plan(config: Config, machine: Machine, layout: WorldLayout) -> None:
@@ -34,7 +32,9 @@ def plan(config: Config, machine: Machine, layout: WorldLayout) -> None:
     shape = Shape.of(config, vocab_size, layout.world_size, layout.ranks_per_node)
     gpu_gib = machine.gpu_memory_gib or GPU_GIB
     chosen = memory.with_micro_batch(shape, gpu_gib * GIB)
-    lines = [*_facts(config, chosen, layout), *_network(chosen), *_times(chosen, machine, gpu_gib)]
+    steps = max(0, config.train.max_steps - first_step(config))
+    lines = [*_facts(config, chosen, layout), *_network(chosen)]
+    lines += _times(chosen, machine, gpu_gib, steps)
     print_plain("\n".join([*lines, ""]))
     _table(shape, gpu_gib).print()
     print_plain(
@@ -87,15 +87,16 @@ def _summed(entries: list[Collectives]) -> str:
     return ", ".join(parts)
 
 
-def _times(shape: Shape, machine: Machine, gpu_gib: float) -> Iterator[str]:
-    """The time of a step and of the run, and a warning where the network slows it down."""
+def _times(shape: Shape, machine: Machine, gpu_gib: float, steps: int) -> Iterator[str]:
+    """The time of a step and of the run, its cost, and a warning where the network slows it down."""
     speed = Speed.of(machine, shape.ranks_per_node)
     time = step_time(shape, speed)
     yield (
         f"time on {machine.gpu or GPU} GPUs: {time.total:.3g} s a step, {time.waiting:.3g} s of it"
         f" waiting for the network; {time.mfu:.0%} of their peak;"
-        f" {duration(time.total * shape.train.max_steps)} in all"
+        f" {duration(time.total * steps)} in all"
     )
+    yield from _cost(shape, machine, time.total * steps, steps)
     if time.is_slowed_by_network:
         helping = remedies(shape, speed, gpu_gib * GIB)
         yield (
@@ -103,6 +104,24 @@ def _times(shape: Shape, machine: Machine, gpu_gib: float) -> Iterator[str]:
             f" the backward pass beside it {time.backward:.3g} s: set"
             f" {', or '.join(helping) or 'a larger train.batch_size, or use fewer nodes'}"
         )
+
+
+def _cost(shape: Shape, machine: Machine, seconds: float, steps: int) -> Iterator[str]:
+    """GPU-hours and node-hours of the nodes that are held, spare ones too, and a warning where they are
+    more than the workflow submits."""
+    if machine.device == "cpu":
+        yield "cost: not known, since device is cpu in machine.yaml and the times are those of GPUs"
+        return
+    spare, training = machine.preflight.spare_nodes, shape.world_size // shape.ranks_per_node
+    hours = (training + spare) * seconds / 3600
+    gpu_hours, most = hours * shape.ranks_per_node, machine.slurm.max_gpu_hours
+    beside = f", with {spare} spare node{'s' * (spare > 1)}" if spare else ""
+    yield (
+        f"cost: about {gpu_and_node_hours(gpu_hours, hours)} for {steps:,} steps{beside};"
+        " an estimate without queue, restarts, saves and evaluation"
+    )
+    if most is not None and gpu_hours > most:
+        yield f"warning: more than slurm.max_gpu_hours: {most:,.10g} of machine.yaml"
 
 
 # --- data ------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from forge.cluster.placement import Placement, WorldLayout
 from forge.core import events, provenance
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
+from forge.core.machine import Machine
 from forge.core.paths import MANIFEST, RunPaths, tokens_folder
 from forge.core.records import Trained
 from forge.core.terminal import say
@@ -21,6 +22,7 @@ from forge.data import model
 from forge.launch.launcher import LaunchPlan, run_ranks
 from forge.launch.rank_records import RankRecord, TrainTask
 from forge.run.other_program import OtherProgram
+from forge.run.step_time import step_seconds
 from forge.validation.checkpoint_checks import ForgeChecks, RunChecks
 from forge.validation.estimates import memory_bytes
 
@@ -62,6 +64,11 @@ class TrainingProgram(SavedRun, Protocol):
     def validation_bytes(self, world_size: int) -> float | None:
         """Memory that validation needs of a run that was trained by so many ranks; None where the size of
         the model is not known."""
+
+    def seconds_left(self, machine: Machine, layout: WorldLayout) -> float | None:
+        """Estimated time on the machine's GPUs from the checkpoint that the run will resume from, or its
+        first step, up to its goal, without restarts; None where it cannot be estimated. Raises as
+        `resumable_step`."""
 
     # --- the life of the run: the launcher calls these under the run's lock ---
 
@@ -146,6 +153,11 @@ class ForgeTrainer(ForgeRun):
 
     def validation_bytes(self, world_size: int) -> float:
         return memory_bytes(self.config, world_size)
+
+    def seconds_left(self, machine: Machine, layout: WorldLayout) -> float | None:
+        seconds, saved = step_seconds(self.config, machine, layout), self.resumable_step()
+        steps = self.config.goal - (self.first_step if saved is None else saved)
+        return None if seconds is None else seconds * max(0, steps)
 
     @property
     def first_step(self) -> int:

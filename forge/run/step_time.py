@@ -13,14 +13,17 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from forge.cluster.placement import WorldLayout
 from forge.core import collectives
 from forge.core.collectives import Collectives
+from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine
-from forge.core.memory import GRADIENT, WEIGHT, Shape, estimate
+from forge.core.memory import GIB, GRADIENT, WEIGHT, Shape, estimate, with_micro_batch
 from forge.trainer.metrics import PEAK_BF16_FLOPS, flop_utilization, peak_flops
 
 GPU = "H100"  # where machine.yaml names none
+GPU_GIB = 79.0  # of an H100, where machine.yaml has no gpu_memory_gib
 NETWORK_GBITS = 400  # a GPU, where machine.yaml has no fabric.node_gbits: NDR InfiniBand
 
 # Bytes/s of a GPU's memory, and of its links to the others of its node, one way: NVLink, else PCIe.
@@ -103,6 +106,18 @@ class StepTime:
     def is_slowed_by_network(self) -> bool:
         """Whether gathering and reducing between nodes takes longer than the backward pass."""
         return self.between_nodes > self.backward
+
+
+def step_seconds(config: Config, machine: Machine, layout: WorldLayout) -> float | None:
+    """Seconds of a step of Forge's own trainer on the GPUs that machine.yaml names; None where the ranks
+    are on CPUs, it names no GPU, or one whose speed is not known. Raises ConfigError where the ranks
+    cannot share the batch."""
+    if machine.device == "cpu" or peak_flops(machine.gpu or "") is None:
+        return None
+    vocab_size = config.tokenizer.expected_vocab_size
+    shape = Shape.of(config, vocab_size, layout.world_size, layout.ranks_per_node)
+    shape = with_micro_batch(shape, (machine.gpu_memory_gib or GPU_GIB) * GIB)
+    return step_time(shape, Speed.of(machine, layout.ranks_per_node)).total
 
 
 def step_time(shape: Shape, speed: Speed) -> StepTime:

@@ -108,6 +108,7 @@ def test_kempner_profile_runs_with_only_partition_gpus_and_backend_changed(
         },
     )
     assert project.end(project.start("train", "--config", "nodes=2")) == 0, project.said()
+    assert "1 run to train on 2 nodes x 1 GPU: at most " in project.said()
     uninterrupted.equals(project.run())
     [launch] = project.run().events("launch")
     assert (len(launch["nodes"]), launch["world_size"]) == (2, 2)

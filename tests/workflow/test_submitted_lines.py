@@ -1,5 +1,6 @@
 """What profiles for GPUs give to sbatch, compared word for word: it takes no GPU to see it."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ ANSWERS = {
 @pytest.fixture(scope="module")
 def submitted(shared_project):
     """submitted(profile): the arguments of sbatch for the run's allocation; submitted(profile, *target):
-    for the first job of another target."""
+    for the first job of another target. submitted.said: what the last command printed."""
     project = shared_project
     code, output = project.snakemake("--until", "tokenize")
     assert code == 0, output
@@ -56,6 +57,7 @@ def submitted(shared_project):
         assert line_file.exists(), done.stdout + done.stderr
         line = own(line_file.read_text().splitlines())
         line_file.unlink()
+        words.said = done.stdout + done.stderr
         return line
 
     return words
@@ -142,28 +144,73 @@ def test_nodes_ranks_and_partition_of_one_command(submitted, shared_project):
     ]
 
 
-def test_set_resources_that_would_submit_nodes_without_gpus_is_refused(submitted, shared_project):
-    """The profile is edited by now. Nothing may be submitted."""
-    environment = shared_project.environment
-    line_file = shared_project.root / "line"
-    environment |= {
-        "PATH": f"{shared_project.root / 'bin'}:{environment['PATH']}",
-        "SBATCH_LINE": str(line_file),
-    }
-    command = [sys.executable, "-m", "snakemake", "--profile", "profiles/kempner", "train"]
+def tried(project, *arguments):
+    """A command with a profile that is edited by now; nothing may be submitted: its exit status, and the
+    lines that it printed."""
+    line_file = project.root / "line"
     done = subprocess.run(
-        [*command, "--set-resources", "train_run:nodes=4"],
-        cwd=shared_project.root,
-        env=environment,
+        [sys.executable, "-m", "snakemake", *arguments],
+        cwd=project.root,
+        env=project.environment
+        | {"PATH": f"{project.root / 'bin'}:{os.environ['PATH']}", "SBATCH_LINE": str(line_file)},
         check=False,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=100,
     )
-    said = done.stdout + done.stderr
-    assert done.returncode != 0 and not line_file.exists()
+    assert not line_file.exists()
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_set_resources_that_would_submit_nodes_without_gpus_is_refused(submitted, shared_project):
+    arguments = ("--profile", "profiles/kempner", "train", "--set-resources", "train_run:nodes=4")
+    code, lines = tried(shared_project, *arguments)
+    said = "\n".join(lines)
+    assert code != 0
     assert "--set-resources leaves train_run without" in said and "gres" in said, said
     assert "`--config nodes=4`" in said
+
+
+def test_dry_run_ends_with_what_the_runs_cost(submitted, shared_project):
+    """Two nodes for 48 hours, 20 minutes of them for stage and preflight; without GPUs for one hour."""
+    code, lines = tried(shared_project, "--profile", "profiles/kempner", "-n")
+    assert code == 0 and lines[-1] == (
+        "1 run to train on 2 nodes x 4 GPUs: at most 384 GPU-hours (96 node-hours) by its time limit, as"
+        " much again with each requeue; about 0 GPU-hours (0 node-hours) up to its goal by forge plan's"
+        " estimate for H100 GPUs, without restarts"
+    )
+    code, lines = tried(shared_project, "--profile", "profiles/slurm-cpu", "-n")
+    assert code == 0 and lines[-1] == (
+        "1 run to train on 2 nodes: at most 2 node-hours by its time limit, as much again with each"
+        " requeue"
+    )
+    code, lines = tried(shared_project, "--profile", "profiles/local", "-n")
+    assert code == 0 and "node-hours" not in "\n".join(lines)
+
+
+def test_more_gpu_hours_than_the_machine_allows_are_submitted_by_no_command(
+    submitted, shared_project
+):
+    """Two nodes of two GPUs that no machine.yaml names, for 24 hours; the limit was another profile's."""
+    machine = shared_project.root / "profiles/ethernet/machine.yaml"
+    shipped = machine.read_text()
+    machine.write_text(f"{shipped}slurm: {{max_gpu_hours: 95.5}}\n")
+    refused = (
+        "1 run to train needs 96.0 GPU-hours, more than slurm.max_gpu_hours: 95.5"
+        " (profiles/ethernet/machine.yaml): base 96 (time limit of 1 d on 2 nodes x 2 GPUs)"
+    )
+    code, lines = tried(shared_project, "--profile", "profiles/ethernet", "train")
+    assert code != 0 and refused in lines
+    code, lines = tried(shared_project, "--profile", "profiles/ethernet", "-n")
+    assert code == 0 and f"without -n this is refused: {refused}" in lines
+    machine.write_text(f"{shipped}slurm: {{max_gpu_hours: 96}}\n")
+    assert submitted("ethernet")[-1] == "--gres=gpu:2"
+    line = (
+        "1 run to train on 2 nodes x 2 GPUs: at most 96 GPU-hours (48 node-hours) by its time limit"
+    )
+    assert submitted.said.index(line) < submitted.said.index("could not be submitted")
+    machine.write_text(shipped)
 
 
 def test_copy_of_a_profile_has_the_machine_beside_it_for_preflight_on_other_nodes_too(

@@ -43,7 +43,9 @@ except ForgeError as err:
     raise WorkflowError(str(err)) from None
 
 if workflow.is_main_process:
-    helpers.end_with_table(workflow, RUNS, lambda: check_plan(submits=False))
+    helpers.end_with_table(
+        workflow, RUNS, lambda: check_plan(PROFILE.executor == "slurm")
+    )
 
 RESULTS, DATA = shared_folders(RUNS)
 # Content id of tokens -> config that makes them, and of the list of a run's sources.
@@ -78,13 +80,16 @@ wildcard_constraints:
 
 
 def check_plan(submits):
-    """ForgeError for a profile and a plan that cannot work. submits: whether rules become Slurm jobs."""
+    """A line with what the runs cost that will be trained; "" without any. submits: whether rules become
+    Slurm jobs. Raises ForgeError for a profile and a plan that cannot work, or cost too much.
+    """
     ALLOCATION.check_profile(
         workflow.resource_settings, workflow.global_resources, submits=submits
     )
     # All, since a dry run has finished them.
     due = list(workflow.dag.needrun_jobs(exclude_finished=False))
     ALLOCATION.check_runs(due, FAILED)
+    return helpers.check_cost(RUNS, ALLOCATION, due) if submits else ""
 
 
 def settings_of(rule):
@@ -210,7 +215,7 @@ onstart:
     submits = workflow.executor_plugin.name == "slurm"
     try:
         refuse_left_over()  # jobs inherit the environment
-        check_plan(submits)
+        cost = check_plan(submits)
         helpers.check_tasks(RUNS, workflow.dag.needrun_jobs())
         if submits:
             helpers.check_submission(workflow.dag, [RESULTS, DATA], logger.warning)
@@ -226,5 +231,7 @@ onstart:
         )
     except ForgeError as err:
         raise WorkflowError(str(err)) from None
+    if cost:
+        logger.info(cost)
     # A STOP file is removed: who resumes a stopped run wants it to train. Not in a dry run.
     helpers.remove_stop_files({name: RUNS[name] for name in RESUMED}, logger.info)

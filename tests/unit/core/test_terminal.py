@@ -13,7 +13,15 @@ import pytest
 
 from forge.core import terminal
 from forge.core.errors import ForgeError
-from forge.core.terminal import Table, duration, print_plain, progress, say
+from forge.core.terminal import (
+    Table,
+    duration,
+    gpu_and_node_hours,
+    hours,
+    print_plain,
+    progress,
+    say,
+)
 
 SGR = re.compile(r"\x1b\[[\d;]*m")
 REPOSITORY = Path(__file__).parents[3]
@@ -339,3 +347,26 @@ def test_no_command_prints_an_escape_sequence_of_a_name(tmp_path, subcommand):
     assert done.returncode in (65, 78)
     assert r"\x1b]0;owned\x07" in done.stderr
     assert "\x1b" not in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "0"),
+        (0.004, "0"),
+        (0.05, "0.05"),
+        (1.236, "1.24"),
+        (99.94, "99.9"),
+        (99.96, "100"),
+        (1234.5, "1,234"),
+        (2e6, "2,000,000"),
+    ],
+)
+def test_hours_have_three_digits_or_all_of_the_whole_number(number, words):
+    assert hours(number) == words
+
+
+def test_node_hours_stand_alone_only_where_there_are_no_gpus():
+    assert gpu_and_node_hours(384.0, 96.0) == "384 GPU-hours (96 node-hours)"
+    assert gpu_and_node_hours(0.0, 0.0) == "0 GPU-hours (0 node-hours)"
+    assert gpu_and_node_hours(None, 96.0) == "96 node-hours"

@@ -1,6 +1,8 @@
 """`forge plan`, and the refusal of a run that cannot fit: against a job that waits for days and then runs
 out of memory in its first step."""
 
+import re
+
 import pytest
 from support.shards import make
 
@@ -109,6 +111,53 @@ def test_time_depends_on_the_gpu_and_the_network(config_file, capsys):
     assert line.startswith("time on H100 GPUs") and "of it waiting for the network" in line
     assert time("--machine.gpu=A100")[1] > 2 * seconds
     assert time("--machine.fabric.node_gbits=100")[1] > 3 * seconds
+
+
+def cost_lines(capsys, config_file, *options):
+    """The step's seconds, the words of the line of the cost, and the warning below it."""
+    _, printed = planned(capsys, config_file, *KEMPNER, *NAMED, *options)
+    lines = printed.out.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("cost:"))
+    assert lines[at - 1].startswith("time on")
+    below = [lines[at + 1]] if "max_gpu_hours" in lines[at + 1] else []
+    return float(lines[at - 1].split()[4]), lines[at], below
+
+
+def read_cost(line):
+    """GPU-hours and node-hours."""
+    gpus, nodes = re.match(
+        r"cost: about ([\d,.]+) GPU-hours \(([\d,.]+) node-hours\)", line
+    ).groups()
+    return float(gpus.replace(",", "")), float(nodes.replace(",", ""))
+
+
+def test_plan_says_gpu_hours_and_node_hours_of_the_steps_that_are_left(config_file, capsys):
+    """Of 8 nodes of 4 GPUs; three digits of the time are printed."""
+    seconds, line, _ = cost_lines(capsys, config_file)
+    expected = (32 * 10_000 * seconds / 3600, 8 * 10_000 * seconds / 3600)
+    assert read_cost(line) == pytest.approx(expected, rel=0.01)
+    assert line.endswith(
+        "for 10,000 steps; an estimate without queue, restarts, saves and evaluation"
+    )
+    _, of_child, _ = cost_lines(capsys, config_file, "--parent=other@7500")
+    assert read_cost(of_child) == pytest.approx([hours / 4 for hours in expected], rel=0.01)
+    assert "for 2,500 steps" in of_child
+    _, spare, _ = cost_lines(capsys, config_file, "--machine.preflight.spare_nodes=2")
+    assert read_cost(spare) == pytest.approx([hours * 10 / 8 for hours in expected], rel=0.01)
+    assert "steps, with 2 spare nodes;" in spare
+
+
+def test_plan_warns_of_more_gpu_hours_than_the_machine_allows(config_file, capsys):
+    _, line, below = cost_lines(capsys, config_file, "--machine.slurm.max_gpu_hours=100")
+    assert read_cost(line)[0] > 100
+    assert below == ["warning: more than slurm.max_gpu_hours: 100 of machine.yaml"]
+    assert cost_lines(capsys, config_file, "--machine.slurm.max_gpu_hours=1e6")[2] == []
+
+
+def test_plan_for_cpus_invents_no_cost(config_file, capsys):
+    _, printed = planned(capsys, config_file, "--machine.device=cpu", "--train.shard=none")
+    assert "cost: not known, since device is cpu in machine.yaml" in printed.out
+    assert "-hours" not in printed.out
 
 
 def test_plan_says_how_often_the_data_is_read(tmp_path, monkeypatch, capsys):
