@@ -8,16 +8,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from forge.cluster.profile_text import (
-    config_text,
-    feature,
-    has_in_words,
-    in_words,
-    lines_to_edit,
-    machine_text,
-    nodes_in_words,
-    preempted_in_words,
-)
+from forge.cluster.profile_text import config_text, feature, lines_to_edit, machine_text
+from forge.cluster.profile_words import has_in_words, in_words, nodes_in_words, preempted_in_words
 from forge.cluster.site import SiteAnswers
 from forge.cluster.site_choice import Choice, Wishes, choose
 from forge.core.errors import ConfigError

@@ -311,7 +311,7 @@ def _nodes(place: Place, wishes: Wishes, most: float, rule: str, others: Sequenc
         elsewhere = [p for p in others if _allows(p, wishes, wanted)]
         instead = f", or --partition {elsewhere[0].partition.name}" if elsewhere else ""
         raise ConfigError(
-            f"--nodes {wanted}: partition {place.partition.name} gives {most:g} at most ({rule})",
+            f"--nodes {wanted} is more than {most:g}: {rule}",
             fix=f"--nodes {most:g}{instead}",
         )
     if wanted < least:
