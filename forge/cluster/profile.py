@@ -146,7 +146,10 @@ def unknown(choice: Choice, config: str) -> Iterator[str]:
     if choice.rules and choice.rules.model:
         yield f"whether {choice.rules.partition.name} takes jobs without GPUs"
     if site.settings.get("JobSubmitPlugins", "(null)") not in ("(null)", ""):
-        yield "this site's own rules for jobs (JobSubmitPlugins), which Slurm does not show"
+        yield (
+            "this site's own rules for jobs (JobSubmitPlugins): where sbatch refuses slurm_partition"
+            " or qos, write what the site's documentation says"
+        )
     if choice.closed:
         yield f"GPUs of {', '.join(choice.closed[:8])}: no account of yours runs there"
     yield "network, Python, storage: docs/new-cluster.md"
