@@ -44,7 +44,7 @@ def profile(name: str, wishes: Wishes, answers_file: Path | None, save: Path | N
 
 
 def _ask() -> SiteAnswers:
-    say("asking Slurm (sinfo, scontrol, sacctmgr), 2 minutes at most …")
+    say("asking Slurm (sinfo, scontrol, sacctmgr) …")
     return SiteAnswers.ask()
 
 

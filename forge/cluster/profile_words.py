@@ -29,9 +29,9 @@ def has_in_words(place: Place) -> str:
     gpus = f" with {place.gpus} {place.model.text}" if place.model else ""
     away = "" if place.num_available else ", none of them up now"
     state = f", {place.partition.state}" if place.partition.state != "UP" else ""
-    return (
-        f"{nodes_in_words(len(place.nodes))}{gpus}{away}, up to {in_words(place.minutes[0])}{state}"
-    )
+    whole = ", whole nodes only" if place.partition.is_exclusive else ""
+    nodes, time = nodes_in_words(len(place.nodes)), in_words(place.minutes[0])
+    return f"{nodes}{gpus}{away}, up to {time}{whole}{state}"
 
 
 def nodes_in_words(number: int) -> str:
