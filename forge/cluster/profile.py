@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from forge.cluster.profile_text import config_text, feature, lines_to_edit, machine_text
-from forge.cluster.profile_words import has_in_words, in_words, nodes_in_words, preempted_in_words
+from forge.cluster.profile_words import (
+    cores_of,
+    has_in_words,
+    in_words,
+    nodes_in_words,
+    preempted_in_words,
+)
 from forge.cluster.site import SiteAnswers
 from forge.cluster.site_choice import Choice, Wishes, choose
 from forge.core.errors import ConfigError
@@ -115,7 +121,7 @@ def _report(choice: Choice, folder: Path, config: str) -> Iterator[str]:
         "partition": f"{place.partition.name} ({has_in_words(place)})",
         "account": place.account or "none given",
         "training": f"{nodes_in_words(size.nodes)}{each}",
-        "a node": f"{size.ranks} x {size.cpus_per_task} cores, {size.mem_mb} MB",
+        "a node": f"{size.ranks} x {size.cpus_per_task} {cores_of(place)}, {size.mem_mb} MB",
         "time": f"{in_words(size.minutes)} ({size.minutes_rule})",
         "preemption": preempted_in_words(place),
         "own disk": f"{min(node.disk_mb for node in place.nodes)} MB (TmpDisk)",

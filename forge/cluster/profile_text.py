@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import forge
 from forge.cluster.profile_words import (
     comment,
+    cores_of,
     has_in_words,
     in_words,
     name_of,
@@ -142,11 +143,13 @@ def _qos(place: Place, indent: str) -> Iterator[str]:
 
 
 def _threads(choice: Choice) -> Iterator[str]:
-    threads = _rule_threads(choice.rules)
+    place, why = choice.rules, ""
+    threads = _rule_threads(place)
     half = max(1, threads // 2)
-    cores = min((node.cpus for node in choice.rules.nodes), default=0) if choice.rules else 0
+    if place:
+        why = f" # of {min(node.cpus for node in place.nodes)} {cores_of(place)} a node (sinfo)"
     yield "set-threads:"
-    yield f"  tokenize: {threads}{f' # of {cores} cores a node (sinfo)' if cores else ''}"
+    yield f"  tokenize: {threads}{why}"
     yield f"  validate_run: {half}"
     yield f"  evaluate_run: {half}"
 
@@ -186,8 +189,10 @@ def _share(choice: Choice) -> str:
     place, size = choice.train, choice.size
     cpus = min(node.cpus for node in place.nodes)
     if not choice.uses_gpus or size.ranks == place.gpus:
-        return f"{cpus} cores a node, shared among {size.ranks}{_limited(place, 'cpu')}"
-    return f"the share of {size.ranks} of {place.gpus} GPUs in {cpus} cores{_limited(place, 'cpu')}"
+        what = f"{cpus} {cores_of(place)} a node, shared among {size.ranks}"
+    else:
+        what = f"the share of {size.ranks} of {place.gpus} GPUs in {cpus} {cores_of(place)}"
+    return what + _limited(place, "cpu")
 
 
 def _memory_share(choice: Choice) -> str:

@@ -34,6 +34,12 @@ def has_in_words(place: Place) -> str:
     return f"{nodes}{gpus}{away}, up to {time}{whole}{state}"
 
 
+def cores_of(place: Place) -> str:
+    """What Slurm counts as cores there."""
+    has_threads = any(node.threads_per_core > 1 for node in place.nodes)
+    return "hardware threads" if has_threads else "cores"
+
+
 def nodes_in_words(number: int) -> str:
     """`1 node`, `2 nodes`."""
     return f"{number} node{'s' if number != 1 else ''}"

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import yaml
+
 from forge.cluster.site import SiteAnswers
 from tools.slurm_cluster.cluster import REPOSITORY, Cluster
 
@@ -28,6 +31,31 @@ def test_recorded_answers_are_in_the_form_of_a_real_slurm(
         node.gpus for node in theirs["main"].nodes
     }
     assert [row["account"] for row in asked.answer("associations").rows] == ["lab", "root"]
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("--partition=lownow", "--gpus=1", "--nodes=3"), ("--gpus=0",)]
+)
+def test_slurm_itself_takes_the_jobs_of_a_profile(
+    cluster: Cluster, shared_folder: Path, words: tuple[str, ...]
+) -> None:
+    (shared_folder / "profiles").mkdir()
+    cluster.run(*FORGE, "mine", *words, cwd=shared_folder)
+    config = yaml.safe_load((shared_folder / "profiles/mine/config.yaml").read_text())
+    asked = config["default-resources"] | config["set-resources"]["train_run"]
+    options = {
+        "account": "slurm_account",
+        "partition": "slurm_partition",
+        "nodes": "nodes",
+        "ntasks-per-node": "tasks_per_node",
+        "cpus-per-task": "cpus_per_task",
+        "mem": "mem_mb",
+        "gres": "gres",
+        "time": "runtime",
+    }
+    given = [f"--{name}={asked[key]}" for name, key in options.items() if key in asked]
+    assert len(given) == (7 if words == ("--gpus=0",) else 8)
+    cluster.run("sbatch", "--test-only", *given, "--wrap=true")
 
 
 def test_account_is_left_to_edit_while_accounting_is_down(
