@@ -41,7 +41,7 @@ _MODELS: tuple[tuple[str, str, int | None], ...] = (
     ("h200", "H200", 140),
     ("h100 nvl", "H100 NVL", 93),
     ("h100 pcie", "H100 PCIe", 79),
-    ("h100", "H100", 79),
+    ("h100", "H100", None),
     ("rtx ?pro ?6000", "RTX PRO 6000", 95),
     ("a100", "A100", None),
     ("l40s", "L40S", 44),

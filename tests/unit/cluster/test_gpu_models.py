@@ -9,7 +9,7 @@ from forge.trainer.metrics import peak_flops
 @pytest.mark.parametrize(
     ("kind", "features", "name", "memory_gib"),
     [
-        ("h100", (), "H100", 79),
+        ("h100", (), "H100", None),
         ("nvidia_h100_80gb_hbm3", (), "H100", 79),
         ("nvidia_h100_nvl", (), "H100 NVL", 93),
         ("nvidia_a100-sxm4-40gb", (), "A100", 39),
