@@ -20,6 +20,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from .faults import BreakableMachines
 from .machines import RACK, REPOSITORY, ClusterError, own_folder, wait_until
 from .settings import CONTROLLER, Settings, other_files, slurm_conf
@@ -57,7 +59,8 @@ class Cluster(BreakableMachines):
         """`settings` are for a new start: while the cluster is up, it keeps those it has."""
         super().__init__(folder, settings or Settings())
         if self.is_up():
-            self.settings = Settings(**json.loads((self.folder / "settings.json").read_text()))
+            text = (self.folder / "settings.json").read_text()
+            self.settings = TypeAdapter(Settings).validate_json(text)
         self.nodes = self.settings.node_names
 
     # ------------------------------------------------------------------ start and stop
@@ -66,13 +69,16 @@ class Cluster(BreakableMachines):
         """Start what does not run; return when each node is idle. A new start forgets all jobs."""
         if reason := why_not():
             raise ClusterError(reason)
-        if not self.is_up():
+        is_new = not self.is_up()
+        if is_new:
             self._make_folder()
             self.start_rack()
         for name in self.settings.machine_names:
             self.start(name)
         for name in self.settings.machine_names:
             self.wait_ready(name)
+        if is_new:
+            self._fill_accounting()
         self.wait_until_idle()
 
     def down(self) -> None:
@@ -85,8 +91,10 @@ class Cluster(BreakableMachines):
         machines = (f"machines/{name}" for name in (RACK, *self.settings.machine_names))
         for name in ("etc", "gpus", "state", *machines):
             (self.folder / name).mkdir(parents=True)
-        for name in ("nvidia0", "nvidia1"):  # twins of /dev/null
-            os.mknod(self.folder / "gpus" / name, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        most = max(kind.num_gpus for kind in self.settings.kind_of.values())
+        for number in range(most):  # the device of /dev/null
+            device = self.folder / "gpus" / f"nvidia{number}"
+            os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
         self._write_etc()
         shutil.copytree(_empty_database(), self.folder / "mysql")
         (self.folder / "settings.json").write_text(json.dumps(asdict(self.settings)))
@@ -99,6 +107,10 @@ class Cluster(BreakableMachines):
         (etc / "munge.key").write_bytes(secrets.token_bytes(1024))
         for name in ("munge.key", "slurmdbd.conf"):  # else their daemons refuse to start
             (etc / name).chmod(0o600)
+
+    def _fill_accounting(self) -> None:
+        for words in self.settings.accounting:
+            self.run("sacctmgr", "-i", *words)
 
     # ------------------------------------------------------------------ ask Slurm
 

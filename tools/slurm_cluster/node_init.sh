@@ -80,11 +80,9 @@ start_database() {
   wait_for 30 port_answers "$address" 6819
 }
 
-add_account() { # the submitting plugin looks up the user's account, so root gets one
-  if [ -z "$(sacctmgr -nP list user root format=defaultaccount)" ]; then
+add_cluster() { # slurmctld may need it at its start; cluster.py adds accounts and users
+  if [ -z "$(sacctmgr -nP list cluster)" ]; then
     sacctmgr -i add cluster forge
-    sacctmgr -i add account lab Cluster=forge Description=lab Organization=lab
-    sacctmgr -i add user root Account=lab DefaultAccount=lab
   fi
 }
 
@@ -93,7 +91,7 @@ own_network
 start_munge
 if [ "$name" = ctl ]; then
   start_database
-  add_account
+  add_cluster
   slurmctld
 else
   wait_for 60 port_answers ctl 6817
