@@ -11,13 +11,17 @@ from forge.cluster import slurm
 
 # sinfo's %T (man sinfo, NODE STATE CODES): nodes in these states start no jobs for now.
 _UNAVAILABLE = ("down", "drain", "fail", "error", "unk", "maint", "reserved", "inval", "reboot")
-_NODE_FORMAT = "%R|%N|%c|%m|%T|%f|%G"
+_NODE_FORMAT = "%R|%N|%c|%m|%T|%f|%G|%d"
+# The questions, for who keeps the answers.
+PARTITIONS = ("scontrol", "show", "partition", "--all", "--oneliner")
+NODES = ("sinfo", "--all", "--Node", "--noheader", f"--format={_NODE_FORMAT}")
 _GPUS = re.compile(r"(?:^|,)gpu(?::([^:,()]+))?:(\d+)(?=[,(]|$)")  # gpu:h100:4(S:0-1)
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node in one partition. memory_mb: RealMemory, limited by MaxMemPerNode."""
+    """A node in one partition. cpus, memory_mb: within MaxCPUsPerNode and MaxMemPerNode. disk_mb:
+    TmpDisk, the size of its TmpFS, 0 where the site has not configured it."""
 
     name: str
     cpus: int
@@ -25,6 +29,7 @@ class Node:
     state: str
     features: frozenset[str]
     gpus: tuple[tuple[str, int], ...]  # (model, count); model "" where Slurm has none configured
+    disk_mb: int = 0
 
     @property
     def is_available(self) -> bool:
@@ -59,10 +64,8 @@ class Partition:
 
 def read_partitions() -> dict[str, Partition]:
     """The partitions that Slurm shows to this user, by name. Raises what slurm.ask raises."""
-    lines = slurm.ask("scontrol", "show", "partition", "--all", "--oneliner").splitlines()
-    sinfo = ("sinfo", "--all", "--Node", "--noheader", f"--format={_NODE_FORMAT}")
-    nodes = slurm.ask(*sinfo).splitlines()
-    return parse_partitions(lines, nodes)
+    lines = slurm.ask(*PARTITIONS).splitlines()
+    return parse_partitions(lines, slurm.ask(*NODES).splitlines())
 
 
 def parse_partitions(partitions: list[str], nodes: list[str]) -> dict[str, Partition]:
@@ -91,7 +94,7 @@ def parse_partitions(partitions: list[str], nodes: list[str]) -> dict[str, Parti
 
 
 def _node(values: list[str], partition: dict[str, str]) -> Node:
-    name, cpus, memory, state, features, gres = values
+    name, cpus, memory, state, features, gres, disk = values
     return Node(
         name=name,
         cpus=int(min(_number(cpus), _number(partition.get("MaxCPUsPerNode", "UNLIMITED")))),
@@ -99,6 +102,7 @@ def _node(values: list[str], partition: dict[str, str]) -> Node:
         state=state,
         features=frozenset(_names(features)),
         gpus=tuple((model or "", int(count)) for model, count in _GPUS.findall(gres)),
+        disk_mb=int(min(_number(disk), 10**9)),
     )
 
 

@@ -17,7 +17,7 @@ def partition(monkeypatch):
 
     def has(count):
         names = [f"n{number}" for number in range(1, count + 1)]
-        nodes = [f"main|{name}|8|5000|idle|(null)|(null)" for name in [*names, "n9"]]
+        nodes = [f"main|{name}|8|5000|idle|(null)|(null)|0" for name in [*names, "n9"]]
         found = parse_partitions(["PartitionName=main State=UP MaxTime=UNLIMITED"], nodes)
         monkeypatch.setattr(exclude, "read_partitions", lambda: found)
 

@@ -26,10 +26,10 @@ GPU = (
     .replace("State=UP", "State=DRAIN")
 )
 NODES = [
-    "main|node01|8|5000|idle|(null)|gpu:2",
-    "main|node02|8|5000|drained|(null)|(null)",
-    "gpu|node02|8|5000|down*|h100,nvme|gpu:h100:4(S:0-1),gpu:1g.10gb:7,lustre:1",
-    "hidden|node02|8|5000|idle|(null)|(null)",
+    "main|node01|8|5000|idle|(null)|gpu:2|1000",
+    "main|node02|8|5000|drained|(null)|(null)|0",
+    "gpu|node02|8|5000|down*|h100,nvme|gpu:h100:4(S:0-1),gpu:1g.10gb:7,lustre:1|0",
+    "hidden|node02|8|5000|idle|(null)|(null)|0",
     "slurm_load_node warning",
 ]
 
@@ -78,5 +78,5 @@ def test_nodes_are_read_with_the_limits_of_their_partition(known):
     ],
 )
 def test_state_tells_whether_a_job_could_start_on_a_node(state, is_available):
-    [node] = parse_partitions([MAIN], [f"main|node01|8|5000|{state}|(null)|(null)"])["main"].nodes
+    [node] = parse_partitions([MAIN], [f"main|node01|8|5000|{state}|(null)|(null)|0"])["main"].nodes
     assert node.is_available is is_available
