@@ -80,9 +80,10 @@ start_database() {
   wait_for 30 port_answers "$address" 6819
 }
 
-add_cluster() { # slurmctld may need it at its start; cluster.py adds accounts and users
+add_cluster() { # what slurmctld needs at its start; cluster.py adds accounts, users and limits
   if [ -z "$(sacctmgr -nP list cluster)" ]; then
     sacctmgr -i add cluster forge
+    if [ -s "$folder/etc/qos" ]; then sacctmgr -i add qos "$(<"$folder/etc/qos")"; fi
   fi
 }
 

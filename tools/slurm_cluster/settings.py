@@ -3,8 +3,8 @@ the reasons."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 CONTROLLER = "ctl"
@@ -99,6 +99,9 @@ class Settings:
     kinds: tuple[NodeKind, ...] = (NodeKind(),)
     """Of each node, in the order of their names; those behind the last one are like that."""
     partitions: tuple[PartitionSettings, ...] = default_partitions()
+    qos: tuple[str, ...] = ()
+    """Names beside `normal`. They are made first: slurmctld refuses to start with a partition whose QOS
+    is unknown; but what limits GPUs is known to the database only after slurmctld has started."""
     accounting: tuple[tuple[str, ...], ...] = (
         ("add", "account", "lab", f"Cluster={CLUSTER}", "Description=lab", "Organization=lab"),
         ("add", "user", "root", "Account=lab", "DefaultAccount=lab"),
@@ -128,6 +131,15 @@ class Settings:
     @property
     def machine_names(self) -> list[str]:
         return [CONTROLLER, *self.node_names]
+
+    def without(self, names: Collection[str]) -> Settings:
+        """The same without these keys of slurm.conf, of the cluster and of partitions."""
+        partitions = tuple(
+            replace(one, keys={key: value for key, value in one.keys.items() if key not in names})
+            for one in self.partitions
+        )
+        keys = {key: None if key in names else value for key, value in self.keys.items()}
+        return replace(self, partitions=partitions, keys=keys)
 
     @property
     def kind_of(self) -> dict[str, NodeKind]:
@@ -283,5 +295,6 @@ def other_files(settings: Settings, folder: Path) -> dict[str, str]:
         # No DNS: with it, each look-up of a node's name hangs for 10 s.
         "nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files\n",
         "plugstack.conf": "",
+        "qos": ",".join(settings.qos),
         "slurmdbd.conf": "".join(f"{key}={value}\n" for key, value in dbd.items()),
     }
