@@ -219,6 +219,14 @@ def _add_subcommands(subcommands: Any) -> None:
     )
     add_with_config("report", _report, "write the run's report.html")
     add_with_config("config", _config, "write the run's config.json, with every default filled in")
+    _profile_options(
+        add(
+            "profile",
+            _profile,
+            "write a profile for this cluster, from what its Slurm says",
+            keys=False,
+        )
+    )
     show = add("show", _show, "show status, samples and lineage of runs", keys=False)
     show.add_argument("runs", nargs="*", metavar="RUN", help=RUNS)
     _logs_options(
@@ -251,6 +259,18 @@ def _machine(parser: argparse.ArgumentParser) -> None:
     option("--machine", metavar="FILE", help="machine.yaml of a profile (default: built-in values)")
     option("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
     option("--ranks-per-node", type=int, default=1, metavar="N", help="ranks per node (default: 1)")
+
+
+def _profile_options(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("name", metavar="NAME", nargs="?", default="", help="directory to make in profiles/")
+    option(
+        "--partition", metavar="NAME", default="", help="of training (default: with the best GPUs)"
+    )
+    option("--gpus", type=int, metavar="N", help="GPUs of a node (default: all); 0: train on CPUs")
+    option("--nodes", type=int, metavar="N", help="nodes that train (default: 2)")
+    option("--save", type=Path, metavar="FILE", help="write Slurm's answers to FILE as well")
+    option("--from", dest="answers", type=Path, metavar="FILE", help="read them from FILE instead")
 
 
 def _its_config(parser: argparse.ArgumentParser) -> None:
@@ -538,6 +558,14 @@ def _config(options: argparse.Namespace) -> None:
 
     config = _resolved(options)
     config.write(RunPaths.of(config).config)
+
+
+def _profile(options: argparse.Namespace) -> None:
+    from forge.cluster.profile import profile
+    from forge.cluster.site_choice import Wishes
+
+    wishes = Wishes(options.partition, options.gpus, options.nodes)
+    profile(options.name, wishes, options.answers, options.save)
 
 
 def _show(options: argparse.Namespace) -> None:

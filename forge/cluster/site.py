@@ -6,6 +6,7 @@ import os
 import pwd
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -25,7 +26,7 @@ _SETTINGS = frozenset(
         *("KillWait", "LaunchParameters", "MaxMemPerCPU", "MaxMemPerNode", "MaxNodeCount"),
         *("MaxTasksPerNode", "MpiDefault", "OverTimeLimit", "PreemptExemptTime", "PreemptMode"),
         *("PreemptParameters", "PreemptType", "PriorityType", "PrivateData", "ProctrackType"),
-        *("PrologFlags", "SelectType", "SelectTypeParameters", "SLURM_VERSION"),
+        *("PrologFlags", "SelectType", "SelectTypeParameters"),
         *("SlurmctldParameters", "SwitchType", "TaskPlugin", "TmpFS", "TopologyPlugin"),
     )
 )
@@ -129,12 +130,28 @@ class SiteAnswers(Record):
         """Settings of slurm.conf, by name."""
         return settings_of(self.answer("config"))
 
-    @property
     def partitions(self) -> dict[str, partitions.Partition]:
-        """All partitions, with their nodes."""
-        return partitions.parse_partitions(
-            self.answer("partitions").lines, self.answer("nodes").lines
-        )
+        """All partitions, with their nodes: cores and memory without those that nodes keep for
+        themselves."""
+        lines = self.answer("nodes").lines
+        known = partitions.parse_partitions(self.answer("partitions").lines, lines)
+        kept = {name: self._kept(size) for name, size in _sizes(lines).items()}
+        return {
+            name: replace(partition, nodes=tuple(_usable(n, kept[n.name]) for n in partition.nodes))
+            for name, partition in known.items()
+        }
+
+    def _kept(self, size: tuple[str, ...]) -> tuple[int, int, int]:
+        """Of a node of this size: cores and MB that it keeps for itself, and its threads a core."""
+        for line in self.answer("examples").lines:
+            example = {
+                name: int(number) for name, number in re.findall(r" (\w+)=(\d+)(?= |$)", line)
+            }
+            if (str(example.get("CPUTot")), str(example.get("RealMemory"))) == size[:2]:
+                kept = example["CPUTot"] - example.get("CPUEfctv", example["CPUTot"])
+                threads = example.get("ThreadsPerCore", 1)
+                return max(0, kept), example.get("MemSpecLimit", 0), max(1, threads)
+        return 0, 0, 1
 
 
 def settings_of(config: Answer) -> dict[str, str]:
@@ -195,13 +212,26 @@ def _kept_settings(config: Answer) -> Answer:
     return config.model_copy(update={"output": "\n".join(kept) + "\n"})
 
 
+def _sizes(nodes: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Node -> cores, memory, GPUs and disk, from lines of sinfo."""
+    values = (line.split("|") for line in nodes)
+    return {v[1]: (v[2], v[3], v[6], v[7]) for v in values if len(v) == 8}
+
+
 def _examples(nodes: Answer) -> list[str]:
-    """A node of each size: what its system keeps for itself is in `scontrol show node` only."""
+    """A node of each size: what nodes keep for themselves is in `scontrol show node` only."""
     by_size: dict[tuple[str, ...], str] = {}
-    for line in nodes.lines:
-        _, name, cpus, memory, _, _, gres, disk = (*line.split("|"), *[""] * 8)[:8]
-        by_size.setdefault((cpus, memory, gres, disk), name)
-    return sorted(set(by_size.values()))[:_MAX_EXAMPLES]
+    for name, size in _sizes(nodes.lines).items():
+        by_size.setdefault(size, name)
+    return sorted(by_size.values())[:_MAX_EXAMPLES]
+
+
+def _usable(node: partitions.Node, kept: tuple[int, int, int]) -> partitions.Node:
+    cores, memory, threads = kept
+    usable = max(1, node.cpus - cores)
+    return replace(
+        node, cpus=usable, memory_mb=max(1, node.memory_mb - memory), threads_per_core=threads
+    )
 
 
 def _without_people(nodes: Answer) -> Answer:

@@ -47,7 +47,7 @@ def test_answers_that_are_saved_are_read_back_as_they_were(a_slurm, tmp_path):
     asked.write(tmp_path / "site.json")
     assert SiteAnswers.read(tmp_path / "site.json") == asked
     assert (asked.slurm, asked.source, asked.synthetic) == ("22.05.8", "cluster forge", False)
-    assert [node.gpus for node in asked.partitions["main"].nodes] == [
+    assert [node.gpus for node in asked.partitions()["main"].nodes] == [
         *((("", 2),), (("", 2),)),
         (),
     ]
