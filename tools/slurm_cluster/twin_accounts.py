@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 
-from forge.cluster.partitions import _minutes as minutes
+from forge.cluster.partitions import minutes
 from forge.cluster.site import SiteAnswers
 from forge.core.errors import DataError
 
