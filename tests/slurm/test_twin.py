@@ -3,19 +3,27 @@ the site's would. A profile that is tried on another cluster than its own proves
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from support.clone import link_environment
+from support.pages import commands_of
 from support.site_answers import nodes, partition, site
 
 from forge.cluster.site import SiteAnswers
 from forge.core.files import write_json
-from tools.slurm_cluster.cluster import Cluster, fields
+from tools.slurm_cluster.cluster import REPOSITORY, Cluster, fields
+from tools.slurm_cluster.inside import login_environment
 from tools.slurm_cluster.machines import wait_until
 from tools.slurm_cluster.twin import fit_for_here, twin_of
 
 from .conftest import started
+from .job_run import write_tiny_config
 
 GPUS = "gpu:nvidia_h100_80gb_hbm3:4(S:0-1)"
 SITE = site(
@@ -53,6 +61,7 @@ SITE = site(
     PreemptType="preempt/partition_prio",
     KillWait="7 sec",
 )
+SITES = REPOSITORY / "tests/unit/cluster/sites"
 # What depends on the number and the names of nodes.
 COUNTED = {"Nodes", "TotalCPUs", "TotalNodes", "TRES"}
 
@@ -85,6 +94,18 @@ def answers(cluster: Cluster, tmp_path: Path) -> SiteAnswers:
     return SiteAnswers.read(tmp_path / "site.json")
 
 
+@pytest.fixture
+def project(cluster: Cluster) -> Path:
+    """The project as a user has it, but for the config: a tiny model on a small text."""
+    folder = cluster.folder / "scratch/project"
+    for part in ("workflow", "profiles", "config", "tools"):
+        shutil.copytree(REPOSITORY / part, folder / part)
+    shutil.copy(REPOSITORY / "Makefile", folder)
+    link_environment(folder)
+    shutil.copy(write_tiny_config(folder / "tiny"), folder / "config")
+    return folder
+
+
 def sbatch(cluster: Cluster, *options: str) -> str:
     """What sbatch says of a job that it refuses; the job's id where it takes the job."""
     options = ("--account=lab", "--output=/dev/null", *options, "--wrap", "sleep 600")
@@ -111,12 +132,12 @@ def test_nodes_accounts_qos_and_settings_are_those_of_the_file(answers: SiteAnsw
     def kinds(one: SiteAnswers) -> set[tuple[object, ...]]:
         return {
             (name, node.cpus, node.memory_mb, node.gpus, node.features)
-            for name, partition in one.partitions.items()
+            for name, partition in one.partitions().items()
             for node in partition.nodes
         }
 
     assert kinds(answers) == kinds(SITE)
-    assert all(len(partition.nodes) for partition in answers.partitions.values())
+    assert all(len(partition.nodes) for partition in answers.partitions().values())
     for name, of_row in (("associations", "account"), ("qos", "name")):
         here = {row[of_row]: row for row in answers.answer(name).rows}
         for row in SITE.answer(name).rows:
@@ -180,3 +201,60 @@ def test_job_of_the_preemptable_partition_is_requeued_for_one_of_higher_tier(
     high = sbatch(cluster, "-p", "gpu_h100", "--gpus=4", "-t", "10")
     cluster.wait_for_state(high, "RUNNING")
     assert cluster.wait_for_state(low, "PENDING")["Restarts"] == "1"
+
+
+@pytest.mark.parametrize("name", ["kempner", "perlmutter"])  # preempted by partitions, by QOS
+def test_profile_that_is_made_in_the_twin_is_that_of_the_file(name: str) -> None:
+    file = SITES / f"{name}.json"
+    settings, _ = fit_for_here(twin_of(SiteAnswers.read(file))[0])
+    with started(settings) as cluster:
+        project = cluster.folder / "scratch/project"
+        (project / "profiles").mkdir(parents=True)
+        cluster.run("forge", "profile", "there", "--from", file, cwd=project)
+        cluster.run("forge", "profile", "here", cwd=project)
+        for part in ("config.yaml", "machine.yaml"):
+            there, here = (project / "profiles" / made / part for made in ("there", "here"))
+            assert yaml.safe_load(here.read_text()) == yaml.safe_load(there.read_text())
+
+
+@pytest.mark.timeout(600, func_only=True)
+def test_profile_of_a_site_passes_its_preflight_on_the_twin_by_the_commands_of_the_page(
+    cluster: Cluster, project: Path
+) -> None:
+    commands = [command.bare for command in commands_of("tests/slurm/test_twin.py")]
+    save, up, shell, *inside = commands
+    assert [words.split()[0] for words in inside] == ["forge", "sed", "snakemake"]
+    cluster.run(*save.split(), cwd=project)  # on the cluster, which is a twin itself here
+    env = {**login_environment(), "FORGE_SLURM_DIR": str(cluster.folder / "scratch/slurm")}
+
+    def make(command: str, given: str = "") -> str:
+        # -o: with the environment as it is. `make slurm-shell` reads commands as from a terminal.
+        words = ["make", "-o", ".venv/ready", *command.split()[1:]]
+        done = subprocess.run(
+            words,
+            cwd=project,
+            env=env,
+            input=given,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=400,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    try:
+        said = make(up)
+        assert (
+            "node01, node02: the site's 2 nodes such as node01: 4 x nvidia_h100_80gb_hbm3" in said
+        )
+        said = make(
+            shell, "\n".join(["set -e", *inside, "sacct -nPXo partition,alloctres", "exit"])
+        )
+    finally:
+        make("make slurm-down")
+    assert re.search(r"^gpu_h100\|.*gres/gpu=4\b", said, re.MULTILINE), said
+    log = (project / "results/base/logs/preflight.log").read_text()
+    assert re.search(r"NODE node01 OK", log), log  # one: its GPUs are four of the user's six
+    profile = yaml.safe_load((project / "profiles/mine/config.yaml").read_text())
+    assert profile["set-resources"]["train_run"]["gres"] == "gpu:nvidia_h100_80gb_hbm3:4"

@@ -236,6 +236,22 @@ def test_keys_that_the_slurm_here_does_not_know_are_left_out_and_named():
     assert fit_for_here(fitting) == (fitting, [])
 
 
+SITES = sorted((REPOSITORY / "tests/unit/cluster/sites").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", SITES, ids=[path.stem for path in SITES])
+def test_twin_of_a_recorded_site_has_all_its_partitions_and_kinds_of_nodes(path):
+    recorded = SiteAnswers.read(path)
+    settings, notes = twin_of(recorded)
+    nodes = [node for one in recorded.partitions().values() for node in one.nodes]
+    there = {(node.gpus, node.features) for node in nodes}
+    here = {(kind.gpus, frozenset(kind.features)) for kind in settings.kinds}
+    assert here == there
+    assert {one.name for one in settings.partitions} == recorded.partitions().keys()
+    assert all(one.nodes for one in settings.partitions)
+    assert len([note for note in notes if note.startswith("node")]) >= len(here)
+
+
 # --- a file from elsewhere ------------------------------------------------------------------------
 
 ODD = ["a=b", "x#y", "-n", "a;b", "a`id`", 'a"b', "a\\", "é", "x" * 70, "DEFAULT", "all"]
