@@ -37,6 +37,7 @@ SITE = site(
             "gpu_requeue",
             **{"MaxTime": "7-00:00:00", "PreemptMode": "REQUEUE", "MaxNodes": "20"},
             **{"DefMemPerCPU": "1000", "MaxCPUsPerSocket": "40"},
+            TRESBillingWeights="CPU=1.0,Mem=0.25G,GRES/gpu:nvidia_h100_80gb_hbm3=14",
         ),
         partition(
             "cpu", Default="YES", MaxCPUsPerNode="40", MaxMemPerNode="180000", AllowQos="normal"

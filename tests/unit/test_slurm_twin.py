@@ -117,6 +117,17 @@ def test_settings_are_those_of_the_site_or_slurms_defaults_but_for_what_makes_te
     assert "SlurmctldParameters" not in conf and "JobSubmitPlugins" not in conf
 
 
+def test_nodes_are_exclusive_and_billed_as_the_site_prints_it_in_slurm_25():
+    newer = partition(
+        "gpu", Exclusive="NODE", TRESBillingWeights="CPU=1.0,Mem=0.25G,GRES/gpu:h100=14,GRES/fpga=3"
+    )
+    settings, notes = twin_of(site([newer], nodes("gpu", ["n1"], gres="gpu:h100:4")))
+    conf = conf_of(settings)
+    assert conf["gpu"]["OverSubscribe"] == "EXCLUSIVE"
+    assert conf["gpu"]["TRESBillingWeights"] == '"CPU=1.0,Mem=0.25G,GRES/gpu:h100=14"'
+    assert "left out: TRESBillingWeights=GRES/fpga=3 (partition gpu)" in notes
+
+
 def test_signal_of_a_job_is_sent_at_preemption_where_the_site_sends_it():
     lines = [partition("gpu")], nodes("gpu", ["n1"])
     for told in (
@@ -343,6 +354,8 @@ def test_bad_file_is_refused_in_a_line_and_nothing_starts(tmp_path, which, gpu_s
     )
     assert done.returncode and "Traceback" not in done.stderr
     assert str(path) in done.stderr.splitlines()[0]
+    if which not in ("loop", "folder"):
+        assert "fix:   write it again on that cluster: forge profile --save FILE" in done.stderr
     assert not list(base.glob("cluster/*"))
 
 

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from forge.cluster.site import SiteAnswers
-from forge.core.errors import ForgeError
-from forge.core.terminal import print_plain
+from forge.core.errors import DataError, ForgeError
+from forge.core.terminal import one_line, print_plain
 
 from .cluster import Cluster, base_folder, why_not
 from .machines import REPOSITORY, ClusterError
@@ -83,11 +83,15 @@ def start(folder: Path, given: argparse.Namespace) -> None:
             raise ClusterError(
                 f"a cluster is up already (in {folder}); stop it first: make slurm-down"
             )
-        site = SiteAnswers.read(given.twin)
+        try:
+            site = SiteAnswers.read(given.twin)
+        except DataError as err:
+            raise DataError(err.what, cause=err.cause, fix=SiteAnswers.FIX) from None
         made_up = ", written by a person in Slurm's format" if site.synthetic else ""
         settings, of_site = twin_of(site)
         settings, of_here = fit_for_here(settings)
-        notes = [f"Twin of {site.source}{made_up} (Slurm {site.slurm}):", *of_site, *of_here]
+        what = one_line(f"{site.source}{made_up} (Slurm {site.slurm})")
+        notes = [f"Twin of {what}:", *of_site, *of_here]
     cluster = Cluster(folder, settings)
     try:
         cluster.up()

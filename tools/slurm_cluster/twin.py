@@ -79,7 +79,7 @@ def twin_of(site: SiteAnswers) -> tuple[Settings, list[str]]:
     partitions = tuple(
         PartitionSettings(
             name,
-            keys_of_partition(name, partition, left_out, qos),
+            keys_of_partition(name, partition, left_out, qos=qos, gpu_types=gpu_types),
             tuple(twin for twin, group in twins.items() if name in group.partitions),
         )
         for name, partition in values.items()

@@ -23,6 +23,9 @@ _RESERVED = {
 
 _COUNT = r"\d{1,9}"
 _TIME = r"(\d{1,4}-)?\d{1,3}:\d\d:\d\d"
+_WEIGHT = re.compile(
+    rf"(?:cpu|mem|node|gres/gpu(?::({NAME}))?)=\d{{1,9}}(?:\.\d{{1,9}})?[KMGTP]?", re.IGNORECASE
+)
 _OF_JOBS = r"(DefCpuPerGPU|DefMemPerGPU)=(\d{1,9})"
 # What Slurm prints where nothing is set.
 UNSET = ("", "(null)", "N/A", "NONE", "none", "UNLIMITED", "ALL", "NO")
@@ -143,10 +146,15 @@ def names_in(kind: str, text: str) -> list[str]:
 
 
 def keys_of_partition(
-    name: str, values: Mapping[str, str], left_out: LeftOut, known_qos: Collection[str]
+    name: str,
+    values: Mapping[str, str],
+    left_out: LeftOut,
+    *,
+    qos: Collection[str],
+    gpu_types: Collection[str],
 ) -> dict[str, str]:
     """Keys of a partition's line, from those of `scontrol show partition`. Raises DataError for a name
-    that is none."""
+    that is none. qos, gpu_types: that the twin has."""
     keys: dict[str, str] = {}
     where = f"partition {name}"
     for key, value in values.items():
@@ -155,15 +163,32 @@ def keys_of_partition(
         if key in LISTS:
             names = names_in(LISTS[key], value)
             if LISTS[key] == "QOS":
-                names = [qos for qos in names if qos in known_qos]
+                names = [each for each in names if each in qos]
             keys |= {key: ",".join(names)} if names else {}
         elif re.fullmatch(OF_PARTITION.get(key, ""), value):
             keys[key] = value
         elif key == "JobDefaults":  # printed under this name, set under their own
             keys |= dict(re.findall(_OF_JOBS, value))
+        elif key == "TRESBillingWeights":
+            keys |= _weights(value, gpu_types, left_out, where)
+        elif (key, value) == ("Exclusive", "NODE"):  # of Slurm 25.05
+            keys["OverSubscribe"] = "EXCLUSIVE"
         elif key in OF_PARTITION or value != "0":
             left_out.add(f"{key}={value}", where)
     return keys
+
+
+def _weights(
+    value: str, gpu_types: Collection[str], left_out: LeftOut, where: str
+) -> dict[str, str]:
+    kept = []
+    for weight in value.split(","):
+        match = _WEIGHT.fullmatch(weight)
+        if match and (not match[1] or match[1] in gpu_types):
+            kept.append(weight)
+        else:
+            left_out.add(f"TRESBillingWeights={weight}", where)
+    return {"TRESBillingWeights": f'"{",".join(kept)}"'} if kept else {}
 
 
 def keys_of_cluster(settings: Mapping[str, str], left_out: LeftOut) -> dict[str, str | None]:
