@@ -311,6 +311,20 @@ def test_size_of_a_node_out_of_bounds_is_refused(what):
         twin_of(site([partition("p")], nodes("p", ["n1"], what)))
 
 
+@pytest.mark.parametrize(
+    "details",
+    [
+        "Sockets=0 CoresPerSocket=0 ThreadsPerCore=0 CoreSpecCount=96 MemSpecLimit=1500000",
+        "Sockets=7 ThreadsPerCore=5",
+        f"Sockets={'9' * 5000} CoreSpecCount=x MemSpecLimit=-1",
+    ],
+)
+def test_shape_of_a_node_that_cannot_be_is_not_taken_over(details):
+    answers = site([partition("p")], nodes("p", ["n1"]), examples=[f"NodeName=n1 {details}"])
+    [kind] = twin_of(answers)[0].kinds
+    assert kind == NodeKind(cpus=96, memory_mb=1500000, disk_mb=0, gpus=())
+
+
 def test_node_with_more_gpus_than_devices_can_be_made_is_refused():
     with pytest.raises(DataError, match="'n1' has more than 64 GPUs"):
         twin_of(site([partition("p")], nodes("p", ["n1"], gres="gpu:1000000")))

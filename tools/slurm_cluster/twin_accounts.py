@@ -32,8 +32,10 @@ _FLAGS = {  # that Slurm 22.05 knows
     *("DenyOnLimit", "EnforceUsageThreshold", "NoDecay", "NoReserve", "OverPartQOS"),
     *("PartitionMaxNodes", "PartitionMinNodes", "PartitionTimeLimit", "UsageFactorSafe"),
 }
-_TRES = re.compile(rf"(cpu|mem|node|billing|gres/gpu(?::{NAME})?)=(\d{{1,15}}(?:\.\d+)?[KMGTP]?)")
-_WALL = r"(\d{1,4}-)?\d{1,3}:\d\d:\d\d"
+_TRES = re.compile(
+    rf"(cpu|mem|node|billing|gres/gpu(?::{NAME})?)=([0-9]{{1,15}}(?:\.[0-9]+)?[KMGTP]?)"
+)
+_WALL = r"([0-9]{1,4}-)?[0-9]{1,3}:[0-9][0-9]:[0-9][0-9]"
 
 
 def qos_names(site: SiteAnswers, of_partitions: Collection[str], left_out: LeftOut) -> list[str]:
@@ -123,13 +125,13 @@ def _of_user(row: Row, qos: Collection[str]) -> Iterator[str]:
         yield f"DefaultQOS={default}"
     if re.fullmatch(_WALL, row.get("maxwall", "")):
         yield f"MaxWall={row['maxwall']}"
-    if re.fullmatch(r"\d{1,9}", row.get("maxjobs", "")):
+    if re.fullmatch(r"[0-9]{1,9}", row.get("maxjobs", "")):
         yield f"MaxJobs={row['maxjobs']}"
 
 
 def _of_qos(row: Row, qos: Collection[str], left_out: LeftOut) -> Iterator[str]:
     where = f"QOS {row['name']}"
-    if re.fullmatch(r"[1-9]\d{0,8}", row.get("priority", "")):
+    if re.fullmatch(r"[1-9][0-9]{0,8}", row.get("priority", "")):
         yield f"Priority={row['priority']}"
     if re.fullmatch(_WALL, grace := row.get("gracetime", "")) and minutes(grace):
         yield f"GraceTime={round(60 * minutes(grace))}"  # printed as a time, read in seconds

@@ -21,12 +21,13 @@ _RESERVED = {
     "default",
 }  # in slurm.conf they mean every partition, and values for those below
 
-_COUNT = r"\d{1,9}"
-_TIME = r"(\d{1,4}-)?\d{1,3}:\d\d:\d\d"
+_COUNT = r"[0-9]{1,9}"
+_TIME = r"([0-9]{1,4}-)?[0-9]{1,3}:[0-9][0-9]:[0-9][0-9]"
 _WEIGHT = re.compile(
-    rf"(?:cpu|mem|node|gres/gpu(?::({NAME}))?)=\d{{1,9}}(?:\.\d{{1,9}})?[KMGTP]?", re.IGNORECASE
+    rf"(?:cpu|mem|node|gres/gpu(?::({NAME}))?)=[0-9]{{1,9}}(?:\.[0-9]{{1,9}})?[KMGTP]?",
+    re.IGNORECASE,
 )
-_OF_JOBS = r"(DefCpuPerGPU|DefMemPerGPU)=(\d{1,9})"
+_OF_JOBS = r"(DefCpuPerGPU|DefMemPerGPU)=([0-9]{1,9})"
 # What Slurm prints where nothing is set.
 UNSET = ("", "(null)", "N/A", "NONE", "none", "UNLIMITED", "ALL", "NO")
 
@@ -49,7 +50,7 @@ OF_PARTITION = {
     "MaxNodes": _COUNT,
     "MaxTime": _TIME,
     "MinNodes": _COUNT,
-    "OverSubscribe": r"NO|EXCLUSIVE|(YES|FORCE)(:\d{1,5})?",
+    "OverSubscribe": r"NO|EXCLUSIVE|(YES|FORCE)(:[0-9]{1,5})?",
     "OverTimeLimit": _COUNT,
     "PreemptMode": "OFF|CANCEL|REQUEUE|SUSPEND",
     "PriorityJobFactor": _COUNT,
@@ -195,7 +196,7 @@ def keys_of_cluster(settings: Mapping[str, str], left_out: LeftOut) -> dict[str,
     """Top-level keys of slurm.conf that are the site's, from `scontrol show config`."""
     keys = dict(_DEFAULTS)
     for key, shown in settings.items():
-        value = re.sub(r"(?<=\d) (sec|min)$", "", shown)
+        value = re.sub(r"(?<=[0-9]) (sec|min)$", "", shown)
         if re.fullmatch(OF_CLUSTER.get(key, ""), value):
             keys[key] = value
         elif value in UNSET:
