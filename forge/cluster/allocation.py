@@ -208,9 +208,12 @@ def command_resources(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A resource of the profile as a number or text: on Snakemake's command line all are texts. None for
-    one that Snakemake computes."""
+    """A resource of the profile as a number or text: on Snakemake's command line all are texts, and one
+    in quotes of its own ("'all'") is a name that Python knows, too. None for one that Snakemake
+    computes."""
     raw = getattr(value, "raw", value)
+    if isinstance(raw, str) and (quoted := re.fullmatch(r"'([^'\\]*)'", raw)):
+        return quoted[1]
     return int(raw) if isinstance(raw, str) and raw.isdigit() else raw
 
 

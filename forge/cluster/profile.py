@@ -8,13 +8,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from forge.cluster.profile_text import (
-    config_text,
-    feature,
+from forge.cluster.profile_text import config_text, feature, lines_to_edit, machine_text
+from forge.cluster.profile_words import (
+    cores_of,
     has_in_words,
     in_words,
-    lines_to_edit,
-    machine_text,
     nodes_in_words,
     preempted_in_words,
 )
@@ -52,7 +50,7 @@ def profile(name: str, wishes: Wishes, answers_file: Path | None, save: Path | N
 
 
 def _ask() -> SiteAnswers:
-    say("asking Slurm (sinfo, scontrol, sacctmgr), 2 minutes at most …")
+    say("asking Slurm (sinfo, scontrol, sacctmgr) …")
     return SiteAnswers.ask()
 
 
@@ -123,7 +121,7 @@ def _report(choice: Choice, folder: Path, config: str) -> Iterator[str]:
         "partition": f"{place.partition.name} ({has_in_words(place)})",
         "account": place.account or "none given",
         "training": f"{nodes_in_words(size.nodes)}{each}",
-        "a node": f"{size.ranks} x {size.cpus_per_task} cores, {size.mem_mb} MB",
+        "a node": f"{size.ranks} x {size.cpus_per_task} {cores_of(place)}, {size.mem_mb} MB",
         "time": f"{in_words(size.minutes)} ({size.minutes_rule})",
         "preemption": preempted_in_words(place),
         "own disk": f"{min(node.disk_mb for node in place.nodes)} MB (TmpDisk)",
@@ -154,7 +152,10 @@ def unknown(choice: Choice, config: str) -> Iterator[str]:
     if choice.rules and choice.rules.model:
         yield f"whether {choice.rules.partition.name} takes jobs without GPUs"
     if site.settings.get("JobSubmitPlugins", "(null)") not in ("(null)", ""):
-        yield "this site's own rules for jobs (JobSubmitPlugins), which Slurm does not show"
+        yield (
+            "this site's own rules for jobs (JobSubmitPlugins): where sbatch refuses slurm_partition"
+            " or qos, write what the site's documentation says"
+        )
     if choice.closed:
         yield f"GPUs of {', '.join(choice.closed[:8])}: no account of yours runs there"
     yield "network, Python, storage: docs/new-cluster.md"

@@ -7,10 +7,16 @@ import re
 from collections.abc import Iterator, Sequence
 
 import forge
+from forge.cluster.profile_words import (
+    comment,
+    cores_of,
+    has_in_words,
+    in_words,
+    name_of,
+    preempted_in_words,
+)
 from forge.cluster.site_choice import BEFORE_MIN, Choice
 from forge.cluster.site_places import Place
-from forge.core.errors import DataError
-from forge.core.values import read_yaml, shown
 
 # What all profiles for Slurm have alike, the shipped ones too (tests/unit/cluster/test_profile_text.py);
 # profiles/README.md says why.
@@ -31,8 +37,6 @@ slurm-keep-successful-logs: true
 show-failed-logs: true
 """
 SCHEMA = "# yaml-language-server: $schema=../../workflow/schemas/machine.schema.json"
-# Snakemake evaluates resources as Python expressions, and the names are those of others.
-_HARMLESS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:+@-]*")
 _RULE_MB, _RULE_MIN, _RULE_THREADS = 16_000, 120, 16  # of rules of one node, where it has so much
 _MAX_OTHERS = 12
 
@@ -66,8 +70,8 @@ def _heading(choice: Choice, body: Sequence[str]) -> list[str]:
     keys = ", ".join(lines_to_edit("\n".join(body)))
     edit = f"Lines to edit begin with EDIT_: {keys}" if keys else "No line is left to edit"
     return [
-        f"# Made by forge profile {forge.__version__} from {_comment(answers.source)}"
-        f" (Slurm {_comment(answers.slurm)}{written}).",
+        f"# Made by forge profile {forge.__version__} from {comment(answers.source)}"
+        f" (Slurm {comment(answers.slurm)}{written}).",
         f"# {edit}. Every key is explained once, in profiles/README.md.",
     ]
 
@@ -84,7 +88,7 @@ def _default_resources(choice: Choice) -> Iterator[str]:
         yield f"  mem_mb: {_RULE_MB}"
         yield f"  runtime: {_RULE_MIN} # minutes"
         return
-    yield f"  slurm_partition: {_name(place.partition.name)} # {_why_rules(place)}"
+    yield f"  slurm_partition: {name_of(place.partition.name)} # {_why_rules(place)}"
     yield from _qos(place, "  ")
     memory = min(node.memory_mb for node in place.nodes)
     mem_mb, most = rule_memory(place), place.minutes[0]
@@ -119,11 +123,11 @@ def _account(choice: Choice, place: Place, indent: str) -> Iterator[str]:
         names = dict.fromkeys(a.account for a in choice.site.associations)
         others = ", ".join(name for name in names if name != association.account)
         what = "your default account" if association.is_default else "the first that may run here"
-        also = f"; you also have {_comment(others)}" if others else ""
-        yield f"{indent}slurm_account: {_name(association.account)} # {what} (sacctmgr){also}"
+        also = f"; you also have {comment(others)}" if others else ""
+        yield f"{indent}slurm_account: {name_of(association.account)} # {what} (sacctmgr){also}"
     elif choice.site.has_accounts:
         why = choice.site.answers.answer("associations").error or "sacctmgr shows you none"
-        yield f"{indent}slurm_account: EDIT_account # {_comment(why)[:80]}"
+        yield f"{indent}slurm_account: EDIT_account # {comment(why)[:80]}"
 
 
 def _qos(place: Place, indent: str) -> Iterator[str]:
@@ -132,18 +136,20 @@ def _qos(place: Place, indent: str) -> Iterator[str]:
         if not usual:
             why = "your account has no default QOS (sacctmgr)"
         elif place.partition.accepts_qos(usual):
-            why = f"{_comment(usual)}, your usual one, is for trials"
+            why = f"{comment(usual)}, your usual one, is for trials"
         else:
-            why = f"{_comment(usual)}, your usual one, is not for this partition (AllowQos)"
-        yield f"{indent}qos: {_name(place.qos)} # {why}"
+            why = f"{comment(usual)}, your usual one, is not for this partition (AllowQos)"
+        yield f"{indent}qos: {name_of(place.qos)} # {why}"
 
 
 def _threads(choice: Choice) -> Iterator[str]:
-    threads = _rule_threads(choice.rules)
+    place, why = choice.rules, ""
+    threads = _rule_threads(place)
     half = max(1, threads // 2)
-    cores = min((node.cpus for node in choice.rules.nodes), default=0) if choice.rules else 0
+    if place:
+        why = f" # of {min(node.cpus for node in place.nodes)} {cores_of(place)} a node (sinfo)"
     yield "set-threads:"
-    yield f"  tokenize: {threads}{f' # of {cores} cores a node (sinfo)' if cores else ''}"
+    yield f"  tokenize: {threads}{why}"
     yield f"  validate_run: {half}"
     yield f"  evaluate_run: {half}"
 
@@ -152,18 +158,18 @@ def _train_run(choice: Choice) -> Iterator[str]:
     place, size = choice.train, choice.size
     yield "set-resources:"
     yield "  train_run: # the allocation of a run: stage, preflight and training"
-    name = _name(place.partition.name)
+    name = name_of(place.partition.name)
     yield f"    slurm_partition: {name} # {has_in_words(place)}; {preempted_in_words(place)}"
     rules = choice.rules or place
     if place.account != rules.account:
         yield from _account(choice, place, "    ")
     if rules.unusual_qos and not place.unusual_qos and place.qos:
-        yield f"    qos: {_name(place.qos)} # your usual one"
+        yield f"    qos: {name_of(place.qos)} # your usual one"
     yield from _qos(place, "    ")
     constraint = feature(place)
     if constraint:
         others = ", ".join(sorted(place.others))
-        yield f"    constraint: {_name(constraint)} # other nodes there have {_comment(others)}"
+        yield f"    constraint: {name_of(constraint)} # other nodes there have {comment(others)}"
     most = f"{size.most_nodes:g} at most: {size.nodes_rule}"
     yield f"    nodes: {size.nodes} # {most}; preflight.spare_nodes come on top"
     ranks = f"one rank a GPU, of {place.gpus} a node" if choice.uses_gpus else "ranks"
@@ -183,8 +189,10 @@ def _share(choice: Choice) -> str:
     place, size = choice.train, choice.size
     cpus = min(node.cpus for node in place.nodes)
     if not choice.uses_gpus or size.ranks == place.gpus:
-        return f"{cpus} cores a node, shared among {size.ranks}{_limited(place, 'cpu')}"
-    return f"the share of {size.ranks} of {place.gpus} GPUs in {cpus} cores{_limited(place, 'cpu')}"
+        what = f"{cpus} {cores_of(place)} a node, shared among {size.ranks}"
+    else:
+        what = f"the share of {size.ranks} of {place.gpus} GPUs in {cpus} {cores_of(place)}"
+    return what + _limited(place, "cpu")
 
 
 def _memory_share(choice: Choice) -> str:
@@ -212,11 +220,11 @@ def _others(choice: Choice) -> Iterator[str]:
     for other in choice.site.qos_besides(choice.train):
         least = f", {other.least_nodes} nodes or more" if other.least_nodes > 1 else ""
         time = f"up to {in_words(other.minutes[0])}{least}"
-        yield f"    # qos: {_comment(other.qos)}: {time}; {preempted_in_words(other)}"
+        yield f"    # qos: {comment(other.qos)}: {time}; {preempted_in_words(other)}"
     names = dict.fromkeys(place.partition.name for place in rest)
     for name in list(names)[:_MAX_OTHERS]:
         place = next(place for place in rest if place.partition.name == name)
-        yield f"    # --partition {_comment(name)}: {has_in_words(place)}; {preempted_in_words(place)}"
+        yield f"    # --partition {comment(name)}: {has_in_words(place)}; {preempted_in_words(place)}"
     if len(names) > _MAX_OTHERS:
         yield f"    # and {len(names) - _MAX_OTHERS} more partitions"
 
@@ -224,7 +232,7 @@ def _others(choice: Choice) -> Iterator[str]:
 def _on_a_gpu(choice: Choice) -> Iterator[str]:
     yield "  # Tasks of evaluate.tasks on a GPU; without these lines on CPUs."
     yield "  # evaluate_run:"
-    yield f"  #   slurm_partition: {_name(choice.train.partition.name)}"
+    yield f"  #   slurm_partition: {name_of(choice.train.partition.name)}"
     yield f'  #   gres: "{gres(choice.train, 1)}"'
 
 
@@ -238,7 +246,7 @@ def _is_type(kind: str) -> bool:
 
 
 def _kind(place: Place) -> str:
-    return f":{_comment(place.kind)}" if place.kind else ""
+    return f":{comment(place.kind)}" if place.kind else ""
 
 
 def feature(place: Place) -> str:
@@ -266,7 +274,7 @@ def _ranks(choice: Choice) -> Iterator[str]:
         yield "device: cpu"
         return
     yield "device: cuda"
-    said = f"Slurm says {_comment(choice.train.kind) or 'no type'}"
+    said = f"Slurm says {comment(choice.train.kind) or 'no type'}"
     if model.is_planned:
         yield f"gpu: {model.name} # for the times in forge plan; {said}"
     else:
@@ -284,7 +292,7 @@ def _preemption(choice: Choice) -> Iterator[str]:
     place, requeue = choice.train.preemption, choice.site.settings.get("JobRequeue", "1")
     if not place.mode:
         return
-    by = f"{_comment(place.by)} take these nodes: {place.mode}"
+    by = f"{comment(place.by)} take these nodes: {place.mode}"
     if place.mode == "REQUEUE":
         again = "; the job goes back to the queue and the run resumes"
         again += "" if requeue != "0" else " (JobRequeue=0: by the profile's slurm-requeue)"
@@ -313,56 +321,4 @@ def _stage(choice: Choice) -> Iterator[str]:
         yield f"# stage.folder: Slurm knows no disk of the nodes (TmpDisk=0); {usual} is taken."
     else:
         yield f"# stage.folder: {usual} is taken. Slurm knows of {disk_mb} MB in"
-        yield f"# {_comment(folder)} of each node (TmpDisk, TmpFS): name a directory there if need be."
-
-
-# --- words -----------------------------------------------------------------------------------------
-
-
-def has_in_words(place: Place) -> str:
-    """A partition in a few words."""
-    gpus = f" with {place.gpus} {place.model.text}" if place.model else ""
-    away = "" if place.num_available else ", none of them up now"
-    state = f", {place.partition.state}" if place.partition.state != "UP" else ""
-    return (
-        f"{nodes_in_words(len(place.nodes))}{gpus}{away}, up to {in_words(place.minutes[0])}{state}"
-    )
-
-
-def nodes_in_words(number: int) -> str:
-    """`1 node`, `2 nodes`."""
-    return f"{number} node{'s' if number != 1 else ''}"
-
-
-def preempted_in_words(place: Place) -> str:
-    """What preemption does there."""
-    if not place.preemption.mode:
-        return "not preempted"
-    return f"preempted ({place.preemption.mode}) by {_comment(place.preemption.by)}"
-
-
-def in_words(minutes: float) -> str:
-    """Minutes as `2 d 5 h`; `any time` for no limit."""
-    if math.isinf(minutes):
-        return "any time"
-    days, rest = divmod(int(minutes), 24 * 60)
-    hours, mins = divmod(rest, 60)
-    parts = ((days, "d"), (hours, "h"), (mins, "min"))
-    return " ".join(f"{number} {unit}" for number, unit in parts if number) or "0 min"
-
-
-def _comment(text: str) -> str:
-    """A name from Slurm inside of a comment."""
-    return re.sub(r"[^\x20-\x7e]", "?", text)
-
-
-def _name(text: str) -> str:
-    """A name from Slurm as a value of YAML, of which Snakemake makes the same text. Raises DataError."""
-    if not _HARMLESS.fullmatch(text):
-        raise DataError(
-            f"Slurm's answers have the name {shown(text)}, which cannot stand in a profile",
-            cause="a file of answers that somebody has edited; Slurm's own names have no such characters",
-            fix="ask the cluster itself, without --from",
-        )
-    is_text = read_yaml(text) == text
-    return text if is_text else f'"{text}"'
+        yield f"# {comment(folder)} of each node (TmpDisk, TmpFS): name a directory there if need be."

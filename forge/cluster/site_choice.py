@@ -109,7 +109,8 @@ def choose(answers: SiteAnswers, wishes: Wishes) -> Choice:
     site = Site(answers)
     places = _asked_partition(site, wishes) if wishes.partition else site.places()
     fitting = _with_gpus(places, wishes) or _without_gpus(places, wishes)
-    best, *others = fitting
+    possible = [place for place in fitting if _allows(place, replace(wishes, nodes=None))]
+    best, *others = possible or fitting
     size = size_of(best, wishes, others)
     rules = [p for p in site.places() if _suits_rules(p)]
     closed = [] if wishes.partition else _closed(site)
@@ -308,10 +309,10 @@ def _nodes(place: Place, wishes: Wishes, most: float, rule: str, others: Sequenc
     least = place.least_nodes
     wanted = max(least, min(USUAL_NODES, int(most))) if wishes.nodes is None else wishes.nodes
     if wanted > most:
-        elsewhere = [p for p in others if _allows(p, wishes, wanted)]
+        elsewhere = [p for p in others if _allows(p, replace(wishes, nodes=wanted))]
         instead = f", or --partition {elsewhere[0].partition.name}" if elsewhere else ""
         raise ConfigError(
-            f"--nodes {wanted}: partition {place.partition.name} gives {most:g} at most ({rule})",
+            f"--nodes {wanted} is more than {most:g}: {rule}",
             fix=f"--nodes {most:g}{instead}",
         )
     if wanted < least:
@@ -322,8 +323,9 @@ def _nodes(place: Place, wishes: Wishes, most: float, rule: str, others: Sequenc
     return wanted
 
 
-def _allows(place: Place, wishes: Wishes, nodes: int) -> bool:
+def _allows(place: Place, wishes: Wishes) -> bool:
     try:
-        return size_of(place, replace(wishes, nodes=nodes), []).nodes == nodes
+        size_of(place, wishes, [])
     except ConfigError:
         return False
+    return True

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -269,18 +267,6 @@ def test_keys_that_are_named_exist(page: str) -> None:
         key = re.match(r"(\w+)\.(\w+)(?=[:\s]|$)", span)
         if key and key[1] in sections and key[2] not in FILES:
             assert key[2] in sections[key[1]], f"{page}: no key {key[0]}"
-
-
-def test_readmes_profile_for_the_test_cluster_is_edited_to_the_end(tmp_path: Path) -> None:
-    (command,) = re.findall(
-        r"^    (sed -i .+ )profiles/mine", (ROOT / "README.md").read_text(), re.M
-    )
-    shutil.copy(ROOT / "profiles/slurm-cpu/config.yaml", tmp_path)
-    subprocess.run(["bash", "-c", f"{command} config.yaml"], cwd=tmp_path, check=True)
-    text = (tmp_path / "config.yaml").read_text()
-    assert "EDIT_" not in text
-    assert text.count("slurm_partition: main") == 2
-    assert "mem_mb: 4000 # per node" in text and "cpus_per_task: 1" in text
 
 
 def test_promises_of_security_name_tests_that_there_are() -> None:

@@ -52,6 +52,36 @@ def test_limits_of_a_partition_are_read(known):
     )
 
 
+@pytest.mark.parametrize(
+    "exclusive",
+    [
+        MAIN.replace("OverSubscribe=NO", "OverSubscribe=EXCLUSIVE"),
+        MAIN.replace("ExclusiveUser=NO", "Exclusive=NODE"),  # 25.05
+    ],
+)
+def test_exclusive_partition_is_read_from_each_version_of_slurm(exclusive):
+    assert parse_partitions([exclusive], [])["main"].is_exclusive
+    assert not parse_partitions([MAIN], [])["main"].is_exclusive
+
+
+def test_fields_of_later_versions_of_slurm_hide_no_other_one():
+    later = (
+        MAIN.replace("MaxCPUsPerNode=UNLIMITED", "MaxCPUsPerNode=124 MaxCPUsPerSocket=UNLIMITED")
+        .replace("ExclusiveUser=NO", "ExclusiveUser=NO ExclusiveTopo=NO")
+        .replace("JobDefaults=(null)", "JobDefaults=DefCpuPerGPU=32,DefMemPerGPU=94000")
+        .replace("MaxMemPerNode=UNLIMITED", "MaxMemPerCPU=12000 TRESBillingWeights=CPU=1,Mem=0.2G")
+        .replace("PreemptMode=OFF", "PreemptMode=GANG,SUSPEND")
+        .replace("PriorityTier=1 RootOnly=NO", "PriorityTier=40 RootOnly=YES")
+        .replace("QoS=N/A", "QoS=gpu")
+        .replace("AllowQos=ALL", "DenyQos=debug")
+    )
+    main = parse_partitions([later], ["main|n1|128|5000|idle|(null)|(null)|0"])["main"]
+    assert (main.nodes[0].cpus, main.max_memory_per_cpu, main.max_minutes) == (124, 12000, 60)
+    assert (main.preempt_mode, main.grace_sec, main.tier) == ("GANG,SUSPEND", 5, 40)
+    assert (main.qos, main.is_closed, main.state) == ("gpu", True, "UP")
+    assert not main.accepts_qos("debug") and main.accepts_qos("long")
+
+
 def test_accounts_of_a_partition_are_read(known):
     assert known["main"].accepts("anybody")
     assert known["gpu"].accepts("Lab") and not known["gpu"].accepts("root")

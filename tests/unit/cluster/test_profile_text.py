@@ -12,11 +12,20 @@ from pathlib import Path
 
 import pytest
 import yaml
+from snakemake.cli import parse_args
+from snakemake.ioutils import register_in_globals
 
 import forge
-from forge.cluster.allocation import Profile, allocation_resources, refuse_unknown
+from forge.cluster.allocation import Profile, allocation_resources, plain, refuse_unknown
 from forge.cluster.jobs import TRAIN_RULE
-from forge.cluster.profile_text import FIXED, config_text, gres, lines_to_edit, machine_text
+from forge.cluster.profile_text import (
+    FIXED,
+    config_text,
+    gres,
+    lines_to_edit,
+    machine_text,
+)
+from forge.cluster.profile_words import _OF_SNAKEMAKE
 from forge.cluster.sbatch import Request
 from forge.cluster.site import SiteAnswers
 from forge.cluster.site_choice import BEFORE_MIN, Wishes, choose
@@ -147,6 +156,31 @@ def test_name_that_snakemake_would_execute_or_change_is_refused(name):
     answers = with_answer("test-cluster", "associations", text)
     with pytest.raises(DataError, match="cannot stand in a profile"):
         config_text(choose(answers, Wishes()))
+
+
+@pytest.mark.parametrize("name", ["all", "max-2", "threads", "2024", "no", "exists.gpu"])
+def test_name_that_python_or_yaml_knows_stays_a_name(name, tmp_path):
+    """Snakemake evaluates values: `slurm_partition: all` would be a function of Python."""
+    answers = read("test-cluster")
+    for kind, old in (("partitions", "=main "), ("nodes", "main|"), ("visible", "main\n")):
+        text = answers.answer(kind).output.replace(old, old.replace("main", name))
+        changed = answers.answer(kind).model_copy(update={"output": text})
+        answers = answers.model_copy(update={"answers": {**answers.answers, kind: changed}})
+    (tmp_path / "config.yaml").write_text(config_text(choose(answers, Wishes(gpus=0))))
+    given = parse_args(["--profile", str(tmp_path)])[1].set_resources["train_run"][
+        "slurm_partition"
+    ]
+    assert (
+        given.evaluate({}, input=[], attempt=1, threads=1, rulename="", async_run=None).value
+        == name
+    )
+    assert plain(given) == name
+
+
+def test_names_that_snakemake_gives_to_expressions_are_known():
+    namespace = {}
+    register_in_globals(namespace)
+    assert namespace.keys() <= _OF_SNAKEMAKE
 
 
 def test_type_of_gpus_that_the_executor_refuses_is_left_out():

@@ -42,6 +42,14 @@ def test_partition_for_trials_is_not_chosen_for_its_better_gpus():
     assert choose(answers, Wishes()).train.partition.name == "gpu_a100"
 
 
+def test_place_that_gives_no_job_its_least_size_is_not_chosen():
+    nodes = "Nodes=gcn[101-108]"  # the later of two values counts
+    answers = changed(read("snellius"), "partitions", nodes, f"{nodes} MinNodes=99")
+    assert choose(answers, Wishes()).train.partition.name == "gpu_a100"
+    with pytest.raises(ConfigError, match="--nodes 99 is more than 8: partition gpu_h100 has 8"):
+        choose(answers, Wishes(partition="gpu_h100"))
+
+
 def test_hidden_partition_is_chosen_only_where_it_is_named():
     answers = changed(read("snellius"), "visible", "gpu_h100\n", "")
     assert choose(answers, Wishes()).train.partition.name == "gpu_a100"
@@ -119,8 +127,8 @@ def test_slices_of_gpus_are_no_gpus_for_ranks():
         ("juwels-booster", {"gpus": 2, "partition": "batch"}, "--gpus 2: no node has any"),
         ("kempner", {"gpus": -1}, "--gpus -1"),
         ("kempner", {"nodes": 0}, "--nodes 0"),
-        ("kempner", {"nodes": 5}, "gives 4 at most .QOS kempner: gres/gpu=16.*kempner_requeue"),
-        ("dsai", {"nodes": 4}, "gives 3 at most .partition h100: node=3"),
+        ("kempner", {"nodes": 5}, "more than 4: QOS kempner: gres/gpu=16.*kempner_requeue"),
+        ("dsai", {"nodes": 4}, "more than 3: partition h100: node=3"),
         ("lumi", {}, "are AMD MI250: Forge supports NVIDIA's only.*--gpus 0"),
         ("lumi", {"partition": "dev-g"}, "the GPUs of dev-g are AMD MI250"),
     ],
