@@ -6,7 +6,10 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import uuid
+from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +20,13 @@ from support.site_answers import nodes, partition, site
 
 from forge.cluster.site import SiteAnswers
 from forge.core.files import write_json
-from tools.slurm_cluster.cluster import REPOSITORY, Cluster, fields
+from tools.slurm_cluster import __main__
+from tools.slurm_cluster.cluster import REPOSITORY, Cluster, base_folder, fields
 from tools.slurm_cluster.inside import login_environment
-from tools.slurm_cluster.machines import wait_until
+from tools.slurm_cluster.machines import ClusterError, wait_until
 from tools.slurm_cluster.twin import fit_for_here, twin_of
 
-from .conftest import started
+from .conftest import require_slurm, started
 from .job_run import write_tiny_config
 
 GPUS = "gpu:nvidia_h100_80gb_hbm3:4(S:0-1)"
@@ -202,6 +206,25 @@ def test_job_of_the_preemptable_partition_is_requeued_for_one_of_higher_tier(
     high = sbatch(cluster, "-p", "gpu_h100", "--gpus=4", "-t", "10")
     cluster.wait_for_state(high, "RUNNING")
     assert cluster.wait_for_state(low, "PENDING")["Restarts"] == "1"
+
+
+def test_start_that_fails_leaves_no_twin_without_its_accounts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_slurm()
+    settings, notes = twin_of(SITE)
+    unknown = (*settings.accounting, ("add", "user", "root", "Account=nowhere"))
+    wrong = replace(settings, accounting=unknown)
+    monkeypatch.setattr(__main__, "twin_of", lambda _: (wrong, notes))
+    SITE.write(tmp_path / "site.json")
+    folder = base_folder() / f"start-{uuid.uuid4().hex}"  # tests-* without a lock is removed
+    try:
+        with pytest.raises(ClusterError, match="This account 'nowhere' doesn't exist"):
+            __main__.start(folder, Namespace(nodes=None, twin=tmp_path / "site.json"))
+        assert not Cluster(folder).is_up()
+    finally:
+        Cluster(folder).down()
+        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("name", ["kempner", "perlmutter"])  # preempted by partitions, by QOS
