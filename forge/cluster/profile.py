@@ -117,6 +117,7 @@ def _report(choice: Choice, folder: Path, config: str) -> Iterator[str]:
     each = (
         f" x {size.ranks} {place.model.text}" if place.model else f" x {size.ranks} ranks on CPUs"
     )
+    disk_mb = min(node.disk_mb for node in place.nodes)
     rows = {
         "partition": f"{place.partition.name} ({has_in_words(place)})",
         "account": place.account or "none given",
@@ -124,7 +125,7 @@ def _report(choice: Choice, folder: Path, config: str) -> Iterator[str]:
         "a node": f"{size.ranks} x {size.cpus_per_task} {cores_of(place)}, {size.mem_mb} MB",
         "time": f"{in_words(size.minutes)} ({size.minutes_rule})",
         "preemption": preempted_in_words(place),
-        "own disk": f"{min(node.disk_mb for node in place.nodes)} MB (TmpDisk)",
+        "own disk": f"{disk_mb} MB (TmpDisk)" if disk_mb else "not known (TmpDisk=0)",
         "other rules": choice.rules.partition.name if choice.rules else "EDIT_cpu_partition",
     }
     extra = {"qos": place.unusual_qos, "constraint": feature(place)}

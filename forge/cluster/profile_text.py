@@ -230,10 +230,20 @@ def _others(choice: Choice) -> Iterator[str]:
 
 
 def _on_a_gpu(choice: Choice) -> Iterator[str]:
+    place = choice.train
+    if place.preemption.mode:
+        yield "  # evaluate_run has CPUs: Snakemake would take the preemption of its job for a failure."
+        return
     yield "  # Tasks of evaluate.tasks on a GPU; without these lines on CPUs."
     yield "  # evaluate_run:"
-    yield f"  #   slurm_partition: {name_of(choice.train.partition.name)}"
-    yield f'  #   gres: "{gres(choice.train, 1)}"'
+    values = {"slurm_partition": name_of(place.partition.name)}
+    if choice.rules and place.account != choice.rules.account:
+        values["slurm_account"] = name_of(place.account)
+    values |= {"qos": name_of(place.qos)} if place.unusual_qos else {}
+    constraint = feature(place)
+    values |= {"constraint": name_of(constraint)} if constraint else {}
+    values["gres"] = f'"{gres(place, 1)}"'
+    yield from (f"  #   {key}: {value}" for key, value in values.items())
 
 
 def gres(place: Place, gpus: int) -> str:

@@ -158,21 +158,24 @@ def _asked_partition(site: Site, wishes: Wishes) -> list[Place]:
             f"--partition {name}: no such partition{f' (did you mean {close[0]}?)' if close else ''}",
             fix=f"partitions are: {', '.join(site.partitions)}",
         )
-    places = site.places_in(partition)
     if partition.state in ("DRAIN", "INACTIVE"):
         raise ConfigError(
             f"--partition {name} is {partition.state} and takes no jobs",
             fix="name another one, or leave --partition out",
         )
-    if not places and partition.nodes:
+    if not site.is_open(partition):
         own = ", ".join(dict.fromkeys(a.account for a in site.associations)) or "not known"
         admitted = ", ".join(sorted(partition.accounts)) or "all accounts, of some QOS only"
         raise ConfigError(
             f"--partition {name} admits {admitted}; your accounts are {own}",
             fix="ask the administrators for access, or name another partition",
         )
-    if not partition.nodes:
-        raise ConfigError(f"--partition {name} has no nodes", fix="name another partition")
+    places = site.places_in(partition)
+    if not places:
+        has = (
+            "parts of GPUs (MIG) only, and ranks need whole ones" if partition.nodes else "no nodes"
+        )
+        raise ConfigError(f"--partition {name} has {has}", fix="name another partition")
     return places
 
 

@@ -7,6 +7,7 @@ its GPUs are AMD's. FORGE_RENEW_SITES=1 writes the expected files anew: read wha
 """
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -193,6 +194,17 @@ def test_nodes_of_another_gpu_are_kept_out_by_a_feature():
     assert yaml.safe_load(text)["set-resources"]["train_run"]["gres"] == "gpu:nvidia_h200:4"
     text = files_of("perlmutter")["config.yaml"]
     assert "constraint: hbm80g # other nodes there have A100 39 GiB" in text
+
+
+def test_lines_for_evaluation_on_a_gpu_are_right_once_they_are_no_comment():
+    text = files_of("perlmutter")["config.yaml"]
+    lines = re.sub(r"^  # (?=evaluate_run:|  \w+: )", "  ", text, flags=re.MULTILINE)
+    assert yaml.safe_load(lines)["set-resources"]["evaluate_run"] == {
+        **{"slurm_partition": "gpu_ss11", "slurm_account": "m0001_g", "qos": "gpu_regular"},
+        **{"constraint": "hbm80g", "gres": "gpu:a100:1"},
+    }
+    preempted = files_of("kempner", Wishes(partition="kempner_requeue"))["config.yaml"]
+    assert "evaluate_run has CPUs" in preempted and "#   gres" not in preempted
 
 
 def test_preemption_is_said_with_its_grace_time():

@@ -122,6 +122,7 @@ def test_slices_of_gpus_are_no_gpus_for_ranks():
         ("kempner", {"partition": "kempner_h10"}, "no such partition.*did you mean kempner_h100"),
         ("kempner", {"partition": "zzz"}, "no such partition.*partitions are: kempner, "),
         ("juwels-booster", {"partition": "largebooster"}, "is INACTIVE and takes no jobs"),
+        ("kempner", {"partition": "kempner_interactive"}, "has parts of GPUs .MIG. only"),
         ("kempner", {"gpus": 5, "partition": "kempner_h100"}, "kempner_h100 has 4"),
         ("kempner", {"gpus": 9}, "--gpus 9: kempner_rtx has 8"),
         ("juwels-booster", {"gpus": 2, "partition": "batch"}, "--gpus 2: no node has any"),
