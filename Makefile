@@ -8,6 +8,7 @@
 # make gpu-wheels   download the packages that such a machine without internet lacks
 # make dag     draw the workflow into build/  make bench   measure, side by side
 # make slurm-up, slurm-shell, slurm-down   a Slurm of four nodes on this machine (root)
+# make slurm-up TWIN=FILE   a small twin of the cluster where `forge profile --save FILE` wrote the file
 # make wheelhouse   download all packages; make train WHEELHOUSE=wheelhouse installs them without internet
 # PYTHON=python3.12 chooses the interpreter, PROFILE=profiles/local the machine.
 SHELL := /bin/bash
@@ -76,7 +77,7 @@ docs: $(READY)
 	$(BIN)/python -m tools.config_docs
 
 slurm-up: $(READY)
-	@$(BIN)/python -m tools.slurm_cluster up
+	@$(BIN)/python -m tools.slurm_cluster up $${TWIN:+--twin "$$TWIN"}
 
 # Without .venv/ready: to stop a cluster, or to look into it, must not renew the environment it uses.
 slurm-shell slurm-down: slurm-%:

@@ -20,7 +20,7 @@ import yaml
 
 from tools.slurm_cluster.cluster import Cluster, base_folder, why_not
 from tools.slurm_cluster.machines import ClusterError
-from tools.slurm_cluster.settings import Settings
+from tools.slurm_cluster.settings import Settings, default_partitions
 from tools.slurm_cluster.temporary import temporary_cluster
 
 from .job_run import PAUSE, JobRun, Uninterrupted, write_tiny_config
@@ -80,7 +80,7 @@ def cluster_of_this_process() -> Iterator[Cluster]:
     """A cluster that the tests of this process have for themselves, one after the other."""
     nodes = int(os.environ.get("FORGE_TEST_SLURM_NODES") or 6)
     # A busy machine needs its time to save and to call scontrol before a preempted job is killed.
-    with started(Settings(nodes=nodes, grace_sec=30)) as cluster:
+    with started(Settings(nodes=nodes, partitions=default_partitions(grace_sec=30))) as cluster:
         yield cluster
 
 

@@ -30,6 +30,7 @@ RUNNER = "tests/workflow/test_documented_commands.py"
 # What others run: page, section ("" for all), beginning of the command.
 ELSEWHERE = {
     ("README.md", "Your cluster, in four commands", ""): "tests/slurm/test_readme.py",
+    ("docs/new-cluster.md", "Try it before the queue", ""): "tests/slurm/test_twin.py",
     ("docs/new-cluster.md", "", ""): "tests/slurm/test_readme.py",
     (BERT, "", "snakemake --profile profiles/local"): "tests/workflow/test_lab_bert.py",
     (BERT, "", ".venv/bin/python"): "tests/workflow/test_lab_bert.py",

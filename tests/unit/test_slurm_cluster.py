@@ -2,6 +2,7 @@
 has put there before must not be followed, removed or believed."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from tools.slurm_cluster.cluster import Cluster, base_folder, why_not
 from tools.slurm_cluster.machines import ClusterError
+from tools.slurm_cluster.settings import NodeKind, Settings, other_files, slurm_conf
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -63,3 +65,39 @@ def test_folder_that_others_may_write_to_is_refused(tmp_path):
     (tmp_path / "cluster").chmod(0o770)
     with pytest.raises(ClusterError, match="cluster has mode 770: others may write there"):
         Cluster(tmp_path / "cluster")
+
+
+def in_full(text):
+    """Lines of slurm.conf without comments, in a set, each with the values of DEFAULT lines above it."""
+    defaults, lines = {"NodeName": {}, "PartitionName": {}}, set()
+    for line in filter(None, (line.partition("#")[0].strip() for line in text.splitlines())):
+        pairs = dict(re.findall(r"(\w+)=(\S+)", line))
+        kind, name = next(iter(pairs.items()))
+        if name == "DEFAULT":
+            defaults[kind] |= pairs
+        else:
+            lines.add(frozenset({**defaults.get(kind, {}), **pairs}.items()))
+    return lines
+
+
+def test_slurm_conf_of_the_default_cluster_has_the_recorded_content():
+    recorded = in_full((REPOSITORY / "tests/unit/slurm.conf").read_text())
+    assert len(recorded) > 40
+    assert in_full(slurm_conf(Settings(), Path("/F"))) == recorded
+
+
+def test_gpus_of_a_node_are_devices_of_its_own_types(tmp_path):
+    kinds = (NodeKind(gpus=(("h100", 4), ("1g.10gb", 7))), NodeKind(gpus=()))
+    settings = Settings(nodes=3, kinds=kinds)
+    assert other_files(settings, Path("/F"))["gres.conf"] == (
+        "NodeName=node01 Name=gpu Type=h100 File=/F/gpus/nvidia[0-3]\n"
+        "NodeName=node01 Name=gpu Type=1g.10gb File=/F/gpus/nvidia[4-10]\n"
+    )
+    lines = slurm_conf(settings, Path("/F")).splitlines()
+    gres = {m[1]: m[2] for line in lines if (m := re.match(r"NodeName=(\S+) .*Gres=(\S+)", line))}
+    assert gres == {"node01": "gpu:h100:4,gpu:1g.10gb:7"}
+
+
+def test_impossible_shape_of_a_node_is_refused():
+    with pytest.raises(ValueError, match="8 CPUs are no multiple of 3 sockets x 1 threads a core"):
+        NodeKind(cpus=8, sockets=3)

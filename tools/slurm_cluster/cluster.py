@@ -1,13 +1,8 @@
-"""A real Slurm of several machines on this one: start and stop it, ask it, restart its daemons.
-
-python -m tools.slurm_cluster up | down | status | shell | in MACHINE COMMAND...
-"""
+"""A real Slurm of several machines on this one: start and stop it, ask it, restart its daemons."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import re
 import secrets
@@ -17,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from .faults import BreakableMachines
 from .machines import RACK, REPOSITORY, ClusterError, own_folder, wait_until
@@ -28,6 +24,7 @@ PACKAGES = "slurm-wlm slurmdbd slurm-wlm-mysql-plugin munge mariadb-server iprou
 PROGRAMS = (
     "slurmctld slurmd slurmdbd sinfo munged mariadbd mariadb-install-db ip tc unshare nsenter pgrep"
 )
+SETTINGS = TypeAdapter(Settings)  # settings.json
 DAEMONS = {"slurmdbd": ("sacctmgr", "-n", "list", "user"), "slurmctld": ("scontrol", "ping")}
 
 
@@ -57,7 +54,7 @@ class Cluster(BreakableMachines):
         """`settings` are for a new start: while the cluster is up, it keeps those it has."""
         super().__init__(folder, settings or Settings())
         if self.is_up():
-            self.settings = Settings(**json.loads((self.folder / "settings.json").read_text()))
+            self.settings = SETTINGS.validate_json((self.folder / "settings.json").read_bytes())
         self.nodes = self.settings.node_names
 
     # ------------------------------------------------------------------ start and stop
@@ -66,13 +63,16 @@ class Cluster(BreakableMachines):
         """Start what does not run; return when each node is idle. A new start forgets all jobs."""
         if reason := why_not():
             raise ClusterError(reason)
-        if not self.is_up():
+        is_new = not self.is_up()
+        if is_new:
             self._make_folder()
             self.start_rack()
         for name in self.settings.machine_names:
             self.start(name)
         for name in self.settings.machine_names:
             self.wait_ready(name)
+        if is_new:
+            self._fill_accounting()
         self.wait_until_idle()
 
     def down(self) -> None:
@@ -85,11 +85,13 @@ class Cluster(BreakableMachines):
         machines = (f"machines/{name}" for name in (RACK, *self.settings.machine_names))
         for name in ("etc", "gpus", "state", *machines):
             (self.folder / name).mkdir(parents=True)
-        for name in ("nvidia0", "nvidia1"):  # twins of /dev/null
-            os.mknod(self.folder / "gpus" / name, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        most = max(kind.num_gpus for kind in self.settings.kind_of.values())
+        for number in range(most):  # the device of /dev/null
+            device = self.folder / "gpus" / f"nvidia{number}"
+            os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
         self._write_etc()
         shutil.copytree(_empty_database(), self.folder / "mysql")
-        (self.folder / "settings.json").write_text(json.dumps(asdict(self.settings)))
+        (self.folder / "settings.json").write_bytes(SETTINGS.dump_json(self.settings))
 
     def _write_etc(self) -> None:
         etc = self.folder / "etc"
@@ -99,6 +101,10 @@ class Cluster(BreakableMachines):
         (etc / "munge.key").write_bytes(secrets.token_bytes(1024))
         for name in ("munge.key", "slurmdbd.conf"):  # else their daemons refuse to start
             (etc / name).chmod(0o600)
+
+    def _fill_accounting(self) -> None:
+        for words in self.settings.accounting:
+            self.run("sacctmgr", "-i", *words)
 
     # ------------------------------------------------------------------ ask Slurm
 
@@ -116,11 +122,11 @@ class Cluster(BreakableMachines):
 
     def job(self, job_id: str) -> dict[str, str]:
         """What `scontrol show job` says, such as JobState, Restarts, NodeList, RunTime."""
-        return _fields(self.run("scontrol", "show", "job", job_id).stdout)
+        return fields(self.run("scontrol", "show", "job", job_id).stdout)
 
     def node(self, name: str) -> dict[str, str]:
         """What `scontrol show node` says, such as State and Reason."""
-        return _fields(self.run("scontrol", "show", "node", name).stdout)
+        return fields(self.run("scontrol", "show", "node", name).stdout)
 
     def wait_for_state(self, job_id: str, states: str, timeout: float = 60) -> dict[str, str]:
         """Wait until the job is in one of the states ("PENDING REQUEUED"); what job() says then."""
@@ -240,56 +246,7 @@ def _empty_database() -> Path:
     return kept
 
 
-def _fields(text: str) -> dict[str, str]:
+def fields(text: str) -> dict[str, str]:
     """Slurm's `Key=value Other=value with blanks` as a dictionary."""
     words = re.split(r"\s+(?=[A-Z][\w:/]*=)", text.strip())
     return dict(word.split("=", 1) for word in words if "=" in word)
-
-
-# ---------------------------------------------------------------------- for people
-
-WELCOME = """\
-{nodes} nodes are idle. Next:
-  make slurm-shell     a shell on the controller, in this folder; try: sinfo, srun -N2 hostname
-  make slurm-down      stop the cluster
-Logs: {folder}/machines"""
-
-
-def main() -> None:
-    """The command line: starts, stops, shows or enters the cluster of this machine's user."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.slurm_cluster", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--folder", type=Path, help="default: `cluster` in FORGE_SLURM_DIR")
-    parser.add_argument("--nodes", type=int, default=4, help="1 to 12, for a new start")
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb in ("up", "down", "status", "shell"):
-        verbs.add_parser(verb)
-    inside = verbs.add_parser("in", help="run a command in a machine")
-    inside.add_argument("machine")
-    inside.add_argument("command", nargs=argparse.REMAINDER)
-    given = parser.parse_args()
-    try:
-        if reason := why_not():
-            raise ClusterError(reason)
-        folder = given.folder or base_folder() / "cluster"
-        act(Cluster(folder, Settings(nodes=given.nodes)), given)
-    except (ClusterError, ValueError) as error:
-        sys.exit(str(error))
-
-
-def act(cluster: Cluster, given: argparse.Namespace) -> None:
-    """One verb of the command line."""
-    if given.verb == "up":
-        cluster.up()
-        print(WELCOME.format(nodes=len(cluster.nodes), folder=cluster.folder))
-    elif given.verb == "down":
-        cluster.down()
-    elif given.verb == "in":
-        cluster.become(*given.command, machine=given.machine, cwd=Path.cwd())
-    elif not cluster.is_up():
-        raise ClusterError("the Slurm cluster is down; start it with: make slurm-up")
-    elif given.verb == "shell":
-        cluster.become("bash", "-i", machine=CONTROLLER, cwd=REPOSITORY)
-    else:
-        print(cluster.run("sinfo", "-a").stdout + cluster.run("squeue", "-a").stdout, end="")

@@ -80,11 +80,10 @@ start_database() {
   wait_for 30 port_answers "$address" 6819
 }
 
-add_account() { # the submitting plugin looks up the user's account, so root gets one
-  if [ -z "$(sacctmgr -nP list user root format=defaultaccount)" ]; then
+add_cluster() { # what slurmctld needs at its start; cluster.py adds accounts, users and limits
+  if [ -z "$(sacctmgr -nP list cluster)" ]; then
     sacctmgr -i add cluster forge
-    sacctmgr -i add account lab Cluster=forge Description=lab Organization=lab
-    sacctmgr -i add user root Account=lab DefaultAccount=lab
+    if [ -s "$folder/etc/qos" ]; then sacctmgr -i add qos "$(<"$folder/etc/qos")"; fi
   fi
 }
 
@@ -93,7 +92,7 @@ own_network
 start_munge
 if [ "$name" = ctl ]; then
   start_database
-  add_account
+  add_cluster
   slurmctld
 else
   wait_for 60 port_answers ctl 6817

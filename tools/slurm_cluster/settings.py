@@ -1,14 +1,94 @@
-"""What is in /etc of the test cluster: its size, and Slurm's configuration with the reasons."""
+"""What is in /etc of the test cluster: its nodes, partitions and accounts, and Slurm's configuration with
+the reasons."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 CONTROLLER = "ctl"
+CLUSTER = "forge"
+MAX_NODES = 12
 NETWORK = "10.78.0"
 DECOY_NETWORK = "10.79.0"
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """The hardware of a node as Slurm is told of it, whatever this machine has."""
+
+    cpus: int = 8
+    """Hardware threads, as Slurm counts CPUs."""
+    sockets: int = 1
+    threads_per_core: int = 1
+    memory_mb: int = 5000
+    disk_mb: int = 1000
+    gpus: tuple[tuple[str, int], ...] = (("", 2),)
+    """(type, count); the type is "" where Slurm is told of none."""
+    features: tuple[str, ...] = ()
+    reserved: tuple[tuple[str, int], ...] = ()
+    """What the system keeps for itself: CoreSpecCount, MemSpecLimit in MB."""
+
+    def __post_init__(self) -> None:
+        if self.cpus % (self.sockets * self.threads_per_core):
+            raise ValueError(
+                f"{self.cpus} CPUs are no multiple of {self.sockets} sockets x"
+                f" {self.threads_per_core} threads a core"
+            )
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(count for _, count in self.gpus)
+
+    @property
+    def keys(self) -> dict[str, object]:
+        """Keys of its NodeName line in slurm.conf."""
+        gres = ",".join(":".join(filter(None, ("gpu", model, str(n)))) for model, n in self.gpus)
+        return {
+            "CPUs": self.cpus,
+            "Boards": 1,
+            "SocketsPerBoard": self.sockets,
+            "CoresPerSocket": self.cpus // self.sockets // self.threads_per_core,
+            "ThreadsPerCore": self.threads_per_core,
+            "RealMemory": self.memory_mb,
+            "TmpDisk": self.disk_mb,
+            **({"Gres": gres} if gres else {}),
+            **({"Features": ",".join(self.features)} if self.features else {}),
+            **dict(self.reserved),
+            "State": "UNKNOWN",
+        }
+
+
+@dataclass(frozen=True)
+class PartitionSettings:
+    """A PartitionName line of slurm.conf."""
+
+    name: str
+    keys: dict[str, str]
+    nodes: tuple[str, ...] | None = None
+    """None: all nodes."""
+
+
+def default_partitions(grace_sec: int = 5) -> tuple[PartitionSettings, ...]:
+    """Those of the test cluster: `high` takes nodes from `low` (its jobs are requeued), from `lownow`
+    (requeued, without time to end) and from `lowcancel` (cancelled).
+
+    grace_sec: time between SIGTERM and SIGKILL when a job is preempted.
+    """
+    common = {
+        **{"State": "UP", "MaxTime": "1:00:00", "DefaultTime": "10", "DefMemPerCPU": "200"},
+        **{"PriorityTier": "1", "PreemptMode": "OFF", "GraceTime": str(grace_sec)},
+    }
+    own: dict[str, dict[str, str]] = {
+        "main": {"Default": "YES"},
+        "gpu": {},
+        "low": {"PreemptMode": "REQUEUE"},
+        "lownow": {"PreemptMode": "REQUEUE", "GraceTime": "0"},
+        "lowcancel": {"PreemptMode": "CANCEL"},
+        "high": {"PriorityTier": "10"},
+    }
+    return tuple(PartitionSettings(name, common | keys) for name, keys in own.items())
 
 
 @dataclass(frozen=True)
@@ -16,10 +96,22 @@ class Settings:
     """The size and shape of a cluster. Memory is taken only when something is written to /tmp."""
 
     nodes: int = 4
+    kinds: tuple[NodeKind, ...] = (NodeKind(),)
+    """Of each node, in the order of their names; those behind the last one are like that."""
+    partitions: tuple[PartitionSettings, ...] = default_partitions()
+    qos: tuple[str, ...] = ()
+    """Names beside `normal`. They are made first: slurmctld refuses to start with a partition whose QOS
+    is unknown; but what limits GPUs is known to the database only after slurmctld has started."""
+    accounting: tuple[tuple[str, ...], ...] = (
+        ("add", "account", "lab", f"Cluster={CLUSTER}", "Description=lab", "Organization=lab"),
+        ("add", "user", "root", "Account=lab", "DefaultAccount=lab"),
+    )
+    """Words of each command of sacctmgr that fills the empty accounting database. The plugin of Snakemake
+    looks up the user's account, so root has one."""
+    keys: dict[str, str | None] = field(default_factory=dict)
+    """Top-level keys of slurm.conf with other values than in SLURM_CONF; None leaves the key out."""
     tmp_mib: int = 2048
     """Size of each machine's own /tmp."""
-    grace_sec: int = 5
-    """Time between SIGTERM and SIGKILL when a job is preempted."""
     interfaces: dict[str, str] = field(default_factory=dict)
     """Name of a node's network interface where it is not eth0."""
     decoy: str = ""
@@ -27,8 +119,8 @@ class Settings:
     node's name resolves to, but in a network over which no node reaches another."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.nodes <= 12:
-            raise ValueError(f"the test cluster has 1 to 12 nodes, not {self.nodes}")
+        if not 1 <= self.nodes <= MAX_NODES:
+            raise ValueError(f"the test cluster has 1 to {MAX_NODES} nodes, not {self.nodes}")
         if unknown := set(self.interfaces) - set(self.node_names):
             raise ValueError(f"interfaces names {sorted(unknown)}; nodes are {self.node_names}")
 
@@ -39,6 +131,21 @@ class Settings:
     @property
     def machine_names(self) -> list[str]:
         return [CONTROLLER, *self.node_names]
+
+    def without(self, names: Collection[str]) -> Settings:
+        """The same without these keys of slurm.conf, of the cluster and of partitions."""
+        partitions = tuple(
+            replace(one, keys={key: value for key, value in one.keys.items() if key not in names})
+            for one in self.partitions
+        )
+        keys = {key: None if key in names else value for key, value in self.keys.items()}
+        return replace(self, partitions=partitions, keys=keys)
+
+    @property
+    def kind_of(self) -> dict[str, NodeKind]:
+        """The kind of each node, by its name."""
+        last = len(self.kinds) - 1
+        return {name: self.kinds[min(at, last)] for at, name in enumerate(self.node_names)}
 
     def address(self, name: str) -> str:
         """The IPv4 address of a machine."""
@@ -52,7 +159,7 @@ class Settings:
 
 # Each line with the failure it prevents, where the value is not the obvious one.
 SLURM_CONF = """\
-ClusterName=forge
+ClusterName={cluster}
 SlurmctldHost=ctl({address})
 SlurmUser=root
 SlurmdUser=root
@@ -77,7 +184,7 @@ JobAcctGatherFrequency=5
 MpiDefault=none
 TmpFS=/tmp
 
-# 8 CPUs on each node, however few this machine has.
+# CPUs and memory of each node are those of its line below, however few this machine has.
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
@@ -110,20 +217,9 @@ AccountingStorageHost=ctl
 AccountingStoreFlags=job_comment
 AccountingStorageTRES=gres/gpu
 
-NodeName=DEFAULT CPUs=8 Boards=1 SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1
-NodeName=DEFAULT RealMemory=5000 TmpDisk=1000 Gres=gpu:2 State=UNKNOWN
 {nodes}
 
-# high takes nodes from low (its jobs are requeued), from lownow (requeued, without time to end) and from
-# lowcancel (cancelled).
-PartitionName=DEFAULT Nodes={all_nodes} State=UP MaxTime=1:00:00 DefaultTime=10 DefMemPerCPU=200
-PartitionName=DEFAULT PriorityTier=1 PreemptMode=OFF GraceTime={grace_sec}
-PartitionName=main Default=YES
-PartitionName=gpu
-PartitionName=low PreemptMode=REQUEUE
-PartitionName=lownow PreemptMode=REQUEUE GraceTime=0
-PartitionName=lowcancel PreemptMode=CANCEL
-PartitionName=high PriorityTier=10
+{partitions}
 """
 
 
@@ -131,19 +227,47 @@ NO_CHANGES: Mapping[str, object] = {}
 
 
 def slurm_conf(settings: Settings, folder: Path, changes: Mapping[str, object] = NO_CHANGES) -> str:
-    """slurm.conf of the cluster in `folder`; `changes` replace or add top-level keys."""
-    nodes = "\n".join(
-        f"NodeName={name} NodeAddr={settings.address(name)}" for name in settings.node_names
-    )
+    """slurm.conf of the cluster in `folder`; `changes` replace or add top-level keys, or leave one out by
+    None, after those of `settings.keys`."""
     text = SLURM_CONF.format(
+        cluster=CLUSTER,
         address=settings.address(CONTROLLER),
         folder=folder,
-        nodes=nodes,
-        all_nodes=",".join(settings.node_names),
-        grace_sec=settings.grace_sec,
+        nodes="\n".join(_node_lines(settings)),
+        partitions="\n".join(_partition_lines(settings)),
     )
-    kept = [line for line in text.splitlines() if line.split("=")[0] not in changes]
-    return "\n".join([*(f"{key}={value}" for key, value in changes.items()), *kept, ""])
+    changed = {**settings.keys, **changes}
+    kept = [line for line in text.splitlines() if line.split("=")[0] not in changed]
+    new = [f"{key}={value}" for key, value in changed.items() if value is not None]
+    return "\n".join([*new, *kept, ""])
+
+
+def _node_lines(settings: Settings) -> Iterator[str]:
+    for name, kind in settings.kind_of.items():
+        yield _line(NodeName=name, NodeAddr=settings.address(name), **kind.keys)
+
+
+def _partition_lines(settings: Settings) -> Iterator[str]:
+    for partition in settings.partitions:
+        nodes = settings.node_names if partition.nodes is None else partition.nodes
+        where = {"Nodes": ",".join(nodes)} if nodes else {}
+        yield _line(PartitionName=partition.name, **where, **partition.keys)
+
+
+def _line(**keys: object) -> str:
+    return " ".join(f"{key}={value}" for key, value in keys.items())
+
+
+def _gres_lines(settings: Settings, folder: Path) -> Iterator[str]:
+    """A line for the GPUs of one type of a node. A GPU must be a character device, else Slurm sets no
+    CUDA_VISIBLE_DEVICES."""
+    for name, kind in settings.kind_of.items():
+        first = 0
+        for model, count in kind.gpus:
+            what = {"Name": "gpu", **({"Type": model} if model else {})}
+            files = f"{folder}/gpus/nvidia[{first}-{first + count - 1}]"
+            yield _line(NodeName=name, **what, File=files)
+            first += count
 
 
 def other_files(settings: Settings, folder: Path) -> dict[str, str]:
@@ -166,11 +290,11 @@ def other_files(settings: Settings, folder: Path) -> dict[str, str]:
     return {
         # Without this line Slurm tries to mount cgroups.
         "cgroup.conf": "CgroupAutomount=no\n",
-        # A GPU must be a character device, else Slurm sets no CUDA_VISIBLE_DEVICES.
-        "gres.conf": f"Name=gpu File={folder}/gpus/nvidia[0-1]\n",
+        "gres.conf": "".join(f"{line}\n" for line in _gres_lines(settings, folder)),
         "hosts": "\n".join(["127.0.0.1 localhost", *hosts, ""]),
         # No DNS: with it, each look-up of a node's name hangs for 10 s.
         "nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files\n",
         "plugstack.conf": "",
+        "qos": ",".join(settings.qos),
         "slurmdbd.conf": "".join(f"{key}={value}\n" for key, value in dbd.items()),
     }
