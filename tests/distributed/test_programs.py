@@ -71,12 +71,28 @@ def test_run_is_done_when_the_sealed_checkpoint_of_its_goal_is_there(program):
     assert read_json(run.paths.trained)["step"] == GOAL
     seal = read_json(run.paths.checkpoints / f"checkpoint-{GOAL}.forge.json")
     assert set(seal["files"]) == {"state.json", "part-0.json", "part-1.json"}
-    [launch] = run.events("launch")
-    [loads] = [json_lines.read(path) for path in run.paths.monitor.glob("*.jsonl")]
-    assert {line["launch"] for line in loads} == {launch["launch"]}
     again = run.forge("train", *TWO_RANKS)
     assert (again.code, "nothing to train" in again.text) == (0, True)
     assert len(run.events("launch")) == 1
+
+
+# Ends when a monitor of its node has written, which has the least priority: 50 s at most.
+UNTIL_MONITORED = """
+import glob, os, sys, time
+end = time.monotonic() + 50
+while not glob.glob(os.environ["FORGE_RUN"] + "/monitor/*.jsonl"):
+    sys.exit("no monitor") if time.monotonic() > end else time.sleep(0.05)
+"""
+
+
+def test_load_of_the_node_is_recorded_while_a_program_trains(program):
+    command = [sys.executable, "-c", UNTIL_MONITORED]
+    run = program(command=command, goal=None, checkpoints=None)
+    ended = run.forge("train", *TWO_RANKS)
+    assert ended.code == 0, ended.text
+    [launch] = run.events("launch")
+    [loads] = [json_lines.read(path) for path in run.paths.monitor.glob("*.jsonl")]
+    assert {line["launch"] for line in loads} == {launch["launch"]}
 
 
 def test_program_gets_the_variables_of_the_contract(program, tmp_path):

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import psutil
 
+import forge
+
 from .inside import Inside, login_environment
 from .settings import CONTROLLER, Settings
 
@@ -162,11 +164,14 @@ class Machines:
         self._in_rack("ip", "link", "set", port, "up")
 
     def _shared_paths(self) -> list[str]:
-        """What stays visible although it lies below a folder that each machine has for itself."""
+        """What stays visible although it lies below a folder that each machine has for itself: this
+        cluster, the project, Forge, and its Python, whose environment may consist of links."""
+        of_python = (sys.prefix, sys.base_prefix, Path(sys.prefix, "bin").resolve().parent)
         wanted = {
             self.folder,
             REPOSITORY,
-            *(Path(p).resolve() for p in (sys.prefix, sys.base_prefix)),
+            Path(forge.__file__).resolve().parents[1],
+            *(Path(path).resolve() for path in of_python),
         }
         below = {path for path in wanted for top in PRIVATE if path.is_relative_to(top)}
         outermost = (p for p in below if not below & set(p.parents))
