@@ -1,6 +1,6 @@
 """How long until a stopped run takes its next step, with torch.compile? Seconds from launch to step.
 
-python -m bench.recovery [--quick]    about 4 min: two ranks on this machine, in turns
+python -m bench.recovery [--quick]    about 3 min: two ranks on this machine, in turns
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forge.core import events
 from forge.core.paths import RunPaths, kernels_folder
 from forge.trainer import metrics
 
-ROUNDS = 5
+ROUNDS = 3
 LONGEST_SEC = 240.0
 RANKS = ("--machine.launcher=torchrun", "--machine.device=cpu", "--ranks-per-node=2")
 KEPT, LOST, EAGER = "kernels kept", "kernels lost", "not compiled"
