@@ -20,8 +20,9 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # of torch._inductor; Triton's kernels go 
 def kernel_cache(spec: LaunchSpec) -> Setting:
     """The directory for kernels of this launch, as a variable for torch.
 
-    Each user and each kind of CPU has its own: torch compiles for the CPU that it runs on
-    (-march=native), and the names of its files do not tell which.
+    Each user and each kind of CPU has its own, also on the node's own disk, which $TMPDIR may have led
+    to a shared one: torch compiles for the CPU that it runs on (-march=native), and the names of its
+    files do not tell which.
     """
     if spec.kernels:
         folder = Path(spec.kernels) / f"{os.getuid()}-{cpu_id()}"
@@ -44,7 +45,7 @@ def open_kernel_cache() -> None:
 def _of_node() -> Path:
     """Below a directory that only this user can change: kernels are executed. torch's own default is a
     name in /tmp that anybody can guess, and make before."""
-    return node_local_folder() / f"forge-{os.getuid()}" / "kernels"
+    return node_local_folder() / f"forge-{os.getuid()}" / "kernels" / cpu_id()
 
 
 def _trouble(folder: Path) -> str:

@@ -26,7 +26,7 @@ def node_local(monkeypatch, tmp_path):
 
 
 def own_of(node_local):
-    return node_local / f"forge-{os.getuid()}/kernels"
+    return node_local / f"forge-{os.getuid()}/kernels" / provenance.cpu_id()
 
 
 def training(spec, folder):
@@ -73,7 +73,7 @@ def test_node_that_cannot_write_there_takes_its_own_disk(monkeypatch, tmp_path, 
     monkeypatch.setenv(VARIABLE, str(tmp_path / "file/kernels"))
     open_kernel_cache()
     assert os.environ[VARIABLE] == str(own_of(node_local))
-    assert own_of(node_local).parent.stat().st_mode & 0o777 == 0o700
+    assert (node_local / f"forge-{os.getuid()}").stat().st_mode & 0o777 == 0o700
     assert f"{tmp_path}/file/kernels cannot be used on this node" in capsys.readouterr().err
 
 
