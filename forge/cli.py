@@ -153,49 +153,76 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"forge {forge.__version__}")
-    _add_subcommands(parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND"))
+    subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
+    subcommands = _Subcommands(subparsers)
+    _add_steps(subcommands)
+    _add_views(subcommands)
     return parser
 
 
-def _add_subcommands(subcommands: Any) -> None:
-    def add(
-        name: str, action: Callable[[argparse.Namespace], None], text: str, *, keys: bool = True
+class _Subcommands:
+    """Adds subcommands to the parser."""
+
+    def __init__(self, subparsers: Any) -> None:
+        self._subparsers = subparsers
+
+    def plain(
+        self,
+        name: str,
+        action: Callable[[argparse.Namespace], None],
+        text: str,
+        *,
+        keys: bool = True,
     ) -> Any:
         """keys: whether config keys can be overridden with options."""
         epilog = OVERRIDES if keys else None
-        added = subcommands.add_parser(name, help=text, description=text, epilog=epilog)
+        added = self._subparsers.add_parser(name, help=text, description=text, epilog=epilog)
         added.allow_abbrev = False
         added.set_defaults(action=action, takes_overrides=keys, parser=added, log=None)
         return added
 
-    def add_logged(name: str, action: Callable[[argparse.Namespace], None], text: str) -> Any:
-        added = add(name, action, text)
+    def logged(self, name: str, action: Callable[[argparse.Namespace], None], text: str) -> Any:
+        """With --log."""
+        added = self.plain(name, action, text)
         added.add_argument("--log", metavar="FILE", help="also append all messages to FILE")
         return added
 
-    def add_with_config(
+    def with_config(
+        self,
         name: str,
         action: Callable[[argparse.Namespace], None],
         text: str,
         what: str = "config.yaml, or a run's config.json",
     ) -> Any:
-        added = add_logged(name, action, text)
+        """With --log and a config. what: that its argument names."""
+        added = self.logged(name, action, text)
         added.add_argument("config", metavar="CONFIG", help=what)
         return added
 
-    add_with_config("tokenizer", _tokenizer, "train, copy or download the tokenizer")
-    tokenize = add_with_config(
+
+def _add_steps(subcommands: _Subcommands) -> None:
+    """What makes a run, and what goes before it."""
+    subcommands.with_config("tokenizer", _tokenizer, "train, copy or download the tokenizer")
+    tokenize = subcommands.with_config(
         "tokenize", _tokenize, "tokenize the corpus into shards of token ids"
     )
     tokenize.add_argument(
         "--workers", type=int, metavar="N", help="processes (default and most: one per core)"
     )
-    add_with_config("sources", _sources, "list the tokens of all sources, after tokenize")
-    add_with_config("model", _model, "find or download the pretrained weights of model.init")
-    add_with_config("inputs", _inputs, "download inputs from a hub, digest those of a program")
-    _machine(add_with_config("stage", _stage, "copy shards or inputs to the nodes' local disks"))
-    _machine(add_with_config("preflight", _preflight, "check nodes and ranks before training"))
-    train = add_with_config(
+    subcommands.with_config("sources", _sources, "list the tokens of all sources, after tokenize")
+    subcommands.with_config(
+        "model", _model, "find or download the pretrained weights of model.init"
+    )
+    subcommands.with_config(
+        "inputs", _inputs, "download inputs from a hub, digest those of a program"
+    )
+    _machine(
+        subcommands.with_config("stage", _stage, "copy shards or inputs to the nodes' local disks")
+    )
+    _machine(
+        subcommands.with_config("preflight", _preflight, "check nodes and ranks before training")
+    )
+    train = subcommands.with_config(
         "train", _train, "train up to the goal, resuming from the last checkpoint"
     )
     train.add_argument(
@@ -205,7 +232,7 @@ def _add_subcommands(subcommands: Any) -> None:
     )
     _settings_option(train)
     _machine(train)
-    validate = add_with_config(
+    validate = subcommands.with_config(
         "validate",
         _validate,
         "check the last checkpoint of a run, or a given checkpoint",
@@ -215,42 +242,58 @@ def _add_subcommands(subcommands: Any) -> None:
     _settings_option(validate)
     _validate_options(validate)
     _machine(
-        add_with_config("plan", _plan, "show the memory, checkpoints and time a run will need")
+        subcommands.with_config(
+            "plan", _plan, "show the memory, checkpoints and time a run will need"
+        )
     )
-    add_with_config("report", _report, "write the run's report.html")
-    add_with_config("config", _config, "write the run's config.json, with every default filled in")
+    subcommands.with_config("report", _report, "write the run's report.html")
+    subcommands.with_config(
+        "config", _config, "write the run's config.json, with every default filled in"
+    )
     _profile_options(
-        add(
+        subcommands.plain(
             "profile",
             _profile,
             "write a profile for this cluster, from what its Slurm says",
             keys=False,
         )
     )
-    show = add("show", _show, "show status, samples and lineage of runs", keys=False)
+
+
+def _add_views(subcommands: _Subcommands) -> None:
+    """What shows runs, scores them and hands them on."""
+    show = subcommands.plain("show", _show, "show status, samples and lineage of runs", keys=False)
     show.add_argument("runs", nargs="*", metavar="RUN", help=RUNS)
     _logs_options(
-        add("logs", _logs, "show the logs of ranks and launcher, errors first", keys=False)
+        subcommands.plain(
+            "logs", _logs, "show the logs of ranks and launcher, errors first", keys=False
+        )
     )
-    _status_options(add("status", _status, "show the current state of each run", keys=False))
+    _status_options(
+        subcommands.plain("status", _status, "show the current state of each run", keys=False)
+    )
     _evaluate_options(
-        add_with_config(
+        subcommands.with_config(
             "evaluate",
             _evaluate,
             "score checkpoints of a run by tasks of the lm-evaluation-harness",
             "config.yaml, directory or name of a run, or directory of one of its checkpoints",
         )
     )
-    compare = add("compare", _compare, "show runs side by side: configs, losses, cost", keys=False)
+    compare = subcommands.plain(
+        "compare", _compare, "show runs side by side: configs, losses, cost", keys=False
+    )
     compare.add_argument("runs", nargs="*", metavar="RUN", help=RUNS)
     compare.add_argument("--json", action="store_true", help="print JSON")
     compare.add_argument("--html", metavar="FILE", type=Path, help="write a page instead")
     compare.add_argument("--log", metavar="FILE", help="also append all messages to FILE")
-    sync = add("sync", _sync, "send to the trackers what they have not been sent", keys=False)
+    sync = subcommands.plain(
+        "sync", _sync, "send to the trackers what they have not been sent", keys=False
+    )
     sync.add_argument("runs", nargs="+", metavar="RUN", help="directories or names of runs")
     _its_config(sync)
     _export_options(
-        add_logged("export", _export, "write a checkpoint as a directory that others load")
+        subcommands.logged("export", _export, "write a checkpoint as a directory that others load")
     )
 
 
