@@ -171,6 +171,11 @@ def test_executor_of_the_plugin_submits_nothing(submitted, shared_project, word)
     assert "  fix:   write `--executor forge` instead of `--executor slurm`" in lines
 
 
+def test_option_of_the_executor_is_an_option_of_sbatch(submitted, shared_project):
+    line = submitted("slurm-cpu", "train", "--forge-no-requeue", "--forge-qos=high")
+    assert {"--no-requeue", "--qos=high"} <= set(line) and "--requeue" not in line
+
+
 def test_executor_reports_the_jobs_of_a_workflow_that_uses_forge_as_a_module(
     submitted, shared_project
 ):
