@@ -184,7 +184,7 @@ if $renew; then
     attempt gigatoken ||
         echo "setup: without gigatoken: tokenizing will be slower (make setup EXTRAS=gigatoken shows the reason)"
     # Forge itself is installed as a link to its source, which no installer compiles.
-    .venv/bin/python -m compileall -q forge
+    .venv/bin/python -m compileall -q forge snakemake_executor_plugin_forge
     touch .venv/ready
 fi
 [ "${#extras[@]}" = 0 ] || touch "${extras[@]/#/.venv/with-}"

@@ -50,6 +50,7 @@ class Allocation:
         there. workflow_folder: of the Snakefile, beside which the profiles lie."""
         self.given = {name: plain(value) for name, value in resources.items()}
         self._runs, self._profile = runs, profile
+        profile.refuse_plugin()
         profile.refuse_other_machine()
         local = os.path.relpath(Path(workflow_folder).parent / LOCAL_MACHINE)
         self._named = self.given.get("machine") or profile.machine
@@ -308,6 +309,15 @@ def gpus_per_node(given: Mapping[str, Any]) -> int | None:
 
 
 MACHINE = "machine.yaml"
+EXECUTOR = "forge"  # of Snakemake: the package snakemake_executor_plugin_forge
+PLUGIN = "slurm"  # the executor that this one extends
+# Options of the plugin that Forge's executor lacks: it requeues and keeps logs without them, and has its
+# own status checks.
+_WITHOUT = (
+    *("requeue", "keep-successful-logs", "status-command", "status-attempts"),
+    "init-seconds-before-status-checks",
+)
+_NAMED = f"executor: {PLUGIN}"
 
 
 @dataclass(frozen=True)
@@ -319,6 +329,9 @@ class Profile:
     """Rule -> resources that the profile sets for it, and the command line has removed."""
     named: str = ""  # the key `machine` of train_run
     executor: str = ""  # of the command, also in a dry run, where Snakemake has another one
+    of_plugin: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """File, or "this command" -> options of the plugin there, as they are written; also its name as the
+    executor."""
 
     @classmethod
     def of_command(
@@ -327,28 +340,52 @@ class Profile:
         """arguments: of the command, without its name. resources: by rule, as Snakemake has them."""
         from snakemake.cli import parse_args
 
-        def parse(words: Sequence[str]) -> tuple[list[Path], Any]:
-            parser, values = parse_args(list(words))
-            return [Path(file) for file in parser._default_config_files], values
-
         # It says again which profile it uses. SystemExit: --directory has led away from the profile.
         with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
-            files, command = parse(arguments)
+            parser, command = parse_args(list(arguments))
+            files = [Path(file) for file in parser._default_config_files]
             own = [word for file in files for word in ("--profile", str(file))]
-            given = parse(own)[1].set_resources if own else {}
+            given = parse_args(own)[1].set_resources if own else {}
             left = {rule: values.keys() - resources.get(rule, {}) for rule, values in given.items()}
             replaced = {rule: sorted(names) for rule, names in left.items() if names}
             # Resources.get() has no default.
             of_train = dict(given.get(jobs.TRAIN_RULE, {}))
             named = str(of_train["machine"].raw) if "machine" in of_train else ""
-            return cls(tuple(files), replaced, named, command.executor or "")
+            of_plugin = _of_plugin(parser.get_source_to_settings_dict())
+            return cls(tuple(files), replaced, named, command.executor or "", of_plugin)
         return cls()
+
+    @property
+    def submits(self) -> bool:
+        """Whether rules become Slurm jobs."""
+        return self.executor == EXECUTOR
 
     @property
     def machine(self) -> str | None:
         """The machine.yaml beside the profile's config.yaml, if there is one."""
         beside = (file.with_name(MACHINE) for file in reversed(self.files))
         return next((str(path) for path in beside if path.exists()), None)
+
+    def refuse_plugin(self) -> None:
+        """ConfigError where the plugin would submit jobs, and for options of the plugin, which Snakemake
+        ignores with another executor."""
+        places = {place: list(options) for place, options in self.of_plugin.items()}
+        if self.executor == PLUGIN and not any(_NAMED in options for options in places.values()):
+            places.setdefault("this command", []).insert(0, f"--executor {PLUGIN}")
+        if self.executor not in (EXECUTOR, PLUGIN) or not places:
+            return
+        options = [option for options in places.values() for option in options]
+        needless = [option for option in options if option.partition("slurm-")[2] in _WITHOUT]
+        renamed = [option for option in options if option not in needless]
+        named = [f"`{o.replace(PLUGIN, EXECUTOR, 1)}` instead of `{o}`" for o in renamed]
+        write = [f"write {', '.join(named)}"] if named else []
+        remove = [f"remove {', '.join(needless)}, not needed any more"] if needless else []
+        raise ConfigError(
+            " and ".join(f"{place} has {', '.join(words)}" for place, words in places.items()),
+            cause=f"Forge has an executor of its own, named {EXECUTOR}, and Snakemake ignores options of"
+            " another one",
+            fix="; ".join(write + remove),
+        )
 
     def refuse_other_machine(self) -> None:
         """ConfigError where the profile names a machine.yaml other than that beside the profile."""
@@ -376,3 +413,19 @@ class Profile:
                 fix=f"for another size in one command give `--config {words}` instead; for other"
                 " resources edit a copy of the profile",
             )
+
+
+def _of_plugin(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """What `Profile.of_plugin` holds. sources: where settings are from, as Snakemake's parser says: keys
+    of each file, and under "" the words of the command."""
+    found: dict[str, list[str]] = {}
+    for source, settings in sources.items():
+        file = source.partition("|")[2]
+        words = settings if file else settings.get("", (None, []))[1]
+        options = [word.partition("=")[0] for word in words]
+        options = [option for option in options if re.match(r"(--)?slurm-(?!jobstep)", option)]
+        if settings.get("executor", ("", ""))[1] == PLUGIN:
+            options.insert(0, _NAMED)
+        if options:
+            found[file or "this command"] = options
+    return found

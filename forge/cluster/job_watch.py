@@ -1,9 +1,9 @@
-"""Detects that a Slurm job of the workflow has ended, and says why.
+"""Detects that a Slurm job of the workflow has ended, and says why: what Forge's executor adds.
 
-The executor plugin (2.8.0) loses jobs when neither squeue nor sacct responds, waits forever for a
-job that Slurm has forgotten, polls at intervals that grow to 180 s (also before the command ends), and
-never says why a job is pending or who cancelled it. Forge replaces its status checks by one squeue for
-all jobs, every few seconds. Submission and everything else is left to the plugin.
+The executor plugin `slurm` (2.8.0) loses jobs when neither squeue nor sacct responds (docs/upstream.md),
+waits forever for a job that Slurm has forgotten, polls at intervals that grow to 180 s (also before the
+command ends), and never says why a job is pending or who cancelled it. Forge replaces its status checks
+by one squeue for all jobs, every few seconds. Submission and everything else is left to the plugin.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import pwd
 import re
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from forge.cluster.jobs import (
 )
 from forge.core.paths import RunPaths
 
-PLUGIN = "2.8.0"  # the tested version of the executor plugin
+PLUGIN_VERSION = "2.8.0"  # the tested version of the executor plugin
 POLL_SEC = 5.0  # the end of a job is reported within 10 s: this pause, squeue, and sacct
 TELL_AGAIN_SEC = 600.0
 # Longer than a night or a day of maintenance, but finite.
@@ -62,27 +62,25 @@ MANY = (
 PASSING = ("NODE_FAIL", "PREEMPTED")
 
 
-def install(executor: Any, runs: Iterable[str]) -> None:
-    """Replace the status checks of this Snakemake's Slurm executor, and let its jobs be called after the
-    runs in squeue. Called once, before the first job is submitted."""
-    # The plugin gives all jobs of a Snakemake one name, and asks for them by it.
-    executor.run_uuid = f"{'-'.join(runs)[:MAX_NAME]}_{executor.run_uuid}"
-    slurm.settle_environment()  # a job that the plugin's squeue does not see would count as ended
-    watch = JobWatch(executor)
-    executor.run_job = watch.submit
-    executor._report_job_error_threadsafe = watch.note_refusal
-    executor.cancel_jobs = watch.cancel
-    executor.check_active_jobs = watch.check
-    executor.sleep = watch.sleep
+def called_after_runs(name: str, due: Iterable[Any]) -> str:
+    """The name of a command's Slurm jobs, which shows its runs in squeue. name: a unique one. due: jobs
+    of Snakemake that will run."""
+    runs = sorted({run for job in due if (run := job.wildcards_dict.get("run"))})
+    return f"{'-'.join(runs)[:MAX_NAME]}_{name}" if runs else name
 
 
 class JobWatch:
     """Watches the jobs of one executor. submit() runs in threads of the plugin, check() and sleep() in
     its waiting thread, cancel() in the main thread."""
 
-    def __init__(self, executor: Any) -> None:
-        self._executor = executor
-        self._submit, self._cancel = executor.run_job, executor.cancel_jobs  # the plugin's own
+    def __init__(
+        self,
+        executor: Any,
+        submit: Callable[[Any], None],
+        cancel: Callable[[Sequence[Any]], None],
+    ) -> None:
+        """submit, cancel: the plugin's own."""
+        self._executor, self._submit, self._cancel = executor, submit, cancel
         self._cancelled = False
         self._refusals: dict[int, str] = {}  # id() of a job in submission -> error
         self._before: dict[int, list[object]] = {}  # id() of a job -> state of its outputs before

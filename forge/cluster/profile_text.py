@@ -21,7 +21,7 @@ from forge.cluster.site_places import Place
 # What all profiles for Slurm have alike, the shipped ones too (tests/unit/cluster/test_profile_text.py);
 # profiles/README.md says why.
 FIXED = """\
-executor: slurm
+executor: forge # submits to Slurm
 jobs: 20
 nolock: true
 rerun-incomplete: true
@@ -30,10 +30,6 @@ keep-going: true
 rerun-triggers: [mtime, input, params]
 shared-fs-usage: [persistence, input-output, software-deployment, sources, storage-local-copies]
 latency-wait: 60
-slurm-requeue: true
-slurm-status-command: squeue
-slurm-init-seconds-before-status-checks: 3
-slurm-keep-successful-logs: true
 show-failed-logs: true
 """
 SCHEMA = "# yaml-language-server: $schema=../../workflow/schemas/machine.schema.json"
@@ -305,7 +301,7 @@ def _preemption(choice: Choice) -> Iterator[str]:
     by = f"{comment(place.by)} take these nodes: {place.mode}"
     if place.mode == "REQUEUE":
         again = "; the job goes back to the queue and the run resumes"
-        again += "" if requeue != "0" else " (JobRequeue=0: by the profile's slurm-requeue)"
+        again += "" if requeue != "0" else " (JobRequeue=0: by the executor's --requeue)"
     else:
         again = "; rerun the same command, the run resumes" if place.mode == "CANCEL" else ""
     yield f"# Preemption: {by}{again}."

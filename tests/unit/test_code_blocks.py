@@ -54,7 +54,8 @@ def way(command: pages.Command) -> str:
 
 def test_each_block_is_run_or_checked_or_says_why_not() -> None:
     """Prints how many are what (`pytest -s`)."""
-    kinds = {"yaml", "python", "tsv", "mermaid", "text"}  # the tests below
+    # By the tests below; patches by tests/unit/test_upstream.py.
+    kinds = {"yaml", "python", "tsv", "mermaid", "text", "diff"}
     assert [block.where for block in FRAGMENTS if block.kind not in kinds] == []
     assert [block.where for block in FRAGMENTS if block.markers] == []
     for block in pages.blocks():

@@ -43,7 +43,7 @@ LIBRARIES = {
         *("QOSMaxGRESPerUser", "ReqNodeNotAvail", "oom-kill"),
         *("PartitionTimeLimit", "BadConstraints", "JobHeldUser"),
     },
-    "Snakemake": {"Error in group allocation-"},
+    "Snakemake": {"Error in group allocation-", "invalid choice: 'forge'"},
 }
 
 

@@ -61,6 +61,9 @@ TENSORS = {
 }
 
 
+EXECUTOR = FOLDER.parent / "snakemake_executor_plugin_forge/__init__.py"
+
+
 def test_page_of_the_architecture_shows_this_order():
     assert " < ".join(PACKAGES) in (FOLDER.parent / "docs/architecture.md").read_text()
 
@@ -82,6 +85,14 @@ def imports(module):
             yield from (n for a in node.names if (n := f"{package}.{a.name}") in MODULES)
         elif isinstance(node, ast.Import):
             yield from (n.name[6:] for n in node.names if n.name.startswith("forge."))
+
+
+def test_executor_imports_only_what_is_about_slurm():
+    """Every Snakemake that finds it imports it, also for workflows of others."""
+    nodes = ast.walk(ast.parse(EXECUTOR.read_text()))
+    names = [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    own = [name for name in names if name.startswith("forge")]
+    assert own and all(name.startswith("forge.cluster.") for name in own)
 
 
 def test_every_folder_is_a_package_of_the_rule():
@@ -161,11 +172,12 @@ def test_the_check_sees_imports():
 
 
 def test_torch_is_imported_only_where_tensors_are():
-    free = [module for module in MODULES if module not in TENSORS]
+    free = ["forge." + module for module in MODULES if module not in TENSORS]
+    free.append(EXECUTOR.parent.name)
     code = (
         "import importlib, sys\n"
         "for module in sys.argv[1:]:\n"
-        "    importlib.import_module('forge.' + module)\n"
+        "    importlib.import_module(module)\n"
         "    assert 'torch' not in sys.modules, module + ' imports torch'\n"
     )
     done = subprocess.run(

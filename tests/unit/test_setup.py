@@ -128,7 +128,7 @@ def test_uv_serves_where_there_is_no_python(place):
         "uv venv --quiet --clear --python >=3.11 .venv",
         f"{install} --editable .",
         f"{install} gigatoken",
-        "python -m compileall -q forge",
+        "python -m compileall -q forge snakemake_executor_plugin_forge",
     ]
 
 

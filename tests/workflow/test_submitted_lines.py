@@ -163,6 +163,31 @@ def tried(project, *arguments):
     return done.returncode, done.stdout.splitlines()
 
 
+@pytest.mark.parametrize("word", ["-n", "train"])
+def test_executor_of_the_plugin_submits_nothing(submitted, shared_project, word):
+    executor = ("--profile", "profiles/slurm-cpu", "--executor", "slurm")
+    code, lines = tried(shared_project, *executor, word)
+    assert code != 0 and "this command has --executor slurm" in lines
+    assert "  fix:   write `--executor forge` instead of `--executor slurm`" in lines
+
+
+def test_option_of_the_executor_is_an_option_of_sbatch(submitted, shared_project):
+    line = submitted("slurm-cpu", "train", "--forge-no-requeue", "--forge-qos=high")
+    assert {"--no-requeue", "--qos=high"} <= set(line) and "--requeue" not in line
+
+
+def test_executor_reports_the_jobs_of_a_workflow_that_uses_forge_as_a_module(
+    submitted, shared_project
+):
+    """Snakemake does not run `onstart` of a module."""
+    shared_project.write_runs("run\nbase\n")
+    (shared_project.root / "other.smk").write_text(
+        'module forge:\n    snakefile: "workflow/Snakefile"\n\nuse rule * from forge\n'
+    )
+    assert "--requeue" in submitted("slurm-cpu", "--snakefile", "other.smk", "train")
+    assert "a job (run base) could not be submitted" in submitted.said
+
+
 def test_set_resources_that_would_submit_nodes_without_gpus_is_refused(submitted, shared_project):
     arguments = ("--profile", "profiles/kempner", "train", "--set-resources", "train_run:nodes=4")
     code, lines = tried(shared_project, *arguments)

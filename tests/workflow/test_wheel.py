@@ -8,12 +8,14 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
 from support.clone import REPOSITORY, Project
 
 BUILD = "import sys; from setuptools.build_meta import build_{0}; build_{0}(sys.argv[1])"
+EXECUTOR = "--forge-reservation"  # an option of it, in the help of Snakemake
 # Of those who change Forge, not of those who train with it.
 LEFT_OUT = {".ci", ".github", ".gitattributes", ".gitignore", ".pre-commit-config.yaml"}
 
@@ -77,9 +79,25 @@ def test_installed_wheel_runs_the_first_rules(installed: Path, project: Project)
     module = Path(output("python", "-c", "import forge; print(forge.__file__)").strip())
     assert module.is_relative_to(installed.parent)
     assert files_below(module.parent) == files_below(REPOSITORY / "forge")
+    # -P: without the project's own copy of the executor.
+    assert EXECUTOR in output("python", "-P", "-m", "snakemake", "--help")
     assert "validate" in output("forge", "--help")
     output("python", "-m", "snakemake", "--profile", "profiles/local", "--until", "tokenize")
     assert list(project.root.glob("data/tokens/*/manifest.json"))
+
+
+def test_editable_install_puts_the_project_into_the_path_for_the_executor(unpacked: Path) -> None:
+    """By the default of setuptools: Snakemake does not find an executor by an import hook."""
+    with zipfile.ZipFile(built(unpacked, "editable", "forge-*.whl")) as wheel:
+        [path] = [name for name in wheel.namelist() if name.endswith(".pth")]
+        assert wheel.read(path).decode().split() == [str(unpacked)]
+        assert not any(name.endswith(".py") for name in wheel.namelist())
+
+
+def test_executor_is_found_in_any_directory(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "snakemake", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert EXECUTOR in done.stdout
 
 
 def tracked_files() -> list[str]:

@@ -1,12 +1,13 @@
 # For the files beside this one: the config of each run, and which shared artefacts it needs.
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 
 from forge.checkpoint import family
-from forge.cluster import job_watch, jobs
+from forge.cluster import jobs
 from forge.cluster.allocation import Allocation, Profile
 from forge.core.config import RUN_NAME
 from forge.core.errors import ForgeError
@@ -43,9 +44,7 @@ except ForgeError as err:
     raise WorkflowError(str(err)) from None
 
 if workflow.is_main_process:
-    helpers.end_with_table(
-        workflow, RUNS, lambda: check_plan(PROFILE.executor == "slurm")
-    )
+    helpers.end_with_table(workflow, RUNS, lambda: check_plan(PROFILE.submits))
 
 RESULTS, DATA = shared_folders(RUNS)
 # Content id of tokens -> config that makes them, and of the list of a run's sources.
@@ -212,15 +211,16 @@ def resumed_files(wildcards):
 
 onstart:
     # Not in a dry run. Only here is it known where jobs will run.
-    submits = workflow.executor_plugin.name == "slurm"
+    profile = replace(PROFILE, executor=workflow.executor_plugin.name)
+    submits = profile.submits
     try:
+        profile.refuse_plugin()
         refuse_left_over()  # jobs inherit the environment
         cost = check_plan(submits)
         helpers.check_tasks(RUNS, workflow.dag.needrun_jobs())
         if submits:
             helpers.check_submission(workflow.dag, [RESULTS, DATA], logger.warning)
             helpers.keep_for_jobs(RUNS, LAYOUTS)
-            job_watch.install(workflow.scheduler._executor, RUNS)
         helpers.take_over(
             RUNS, ALLOCATION.machine.slurm, logger.info, submits=submits
         )

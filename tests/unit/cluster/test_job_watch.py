@@ -7,39 +7,53 @@ import pwd
 import stat
 import threading
 import time
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
-from snakemake_executor_plugin_slurm import Executor
+from snakemake_executor_plugin_slurm import Executor as SlurmExecutor
+from snakemake_executor_plugin_slurm import ExecutorSettings as SlurmSettings
 
-from forge.cluster import job_watch, slurm
+from forge.cluster import allocation, job_watch, slurm
 from forge.cluster.job_watch import JobWatch
+from snakemake_executor_plugin_forge import Executor, ExecutorSettings
 
 LINE = "{id}|{state}|{reason}|node01|2026-11-21T04:25:31|2026-11-21T04:26:31|(null)|/home/ada/forge"
 SILENT = "echo 'squeue: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
 
+# Methods of the plugin, or of Snakemake's interface for executors.
+OVERRIDDEN = {
+    *("run_job", "cancel_jobs", "check_active_jobs", "sleep"),
+    "_report_job_error_threadsafe",
+}
+
 
 def test_plugin_is_the_one_that_the_watch_was_tested_with():
     found = metadata.version("snakemake-executor-plugin-slurm")
-    assert found == job_watch.PLUGIN, (
-        f"the plugin is {found}, forge/cluster/job_watch.py was tested with {job_watch.PLUGIN}. Read in"
-        " the plugin what install() replaces (check_active_jobs, sleep, run_job, cancel_jobs,"
-        " _report_job_error_threadsafe) and what it reads (run_uuid, wait, aux['slurm_logfile']), run"
-        " tests/slurm/test_job_watch.py and test_workflow.py, then change PLUGIN and pyproject.toml."
+    assert found == job_watch.PLUGIN_VERSION, (
+        f"the plugin is {found}, Forge's executor was tested with {job_watch.PLUGIN_VERSION}. Read in the"
+        " plugin what snakemake_executor_plugin_forge overrides (check_active_jobs, sleep, run_job,"
+        " cancel_jobs, _report_job_error_threadsafe) and what job_watch reads (run_uuid, wait,"
+        " aux['slurm_logfile']), run tests/slurm/test_job_watch.py and test_workflow.py, then change"
+        " PLUGIN_VERSION and pyproject.toml."
     )
 
 
-def test_what_the_watch_replaces_is_there_with_the_same_parameters():
-    for name, parameters in {
-        "check_active_jobs": ["self", "active_jobs"],
-        "sleep": ["self"],
-        "run_job": ["self", "job"],
-        "cancel_jobs": ["self", "active_jobs"],
-        "_report_job_error_threadsafe": ["self", "job_info", "msg"],
-    }.items():
-        assert list(inspect.signature(getattr(Executor, name)).parameters) == parameters
+def test_what_the_executor_overrides_is_there_with_the_same_parameters():
+    own = {name for name, value in vars(Executor).items() if inspect.isfunction(value)}
+    assert own - {"__init__", "__post_init__"} == OVERRIDDEN
+    for name in own:
+        ours, theirs = (inspect.signature(getattr(e, name)) for e in (Executor, SlurmExecutor))
+        assert list(ours.parameters) == list(theirs.parameters)
+
+
+def test_options_of_the_plugin_are_there_but_for_those_that_forge_decides():
+    ours, theirs = ({o.name for o in fields(s)} for s in (ExecutorSettings, SlurmSettings))
+    assert {name.replace("_", "-") for name in theirs - ours} == set(allocation._WITHOUT)
+    assert ours <= theirs
+    assert ExecutorSettings().requeue and not ExecutorSettings(no_requeue=True).requeue
 
 
 class Job:
@@ -83,6 +97,19 @@ class Recorder:
         self.submitted.append(job)
 
 
+def watching(executor):
+    """A watch of an executor that submits and cancels as this one does."""
+    return JobWatch(executor, executor.run_job, executor.cancel_jobs)
+
+
+def extended(executor):
+    """The same executor, with what Forge's executor puts around the methods of the plugin."""
+    executor._watch = watching(executor)
+    for name in OVERRIDDEN:
+        setattr(executor, name, MethodType(getattr(Executor, name), executor))
+    return executor
+
+
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     """Puts a command with these words into the PATH, in place of Slurm's."""
@@ -103,7 +130,7 @@ def command(tmp_path, monkeypatch):
 
 @pytest.fixture
 def watch():
-    return JobWatch(Recorder())
+    return watching(Recorder())
 
 
 @pytest.fixture
@@ -230,7 +257,7 @@ def test_variables_that_hide_jobs_from_slurms_commands_are_not_passed_on(monkeyp
     hiding = {"SQUEUE_STATES": "PENDING", "SCANCEL_STATE": "PENDING", "SACCT_LOCAL": "1"}
     for name, value in {**hiding, "SBATCH_ACCOUNT": "ada", "SLURM_CONF": "/etc/slurm.conf"}.items():
         monkeypatch.setenv(name, value)
-    job_watch.install(Recorder(), ["base"])
+    prepared(monkeypatch)
     assert not hiding.keys() & os.environ.keys()
     assert (os.environ["SBATCH_ACCOUNT"], os.environ["SLURM_CONF"]) == ("ada", "/etc/slurm.conf")
 
@@ -353,14 +380,31 @@ def refusing(monkeypatch):
                 executor.submitted.append(job)
 
         executor.run_job = run_job
-        job_watch.install(executor, ["base", "wide"])
-        return executor
+        return extended(executor)
 
     return make
 
 
-def test_jobs_are_called_after_the_runs_in_squeue(refusing):
-    assert refusing().run_uuid == "base-wide_uuid"
+def prepared(monkeypatch, *due):
+    """Forge's executor as it is before the first job. due: jobs that will run."""
+
+    def prepare(executor, test_mode):
+        executor.run_uuid = "uuid"
+
+    monkeypatch.setattr(SlurmExecutor, "__post_init__", prepare)
+    executor = object.__new__(Executor)
+    executor.workflow = SimpleNamespace(dag=SimpleNamespace(needrun_jobs=lambda: due))
+    executor.__post_init__()
+    return executor
+
+
+def test_jobs_are_called_after_the_runs_in_squeue(monkeypatch):
+    wide, shared = Job(), Job()
+    wide.wildcards_dict, shared.wildcards_dict = {"run": "wide"}, {"tokens": "0123456789ab"}
+    assert prepared(monkeypatch, wide, shared, Job(), Job()).run_uuid == "base-wide_uuid"
+    assert prepared(monkeypatch, shared).run_uuid == "uuid"
+    wide.wildcards_dict["run"] = "w" * 60
+    assert prepared(monkeypatch, wide).run_uuid == "w" * job_watch.MAX_NAME + "_uuid"
 
 
 def test_job_that_cannot_be_submitted_fails_with_what_sbatch_said(refusing):
@@ -380,7 +424,7 @@ def test_job_whose_submission_raises_fails_instead_of_being_waited_for(tmp_path)
             raise AttributeError("'GroupJob' object has no attribute 'rule'")  # noqa: B904
 
     executor.run_job = run_job
-    job_watch.install(executor, ["base", "wide"])
+    extended(executor)
     executor.run_job(job)
     assert "no such account" in executor.said[-1] and executor.failure == [job]
 
@@ -455,7 +499,7 @@ def test_job_that_sbatch_submits_while_ctrl_c_comes_is_cancelled(queue, killed):
         executor._report_job_error_threadsafe(SimpleNamespace(job=job), "exit status 130")
 
     executor.run_job = run_job
-    job_watch.install(executor, ["base"])
+    extended(executor)
     thread = threading.Thread(target=executor.run_job, args=(Job(),))
     thread.start()
     assert asked.wait(30)
@@ -466,28 +510,26 @@ def test_job_that_sbatch_submits_while_ctrl_c_comes_is_cancelled(queue, killed):
 
 
 def test_jobs_that_wait_for_their_turn_are_not_submitted_after_ctrl_c(queue):
-    executor = Recorder()
-    job_watch.install(executor, ["base"])
+    executor = extended(Recorder())
     executor.cancel_jobs([])
     executor.run_job(Job())
     assert executor.submitted == [] == executor.failure
-    assert "--name=base_uuid" in Path(f"{queue}.asked").read_text()
+    assert "--name=uuid" in Path(f"{queue}.asked").read_text()
 
 
 def test_cancellation_that_slurm_does_not_hear_is_said_with_the_command(command, monkeypatch):
     monkeypatch.setattr(slurm, "CANCEL_SEC", 0.0)
     command("scancel", SILENT)
-    executor = Recorder()
-    job_watch.install(executor, ["base"])
+    executor = extended(Recorder())
     executor.cancel_jobs([])
-    assert "scancel --name=base_uuid" in executor.said[-1]
+    assert "scancel --name=uuid" in executor.said[-1]
 
 
 def test_jobs_are_cancelled_while_they_are_asked_for(command, info):
     executor = Recorder()
     cancelled = []
     executor.cancel_jobs = cancelled.extend
-    job_watch.install(executor, ["base", "wide"])
+    extended(executor)
     other = SimpleNamespace(job=Job(), external_jobid="18", aux={})
     lists(command, "RUNNING")
 

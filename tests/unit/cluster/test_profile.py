@@ -8,7 +8,7 @@ from forge.cluster.allocation import Allocation, Profile
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 
-OWN = """executor: slurm
+OWN = """executor: forge
 set-resources:
   train_run: {nodes: 2, tasks_per_node: 4, gres: "gpu:4", mem_mb: 1000}
   evaluate_run: {gres: "gpu:1"}
@@ -134,3 +134,79 @@ def test_all_lines_to_edit_are_named(folder):
         " slurm_partition: EDIT_gpu_partition (evaluate_run)"
     )
     assert "profiles/own/config.yaml" in caught.value.fix
+
+
+# --- the executor ----------------------------------------------------------------------------------
+
+
+OF_OLD_PROFILES = """executor: slurm
+slurm-requeue: true
+slurm-status-command: squeue
+slurm-init-seconds-before-status-checks: 3
+slurm-keep-successful-logs: true
+"""
+NEEDLESS = (
+    "slurm-requeue, slurm-status-command, slurm-init-seconds-before-status-checks,"
+    " slurm-keep-successful-logs"
+)
+
+
+def refused(*words):
+    """What and how to go on, of the refusal of a command."""
+    with pytest.raises(ConfigError) as caught:
+        allocation(*words)
+    return caught.value.what, caught.value.fix
+
+
+def test_profile_for_the_plugin_is_refused_with_the_lines_to_change(folder):
+    file = folder / "profiles/own/config.yaml"
+    file.write_text(OWN.replace("executor: forge\n", OF_OLD_PROFILES) + "slurm-logdir: logs\n")
+    what, fix = refused("--profile", "profiles/own")
+    assert what == f"profiles/own/config.yaml has executor: slurm, {NEEDLESS}, slurm-logdir"
+    assert fix == (
+        "write `executor: forge` instead of `executor: slurm`, `forge-logdir` instead of"
+        f" `slurm-logdir`; remove {NEEDLESS}, not needed any more"
+    )
+
+
+def test_options_of_the_plugin_are_refused_beside_forges_executor(folder):
+    """Also where the command chooses that executor, and where the value is the plugin's default."""
+    file = folder / "profiles/own/config.yaml"
+    file.write_text(f"{OWN}slurm-array-limit: 1000\n")
+    renamed = "write `forge-array-limit` instead of `slurm-array-limit`"
+    beside = ("profiles/own/config.yaml has slurm-array-limit", renamed)
+    assert refused("--profile", "profiles/own") == beside
+    file.write_text(f"{OWN.replace('executor: forge', 'executor: local')}slurm-array-limit: 5\n")
+    assert refused("--profile", "profiles/own", "--executor", "forge") == beside
+    assert allocation("--profile", "profiles/own").machine.launcher == "srun"
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (("--executor", "slurm"), ["--executor slurm"]),
+        (("--executor=slurm",), ["--executor slurm"]),
+        (("-e", "slurm", "--slurm-no-account"), ["--executor slurm", "--slurm-no-account"]),
+        (("--slurm-qos=high",), ["--slurm-qos"]),
+    ],
+)
+def test_plugin_and_its_options_are_refused_on_the_command_line(folder, words, options):
+    what, fix = refused("--profile", "profiles/own", *words)
+    assert what == f"this command has {', '.join(options)}"
+    renamed = [f"`{o.replace('slurm', 'forge')}` instead of `{o}`" for o in options]
+    assert fix == f"write {', '.join(renamed)}"
+
+
+def test_second_of_two_profiles_chooses_the_executor(folder):
+    (folder / "profiles/other/config.yaml").write_text("executor: slurm\n")
+    both = ("--profile", "profiles/other", "--profile", "profiles/own")
+    assert of(*both)[0].submits and allocation(*both)
+    what, _ = refused("--profile", "profiles/own", "--profile", "profiles/other")
+    assert what == "profiles/other/config.yaml has executor: slurm"
+
+
+def test_plugin_is_refused_where_the_profile_could_not_be_read():
+    """As after --directory."""
+    with pytest.raises(ConfigError, match="executor slurm"):
+        Profile(executor="slurm").refuse_plugin()
+    Profile(executor="forge").refuse_plugin()

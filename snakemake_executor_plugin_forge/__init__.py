@@ -1,0 +1,69 @@
+"""The executor `forge` of Snakemake: jobs as the plugin `slurm` submits them, watched by Forge.
+
+Snakemake finds an executor by the name of its package, which must be at the top level. What this one does
+is in forge/cluster/job_watch.py.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from snakemake_executor_plugin_slurm import Executor as SlurmExecutor
+from snakemake_executor_plugin_slurm import ExecutorSettings as SlurmSettings
+from snakemake_executor_plugin_slurm import common_settings
+
+from forge.cluster.job_watch import JobWatch, called_after_runs
+from forge.cluster.slurm import settle_environment
+
+__all__ = ["Executor", "ExecutorSettings", "common_settings"]
+
+
+# Not with annotations as strings: Snakemake takes the types of options from them.
+@dataclass
+class ExecutorSettings(SlurmSettings):
+    """The options of the plugin, as --forge-NAME. Those here as class variables are no options."""
+
+    # sbatch --requeue: Slurm starts a preempted job, or one whose node died, again by itself.
+    requeue: ClassVar[Any] = property(lambda settings: not settings.no_requeue)
+    # Of the plugin's own status checks, which Forge replaces. Without them the plugin prepares none.
+    status_command: ClassVar[None] = None
+    status_attempts: ClassVar[None] = None
+    init_seconds_before_status_checks: ClassVar[None] = None
+    # Nothing removes the log of a job when it succeeds; True would turn off the option below.
+    keep_successful_logs: ClassVar[bool] = False
+    delete_logfiles_older_than: int = field(
+        default=0,
+        metadata={"help": "Remove logs of Slurm after so many days; 0 keeps all of them."},
+    )
+
+
+class Executor(SlurmExecutor):
+    """Submits jobs to Slurm, retries while Slurm is down, and says why a job waits or has ended."""
+
+    run_uuid: str  # in Slurm the name of all jobs of this Snakemake
+
+    def __init__(self, workflow: Any, logger: Any) -> None:
+        # First: the thread that watches the jobs is started by the base class.
+        self._watch = JobWatch(self, super().run_job, super().cancel_jobs)
+        super().__init__(workflow, logger)
+
+    def __post_init__(self, test_mode: bool = False) -> None:
+        settle_environment()  # a job that the plugin's squeue does not see would count as ended
+        super().__post_init__(test_mode)
+        self.run_uuid = called_after_runs(self.run_uuid, self.workflow.dag.needrun_jobs())
+
+    def run_job(self, job: Any) -> None:
+        self._watch.submit(job)
+
+    def _report_job_error_threadsafe(self, job_info: Any, msg: str) -> None:
+        self._watch.note_refusal(job_info, msg)
+
+    async def check_active_jobs(self, active_jobs: Sequence[Any]) -> AsyncIterator[Any]:
+        async for job_info in self._watch.check(active_jobs):
+            yield job_info
+
+    async def sleep(self) -> None:
+        await self._watch.sleep()
+
+    def cancel_jobs(self, active_jobs: Sequence[Any]) -> None:
+        self._watch.cancel(active_jobs)
