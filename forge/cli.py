@@ -429,31 +429,31 @@ def _cores(options: argparse.Namespace) -> int:
 
 
 def _tokenizer(options: argparse.Namespace) -> None:
-    from forge.cluster.lock import lock
+    from forge.cluster.lock import shared_lock
     from forge.core.paths import tokenizer_folder
     from forge.data.tokenizer import build_tokenizer
 
     config = _resolved(options)
-    with lock(tokenizer_folder(config.data, config.ids.tokenizer), "tokenizer"):
+    with shared_lock(tokenizer_folder(config.data, config.ids.tokenizer), "tokenizer"):
         build_tokenizer(config)
 
 
 def _tokenize(options: argparse.Namespace) -> None:
-    from forge.cluster.lock import lock
+    from forge.cluster.lock import shared_lock
     from forge.core.paths import tokens_folder
     from forge.data.content_ids import single_corpora
     from forge.data.tokenize import tokenize
 
     config = _resolved(options)
     for corpus in single_corpora(config):
-        with lock(tokens_folder(corpus.data, corpus.ids.tokens), "tokenize"):
+        with shared_lock(tokens_folder(corpus.data, corpus.ids.tokens), "tokenize"):
             tokenize(corpus, workers=_cores(options))
     if config.ids.sources:
         _sources(options)
 
 
 def _sources(options: argparse.Namespace) -> None:
-    from forge.cluster.lock import lock
+    from forge.cluster.lock import shared_lock
     from forge.core.paths import tokens_folder
     from forge.data.sources import list_sources
 
@@ -462,12 +462,12 @@ def _sources(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"{options.config} has no tokenize.sources", fix="a single corpus needs no such step"
         )
-    with lock(tokens_folder(config.data, config.ids.tokens), "sources"):
+    with shared_lock(tokens_folder(config.data, config.ids.tokens), "sources"):
         list_sources(config)
 
 
 def _model(options: argparse.Namespace) -> None:
-    from forge.cluster.lock import lock
+    from forge.cluster.lock import shared_lock
     from forge.core.paths import model_folder
     from forge.trainer.pretrained import make_model
 
@@ -476,12 +476,12 @@ def _model(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"{options.config} has no model.init", fix="a run from scratch needs no such step"
         )
-    with lock(model_folder(config.data, config.ids.model), "model"):
+    with shared_lock(model_folder(config.data, config.ids.model), "model"):
         make_model(config)
 
 
 def _inputs(options: argparse.Namespace) -> None:
-    from forge.cluster.lock import lock
+    from forge.cluster.lock import shared_lock
     from forge.core.paths import inputs_folder
     from forge.data.content_ids import single_corpora
     from forge.data.inputs import make_inputs
@@ -493,7 +493,7 @@ def _inputs(options: argparse.Namespace) -> None:
             fix="a run without them needs no such step",
         )
     for config in named:
-        with lock(inputs_folder(config.data, config.ids.inputs), "inputs"):
+        with shared_lock(inputs_folder(config.data, config.ids.inputs), "inputs"):
             make_inputs(config)
 
 
