@@ -416,6 +416,13 @@ def _layout(options: argparse.Namespace) -> Any:
     return WorldLayout(options.nodes, options.ranks_per_node)
 
 
+def _fitting_layout(options: argparse.Namespace, machine: Any, config: Config) -> Any:
+    """As `_layout`, or fewer nodes where the job got fewer (slurm.nodes_min)."""
+    from forge.cluster.placement import fitting_layout
+
+    return fitting_layout(machine, _layout(options), config)
+
+
 def _cores(options: argparse.Namespace) -> int:
     from forge.cluster.network import available_cores
 
@@ -503,7 +510,8 @@ def _stage(options: argparse.Namespace) -> None:
 
     machine = _load_machine(options)
     with requeue_if_preempted(machine):
-        stage(_resolved(options), machine, _layout(options))
+        config = _resolved(options)
+        stage(config, machine, _fitting_layout(options, machine, config))
 
 
 def _preflight(options: argparse.Namespace) -> None:
@@ -517,7 +525,7 @@ def _preflight(options: argparse.Namespace) -> None:
     with requeue_if_preempted(machine):
         config = _resolved(options)
         place_logs(RunPaths.of(config))
-        preflight(config, machine, _layout(options))
+        preflight(config, machine, _fitting_layout(options, machine, config))
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -528,7 +536,8 @@ def _train(options: argparse.Namespace) -> None:
     from forge.tracking.tracker import refuse_missing_packages
 
     refuse_left_over()
-    config, machine, layout = _resolved(options), _load_machine(options), _layout(options)
+    config, machine = _resolved(options), _load_machine(options)
+    layout = _fitting_layout(options, machine, config)
     refuse_missing_packages(config.tracking, options.config)
     place_logs(RunPaths.of(config))
     settings = _settings(options) or training_settings(options.config, config, options.overrides)

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge.cluster import jobs, slurm
+from forge.cluster import jobs, sbatch, slurm
 from forge.cluster.jobs import (
     QueuedJob,
     advice_on_excluded,
@@ -90,6 +90,7 @@ class JobWatch:
         self._messages: dict[str, tuple[str, float]] = {}  # subject of a message -> its state, time
         self._unlisted: dict[str, float] = {}  # job id -> time since which it is not listed
         self._passing: set[str] = set()
+        self._started: set[str] = set()  # jobs seen running, whose request Slurm then changes
         self._silent_since: float | None = None  # on the monotonic clock
 
     def submit(self, job: Any) -> None:
@@ -233,6 +234,7 @@ class JobWatch:
         if job is None:
             return self._not_in_queue(info)
         self._unlisted.pop(job.id, None)
+        self._restore_request(info.job, job)
         if job.is_waiting and (words := _why_it_waits(info.job, job)):
             self._tell(job.id, job.reason, f"{_name(info.job, job.id)} {words}")
         else:
@@ -242,6 +244,18 @@ class JobWatch:
             return True
         self._passing.discard(job.id)
         return not self._has_ended(info, job.state, job.nodes)
+
+    def _restore_request(self, job: Any, queued: QueuedJob) -> None:
+        """Let a requeued job ask again for what it was submitted with: Slurm leaves it the numbers of
+        nodes and tasks, and the short time limit, of its last start (22.05)."""
+        asked = sbatch.flexible_request(job.resources)
+        if asked and not queued.is_waiting:
+            self._started.add(queued.id)
+        elif asked and queued.id in self._started:
+            self._started.discard(queued.id)
+            if refusal := slurm.update(queued.id, asked):
+                words = f"asks for what it had last ({refusal})"
+                self._tell(queued.id, "request", f"{_name(job, queued.id)} {words}")
 
     def _not_in_queue(self, info: Any) -> bool:
         """As `_lives`, for a job that Slurm has forgotten (MinJobAge after its end): judged by its
