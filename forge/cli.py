@@ -416,6 +416,13 @@ def _layout(options: argparse.Namespace) -> Any:
     return WorldLayout(options.nodes, options.ranks_per_node)
 
 
+def _fitting_layout(options: argparse.Namespace, machine: Any, config: Config) -> Any:
+    """As `_layout`, or fewer nodes where the job got fewer (slurm.nodes_min)."""
+    from forge.cluster.placement import fitting_layout
+
+    return fitting_layout(machine, _layout(options), config)
+
+
 def _cores(options: argparse.Namespace) -> int:
     from forge.cluster.network import available_cores
 
@@ -429,31 +436,31 @@ def _cores(options: argparse.Namespace) -> int:
 
 
 def _tokenizer(options: argparse.Namespace) -> None:
-    from forge.cluster.lock import lock
+    from forge.cluster.lock import shared_lock
     from forge.core.paths import tokenizer_folder
     from forge.data.tokenizer import build_tokenizer
 
     config = _resolved(options)
-    with lock(tokenizer_folder(config.data, config.ids.tokenizer), "tokenizer"):
+    with shared_lock(tokenizer_folder(config.data, config.ids.tokenizer), "tokenizer"):
         build_tokenizer(config)
 
 
 def _tokenize(options: argparse.Namespace) -> None:
-    from forge.cluster.lock import lock
+    from forge.cluster.lock import shared_lock
     from forge.core.paths import tokens_folder
     from forge.data.content_ids import single_corpora
     from forge.data.tokenize import tokenize
 
     config = _resolved(options)
     for corpus in single_corpora(config):
-        with lock(tokens_folder(corpus.data, corpus.ids.tokens), "tokenize"):
+        with shared_lock(tokens_folder(corpus.data, corpus.ids.tokens), "tokenize"):
             tokenize(corpus, workers=_cores(options))
     if config.ids.sources:
         _sources(options)
 
 
 def _sources(options: argparse.Namespace) -> None:
-    from forge.cluster.lock import lock
+    from forge.cluster.lock import shared_lock
     from forge.core.paths import tokens_folder
     from forge.data.sources import list_sources
 
@@ -462,12 +469,12 @@ def _sources(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"{options.config} has no tokenize.sources", fix="a single corpus needs no such step"
         )
-    with lock(tokens_folder(config.data, config.ids.tokens), "sources"):
+    with shared_lock(tokens_folder(config.data, config.ids.tokens), "sources"):
         list_sources(config)
 
 
 def _model(options: argparse.Namespace) -> None:
-    from forge.cluster.lock import lock
+    from forge.cluster.lock import shared_lock
     from forge.core.paths import model_folder
     from forge.trainer.pretrained import make_model
 
@@ -476,12 +483,12 @@ def _model(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"{options.config} has no model.init", fix="a run from scratch needs no such step"
         )
-    with lock(model_folder(config.data, config.ids.model), "model"):
+    with shared_lock(model_folder(config.data, config.ids.model), "model"):
         make_model(config)
 
 
 def _inputs(options: argparse.Namespace) -> None:
-    from forge.cluster.lock import lock
+    from forge.cluster.lock import shared_lock
     from forge.core.paths import inputs_folder
     from forge.data.content_ids import single_corpora
     from forge.data.inputs import make_inputs
@@ -493,7 +500,7 @@ def _inputs(options: argparse.Namespace) -> None:
             fix="a run without them needs no such step",
         )
     for config in named:
-        with lock(inputs_folder(config.data, config.ids.inputs), "inputs"):
+        with shared_lock(inputs_folder(config.data, config.ids.inputs), "inputs"):
             make_inputs(config)
 
 
@@ -503,7 +510,8 @@ def _stage(options: argparse.Namespace) -> None:
 
     machine = _load_machine(options)
     with requeue_if_preempted(machine):
-        stage(_resolved(options), machine, _layout(options))
+        config = _resolved(options)
+        stage(config, machine, _fitting_layout(options, machine, config))
 
 
 def _preflight(options: argparse.Namespace) -> None:
@@ -517,7 +525,7 @@ def _preflight(options: argparse.Namespace) -> None:
     with requeue_if_preempted(machine):
         config = _resolved(options)
         place_logs(RunPaths.of(config))
-        preflight(config, machine, _layout(options))
+        preflight(config, machine, _fitting_layout(options, machine, config))
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -528,7 +536,8 @@ def _train(options: argparse.Namespace) -> None:
     from forge.tracking.tracker import refuse_missing_packages
 
     refuse_left_over()
-    config, machine, layout = _resolved(options), _load_machine(options), _layout(options)
+    config, machine = _resolved(options), _load_machine(options)
+    layout = _fitting_layout(options, machine, config)
     refuse_missing_packages(config.tracking, options.config)
     place_logs(RunPaths.of(config))
     settings = _settings(options) or training_settings(options.config, config, options.overrides)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.cluster import exclude, jobs, slurm
-from forge.cluster.placement import WorldLayout, check_layout, refuse_ranks_of_single
+from forge.cluster.placement import WorldLayout, check_layouts, refuse_ranks_of_single
 from forge.cluster.sbatch import slurm_extra
 from forge.core.config import Config
 from forge.core.errors import ConfigError, TrainingError
@@ -98,7 +98,8 @@ class Allocation:
     def slurm_extra(self, run: str) -> str:
         """More options for sbatch, without the nodes that this run found unhealthy."""
         bad = exclude.read(RunPaths.of(self._runs[run]).bad_nodes)
-        return slurm_extra(self.machine, self.layout(run).ranks_per_node, bad)
+        layout = self.layout(run)
+        return slurm_extra(self.machine, layout.nodes, layout.ranks_per_node, bad)
 
     def check_profile(self, settings: Any, custom: Collection[str], *, submits: bool) -> None:
         """ConfigError for lines of a shipped profile that were not edited, and for names in train_run
@@ -141,7 +142,7 @@ class Allocation:
         allocated = [job for job in due if job.rule.name in jobs.ALLOCATION_RULES]
         for name in dict.fromkeys(job.wildcards.run for job in allocated):
             try:
-                check_layout(self.machine, self.layout(name), self._runs[name])
+                check_layouts(self.machine, self.layout(name), self._runs[name])
             except ConfigError as err:
                 raise ConfigError(f"run {name}: {err.what}", cause=err.cause, fix=err.fix) from None
 
@@ -236,8 +237,9 @@ def allocation_resources(given: Mapping[str, Any], machine: Machine) -> dict[str
     refuse_ranks_of_single(machine, WorldLayout(nodes, ranks))
     asked = nodes + machine.preflight.spare_nodes
     resources = {**given, "mpi": "", "nodes": asked, "tasks_per_node": ranks}
-    if gpus is None:
-        resources["tasks"] = asked * ranks  # with GPUs it would become --ntasks-per-gpu
+    if gpus is None:  # with GPUs it would become --ntasks-per-gpu
+        fewest = min(machine.slurm.nodes_min or nodes, nodes) + machine.preflight.spare_nodes
+        resources["tasks"] = fewest * ranks
     return resources
 
 

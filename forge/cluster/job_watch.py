@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pwd
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge.cluster import jobs, slurm
+from forge.cluster import jobs, sbatch, slurm
 from forge.cluster.jobs import (
     QueuedJob,
     advice_on_excluded,
@@ -26,6 +25,7 @@ from forge.cluster.jobs import (
     slow_advice,
 )
 from forge.core.paths import RunPaths
+from forge.core.process import user_name
 
 PLUGIN_VERSION = "2.8.0"  # the tested version of the executor plugin
 POLL_SEC = 5.0  # the end of a job is reported within 10 s: this pause, squeue, and sacct
@@ -88,6 +88,7 @@ class JobWatch:
         self._messages: dict[str, tuple[str, float]] = {}  # subject of a message -> its state, time
         self._unlisted: dict[str, float] = {}  # job id -> time since which it is not listed
         self._passing: set[str] = set()
+        self._started: set[str] = set()  # jobs seen running, whose request Slurm then changes
         self._silent_since: float | None = None  # on the monotonic clock
 
     def submit(self, job: Any) -> None:
@@ -231,6 +232,7 @@ class JobWatch:
         if job is None:
             return self._not_in_queue(info)
         self._unlisted.pop(job.id, None)
+        self._restore_request(info.job, job)
         if job.is_waiting and (words := _why_it_waits(info.job, job)):
             self._tell(job.id, job.reason, f"{_name(info.job, job.id)} {words}")
         else:
@@ -240,6 +242,18 @@ class JobWatch:
             return True
         self._passing.discard(job.id)
         return not self._has_ended(info, job.state, job.nodes)
+
+    def _restore_request(self, job: Any, queued: QueuedJob) -> None:
+        """Let a requeued job ask again for what it was submitted with: Slurm leaves it the numbers of
+        nodes and tasks, and the short time limit, of its last start (22.05)."""
+        asked = sbatch.flexible_request(job.resources)
+        if asked and not queued.is_waiting:
+            self._started.add(queued.id)
+        elif asked and queued.id in self._started:
+            self._started.discard(queued.id)
+            if refusal := slurm.update(queued.id, asked):
+                words = f"asks for what it had last ({refusal})"
+                self._tell(queued.id, "request", f"{_name(job, queued.id)} {words}")
 
     def _not_in_queue(self, info: Any) -> bool:
         """As `_lives`, for a job that Slurm has forgotten (MinJobAge after its end): judged by its
@@ -315,7 +329,7 @@ class JobWatch:
         while True:
             state = slurm.accounted_state(job_id, timeout_sec=SACCT_SEC)
             if match := re.search(r"by (\d+)", state):
-                return _user(int(match[1]))
+                return user_name(int(match[1]))
             if time.monotonic() > end:
                 return "somebody (accounting does not say who)"
             time.sleep(0.5)
@@ -376,10 +390,3 @@ def _name(job: Any, job_id: str = "") -> str:
     runs = {dict(member.wildcards_dict).get("run", "") for member in members}
     words = [word for word in (rules, *(f"run {run}" for run in sorted(runs) if run)) if word]
     return f"{f'job {job_id}' if job_id else 'a job'} ({', '.join(words)})"
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,22 +14,37 @@ from typing import Literal
 from forge.cluster import slurm
 from forge.core.errors import DataError, ForgeError, OtherFormat, UnfitError
 from forge.core.files import disk_trouble, short_id
-from forge.core.process import INITIAL_NAMESPACE, Process, hostname
+from forge.core.process import INITIAL_NAMESPACE, Process, hostname, user_name
 from forge.core.records import Lock
 from forge.core.terminal import say
 
 LOCK = ".lock"
 # Held by the Snakemake that looks after a run: a second one would submit the same job again.
 WORKFLOW_LOCK = ".workflow-lock"
+# For a holder that makes the same shared artifact; tokenizing a large corpus may take this long.
+SHARED_WAIT_SEC = 24 * 3600.0
+POLL_SEC = 1.0
+
+
+class LockHeld(UnfitError):
+    """The holder of a lock is alive."""
+
+
+def shared_lock(folder: Path, command: str) -> contextlib.AbstractContextManager[None]:
+    """As `lock`, for a directory that several runs and users share: waits while a living holder makes
+    the same artifact, for SHARED_WAIT_SEC at most."""
+    return lock(folder, command, wait_sec=SHARED_WAIT_SEC)
 
 
 @contextmanager
-def lock(folder: Path, command: str, *, name: str = LOCK) -> Iterator[None]:
-    """Hold the right to write `folder`; UnfitError names a living holder, a dead one is replaced.
+def lock(folder: Path, command: str, *, name: str = LOCK, wait_sec: float = 0.0) -> Iterator[None]:
+    """Hold the right to write `folder`; LockHeld names a living holder, a dead one is replaced.
+    wait_sec: how long to wait for a living holder first.
 
     Made with link(2) and rename(2), which are atomic on NFS too, unlike flock. A holder on another
     host, or in another pid namespace, is judged by its Slurm job: whether that runs, and in which
-    restart; without one it counts as living. Raises OtherFormat for the lock of another version of Forge.
+    restart; without one it counts as living, and is refused at once with an UnfitError. Raises
+    OtherFormat for the lock of another version of Forge.
     """
     path = folder / name
     job = slurm.this_job()
@@ -38,7 +54,7 @@ def lock(folder: Path, command: str, *, name: str = LOCK) -> Iterator[None]:
         command=command,
         restart=job.restarts if job else 0,
     )
-    _acquire(path, own)
+    _wait_and_acquire(path, own, time.monotonic() + wait_sec)
     try:
         yield
     finally:
@@ -67,6 +83,21 @@ def check_held(folder: Path, writer: Process) -> None:
             f"{folder} is {now}: nothing was committed",
             cause="this node was cut off, and the run has gone on without it",
         )
+
+
+def _wait_and_acquire(path: Path, own: Lock, end: float) -> None:
+    """end: on the monotonic clock, until when a living holder is waited for."""
+    said = ""
+    while True:
+        try:
+            return _acquire(path, own)
+        except LockHeld as err:
+            if time.monotonic() >= end:
+                raise
+            if said != err.what:
+                say(f"waiting: {err.what}")
+            said = err.what
+        time.sleep(POLL_SEC)
 
 
 def _acquire(path: Path, own: Lock) -> None:
@@ -145,14 +176,18 @@ def _refuse_living(path: Path, held: Lock | Literal["corrupt"]) -> None:
     if life == "gone" or (life == "unknown" and _job_has_ended(path, held)):
         return
     if life == "alive":
-        stop = f"kill {held.pid}" if held.process.is_here else "kill it inside of its container"
-        raise UnfitError(
-            f"{path.parent} is being written by {_who(held)}",
+        stop = (
+            f"stop it with: kill {held.pid}"
+            if held.process.is_here
+            else "kill it inside of its container"
+        )
+        raise LockHeld(
+            f"{path.parent} is being written by {_who(held)}{_of_user(path)}",
             cause="the same command was given twice",
-            fix=f"wait for it, or stop it with: {stop}",
+            fix=f"wait for it, or {stop if _is_own(path) else 'ask that user'}",
         )
     raise UnfitError(
-        f"{path.parent} is being written by {_who(held)}, which {hostname()} cannot ask",
+        f"{path.parent} is being written by {_who(held)}{_of_user(path)}, which {hostname()} cannot ask",
         cause=_why_unknown(held),
         fix=f"if nothing of it runs on {held.host} any more, which {_look(held)} shows there: rm {path}",
     )
@@ -202,11 +237,21 @@ def _refuse_living_job(path: Path, held: Lock, job: slurm.Job) -> None:
     if job.restarts > held.restart:
         return  # restarted since: that start of it is dead
     if job.is_living or (job.is_waiting and job.id != slurm.this_job_id()):
-        raise UnfitError(
-            f"{path.parent} is being written by {_who(held)}: job {job.id} is {job.state}",
+        end = f"end it with: scancel {job.id}" if _is_own(path) else "ask that user"
+        raise LockHeld(
+            f"{path.parent} is being written by {_who(held)}{_of_user(path)}: job {job.id} is"
+            f" {job.state}",
             cause="the same run was started twice",
-            fix=f"wait for job {job.id}, or end it with: scancel {job.id}",
+            fix=f"wait for job {job.id}, or {end}",
         )
+
+
+def _of_user(path: Path) -> str:
+    """Whose lock it is, where another user made it."""
+    with contextlib.suppress(FileNotFoundError):
+        owner = path.stat().st_uid
+        return "" if owner == os.getuid() else f" of user {user_name(owner)}"
+    return ""
 
 
 def _who(held: Lock) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forge.cluster import rendezvous, slurm
 from forge.core import memory
@@ -73,6 +74,45 @@ def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
             refuse_bf16_of_ddp(config.train)
         _check_memory(machine, layout, config)
     check_source(machine, layout, config)
+
+
+def check_layouts(machine: Machine, layout: WorldLayout, config: Config) -> None:
+    """As `check_layout`, for the fewest nodes (slurm.nodes_min), too."""
+    check_layout(machine, layout, config)
+    fewest = machine.slurm.nodes_min or layout.nodes
+    if fewest > layout.nodes:
+        raise ConfigError(
+            f"slurm.nodes_min is {fewest}, and {layout.nodes} nodes train",
+            fix="set it to the number of nodes or less, or raise nodes in the profile",
+        )
+    if fewest * layout.ranks_per_node < layout.nodes:
+        raise ConfigError(
+            f"slurm.nodes_min is {fewest}, with {layout.ranks_per_node} ranks a node, for {layout.nodes}"
+            " nodes",
+            cause="Slurm gives a job no more nodes than it has tasks, and the fewest nodes have"
+            f" {fewest * layout.ranks_per_node} tasks",
+            fix=f"set it to {-(-layout.nodes // layout.ranks_per_node)} or more, or to null",
+        )
+    check_layout(machine, replace(layout, nodes=fewest), config)
+
+
+def fitting_layout(machine: Machine, layout: WorldLayout, config: Config) -> WorldLayout:
+    """The layout on the nodes that this Slurm job has got, where slurm.nodes_min allows fewer than it
+    asked for: the most nodes that the config can be trained on, spare nodes apart.
+
+    Raises ConfigError of `check_layouts`, SlurmSilent.
+    """
+    fewest = machine.slurm.nodes_min
+    job = slurm.this_job() if fewest and fewest < layout.nodes else None
+    if not fewest or job is None:
+        return layout
+    check_layouts(machine, layout, config)
+    given = len(job.nodes) - machine.preflight.spare_nodes
+    for nodes in range(min(given, layout.nodes), fewest, -1):
+        with contextlib.suppress(ConfigError):
+            check_layout(machine, replace(layout, nodes=nodes), config)
+            return replace(layout, nodes=nodes)
+    return replace(layout, nodes=fewest)
 
 
 def refuse_no_ranks(layout: WorldLayout) -> None:

@@ -154,12 +154,18 @@ def requests_of(jobs: Iterable[Any], executor_settings: Any = None) -> list[Requ
     return list(dict.fromkeys(Request.of(job, executor_settings) for job in here))
 
 
-def slurm_extra(machine: Machine, ranks_per_node: int, bad_nodes: Sequence[str]) -> str:
-    """The sbatch options that the executor does not set, for slurm_extra.
+def slurm_extra(machine: Machine, nodes: int, ranks_per_node: int, bad_nodes: Sequence[str]) -> str:
+    """The sbatch options that the executor does not set, for slurm_extra. nodes: that train, at most.
 
-    `--signal` without `B:` signals the ranks; with `B:` it would end Snakemake in the batch shell.
+    `--signal` without `B:` signals the ranks; with `B:` it would end Snakemake in the batch shell. The
+    executor refuses `--nodes`, takes an integer only, and sbatch takes the last of two.
     """
     options = [f"--ntasks-per-node={ranks_per_node}", "--open-mode=append"]
+    spare, fewest = machine.preflight.spare_nodes, machine.slurm.nodes_min
+    if fewest and fewest < nodes:
+        options.append(f"-N{fewest + spare}-{nodes + spare}")
+    if machine.slurm.time_min:
+        options.append(f"--time-min={machine.slurm.time_min}")
     if machine.slurm.warn_sec:
         options.append(f"--signal=SIGUSR1@{machine.slurm.warn_sec}")
     if machine.preflight.spare_nodes:
@@ -171,6 +177,19 @@ def slurm_extra(machine: Machine, ranks_per_node: int, bad_nodes: Sequence[str])
     if excluded:
         options.append(f"--exclude={','.join(dict.fromkeys(excluded))}")
     return shlex.join(options + given)
+
+
+def flexible_request(resources: Mapping[str, Any]) -> dict[str, object]:
+    """What `scontrol update` needs to ask for nodes and time as at the submission; {} for a job that
+    takes neither fewer nodes nor less time. resources: of Snakemake's job, with its `slurm_extra`."""
+    extra = str(resources.get("slurm_extra", ""))
+    asked: dict[str, object] = {}
+    if "--time-min=" in extra:
+        asked["TimeLimit"] = resources.get("runtime")
+    if match := re.search(r"-N(\d+)-\d+", extra):
+        tasks = int(match[1]) * _int(resources.get("tasks_per_node"))
+        asked |= {"NumNodes": match[0].removeprefix("-N"), "NumTasks": tasks}
+    return asked
 
 
 def batch_line(

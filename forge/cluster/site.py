@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pydantic import Field
 
 from forge.cluster import partitions, slurm
 from forge.core.errors import DataError, UnfitError
+from forge.core.process import user_name
 from forge.core.records import Record, RecordPart
 from forge.core.terminal import one_line
 
@@ -172,20 +172,12 @@ def _needed_questions() -> dict[str, tuple[str, ...]]:
 
 
 def _accounting_questions() -> dict[str, tuple[str, ...]]:
-    user = _user_name()
+    user = user_name(os.getuid())
     return {
         "user": (*_SACCTMGR, "user", user, "format=user,defaultaccount"),
         "associations": (*_SACCTMGR, "assoc", f"user={user}", f"format={_OF_ASSOCIATION}"),
         "qos": (*_SACCTMGR, "qos", f"format={_OF_QOS}"),
     }
-
-
-def _user_name() -> str:
-    """Name of the user; the number where this host has no name for it."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
 
 
 def _needed(command: Sequence[str]) -> Answer:

@@ -464,7 +464,13 @@ def requeue(job_id: str, restarts: int) -> str:
 
 def exclude(job_id: str, names: Sequence[str]) -> str:
     """Set the nodes that a pending job must not get; "" or why Slurm refused."""
-    return _refusal("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(names)}")
+    return update(job_id, {"ExcNodeList": ",".join(names)})
+
+
+def update(job_id: str, values: Mapping[str, object]) -> str:
+    """Change a pending job, whose user may also raise its limits; "" or why Slurm refused."""
+    words = (f"{key}={value}" for key, value in values.items())
+    return _refusal("scontrol", "update", f"JobId={job_id}", *words)
 
 
 def _refusal(*command: str) -> str:

@@ -16,7 +16,7 @@ import blake3
 from pydantic import AfterValidator
 
 from forge.core.errors import DataError, DiskFull, ForgeError, UnfitError
-from forge.core.process import boot_id
+from forge.core.process import boot_id, user_name
 
 # blake3 is as fast as the disk: 7 GB/s on a core, sha256 1.9.
 DIGEST = "blake3"
@@ -177,9 +177,25 @@ def disk_trouble(path: Path, action: str = "write") -> Iterator[None]:
         if err.errno not in fixes:
             raise
         is_full = err.errno in (errno.ENOSPC, errno.EDQUOT)
+        is_denied = err.errno in (errno.EACCES, errno.EPERM)
         raise (DiskFull if is_full else UnfitError)(
-            f"cannot {action} {err.filename or path}: {err.strerror}", fix=fixes[err.errno]
+            f"cannot {action} {err.filename or path}: {err.strerror}",
+            cause=_whose(Path(err.filename or path)) if is_denied else "",
+            fix=fixes[err.errno],
         ) from err
+
+
+def _whose(path: Path) -> str:
+    """Owner and mode of what denies access to a path: itself, or the nearest directory that exists; ""
+    where this user may not see even that."""
+    for place in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            status = place.stat()
+            if os.access(place, os.R_OK | os.W_OK) and place != path:
+                return ""  # another reason, such as a policy of the kernel
+            owner, mode = user_name(status.st_uid), stat.filemode(status.st_mode)
+            return f"{place} belongs to user {owner} ({mode}), and you are {user_name(os.getuid())}"
+    return ""
 
 
 @contextmanager

@@ -131,6 +131,14 @@ class Slurm(Section):
     """Variables of the shell in which the workflow was started that the ranks inherit. A list of names
     and patterns, such as `[WANDB_MODE, MY_*]`, leaves out all others but those of the system, Slurm,
     Forge, NCCL, Gloo, torch and Hugging Face; tokens, secrets and keys too, unless named in full."""
+    nodes_min: int | None = Field(None, ge=1)
+    """Start as soon as so many nodes are free, and train on what Slurm gives, up to `nodes`: as many of
+    them as share the batch evenly. A requeue may get another number. At least `nodes` divided by the
+    ranks of a node. null: `nodes`."""
+    time_min: int | None = Field(None, ge=1)
+    """Start in a gap of the queue that is shorter than the time limit of the job, but has so many minutes
+    (--time-min of sbatch, with the backfill scheduler, which may give no more than these); training saves
+    before their end and is requeued. null: the time limit."""
     max_gpu_hours: float | None = Field(None, gt=0)
     """Nothing is submitted where the runs that one command would train need more GPU-hours than this in
     sum; null: no limit. A run counts with the GPUs of all its nodes, spare ones too, times the time from
@@ -139,6 +147,15 @@ class Slurm(Section):
     requeues. Jobs in the queue, validation and evaluation are not counted."""
     options: str = ""
     """Further options for sbatch, as on its command line, such as `--mail-type=FAIL`."""
+
+    @model_validator(mode="after")
+    def _has_time_before_the_warning(self) -> Self:
+        if self.time_min and self.time_min * 60 <= self.warn_sec:
+            raise ValueError(
+                f"time_min is {self.time_min} minutes, and warn_sec {self.warn_sec} s: training would be"
+                " asked to stop at once. Set time_min to half an hour or more"
+            )
+        return self
 
 
 class Machine(Section):

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import hashlib
 import os
+import pwd
 import re
 import resource
 import signal
@@ -25,6 +26,14 @@ Life = Literal["alive", "gone", "unknown"]
 
 def hostname() -> str:
     return socket.gethostname().split(".")[0]
+
+
+def user_name(uid: int) -> str:
+    """Name of a user; the number where this host has no name for it."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def free_port() -> int:

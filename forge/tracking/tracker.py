@@ -51,7 +51,8 @@ class Tracker(Protocol):
 
 def missing_packages(tracking: Tracking) -> list[str]:
     """Trackers that are on, whose package is not installed here."""
-    return [name for name in tracking.trackers if find_spec(name) is None]
+    # Without an origin it is a folder of this name, such as the wandb/ of earlier runs.
+    return [name for name in tracking.trackers if not getattr(find_spec(name), "origin", None)]
 
 
 def refuse_missing_packages(tracking: Tracking, where: str) -> None:

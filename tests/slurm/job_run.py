@@ -157,7 +157,7 @@ class Progress:
         """Whether each rank has left this file of pause/sitecustomize.py."""
         launches = self.events("launch")
         left = list((self.folder / f".pause/{step}").glob(f"{word}-*"))
-        return bool(launches) and len(left) == launches[0]["world_size"]
+        return bool(launches) and len(left) == launches[-1]["world_size"]
 
     def wait_for_event(self, name: str, count: int = 1, timeout: float = 90) -> dict[str, Any]:
         wait_until(
@@ -250,12 +250,13 @@ class Uninterrupted:
     def equals(self, run: Progress) -> None:
         """Weights and every loss on the way are the same to the last bit."""
         [world_size] = {event["world_size"] for event in run.events("launch")}
-        alike = self._run(world_size)
+        alike = self.run(world_size)
         assert run.weights_digest() == alike.weights_digest()
         assert run.losses() == alike.losses()
         assert resume.latest(run.paths).step == GOAL  # type: ignore[union-attr]
 
-    def _run(self, world_size: int) -> Progress:
+    def run(self, world_size: int) -> Progress:
+        """The undisturbed run on so many ranks of one node."""
         run = Progress(self.results / f"of-{world_size}")
         self.results.mkdir(parents=True, exist_ok=True)
         with locked(self.results / f"{run.folder.name}.lock"):

@@ -34,6 +34,7 @@ ELSEWHERE = {
     ("docs/new-cluster.md", "", ""): "tests/slurm/test_readme.py",
     (BERT, "", "snakemake --profile profiles/local"): "tests/workflow/test_lab_bert.py",
     (BERT, "", ".venv/bin/python"): "tests/workflow/test_lab_bert.py",
+    ("docs/data.md", "A directory for a group", ""): "tests/workflow/test_shared_data.py",
     ("docs/gpu.md", "", "python3 -m bench.gpu --quick"): "tests/distributed/test_gpu_bench.py",
 }
 

@@ -74,7 +74,7 @@ def test_gpus_of_a_gres(gres, count):
 
 def test_options_of_sbatch_warn_the_ranks_and_merge_excluded_nodes():
     keys = {"slurm.options": "--exclude=n[7-8] --mail-type=END", "slurm.exclude": ["n1"]}
-    options = slurm_extra(load_machine(None, keys), 4, ["n3", "n1"])
+    options = slurm_extra(load_machine(None, keys), 2, 4, ["n3", "n1"])
     assert options == (
         "--ntasks-per-node=4 --open-mode=append --signal=SIGUSR1@120"
         " --exclude=n7,n8,n1,n3 --mail-type=END"
@@ -83,12 +83,21 @@ def test_options_of_sbatch_warn_the_ranks_and_merge_excluded_nodes():
 
 def test_a_job_with_spare_nodes_outlives_a_node():
     machine = load_machine(None, {"preflight.spare_nodes": 1})
-    assert "--no-kill" in slurm_extra(machine, 1, []).split()
+    assert "--no-kill" in slurm_extra(machine, 2, 1, []).split()
 
 
 def test_no_nodes_to_leave_out_means_no_exclude():
-    options = slurm_extra(load_machine(None, {"slurm.warn_sec": 0}), 1, [])
+    options = slurm_extra(load_machine(None, {"slurm.warn_sec": 0}), 2, 1, [])
     assert options == "--ntasks-per-node=1 --open-mode=append"
+
+
+def test_fewer_nodes_and_less_time_are_asked_of_slurm_with_the_tasks_of_the_fewest_nodes():
+    keys = {"launcher": "srun", "slurm.nodes_min": 1, "slurm.time_min": 30}
+    machine = load_machine(None, {**keys, "preflight.spare_nodes": 1})
+    assert "-N2-3 --time-min=30" in slurm_extra(machine, 2, 3, [])
+    assert allocation_resources(CPUS, machine)["tasks"] == 6
+    assert allocation_resources(CPUS, machine)["nodes"] == 3
+    assert "-N" not in slurm_extra(machine, 1, 3, [])
 
 
 @pytest.mark.parametrize(

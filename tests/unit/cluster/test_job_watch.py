@@ -63,6 +63,7 @@ class Job:
         self.output = output
         self.rule = SimpleNamespace(name="validate_run")
         self.wildcards_dict = {"run": "base"}
+        self.resources = {"runtime": 60}
 
     def is_group(self):
         return False
@@ -156,6 +157,23 @@ def check(watch, *infos):
         return [info async for info in watch.check(list(infos))]
 
     return asyncio.run(kept())
+
+
+def test_requeued_job_asks_again_for_the_nodes_and_the_time_that_it_was_submitted_with(
+    command, watch, info, tmp_path
+):
+    asked = tmp_path / "asked"
+    command("scontrol", f"echo $* >> {asked}")
+    for state in ("RUNNING", "PENDING"):  # without --time-min nothing is changed
+        lists(command, state)
+        check(watch, info)
+    assert not asked.exists()
+    info.job.resources |= {"slurm_extra": "--time-min=5 -N2-4", "tasks_per_node": 3}
+    for state in ("PENDING", "RUNNING", "PENDING", "PENDING", "RUNNING", "PENDING"):
+        lists(command, state)
+        check(watch, info)
+    line = "update JobId=17 TimeLimit=60 NumNodes=2-4 NumTasks=6\n"
+    assert asked.read_text() == line * 2
 
 
 def test_jobs_are_kept_while_slurm_does_not_answer_and_it_is_said_once(command, watch, info):

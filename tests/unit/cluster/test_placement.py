@@ -138,3 +138,43 @@ def test_program_needs_a_directory_that_is_copied_to_nodes_that_do_not_see_the_p
         assert refused and "set program.source" in err.fix
     else:
         assert not refused
+
+
+# --- fewer nodes (slurm.nodes_min) ---------------------------------------------------------------
+
+FEWER = {"launcher": "srun", "slurm.nodes_min": 2}
+EIGHT = Config.model_validate({"train": {"batch_size": 8}})
+
+
+@pytest.mark.parametrize(
+    ("given", "spare", "nodes"),
+    [(4, 0, 4), (3, 0, 2), (2, 0, 2), (5, 1, 4), (4, 1, 2), (3, 1, 2), (6, 0, 4)],
+)
+def test_as_many_of_the_nodes_that_slurm_gave_train_as_share_the_batch(
+    given, spare, nodes, monkeypatch
+):
+    hosts = tuple(f"n{number}" for number in range(given))
+    monkeypatch.setattr(slurm, "this_job", lambda: replace(JOB, nodes=hosts))
+    machine = load_machine(None, {**FEWER, "preflight.spare_nodes": spare})
+    fitting = placement.fitting_layout(machine, WorldLayout(4, 2), EIGHT)
+    assert fitting == WorldLayout(nodes, 2)
+
+
+def test_without_nodes_min_the_layout_is_the_one_asked_for(monkeypatch):
+    monkeypatch.setattr(slurm, "this_job", lambda: replace(JOB, nodes=("n1",)))
+    machine = load_machine(None, {"launcher": "srun"})
+    assert placement.fitting_layout(machine, WorldLayout(4, 2), EIGHT) == WorldLayout(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("fewest", "told"),
+    [
+        (3, "batch_size"),
+        (5, "slurm.nodes_min is 5, and 4 nodes train"),
+        (1, "slurm.nodes_min is 1, with 2 ranks a node, for 4 nodes"),
+    ],
+)
+def test_fewest_nodes_that_cannot_train_the_config_are_refused_before_submission(fewest, told):
+    machine = load_machine(None, {**FEWER, "slurm.nodes_min": fewest})
+    with pytest.raises(ConfigError, match=told):
+        placement.check_layouts(machine, WorldLayout(4, 2), EIGHT)

@@ -1,6 +1,8 @@
 """Threat: answers of Slurm that are lost or changed before anybody reads them, and files with more about
 people than a stranger may see."""
 
+import pwd
+
 import pytest
 
 from forge.cluster import site, slurm
@@ -96,6 +98,6 @@ def test_user_without_a_name_is_asked_about_by_number(monkeypatch):
     def unknown(uid):
         raise KeyError(uid)
 
-    monkeypatch.setattr(site.pwd, "getpwuid", unknown)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
     monkeypatch.setattr(site.os, "getuid", lambda: 1234)
     assert "user=1234" in site._accounting_questions()["associations"]

@@ -1,0 +1,86 @@
+"""Runs that do not wait for all nodes, or for all their time: they start with what Slurm has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from forge.core.files import read_json
+from tools.slurm_cluster.cluster import Cluster
+from tools.slurm_cluster.machines import wait_until
+
+from .job_run import Uninterrupted, paused
+from .project import Project
+
+Nodes = Callable[[int], list[str]]
+NewProject = Callable[..., Project]
+
+
+def test_run_trains_on_the_nodes_that_are_free_at_each_start(
+    new_project: NewProject, cluster: Cluster, nodes: Nodes, uninterrupted: Uninterrupted
+) -> None:
+    first, second = nodes(2)
+
+    def block_second() -> str:
+        return cluster.submit("--exclusive", f"--nodelist={second}", "--wrap=sleep 600")
+
+    def requeue(step: int) -> None:
+        cluster.run("scontrol", "requeue", run.events("launch")[0]["job"])
+        run.end_pause_when_told_to_stop(step)
+
+    other = block_second()
+    cluster.wait_for_state(other, "RUNNING")
+    project = new_project(
+        on=2,
+        train_run={"nodes": 2, "tasks_per_node": 2},
+        machine={"slurm": {"nodes_min": 1, "warn_sec": 30}},
+    )
+    command = project.start(env=paused(30, 50))
+    run = project.run()
+    run.wait_for_pause(30)
+    assert run.events("launch")[0]["nodes"] == [first]
+    cluster.run("scancel", other)
+    cluster.wait_for_state(other, "CANCELLED")
+    requeue(30)
+    run.wait_for_pause(50)
+    other = block_second()
+    requeue(50)
+    assert project.end(command) == 0, project.said()
+    sizes = [event["world_size"] for event in run.events("launch")]
+    assert sizes == [2, 4, 2], project.said()
+    assert read_json(run.paths.validated)["status"] == "valid"
+    expected = uninterrupted.run(world_size=2).losses()
+    losses = {line["step"]: line["loss"] for line in run.train_lines()}
+    # Dropout of each rank has its own seed: other numbers of ranks drop other values. The order of the
+    # samples is the same, and samples in another order would have losses that differ by more.
+    assert losses == pytest.approx(expected, rel=0.02)
+
+
+def test_run_starts_in_a_gap_of_the_queue_and_asks_for_its_whole_time_limit_again(
+    new_project: NewProject, cluster: Cluster, nodes: Nodes
+) -> None:
+    first, second = nodes(2)
+    # What is in the way of a job of 30 minutes: one that needs both nodes, when the first one has ended.
+    running = cluster.submit("--exclusive", f"--nodelist={first}", "--time=8", "--wrap=sleep 600")
+    cluster.wait_for_state(running, "RUNNING")
+    project = new_project(
+        on=2, train_run={"nodes": 1}, machine={"slurm": {"time_min": 2, "warn_sec": 30}}
+    )
+    waiting = cluster.submit(
+        *("--nodes=2", "--exclusive", f"--nodelist={first},{second}", "--time=20"),
+        "--wrap=sleep 600",
+    )
+    command = project.start(env=paused())
+    run = project.run()
+    run.wait_for_pause()
+    job = run.events("launch")[0]["job"]
+    assert cluster.job(waiting)["JobState"] == "PENDING"
+    assert cluster.job(job)["TimeLimit"] in {f"00:{minutes:02}:00" for minutes in range(2, 9)}
+    cluster.run("scancel", waiting, running)
+    cluster.run("scontrol", "requeue", job)
+    run.end_pause_when_told_to_stop()
+    wait_until(
+        lambda: cluster.job(job)["TimeLimit"] == "00:30:00", 60, "the whole limit", project.said
+    )
+    assert project.end(command) == 0, project.said()
