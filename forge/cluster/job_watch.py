@@ -329,7 +329,7 @@ class JobWatch:
         while True:
             state = slurm.accounted_state(job_id, timeout_sec=SACCT_SEC)
             if match := re.search(r"by (\d+)", state):
-                return user_name(int(match[1]))
+                return f"user {user_name(int(match[1]))}"
             if time.monotonic() > end:
                 return "somebody (accounting does not say who)"
             time.sleep(0.5)

@@ -47,7 +47,7 @@ def test_held_job_is_named_and_its_cancellation_ends_the_command_soon(
     told = cluster.run("forge", "status", "results/base", cwd=project.folder).stdout
     assert "JobHeldUser" in told and f"scontrol release {job}" in told
     cluster.run("scancel", job)
-    wait_for_words(project, f"job {job} (run base) was cancelled by root", SOON_SEC)
+    wait_for_words(project, f"job {job} (run base) was cancelled by user root", SOON_SEC)
     assert project.end(command, timeout=SOON_SEC) != 0
     assert "Error in" not in project.output() and "Logfile" not in project.output()
 

@@ -254,7 +254,7 @@ def test_forgotten_job_without_a_record_fails_by_name_and_is_not_asked_for_forev
 def test_forgotten_job_is_asked_of_accounting(command, watch, info):
     command("sacct", f"echo 'CANCELLED by {os.getuid()}'")
     assert check(watch, info) == [] and watch._executor.failure == [info.job]
-    assert f"was cancelled by {pwd.getpwuid(os.getuid()).pw_name}" in watch._executor.said[-1]
+    assert f"was cancelled by user {pwd.getpwuid(os.getuid()).pw_name}" in watch._executor.said[-1]
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "PENDING", "SUSPENDED", "REQUEUED"])
