@@ -5,19 +5,38 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from forge.core.config import Config
+from forge.core.errors import UnfitError
 from forge.core.files import disk_trouble, short_id
 
 MANIFEST = "manifest.json"  # of each directory below data/: what it holds, written last
 TOKENIZER = (
     "tokenizer.json"  # in the directory of a tokenizer, of an export and of a model on a hub
 )
+SNAKEFILE = "workflow/Snakefile"
 CONFIG, SHEET = "config/config.yaml", "config/runs.tsv"  # of a project
 # Files of workflow commands: for their jobs, and what the last command was about.
 WORKFLOW = Path(".snakemake/forge")
 WORKFLOW_RUNS = WORKFLOW / "runs.json"
+
+
+def shipped() -> Path:
+    """The directory with workflow/, profiles/ and config/ of this Forge: a clone or an unpacked source
+    distribution that is installed in place, else where the wheel has put them."""
+    source = Path(__file__).resolve().parents[2]
+    if (source / SNAKEFILE).is_file():
+        return source
+    for file in metadata.files("forge") or ():
+        if file.match(f"share/forge/{SNAKEFILE}"):
+            return Path(file.locate()).resolve().parents[1]
+    raise UnfitError(
+        f"{SNAKEFILE} of Forge is not beside its package, in {source}",
+        cause="the package was copied, or installed by other means than pip",
+        fix="install the wheel of Forge with pip",
+    )
 
 
 def settings_file(run: str) -> Path:

@@ -5,6 +5,7 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 
+from forge import as_module
 from forge.checkpoint import family
 from forge.cluster import job_watch, jobs
 from forge.cluster.allocation import Allocation, Profile
@@ -13,6 +14,7 @@ from forge.core.errors import ForgeError
 from forge.core.paths import (
     inputs_folder,
     model_folder,
+    shipped,
     tokenizer_folder,
     tokens_folder,
 )
@@ -25,8 +27,12 @@ helpers.prepare_environment()
 workflow_output.shorten(workflow, logger)
 
 try:
+    as_module.refuse_other_names(workflow)
     # No `configfile:`, so that a value means the same here as in every `forge` command.
-    RUNS = helpers.read_runs(workflow.config_settings, main=workflow.is_main_process)
+    GIVEN = as_module.given_config(workflow, config)
+    RUNS = helpers.read_runs(
+        workflow.config_settings, GIVEN, main=workflow.is_main_process
+    )
     overwrites = workflow.resource_settings.overwrite_resources
     PROFILE = (
         Profile.of_command(sys.argv[1:], overwrites)
@@ -35,14 +41,14 @@ try:
     )
     OF_PROFILE = overwrites.get(jobs.TRAIN_RULE, {})
     LAYOUTS = helpers.read_layouts(
-        workflow.config_settings, OF_PROFILE, main=workflow.is_main_process
+        workflow.config_settings, OF_PROFILE, GIVEN, main=workflow.is_main_process
     )
-    ALLOCATION = Allocation(OF_PROFILE, RUNS, LAYOUTS, PROFILE, workflow.basedir)
+    ALLOCATION = Allocation(OF_PROFILE, RUNS, LAYOUTS, PROFILE, str(shipped()))
     overwrites[jobs.TRAIN_RULE] = helpers.as_resources(ALLOCATION.of_profile)
 except ForgeError as err:
     raise WorkflowError(str(err)) from None
 
-if workflow.is_main_process:
+if workflow.is_main_process and not as_module.is_read_again(workflow):
     helpers.end_with_table(
         workflow, RUNS, lambda: check_plan(PROFILE.executor == "slurm")
     )
@@ -210,7 +216,7 @@ def resumed_files(wildcards):
     return files_of(RESUMED, "validated.json", "report.html")
 
 
-onstart:
+def before_first_job():
     # Not in a dry run. Only here is it known where jobs will run.
     submits = workflow.executor_plugin.name == "slurm"
     try:
@@ -221,9 +227,7 @@ onstart:
             helpers.check_submission(workflow.dag, [RESULTS, DATA], logger.warning)
             helpers.keep_for_jobs(RUNS, LAYOUTS)
             job_watch.install(workflow.scheduler._executor, RUNS)
-        helpers.take_over(
-            RUNS, ALLOCATION.machine.slurm, logger.info, submits=submits
-        )
+        helpers.take_over(RUNS, ALLOCATION.machine.slurm, logger.info, submits=submits)
         helpers.write_configs(RUNS, workflow.dag.needrun_jobs())
         helpers.write_down(RUNS)
         helpers.keep_settings(
@@ -235,3 +239,7 @@ onstart:
         logger.info(cost)
     # A STOP file is removed: who resumes a stopped run wants it to train. Not in a dry run.
     helpers.remove_stop_files({name: RUNS[name] for name in RESUMED}, logger.info)
+
+
+# In place of `onstart:`, which Snakemake does not call in a module.
+as_module.start_with(workflow, before_first_job)

@@ -38,7 +38,7 @@ def of(*words):
 def allocation(*words):
     profile, resources = of(*words)
     of_train = resources.get("train_run", {})
-    return Allocation(of_train, {"base": Config(run="base")}, {}, profile, "workflow")
+    return Allocation(of_train, {"base": Config(run="base")}, {}, profile, "")
 
 
 @pytest.mark.parametrize(
