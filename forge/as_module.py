@@ -8,13 +8,40 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import forge
 from forge.cluster.allocation import OF_COMMAND
 from forge.cluster.jobs import TRAIN_RULE
 from forge.core.errors import ConfigError
-from forge.core.paths import CONFIG
+from forge.core.paths import CONFIG, SNAKEFILE, shipped
 from forge.workflow import SUBMITTED, read_config
+
+
+def snakefile_of(version: str) -> str:
+    """Path of the workflow that came with the installed Forge, for `snakefile:` of a module. version: of
+    Forge, when the user's Snakefile was made. Raises WorkflowError for another one."""
+    _refuse_other("this Snakefile", version, f'write snakefile_of("{forge.__version__}")')
+    return str(shipped() / SNAKEFILE)
+
+
+def refuse_other_version(version: str) -> None:
+    """WorkflowError where rules of this version would call another Forge."""
+    _refuse_other("this workflow", version, f"take the workflow of the tag v{forge.__version__}")
+
+
+def _refuse_other(what: str, version: str, instead: str) -> None:
+    from snakemake.exceptions import WorkflowError
+
+    if version != forge.__version__:
+        wheel = f"forge-{version}-py3-none-any.whl"
+        raise WorkflowError(
+            f"{what} is for Forge {version}, and Forge {forge.__version__} is installed, in"
+            f" {Path(forge.__file__).parent}\n"
+            f"  fix:   pip install --constraint constraints.txt {wheel} (docs/installation.md),\n"
+            f"         or {instead}: CHANGELOG.md has what differs"
+        )
 
 
 def is_read_again(workflow: Any) -> bool:

@@ -12,6 +12,8 @@ import pytest
 import yaml
 from support.clone import REPOSITORY, Project, started_rules
 
+import forge
+
 # As `snakedeploy deploy-workflow` writes it (its templates/use_module.smk.jinja).
 DEPLOYED = f"""\
 from snakemake.utils import min_version
@@ -141,6 +143,22 @@ def test_renamed_rules_and_paths_are_refused_by_name(user: Project) -> None:
         user, DEPLOYED.replace("        config\n", '        config\n    prefix:\n        "x"\n')
     )
     assert "remove it, and set `results` and `data`" in refused(user)
+
+
+def test_other_version_than_the_installed_one_is_refused_by_name(user: Project) -> None:
+    """That of a Snakefile by `forge init`, and that of rules from elsewhere, such as a tag of a host."""
+    assert user.forge("init", "made").returncode == 0
+    made = user.root / "made/workflow/Snakefile"
+    write_snakefile(user, made.read_text().replace(f'"{forge.__version__}"', '"9.9.9"'))
+    said = refused(user)
+    assert f"Forge 9.9.9, and Forge {forge.__version__} is installed" in said
+    assert "forge-9.9.9-py3-none-any.whl" in said
+    rules = user.root / "rules of 9.9.9"
+    shutil.copytree(REPOSITORY / "workflow", rules)
+    text = (rules / "Snakefile").read_text()
+    (rules / "Snakefile").write_text(text.replace(f'"{forge.__version__}"', '"9.9.9"'))
+    write_snakefile(user, DEPLOYED.replace(f"{REPOSITORY}/workflow", str(rules)))
+    assert f"this workflow is for Forge 9.9.9, and Forge {forge.__version__} is" in refused(user)
 
 
 def test_module_needs_no_profile(user: Project) -> None:

@@ -2,10 +2,8 @@
 import sys
 from pathlib import Path
 
-from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 
-from forge import as_module
 from forge.checkpoint import family
 from forge.cluster import job_watch, jobs
 from forge.cluster.allocation import Allocation, Profile
