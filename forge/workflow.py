@@ -190,16 +190,18 @@ def read_layouts(
     return run_layouts(resources, columns)
 
 
-def as_resources(values: Mapping[str, Any]) -> Any:
-    """Resources as Snakemake has them in its settings."""
+def set_resources(settings: Any, rule: str, values: Mapping[str, Any]) -> None:
+    """Make these the set-resources of a rule. settings: Snakemake's ResourceSettings."""
     from snakemake.resources import Resource, Resources
 
-    return Resources(
+    settings.overwrite_resources[rule] = Resources(
         {
             name: value if isinstance(value, Resource) else Resource(name, value)
             for name, value in values.items()
         }
     )
+    # Snakemake keeps them as the first rule needed them, which in a module may be one of the user's own.
+    vars(settings).pop("_parsed_overwrite_resources", None)
 
 
 def known_failures(runs: dict[str, ResolvedConfig]) -> dict[str, str]:

@@ -11,31 +11,9 @@ import shutil
 import pytest
 import yaml
 from support.clone import REPOSITORY, Project, started_rules
+from support.user_snakefile import DEPLOYED, OWN_RULES
 
 import forge
-
-# As `snakedeploy deploy-workflow` writes it (its templates/use_module.smk.jinja).
-DEPLOYED = f"""\
-from snakemake.utils import min_version
-
-
-min_version("6.10.0")
-
-
-configfile: "config/config.yaml"
-
-
-# declare forge as a module
-module forge:
-    snakefile:
-        "{REPOSITORY}/workflow/Snakefile"
-    config:
-        config
-
-
-# use all rules from forge
-use rule * from forge
-"""
 
 
 @pytest.fixture
@@ -132,6 +110,40 @@ def test_first_rule_of_the_user_or_else_train_is_the_default_target(user: Projec
     assert "rule train:" not in planned(user) and "rule mine:" in planned(user)
     write_snakefile(user, DEPLOYED + own)
     assert "rule train:" in planned(user) and "rule mine:" not in planned(user)
+
+
+def test_rules_of_the_user_make_the_text_before_and_plot_after(user: Project) -> None:
+    """In one command, although the text is not there when the workflow starts. Other text is never taken
+    for that of the checkpoint, also where nothing is left to train."""
+    (user.root / "corpus").rename(user.root / "raw")
+    user.write_config(tokenize={"inputs": ["rule:corpus/clean.txt"]})
+    write_snakefile(user, OWN_RULES + DEPLOYED)
+    code, output = user.snakemake()
+    assert code == 0 and (user.root / "plots/base.txt").stat().st_size, output
+    order = started_rules(output)
+    assert order.index("clean") < order.index("tokenizer") and order[-2:] == ["plot", "all"]
+    code, output = user.snakemake()
+    assert code == 0 and started_rules(output) == [], output
+
+    raw = user.root / "raw/abc.txt"
+    text = raw.read_text()
+    raw.write_text(text + "another line\n")
+    code, output = user.snakemake()
+    assert code == 1 and "clean" in started_rules(output), output
+    assert "the tokens of this run have digest" in output
+    assert "restore the old input, or give the run a new name" in output
+    raw.write_text(text)
+    code, output = user.snakemake()
+    assert code == 0 and "nothing to train" in output, output
+
+
+def test_file_that_no_rule_makes_and_a_pattern_are_refused_by_name(user: Project) -> None:
+    user.write_config(tokenize={"inputs": ["rule:corpus/none.txt"]})
+    assert "corpus/none.txt" in refused(user)
+    user.write_config(tokenize={"inputs": ["rule:corpus/*.txt"]})
+    assert "'rule:corpus/*.txt' is not the path of one file" in refused(user)
+    user.write_config(tokenize={"inputs": ["corpus/none.txt"]})
+    assert "a file that a rule of your own makes is named rule:FILE" in refused(user)
 
 
 def test_renamed_rules_and_paths_are_refused_by_name(user: Project) -> None:

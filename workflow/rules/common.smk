@@ -16,6 +16,7 @@ from forge.core.paths import (
     tokenizer_folder,
     tokens_folder,
 )
+from forge.data.corpus import made_by_rules
 from forge.evaluation.tasks import task_files
 from forge.launch.rank import refuse_left_over
 from forge.core.sample_sheet import shared_folders
@@ -42,7 +43,9 @@ try:
         workflow.config_settings, OF_PROFILE, GIVEN, main=workflow.is_main_process
     )
     ALLOCATION = Allocation(OF_PROFILE, RUNS, LAYOUTS, PROFILE, str(shipped()))
-    overwrites[jobs.TRAIN_RULE] = helpers.as_resources(ALLOCATION.of_profile)
+    helpers.set_resources(
+        workflow.resource_settings, jobs.TRAIN_RULE, ALLOCATION.of_profile
+    )
 except ForgeError as err:
     raise WorkflowError(str(err)) from None
 
@@ -148,12 +151,17 @@ def inputs_manifest(settings):
     return [folder / "manifest.json"] if folder else []
 
 
+def corpus_of(settings):
+    """What is downloaded, or made by rules of the user's own, before a single corpus is read."""
+    return [*inputs_manifest(settings), *made_by_rules(settings.tokenize.inputs)]
+
+
 def corpus_of_tokenizer(wildcards):
-    """What is downloaded before a tokenizer is trained on it."""
+    """The same before a tokenizer is trained on it."""
     settings = TOKENIZERS[wildcards.tokenizer]
     trained = settings.tokenizer.source == "train"
     corpora = helpers.single_corpora(settings) if trained else []
-    return [manifest for one in corpora for manifest in inputs_manifest(one)]
+    return [path for one in corpora for path in corpus_of(one)]
 
 
 def data_of(settings):
