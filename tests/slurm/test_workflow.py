@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.user_snakefile import DEPLOYED, OWN_RULES
+from support.user_snakefile import WITH_OWN_RULES
 
 from forge.core.files import read_json
 from forge.core.train_settings import Train
@@ -74,11 +74,11 @@ def test_module_beside_rules_of_the_user_trains_by_the_profile(
     project = new_project(values={"validate": {}})
     shutil.rmtree(project.folder / "workflow")
     (project.folder / "workflow").mkdir()
-    (project.folder / "workflow/Snakefile").write_text(OWN_RULES + DEPLOYED)
-    assert project.end(project.start("all", "validate")) == 0, project.said()
+    (project.folder / "workflow/Snakefile").write_text(WITH_OWN_RULES)
+    assert project.end(project.start("all")) == 0, project.said()
     base = project.run()
     assert read_json(base.paths.validated)["status"] == "valid", project.said()
-    assert (project.folder / "plots/base.txt").stat().st_size
+    assert (project.folder / "plots/base.svg").stat().st_size
     uninterrupted.equals(base)
     assert len(base.events("launch")[-1]["nodes"]) == 2, "nodes of the profile"
     assert {"plot", "all"} <= set(re.findall(r"^\S+ (\w+)\b.*: done", project.output(), re.M))

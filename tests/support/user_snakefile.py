@@ -1,5 +1,6 @@
 """Snakefiles of users who have Forge as a module."""
 
+from support import pages
 from support.clone import REPOSITORY
 
 # As `snakedeploy deploy-workflow` writes it (its templates/use_module.smk.jinja).
@@ -25,31 +26,5 @@ module forge:
 use rule * from forge
 """
 
-# One before Forge's rules, one after them.
-OWN_RULES = """\
-rule all:
-    input:
-        "plots/base.txt",
-
-
-rule clean:
-    input:
-        expand("raw/{name}.txt", name=["abc", "argparse", "ast", "cmd", "codecs", "copy"]),
-    output:
-        "corpus/clean.txt",
-    shell:
-        "grep -hv '^import' {input} > {output}"
-
-
-rule plot:
-    input:
-        "results/{run}/trained.json",
-    output:
-        "plots/{run}.txt",
-    params:
-        metrics="results/{run}/metrics.jsonl",
-    shell:
-        "grep loss {params.metrics} > {output}"
-
-
-"""
+# With a rule of the user's own before Forge's, and one after them.
+[WITH_OWN_RULES] = [block.text for block in pages.blocks() if block.kind == "snakemake"]

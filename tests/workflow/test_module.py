@@ -11,7 +11,7 @@ import shutil
 import pytest
 import yaml
 from support.clone import REPOSITORY, Project, started_rules
-from support.user_snakefile import DEPLOYED, OWN_RULES
+from support.user_snakefile import DEPLOYED, WITH_OWN_RULES
 
 import forge
 
@@ -115,19 +115,21 @@ def test_first_rule_of_the_user_or_else_train_is_the_default_target(user: Projec
 def test_rules_of_the_user_make_the_text_before_and_plot_after(user: Project) -> None:
     """In one command, although the text is not there when the workflow starts. Other text is never taken
     for that of the checkpoint, also where nothing is left to train."""
-    (user.root / "corpus").rename(user.root / "raw")
-    user.write_config(tokenize={"inputs": ["rule:corpus/clean.txt"]})
-    write_snakefile(user, OWN_RULES + DEPLOYED)
+    raw = user.root / "raw/book.txt"
+    raw.parent.mkdir()
+    text = "\n\n\n".join(path.read_text() for path in (user.root / "corpus").iterdir())
+    raw.write_text(text)
+    user.write_config(tokenize={"inputs": ["rule:corpus/book.txt"]})
+    write_snakefile(user, WITH_OWN_RULES)
     code, output = user.snakemake()
-    assert code == 0 and (user.root / "plots/base.txt").stat().st_size, output
+    assert code == 0 and "<svg" in (user.root / "plots/base.svg").read_text(), output
     order = started_rules(output)
-    assert order.index("clean") < order.index("tokenizer") and order[-2:] == ["plot", "all"]
+    assert order.index("clean") < order.index("tokenizer") < order.index("plot")
+    assert {"train_run", "report_run"} < set(order) and order[-1] == "all"
     code, output = user.snakemake()
     assert code == 0 and started_rules(output) == [], output
 
-    raw = user.root / "raw/abc.txt"
-    text = raw.read_text()
-    raw.write_text(text + "another line\n")
+    raw.write_text(f"{text}another line\n")
     code, output = user.snakemake()
     assert code == 1 and "clean" in started_rules(output), output
     assert "the tokens of this run have digest" in output
