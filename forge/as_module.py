@@ -16,6 +16,7 @@ from forge.cluster.allocation import OF_COMMAND
 from forge.cluster.jobs import TRAIN_RULE
 from forge.core.errors import ConfigError
 from forge.core.paths import CONFIG, SNAKEFILE, shipped
+from forge.core.values import shown
 from forge.workflow import SUBMITTED, read_config
 
 
@@ -104,6 +105,11 @@ def given_config(workflow: Any, values: dict[str, Any]) -> dict[str, Any] | None
     in_job = not workflow.is_main_process and SUBMITTED in os.environ
     if in_job or not workflow.modifier.skip_configfile:
         return None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"`config:` of the module is {shown(values)}, not keys and values",
+            fix='write `config: config`, below a `configfile: "config/config.yaml"` of your Snakefile',
+        )
     settings = workflow.config_settings
     files = [str(file) for file in workflow.configfiles[len(settings.configfiles) :]]
     as_read = _read_by_snakemake(settings, files)

@@ -74,15 +74,27 @@ def test_onstart_before_the_module_is_called_and_a_changed_rule_starts_nothing_t
 def test_config_is_read_as_forge_reads_it_whole_or_a_section(
     user: Project, config: str, section: bool
 ) -> None:
-    """`010` is 10 for Forge and 8 for Snakemake. Without `config:`, it is config/config.yaml."""
+    """`010` is 10 for Forge and 8 for Snakemake. Without `config:`, the file is config/config.yaml, and what
+    the user's Snakefile reads is its own."""
     text = DEPLOYED.replace("    config:\n        config\n", f"    config:\n        {config}\n")
-    write_snakefile(user, text if config else text.replace("    config:\n        \n", ""))
+    if not config:
+        (user.root / "mine.yaml").write_text("mine: 1\n")
+        text = text.replace("    config:\n        \n", "").replace(
+            "config/config.yaml", "mine.yaml"
+        )
+    write_snakefile(user, text)
     path = user.root / "config/config.yaml"
     values = yaml.safe_load(path.read_text().replace("max_steps: 12", "max_steps: 987654"))
     written = yaml.safe_dump({"forge": values, "mine": 1} if section else values)
     path.write_text(written.replace("987654", "010"))
     user.snakemake("--until", "config_run")
     assert user.read("config.json")["train"]["max_steps"] == 10
+
+
+def test_config_that_is_the_name_of_a_file_is_refused(user: Project) -> None:
+    write_snakefile(user, DEPLOYED.replace("        config\n", '        "config.yaml"\n'))
+    said = refused(user)
+    assert "`config:` of the module is 'config.yaml', not keys and values" in said
 
 
 def test_config_of_python_is_taken_as_it_is_with_options_of_the_command(user: Project) -> None:
