@@ -42,6 +42,7 @@ use rule * from forge
 def init(folder: Path) -> None:
     """Write a new project into this directory, which need not exist. Raises ConfigError where there is
     something in it, UnfitError where the disk does not let it."""
+    source = shipped()
     with disk_trouble(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if there := sorted(path.name for path in folder.iterdir()):
@@ -52,7 +53,7 @@ def init(folder: Path) -> None:
             )
         for name in COPIED:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(shipped() / name, folder / name)
+            shutil.copyfile(source / name, folder / name)
         text = TEXT.format(config=CONFIG, version=forge.__version__)
         (folder / SNAKEFILE).write_text(text)
     for line in _next_steps(folder):

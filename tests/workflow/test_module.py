@@ -74,8 +74,8 @@ def test_onstart_before_the_module_is_called_and_a_changed_rule_starts_nothing_t
 def test_config_is_read_as_forge_reads_it_whole_or_a_section(
     user: Project, config: str, section: bool
 ) -> None:
-    """`010` is 10 for Forge and 8 for Snakemake. Without `config:`, the file is config/config.yaml, and what
-    the user's Snakefile reads is its own."""
+    """`010` is 10 for Forge and 8 for Snakemake. Without `config:` Forge reads config/config.yaml, and
+    what the user's Snakefile reads is its own."""
     text = DEPLOYED.replace("    config:\n        config\n", f"    config:\n        {config}\n")
     if not config:
         (user.root / "mine.yaml").write_text("mine: 1\n")

@@ -12,7 +12,6 @@ from forge.core.errors import ForgeError
 from forge.core.paths import (
     inputs_folder,
     model_folder,
-    shipped,
     tokenizer_folder,
     tokens_folder,
 )
@@ -42,7 +41,7 @@ try:
     LAYOUTS = helpers.read_layouts(
         workflow.config_settings, OF_PROFILE, GIVEN, main=workflow.is_main_process
     )
-    ALLOCATION = Allocation(OF_PROFILE, RUNS, LAYOUTS, PROFILE, str(shipped()))
+    ALLOCATION = Allocation(OF_PROFILE, RUNS, LAYOUTS, PROFILE)
     helpers.set_resources(
         workflow.resource_settings, jobs.TRAIN_RULE, ALLOCATION.of_profile
     )
