@@ -250,6 +250,13 @@ def _add_steps(subcommands: _Subcommands) -> None:
     subcommands.with_config(
         "config", _config, "write the run's config.json, with every default filled in"
     )
+    init = subcommands.plain(
+        "init",
+        _init,
+        "write a new project that uses Forge's workflow as a module",
+        keys=False,
+    )
+    init.add_argument("folder", metavar="DIR", type=Path, help="a directory that is not there yet")
     _profile_options(
         subcommands.plain(
             "profile",
@@ -610,6 +617,12 @@ def _config(options: argparse.Namespace) -> None:
 
     config = _resolved(options)
     config.write(RunPaths.of(config).config)
+
+
+def _init(options: argparse.Namespace) -> None:
+    from forge.run.init import init
+
+    init(options.folder)
 
 
 def _profile(options: argparse.Namespace) -> None:

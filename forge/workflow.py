@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, chdir, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,20 +81,22 @@ def prepare_environment() -> None:
     logging.raiseExceptions = False
 
 
-def read_config(settings: Any) -> dict[str, Any]:
+def read_config(settings: Any, files: Sequence[str] = (CONFIG,)) -> dict[str, Any]:
     """config.yaml with what Snakemake's options --configfile and --config set in it.
 
-    settings: Snakemake's ConfigSettings. Read by Forge and not by Snakemake's `configfile:`, which
-    would read some values in another way than every other place (`010` as 8, YAML 1.1), and would read
-    a file of 300 bytes for minutes. Without the keys of --config that are about the allocation. Raises
-    ConfigError.
+    settings: Snakemake's ConfigSettings. files: read in place of config.yaml. Read by Forge and not by
+    Snakemake's `configfile:`, which would read some values in another way than every other place (`010`
+    as 8, YAML 1.1), and would read a file of 300 bytes for minutes. Without the keys of --config that are
+    about the allocation. Raises ConfigError.
     """
     given = {name: value for name, value in settings.config.items() if name not in OF_COMMAND}
     _refuse_misspelt(given)
     merged: dict[str, Any] = {}
-    if not settings.replace_workflow_config and (Path(CONFIG).exists() or not settings.configfiles):
-        merged = read_values(CONFIG)
-    for values in (*map(read_values, settings.configfiles), given):
+    if settings.replace_workflow_config:
+        files = ()
+    # With --configfile there may be no config.yaml.
+    files = [file for file in files if Path(file).exists() or not settings.configfiles]
+    for values in (*map(read_values, [*files, *settings.configfiles]), given):
         if values.get("program"):  # config.yaml may be about Forge's own trainer
             unused = (*OF_FORGES_TRAINER, "evaluate")
             merged = {name: old for name, old in merged.items() if name not in unused}
@@ -123,11 +125,14 @@ def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
             into[key] = value
 
 
-def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
+def read_runs(
+    settings: Any, given: Mapping[str, Any] | None = None, *, main: bool
+) -> dict[str, ResolvedConfig]:
     """Run name -> resolved config, for every row of the sheet (key `runs`, else config/runs.tsv).
 
-    settings: as for `read_config`. main: False for the Snakemake inside a job, which keeps the
-    runs as they were submitted: the config may have been edited while the job was in the queue.
+    settings: as for `read_config`. given: taken in place of what that reads. main: False for the
+    Snakemake inside a job, which keeps the runs as they were submitted: the config may have been edited
+    while the job was in the queue.
 
     Raises ForgeError for a bad config or sheet, for a run that cannot resume from its checkpoint or whose
     parent has changed, and for a new one that cannot start from its parent's. Refused here, since
@@ -139,7 +144,7 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
         return {
             name: checked(ResolvedConfig, values, "the job") for name, values in submitted.items()
         }
-    base = read_config(settings)
+    base = dict(read_config(settings) if given is None else given)
     sheet = str(base.pop("runs", SHEET))
     configs = run_configs(base, sheet)
     family.refuse_circles(configs)
@@ -155,16 +160,22 @@ def read_runs(settings: Any, *, main: bool) -> dict[str, ResolvedConfig]:
 
 
 def read_layouts(
-    settings: Any, resources: Mapping[str, Any], *, main: bool
+    settings: Any,
+    resources: Mapping[str, Any],
+    given: Mapping[str, Any] | None = None,
+    *,
+    main: bool,
 ) -> dict[str, dict[str, Any]]:
     """Run name -> nodes, ranks, GPUs and partition, from the columns `nodes` and `tasks_per_node` of the
-    sheet and from --config; inside a job as they were submitted. {} without either. Raises ConfigError.
+    sheet and from --config; inside a job as they were submitted. {} without either. given: as for
+    `read_runs`. Raises ConfigError.
     """
     if not main and SUBMITTED in os.environ:
         submitted = read_json(Path(os.environ[SUBMITTED]))
         layouts: dict[str, dict[str, Any]] = submitted["layouts"]
         return layouts
-    sheet = str(read_config(settings).get("runs", SHEET))
+    base = read_config(settings) if given is None else given
+    sheet = str(base.get("runs", SHEET))
     of_command = command_resources(settings.config)
     columns: dict[str, dict[str, Any]] = {}
     for row in read_rows(sheet):
@@ -179,16 +190,18 @@ def read_layouts(
     return run_layouts(resources, columns)
 
 
-def as_resources(values: Mapping[str, Any]) -> Any:
-    """Resources as Snakemake has them in its settings."""
+def set_resources(settings: Any, rule: str, values: Mapping[str, Any]) -> None:
+    """Make these the set-resources of a rule. settings: Snakemake's ResourceSettings."""
     from snakemake.resources import Resource, Resources
 
-    return Resources(
+    settings.overwrite_resources[rule] = Resources(
         {
             name: value if isinstance(value, Resource) else Resource(name, value)
             for name, value in values.items()
         }
     )
+    # Snakemake keeps them as the first rule needed them, which in a module may be one of the user's own.
+    vars(settings).pop("_parsed_overwrite_resources", None)
 
 
 def known_failures(runs: dict[str, ResolvedConfig]) -> dict[str, str]:

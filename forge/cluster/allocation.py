@@ -19,9 +19,9 @@ from forge.cluster.sbatch import slurm_extra
 from forge.core.config import Config
 from forge.core.errors import ConfigError, TrainingError
 from forge.core.machine import Machine, load_machine
-from forge.core.paths import RunPaths
+from forge.core.paths import RunPaths, shipped
 
-LOCAL_MACHINE = "profiles/local/machine.yaml"  # without a profile; beside the workflow
+LOCAL_MACHINE = "profiles/local/machine.yaml"  # without a profile
 # Keys of --config that are not config keys: the allocation of this one command -> its resource.
 OF_COMMAND = {
     "nodes": "nodes",
@@ -43,18 +43,16 @@ class Allocation:
         runs: Mapping[str, Config],
         layouts: Mapping[str, Mapping[str, Any]],
         profile: Profile,
-        workflow_folder: str,
     ) -> None:
         """resources: of the profile for `train_run`, as Snakemake has them. layouts: as `run_layouts`
         gives them. profile: the one in use; inside a job an empty one, as `machine` is in `resources`
-        there. workflow_folder: of the Snakefile, beside which the profiles lie."""
+        there."""
         self.given = {name: plain(value) for name, value in resources.items()}
         self._runs, self._profile = runs, profile
         profile.refuse_plugin()
         profile.refuse_other_machine()
-        local = os.path.relpath(Path(workflow_folder).parent / LOCAL_MACHINE)
         self._named = self.given.get("machine") or profile.machine
-        machine = self._named or local
+        machine = self._named or os.path.relpath(shipped() / LOCAL_MACHINE)
         self.machine: Machine = load_machine(machine)
         self._made: dict[str, dict[str, Any]] = {}  # run -> resources
         known = {**self.given, **next(iter(layouts.values()), {})}

@@ -4,20 +4,48 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from forge.core.config import Config
+from forge.core.errors import UnfitError
 from forge.core.files import disk_trouble, short_id
 
 MANIFEST = "manifest.json"  # of each directory below data/: what it holds, written last
 TOKENIZER = (
     "tokenizer.json"  # in the directory of a tokenizer, of an export and of a model on a hub
 )
+SNAKEFILE = "workflow/Snakefile"
+SHARE = "share/forge"  # data-files of pyproject.toml
 CONFIG, SHEET = "config/config.yaml", "config/runs.tsv"  # of a project
 # Files of workflow commands: for their jobs, and what the last command was about.
 WORKFLOW = Path(".snakemake/forge")
 WORKFLOW_RUNS = WORKFLOW / "runs.json"
+
+
+def shipped() -> Path:
+    """The directory with workflow/, profiles/ and config/ of this Forge: a clone or an unpacked source
+    distribution that is installed in place, else where the wheel has put them."""
+    around = Path(__file__).resolve().parents[2]
+    for folder in (around, around / SHARE, *_recorded()):  # the second: pip install --target
+        if (folder / SNAKEFILE).is_file():
+            return folder
+    raise UnfitError(
+        f"the workflow of Forge is neither beside its package, in {around}, nor in {SHARE} of the wheel",
+        cause="the package was copied, or installed by other means than pip",
+        fix="install the wheel of Forge with pip",
+    )
+
+
+def _recorded() -> Iterator[Path]:
+    """SHARE of this environment, as pip has recorded it."""
+    with suppress(metadata.PackageNotFoundError):
+        for file in metadata.files("forge") or ():
+            if file.match(f"{SHARE}/{SNAKEFILE}"):
+                yield Path(file.locate()).resolve().parents[1]
 
 
 def settings_file(run: str) -> Path:

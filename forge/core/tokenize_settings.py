@@ -59,7 +59,8 @@ class Source(Section):
     inputs: list[FilePath] = Field(min_length=1)
     """Files, directories and globs; `python:stdlib` is the source code of Python's standard library.
     Files of the Hugging Face hub as `hf://datasets/owner/name@revision/*.parquet` are downloaded on the
-    login node."""
+    login node. `rule:corpus/clean.txt` is a file that a rule of your own workflow makes
+    (docs/workflow.md)."""
     format: Literal["auto", "text", "jsonl", "parquet", "nanogpt", "megatron", "dolma"] = "auto"
     """`auto` decides by the file name (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, else text). Files of
     nanoGPT (.bin), Megatron-LM (.bin, .idx) and dolma (.npy) hold ids, made with the tokenizer that is
@@ -85,7 +86,8 @@ class Tokenize(Source):
     inputs: list[FilePath] = Field(default=["python:stdlib"], min_length=1)
     """Files, directories and globs; `python:stdlib` is the source code of Python's standard library.
     Files of the Hugging Face hub as `hf://datasets/owner/name@revision/*.parquet` are downloaded on the
-    login node."""
+    login node. `rule:corpus/clean.txt` is a file that a rule of your own workflow makes
+    (docs/workflow.md)."""
     sources: dict[SourceName, Source] | None = Field(None, min_length=1)
     """Several corpora by name, each tokenized by itself, in place of `inputs` and of the keys on how text
     is read; train.mix has their weights. null: one corpus."""

@@ -57,8 +57,9 @@ def resolve_ids(config: Config) -> Ids:
     inputs of a program.
 
     They depend on settings, names and sizes of the inputs, not on contents: this runs at every start of
-    the workflow. What is on a hub counts as the config spells it: the first download decides on the
-    commit of a branch. Raises DataError (inputs) and ConfigError (tokenizer.path, URL of a hub).
+    the workflow. Files that rules make count by name. What is on a hub counts as the config spells it:
+    the first download decides on the commit of a branch. Raises DataError (inputs) and ConfigError
+    (tokenizer.path, URL of a hub).
     """
     inputs = _id_of_inputs(config)
     if config.program:
@@ -211,8 +212,8 @@ def _listing_digest(settings: Tokenize, source: str) -> str:
 @functools.cache
 def _cached_listing_digest(inputs: tuple[str, ...], _cwd: str) -> str:
     """Cached for sweeps of hundreds of runs, by working directory, on which relative inputs depend."""
-    files = corpus.list_files(Tokenize(inputs=list(inputs)))
-    listed = [(file.name, file.size) for file in files]
+    listed: list[Any] = [(file.name, file.size) for file in corpus.list_named(corpus.found(inputs))]
+    listed += sorted(corpus.made_by_rules(inputs))  # by name: they may not be there yet
     return digest_bytes(canonical(listed + _named_of_hub(inputs, "tokenize.inputs")))
 
 

@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple
 import blake3
 import orjson
 
-from forge.core.errors import DataError
+from forge.core.errors import ConfigError, DataError
 from forge.core.files import utf8_bytes
 from forge.core.terminal import say
 from forge.core.tokenize_settings import Tokenize
@@ -29,6 +29,7 @@ from forge.data.parquet_pages import rows_per_batch
 
 INPUTS = "tokenize.inputs"  # the key that errors name
 STDLIB = "python:stdlib"
+RULE = "rule:"  # before the path of a file that a rule of the user's own workflow makes
 TOPICS = f"{STDLIB}#help-topics"  # pydoc's help texts: one document per topic, not a module
 # Tests hold deliberately broken files; the others are not the standard library's own text.
 STDLIB_SKIPPED = frozenset(
@@ -62,7 +63,25 @@ class InputFile(NamedTuple):
 def list_files(settings: Tokenize) -> list[InputFile]:
     """The local files that `tokenize.inputs` names, as `list_named`; `inputs.corpus_files` has those of a
     hub, too."""
-    return list_named([name for name in settings.inputs if not name.startswith(hub.SCHEME)])
+    return list_named(found(settings.inputs) + made_by_rules(settings.inputs))
+
+
+def found(inputs: Sequence[str]) -> list[str]:
+    """Of the names in `tokenize.inputs` those of local files that are there at the start."""
+    return [name for name in inputs if not name.startswith((hub.SCHEME, RULE))]
+
+
+def made_by_rules(inputs: Sequence[str]) -> list[str]:
+    """Paths of the files in `tokenize.inputs` that rules of the user's own workflow make. Raises
+    ConfigError for a pattern: which files fit is not known before they are there."""
+    paths = [name.removeprefix(RULE) for name in inputs if name.startswith(RULE)]
+    for path in paths:
+        if not path or glob.has_magic(path):
+            raise ConfigError(
+                f"tokenize.inputs: {RULE + path!r} is not the path of one file",
+                fix=f"name each file that your rules make: {RULE}corpus/clean.txt",
+            )
+    return paths
 
 
 def of_key(error: DataError, key: str) -> DataError:
@@ -128,7 +147,8 @@ def _input_file(name: str, path: str, spec: str) -> InputFile:
         raise DataError(
             f"tokenize.inputs: {spec!r}: cannot read {path}: {err.strerror}",
             cause=f"paths are relative to {Path.cwd()}; ~ and variables are not expanded",
-            fix="correct tokenize.inputs, or put the file there",
+            fix="correct tokenize.inputs, or put the file there; a file that a rule of your own makes is"
+            f" named {RULE}FILE",
         ) from None
     except UnicodeEncodeError:
         raise DataError(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from support.user_snakefile import WITH_OWN_RULES
 
 from forge.core.files import read_json
 from forge.core.train_settings import Train
@@ -63,6 +65,23 @@ def test_raw_text_becomes_a_validated_checkpoint_on_several_nodes_beside_a_run_t
     sheet.write_text("run\nbase\n")
     assert project.end(project.start("train", *goal)) == 0
     assert "Nothing to be done" in project.output()
+
+
+def test_module_beside_rules_of_the_user_trains_by_the_profile(
+    new_project: NewProject, uninterrupted: Uninterrupted
+) -> None:
+    """Their jobs read the user's Snakefile again, in which a rule stands before Forge's."""
+    project = new_project(values={"validate": {}})
+    shutil.rmtree(project.folder / "workflow")
+    (project.folder / "workflow").mkdir()
+    (project.folder / "workflow/Snakefile").write_text(WITH_OWN_RULES)
+    assert project.end(project.start("all")) == 0, project.said()
+    base = project.run()
+    assert read_json(base.paths.validated)["status"] == "valid", project.said()
+    assert (project.folder / "plots/base.svg").stat().st_size
+    uninterrupted.equals(base)
+    assert len(base.events("launch")[-1]["nodes"]) == 2, "nodes of the profile"
+    assert {"plot", "all"} <= set(re.findall(r"^\S+ (\w+)\b.*: done", project.output(), re.M))
 
 
 def test_cluster_that_slurm_does_not_know_is_refused_by_name_before_anything_is_submitted(

@@ -22,6 +22,7 @@ import yaml
 from snakemake.cli import get_argument_parser
 from support import pages
 from support.pages import ROOT, SHELL, Block, blocks_of
+from support.user_snakefile import WITH_OWN_RULES
 
 from forge import cli
 from forge.cluster.allocation import refuse_unknown
@@ -55,7 +56,7 @@ def way(command: pages.Command) -> str:
 def test_each_block_is_run_or_checked_or_says_why_not() -> None:
     """Prints how many are what (`pytest -s`)."""
     # By the tests below; patches by tests/unit/test_upstream.py.
-    kinds = {"yaml", "python", "tsv", "mermaid", "text", "diff"}
+    kinds = {"yaml", "python", "tsv", "mermaid", "text", "diff", "snakemake"}
     assert [block.where for block in FRAGMENTS if block.kind not in kinds] == []
     assert [block.where for block in FRAGMENTS if block.markers] == []
     for block in pages.blocks():
@@ -268,6 +269,12 @@ def test_yaml_is_accepted_by_what_reads_it(block: Block, tmp_path: Path) -> None
     else:
         path.write_text(yaml.safe_dump(as_written(block, values)))
         load_config(path)
+
+
+def test_snakefile_of_a_page_is_the_one_that_a_test_runs() -> None:
+    """tests/workflow/test_module.py, on Slurm tests/slurm/test_workflow.py."""
+    with_one = [(block.page, block.text) for block in FRAGMENTS if block.kind == "snakemake"]
+    assert with_one == [("docs/workflow.md", WITH_OWN_RULES)]
 
 
 @pytest.mark.parametrize("block", of_kind("tsv"))

@@ -26,9 +26,9 @@ TASKS = REPOSITORY / "tests/distributed/tasks"
 
 @pytest.fixture(scope="module")
 def clones(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Project]]:
-    """By what is done there: most commands share one run; the steps by hand start from nothing."""
+    """By what is done there: most commands share one run."""
     made = {}
-    for name in ("shared", "by hand", "planned"):
+    for name in ("shared", "by hand", "planned", "workflow"):
         made[name] = make_project(tmp_path_factory.mktemp("clone"))
         made[name].with_make()
     lab = made["shared"].root / "config/labs/six-nodes/config.yaml"
@@ -77,6 +77,9 @@ PREPARE = {
     "config/README.md": own_tokenizer,
 }
 
+# Pages whose commands start from nothing.
+OWN_PROJECT = {"docs/commands.md": "by hand", "docs/workflow.md": "workflow"}
+
 
 @pytest.fixture(scope="module")
 def prepared(clones: dict[str, Project]) -> Callable[[pages.Command], Project]:
@@ -87,7 +90,7 @@ def prepared(clones: dict[str, Project]) -> Callable[[pages.Command], Project]:
     last: dict[str, str] = {}
 
     def prepare(command: pages.Command) -> Project:
-        name = "by hand" if command.page == "docs/commands.md" else "shared"
+        name = OWN_PROJECT.get(command.page, "shared")
         name = "planned" if command.is_planned else name
         project = clones[name]
         if last.get(name) != command.page:

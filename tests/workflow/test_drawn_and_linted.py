@@ -8,6 +8,7 @@ import sys
 from itertools import pairwise
 
 import pytest
+import yaml
 from support.clone import REPOSITORY
 from support.pages import blocks
 
@@ -78,6 +79,34 @@ def test_example_of_the_workflow_catalog_is_planned_without_a_profile(tmp_path):
     done = snakemake("--directory", ".test", "--cores", "2", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rule report_run:" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", ["--lint", "--rulegraph", "--dry-run"])
+def test_bare_clone_without_forge_says_in_one_sentence_what_to_run(command):
+    """Snakemake is installed, Forge is not, by which alone the rules of a config are known."""
+    without = "import sys; sys.modules['forge'] = None; from snakemake.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", without, command],
+        cwd=REPOSITORY,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 1 and "Traceback" not in output
+    [sentence] = [line for line in output.splitlines() if "Forge is not installed" in line]
+    assert "run `make setup` and then .venv/bin/snakemake" in sentence
+
+
+def test_page_of_the_workflow_catalog_prints_no_command_that_does_not_work():
+    """It prints `snakemake --cores all --sdm KIND` for each kind of deployment that is true: none does
+    anything here. By the two files below it knows a workflow of standard usage."""
+    usage = yaml.safe_load((REPOSITORY / ".snakemake-workflow-catalog.yml").read_text())["usage"]
+    assert not any(usage["software-stack-deployment"].values())
+    assert usage["report"] and "flags" not in usage["mandatory-flags"]
+    assert (REPOSITORY / "config/README.md").is_file()
+    assert (REPOSITORY / "workflow/Snakefile").is_file()
 
 
 @pytest.mark.parametrize("size", ["124m", "70b"])

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -292,10 +293,14 @@ def test_verbose_prints_all_of_a_job(shared_project):
 
 
 def test_snakemakes_own_report_has_the_runs_pages(shared_project):
-    code, output = shared_project.snakemake("--report", "workflow.html", "train")
+    code, output = shared_project.snakemake("--report", "report.zip", "train")
     assert code == 0, output
-    page = (shared_project.root / "workflow.html").read_text()
-    assert "report.html" in page and "validated.json" in page
+    with zipfile.ZipFile(shared_project.root / "report.zip") as archive:
+        page = archive.read("report/report.html").decode()
+        files = {Path(name).name for name in archive.namelist()}
+    assert {"report.html", "validated.json"} <= files
+    assert '"results/base/report.html"' in page and "record of the validation" in page
+    assert "Each run is a category on the left" in page
 
 
 @pytest.fixture

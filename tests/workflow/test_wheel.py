@@ -12,7 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from support.clone import REPOSITORY, Project
+import yaml
+from support.clone import REPOSITORY, TINY, Project
 
 BUILD = "import sys; from setuptools.build_meta import build_{0}; build_{0}(sys.argv[1])"
 EXECUTOR = "--forge-reservation"  # an option of it, in the help of Snakemake
@@ -52,6 +53,9 @@ def installed(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # The libraries without what an editable install leaves there: a .pth below it is not read.
     [site] = environment.glob("lib/python*/site-packages")
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))
+    snakemake = environment / "bin/snakemake"
+    snakemake.write_text(f"#!{environment}/bin/python\nfrom snakemake.cli import main\nmain()\n")
+    snakemake.chmod(0o755)
     return environment / "bin"
 
 
@@ -82,7 +86,7 @@ def test_installed_wheel_runs_the_first_rules(installed: Path, project: Project)
     # -P: without the project's own copy of the executor.
     assert EXECUTOR in output("python", "-P", "-m", "snakemake", "--help")
     assert "validate" in output("forge", "--help")
-    output("python", "-m", "snakemake", "--profile", "profiles/local", "--until", "tokenize")
+    output("snakemake", "--profile", "profiles/local", "--until", "tokenize")
     assert list(project.root.glob("data/tokens/*/manifest.json"))
 
 
@@ -98,6 +102,44 @@ def test_executor_is_found_in_any_directory(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "snakemake", "--help"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert EXECUTOR in done.stdout
+
+
+def test_installed_wheel_has_the_workflow_and_makes_a_project_that_trains(
+    installed: Path, tmp_path: Path
+) -> None:
+    """The lines that `forge init` ends with, as they are printed, in a directory of its own."""
+    share = installed.parent / "share/forge"
+    for name in ("workflow", "profiles", "config/sizes"):
+        assert files_below(share / name) == files_below(REPOSITORY / name)
+    environ = {
+        **os.environ,
+        "PATH": f"{installed}{os.pathsep}{os.environ['PATH']}",
+        "NO_COLOR": "1",
+    }
+
+    def shell(text: str) -> str:
+        done = subprocess.run(
+            ["bash", "-ec", text],
+            cwd=tmp_path,
+            env={**environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        print(f"$ {text}\n{done.stdout}")
+        assert done.returncode == 0, text
+        return done.stdout
+
+    said = shell("forge init my-project").splitlines()
+    lines = [line.strip() for line in said if line.startswith("  ")]
+    cd, dry_run, trains, profile = lines
+    assert cd == "cd my-project" and trains in dry_run and profile == "forge profile mine"
+    assert "rule train_run:" in shell(f"{cd}; {dry_run}")
+    config = tmp_path / "my-project/config/config.yaml"  # made small
+    config.write_text(yaml.safe_dump({**TINY, "train": {**TINY["train"], "max_steps": 4}}))
+    shutil.copytree(REPOSITORY / "workflow/rules", tmp_path / "my-project/corpus")
+    assert "base  validated" in shell(f"{cd}; {trains}")
 
 
 def tracked_files() -> list[str]:

@@ -3,7 +3,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 
 from forge.checkpoint import family
@@ -17,6 +16,7 @@ from forge.core.paths import (
     tokenizer_folder,
     tokens_folder,
 )
+from forge.data.corpus import made_by_rules
 from forge.evaluation.tasks import task_files
 from forge.launch.rank import refuse_left_over
 from forge.core.sample_sheet import shared_folders
@@ -26,8 +26,12 @@ helpers.prepare_environment()
 workflow_output.shorten(workflow, logger)
 
 try:
+    as_module.refuse_other_names(workflow)
     # No `configfile:`, so that a value means the same here as in every `forge` command.
-    RUNS = helpers.read_runs(workflow.config_settings, main=workflow.is_main_process)
+    GIVEN = as_module.given_config(workflow, config)
+    RUNS = helpers.read_runs(
+        workflow.config_settings, GIVEN, main=workflow.is_main_process
+    )
     overwrites = workflow.resource_settings.overwrite_resources
     PROFILE = (
         Profile.of_command(sys.argv[1:], overwrites)
@@ -36,14 +40,16 @@ try:
     )
     OF_PROFILE = overwrites.get(jobs.TRAIN_RULE, {})
     LAYOUTS = helpers.read_layouts(
-        workflow.config_settings, OF_PROFILE, main=workflow.is_main_process
+        workflow.config_settings, OF_PROFILE, GIVEN, main=workflow.is_main_process
     )
-    ALLOCATION = Allocation(OF_PROFILE, RUNS, LAYOUTS, PROFILE, workflow.basedir)
-    overwrites[jobs.TRAIN_RULE] = helpers.as_resources(ALLOCATION.of_profile)
+    ALLOCATION = Allocation(OF_PROFILE, RUNS, LAYOUTS, PROFILE)
+    helpers.set_resources(
+        workflow.resource_settings, jobs.TRAIN_RULE, ALLOCATION.of_profile
+    )
 except ForgeError as err:
     raise WorkflowError(str(err)) from None
 
-if workflow.is_main_process:
+if workflow.is_main_process and not as_module.is_read_again(workflow):
     helpers.end_with_table(workflow, RUNS, lambda: check_plan(PROFILE.submits))
 
 RESULTS, DATA = shared_folders(RUNS)
@@ -143,12 +149,17 @@ def inputs_manifest(settings):
     return [folder / "manifest.json"] if folder else []
 
 
+def corpus_of(settings):
+    """What is downloaded, or made by rules of the user's own, before a single corpus is read."""
+    return [*inputs_manifest(settings), *made_by_rules(settings.tokenize.inputs)]
+
+
 def corpus_of_tokenizer(wildcards):
-    """What is downloaded before a tokenizer is trained on it."""
+    """The same before a tokenizer is trained on it."""
     settings = TOKENIZERS[wildcards.tokenizer]
     trained = settings.tokenizer.source == "train"
     corpora = helpers.single_corpora(settings) if trained else []
-    return [manifest for one in corpora for manifest in inputs_manifest(one)]
+    return [path for one in corpora for path in corpus_of(one)]
 
 
 def data_of(settings):
@@ -209,7 +220,7 @@ def resumed_files(wildcards):
     return files_of(RESUMED, "validated.json", "report.html")
 
 
-onstart:
+def before_first_job():
     # Not in a dry run. Only here is it known where jobs will run.
     profile = replace(PROFILE, executor=workflow.executor_plugin.name)
     submits = profile.submits
@@ -221,9 +232,7 @@ onstart:
         if submits:
             helpers.check_submission(workflow.dag, [RESULTS, DATA], logger.warning)
             helpers.keep_for_jobs(RUNS, LAYOUTS)
-        helpers.take_over(
-            RUNS, ALLOCATION.machine.slurm, logger.info, submits=submits
-        )
+        helpers.take_over(RUNS, ALLOCATION.machine.slurm, logger.info, submits=submits)
         helpers.write_configs(RUNS, workflow.dag.needrun_jobs())
         helpers.write_down(RUNS)
         helpers.keep_settings(
@@ -235,3 +244,7 @@ onstart:
         logger.info(cost)
     # A STOP file is removed: who resumes a stopped run wants it to train. Not in a dry run.
     helpers.remove_stop_files({name: RUNS[name] for name in RESUMED}, logger.info)
+
+
+# In place of `onstart:`, which Snakemake does not call in a module.
+as_module.start_with(workflow, before_first_job)

@@ -27,7 +27,7 @@ rule tokenizer:
 rule tokenize:
     input:
         tokenizer=lambda w: tokenizer_manifest(TOKENS[w.tokens]),
-        inputs=lambda w: inputs_manifest(TOKENS[w.tokens]),
+        inputs=lambda w: corpus_of(TOKENS[w.tokens]),
     output:
         f"{DATA}/tokens/{{tokens}}/manifest.json",
     log:

@@ -15,6 +15,7 @@ rule validate_run:
             f"{RESULTS}/{{run}}/validated.json",
             caption="../report/validated.rst",
             category="{run}",
+            labels={"result": "record of the validation"},
         ),
     log:
         f"{RESULTS}/{{run}}/logs/validate.log",
@@ -99,6 +100,7 @@ rule compare_runs:
             COMPARISON,
             caption="../report/compare.rst",
             category="comparison",
+            labels={"result": "comparison of the runs"},
         ),
     log:
         f"{RESULTS}/compare.log",
@@ -120,6 +122,7 @@ rule report_run:
             f"{RESULTS}/{{run}}/report.html",
             caption="../report/report.rst",
             category="{run}",
+            labels={"result": "report"},
         ),
     log:
         f"{RESULTS}/{{run}}/logs/report.log",

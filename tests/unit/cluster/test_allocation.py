@@ -154,7 +154,7 @@ def test_what_differs_between_runs_is_a_function_of_the_run(tmp_path):
     machine.write_text("launcher: srun\n")
     profile = {**CPUS, "machine": str(machine), "runtime": 40}
     layouts = run_layouts(profile, {"a": {}, "b": {"nodes": 5}})
-    made = Allocation(profile, runs, layouts, Profile(), str(tmp_path))
+    made = Allocation(profile, runs, layouts, Profile())
     assert made.of_profile == {"tasks_per_node": 3, "machine": str(machine), "runtime": 40}
     for name, of_a, of_b in (("nodes", 2, 5), ("train_nodes", 2, 5), ("tasks", 6, 15)):
         of_run = made.own[name]

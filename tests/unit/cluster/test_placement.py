@@ -89,7 +89,7 @@ def test_program_whose_directory_is_missing_is_refused_before_a_job_is_submitted
     config = Config.model_validate({"run": "base", "results": str(tmp_path), "program": program})
     with pytest.raises(ConfigError, match=r"gone': there is no such directory"):
         placement.check_layout(load_machine(None), WorldLayout(), config)
-    submitted = Allocation({}, {"base": config}, {}, Profile(), str(ROOT / "workflow"))
+    submitted = Allocation({}, {"base": config}, {}, Profile())
     job = SimpleNamespace(
         rule=SimpleNamespace(name="train_run"), wildcards=SimpleNamespace(run="base")
     )

@@ -1,5 +1,6 @@
 """What a command takes from its profile, by its own parser: all of it, and the machine beside it."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from forge.cluster.allocation import Allocation, Profile
 from forge.core.config import Config
 from forge.core.errors import ConfigError
+from forge.core.paths import shipped
 
 OWN = """executor: forge
 set-resources:
@@ -38,7 +40,7 @@ def of(*words):
 def allocation(*words):
     profile, resources = of(*words)
     of_train = resources.get("train_run", {})
-    return Allocation(of_train, {"base": Config(run="base")}, {}, profile, "workflow")
+    return Allocation(of_train, {"base": Config(run="base")}, {}, profile)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,8 @@ def test_profile_of_the_environment_counts_unless_the_command_has_one(folder, mo
 
 def test_without_a_profile_it_is_the_local_one(folder):
     assert of() == (Profile(), {})
-    assert allocation().of_profile == {"machine": "profiles/local/machine.yaml"}
+    local = os.path.relpath(shipped() / "profiles/local/machine.yaml")
+    assert allocation().of_profile == {"machine": local}
 
 
 def test_machine_that_only_the_profile_names_is_read(folder):

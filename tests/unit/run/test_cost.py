@@ -142,7 +142,7 @@ def allocation(tmp_path, runs, resources=PROFILE, **machine):
     path = tmp_path / "machine.yaml"
     keys = {"launcher": "srun", "gpu": "H100", **machine}
     path.write_text("".join(f"{key}: {value}\n" for key, value in keys.items()))
-    return Allocation({**resources, "machine": str(path)}, runs, {}, Profile(), str(tmp_path))
+    return Allocation({**resources, "machine": str(path)}, runs, {}, Profile())
 
 
 def due(allocation, *names, rules=("stage_run", "preflight_run", "train_run")):
