@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from support.user_snakefile import DEPLOYED
 
 # Writes down how it was called, and refuses: nothing comes after it.
 SBATCH = """#!/bin/sh
@@ -142,6 +143,18 @@ def test_nodes_ranks_and_partition_of_one_command(submitted, shared_project):
         *("--ntasks-per-node=2", *ALWAYS[1:]),
         "--gres=gpu:2",
     ]
+
+
+def test_module_behind_a_rule_of_the_user_submits_the_same_line(submitted, shared_project):
+    """Snakemake keeps set-resources as the first rule of all needs them, which is none of Forge's."""
+    more = ("train", "--config", "nodes=1", "partition=kempner_h200")
+    plain = submitted("kempner", *more)
+    snakefile = shared_project.root / "workflow/Snakefile"
+    kept = snakefile.read_text()
+    snakefile.write_text(f'rule own:\n    shell:\n        "true"\n\n\n{DEPLOYED}')
+    as_module = submitted("kempner", *more)
+    snakefile.write_text(kept)
+    assert as_module == plain and {"--nodes=1", "--gres=gpu:4"} < set(plain)
 
 
 def tried(project, *arguments):
