@@ -397,10 +397,16 @@ def answers(job_id: str, host: str, timeout_sec: float) -> bool:
     return not trouble or is_slurms_own(trouble)
 
 
-def output_on(job_id: str, host: str, command: Sequence[str], timeout_sec: float = 60) -> str:
-    """The output of a short command on one node of the job. Raises UnfitError that names the node, and
-    SlurmSilent."""
-    line = srun(job_id, [host], options=("--overlap", "--gres=none"))
+def output_on(
+    job_id: str,
+    host: str,
+    command: Sequence[str],
+    timeout_sec: float = 60,
+    options: Sequence[str] = (),
+) -> str:
+    """The output of a short command on one node of the job. options: more of srun. Raises UnfitError that
+    names the node, and SlurmSilent."""
+    line = srun(job_id, [host], options=("--overlap", "--gres=none", *options))
     output, trouble = run_step([*line, *command], timeout_sec=timeout_sec)
     if is_slurms_own(trouble):
         raise silent(trouble)
