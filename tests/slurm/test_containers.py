@@ -7,6 +7,7 @@ The image is the root directory of this machine, below a layer that takes what i
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import signal
 import sys
@@ -133,7 +134,7 @@ def parent(process: psutil.Process) -> str:
     return above.name() if above else ""
 
 
-def test_node_without_the_image_is_left_out_by_preflight_which_runs_inside_on_the_other(
+def test_node_without_the_image_is_left_out_and_the_other_is_staged_and_checked_inside(
     cluster: Cluster,
     nodes: Callable[[int], list[str]],
     tiny_config: Path,
@@ -147,17 +148,22 @@ def test_node_without_the_image_is_left_out_by_preflight_which_runs_inside_on_th
     file = shared_folder / "machine.yaml"
     keys = {"container": {**CONTAINER, "image": image}, "preflight": {**MODEST, "spare_nodes": 1}}
     keys["environment"] = {"variables": {"NCCL_DEBUG": "WARN"}}
-    file.write_text(yaml.safe_dump(machine("srun", **keys)))
+    file.write_text(yaml.safe_dump(machine("srun", **keys) | {"stage": {"mode": "always"}}))
+    options = (tiny_config, f"--machine={file}", "--run=base", f"--results={shared_folder}/results")
     done = cluster.run(
         *("salloc", "--quiet", "--nodes=2", f"--nodelist={has_it},{lacks_it}", "--time=5"),
-        *("--ntasks-per-node=1", "--cpus-per-task=1", "python", "-m", "forge", "preflight"),
-        *(tiny_config, f"--machine={file}", "--run=base", f"--results={shared_folder}/results"),
-        *("--nodes=1", "--ranks-per-node=1"),
+        *("--ntasks-per-node=1", "--cpus-per-task=1", "bash", "-c"),
+        'python -m forge stage "$@" && exec python -m forge preflight "$@"',
+        *("bash", *options, "--nodes=1", "--ranks-per-node=1"),
         env=podman,
         check=False,
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
+    [left_out] = re.findall(
+        rf"^stage: continuing without {lacks_it}: .*", done.stderr, re.MULTILINE
+    )
+    assert "its process ended: Error: " in left_out  # of podman
     found = read_json(RunPaths(shared_folder / "results/base").preflight)
     assert found["chosen"] == [has_it]
     assert f"there is no {image} on {lacks_it}" in found["left_out"][lacks_it]
