@@ -104,7 +104,9 @@ def _prepare(spec: LaunchSpec, rank: Rank) -> None:
     terminal.write("\n".join(lines), sys.stdout)
     for setting in settings:
         if not setting.won:
-            terminal.say(f"keeping your exported {setting.name}={setting.value}")
+            of_machine = setting.name in spec.variables
+            where = "environment.variables" if of_machine else "your exported"
+            terminal.say(f"keeping {where} {setting.name}={setting.value}")
 
 
 def _flight_recorder(spec: LaunchSpec) -> network.Setting:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_serializer
 
 from forge.core.config import ResolvedConfig
 from forge.core.errors import USE_THAT_VERSION, DataError, OtherFormat
@@ -25,7 +25,7 @@ from forge.core.files import (
 )
 from forge.core.process import hostname
 from forge.core.provenance import code, config_digest, cpu_name, versions
-from forge.core.records import validated
+from forge.core.records import LaunchEnvironment, validated
 from forge.core.train_settings import Shard, Train
 
 FORMAT: Literal[6] = 6
@@ -184,6 +184,14 @@ class Lineage(Part):
     parent: ParentCheckpoint | None
     sources: dict[str, Artifact]
     model: Artifact | None
+    environment: LaunchEnvironment | None = None
+    """None where machine.yaml names no container and no variables."""
+
+    @model_serializer(mode="wrap")
+    def _without_an_environment(self, values: Any) -> dict[str, Any]:
+        """Lineages of most machines, and those written before there was this key, do not have it."""
+        content: dict[str, Any] = values(self)
+        return {k: v for k, v in content.items() if k != "environment" or v is not None}
 
     @classmethod
     def of(

@@ -40,7 +40,7 @@ from forge.core.files import (
 from forge.core.paths import RunPaths
 from forge.core.program_settings import STEP, Checkpoints, Program
 from forge.core.provenance import code, config_digest
-from forge.core.records import Record, RecordPart
+from forge.core.records import LaunchEnvironment, Record, RecordPart
 from forge.core.terminal import say
 
 SEAL = ".forge.json"
@@ -65,6 +65,8 @@ class SealLineage(RecordPart):
     world_size: int
     code: Code
     """Version of Forge."""
+    environment: LaunchEnvironment | None = None
+    """None where machine.yaml names no container and no variables."""
 
     @classmethod
     def of(
@@ -75,6 +77,7 @@ class SealLineage(RecordPart):
         source_digest: str,
         inputs_digest: str,
         world_size: int,
+        environment: LaunchEnvironment | None = None,
     ) -> Self:
         """The lineage of the checkpoints that this run saves now, with this installation of Forge.
         Digests: of the program's directory and of its input files, where it has them."""
@@ -86,6 +89,7 @@ class SealLineage(RecordPart):
             inputs=_artifact(config.ids.inputs, inputs_digest),
             world_size=world_size,
             code=Code(**code()),
+            environment=environment,
         )
 
 

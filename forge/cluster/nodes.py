@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from forge.cluster import slurm
+from forge.cluster.container import START_SEC, inside
 from forge.cluster.placement import Placement
 from forge.core.errors import UnfitError
 from forge.core.process import hostname, stop_with_parent
@@ -67,15 +68,16 @@ class NodePool:
 
     Each agent is started by an srun of its own, so that a dead or frozen node delays no other; without
     srun where the placement is this host alone. The response of an agent that has not started within
-    `start_sec`, or has ended, is that NodeFailure, at once. Raises SlurmSilent where Slurm itself starts
-    none.
+    `start_sec` (START_SEC at least, in a container), or has ended, is that NodeFailure, at once. Raises
+    SlurmSilent where Slurm itself starts none.
     """
 
     def __init__(
         self, placement: Placement, *, python: str = sys.executable, start_sec: float = 30
     ) -> None:
         self.placement = placement
-        self._python, self._start_sec = python, start_sec
+        self._python = python
+        self._start_sec = max(start_sec, START_SEC) if placement.container else start_sec
         self._name = f"pool-{os.getpid()}"  # of the Slurm steps
         self._members: dict[str, _Member] = {}
         self._asked = 0
@@ -134,7 +136,7 @@ class NodePool:
         """Start agents on these hosts; by host, the error where Slurm itself started none. An agent that
         fails otherwise is given up."""
         for host in hosts:
-            self._members[host] = _Member(self._command(host))
+            self._members[host] = _Member(self._command(host), self.placement)
         answers = self.ask(hello, timeout_sec=self._start_sec, hosts=list(hosts))
         failures = {h: a for h, a in answers.items() if isinstance(a, NodeFailure)}
         errors = {host: self._members[host].error() for host in failures}
@@ -147,11 +149,14 @@ class NodePool:
         return {host: error for host, error in errors.items() if slurm.is_slurms_own(error)}
 
     def _command(self, host: str) -> list[str]:
-        entry = [self._python, "-m", "forge.node_agent"]
+        placement = self.placement
+        entry = [placement.python(self._python), "-m", "forge.node_agent"]
+        entry = inside(placement.container, entry)
         if self.placement.is_here:
             return entry
         assert self.placement.job
-        options = ("--overlap", f"--job-name={self._name}")  # with the GPUs, for preflight to see
+        # With the GPUs, for preflight to see.
+        options = ("--overlap", f"--job-name={self._name}", *placement.srun_options)
         return [*slurm.srun(self.placement.job.id, [host], options=options), *entry]
 
     def _end(self) -> None:
@@ -237,7 +242,8 @@ def _without_answer(job_id: str, hosts: Sequence[str]) -> list[str]:
 class _Member:
     """The agent of one host: requests to be sent, and its responses."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], placement: Placement) -> None:
+        self._container = placement.container
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed with the member
         self._outbox, self._inbox = b"", b""
         self._responses: dict[int, Any] = {}  # JSON values, or NodeFailures
@@ -247,7 +253,7 @@ class _Member:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=slurm.environment(),
+            env={**slurm.environment(), **placement.variables},
             start_new_session=True,  # Ctrl-C reaches this process only, which then ends the agents
             preexec_fn=stop_with_parent,  # noqa: PLW1509  no threads run here
         )
@@ -303,8 +309,16 @@ class _Member:
         """The last lines that the agent or its srun wrote to standard error."""
         self.has_ended(END_SEC)
         lines = self.error().splitlines()
+        said = f"its process ended: {' | '.join(lines[-LAST_LINES:]) or 'no output'}"
+        if self._container:
+            return NodeFailure(
+                said,
+                cause=f"{self._container.settings.image} does not start there, or has no Forge at"
+                f" {self._container.python}",
+                fix="run forge preflight in this allocation, which says what is missing on which node",
+            )
         return NodeFailure(
-            f"its process ended: {' | '.join(lines[-LAST_LINES:]) or 'no output'}",
+            said,
             cause="the node is down, or does not see this Python and the project",
             fix="check that the node is up and sees the project directory (or set stage.project: auto)",
         )

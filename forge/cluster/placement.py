@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from forge.cluster import rendezvous, slurm
+from forge.cluster.container import Container, container_of
+from forge.cluster.modules import Modules, load_modules
 from forge.core import memory
 from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
-from forge.core.machine import Machine
+from forge.core.machine import EnvironmentSettings, Machine
 from forge.core.memory import Shape
 from forge.core.process import hostname
+from forge.core.records import LaunchEnvironment
 from forge.core.terminal import say
 from forge.core.train_settings import (
     ranks_per_copy,
@@ -36,14 +39,38 @@ class WorldLayout:
 
 @dataclass(frozen=True)
 class Placement:
-    """Hosts for the ranks, in rank order, and the Slurm job that holds them (None outside of Slurm)."""
+    """Hosts for the ranks, in rank order, the Slurm job that holds them (None outside of Slurm), and how
+    processes are started on them.
+
+    variables: what these processes get in addition, of machine.yaml and its modules. environment: that by
+    name. container: in which they run.
+    """
 
     hosts: tuple[str, ...]
     job: slurm.Job | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    environment: LaunchEnvironment | None = None
+    container: Container | None = None
 
     @classmethod
     def here(cls) -> Placement:
         return cls((hostname(),))
+
+    def python(self, outside: str) -> str:
+        """The interpreter of processes on these hosts. outside: that of hosts without a container."""
+        return self.container.python if self.container else outside
+
+    @property
+    def srun_options(self) -> tuple[str, ...]:
+        """More options of an srun that starts them."""
+        return self.container.srun_options if self.container else ()
+
+    def recorded_environment(self) -> LaunchEnvironment | None:
+        """For the lineage of what is trained; None where machine.yaml says nothing of it."""
+        if self.container is None:
+            return self.environment
+        known = self.environment or LaunchEnvironment(variables=[], modules=[], container=None)
+        return known.model_copy(update={"container": self.container.recorded()})
 
     @property
     def is_here(self) -> bool:
@@ -52,11 +79,11 @@ class Placement:
 
     def only(self, hosts: Sequence[str]) -> Placement:
         """The placement with only these of its hosts."""
-        return Placement(tuple(host for host in self.hosts if host in hosts), self.job)
+        return replace(self, hosts=tuple(host for host in self.hosts if host in hosts))
 
     def without(self, hosts: Collection[str]) -> Placement:
         """The placement without these hosts."""
-        return Placement(tuple(host for host in self.hosts if host not in hosts), self.job)
+        return replace(self, hosts=tuple(host for host in self.hosts if host not in hosts))
 
 
 def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
@@ -164,12 +191,46 @@ def _needs_slurm(machine: Machine, layout: WorldLayout) -> bool:
 # --- nodes ---------------------------------------------------------------------------------------
 
 
-def find_placement(machine: Machine, layout: WorldLayout) -> Placement:
+def find_placement(machine: Machine, layout: WorldLayout, folders: Sequence[str] = ()) -> Placement:
     """The nodes of this Slurm job, or this host where the ranks need no srun.
+
+    folders: directories that a container must show, beside the project.
 
     Raises UnfitError where the ranks need a job and there is none, or one with too few nodes or cores, or
     where Slurm's programs are not found.
     """
+    placement = _with_environment(_nodes(machine, layout), machine.environment)
+    own = machine.environment.values  # those of modules are of this host: an image's win over them
+    container = container_of(machine, folders, own)
+    if container is None:
+        return placement
+    if container.engine == "pyxis" and placement.is_here and machine.launcher != "srun":
+        raise ConfigError(
+            f"pyxis starts containers with srun, and launcher {machine.launcher} on one node needs none",
+            fix="set launcher: srun, or container.engine: apptainer or podman",
+        )
+    values = {**placement.variables, **container.exports(own)}
+    return replace(placement, variables=values, container=container)
+
+
+def _with_environment(placement: Placement, settings: EnvironmentSettings) -> Placement:
+    """The placement with the variables of machine.yaml; those of its modules come second."""
+    own = settings.values
+    if not own and not settings.modules:
+        return placement
+    modules = Modules()
+    if settings.modules:
+        job = placement.job.id if placement.job else None
+        modules = load_modules(settings.modules, placement.hosts[0], job)
+        changed = ", ".join(sorted(modules.variables))
+        say(f"modules: {' '.join(modules.names)} (changed: {changed or 'nothing'})")
+    environment = LaunchEnvironment(
+        variables=sorted(own), modules=list(modules.names), container=None
+    )
+    return replace(placement, variables={**modules.variables, **own}, environment=environment)
+
+
+def _nodes(machine: Machine, layout: WorldLayout) -> Placement:
     if not _needs_slurm(machine, layout):
         return Placement.here()
     if slurm.this_job_id():

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from forge.cluster import slurm
+from forge.cluster.container import Container, inside
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import Fabric, port_range
 from forge.core.process import free_port, hostname
@@ -99,20 +100,28 @@ def _undo(name: str) -> str:
 # --- on the first node ----------------------------------------------------------------------------
 
 
-def endpoint(fabric: Fabric, job_id: str, hosts: Sequence[str], python: str) -> tuple[str, int]:
+def endpoint(
+    fabric: Fabric,
+    job_id: str,
+    hosts: Sequence[str],
+    python: str,
+    container: Container | None = None,
+) -> tuple[str, int]:
     """Host of the rendezvous, and a port for it that is free on the first node of the ranks.
 
     job_id: the Slurm job that has the nodes; not used where this host is the only one. hosts: those of
-    the ranks, in rank order. python: the interpreter of the ranks. Raises EndpointError where the host is
-    not the first node, or none of the ports that may be used is free there.
+    the ranks, in rank order. python: the interpreter of the ranks, in their container. Raises
+    EndpointError where the host is not the first node, or none of the ports that may be used is free.
     """
     head, asked, ports = hosts[0], host(fabric, ""), _ports(fabric)
     limits = [ports[0], ports[-1]] if ports else None
     if head == hostname():
         answer = probe(asked, limits)
     else:
-        words = ["-m", "forge.cluster.rendezvous", json.dumps([asked, limits])]
-        answer = json.loads(slurm.output_on(job_id, head, [python, *words]))
+        words = [python, "-m", "forge.cluster.rendezvous", json.dumps([asked, limits])]
+        options = container.srun_options if container else ()
+        line = inside(container, words)
+        answer = json.loads(slurm.output_on(job_id, head, line, options=options))
     refuse(fabric, head, answer["trouble"])
     if answer["port"] is None:
         raise _no_free_port(ports, head)

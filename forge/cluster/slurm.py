@@ -315,6 +315,8 @@ NEEDED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TZ|TERM|TMPDIR|\w*_COLOR|LD_LIBRARY_PATH|PYTHON\w*"
     r"|(SLURM|FORGE|MASTER|NCCL|GLOO|TORCH|PYTORCH|CUDA|OMP|MKL|OPENBLAS|NUMEXPR|HF|TRANSFORMERS)_\w*"
     r"|TOKENIZERS_\w*|\w*_IFNAME"
+    # Of engines of containers.
+    r"|XDG_RUNTIME_DIR|(CONTAINERS|APPTAINER|APPTAINERENV|SINGULARITY|SINGULARITYENV|ENROOT|PYXIS)_\w*"
 )
 SECRET = re.compile(r"\w*(TOKEN(?!IZER)|SECRET|KEY|PASSWORD)\w*")
 
@@ -397,10 +399,16 @@ def answers(job_id: str, host: str, timeout_sec: float) -> bool:
     return not trouble or is_slurms_own(trouble)
 
 
-def output_on(job_id: str, host: str, command: Sequence[str], timeout_sec: float = 60) -> str:
-    """The output of a short command on one node of the job. Raises UnfitError that names the node, and
-    SlurmSilent."""
-    line = srun(job_id, [host], options=("--overlap", "--gres=none"))
+def output_on(
+    job_id: str,
+    host: str,
+    command: Sequence[str],
+    timeout_sec: float = 60,
+    options: Sequence[str] = (),
+) -> str:
+    """The output of a short command on one node of the job. options: more of srun. Raises UnfitError that
+    names the node, and SlurmSilent."""
+    line = srun(job_id, [host], options=("--overlap", "--gres=none", *options))
     output, trouble = run_step([*line, *command], timeout_sec=timeout_sec)
     if is_slurms_own(trouble):
         raise silent(trouble)

@@ -241,6 +241,12 @@ class Config(Section):
         return self.parent or (init.name if init else None)
 
     @property
+    def folders(self) -> list[str]:
+        """Directories that processes of this run read or write, beside the project's."""
+        program = [self.program.source or ".", *self.program.local_inputs] if self.program else []
+        return [self.results, self.data, *program]
+
+    @property
     def goal(self) -> int:
         """The step at which the run is complete; 0 for a program without checkpoints."""
         return self.program.goal_step if self.program else self.train.max_steps

@@ -115,6 +115,109 @@ class MonitorSettings(Section):
     utilization, power, temperature and memory of its GPUs, its own load, memory and network. 0: none."""
 
 
+# Numbers of a rank, which its launcher sets, and what names the launch of another program: the same value
+# for every rank would be wrong.
+SET_BY_FORGE = re.compile(
+    r"(RANK|LOCAL_RANK|GROUP_RANK|ROLE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)"
+    r"|(SLURM|PET|TORCHELASTIC)_.*"
+    r"|FORGE_(RUN|CHECKPOINTS|RESUME|DATA|HUB|GOAL|RESTART|DEADLINE|HEARTBEAT|SAVED|STOP_SIGNAL"
+    r"|IN_WORKFLOW|SUBMITTED|USER_OMP_NUM_THREADS|JOB_PYTHONPATH|CONTAINER_CLIENT)"
+)
+
+
+class EnvironmentSettings(Section):
+    """Environment of the ranks, and of the processes that prepare and check their nodes."""
+
+    variables: dict[str, str | int] = Field(default={})
+    """Variables by name, such as `{NCCL_DEBUG: WARN}`. They replace those of the shell and win over what
+    Forge would set. Not those that a launcher sets for each rank, such as RANK and MASTER_ADDR."""
+    modules: list[str] = Field(default=[])
+    """Environment modules, such as `[cuda/12.4]`, in the order to load. Each command loads them once, in
+    a login shell of its first node, and the ranks on all nodes get what they change."""
+
+    @field_validator("modules")
+    @classmethod
+    def _are_names(cls, modules: list[str]) -> list[str]:
+        for name in modules:
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+/@:~-]*", name):
+                raise ValueError(f"{name!r} is no name of a module, such as cuda/12.4")
+        return modules
+
+    @field_validator("variables", mode="before")
+    @classmethod
+    def _are_text(cls, variables: object) -> object:
+        for name, value in variables.items() if isinstance(variables, dict) else ():
+            if isinstance(value, bool | float):
+                raise ValueError(
+                    f"{name} should be text: put the value in quotes ({name}: '{value}')"
+                )
+        return variables
+
+    @field_validator("variables")
+    @classmethod
+    def _can_be_set(cls, variables: dict[str, str | int]) -> dict[str, str | int]:
+        for name, value in variables.items():
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(
+                    f"{name!r} is no name of a variable: letters, digits and _ make one"
+                )
+            if SET_BY_FORGE.fullmatch(name):
+                instead = {"MASTER_ADDR": "fabric.master_addr", "MASTER_PORT": "fabric.master_port"}
+                use = f"; set {instead[name]}" if name in instead else ""
+                raise ValueError(
+                    f"{name} is set for each launch, or each rank, by its launcher{use}"
+                )
+            if "\0" in str(value):
+                raise ValueError(f"{name} holds a null byte")
+        return variables
+
+    @property
+    def values(self) -> dict[str, str]:
+        """The variables as a process gets them."""
+        return {name: str(value) for name, value in self.variables.items()}
+
+
+class ContainerSettings(Section):
+    """The container in which ranks run, and the processes that stage and check their nodes."""
+
+    image: str = Field(min_length=1)
+    """A file (`.sif`; of pyxis `.sqsh`) or an unpacked root directory, by its absolute path, or a name
+    that the engine knows on every node, such as `localhost/forge:latest`. podman downloads none."""
+    engine: Literal["auto", "apptainer", "singularity", "pyxis", "podman"] = "auto"
+    """`auto`: the first of these on the node on which the command runs."""
+    python: FilePath = "/opt/forge/bin/python"
+    """The Python inside that has Forge and its packages. That of the image, as `Containerfile` and
+    `forge.def` make it; or that of the project, such as `/shared/project/.venv/bin/python`, where the
+    image has the Python from which the environment was made."""
+    binds: list[str] = Field(default=[])
+    """Further directories, `/path` or `/path:/inside[:ro]`. The project, `results`, `data`, the disk of a
+    node ($SLURM_TMPDIR, $TMPDIR or /tmp) and `stage.folder` are always bound, at their own paths."""
+    arguments: list[str] = Field(default=[])
+    """Further options of `apptainer exec` or `podman run`; with pyxis of srun."""
+
+    @field_validator("image")
+    @classmethod
+    def _is_no_option(cls, image: str) -> str:
+        if image.startswith("-") or not image.isprintable() or image != image.strip():
+            raise ValueError("Input should be a path, or a name of an image")
+        return image
+
+    @field_validator("python")
+    @classmethod
+    def _is_absolute(cls, python: str) -> str:
+        if not python.startswith("/"):
+            raise ValueError("Input should be an absolute path, as it is inside of the container")
+        return python
+
+    @field_validator("binds")
+    @classmethod
+    def _are_paths(cls, binds: list[str]) -> list[str]:
+        for bind in binds:
+            if not bind.startswith("/") or "," in bind or not bind.isprintable():
+                raise ValueError(f"{bind!r} should be /path or /path:/inside[:ro], without commas")
+        return binds
+
+
 class Slurm(Section):
     """Options of the Slurm job, and its requeues."""
 
@@ -187,6 +290,8 @@ class Machine(Section):
     stage: StageSettings = StageSettings()
     preflight: PreflightSettings = PreflightSettings()
     monitor: MonitorSettings = MonitorSettings()
+    environment: EnvironmentSettings = EnvironmentSettings()
+    container: ContainerSettings | None = None
     slurm: Slurm = Slurm()
 
     @model_validator(mode="after")
@@ -194,6 +299,15 @@ class Machine(Section):
         if self.device == "cpu" and self.fabric.backend == "nccl":
             raise ValueError(
                 "fabric.backend nccl needs GPUs, and device is cpu: remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _container_has_the_project(self) -> Self:
+        if self.container and self.stage.project is not False:
+            raise ValueError(
+                "stage.project copies Forge and its Python to nodes; with a container they come with the"
+                " image: remove stage.project"
             )
         return self
 

@@ -135,6 +135,13 @@ class Program(Section):
         return self
 
     @property
+    def local_inputs(self) -> list[str]:
+        """Directories that hold the files which `inputs` names on this machine."""
+        local = [name for name in self.inputs if "://" not in name]
+        plain = [re.split(r"[*?\[]", name, maxsplit=1)[0] for name in local]  # up to a glob
+        return [path if Path(path).is_dir() else str(Path(path).parent) for path in plain]
+
+    @property
     def goal_step(self) -> int:
         """The step at which the run is complete; 0 without checkpoints."""
         if isinstance(self.goal, Epochs):

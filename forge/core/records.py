@@ -212,6 +212,30 @@ class Sent(Record):
     """`step` when that directory was begun."""
 
 
+# --- the environment of a launch --------------------------------------------------------------------
+
+
+class ContainerImage(RecordPart):
+    """The container of the ranks."""
+
+    engine: str
+    version: str
+    """What the engine says of itself, such as `podman version 4.3.1`."""
+    image: str
+    """As machine.yaml names it."""
+    digest: str
+    """blake3 of an image that is one file, podman's id of one that it stores; "" where there is none, as
+    of a directory or of an image that is in a registry."""
+
+
+class LaunchEnvironment(RecordPart):
+    """What machine.yaml adds to the environment of the ranks, by name: values may be of one machine."""
+
+    variables: list[str]
+    modules: list[str] = []
+    container: ContainerImage | None
+
+
 # --- preflight -------------------------------------------------------------------------------------
 
 

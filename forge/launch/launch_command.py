@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from forge.cluster import slurm
+from forge.cluster.container import inside
 from forge.cluster.placement import Placement, WorldLayout
 from forge.core.machine import Machine
 
@@ -24,10 +25,11 @@ def launch_command(
     placement: exactly layout.nodes hosts. master: host and free port for the rendezvous of torchrun, on
     the first of them; on this host alone, port 0 is any free one.
     """
+    python = placement.python(python)
     entry = ["-m", "forge.worker", str(spec)]
     job, ranks = placement.job, layout.ranks_per_node
     if machine.launcher == "single":
-        return [python, *entry]
+        return inside(placement.container, [python, *entry])
     if machine.launcher == "srun":
         assert job
         # Without a shell: Slurm signals only the process that it starts.
@@ -36,27 +38,30 @@ def launch_command(
             placement.hosts,
             tasks_per_node=ranks,
             cpus_per_task=job.cpus_per_task,
-            options=_step_options(spec),
+            options=_step_options(spec, placement),
         )
-        return [*line, python, *entry]
+        return [*line, *inside(placement.container, [python, *entry])]
     torchrun = _torchrun(machine, layout, spec, master, python)
     if layout.nodes == 1 and placement.is_here:
-        return [*torchrun, "--signals-to-handle=SIGTERM,SIGUSR1,SIGINT", *entry]
+        words = [*torchrun, "--signals-to-handle=SIGTERM,SIGUSR1,SIGINT", *entry]
+        return inside(placement.container, words)
     assert job
     line = slurm.srun(
         job.id,
         placement.hosts,
         cpus_per_task=job.cpus_per_task * ranks,
-        options=_step_options(spec),
+        options=_step_options(spec, placement),
     )
     once = [python, "-m", "forge.launch.first_signal"]  # keeps all other signals from torchrun
-    return [*line, *once, *torchrun, "--signals-to-handle=SIGHUP", *entry]
+    words = [*once, *torchrun, "--signals-to-handle=SIGHUP", *entry]
+    return [*line, *inside(placement.container, words)]
 
 
-def _step_options(spec: Path) -> tuple[str, ...]:
+def _step_options(spec: Path, placement: Placement) -> tuple[str, ...]:
     # --overlap: a step on a lost node holds its cores until Slurm notices, and the next step would wait
     # for them.
-    return (f"--job-name={spec.parent.name}", "--kill-on-bad-exit=1", "--overlap")
+    own = (f"--job-name={spec.parent.name}", "--kill-on-bad-exit=1", "--overlap")
+    return (*own, *placement.srun_options)
 
 
 def _torchrun(

@@ -97,7 +97,9 @@ def run_ranks(
     master = None
     if job or rendezvous.is_asked_for(machine.fabric):
         job_id = job.id if job else ""
-        master = rendezvous.endpoint(machine.fabric, job_id, placement.hosts, python)
+        python = placement.python(python)
+        hosts, container = placement.hosts, placement.container
+        master = rendezvous.endpoint(machine.fabric, job_id, hosts, python, container)
     spec = LaunchSpec(
         task=task,
         run=str(paths.root),
@@ -110,7 +112,8 @@ def run_ranks(
         job=job.id if job else None,
         restart=job.restarts if job else 0,
         cpus_per_rank=job.cpus_per_task if job else None,
-        threads=user_threads(),
+        threads=placement.variables.get("OMP_NUM_THREADS") or user_threads(),
+        variables=dict(placement.variables),
         kernels=str(kernels_folder(paths.root).absolute()) if isinstance(task, TrainTask) else "",
     )
     spec.write(spec.path)
@@ -274,7 +277,7 @@ def _watch(
 
 
 def _environment(spec: LaunchSpec) -> dict[str, str]:
-    """The environment of the launch command."""
+    """The environment of the launch command. Variables of machine.yaml win over exported ones."""
     inherited = dict(os.environ)
     if spec.job:
         inherited = slurm.exported(slurm.environment(), spec.machine.slurm.export)
@@ -283,6 +286,7 @@ def _environment(spec: LaunchSpec) -> dict[str, str]:
         # Seconds until torchrun kills its ranks; torch 2.11 does not read it and waits for 30.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(5, round(spec.machine.stop_grace_sec - 10))),
         **inherited,
+        **spec.variables,
     }
 
 

@@ -18,7 +18,7 @@ from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process, hostname
 from forge.core.program_settings import Program
-from forge.core.records import Record, RecordPart, content
+from forge.core.records import LaunchEnvironment, Record, RecordPart, content
 from forge.launch.heartbeat import Activity
 
 FORMAT = 1
@@ -41,6 +41,7 @@ class TrainTask(RecordPart):
     require_checkpoint: bool = False
     deadline: float | None = None  # from max_minutes or the job's time limit, whichever is earlier
     own_deadline: float | None = None  # from max_minutes alone
+    environment: LaunchEnvironment | None = None  # for the lineage
 
     @property
     def shards_here(self) -> str:
@@ -128,6 +129,7 @@ class LaunchSpec(Record):
     restart: int = 0  # Slurm's restart count of the job
     cpus_per_rank: int | None = None  # None: the ranks share the cores of this process
     threads: str | None = None  # OMP_NUM_THREADS as the user exported it
+    variables: dict[str, str] = Field(default_factory=dict)  # of machine.yaml, for the ranks
     kernels: str = ""  # directory of compiled kernels of a run that trains
 
     @property

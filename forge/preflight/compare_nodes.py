@@ -16,6 +16,7 @@ from forge.core import records
 from forge.core.machine import Machine
 from forge.core.records import Check
 from forge.preflight import gpu_checks, packages
+from forge.preflight.container_checks import container_checks
 from forge.preflight.node_checks import (
     Link,
     NodeAnswer,
@@ -87,9 +88,23 @@ def inspect(
     python: the interpreter that runs Forge on the other nodes. Raises EndpointError where the ranks would
     look for rank 0 on another node.
     """
+    started = container_checks(placement)
+    broken = {h: CheckedNode(h, [check]) for h, check in started.items() if check.status == "fail"}
+    rest = placement.without(broken)
+    nodes = _inside(rest, wanted, machine, sec=sec, python=python) if rest.hosts else []
+    for node in nodes:
+        node.checks[:0] = [started[node.name]] if node.name in started else []
+    by_name = {node.name: node for node in nodes} | broken
+    return [by_name[host] for host in placement.hosts]
+
+
+def _inside(
+    placement: Placement, wanted: Mapping[str, Wanted], machine: Machine, *, sec: float, python: str
+) -> list[CheckedNode]:
+    """As `inspect`, for nodes on which the container starts, or without one."""
     head = placement.hosts[0]
     imports = _wanted_imports(wanted, machine, sec / 2)
-    if placement.is_here:
+    if placement.is_here and placement.container is None:
         node = _answered(head, check_node(wanted[head]))
         if imports:
             node.checks.append(packages.import_packages(**imports[head]).check)
@@ -111,8 +126,11 @@ def inspect(
                 _add_imports(node, imported[node.name])
         if of_head := nodes[head].facts:
             rendezvous.refuse(machine.fabric, head, of_head.master_trouble)
-        links = _connect_all(pool, answered, machine, head=head, master=master, sec=sec / 4)
-        _import_torch(pool, answered)
+        links: Links = {}
+        if not placement.is_here:
+            links = _connect_all(pool, answered, machine, head=head, master=master, sec=sec / 4)
+        if placement.job:
+            _import_torch(pool, answered)
     compare(list(nodes.values()), machine)
     check_links(nodes, links)
     check_clocks(nodes, links, machine.preflight.max_clock_skew_sec)
@@ -128,7 +146,7 @@ def _master(pool: NodePool, machine: Machine, wanted: str, *, sec: float) -> str
         return [host for host, answer in answers.items() if answer is False]
 
     is_asked_for = rendezvous.host(machine.fabric, "")
-    return wanted if is_asked_for else rendezvous.name_or_address(wanted, unresolved)
+    return wanted if is_asked_for or not wanted else rendezvous.name_or_address(wanted, unresolved)
 
 
 def _wanted_imports(

@@ -29,7 +29,7 @@ from forge.core.records import (
 )
 from forge.core.terminal import duration, say
 from forge.launch.launcher import wait_for_orphans
-from forge.preflight import compare_nodes, isolate
+from forge.preflight import compare_nodes, container_checks, isolate
 from forge.preflight.bisection import BrokenNodes
 from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, CheckedNode, nodes_to_leave_out
 from forge.preflight.isolate import ENDPOINT, REPEAT_SHARE, SEARCH_SHARE, Prober
@@ -106,7 +106,7 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
     """
     started = time.time()
     check_layout(machine, layout, config)
-    placement = find_placement(machine, layout)
+    placement = find_placement(machine, layout, config.folders)
     paths = RunPaths.of(config)
     with lock(paths.root, "preflight"):
         wait_for_orphans(paths)
@@ -202,7 +202,8 @@ def _all_ranks(placement: Placement, layout: WorldLayout) -> WorldLayout:
 def _limits(machine: Machine, layout: WorldLayout) -> str:
     """How long a preflight may take, in one line."""
     sec = isolate.deadline_sec(machine, layout)
-    limits = (NODES_SHARE * sec, TORCH_SEC, sec, (REPEAT_SHARE + SEARCH_SHARE) * sec)
+    nodes_sec = NODES_SHARE * sec + (container_checks.MOST_SEC if machine.container else 0)
+    limits = (nodes_sec, TORCH_SEC, sec, (REPEAT_SHARE + SEARCH_SHARE) * sec)
     nodes, torch, ranks, more = (duration(limit, precise=True) for limit in limits)
     return (
         f"preflight of {layout.world_size} ranks on {layout.nodes} nodes takes {nodes} for the nodes,"

@@ -102,7 +102,7 @@ class OtherProgram:
 
     def launch(self, start: LaunchPlan, placement: Placement, step: int | None) -> RankRecord:
         task = self._task(start, step)
-        sealer = self._sealer(start.staged)
+        sealer = self._sealer(start.staged, placement)
         machine = start.machine.model_copy(
             update={"stop_grace_sec": self.program.stop.grace_sec, "async_save": False}
         )
@@ -148,7 +148,7 @@ class OtherProgram:
         inputs_id = self.config.ids.inputs
         return InputSet.open(inputs_folder(self.config.data, inputs_id)) if inputs_id else None
 
-    def _sealer(self, staged: StageRecord) -> Sealer | None:
+    def _sealer(self, staged: StageRecord, placement: Placement) -> Sealer | None:
         if self.program.checkpoints is None:
             return None
         self.paths.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ class OtherProgram:
         return Sealer(
             self.checkpoints,
             self._progress(),
-            self._lineage(staged),
+            self._lineage(staged, placement),
             self.program.keep_last,
             on_look=lambda progress, is_last: log.tell(progress.steps, is_last=is_last),
         )
@@ -170,7 +170,7 @@ class OtherProgram:
             *([read_step(p) for p in files] for files in (beats, running, saved))
         )
 
-    def _lineage(self, staged: StageRecord) -> SealLineage:
+    def _lineage(self, staged: StageRecord, placement: Placement) -> SealLineage:
         """Artifacts and code that make the checkpoints of this launch."""
         source, inputs, config = self.program.source, self._inputs, self.config
         digest = ""
@@ -183,6 +183,7 @@ class OtherProgram:
             source_digest=digest,
             inputs_digest=inputs.digest if inputs else "",
             world_size=self.layout.world_size,
+            environment=placement.recorded_environment(),
         )
 
     def _judged(self, record: RankRecord) -> RankRecord:

@@ -207,6 +207,7 @@ class ForgeTrainer(ForgeRun):
             require_checkpoint=start.require_checkpoint,
             deadline=start.deadline,
             own_deadline=start.own_deadline,
+            environment=placement.recorded_environment(),
         )
         return run_ranks(
             task,

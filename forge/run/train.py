@@ -27,7 +27,7 @@ from forge.launch.launcher import (
     RankFailure,
     wait_for_orphans,
 )
-from forge.launch.rank_records import RankRecord
+from forge.launch.rank_records import NO_RECORD, RankRecord
 from forge.preflight.preflight import recheck
 from forge.run import crash_loop, requeue
 from forge.run.programs import TrainingProgram, program_of
@@ -61,7 +61,7 @@ def train(
     own_deadline = time.time() + 60 * machine.max_minutes if machine.max_minutes else None
     paths = RunPaths.of(config)
     check_layout(machine, layout, config)
-    placement = find_placement(machine, layout)
+    placement = find_placement(machine, layout, config.folders)
     job = placement.job or slurm.this_job()  # ranks that need no srun may run inside a job, too
     ends = [end for end in (own_deadline, job and job.end_time) if end]
     with lock(paths.root, "train"):
@@ -86,7 +86,7 @@ def train(
                 remove_staged(staged, paths.root.name, placement)
             if record.status in ("stopped", "lost") and job:
                 _requeue(record, paths, job, machine, step=_committed_step(program))
-            return _conclude(program, record)
+            return _conclude(program, record, start)
 
 
 def refuse_stop_file(paths: RunPaths) -> None:
@@ -265,7 +265,7 @@ def _committed_step(program: TrainingProgram) -> int:
     return latest.step if latest else program.first_step
 
 
-def _conclude(program: TrainingProgram, record: RankRecord) -> Path:
+def _conclude(program: TrainingProgram, record: RankRecord, start: LaunchPlan) -> Path:
     """Write trained.json for a completed run, else raise the error that the record stands for."""
     config, paths = program.config, program.paths
     if record.status == "completed":
@@ -283,13 +283,13 @@ def _conclude(program: TrainingProgram, record: RankRecord) -> Path:
     if record.status == "lost" and (record.exit_status or 0) <= 0:
         raise UnfitError(
             f"ranks were lost, and restarts did not help: {record.what}",
-            cause=_why_lost(record),
+            cause=_why_lost(record, start.machine),
             fix=f"read the ranks' logs in {paths.logs}, then rerun the same command",
         )
     raise RankFailure(record, paths.logs)
 
 
-def _why_lost(record: RankRecord) -> str:
+def _why_lost(record: RankRecord, machine: Machine) -> str:
     """The likely cause of a loss, for people."""
     if record.cause in (lost_ranks.GPU_FAULT, lost_ranks.GPU_ERROR):
         return (
@@ -300,7 +300,10 @@ def _why_lost(record: RankRecord) -> str:
             f"a file system, a GPU or {record.host} itself does not respond; where the rank could tell,"
             " the stacks of its threads are in its log"
         )
-    return "the system killed them (out of memory?), or a node or the network fails"
+    killed = "the system killed them (out of memory?), or a node or the network fails"
+    if machine.container and record.message == NO_RECORD:
+        return f"their container does not start, which forge preflight explains; or {killed}"
+    return killed
 
 
 def _what_is_kept(record: RankRecord, step: int, first_step: int = 0) -> str:

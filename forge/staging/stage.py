@@ -6,6 +6,7 @@ Its record says what the ranks of each node read, and what is removed at the end
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from forge.cluster import exclude, slurm
@@ -41,7 +42,7 @@ def stage(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path
     started = time.time()
     paths = RunPaths.of(config)
     check_source(machine, layout, config)
-    placement = find_placement(machine, layout)
+    placement = find_placement(machine, layout, config.folders)
     source = _files(config)
     try:
         record = stage_nodes(source, config, machine, placement, min_nodes=layout.nodes)
@@ -143,7 +144,7 @@ def remove_staged(staged: StageRecord, run: str, placement: Placement) -> None:
     if set(wanted) == {hostname()}:
         on_node.unmark(**wanted[hostname()])
         return
-    nodes = Placement(tuple(wanted), placement.job)
+    nodes = replace(placement, hosts=tuple(wanted))
     with NodePool(nodes, python=staged.interpreter, start_sec=10) as pool:
         answers = pool.ask(on_node.unmark, timeout_sec=REMOVE_SEC, each=wanted)
     for host, reply in answers.items():

@@ -100,6 +100,7 @@ def start_of_run(
     )
     checkpoint = own or resume.verified_parent(config, world)
     lineage = _lineage(config, world, tokens, own, checkpoint)
+    lineage = lineage.model_copy(update={"environment": task.environment})
     if checkpoint:
         digests = lineage.data_digests
         same_data = functools.partial(compatibility.check_same_data, checkpoint, digests)

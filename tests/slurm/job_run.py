@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +206,8 @@ class JobRun(Progress):
     launcher: str = "srun"
     ranks_per_node: int = 1
     pauses: Sequence[int] = (PAUSE,)
+    keys: dict[str, Any] = field(default_factory=dict)  # more of machine.yaml
+    environment: dict[str, str] = field(default_factory=dict)  # more than Slurm's of the job
 
     @property
     def output(self) -> Path:
@@ -215,7 +217,7 @@ class JobRun(Progress):
         """The job's id. It may run on any of the case's nodes."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         file = self.folder.parent / "machine.yaml"
-        file.write_text(yaml.safe_dump(machine(self.launcher)))
+        file.write_text(yaml.safe_dump(machine(self.launcher, **self.keys)))
         others = sorted(set(self.cluster.nodes) - set(self.names))
         command = (
             f"exec python -m forge train {self.config} --run={self.folder.name}"
@@ -229,7 +231,7 @@ class JobRun(Progress):
             *([f"--exclude={','.join(others)}"] if others else []),
             *options,
             f"--wrap={command}",
-            env=paused(*self.pauses),
+            env=paused(*self.pauses) | self.environment,
         )
 
     def wait_for_end(self, job: str, timeout: float = 240) -> dict[str, str]:

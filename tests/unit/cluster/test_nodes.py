@@ -198,7 +198,7 @@ def test_no_node_is_blamed_for_a_controller_that_is_away(
 
 def test_process_that_waits_in_the_kernel_is_not_waited_for_forever(monkeypatch):
     monkeypatch.setattr(nodes, "END_SEC", 0.1)
-    member = nodes._Member([sys.executable, "-c", "import time; time.sleep(20)"])
+    member = nodes._Member([sys.executable, "-c", "import time; time.sleep(20)"], Placement.here())
     with monkeypatch.context() as stuck:
         stuck.setattr(member._process, "kill", lambda: None)
         member.release()

@@ -26,7 +26,7 @@ def endpoint(request, monkeypatch):
     """The function, for two nodes of which the first is this host, or one that srun reaches."""
     head = hostname() if request.param == "here" else "n1"
 
-    def output_on(job_id, node, command):
+    def output_on(job_id, node, command, **_):
         assert (job_id, node) == ("42", "n1")
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
@@ -175,7 +175,7 @@ def find(monkeypatch, tmp_path):
     (tmp_path / "getent").write_text(GETENT)
     (tmp_path / "getent").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(slurm, "output_on", lambda *_: '{"trouble": "", "port": 29500}')
+    monkeypatch.setattr(slurm, "output_on", lambda *_, **__: '{"trouble": "", "port": 29500}')
 
     def find(address, **known):
         def run(command, **_):

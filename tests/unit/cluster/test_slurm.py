@@ -308,3 +308,8 @@ SHELL = {"PATH": "/bin", "NCCL_DEBUG": "INFO", "MY_MODE": "a", "MY_API_KEY": "s"
 )
 def test_ranks_inherit_what_the_list_names_and_secrets_only_by_their_full_name(wanted, names):
     assert set(slurm.exported(SHELL, wanted)) == names
+
+
+def test_ranks_in_containers_inherit_what_their_engine_reads():
+    names = {"XDG_RUNTIME_DIR", "CONTAINERS_STORAGE_CONF", "APPTAINER_CACHEDIR", "ENROOT_DATA_PATH"}
+    assert set(slurm.exported(dict.fromkeys(names, "x"), [])) == names

@@ -126,6 +126,17 @@ def test_torchrun_inherits_how_a_rank_ends_whose_peer_is_lost(
     assert ("SLURM_NNODES" in found) == (job is None)
 
 
+@pytest.mark.parametrize("job", [None, "17"])
+def test_variables_of_machine_yaml_win_over_exported_ones_and_what_is_held_back(
+    tmp_path, monkeypatch, job
+):
+    monkeypatch.setenv("MY_SETTING", "exported")
+    changes = {"variables": {"MY_SETTING": "of the machine"}, "job": job}
+    changes["machine"] = Machine(slurm={"export": []})
+    found = launcher._environment(spec_of(tmp_path).model_copy(update=changes))
+    assert found["MY_SETTING"] == "of the machine"
+
+
 @pytest.mark.parametrize(("grace_sec", "told"), [(60, "50"), (8, "5")])
 def test_torchrun_lets_ranks_save_before_the_launcher_kills_them(tmp_path, grace_sec, told):
     machine = Machine(stop_grace_sec=grace_sec)

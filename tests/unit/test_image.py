@@ -1,0 +1,45 @@
+"""`Containerfile` and `forge.def` build the same image: what only one of them has is never tried."""
+
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PODMAN = (ROOT / "Containerfile").read_text()
+APPTAINER = (ROOT / "forge.def").read_text()
+SCRIPT = "tools/make_image.sh"
+
+
+def copied_by_podman():
+    lines = [line.split()[1:] for line in PODMAN.splitlines() if line.startswith("COPY ")]
+    return {name for *names, _target in lines for name in names}
+
+
+def copied_by_apptainer():
+    section = APPTAINER.partition("%files\n")[2].partition("\n\n")[0]
+    return {line.split()[0] for line in section.splitlines()}
+
+
+def test_both_images_have_the_same_files_which_exist():
+    assert copied_by_podman() == copied_by_apptainer()
+    assert all((ROOT / name).exists() for name in copied_by_podman())
+
+
+def test_both_images_begin_with_the_same_system_and_run_the_same_script():
+    [base] = re.findall(r"^FROM docker.io/library/(\S+)$", PODMAN, re.MULTILINE)
+    assert re.findall(r"^From: (\S+)$", APPTAINER, re.MULTILINE) == [base]
+    assert f"RUN /src/{SCRIPT} /src && rm -r /src\n" in PODMAN
+    assert f"%post\n    /src/{SCRIPT} /src\n    rm -r /src\n" in APPTAINER
+
+
+def test_both_images_have_their_python_first_on_the_path_where_forge_looks_for_it():
+    path = "PATH=/opt/forge/bin:$PATH"
+    assert f"ENV {path}\n" in PODMAN and f"export {path}\n" in APPTAINER
+    assert "venv /opt/forge\n" in (ROOT / SCRIPT).read_text()
+
+
+def test_script_of_the_images_is_one_of_sh():
+    done = subprocess.run(
+        ["sh", "-n", str(ROOT / SCRIPT)], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
