@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge.cluster import jobs, slurm
+from forge.cluster import adopt, jobs, slurm
 from forge.cluster.jobs import (
     QueuedJob,
     advice_on_excluded,
@@ -37,7 +37,6 @@ SACCT_SEC = 5.0
 # A cancellation reaches accounting a moment after squeue.
 WHO_SEC = 3.0
 
-MAX_NAME = 40  # characters of the runs' names in the name of a job
 RERUN = "Rerun the same command to submit it again; training resumes from its last checkpoint."
 # Meaning of Slurm's job states after which the job itself could write no error, and what to do.
 ENDS = {
@@ -66,7 +65,9 @@ def install(executor: Any, runs: Iterable[str]) -> None:
     """Replace the status checks of this Snakemake's Slurm executor, and let its jobs be called after the
     runs in squeue. Called once, before the first job is submitted."""
     # The plugin gives all jobs of a Snakemake one name, and asks for them by it.
-    executor.run_uuid = f"{'-'.join(runs)[:MAX_NAME]}_{executor.run_uuid}"
+    names = list(runs)
+    own = f"{'-'.join(names)[: adopt.MAX_NAME]}_{executor.run_uuid}"
+    executor.run_uuid = adopt.controlled_name(names) or own
     slurm.settle_environment()  # a job that the plugin's squeue does not see would count as ended
     watch = JobWatch(executor)
     executor.run_job = watch.submit
@@ -132,7 +133,11 @@ class JobWatch:
         """Submit the job. Returns the error, or ""."""
         self._refusals[id(job)] = ""
         try:
-            self._submit(job)
+            if state := adopt.take_back(self._executor, job):
+                # A job that runs may have written its outputs already.
+                self._before[id(job)] = _stamps(job) if state in slurm.WAITING else _absent(job)
+            else:
+                self._submit(job)
         except Exception as err:  # in a thread, it would be lost, and Snakemake would wait forever
             return str(err.__context__ or err)
         return self._refusals.pop(id(job))
@@ -364,6 +369,11 @@ def _stamps(job: Any) -> list[object]:
         except OSError:
             signs.append(None)
     return signs
+
+
+def _absent(job: Any) -> list[object]:
+    """What `_stamps` gives for a job without any of its outputs."""
+    return [None for _ in job.output]
 
 
 def _is_there(path: Path) -> bool:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from forge.cluster import controller_job
 from forge.core.errors import ConfigError
 from forge.core.paths import RunPaths
-from forge.core.terminal import Table, duration, is_terminal, say, visible
+from forge.core.terminal import Table, duration, is_terminal, print_plain, say, visible
 from forge.reporting.find_runs import results_folder
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import COLORS, TRAINING, Queue, RunState, ask_slurm, clipped, judge
@@ -56,6 +57,8 @@ def status(runs: Sequence[RunPaths], *, watch: bool = False, as_json: bool = Fal
     elif not rows:
         say(f"no runs in {results_folder()}/ yet: train one with make train, or name their folders")
     else:
+        for line in controller_job.status_lines():
+            print_plain(line)
         _table(rows).print()
     if note:
         say(note)

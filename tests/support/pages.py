@@ -32,6 +32,7 @@ ELSEWHERE = {
     ("README.md", "Your cluster, in four commands", ""): "tests/slurm/test_readme.py",
     ("docs/new-cluster.md", "Try it before the queue", ""): "tests/slurm/test_twin.py",
     ("docs/new-cluster.md", "", ""): "tests/slurm/test_readme.py",
+    ("docs/submit.md", "", ""): "tests/slurm/test_readme.py",
     (BERT, "", "snakemake --profile profiles/local"): "tests/workflow/test_lab_bert.py",
     (BERT, "", ".venv/bin/python"): "tests/workflow/test_lab_bert.py",
     ("docs/gpu.md", "", "python3 -m bench.gpu --quick"): "tests/distributed/test_gpu_bench.py",

@@ -43,9 +43,7 @@ except ForgeError as err:
     raise WorkflowError(str(err)) from None
 
 if workflow.is_main_process:
-    helpers.end_with_table(
-        workflow, RUNS, lambda: check_plan(PROFILE.executor == "slurm")
-    )
+    helpers.end_with_table(workflow, RUNS, lambda: check_dry_run())
 
 RESULTS, DATA = shared_folders(RUNS)
 # Content id of tokens -> config that makes them, and of the list of a run's sources.
@@ -90,6 +88,20 @@ def check_plan(submits):
     due = list(workflow.dag.needrun_jobs(exclude_finished=False))
     ALLOCATION.check_runs(due, FAILED)
     return helpers.check_cost(RUNS, ALLOCATION, due) if submits else ""
+
+
+def check_dry_run():
+    """As `check_plan`; that of `forge submit` checks more."""
+    cost = check_plan(PROFILE.executor == "slurm")
+    helpers.answer_submit(
+        workflow,
+        RUNS,
+        LAYOUTS,
+        machine=ALLOCATION.of_profile["machine"],
+        folders=[RESULTS, DATA],
+        executor=PROFILE.executor,
+    )
+    return cost
 
 
 def settings_of(rule):
