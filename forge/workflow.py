@@ -9,8 +9,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, chdir, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, chdir, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ from forge.tracking.tracker import refuse_missing_packages
 
 # Names the file with the runs as they were submitted, for the Snakemake inside a job.
 SUBMITTED = "FORGE_SUBMITTED"
+KNOWN_FAILURE = "known_failure_run"
 QUEUE_POLL_SEC = 10.0
 PROGRAM_MB = 8000  # to validate what another program has trained, whose size is not known
 
@@ -307,13 +308,14 @@ def check_cost(runs: dict[str, ResolvedConfig], allocation: Allocation, due: Ite
     return cost.summary(costs, machine)
 
 
-def check_submission(dag: Any, folders: Iterable[str], say: Callable[[str], None]) -> list[Request]:
+def check_submission(
+    dag: Any, due: Iterable[Any], folders: Iterable[str], say: Callable[[str], None]
+) -> list[Request]:
     """The requests to Slurm. ConfigError for a job of Snakemake's plan that Slurm could never start,
-    UnfitError without Slurm's programs. folders: that nodes must see, beside the project's."""
+    UnfitError without Slurm's programs. due: jobs that will run. folders: that nodes must see, beside the
+    project's."""
     refuse_missing("sbatch", "squeue", "scontrol")
     submission.check_folders([Path.cwd(), *map(Path, folders)], say)
-    # All, since a dry run has finished them.
-    due = dag.needrun_jobs(exclude_finished=not dag.workflow.dryrun)
     jobs_due = {dag.get_job_group(job) or job for job in due}
     requests = requests_of(jobs_due, dag.workflow.executor_settings)
     submission.check(requests, say)
@@ -339,14 +341,18 @@ def answer_submit(
             fix="give a profile for Slurm: forge submit --profile profiles/mine train",
         )
     due = list(workflow.dag.needrun_jobs(exclude_finished=False))
+    rules = {job.rule.name for job in due if job.output}  # targets have none
+    if rules == {KNOWN_FAILURE}:
+        raise TrainingError("\n".join(str(job.params.message) for job in due if job.output))
     check_tasks(runs, due)
-    requests = check_submission(workflow.dag, folders, say)
+    with _with_executor(workflow, executor):
+        requests = check_submission(workflow.dag, due, folders, say)
     keep_for_jobs(runs, layouts)
     of_profile = workflow.resource_settings.default_resources or {}
     given = {name: plain(value) for name, value in of_profile.items()}
     asked = dict.fromkeys((request.account, request.partition) for request in requests)
     SubmitCheck(
-        rules=sorted({job.rule.name for job in due}),
+        rules=sorted(rules),
         submitted=os.environ[SUBMITTED],
         runs=list(runs),
         machine=machine,
@@ -354,6 +360,21 @@ def answer_submit(
         partition=str(given.get("slurm_partition") or ""),
         requests=[list(one) for one in asked],
     ).write(SUBMIT_CHECK)
+
+
+@contextmanager
+def _with_executor(workflow: Any, name: str) -> Iterator[None]:
+    """In a dry run, whose executor makes every job a local one, see jobs as this executor would."""
+    from snakemake_interface_executor_plugins.registry import ExecutorPluginRegistry
+
+    dry = workflow._executor_plugin
+    workflow._executor_plugin = ExecutorPluginRegistry().get_plugin(name)
+    for group in set(workflow.dag._group.values()):
+        group._resources = None  # they depend on it
+    try:
+        yield
+    finally:
+        workflow._executor_plugin = dry
 
 
 # --- one Snakemake for a run -----------------------------------------------------------------------

@@ -18,7 +18,7 @@ from forge.core.terminal import duration
 # Set for the dry run of `forge submit`.
 CHECKS = "FORGE_CHECKS_FOR_SUBMIT"
 JOB_NAME = "forge-submit"
-ASK_SEC = 10.0
+ASK_SEC, STATUS_SEC = 10.0, 3.0  # how long one squeue may take; that of forge status
 _FORMAT = "%T|%N|%S|%e|%r|%j|%Z"  # man squeue
 _WITHOUT_VALUE = ("N/A", "Unknown")
 
@@ -53,11 +53,14 @@ def read() -> tuple[Controller, ControllerState | None] | None:
     return record, state if state and state.job == record.job else None
 
 
-def listed(job_id: str, *, patience_sec: float | None = None) -> Listed | None:
-    """The job in Slurm's queue; None for one that has ended. Raises SlurmSilent."""
+def listed(
+    job_id: str, *, patience_sec: float | None = None, timeout_sec: float = ASK_SEC
+) -> Listed | None:
+    """The job in Slurm's queue; None for one that has ended. patience_sec, timeout_sec: as for slurm.ask.
+    Raises SlurmSilent."""
     line = ("squeue", "--noheader", f"--jobs={job_id}", f"--format={_FORMAT}")
     try:
-        text = slurm.ask(*line, patience_sec=patience_sec, timeout_sec=ASK_SEC)
+        text = slurm.ask(*line, patience_sec=patience_sec, timeout_sec=timeout_sec)
     except slurm.Refused as err:
         if "Invalid job id" in str(err):
             return None
@@ -82,7 +85,9 @@ def refuse_living(runs: Iterable[str] = ()) -> None:
     found = read()
     if found is None or not slurm.is_here():
         return
-    record, _ = found
+    record, state = found
+    if state and state.phase != "running":
+        return  # nothing to ask Slurm for, which may not answer
     shared = set(runs) & set(record.check.runs) if runs else set(record.check.runs)
     if not shared or (job := listed(record.job)) is None:
         return
@@ -105,7 +110,8 @@ def status_lines() -> list[str]:
     record, state = found
     about = f"controller: job {record.job}"
     try:
-        job = listed(record.job, patience_sec=0) if slurm.is_here() else None
+        asks = slurm.is_here() and not (state and state.phase != "running")
+        job = listed(record.job, patience_sec=0, timeout_sec=STATUS_SEC) if asks else None
     except slurm.SlurmSilent:
         return [f"{about}: Slurm does not answer; {command_of(record)}"]
     if job:

@@ -20,7 +20,7 @@ from forge.controller.notify import Notifier, events_of, states_of
 from forge.core.errors import DataError, ForgeError, TrainingError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import CONTROLLER, CONTROLLER_LOG, CONTROLLER_STATE
-from forge.core.process import CONTROLLER_JOB
+from forge.core.process import CONTROLLER_JOB, stop_with_parent
 from forge.core.records import Controller, ControllerPhase, ControllerState
 from forge.core.terminal import say
 
@@ -116,7 +116,12 @@ class _Control:
             return None
         line = [sys.executable, "-m", "snakemake", *self._record.command]
         process = subprocess.Popen(
-            line, env=environment(self._record), stdin=subprocess.DEVNULL, start_new_session=True
+            line,
+            env=environment(self._record),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            # Where Slurm does not track processes by cgroups, it would outlive a killed controller.
+            preexec_fn=lambda: stop_with_parent(signal.SIGKILL),  # noqa: PLW1509  no threads
         )
         try:
             while (status := process.poll()) is None and not self._received:

@@ -15,7 +15,7 @@ from forge.cluster import adopt, controller_job, jobs, slurm, submission
 from forge.cluster.lock import lock
 from forge.cluster.partitions import Partition, read_partitions
 from forge.cluster.sbatch import CONTROLLER_RULE, Request, batch_line
-from forge.core.errors import ConfigError, ForgeError, UnfitError
+from forge.core.errors import ConfigError, DataError, ForgeError, TrainingError, UnfitError
 from forge.core.machine import ControllerSettings, load_machine
 from forge.core.paths import CONTROLLER, CONTROLLER_LOG, CONTROLLER_STATE, SUBMIT_CHECK, WORKFLOW
 from forge.core.records import Controller, ControllerState, SubmitCheck
@@ -30,6 +30,14 @@ POLL_SEC = 0.5
 SUBMIT_SEC = 60.0
 # Rules that download, or read what nodes may not see: made here, before anything is submitted.
 HERE = ("inputs", "tokenizer", "model", "evaluate_data")
+# Of what Snakemake prints before an error: how and where it was called, all its options.
+NOISE = re.compile(
+    r"\s*SNAKEMAKE\n=+\n.*?Config MD5: \S+\n|^usage: .*?(?=^\S+: error:)"
+    r"|^(?:Using profile|Building DAG of jobs)[^\n]*\n?",
+    re.DOTALL | re.MULTILINE,
+)
+MOST_SAID = 4000
+SNAKEFILES = ("workflow/Snakefile", "Snakefile")
 # Options of Snakemake with which nothing would be run, or elsewhere.
 NOT_TO_SUBMIT = {
     "-n": "shows the plan only: snakemake -n",
@@ -53,6 +61,7 @@ def submit(command: Sequence[str]) -> None:
     """
     slurm.refuse_missing("sbatch", "squeue", "scontrol")
     _refuse_words(command)
+    _refuse_elsewhere(command)
     WORKFLOW.mkdir(parents=True, exist_ok=True)
     with lock(WORKFLOW, "submit"):
         controller_job.refuse_living()
@@ -77,6 +86,15 @@ def _refuse_words(command: Sequence[str]) -> None:
             raise ConfigError(f"forge submit does not take {word}", fix=reason)
 
 
+def _refuse_elsewhere(command: Sequence[str]) -> None:
+    """ConfigError in a directory without a workflow, before anything is written there."""
+    named = any(word.startswith(("-s", "--snakefile")) for word in command)
+    if not named and not any(map(Path.is_file, map(Path, SNAKEFILES))):
+        raise ConfigError(
+            f"{Path.cwd()} has no workflow/Snakefile", fix="change to the project's directory"
+        )
+
+
 # --- on the login node -------------------------------------------------------------------------------
 
 
@@ -92,8 +110,8 @@ def _checked(command: Sequence[str]) -> SubmitCheck:
     line = _snakemake([*command, "--dry-run"], **{controller_job.CHECKS: "1"})
     done = subprocess.run(line, capture_output=True, text=True, check=False, errors="replace")
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip())[-4000:]
-        raise ConfigError(f"snakemake refuses the command:\n{said}")
+        said = NOISE.sub("", f"{done.stdout}\n{done.stderr}").strip()
+        raise ConfigError(f"snakemake refuses the command:\n{said[-MOST_SAID:]}")
     check = SubmitCheck.read_if_there(SUBMIT_CHECK)
     if check is None:
         raise ConfigError(
@@ -105,7 +123,8 @@ def _checked(command: Sequence[str]) -> SubmitCheck:
 
 
 def _error(code: int) -> type[ForgeError]:
-    return UnfitError if code == UnfitError.code else ConfigError
+    kinds = (UnfitError, TrainingError, DataError)
+    return next((kind for kind in kinds if kind.code == code), ConfigError)
 
 
 def _make_here(command: Sequence[str], check: SubmitCheck) -> None:
@@ -137,11 +156,12 @@ def request_of(
     minutes = settings.runtime or int(min(DAY_MIN, max(longest, 1)))
     warn_sec = min(WARN_SEC, minutes * 60 // 4)
     options = [
+        *shlex.split(settings.options),  # first, so that they change nothing that Forge relies on
         *([f"--account={account}"] if account else []),
         *([f"--partition={partition}"] if partition else []),
         *("--export=ALL", f"--time={minutes}", f"--signal=B:USR1@{warn_sec}"),
         *("--nodes=1", "--ntasks=1", "--cpus-per-task=1", f"--mem={settings.mem_mb}"),
-        *shlex.split(settings.options),
+        *(f"--job-name={controller_job.JOB_NAME}", f"--output={CONTROLLER_LOG}", "--requeue"),
     ]
     if forbidden := _not_submitting(own, check, known):
         options.append(f"--exclude={','.join(sorted(forbidden))}")
@@ -178,6 +198,7 @@ def _not_submitting(
 
 def _submitted(command: Sequence[str], check: SubmitCheck, request: Request) -> Controller:
     """Submit the job, and record it. The job waits for the record."""
+    cluster = slurm.cluster_name()
     line = batch_line(
         controller_job.JOB_NAME,
         CONTROLLER_LOG,
@@ -193,7 +214,7 @@ def _submitted(command: Sequence[str], check: SubmitCheck, request: Request) -> 
     shell = {name: os.environ[name] for name in slurm.SET_IN_JOBS if name in os.environ}
     record = Controller(
         job=re.split(r"[;\s]", output.strip())[0],
-        cluster=slurm.cluster_name(),
+        cluster=cluster,
         command=list(command),
         check=check,
         environment=shell,

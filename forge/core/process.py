@@ -193,9 +193,9 @@ def _is_hidden(pid: int) -> bool:
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def stop_with_parent() -> None:
-    """Ask the kernel for a SIGTERM when the parent dies, so that kill -9 leaves no orphans."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+def stop_with_parent(number: int = signal.SIGTERM) -> None:
+    """Ask the kernel for this signal when the parent dies, so that kill -9 leaves no orphans."""
+    _libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def raise_open_files() -> int:

@@ -143,7 +143,13 @@ def _watch(runs: Sequence[RunPaths]) -> None:
             while True:
                 rows, note = look(runs)
                 foot = f"{time.strftime('%H:%M:%S')}  Ctrl-C ends this, not the runs  {note}"
-                shown = Group(_table(rows).drawn(), "", Text(visible(foot.rstrip())))
+                head = "\n".join(controller_job.status_lines())
+                shown = Group(
+                    *([Text(visible(head))] if head else []),
+                    _table(rows).drawn(),
+                    "",
+                    Text(visible(foot.rstrip())),
+                )
                 live.update(shown, refresh=True)
                 time.sleep(WATCH_SEC)
     except KeyboardInterrupt:

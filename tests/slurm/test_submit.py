@@ -228,7 +228,7 @@ def test_network_is_used_on_the_login_node_only_and_a_real_time_limit_comes_whil
     new_project: NewProject, shared_folder: Path, cluster: Cluster
 ) -> None:
     """Corpus from a hub on the loopback interface of the login node, which no node reaches."""
-    tokens = {"inputs": ["hf://datasets/me/corpus/*.txt"], "val_fraction": 0.3}
+    tokens = {"inputs": ["hf://datasets/me/corpus@main/*.txt"], "val_fraction": 0.3}
     project = new_project(
         on=1,
         values={"data": str(shared_folder / "data"), "tokenize": tokens},

@@ -230,7 +230,12 @@ onstart:
         cost = check_plan(submits)
         helpers.check_tasks(RUNS, workflow.dag.needrun_jobs())
         if submits:
-            helpers.check_submission(workflow.dag, [RESULTS, DATA], logger.warning)
+            helpers.check_submission(
+                workflow.dag,
+                workflow.dag.needrun_jobs(),
+                [RESULTS, DATA],
+                logger.warning,
+            )
             helpers.keep_for_jobs(RUNS, LAYOUTS)
             job_watch.install(workflow.scheduler._executor, RUNS)
         helpers.take_over(

@@ -112,6 +112,24 @@ def test_node_that_may_not_submit_ends_at_once(record, monkeypatch):
     assert ControllerState.read(CONTROLLER_STATE).phase == "refused"
 
 
+@pytest.mark.parametrize(
+    ("trouble", "told"),
+    [
+        ("allocation failure: Access/permission denied", "to partition gpu: allocation failure"),
+        ("allocation failure: Requested nodes are busy", ""),
+        ("Unable to contact slurm controller (connect failure)", ""),
+        ("", ""),
+    ],
+)
+def test_only_a_denied_submission_counts_as_a_node_that_may_not_submit(monkeypatch, trouble, told):
+    monkeypatch.setattr(slurm, "refuse_missing", lambda *_: None)
+    lines = []
+    monkeypatch.setattr(slurm, "run", lambda line, **_: lines.append(line) or ("", trouble))
+    assert told in control.may_not_submit([["lab", "gpu"]])
+    assert bool(told) == bool(control.may_not_submit([["lab", "gpu"]]))
+    assert {"--test-only", "--account=lab", "--partition=gpu"} <= {*lines[0]}
+
+
 def test_what_was_told_before_a_restart_is_not_told_again(record, monkeypatch):
     told = ["base: validated"]
     ControllerState(job="12", phase="running", time=1.0, told=told).write(CONTROLLER_STATE)

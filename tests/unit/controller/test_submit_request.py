@@ -34,7 +34,8 @@ def options(settings=None, **alloc_nodes):
 def test_request_follows_the_profile_up_to_the_limit_of_its_partition():
     assert shlex.join(options()) == (
         "--account=lab --partition=cpu --export=ALL --time=720 --signal=B:USR1@300"
-        " --nodes=1 --ntasks=1 --cpus-per-task=1 --mem=2000"
+        " --nodes=1 --ntasks=1 --cpus-per-task=1 --mem=2000 --job-name=forge-submit"
+        " --output=.snakemake/forge/controller.log --requeue"
     )
 
 
@@ -63,6 +64,29 @@ def test_partition_of_which_no_node_may_submit_is_refused_with_other_ways():
         err.value
     )
     assert "tmux" in err.value.fix and "scrontab" in err.value.fix
+
+
+def test_of_what_snakemake_says_its_error_is_left():
+    said = (
+        "\nSNAKEMAKE\n=========\n  Date: x\n  Config MD5: 99\n\nBuilding DAG of jobs...\n"
+        "MissingRuleException:\nNo rule to produce trian\nUsing profile profiles/mine for x.\n"
+    )
+    assert (
+        submit.NOISE.sub("", said).split()
+        == ["MissingRuleException:", "No", "rule", "to", "produce", "trian"]
+    )
+    usage = (
+        "Using profile p.\nusage: snakemake [-h]\n   [--x]\n__main__.py: error: no --bogus\nmore\n"
+    )
+    assert submit.NOISE.sub("", usage) == "__main__.py: error: no --bogus\nmore\n"
+
+
+def test_directory_without_a_workflow_is_refused_and_left_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(submit.slurm, "refuse_missing", lambda *_: None)
+    with pytest.raises(ConfigError, match="has no workflow/Snakefile"):
+        submit.submit(["--profile", "profiles/mine", "train"])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("word", ["-n", "--dry-run", "--directory=/x", "-d"])
