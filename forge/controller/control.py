@@ -24,6 +24,8 @@ from forge.core.process import CONTROLLER_JOB, stop_with_parent
 from forge.core.records import Controller, ControllerPhase, ControllerState
 from forge.core.terminal import say
 
+# Else a Snakemake that was killed leaves its lock, and outputs that the next one refuses.
+AFTER_A_KILL = ("--nolock", "--rerun-incomplete")
 RECORD_SEC = 60.0  # `forge submit` writes its record right after sbatch
 LOOK_SEC = 30.0  # between two looks at the states of the runs
 PAUSE_SEC = 0.5
@@ -82,8 +84,10 @@ class _Control:
         self._notifier = Notifier(machine.notify.command)
         self._notifies = bool(machine.notify.command)
         self._looked = time.monotonic()
-        before = ControllerState.read_if_there(CONTROLLER_STATE)
-        told = before.told if before and before.job == record.job else []
+        told: list[str] = []
+        with suppress(DataError):  # none yet, or of an earlier job
+            before = ControllerState.read(CONTROLLER_STATE)
+            told = before.told if before.job == record.job else []
         self._state = ControllerState(
             job=record.job, phase="running", time=time.time(), starts=self._restarts + 1, told=told
         )
@@ -114,7 +118,7 @@ class _Control:
         """Its exit status, minus the signal that killed it; None where this job was told to end."""
         if not self._wait_for_slurm():
             return None
-        line = [sys.executable, "-m", "snakemake", *self._record.command]
+        line = [sys.executable, "-m", "snakemake", *self._record.command, *AFTER_A_KILL]
         process = subprocess.Popen(
             line,
             env=environment(self._record),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import re
 import shlex
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from forge.cluster import adopt, controller_job, jobs, slurm, submission
@@ -19,12 +22,14 @@ from forge.core.errors import ConfigError, DataError, ForgeError, TrainingError,
 from forge.core.machine import ControllerSettings, load_machine
 from forge.core.paths import CONTROLLER, CONTROLLER_LOG, CONTROLLER_STATE, SUBMIT_CHECK, WORKFLOW
 from forge.core.records import Controller, ControllerState, SubmitCheck
-from forge.core.terminal import say
+from forge.core.terminal import one_line, say
 
 DAY_MIN = 24 * 60
 WARN_SEC = 300  # before its time limit; a quarter of a shorter one
 REPORT_SEC = 30.0  # how long a started controller has to say that it may submit
 STOP_SEC = 120.0  # for the controller to end
+HAS_ENDED = ("Invalid job id", "already completing or completed")  # in errors of scancel
+AGAIN_SEC = 10.0  # a job that was about to be requeued may come back
 SAVE_SEC = 600.0  # for its jobs: training commits a checkpoint
 POLL_SEC = 0.5
 SUBMIT_SEC = 60.0
@@ -226,19 +231,23 @@ def _submitted(command: Sequence[str], check: SubmitCheck, request: Request) -> 
 def _report(record: Controller) -> None:
     """Say what the job does, once it has begun or waits. UnfitError where it may not submit."""
     end = time.monotonic() + REPORT_SEC
-    while time.monotonic() < end:
-        state = ControllerState.read_if_there(CONTROLLER_STATE)
-        if state and state.job == record.job:
-            if state.phase == "refused":
-                raise UnfitError(
-                    f"the controller, job {record.job}, may not submit jobs: {state.reason}",
-                    fix=ELSEWHERE,
-                )
-            break
+    while not (state := _state_of(record)) and time.monotonic() < end:
         time.sleep(POLL_SEC)
+    if state and state.phase == "refused":
+        raise UnfitError(
+            f"the controller, job {record.job}, may not submit jobs: {state.reason}", fix=ELSEWHERE
+        )
     for text in controller_job.status_lines():
         say(text)
     say(f"log: {CONTROLLER_LOG}; see forge status; end it and its jobs with forge submit --stop")
+
+
+def _state_of(record: Controller) -> ControllerState | None:
+    """What the job has recorded; None before it has begun."""
+    with suppress(DataError):
+        state = ControllerState.read(CONTROLLER_STATE)
+        return state if state.job == record.job else None
+    return None
 
 
 # --- the end ---------------------------------------------------------------------------------------
@@ -259,15 +268,13 @@ def stop() -> None:
     record, state = found
     # Before its jobs: it would take their end for a failure.
     if lives := controller_job.listed(record.job) is not None:
-        slurm.ask("scancel", record.job)
         say(f"controller, job {record.job}: told to end")
-        _wait_until_ended(lambda: controller_job.listed(record.job) is None, STOP_SEC, record.job)
+        alive = functools.partial(controller_job.listed, record.job)
+        _cancel([record.job], lambda: alive() is not None, STOP_SEC, again_sec=AGAIN_SEC)
     name = adopt.job_name(record.check.runs, record.check.submitted)
-    if left := adopt.adoptable(name):
-        ids = " ".join(job.id for job in left)
-        say(f"jobs {ids}: told to end; training commits a checkpoint first")
-        slurm.cancel_named(name)
-        _wait_until_ended(lambda: not adopt.adoptable(name), SAVE_SEC, ids)
+    if left := [job.id for job in adopt.adoptable(name)]:
+        say(f"job {', '.join(left)}: told to end; training commits a checkpoint first")
+        _cancel(left, lambda: bool(adopt.adoptable(name)), SAVE_SEC)
     if not lives and not left:
         say(f"nothing to stop: {controller_job.how_it_ended(record, state)}")
         return
@@ -278,13 +285,36 @@ def stop() -> None:
     say(f"stopped; {controller_job.command_of(record)} resumes")
 
 
-def _wait_until_ended(has_ended: Callable[[], bool], limit_sec: float, ids: str) -> None:
-    end = time.monotonic() + limit_sec
-    while not has_ended():
-        if time.monotonic() > end:
+def _cancel(
+    ids: Sequence[str],
+    live: Callable[[], bool],
+    limit_sec: float,
+    again_sec: float = math.inf,
+) -> None:
+    """Cancel the jobs, after this time once more, and wait until none of them lives. UnfitError where
+    Slurm refuses, and after limit_sec."""
+    begin = told = time.monotonic()
+    _scancel(ids)
+    while live():
+        if time.monotonic() - begin > limit_sec:
             raise UnfitError(
-                f"job {ids} has not ended within {limit_sec:g} s",
+                f"job {', '.join(ids)} has not ended within {limit_sec:g} s",
                 cause="a node does not respond, or training still commits its checkpoint",
-                fix=f"squeue --jobs={ids.replace(' ', ',')}; then forge submit --stop again",
+                fix=f"squeue --jobs={','.join(ids)}; then forge submit --stop again",
             )
+        if time.monotonic() - told > again_sec:
+            told = time.monotonic()
+            _scancel(ids)
         time.sleep(POLL_SEC)
+
+
+def _scancel(ids: Sequence[str]) -> None:
+    try:
+        slurm.ask("scancel", *ids)
+    except slurm.Refused as err:
+        if not any(words in str(err) for words in HAS_ENDED):
+            raise UnfitError(
+                f"scancel {' '.join(ids)}: {one_line(str(err))}",
+                cause="another user has submitted it",
+                fix="ask that user, whom `squeue` names",
+            ) from None

@@ -42,7 +42,8 @@ class StatusRow:
 
 
 def status(runs: Sequence[RunPaths], *, watch: bool = False, as_json: bool = False) -> None:
-    """Print one line a run to standard output, as a table or as JSON.
+    """Print one line a run to standard output, as a table or as JSON; before the table a line for the
+    controller of `forge submit`.
 
     watch: draw it again every few seconds until Ctrl-C. Raises ConfigError without a terminal then.
     """
@@ -52,13 +53,13 @@ def status(runs: Sequence[RunPaths], *, watch: bool = False, as_json: bool = Fal
         _watch(runs)
         return
     rows, note = look(runs)
+    for line in () if as_json else controller_job.status_lines():
+        print_plain(line)
     if as_json:
         print(json.dumps([row.to_json() for row in rows], indent=2))
     elif not rows:
         say(f"no runs in {results_folder()}/ yet: train one with make train, or name their folders")
     else:
-        for line in controller_job.status_lines():
-            print_plain(line)
         _table(rows).print()
     if note:
         say(note)

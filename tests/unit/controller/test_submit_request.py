@@ -66,15 +66,47 @@ def test_partition_of_which_no_node_may_submit_is_refused_with_other_ways():
     assert "tmux" in err.value.fix and "scrontab" in err.value.fix
 
 
+def test_job_that_comes_back_from_a_requeue_is_cancelled_again(monkeypatch):
+    asked, lives = [], iter([True, True, True, False])
+    monkeypatch.setattr(submit.slurm, "ask", lambda *line: asked.append(line))
+    submit._cancel(["12"], lambda: next(lives), 60.0, again_sec=0.0)
+    assert asked[:2] == [("scancel", "12")] * 2
+
+
+def test_job_that_does_not_end_is_named(monkeypatch):
+    monkeypatch.setattr(submit.slurm, "ask", lambda *_: "")
+    with pytest.raises(UnfitError, match=r"job 12, 13 has not ended within 0\.1 s"):
+        submit._cancel(["12", "13"], lambda: True, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_error"), [("Invalid job id specified", False), ("Access/permission denied", True)]
+)
+def test_job_that_has_ended_is_no_error_and_another_users_is(monkeypatch, said, is_error):
+    def ask(*_):
+        raise submit.slurm.Refused(said)
+
+    monkeypatch.setattr(submit.slurm, "ask", ask)
+    if is_error:
+        with pytest.raises(UnfitError, match="another user"):
+            submit._cancel(["12"], lambda: False, 1.0)
+    else:
+        submit._cancel(["12"], lambda: False, 1.0)
+
+
 def test_of_what_snakemake_says_its_error_is_left():
     said = (
         "\nSNAKEMAKE\n=========\n  Date: x\n  Config MD5: 99\n\nBuilding DAG of jobs...\n"
         "MissingRuleException:\nNo rule to produce trian\nUsing profile profiles/mine for x.\n"
     )
-    assert (
-        submit.NOISE.sub("", said).split()
-        == ["MissingRuleException:", "No", "rule", "to", "produce", "trian"]
-    )
+    assert submit.NOISE.sub("", said).split() == [
+        "MissingRuleException:",
+        "No",
+        "rule",
+        "to",
+        "produce",
+        "trian",
+    ]
     usage = (
         "Using profile p.\nusage: snakemake [-h]\n   [--x]\n__main__.py: error: no --bogus\nmore\n"
     )
