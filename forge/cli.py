@@ -42,11 +42,13 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments is None:
         _in_utf8()
     parser = _parser()
+    arguments, of_snakemake = _of_snakemake(sys.argv[1:] if arguments is None else arguments)
     options, rest = parser.parse_known_args(arguments)
     if rest and not options.takes_overrides:
         options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         options.overrides, options.machine_overrides = _overrides(rest)
+        options.of_snakemake = of_snakemake
         from forge.core.files import disk_trouble
 
         # The last resort: no disk or network file system error is reported as a bug.
@@ -69,6 +71,16 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"forge {options.subcommand}: interrupted; rerun the same command to resume")
         return int(Exit.STOPPED)
     return int(Exit.DONE)
+
+
+def _of_snakemake(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments for `forge`, and those behind `forge submit`, which are Snakemake's."""
+    name, words = arguments[:1], arguments[1:]
+    if name != ["submit"] or words[:1] in (["-h"], ["--help"]):
+        return arguments, []
+    if "--stop" in words:  # which Snakemake does not have
+        return [*name, "--stop"], []
+    return name, words
 
 
 def _in_utf8() -> None:
@@ -156,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
     subcommands = _Subcommands(subparsers)
     _add_steps(subcommands)
+    _add_jobs(subcommands)
     _add_views(subcommands)
     return parser
 
@@ -180,6 +193,11 @@ class _Subcommands:
         added.allow_abbrev = False
         added.set_defaults(action=action, takes_overrides=keys, parser=added, log=None)
         return added
+
+    def hidden(self, name: str, action: Callable[[argparse.Namespace], None], text: str) -> None:
+        """One that Forge itself calls: without `help`, argparse does not list it."""
+        added = self._subparsers.add_parser(name, description=text, allow_abbrev=False)
+        added.set_defaults(action=action, takes_overrides=False, parser=added, log=None)
 
     def logged(self, name: str, action: Callable[[argparse.Namespace], None], text: str) -> Any:
         """With --log."""
@@ -265,6 +283,23 @@ def _add_steps(subcommands: _Subcommands) -> None:
             keys=False,
         )
     )
+
+
+def _add_jobs(subcommands: _Subcommands) -> None:
+    """The workflow without a terminal."""
+    submit = subcommands.plain(
+        "submit", _submit, "run a Snakemake command as a Slurm job of its own", keys=False
+    )
+    submit.usage = (
+        "forge submit --profile PROFILE [arguments of snakemake]\n       forge submit --stop"
+    )
+    submit.epilog = (
+        "All arguments are Snakemake's. Example: forge submit --profile profiles/mine train"
+    )
+    submit.add_argument(
+        "--stop", action="store_true", help="end the controller and its jobs, with a checkpoint"
+    )
+    subcommands.hidden("controller", _controller, "what the job of `forge submit` runs")
 
 
 def _add_views(subcommands: _Subcommands) -> None:
@@ -631,6 +666,21 @@ def _profile(options: argparse.Namespace) -> None:
 
     wishes = Wishes(options.partition, options.gpus, options.nodes)
     profile(options.name, wishes, options.answers, options.save)
+
+
+def _submit(options: argparse.Namespace) -> None:
+    from forge.controller.submit import stop, submit
+
+    if options.stop:
+        stop()
+    else:
+        submit(options.of_snakemake)
+
+
+def _controller(_options: argparse.Namespace) -> None:
+    from forge.controller.control import control
+
+    control()
 
 
 def _show(options: argparse.Namespace) -> None:

@@ -9,15 +9,16 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, chdir, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, chdir, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import family
-from forge.cluster import jobs, submission
+from forge.cluster import adopt, controller_job, jobs, submission
 from forge.cluster.allocation import (
+    EXECUTOR,
     OF_COMMAND,
     Allocation,
     command_resources,
@@ -41,6 +42,7 @@ from forge.core.machine import Slurm
 from forge.core.paths import (
     CONFIG,
     SHEET,
+    SUBMIT_CHECK,
     WORKFLOW,
     WORKFLOW_RUNS,
     RunPaths,
@@ -51,7 +53,7 @@ from forge.core.paths import (
     tokenizer_folder,
     tokens_folder,
 )
-from forge.core.records import RunSettings, WorkflowRuns
+from forge.core.records import RunSettings, SubmitCheck, WorkflowRuns
 from forge.core.sample_sheet import read_rows, run_configs, shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import resolve, single_corpora
@@ -63,6 +65,7 @@ from forge.tracking.tracker import refuse_missing_packages
 
 # Names the file with the runs as they were submitted, for the Snakemake inside a job.
 SUBMITTED = "FORGE_SUBMITTED"
+KNOWN_FAILURE = "known_failure_run"
 QUEUE_POLL_SEC = 10.0
 PROGRAM_MB = 8000  # to validate what another program has trained, whose size is not known
 
@@ -132,18 +135,20 @@ def read_runs(
 
     settings: as for `read_config`. given: taken in place of what that reads. main: False for the
     Snakemake inside a job, which keeps the runs as they were submitted: the config may have been edited
-    while the job was in the queue.
+    while the job was in the queue; that of `forge submit` keeps them, too.
 
     Raises ForgeError for a bad config or sheet, for a run that cannot resume from its checkpoint or whose
     parent has changed, and for a new one that cannot start from its parent's. Refused here, since
     Snakemake removes a rule's outputs before it starts the rule.
     """
-    if not main and SUBMITTED in os.environ:
-        path = Path(os.environ[SUBMITTED])
-        submitted: dict[str, Any] = read_json(path)["submitted"]
-        return {
+    if values := _as_submitted(main):
+        submitted: dict[str, Any] = values["submitted"]
+        runs = {
             name: checked(ResolvedConfig, values, "the job") for name, values in submitted.items()
         }
+        if main:
+            _check_starts(runs)
+        return runs
     base = dict(read_config(settings) if given is None else given)
     sheet = str(base.pop("runs", SHEET))
     configs = run_configs(base, sheet)
@@ -153,10 +158,26 @@ def read_runs(
     for name, config in runs.items():
         refuse_missing_packages(config.tracking, f"run {name}")
         refuse_missing_package(config.evaluate, f"run {name}")
-        warnings = program_of(config).check_start(runs)
-        for line in warnings if main else ():
-            say(f"{name}: {line}")
+    warnings = _check_starts(runs)
+    for line in warnings if main else ():
+        say(line)
     return runs
+
+
+def _as_submitted(main: bool) -> dict[str, Any]:
+    """What `keep_for_jobs` has written for this Snakemake; {} where it reads the config itself."""
+    given = os.environ.get(adopt.CONTROLLED if main else SUBMITTED)
+    values: dict[str, Any] = read_json(Path(given)) if given else {}
+    return values
+
+
+def _check_starts(runs: dict[str, ResolvedConfig]) -> list[str]:
+    """Warnings. Raises ForgeError for a run that cannot start, or resume."""
+    return [
+        f"{name}: {line}"
+        for name, config in runs.items()
+        for line in program_of(config).check_start(runs)
+    ]
 
 
 def read_layouts(
@@ -170,8 +191,7 @@ def read_layouts(
     sheet and from --config; inside a job as they were submitted. {} without either. given: as for
     `read_runs`. Raises ConfigError.
     """
-    if not main and SUBMITTED in os.environ:
-        submitted = read_json(Path(os.environ[SUBMITTED]))
+    if submitted := _as_submitted(main):
         layouts: dict[str, dict[str, Any]] = submitted["layouts"]
         return layouts
     base = read_config(settings) if given is None else given
@@ -270,7 +290,7 @@ def end_with_table(
     handlers are not called where nothing is left to do, and print more after them.
 
     check: what the runs cost, "" where nothing is submitted; raises what a run would be refused with at
-    once. A dry run ends with either instead.
+    once. A dry run ends with either instead, and writes it down for `forge submit`.
     """
     project = Path.cwd()  # Snakemake goes back to where it was called before it ends (--directory)
 
@@ -282,6 +302,10 @@ def end_with_table(
                     say(line)
             except ForgeError as err:
                 say(f"without -n this is refused: {err}")
+                if controller_job.CHECKS in os.environ:
+                    SubmitCheck(refused=str(err), code=err.code).write(SUBMIT_CHECK)
+        elif workflow.dryrun and controller_job.CHECKS in os.environ:  # an empty DAG is false
+            SubmitCheck().write(SUBMIT_CHECK)
         elif workflow.executor_plugin and not (workflow.dryrun or workflow.touch):
             with suppress(OSError), chdir(project):  # the reader of our output may have left
                 print_end([RunPaths.of(settings) for settings in runs.values()])
@@ -297,14 +321,73 @@ def check_cost(runs: dict[str, ResolvedConfig], allocation: Allocation, due: Ite
     return cost.summary(costs, machine)
 
 
-def check_submission(dag: Any, folders: Iterable[str], say: Callable[[str], None]) -> None:
-    """ConfigError for a job of Snakemake's plan that Slurm could never start, UnfitError without Slurm's
-    programs. folders: that nodes must see, beside the project's."""
+def check_submission(
+    dag: Any, due: Iterable[Any], folders: Iterable[str], say: Callable[[str], None]
+) -> list[Request]:
+    """The requests to Slurm. ConfigError for a job of Snakemake's plan that Slurm could never start,
+    UnfitError without Slurm's programs. due: jobs that will run. folders: that nodes must see, beside the
+    project's."""
     refuse_missing("sbatch", "squeue", "scontrol")
     submission.check_folders([Path.cwd(), *map(Path, folders)], say)
-    due = dag.needrun_jobs()
     jobs_due = {dag.get_job_group(job) or job for job in due}
-    submission.check(requests_of(jobs_due, dag.workflow.executor_settings), say)
+    requests = requests_of(jobs_due, dag.workflow.executor_settings)
+    submission.check(requests, say)
+    return requests
+
+
+def answer_submit(
+    workflow: Any,
+    runs: dict[str, ResolvedConfig],
+    layouts: Mapping[str, Mapping[str, Any]],
+    *,
+    machine: str,
+    folders: Iterable[str],
+    executor: str,
+) -> None:
+    """In the dry run of `forge submit`, check what a start would check, and write down what the
+    controller needs to know. executor: of the command. Raises ForgeError."""
+    if controller_job.CHECKS not in os.environ:
+        return
+    if executor != EXECUTOR:
+        raise ConfigError(
+            f"the jobs of this command run by the executor {executor or 'local'}, not by {EXECUTOR}",
+            fix="give a profile for Slurm: forge submit --profile profiles/mine train",
+        )
+    due = list(workflow.dag.needrun_jobs(exclude_finished=False))
+    rules = {job.rule.name for job in due if job.output}  # targets have none
+    if rules == {KNOWN_FAILURE}:
+        raise TrainingError("\n".join(str(job.params.message) for job in due if job.output))
+    check_tasks(runs, due)
+    with _with_executor(workflow, executor):
+        requests = check_submission(workflow.dag, due, folders, say)
+    keep_for_jobs(runs, layouts)
+    of_profile = workflow.resource_settings.default_resources or {}
+    given = {name: plain(value) for name, value in of_profile.items()}
+    asked = dict.fromkeys((request.account, request.partition) for request in requests)
+    SubmitCheck(
+        rules=sorted(rules),
+        submitted=os.environ[SUBMITTED],
+        runs=list(runs),
+        machine=machine,
+        account=str(given.get("slurm_account") or ""),
+        partition=str(given.get("slurm_partition") or ""),
+        requests=[list(one) for one in asked],
+    ).write(SUBMIT_CHECK)
+
+
+@contextmanager
+def _with_executor(workflow: Any, name: str) -> Iterator[None]:
+    """In a dry run, whose executor makes every job a local one, see jobs as this executor would."""
+    from snakemake_interface_executor_plugins.registry import ExecutorPluginRegistry
+
+    dry = workflow._executor_plugin
+    workflow._executor_plugin = ExecutorPluginRegistry().get_plugin(name)
+    for group in set(workflow.dag._group.values()):
+        group._resources = None  # they depend on it
+    try:
+        yield
+    finally:
+        workflow._executor_plugin = dry
 
 
 # --- one Snakemake for a run -----------------------------------------------------------------------
@@ -320,6 +403,9 @@ def take_over(
     or waited for (slurm.when_running). Raises UnfitError. submits: whether the rules become Slurm jobs.
     """
     waited = False
+    name = adopt.controlled_name()
+    if not name:
+        controller_job.refuse_living(runs)
     while True:
         try:
             with ExitStack() as held:
@@ -327,7 +413,7 @@ def take_over(
                     root = RunPaths.of(config).root
                     held.enter_context(lock(root, "snakemake", name=WORKFLOW_LOCK))
                 if submits:
-                    jobs.refuse_queued(runs)
+                    jobs.refuse_queued(runs, {j.id for j in adopt.adoptable(name)} if name else ())
                 if not waited:
                     atexit.register(held.pop_all().close)
                     return

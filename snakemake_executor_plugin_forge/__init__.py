@@ -12,6 +12,7 @@ from snakemake_executor_plugin_slurm import Executor as SlurmExecutor
 from snakemake_executor_plugin_slurm import ExecutorSettings as SlurmSettings
 from snakemake_executor_plugin_slurm import common_settings
 
+from forge.cluster import adopt
 from forge.cluster.job_watch import JobWatch, called_after_runs
 from forge.cluster.slurm import settle_environment
 
@@ -50,7 +51,8 @@ class Executor(SlurmExecutor):
     def __post_init__(self, test_mode: bool = False) -> None:
         settle_environment()  # a job that the plugin's squeue does not see would count as ended
         super().__post_init__(test_mode)
-        self.run_uuid = called_after_runs(self.run_uuid, self.workflow.dag.needrun_jobs())
+        due = self.workflow.dag.needrun_jobs()
+        self.run_uuid = adopt.controlled_name() or called_after_runs(self.run_uuid, due)
 
     def run_job(self, job: Any) -> None:
         self._watch.submit(job)

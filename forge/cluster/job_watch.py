@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge.cluster import jobs, sbatch, slurm
+from forge.cluster import adopt, jobs, sbatch, slurm
 from forge.cluster.jobs import (
     QueuedJob,
     advice_on_excluded,
@@ -37,7 +37,6 @@ SACCT_SEC = 5.0
 # A cancellation reaches accounting a moment after squeue.
 WHO_SEC = 3.0
 
-MAX_NAME = 40  # characters of the runs' names in the name of a job
 RERUN = "Rerun the same command to submit it again; training resumes from its last checkpoint."
 # Meaning of Slurm's job states after which the job itself could write no error, and what to do.
 ENDS = {
@@ -66,7 +65,7 @@ def called_after_runs(name: str, due: Iterable[Any]) -> str:
     """The name of a command's Slurm jobs, which shows its runs in squeue. name: a unique one. due: jobs
     of Snakemake that will run."""
     runs = sorted({run for job in due if (run := job.wildcards_dict.get("run"))})
-    return f"{'-'.join(runs)[:MAX_NAME]}_{name}" if runs else name
+    return f"{'-'.join(runs)[: adopt.MAX_NAME]}_{name}" if runs else name
 
 
 class JobWatch:
@@ -131,7 +130,11 @@ class JobWatch:
         """Submit the job. Returns the error, or ""."""
         self._refusals[id(job)] = ""
         try:
-            self._submit(job)
+            if state := adopt.take_back(self._executor, job):
+                # A job that runs may have written its outputs already.
+                self._before[id(job)] = _stamps(job) if state in slurm.WAITING else _absent(job)
+            else:
+                self._submit(job)
         except Exception as err:  # in a thread, it would be lost, and Snakemake would wait forever
             return str(err.__context__ or err)
         return self._refusals.pop(id(job))
@@ -376,6 +379,11 @@ def _stamps(job: Any) -> list[object]:
         except OSError:
             signs.append(None)
     return signs
+
+
+def _absent(job: Any) -> list[object]:
+    """What `_stamps` gives for a job without any of its outputs."""
+    return [None for _ in job.output]
 
 
 def _is_there(path: Path) -> bool:

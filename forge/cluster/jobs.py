@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +30,7 @@ class QueuedJob:
     start: float | None  # of a pending job, the start that Slurm expects
     run: str | None  # for which Snakemake submitted it
     folder: Path  # from which it was submitted
+    comment: str = ""
 
     @property
     def is_living(self) -> bool:
@@ -39,6 +40,13 @@ class QueuedJob:
     @property
     def is_waiting(self) -> bool:
         return self.state in slurm.WAITING
+
+
+def rules_of(comment: str) -> frozenset[str]:
+    """The rules of an allocation that was submitted with this comment."""
+    run = run_of(comment)
+    rest = comment.partition(f"{ALLOCATION}-{run}_")[2] if run else ""
+    return frozenset(rule for rule in ALLOCATION_RULES if rule in rest)
 
 
 def run_of(comment: str) -> str | None:
@@ -76,7 +84,7 @@ def parse_line(line: str) -> QueuedJob:
     job_id, state, reason, nodes, submitted, start, comment, folder = line.split("|", 7)
     run = run_of(comment)
     times = (_seconds(submitted), _seconds(start))
-    return QueuedJob(job_id, state, reason, nodes, *times, run, Path(folder))
+    return QueuedJob(job_id, state, reason, nodes, *times, run, Path(folder), comment)
 
 
 def _seconds(text: str) -> float | None:
@@ -103,9 +111,10 @@ def of_run(queue: Iterable[QueuedJob], name: str, ids: set[str], project: Path) 
     return wanted[0] if wanted else None
 
 
-def refuse_queued(runs: Iterable[str]) -> None:
-    """UnfitError for jobs in the queue that the project in this folder submitted for these runs."""
-    queue = read_queue([os.getuid()])
+def refuse_queued(runs: Iterable[str], but: Collection[str] = ()) -> None:
+    """UnfitError for jobs in the queue that the project in this folder submitted for these runs. but: ids
+    of jobs that may be there."""
+    queue = [job for job in read_queue([os.getuid()]) if job.id not in but]
     training = [(run, job) for run in runs if (job := of_run(queue, run, set(), Path.cwd()))]
     if training:
         raise UnfitError(

@@ -47,10 +47,16 @@ def lock(folder: Path, command: str, *, name: str = LOCK, wait_sec: float = 0.0)
     OtherFormat for the lock of another version of Forge.
     """
     path = folder / name
-    job = slurm.this_job()
+    process = Process.current()
+    # Snakemake of `forge submit`, and rules beside it, do not have the job of the controller as theirs.
+    if process.slurm_job and slurm.this_job_id() is None:
+        job = slurm.show_job(process.slurm_job)
+        cluster: str | None = slurm.cluster_name()
+    else:
+        job, cluster = slurm.this_job(), slurm.this_cluster()
     own = Lock(
-        **Process.current().to_json(),
-        cluster=slurm.this_cluster(),
+        **process.to_json(),
+        cluster=cluster,
         command=command,
         restart=job.restarts if job else 0,
     )

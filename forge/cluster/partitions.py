@@ -65,6 +65,7 @@ class Partition:
     is_exclusive: bool = False  # a job gets all of its nodes
     is_closed: bool = False  # to all but root, or to jobs without a reservation
     max_memory_per_cpu: float = math.inf
+    submitting: frozenset[str] = frozenset()  # nodes from which jobs may be submitted; empty: all
 
     def accepts(self, account: str) -> bool:
         """Whether jobs of this account may run here. Slurm keeps account names in lower case."""
@@ -118,6 +119,7 @@ def _partition(name: str, values: dict[str, str], nodes: tuple[Node, ...]) -> Pa
         or values.get("Exclusive") == "NODE",
         is_closed="YES" in (values.get("RootOnly"), values.get("ReqResv")),
         max_memory_per_cpu=_number(values.get("MaxMemPerCPU", "UNLIMITED")),
+        submitting=frozenset(slurm.expand(_text(values.get("AllocNodes", "ALL")))),
     )
 
 
@@ -146,8 +148,12 @@ def _count(text: str) -> int:
     return 0 if math.isinf(number) else int(number)
 
 
+def _text(text: str) -> str:
+    return "" if text in ("ALL", "(null)") else text
+
+
 def _names(text: str) -> frozenset[str]:
-    return frozenset() if text in ("ALL", "(null)", "") else frozenset(text.split(","))
+    return frozenset(filter(None, _text(text).split(",")))
 
 
 def minutes(text: str) -> float:

@@ -15,6 +15,8 @@ from forge.cluster import slurm
 from forge.cluster.jobs import TRAIN_RULE
 from forge.core.machine import Machine
 
+CONTROLLER_RULE = "controller"  # of the request of `forge submit`, which is no rule
+
 
 @dataclass(frozen=True)
 class Request:
@@ -72,6 +74,8 @@ class Request:
 
     @property
     def name(self) -> str:
+        if self.rules == (CONTROLLER_RULE,):
+            return "the controller"
         return "the allocation of a run" if self.is_allocation else f"rule {self.rules[0]}"
 
     @property
@@ -83,6 +87,8 @@ class Request:
         """The keys of a profile that set its resources."""
         if self.is_allocation:
             return "set-resources of train_run"
+        if self.rules == (CONTROLLER_RULE,):
+            return "slurm.controller in machine.yaml, or default-resources"
         return f"default-resources, or set-resources of {self.rules[0]}"
 
     @property

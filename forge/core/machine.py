@@ -218,6 +218,23 @@ class ContainerSettings(Section):
         return binds
 
 
+class ControllerSettings(Section):
+    """The job of `forge submit`, in which Snakemake runs."""
+
+    partition: str = ""
+    """Partition of this job, one that takes jobs of one core; empty: `slurm_partition` of
+    default-resources."""
+    account: str = ""
+    """Account of this job; empty: `slurm_account` of default-resources."""
+    runtime: int | None = Field(None, ge=1, le=10**6)
+    """Time limit in minutes, before which the job is requeued; null: a day, or MaxTime of the partition
+    where that is less."""
+    mem_mb: int = Field(2000, ge=100)
+    """Memory in MB: Snakemake's, and that of the rules that run beside it, such as the report."""
+    options: str = ""
+    """Further options for its sbatch, such as `--mail-type=END,FAIL`."""
+
+
 class Slurm(Section):
     """Options of the Slurm job, and its requeues."""
 
@@ -250,6 +267,7 @@ class Slurm(Section):
     requeues. Jobs in the queue, validation and evaluation are not counted."""
     options: str = ""
     """Further options for sbatch, as on its command line, such as `--mail-type=FAIL`."""
+    controller: ControllerSettings = ControllerSettings()
 
     @model_validator(mode="after")
     def _has_time_before_the_warning(self) -> Self:
@@ -259,6 +277,15 @@ class Slurm(Section):
                 " asked to stop at once. Set time_min to half an hour or more"
             )
         return self
+
+
+class Notify(Section):
+    """A program that `forge submit` tells how its runs end."""
+
+    command: list[str] = Field(default=[])
+    """Program and arguments, such as `[/home/me/bin/to-chat, --channel, runs]`. It is called once when a
+    run ends, once when a run needs a person, and once when the controller ends, with the event as JSON
+    on standard input. It has 30 seconds; its failure is a line in the controller's log."""
 
 
 class Machine(Section):
@@ -293,6 +320,7 @@ class Machine(Section):
     environment: EnvironmentSettings = EnvironmentSettings()
     container: ContainerSettings | None = None
     slurm: Slurm = Slurm()
+    notify: Notify = Notify()
 
     @model_validator(mode="after")
     def _backend_fits_device(self) -> Self:

@@ -24,6 +24,11 @@ CONFIG, SHEET = "config/config.yaml", "config/runs.tsv"  # of a project
 # Files of workflow commands: for their jobs, and what the last command was about.
 WORKFLOW = Path(".snakemake/forge")
 WORKFLOW_RUNS = WORKFLOW / "runs.json"
+# Of `forge submit`: what its dry run answered, the job that it submitted, and what that job does.
+SUBMIT_CHECK = WORKFLOW / "submit-check.json"
+CONTROLLER = WORKFLOW / "controller.json"
+CONTROLLER_STATE = WORKFLOW / "controller-state.json"
+CONTROLLER_LOG = WORKFLOW / "controller.log"
 
 
 def shipped() -> Path:

@@ -21,6 +21,9 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 MAX_OPEN_FILES = 65_536  # some programs close all that they may have open, one by one
 INITIAL_NAMESPACE = 0xEFFFFFFC  # of pids, which contains all others: PROC_PID_INIT_INO of Linux
 
+# In which the controller of `forge submit` runs Snakemake: it takes SLURM_JOB_ID away from Snakemake.
+CONTROLLER_JOB = "FORGE_CONTROLLER_JOB"
+
 Life = Literal["alive", "gone", "unknown"]
 
 
@@ -81,7 +84,7 @@ class Process:
             boot_id=boot_id(),
             machine_id=_machine_id(),
             start_ticks=state[1],
-            slurm_job=os.environ.get("SLURM_JOB_ID"),
+            slurm_job=os.environ.get("SLURM_JOB_ID") or os.environ.get(CONTROLLER_JOB) or None,
         )
 
     @classmethod
@@ -199,9 +202,9 @@ def _is_hidden(pid: int) -> bool:
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def stop_with_parent() -> None:
-    """Ask the kernel for a SIGTERM when the parent dies, so that kill -9 leaves no orphans."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+def stop_with_parent(number: int = signal.SIGTERM) -> None:
+    """Ask the kernel for this signal when the parent dies, so that kill -9 leaves no orphans."""
+    _libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def raise_open_files() -> int:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from forge.cluster import controller_job
 from forge.core.errors import ConfigError
 from forge.core.paths import RunPaths
-from forge.core.terminal import Table, duration, is_terminal, say, visible
+from forge.core.terminal import Table, duration, is_terminal, print_plain, say, visible
 from forge.reporting.find_runs import results_folder
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import COLORS, TRAINING, Queue, RunState, ask_slurm, clipped, judge
@@ -41,7 +42,8 @@ class StatusRow:
 
 
 def status(runs: Sequence[RunPaths], *, watch: bool = False, as_json: bool = False) -> None:
-    """Print one line a run to standard output, as a table or as JSON.
+    """Print one line a run to standard output, as a table or as JSON; before the table a line for the
+    controller of `forge submit`.
 
     watch: draw it again every few seconds until Ctrl-C. Raises ConfigError without a terminal then.
     """
@@ -51,6 +53,8 @@ def status(runs: Sequence[RunPaths], *, watch: bool = False, as_json: bool = Fal
         _watch(runs)
         return
     rows, note = look(runs)
+    for line in () if as_json else controller_job.status_lines():
+        print_plain(line)
     if as_json:
         print(json.dumps([row.to_json() for row in rows], indent=2))
     elif not rows:
@@ -140,7 +144,13 @@ def _watch(runs: Sequence[RunPaths]) -> None:
             while True:
                 rows, note = look(runs)
                 foot = f"{time.strftime('%H:%M:%S')}  Ctrl-C ends this, not the runs  {note}"
-                shown = Group(_table(rows).drawn(), "", Text(visible(foot.rstrip())))
+                head = "\n".join(controller_job.status_lines())
+                shown = Group(
+                    *([Text(visible(head))] if head else []),
+                    _table(rows).drawn(),
+                    "",
+                    Text(visible(foot.rstrip())),
+                )
                 live.update(shown, refresh=True)
                 time.sleep(WATCH_SEC)
     except KeyboardInterrupt:

@@ -76,12 +76,13 @@ def test_commands_of_the_readme_train_as_they_are_written(
 ) -> None:
     commands = recipe(README)
     words = [command.split()[0] for command in commands]
-    assert words == ["forge", "snakemake", "snakemake", "forge", "forge"]
+    assert words == ["forge", "snakemake", "snakemake", "forge", "forge", "forge"]
     said = run(exclusive_cluster, commands, copy)
     of_run = Progress(copy / "results/base")
     # Tokens and the allocation of the target preflight; then the allocation again, and validation.
     assert said.count("submitted with SLURM jobid") == 4, said
     assert read_json(of_run.paths.validated)["status"] == "valid"
+    assert "nothing to be done" in of_command(said, "forge submit")
     nodes = re.findall(r"NODE (\S+) OK", (of_run.paths.logs / "preflight.log").read_text())
     assert len(nodes) == 2 and len(of_run.events("launch")) == 1
     check_new_cluster(exclusive_cluster, copy, said)

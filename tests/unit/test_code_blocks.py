@@ -120,6 +120,8 @@ def test_marker_is_about_the_commands_that_it_names() -> None:
 
 def forge(words: list[str]) -> None:
     """Options and keys are known, by the parser and the config. Raises SystemExit or ConfigError."""
+    words, of_snakemake = cli._of_snakemake(words)
+    snakemake(of_snakemake)
     options, rest = cli._parser().parse_known_args(words)
     assert options.takes_overrides or not rest, rest
     overrides, of_machine = cli._overrides(rest)

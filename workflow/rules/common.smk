@@ -50,7 +50,7 @@ except ForgeError as err:
     raise WorkflowError(str(err)) from None
 
 if workflow.is_main_process and not as_module.is_read_again(workflow):
-    helpers.end_with_table(workflow, RUNS, lambda: check_plan(PROFILE.submits))
+    helpers.end_with_table(workflow, RUNS, lambda: check_dry_run())
 
 RESULTS, DATA = shared_folders(RUNS)
 # Content id of tokens -> config that makes them, and of the list of a run's sources.
@@ -95,6 +95,20 @@ def check_plan(submits):
     due = list(workflow.dag.needrun_jobs(exclude_finished=False))
     ALLOCATION.check_runs(due, FAILED)
     return helpers.check_cost(RUNS, ALLOCATION, due) if submits else ""
+
+
+def check_dry_run():
+    """As `check_plan`; that of `forge submit` checks more."""
+    cost = check_plan(PROFILE.submits)
+    helpers.answer_submit(
+        workflow,
+        RUNS,
+        LAYOUTS,
+        machine=ALLOCATION.of_profile["machine"],
+        folders=[RESULTS, DATA],
+        executor=PROFILE.executor,
+    )
+    return cost
 
 
 def settings_of(rule):
@@ -230,7 +244,12 @@ def before_first_job():
         cost = check_plan(submits)
         helpers.check_tasks(RUNS, workflow.dag.needrun_jobs())
         if submits:
-            helpers.check_submission(workflow.dag, [RESULTS, DATA], logger.warning)
+            helpers.check_submission(
+                workflow.dag,
+                workflow.dag.needrun_jobs(),
+                [RESULTS, DATA],
+                logger.warning,
+            )
             helpers.keep_for_jobs(RUNS, LAYOUTS)
         helpers.take_over(RUNS, ALLOCATION.machine.slurm, logger.info, submits=submits)
         helpers.write_configs(RUNS, workflow.dag.needrun_jobs())

@@ -1,0 +1,1 @@
+"""The workflow without a terminal: Snakemake in a Slurm job of its own."""

@@ -1,0 +1,102 @@
+"""Tells a program of the user's how runs end, and when one needs a person."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from forge.core.errors import DataError
+from forge.core.paths import WORKFLOW_RUNS, RunPaths
+from forge.core.records import WorkflowRuns
+from forge.core.terminal import say
+from forge.reporting.run_files import RunFiles
+from forge.reporting.run_state import RunState, ask_slurm, judge
+
+LIMIT_SEC = 30.0
+# No later launch of this controller changes them.
+FINAL = ("validated", "failed", "invalid")
+# A person may have to act although a job waits or runs: it is held, it makes no steps.
+_MAY_NEED = ("waiting", "running", "suspended")
+
+
+def states_of(runs: Sequence[str]) -> list[RunState]:
+    """The states of these runs of the last workflow command; [] before it has begun."""
+    try:
+        last = WorkflowRuns.read_if_there(WORKFLOW_RUNS)
+    except DataError as err:
+        say(f"note: {err.what}")
+        last = None
+    folders = last.folders if last else {}
+    paths = [RunPaths(Path(folders[run])) for run in runs if run in folders]
+    queue, _ = ask_slurm(paths)
+    return [judge(RunFiles(path), queue) for path in paths]
+
+
+def events_of(states: Sequence[RunState], *, ended: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Key and event of each run that has ended or needs a person. ended: whether Snakemake has ended."""
+    for state in states:
+        if state.state in FINAL or (ended and state.state != "not started"):
+            yield f"{state.run}: {state.state}", _event("run ended", state)
+        elif state.state in _MAY_NEED and state.next:
+            yield f"{state.run}: needs a person", _event("run needs a person", state)
+
+
+def _event(event: str, state: RunState) -> dict[str, Any]:
+    return {
+        "event": event,
+        "run": state.run,
+        "state": state.state,
+        "message": state.headline,
+        "next": state.next,
+        "job": state.job,
+    }
+
+
+class Notifier:
+    """Starts the program, each call in a process of its own, and never waits for one of them."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+        self._calls: list[tuple[subprocess.Popen[bytes], float, str]] = []  # with its deadline
+
+    def call(self, event: dict[str, Any]) -> None:
+        """Start the program with this event as JSON on standard input."""
+        if not self._command:
+            return
+        values = {**event, "project": str(Path.cwd()), "time": time.time()}
+        with (
+            tempfile.TemporaryFile() as file
+        ):  # no pipe, which a program that does not read would fill
+            file.write(json.dumps(values).encode() + b"\n")
+            file.seek(0)
+            try:
+                process = subprocess.Popen(self._command, stdin=file, start_new_session=True)
+            except OSError as err:
+                say(f"warning: notify.command {self._command[0]} was not started: {err}")
+                return
+        self._calls.append((process, time.monotonic() + LIMIT_SEC, str(event["event"])))
+
+    def reap(self) -> bool:
+        """Kill calls that take too long, and say which have failed. Whether any still runs."""
+        left = []
+        for process, deadline, event in self._calls:
+            if (status := process.poll()) is None and time.monotonic() > deadline:
+                process.kill()
+                process.wait()
+                say(f"warning: notify.command ({event}) was killed after {LIMIT_SEC:g} s")
+            elif status is None:
+                left.append((process, deadline, event))
+            elif status:
+                say(f"warning: notify.command ({event}) ended with status {status}")
+        self._calls = left
+        return bool(left)
+
+    def finish(self) -> None:
+        """Wait for all calls, which their time limit bounds."""
+        while self.reap():
+            time.sleep(0.1)

@@ -1,0 +1,320 @@
+"""`forge submit`: start the workflow as a small Slurm job, and stop it."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from forge.cluster import adopt, controller_job, jobs, slurm, submission
+from forge.cluster.lock import lock
+from forge.cluster.partitions import Partition, read_partitions
+from forge.cluster.sbatch import CONTROLLER_RULE, Request, batch_line
+from forge.core.errors import ConfigError, DataError, ForgeError, TrainingError, UnfitError
+from forge.core.machine import ControllerSettings, load_machine
+from forge.core.paths import CONTROLLER, CONTROLLER_LOG, CONTROLLER_STATE, SUBMIT_CHECK, WORKFLOW
+from forge.core.records import Controller, ControllerState, SubmitCheck
+from forge.core.terminal import one_line, say
+
+DAY_MIN = 24 * 60
+WARN_SEC = 300  # before its time limit; a quarter of a shorter one
+REPORT_SEC = 30.0  # how long a started controller has to say that it may submit
+STOP_SEC = 120.0  # for the controller to end
+HAS_ENDED = ("Invalid job id", "already completing or completed")  # in errors of scancel
+AGAIN_SEC = 10.0  # a job that was about to be requeued may come back
+SAVE_SEC = 600.0  # for its jobs: training commits a checkpoint
+POLL_SEC = 0.5
+SUBMIT_SEC = 60.0
+# Rules that download, or read what nodes may not see: made here, before anything is submitted.
+HERE = ("inputs", "tokenizer", "model", "evaluate_data")
+# Of what Snakemake prints before an error: how and where it was called, all its options.
+NOISE = re.compile(
+    r"\s*SNAKEMAKE\n=+\n.*?Config MD5: \S+\n|^usage: .*?(?=^\S+: error:)"
+    r"|^(?:Using profile|Building DAG of jobs)[^\n]*\n?",
+    re.DOTALL | re.MULTILINE,
+)
+MOST_SAID = 4000
+SNAKEFILES = ("workflow/Snakefile", "Snakefile")
+# Options of Snakemake with which nothing would be run, or elsewhere.
+NOT_TO_SUBMIT = {
+    "-n": "shows the plan only: snakemake -n",
+    "--dry-run": "shows the plan only: snakemake --dry-run",
+    "--dryrun": "shows the plan only: snakemake --dryrun",
+    "-d": "change to the project's directory instead",
+    "--directory": "change to the project's directory instead",
+}
+ELSEWHERE = (
+    "run Snakemake on the login node inside tmux; or set slurm.controller.partition in machine.yaml to"
+    " a partition whose nodes may submit (where the site has scrontab: that of its jobs)"
+)
+
+
+def submit(command: Sequence[str]) -> None:
+    """Submit a job that runs `snakemake COMMAND` until its targets are made, or it fails.
+
+    Returns when the job has started and may submit, or waits in the queue. Raises ConfigError for a
+    command that Snakemake or Slurm would refuse, UnfitError where a controller of this project lives, and
+    where nodes may not submit.
+    """
+    slurm.refuse_missing("sbatch", "squeue", "scontrol")
+    _refuse_words(command)
+    _refuse_elsewhere(command)
+    WORKFLOW.mkdir(parents=True, exist_ok=True)
+    with lock(WORKFLOW, "submit"):
+        controller_job.refuse_living()
+        check = _checked(command)
+        if not check.rules:
+            say("nothing to be done: all targets are made")
+            return
+        machine = load_machine(check.machine)
+        if machine.slurm.when_running == "stop":
+            name = adopt.job_name(check.runs, check.submitted)
+            jobs.refuse_queued(check.runs, {job.id for job in adopt.adoptable(name)})
+        request = request_of(machine.slurm.controller, check, read_partitions())
+        submission.check([request], say)
+        _make_here(command, check)
+        record = _submitted(command, check, request)
+    _report(record)
+
+
+def _refuse_words(command: Sequence[str]) -> None:
+    for word in command:
+        if reason := NOT_TO_SUBMIT.get(word.partition("=")[0]):
+            raise ConfigError(f"forge submit does not take {word}", fix=reason)
+
+
+def _refuse_elsewhere(command: Sequence[str]) -> None:
+    """ConfigError in a directory without a workflow, before anything is written there."""
+    named = any(word.startswith(("-s", "--snakefile")) for word in command)
+    if not named and not any(map(Path.is_file, map(Path, SNAKEFILES))):
+        raise ConfigError(
+            f"{Path.cwd()} has no workflow/Snakefile", fix="change to the project's directory"
+        )
+
+
+# --- on the login node -------------------------------------------------------------------------------
+
+
+def _snakemake(arguments: Sequence[str], **environ: str) -> list[str]:
+    """Words of a Snakemake command with more variables in its environment."""
+    variables = [f"{name}={value}" for name, value in environ.items()]
+    return ["env", *variables, sys.executable, "-m", "snakemake", *arguments]
+
+
+def _checked(command: Sequence[str]) -> SubmitCheck:
+    """What a dry run of the command says. ConfigError where it fails, or a start would be refused."""
+    SUBMIT_CHECK.unlink(missing_ok=True)
+    line = _snakemake([*command, "--dry-run"], **{controller_job.CHECKS: "1"})
+    done = subprocess.run(line, capture_output=True, text=True, check=False, errors="replace")
+    if done.returncode:
+        said = NOISE.sub("", f"{done.stdout}\n{done.stderr}").strip()
+        raise ConfigError(f"snakemake refuses the command:\n{said[-MOST_SAID:]}")
+    check = SubmitCheck.read_if_there(SUBMIT_CHECK)
+    if check is None:
+        raise ConfigError(
+            f"`snakemake {' '.join(command)}` runs no rule", fix="name a target, such as train"
+        )
+    if check.refused:
+        raise _error(check.code)(check.refused)
+    return check
+
+
+def _error(code: int) -> type[ForgeError]:
+    kinds = (UnfitError, TrainingError, DataError)
+    return next((kind for kind in kinds if kind.code == code), ConfigError)
+
+
+def _make_here(command: Sequence[str], check: SubmitCheck) -> None:
+    """Run the rules that need the network, which nodes do not have. UnfitError where one fails."""
+    wanted = [rule for rule in HERE if rule in check.rules]
+    if not wanted:
+        return
+    say(f"on this machine, which has a network: {', '.join(wanted)}")
+    line = _snakemake([*command, "--until", *wanted], **{adopt.CONTROLLED: str(check.submitted)})
+    if status := subprocess.run(line, stdin=subprocess.DEVNULL, check=False).returncode:
+        raise UnfitError(
+            f"{', '.join(wanted)}: Snakemake ended with status {status}; nothing was submitted",
+            fix="see its messages above; then rerun the same command",
+        )
+
+
+# --- the job ---------------------------------------------------------------------------------------
+
+
+def request_of(
+    settings: ControllerSettings, check: SubmitCheck, known: Mapping[str, Partition]
+) -> Request:
+    """What the controller asks Slurm for. Raises UnfitError where its nodes may not submit the jobs."""
+    partition = settings.partition or check.partition
+    account = settings.account or check.account
+    bare = Request(rules=(CONTROLLER_RULE,), minutes=0, partition=partition)
+    own = submission.asked_partitions(bare, known)
+    longest = max((place.max_minutes for place in own), default=float(DAY_MIN))
+    minutes = settings.runtime or int(min(DAY_MIN, max(longest, 1)))
+    warn_sec = min(WARN_SEC, minutes * 60 // 4)
+    options = [
+        *shlex.split(settings.options),  # first, so that they change nothing that Forge relies on
+        *([f"--account={account}"] if account else []),
+        *([f"--partition={partition}"] if partition else []),
+        *("--export=ALL", f"--time={minutes}", f"--signal=B:USR1@{warn_sec}"),
+        *("--nodes=1", "--ntasks=1", "--cpus-per-task=1", f"--mem={settings.mem_mb}"),
+        *(f"--job-name={controller_job.JOB_NAME}", f"--output={CONTROLLER_LOG}", "--requeue"),
+    ]
+    if forbidden := _not_submitting(own, check, known):
+        options.append(f"--exclude={','.join(sorted(forbidden))}")
+    return Request(
+        rules=(CONTROLLER_RULE,),
+        minutes=minutes,
+        account=account,
+        partition=partition,
+        mem_mb=settings.mem_mb,
+        options=tuple(options),
+    )
+
+
+def _not_submitting(
+    own: Sequence[Partition], check: SubmitCheck, known: Mapping[str, Partition]
+) -> set[str]:
+    """The nodes of these partitions that may not submit to one that the workflow uses (AllocNodes).
+    UnfitError where these are all."""
+    nodes = {node.name for place in own for node in place.nodes}
+    for _, names in check.requests:
+        asked = Request(rules=("",), minutes=0, partition=names)
+        for place in submission.asked_partitions(asked, known):
+            if place.submitting and not nodes & place.submitting:
+                raise UnfitError(
+                    f"no node of partition {', '.join(one.name for one in own)} may submit jobs to"
+                    f" {place.name} (AllocNodes={','.join(sorted(place.submitting))})",
+                    cause="the site lets jobs be submitted from other machines only",
+                    fix=ELSEWHERE,
+                )
+            if place.submitting:
+                nodes &= place.submitting
+    return {node.name for place in own for node in place.nodes} - nodes
+
+
+def _submitted(command: Sequence[str], check: SubmitCheck, request: Request) -> Controller:
+    """Submit the job, and record it. The job waits for the record."""
+    cluster = slurm.cluster_name()
+    line = batch_line(
+        controller_job.JOB_NAME,
+        CONTROLLER_LOG,
+        request.options,
+        [sys.executable, "-m", "forge", "controller"],
+    )
+    output, trouble = slurm.run(line, timeout_sec=SUBMIT_SEC, submits=True)
+    if trouble:
+        raise UnfitError(
+            f"the controller could not be submitted: {trouble}",
+            fix="correct slurm.controller in machine.yaml, or default-resources of the profile",
+        )
+    shell = {name: os.environ[name] for name in slurm.SET_IN_JOBS if name in os.environ}
+    record = Controller(
+        job=re.split(r"[;\s]", output.strip())[0],
+        cluster=cluster,
+        command=list(command),
+        check=check,
+        environment=shell,
+    )
+    record.write(CONTROLLER)
+    return record
+
+
+def _report(record: Controller) -> None:
+    """Say what the job does, once it has begun or waits. UnfitError where it may not submit."""
+    end = time.monotonic() + REPORT_SEC
+    while not (state := _state_of(record)) and time.monotonic() < end:
+        time.sleep(POLL_SEC)
+    if state and state.phase == "refused":
+        raise UnfitError(
+            f"the controller, job {record.job}, may not submit jobs: {state.reason}", fix=ELSEWHERE
+        )
+    for text in controller_job.status_lines():
+        say(text)
+    say(f"log: {CONTROLLER_LOG}; see forge status; end it and its jobs with forge submit --stop")
+
+
+def _state_of(record: Controller) -> ControllerState | None:
+    """What the job has recorded; None before it has begun."""
+    with suppress(DataError):
+        state = ControllerState.read(CONTROLLER_STATE)
+        return state if state.job == record.job else None
+    return None
+
+
+# --- the end ---------------------------------------------------------------------------------------
+
+
+def stop() -> None:
+    """End the controller, then its jobs: training commits a checkpoint. Returns when they have ended.
+
+    Raises UnfitError where no controller was submitted here, or a job has not ended in time.
+    """
+    slurm.refuse_missing("scancel", "squeue")
+    found = controller_job.read()
+    if found is None:
+        raise UnfitError(
+            f"nothing to stop: forge submit has submitted nothing in {Path.cwd()}",
+            fix="change to the project's directory",
+        )
+    record, state = found
+    # Before its jobs: it would take their end for a failure.
+    if lives := controller_job.listed(record.job) is not None:
+        say(f"controller, job {record.job}: told to end")
+        alive = functools.partial(controller_job.listed, record.job)
+        _cancel([record.job], lambda: alive() is not None, STOP_SEC, again_sec=AGAIN_SEC)
+    name = adopt.job_name(record.check.runs, record.check.submitted)
+    if left := [job.id for job in adopt.adoptable(name)]:
+        say(f"job {', '.join(left)}: told to end; training commits a checkpoint first")
+        _cancel(left, lambda: bool(adopt.adoptable(name)), SAVE_SEC)
+    if not lives and not left:
+        say(f"nothing to stop: {controller_job.how_it_ended(record, state)}")
+        return
+    told = state.told if state else []
+    ControllerState(job=record.job, phase="stopped", time=time.time(), told=told).write(
+        CONTROLLER_STATE
+    )
+    say(f"stopped; {controller_job.command_of(record)} resumes")
+
+
+def _cancel(
+    ids: Sequence[str],
+    live: Callable[[], bool],
+    limit_sec: float,
+    again_sec: float = math.inf,
+) -> None:
+    """Cancel the jobs, after this time once more, and wait until none of them lives. UnfitError where
+    Slurm refuses, and after limit_sec."""
+    begin = told = time.monotonic()
+    _scancel(ids)
+    while live():
+        if time.monotonic() - begin > limit_sec:
+            raise UnfitError(
+                f"job {', '.join(ids)} has not ended within {limit_sec:g} s",
+                cause="a node does not respond, or training still commits its checkpoint",
+                fix=f"squeue --jobs={','.join(ids)}; then forge submit --stop again",
+            )
+        if time.monotonic() - told > again_sec:
+            told = time.monotonic()
+            _scancel(ids)
+        time.sleep(POLL_SEC)
+
+
+def _scancel(ids: Sequence[str]) -> None:
+    try:
+        slurm.ask("scancel", *ids)
+    except slurm.Refused as err:
+        if not any(words in str(err) for words in HAS_ENDED):
+            raise UnfitError(
+                f"scancel {' '.join(ids)}: {one_line(str(err))}",
+                cause="another user has submitted it",
+                fix="ask that user, whom `squeue` names",
+            ) from None

@@ -1,0 +1,298 @@
+"""The workflow without a terminal: `forge submit`, and what people and clusters do to its controller."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from forge.core.files import read_json
+from tools.slurm_cluster.cluster import REPOSITORY, Cluster
+from tools.slurm_cluster.machines import ClusterError, wait_until
+
+from .job_run import PAUSES, Uninterrupted, paused
+from .project import Project
+from .test_job_watch import both_daemons_away
+
+NewProject = Callable[..., Project]
+FORGE = ".snakemake/forge"
+ENDS = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL PREEMPTED OUT_OF_MEMORY"
+FIRST, SECOND, THIRD = PAUSES
+
+
+class Submitted:
+    """A project, and commands of `forge` about its controller on the login node."""
+
+    def __init__(self, project: Project) -> None:
+        self.project, self.cluster = project, project.cluster
+
+    def forge(self, *words: str, env: dict[str, str] | None = None) -> str:
+        """What a command says; it must exit with 0."""
+        done = self.run(*words, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def run(
+        self, *words: str, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return self.cluster.run(
+            "forge", *words, cwd=self.project.folder, check=False, env=env, timeout=150
+        )
+
+    def submit(self, *words: str, env: dict[str, str] | None = None) -> str:
+        """The job of the controller, which runs or waits."""
+        self.forge("submit", *self.line(*words), env=env)
+        return self.job()
+
+    def line(self, *words: str) -> list[str]:
+        return ["--profile", f"profiles/{self.project.profile}", "train", *words]
+
+    def job(self) -> str:
+        return str(read_json(self.project.folder / FORGE / "controller.json")["job"])
+
+    def state(self) -> dict[str, Any]:
+        return dict(read_json(self.project.folder / FORGE / "controller-state.json"))
+
+    @property
+    def log(self) -> str:
+        path = self.project.folder / FORGE / "controller.log"
+        return path.read_text() if path.exists() else ""
+
+    def said(self) -> str:
+        return self.log[-4000:] + self.project.said()
+
+    def wait_for_words(self, words: str, times: int = 1, timeout: float = 120) -> None:
+        wait_until(lambda: self.log.count(words) >= times, timeout, words, self.said, every=0.2)
+
+    def wait_for_end(self, job: str, timeout: float = 240) -> str:
+        try:
+            return self.cluster.wait_for_state(job, ENDS, timeout)["JobState"]
+        except ClusterError as err:
+            raise ClusterError(f"{err}\n{self.said()}") from None
+
+    def jobs(self) -> list[str]:
+        """Slurm's ids of the jobs that were submitted, each once, in order."""
+        found = re.findall(r"submitted with SLURM jobid (\d+) \(log: [^)]*\)\.", self.log)
+        return list(dict.fromkeys(found))
+
+    def warn(self, job: str) -> None:
+        """What Slurm sends before the time limit; returns when the job has been requeued."""
+        before = self.restarts(job)
+        self.cluster.run("scancel", "--signal=USR1", "--batch", job)
+        wait_until(
+            lambda: self.restarts(job) > before, 60, f"requeued: {job}", self.said, every=0.2
+        )
+
+    def restarts(self, job: str) -> int:
+        return int(self.cluster.job(job)["Restarts"])
+
+
+HUB = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from support.hub import served
+text = "".join(f"{number} times {number} is {number * number}. " for number in range(3000))
+files = {f"{number}.txt": text[number::9].encode() for number in range(8)}
+with served({"datasets/me/corpus": files}) as hub:
+    Path(sys.argv[2]).write_text(hub.url)
+    time.sleep(600)
+"""
+
+
+@contextmanager
+def hub_on_login_node(cluster: Cluster, folder: Path) -> Iterator[str]:
+    """Address of a hub that only the login node reaches."""
+    url = folder / "hub-url"
+    hub = cluster.popen("python", "-c", HUB, REPOSITORY / "tests", url, cwd=folder)
+    wait_until(lambda: url.exists() and url.read_text(), 60, "a hub", every=0.1)
+    yield url.read_text()
+    hub.kill_group()
+
+
+def test_submitted_workflow_trains_and_validates_and_tells_its_end_once(
+    new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
+) -> None:
+    """A second submit and a second Snakemake are refused by name meanwhile."""
+    project = new_project(on=1)
+    told = project.folder / "told.jsonl"
+    project.edit_machine({"notify": {"command": ["tee", "-a", str(told)]}})
+    own = Submitted(project)
+    job = own.submit(env=paused())
+    project.run().wait_for_pause()
+    status = own.forge("status").splitlines()
+    [node] = set(cluster.job(job)["NodeList"].split(","))
+    assert re.match(rf"controller: job {job} RUNNING on {node} since \S+, limit \S+, ", status[0])
+    again = own.run("submit", *own.line())
+    assert again.returncode == 69 and f"job {job} (RUNNING on " in again.stderr, again.stderr
+    assert "forge submit --stop" in again.stderr
+    assert project.end(project.start()) != 0
+    assert f"the controller, job {job}" in project.output(), project.output()
+    project.run().end_pause()
+    assert own.wait_for_end(job) == "COMPLETED", own.said()
+    assert own.forge("status").startswith(f"controller: job {job} ended: done")
+    events = [yaml.safe_load(line) for line in told.read_text().splitlines()]
+    assert [(e["event"], e.get("run"), e["state"]) for e in events] == [
+        ("run ended", "base", "validated"),
+        ("controller ended", None, "done"),
+    ]
+    assert len(own.jobs()) == 2  # the allocation and validation
+    assert "nothing to be done" in own.forge("submit", *own.line())
+    uninterrupted.equals(project.run())
+
+
+def test_time_limit_in_each_phase_leaves_the_jobs_to_the_next_start(
+    new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
+) -> None:
+    """While training waits in the queue, while it trains, while validation runs. Each job is submitted
+    once, and the config of the submission holds."""
+    project = new_project(on=1, machine={"slurm": {"options": "--hold"}})
+    own = Submitted(project)
+    job = own.submit(env=paused(FIRST))
+    own.wait_for_words("submitted with SLURM jobid")
+    [training] = own.jobs()
+    (project.folder / "config/config.yaml").write_text("run: edited\n")  # for the next experiment
+    own.warn(job)
+    own.wait_for_words("is PENDING, and is watched again", timeout=150)
+    cluster.run("scontrol", "release", training)
+    project.run().wait_for_pause(FIRST)
+    own.warn(job)
+    own.wait_for_words("is RUNNING, and is watched again", timeout=150)
+    project.run().end_pause(FIRST)
+    wait_until(lambda: len(own.jobs()) == 2, 150, "validation", own.said, every=0.2)
+    own.warn(job)
+    assert own.wait_for_end(job) == "COMPLETED", own.said()
+    assert own.state()["starts"] == 4
+    assert own.jobs()[0] == training and len(own.jobs()) == 2, own.log
+    assert len(project.run().events("launch")) == 1
+    uninterrupted.equals(project.run())
+
+
+def test_node_of_the_controller_loses_power_while_the_run_trains(
+    new_project: NewProject, exclusive_cluster: Cluster, uninterrupted: Uninterrupted
+) -> None:
+    cluster = exclusive_cluster
+    project = new_project(on=1)
+    free = sorted(set(project.excluded()))[0]
+    project.edit_machine({"slurm": {"controller": {"options": f"--nodelist={free}"}}})
+    own = Submitted(project)
+    job = own.submit(env=paused(FIRST))
+    project.run().wait_for_pause(FIRST)
+    cluster.power_cut(free)
+    wait_until(lambda: own.restarts(job), 90, "requeued by Slurm", own.said, every=0.5)
+    cluster.run("scontrol", "update", f"JobId={job}", "ReqNodeList=")  # any other node
+    own.wait_for_words("is RUNNING, and is watched again", timeout=150)
+    project.run().end_pause(FIRST)
+    assert own.wait_for_end(job) == "COMPLETED", own.said()
+    assert len(project.run().events("launch")) == 1 and len(own.jobs()) == 2
+    uninterrupted.equals(project.run())
+
+
+def test_cancelled_controller_leaves_training_and_stop_ends_it_with_a_checkpoint(
+    new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
+) -> None:
+    project = new_project(on=1)
+    own, run = Submitted(project), project.run()
+    first = own.submit(env=paused(*PAUSES))
+    run.wait_for_pause(FIRST)
+    cluster.run("scancel", first)
+    assert own.wait_for_end(first) == "CANCELLED"
+    wait_until(lambda: own.state()["phase"] == "cancelled", 30, "recorded", own.said)
+    [training] = own.jobs()
+    assert cluster.job(training)["JobState"] == "RUNNING"
+    assert own.forge("status").startswith(f"controller: job {first} ended: cancelled")
+    second = own.submit(env=paused(*PAUSES))
+    own.wait_for_words("is RUNNING, and is watched again")
+    run.end_pause(FIRST)
+    run.wait_for_pause(SECOND)
+    stop = cluster.popen("forge", "submit", "--stop", cwd=project.folder)
+    run.end_pause_when_told_to_stop(SECOND)
+    said, _ = stop.communicate(timeout=120)
+    assert stop.returncode == 0 and "stopped; forge submit --profile" in said, said
+    assert not cluster.squeue()
+    assert own.state()["phase"] == "stopped"
+    third = own.submit()
+    assert own.wait_for_end(third) == "COMPLETED", own.said()
+    assert len({first, second, third}) == 3
+    assert len(run.events("launch")) == 2
+    uninterrupted.equals(run)
+
+
+def test_network_is_used_on_the_login_node_only_and_a_real_time_limit_comes_while_tokenizing(
+    new_project: NewProject, shared_folder: Path, cluster: Cluster
+) -> None:
+    """Corpus from a hub on the loopback interface of the login node, which no node reaches."""
+    tokens = {"inputs": ["hf://datasets/me/corpus@main/*.txt"], "val_fraction": 0.3}
+    project = new_project(
+        on=1,
+        values={"data": str(shared_folder / "data"), "tokenize": tokens},
+        machine={"slurm": {"controller": {"runtime": 1}}},
+    )
+    profile = project.profile_folder / "config.yaml"
+    values = yaml.safe_load(profile.read_text())
+    values["set-resources"]["tokenize"] = {"slurm_extra": "'--hold'"}
+    profile.write_text(yaml.safe_dump(values))
+    own = Submitted(project)
+    with hub_on_login_node(cluster, shared_folder) as url:
+        env = {"HF_ENDPOINT": url, "HF_HOME": str(shared_folder / "hf")}
+        said = own.forge("submit", *own.line(), env=env)
+    assert "on this machine, which has a network: inputs, tokenizer" in said
+    job = own.job()
+    own.wait_for_words("submitted with SLURM jobid")
+    [tokenize] = own.jobs()
+    own.wait_for_words("is PENDING, and is watched again", timeout=180)
+    assert own.restarts(job) == 1 and "the time limit is near" in own.log
+    cluster.run("scontrol", "release", tokenize)
+    assert own.wait_for_end(job, timeout=300) == "COMPLETED", own.said()
+    assert read_json(project.run().paths.validated)["status"] == "valid"
+
+
+def test_nodes_that_may_not_submit_are_refused_at_once(
+    new_project: NewProject, exclusive_cluster: Cluster
+) -> None:
+    project = new_project(on=1)
+    own = Submitted(project)
+    exclusive_cluster.run("scontrol", "update", "PartitionName=main", "AllocNodes=ctl")
+    done = own.run("submit", *own.line())
+    assert done.returncode == 69, done.stdout + done.stderr
+    assert "no node of partition main may submit jobs to main (AllocNodes=ctl)" in done.stderr
+    assert "tmux" in done.stderr and not exclusive_cluster.squeue()
+
+
+def test_failure_is_final_and_told_once(new_project: NewProject) -> None:
+    few = {"lr": 1e30}
+    project = new_project(on=1)
+    told = project.folder / "told.jsonl"
+    project.edit_machine({"notify": {"command": ["tee", "-a", str(told)]}})
+    own = Submitted(project)
+    job = own.submit("--config", f"train={few}".replace("'", ""))
+    assert own.wait_for_end(job) == "FAILED", own.said()
+    assert own.restarts(job) == 0 and own.state()["phase"] == "failed"
+    events = [yaml.safe_load(line) for line in told.read_text().splitlines()]
+    assert [(e["event"], e["state"]) for e in events] == [
+        ("run ended", "failed"),
+        ("controller ended", "failed"),
+    ]
+    assert "are not finite" in events[0]["message"]
+
+
+def test_both_daemons_away_for_a_while_change_nothing(
+    new_project: NewProject, exclusive_cluster: Cluster, uninterrupted: Uninterrupted
+) -> None:
+    project = new_project(on=1)
+    own = Submitted(project)
+    job = own.submit(env=paused(FIRST))
+    project.run().wait_for_pause(FIRST)
+    with both_daemons_away(exclusive_cluster):
+        own.wait_for_words("Jobs continue; this command tries again")
+        assert own.forge("status").startswith(f"controller: job {job}: Slurm does not answer")
+        project.run().end_pause(FIRST)
+        time.sleep(5)  # the case itself: training goes on meanwhile
+    assert own.wait_for_end(job) == "COMPLETED", own.said()
+    uninterrupted.equals(project.run())

@@ -1,0 +1,152 @@
+"""Snakemake in a job must not take it for one that it has submitted; nothing restarts for ever."""
+
+import os
+import signal
+
+import pytest
+
+from forge.cluster import adopt, slurm
+from forge.controller import control
+from forge.core import process
+from forge.core.errors import TrainingError, UnfitError
+from forge.core.paths import CONTROLLER, CONTROLLER_STATE
+from forge.core.records import Controller, ControllerState, SubmitCheck
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check = SubmitCheck(rules=["train_run"], runs=["base"], submitted="submitted-1.json")
+    shell = {"TMPDIR": "/scratch/me"}
+    made = Controller(job="12", cluster="forge", command=["train"], check=check, environment=shell)
+    made.write(CONTROLLER)
+    return made
+
+
+def test_snakemake_sees_the_shell_of_the_user_and_not_this_job(record, monkeypatch):
+    of_job = {
+        **{"SLURM_JOB_ID": "12", "SLURM_NTASKS": "1", "SLURM_CPU_BIND": "x", "SRUN_DEBUG": "3"},
+        **{"SLURMD_NODENAME": "node01", "TMPDIR": "/tmp/job12", "CUDA_VISIBLE_DEVICES": "0"},
+        **{"SBATCH_MEM_BIND": "local", "PMI_RANK": "0"},
+    }
+    kept = {"SLURM_CONF": "/etc/slurm.conf", "SLURM_CLUSTERS": "big", "SBATCH_QOS": "normal"}
+    for name, value in {**of_job, **kept}.items():
+        monkeypatch.setenv(name, value)
+    seen = control.environment(record)
+    left = {name for name in of_job if name in seen}
+    assert left == {"TMPDIR"} and seen["TMPDIR"] == "/scratch/me"
+    assert {name: seen[name] for name in kept} == kept
+    assert (seen[process.CONTROLLER_JOB], seen[adopt.CONTROLLED]) == ("12", "submitted-1.json")
+
+
+def test_lock_of_snakemake_in_the_controller_names_its_job(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv(process.CONTROLLER_JOB, "12")
+    assert process.Process.current().slurm_job == "12"
+    monkeypatch.setenv("SLURM_JOB_ID", "34")  # a job that Snakemake has submitted
+    assert process.Process.current().slurm_job == "34"
+
+
+class Snakemakes:
+    """Ends of one Snakemake after the other."""
+
+    def __init__(self, monkeypatch, *ends):
+        self.ends = list(ends)
+        monkeypatch.setattr(control._Control, "_run_snakemake", lambda _: self.ends.pop(0))
+        monkeypatch.setattr(control, "may_not_submit", lambda _: "")
+
+
+def control_of(record, received=()):
+    return control._Control(record, list(received))
+
+
+def test_good_end_is_recorded(record, monkeypatch):
+    Snakemakes(monkeypatch, 0)
+    control_of(record).run()
+    assert ControllerState.read(CONTROLLER_STATE).phase == "done"
+
+
+def test_snakemake_that_fails_is_not_started_again(record, monkeypatch):
+    snakemakes = Snakemakes(monkeypatch, 1, 0)
+    with pytest.raises(TrainingError, match="Snakemake ended with status 1"):
+        control_of(record).run()
+    assert snakemakes.ends == [0]
+    assert ControllerState.read(CONTROLLER_STATE).phase == "failed"
+
+
+def test_snakemake_that_is_killed_is_started_again_twice_at_most(record, monkeypatch):
+    snakemakes = Snakemakes(monkeypatch, -9, -9, -9, 0)
+    with pytest.raises(TrainingError, match="killed by signal 9, 3 times in a row"):
+        control_of(record).run()
+    assert snakemakes.ends == [0]
+
+
+def test_snakemake_that_is_killed_once_ends_well(record, monkeypatch):
+    Snakemakes(monkeypatch, -9, 0)
+    control_of(record).run()
+    assert ControllerState.read(CONTROLLER_STATE).phase == "done"
+
+
+def test_near_time_limit_requeues_and_waits_for_the_end(record, monkeypatch):
+    Snakemakes(monkeypatch, None)
+    asked = []
+
+    def requeue(job, restarts):
+        asked.append((job, restarts))
+        received.append(signal.SIGTERM)
+        return ""
+
+    monkeypatch.setattr(slurm, "requeue", requeue)
+    controller = control_of(record, [signal.SIGUSR1])
+    received = controller._received
+    controller.run()
+    assert asked == [("12", 0)]
+    assert ControllerState.read(CONTROLLER_STATE).phase == "running"
+
+
+def test_node_that_may_not_submit_ends_at_once(record, monkeypatch):
+    Snakemakes(monkeypatch)
+    monkeypatch.setattr(control, "may_not_submit", lambda _: "sbatch: access denied")
+    with pytest.raises(UnfitError, match="refused: sbatch: access denied"):
+        control_of(record).run()
+    assert ControllerState.read(CONTROLLER_STATE).phase == "refused"
+
+
+@pytest.mark.parametrize(
+    ("trouble", "told"),
+    [
+        ("allocation failure: Access/permission denied", "to partition gpu: allocation failure"),
+        ("allocation failure: Requested nodes are busy", ""),
+        ("Unable to contact slurm controller (connect failure)", ""),
+        ("", ""),
+    ],
+)
+def test_only_a_denied_submission_counts_as_a_node_that_may_not_submit(monkeypatch, trouble, told):
+    monkeypatch.setattr(slurm, "refuse_missing", lambda *_: None)
+    lines = []
+    monkeypatch.setattr(slurm, "run", lambda line, **_: lines.append(line) or ("", trouble))
+    assert told in control.may_not_submit([["lab", "gpu"]])
+    assert bool(told) == bool(control.may_not_submit([["lab", "gpu"]]))
+    assert {"--test-only", "--account=lab", "--partition=gpu"} <= {*lines[0]}
+
+
+def test_what_was_told_before_a_restart_is_not_told_again(record, monkeypatch):
+    told = ["base: validated"]
+    ControllerState(job="12", phase="running", time=1.0, told=told).write(CONTROLLER_STATE)
+    controller = control_of(record)
+    monkeypatch.setattr(controller._notifier, "call", lambda event: pytest.fail("told"))
+    controller._tell("base: validated", {"event": "run ended"})
+
+
+def test_record_of_another_job_is_not_taken(record, monkeypatch):
+    monkeypatch.setattr(control, "RECORD_SEC", 0.1)
+    with pytest.raises(UnfitError, match="does not name this job, 13"):
+        control._await_record("13")
+    assert control._await_record("12") == record
+
+
+def test_outside_of_a_job_the_controller_is_refused(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(UnfitError, match="in the job of `forge submit` only"):
+        control.control()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and os.getpid()

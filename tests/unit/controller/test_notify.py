@@ -1,0 +1,93 @@
+"""A program of the user's must not delay the controller, and hears of each end once."""
+
+import json
+import sys
+import time
+
+import pytest
+from support.run_states import new_run
+
+from forge.controller import notify
+from forge.controller.notify import Notifier, events_of
+from forge.reporting.run_files import RunFiles
+from forge.reporting.run_state import judge
+
+EVENT = {"event": "run ended", "run": "base"}
+
+
+@pytest.fixture
+def said(monkeypatch):
+    lines = []
+    monkeypatch.setattr(notify, "say", lines.append)
+    return lines
+
+
+def python(code):
+    return [sys.executable, "-c", code]
+
+
+def test_event_arrives_as_json_on_standard_input(tmp_path, said):
+    file = tmp_path / "told"
+    notifier = Notifier(["tee", str(file)])
+    notifier.call(EVENT)
+    notifier.finish()
+    told = json.loads(file.read_text())
+    assert (told["event"], told["run"]) == ("run ended", "base") and told["time"] and not said
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["/nowhere/program"], "/nowhere/program was not started"),
+        (python("import sys; sys.exit(3)"), r"ended with status 3"),
+    ],
+)
+def test_failure_is_one_line(said, command, words):
+    notifier = Notifier(command)
+    notifier.call(EVENT)
+    notifier.finish()
+    assert len(said) == 1 and words in said[0]
+
+
+def test_program_that_never_ends_is_killed_and_never_waited_for(monkeypatch, said):
+    monkeypatch.setattr(notify, "LIMIT_SEC", 0.5)
+    notifier = Notifier(python("import time; time.sleep(600)"))
+    begin = time.monotonic()
+    notifier.call({**EVENT, "long": "x" * 10**6})  # more than a pipe takes
+    assert notifier.reap()
+    assert time.monotonic() - begin < 0.5
+    notifier.finish()
+    assert said == ["warning: notify.command (run ended) was killed after 0.5 s"]
+
+
+def test_without_a_command_nothing_is_started(said):
+    notifier = Notifier([])
+    notifier.call(EVENT)
+    assert not notifier.reap() and said == []
+
+
+def state(tmp_path, **changes):
+    run = new_run(tmp_path / "base")
+    values = vars(judge(RunFiles(run.paths), []))
+    return type(judge(RunFiles(run.paths), []))(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "ended", "told"),
+    [
+        ({"state": "validated"}, False, ("base: validated", "run ended")),
+        ({"state": "failed"}, False, ("base: failed", "run ended")),
+        (
+            {"state": "waiting", "next": "scontrol release 7"},
+            False,
+            ("base: needs a person", "run needs a person"),
+        ),
+        ({"state": "waiting", "next": ""}, False, None),
+        ({"state": "cut off", "next": "rerun the command"}, False, None),  # it starts again
+        ({"state": "cut off", "next": "rerun the command"}, True, ("base: cut off", "run ended")),
+        ({"state": "not started"}, True, None),
+    ],
+)
+def test_only_ends_and_what_a_person_must_do_are_told(tmp_path, changes, ended, told):
+    found = [(k, e["event"]) for k, e in events_of([state(tmp_path, **changes)], ended=ended)]
+    assert found == ([told] if told else [])
