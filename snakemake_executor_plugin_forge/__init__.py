@@ -12,10 +12,6 @@ from snakemake_executor_plugin_slurm import Executor as SlurmExecutor
 from snakemake_executor_plugin_slurm import ExecutorSettings as SlurmSettings
 from snakemake_executor_plugin_slurm import common_settings
 
-from forge.cluster import adopt
-from forge.cluster.job_watch import JobWatch, called_after_runs
-from forge.cluster.slurm import settle_environment
-
 __all__ = ["Executor", "ExecutorSettings", "common_settings"]
 
 
@@ -39,20 +35,30 @@ class ExecutorSettings(SlurmSettings):
 
 
 class Executor(SlurmExecutor):
-    """Submits jobs to Slurm, retries while Slurm is down, and says why a job waits or has ended."""
+    """Submits jobs to Slurm, retries while Slurm is down, and says why a job waits or has ended.
+
+    Forge is imported here: Snakemake imports this module also where Forge's packages are missing, as in a
+    clone without them, and then says what to install.
+    """
 
     run_uuid: str  # in Slurm the name of all jobs of this Snakemake
 
     def __init__(self, workflow: Any, logger: Any) -> None:
+        from forge.cluster.job_watch import JobWatch
+
         # First: the thread that watches the jobs is started by the base class.
         self._watch = JobWatch(self, super().run_job, super().cancel_jobs)
         super().__init__(workflow, logger)
 
     def __post_init__(self, test_mode: bool = False) -> None:
+        from forge.cluster.adopt import controlled_name
+        from forge.cluster.job_watch import called_after_runs
+        from forge.cluster.slurm import settle_environment
+
         settle_environment()  # a job that the plugin's squeue does not see would count as ended
         super().__post_init__(test_mode)
         due = self.workflow.dag.needrun_jobs()
-        self.run_uuid = adopt.controlled_name() or called_after_runs(self.run_uuid, due)
+        self.run_uuid = controlled_name() or called_after_runs(self.run_uuid, due)
 
     def run_job(self, job: Any) -> None:
         self._watch.submit(job)
