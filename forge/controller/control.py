@@ -1,6 +1,6 @@
 """The controller: what the job of `forge submit` runs. Keeps one Snakemake alive until it ends by itself.
 
-Before the time limit of its job the controller kills Snakemake, whose jobs go on, and requeues itself;
+Before the time limit of its job the controller kills Snakemake, whose jobs continue, and requeues itself;
 Slurm requeues it after the loss of its node. The next Snakemake takes the jobs back (cluster/adopt).
 """
 
@@ -159,13 +159,15 @@ class _Control:
 
     def _end_as_told(self) -> None:
         if self._received[0] == signal.SIGUSR1:
-            say("the time limit is near: this job is requeued; the jobs of the workflow go on")
+            say("the time limit is near: this job is requeued; the jobs of the workflow continue")
             self._requeue()
         elif self._goes_back():
             # Slurm requeues a preempted job only if its script succeeds.
-            say("Slurm takes this node away, and starts this job again; the workflow's jobs go on")
+            say(
+                "Slurm takes this node away, and starts this job again; the workflow's jobs continue"
+            )
         else:
-            self._end("cancelled", "the jobs of the workflow go on")
+            self._end("cancelled", "the jobs of the workflow continue")
 
     def _goes_back(self) -> bool:
         """Whether Slurm requeues this job, as after a preemption."""

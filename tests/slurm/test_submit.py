@@ -293,6 +293,6 @@ def test_both_daemons_away_for_a_while_change_nothing(
         own.wait_for_words("Jobs continue; this command tries again")
         assert own.forge("status").startswith(f"controller: job {job}: Slurm does not answer")
         project.run().end_pause(FIRST)
-        time.sleep(5)  # the case itself: training goes on meanwhile
+        time.sleep(5)  # the case itself: training continues meanwhile
     assert own.wait_for_end(job) == "COMPLETED", own.said()
     uninterrupted.equals(project.run())
