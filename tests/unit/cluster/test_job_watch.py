@@ -422,7 +422,7 @@ def test_jobs_are_called_after_the_runs_in_squeue(monkeypatch):
     assert prepared(monkeypatch, wide, shared, Job(), Job()).run_uuid == "base-wide_uuid"
     assert prepared(monkeypatch, shared).run_uuid == "uuid"
     wide.wildcards_dict["run"] = "w" * 60
-    assert prepared(monkeypatch, wide).run_uuid == "w" * job_watch.MAX_NAME + "_uuid"
+    assert prepared(monkeypatch, wide).run_uuid == "w" * adopt.MAX_NAME + "_uuid"
 
 
 def test_job_that_cannot_be_submitted_fails_with_what_sbatch_said(refusing):

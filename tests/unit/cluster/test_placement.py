@@ -62,7 +62,7 @@ def test_slurms_programs_that_are_not_found_in_a_job_are_named_with_the_path(
 def test_login_node_without_slurms_programs_is_refused_before_the_plan_is_judged(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UnfitError, match=r"^sbatch, squeue, scontrol not found on .*PATH=/nowhere"):
-        workflow.check_submission(None, [], pytest.fail)
+        workflow.check_submission(None, [], [], pytest.fail)
 
 
 def test_allocation_with_too_few_cores_on_one_node_is_reported_as_slurm_gave_it(monkeypatch):
