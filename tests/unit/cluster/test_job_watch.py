@@ -16,7 +16,7 @@ import pytest
 from snakemake_executor_plugin_slurm import Executor as SlurmExecutor
 from snakemake_executor_plugin_slurm import ExecutorSettings as SlurmSettings
 
-from forge.cluster import allocation, job_watch, slurm
+from forge.cluster import adopt, allocation, job_watch, slurm
 from forge.cluster.job_watch import JobWatch
 from snakemake_executor_plugin_forge import Executor, ExecutorSettings
 
