@@ -55,7 +55,8 @@ def start_with(workflow: Any, start: Callable[[], None]) -> None:
     """Call `start` before the first job, and before the `onstart` of the user's own Snakefile.
 
     Snakemake itself calls one `onstart` only: the last in the main Snakefile and its includes, none of a
-    module. Which one that is, is known when all is read. Not in a dry run and not inside a job.
+    module. Which one that is, is known when all is read. Not in a dry run and not inside a job. A command
+    with --no-hooks, which would leave it out, ends with a WorkflowError.
     """
     if is_read_again(workflow):
         return
@@ -63,6 +64,8 @@ def start_with(workflow: Any, start: Callable[[], None]) -> None:
     execute = workflow.execute
 
     def execute_with_start(*arguments: Any, **options: Any) -> Any:
+        if workflow.is_main_process and workflow.execution_settings.no_hooks:
+            _refuse_no_hooks()
         own = workflow._onstart
 
         def both(log: Any) -> None:
@@ -73,6 +76,15 @@ def start_with(workflow: Any, start: Callable[[], None]) -> None:
         return execute(*arguments, **options)
 
     workflow.execute = execute_with_start
+
+
+def _refuse_no_hooks() -> None:
+    from snakemake.exceptions import WorkflowError
+
+    raise WorkflowError(
+        "--no-hooks leaves out what Forge does before the first job: its checks, and the config files"
+        " that its rules read. Rerun the command without it."
+    )
 
 
 def refuse_other_names(workflow: Any) -> None:

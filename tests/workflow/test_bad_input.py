@@ -43,6 +43,12 @@ def test_missing_corpus(project):
     refused(project, "nowhere/*.txt")
 
 
+def test_command_without_hooks(project):
+    code, output = project.snakemake("train", "--no-hooks")
+    assert code != 0 and "--no-hooks leaves out what Forge does before the first job" in output
+    assert "Traceback" not in output and not (project.root / "results").exists()
+
+
 def test_resume_without_a_checkpoint(project):
     code, output = project.snakemake("resume")
     assert code != 0
