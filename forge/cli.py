@@ -168,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
     subcommands = _Subcommands(subparsers)
     _add_steps(subcommands)
-    _add_jobs(subcommands)
+    _add_project(subcommands)
     _add_views(subcommands)
     return parser
 
@@ -268,6 +268,10 @@ def _add_steps(subcommands: _Subcommands) -> None:
     subcommands.with_config(
         "config", _config, "write the run's config.json, with every default filled in"
     )
+
+
+def _add_project(subcommands: _Subcommands) -> None:
+    """A new project, its profile, and its workflow without a terminal."""
     init = subcommands.plain(
         "init",
         _init,
@@ -283,10 +287,6 @@ def _add_steps(subcommands: _Subcommands) -> None:
             keys=False,
         )
     )
-
-
-def _add_jobs(subcommands: _Subcommands) -> None:
-    """The workflow without a terminal."""
     submit = subcommands.plain(
         "submit", _submit, "run a Snakemake command as a Slurm job of its own", keys=False
     )

@@ -1,5 +1,5 @@
-"""Ranks in containers of podman: stopped by Slurm, and killed without a word. A container is no child of
-its client, so each way to end must leave no process behind.
+"""Ranks in containers of podman, stopped by Slurm or killed by SIGKILL. A container is no child of its
+client, so each way to end must leave no process behind.
 
 The image is the root directory of this machine, below a layer that takes what is written.
 """

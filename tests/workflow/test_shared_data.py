@@ -106,6 +106,14 @@ def _files(folder: Path) -> dict[Path, tuple[int, int]]:
     return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths}
 
 
+def _held_by(user: UserProject, folder: Path) -> subprocess.Popen[str]:
+    """A process of this user that holds the lock of a directory of data/ whose manifest is gone."""
+    (folder / "manifest.json").unlink()
+    holder = user.run(sys.executable, "-c", HOLD, str(folder))
+    assert holder.stdout and holder.stdout.readline() == "held\n"
+    return holder
+
+
 def test_second_user_reuses_tokenizer_and_tokens_and_adds_others(users, lab):
     alice, bob = users
     code, output = alice.tokenize()
@@ -129,9 +137,7 @@ def test_second_user_waits_for_the_first_and_is_told_which_user(users, lab):
     code, output = bob.tokenize()
     assert code == 0, output
     (tokenizer,) = lab.glob("data/tokenizers/*")
-    (tokenizer / "manifest.json").unlink()
-    holder = alice.run(sys.executable, "-c", HOLD, str(tokenizer))
-    assert holder.stdout and holder.stdout.readline() == "held\n"
+    holder = _held_by(alice, tokenizer)
     waiting = bob.start("--until", "tokenizer")
     lines = iter(waiting.stdout or [])
     said = next(line for line in lines if "waiting: " in line)
@@ -148,9 +154,7 @@ def test_what_a_killed_user_left_is_taken_over_by_the_other(users, lab):
     code, output = bob.tokenize()
     assert code == 0, output
     (tokens,) = lab.glob("data/tokens/*")
-    (tokens / "manifest.json").unlink()
-    holder = alice.run(sys.executable, "-c", HOLD, str(tokens))
-    assert holder.stdout and holder.stdout.readline() == "held\n"
+    holder = _held_by(alice, tokens)
     os.killpg(holder.pid, signal.SIGKILL)
     wait(lambda: holder.poll() is not None)
     code, output = bob.tokenize()
