@@ -107,6 +107,8 @@ def check_layouts(machine: Machine, layout: WorldLayout, config: Config) -> None
     """As `check_layout`, for the fewest nodes (slurm.nodes_min), too."""
     check_layout(machine, layout, config)
     fewest = machine.slurm.nodes_min or layout.nodes
+    if fewest == layout.nodes:
+        return
     if fewest > layout.nodes:
         raise ConfigError(
             f"slurm.nodes_min is {fewest}, and {layout.nodes} nodes train",
@@ -125,15 +127,12 @@ def check_layouts(machine: Machine, layout: WorldLayout, config: Config) -> None
 
 def fitting_layout(machine: Machine, layout: WorldLayout, config: Config) -> WorldLayout:
     """The layout on the nodes that this Slurm job has got, where slurm.nodes_min allows fewer than it
-    asked for: the most nodes that the config can be trained on, spare nodes apart.
-
-    Raises ConfigError of `check_layouts`, SlurmSilent.
+    asked for: the most nodes that the config can be trained on, spare nodes apart. Raises SlurmSilent.
     """
     fewest = machine.slurm.nodes_min
     job = slurm.this_job() if fewest and fewest < layout.nodes else None
     if not fewest or job is None:
         return layout
-    check_layouts(machine, layout, config)
     given = len(job.nodes) - machine.preflight.spare_nodes
     for nodes in range(min(given, layout.nodes), fewest, -1):
         with contextlib.suppress(ConfigError):

@@ -166,6 +166,13 @@ def test_without_nodes_min_the_layout_is_the_one_asked_for(monkeypatch):
     assert placement.fitting_layout(machine, WorldLayout(4, 2), EIGHT) == WorldLayout(4, 2)
 
 
+def test_warning_about_memory_is_said_once_for_one_number_of_nodes(monkeypatch, capsys):
+    monkeypatch.setattr(placement.memory, "warning", lambda *_: "this is tight")
+    machine = load_machine(None, {"launcher": "srun", "gpu_memory_gib": 80})
+    placement.check_layouts(machine, WorldLayout(4, 2), EIGHT)
+    assert capsys.readouterr().err.count("this is tight") == 1
+
+
 @pytest.mark.parametrize(
     ("fewest", "told"),
     [
