@@ -212,7 +212,9 @@ def _listing_digest(settings: Tokenize, source: str) -> str:
 @functools.cache
 def _cached_listing_digest(inputs: tuple[str, ...], _cwd: str) -> str:
     """Cached for sweeps of hundreds of runs, by working directory, on which relative inputs depend."""
-    listed: list[Any] = [(file.name, file.size) for file in corpus.list_named(corpus.found(inputs))]
+    listed: list[Any] = [
+        (file.name, file.size) for file in corpus.list_named(corpus.local_inputs(inputs))
+    ]
     listed += sorted(corpus.made_by_rules(inputs))  # by name: they may not be there yet
     return digest_bytes(canonical(listed + _named_of_hub(inputs, "tokenize.inputs")))
 

@@ -63,10 +63,10 @@ class InputFile(NamedTuple):
 def list_files(settings: Tokenize) -> list[InputFile]:
     """The local files that `tokenize.inputs` names, as `list_named`; `inputs.corpus_files` has those of a
     hub, too."""
-    return list_named(found(settings.inputs) + made_by_rules(settings.inputs))
+    return list_named(local_inputs(settings.inputs) + made_by_rules(settings.inputs))
 
 
-def found(inputs: Sequence[str]) -> list[str]:
+def local_inputs(inputs: Sequence[str]) -> list[str]:
     """Of the names in `tokenize.inputs` those of local files that are there at the start."""
     return [name for name in inputs if not name.startswith((hub.SCHEME, RULE))]
 
