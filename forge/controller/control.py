@@ -159,7 +159,8 @@ class _Control:
 
     def _end_as_told(self) -> None:
         if self._received[0] == signal.SIGUSR1:
-            say("the time limit is near: this job is requeued; the jobs of the workflow continue")
+            what = "the time limit is near, or this job is preempted"
+            say(f"{what}: it is requeued; the jobs of the workflow continue")
             self._requeue()
         elif self._goes_back():
             # Slurm requeues a preempted job only if its script succeeds.
