@@ -23,7 +23,9 @@ def test_run_trains_on_the_nodes_that_are_free_at_each_start(
     first, second = nodes(2)
 
     def block_second() -> str:
-        return cluster.submit("--exclusive", f"--nodelist={second}", "--wrap=sleep 600")
+        return cluster.submit(
+            "--exclusive", f"--nodelist={second}", "--output=/dev/null", "--wrap=sleep 600"
+        )
 
     def requeue(step: int) -> None:
         cluster.run("scontrol", "requeue", run.events("launch")[0]["job"])
@@ -62,14 +64,16 @@ def test_run_starts_in_a_gap_of_the_queue_and_asks_for_its_whole_time_limit_agai
 ) -> None:
     first, second = nodes(2)
     # What is in the way of a job of 30 minutes: one that needs both nodes, when the first one has ended.
-    running = cluster.submit("--exclusive", f"--nodelist={first}", "--time=8", "--wrap=sleep 600")
+    running = cluster.submit(
+        "--exclusive", f"--nodelist={first}", "--time=8", "--output=/dev/null", "--wrap=sleep 600"
+    )
     cluster.wait_for_state(running, "RUNNING")
     project = new_project(
         on=2, train_run={"nodes": 1}, machine={"slurm": {"time_min": 2, "warn_sec": 30}}
     )
     waiting = cluster.submit(
         *("--nodes=2", "--exclusive", f"--nodelist={first},{second}", "--time=20"),
-        "--wrap=sleep 600",
+        *("--output=/dev/null", "--wrap=sleep 600"),
     )
     command = project.start(env=paused())
     run = project.run()
