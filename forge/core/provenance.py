@@ -31,25 +31,30 @@ def versions(*, fp8: bool = False) -> dict[str, str]:
 
 
 def code() -> dict[str, Any]:
-    """Version of Forge; in a git checkout also the commit, and whether tracked files differ from it."""
+    """Version of Forge; in a git checkout also the commit, whether tracked files differ from it, and
+    where they do the digest of the difference."""
     folder = Path(forge.__file__).parent
-    commit = _git(folder, "rev-parse", "HEAD")
+    head = _git(folder, "rev-parse", "HEAD")
+    commit = head.decode().strip() if head else None
     dirty = bool(_git(folder, "status", "--porcelain", "--untracked-files=no")) if commit else None
-    return {"version": forge.__version__, "commit": commit, "dirty": dirty}
+    facts = {"version": forge.__version__, "commit": commit, "dirty": dirty}
+    # Not as the user's own settings of git show it: with colors, or through another program.
+    plain = ("--binary", "--no-color", "--no-ext-diff", "--no-textconv")
+    diff = _git(folder, "diff", "HEAD", *plain) if dirty else None
+    return facts if diff is None else {**facts, "diff": digest_bytes(diff)}
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _git(folder: Path, *arguments: str) -> bytes | None:
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments],
             check=False,
             capture_output=True,
-            text=True,
             timeout=10,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None  # no git, or its file system hangs; the version is recorded in any case
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout if done.returncode == 0 else None
 
 
 def cpu_id() -> str:
