@@ -19,9 +19,14 @@ PACKAGES = ("torch", "tokenizers", "numpy", "pydantic", "blake3")
 def config_digest(config: ResolvedConfig) -> str:
     """Digest of a run's config, without its name, directories and trackers, which do not change what is
     trained."""
+    return digest_bytes(canonical(trained_values(config.to_json())))
+
+
+def trained_values(values: dict[str, Any]) -> dict[str, Any]:
+    """What `config_digest` digests of the values of a config, in whatever file they are recorded."""
+    ids = {name: content_id for name, content_id in values["ids"].items() if content_id}
     left_out = (*FOLDERS, "tracking")
-    values = {key: value for key, value in config.to_json().items() if key not in left_out}
-    return digest_bytes(canonical(values))
+    return {key: value for key, value in {**values, "ids": ids}.items() if key not in left_out}
 
 
 def versions(*, fp8: bool = False) -> dict[str, str]:
