@@ -432,6 +432,11 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
     option("--key", metavar="FILE", type=Path, help="public key of the author, in PEM")
     option("--digest", metavar="SHA256", help="that the statement must have, as a paper prints it")
     option(
+        "--data",
+        metavar="TEXTS",
+        help="also make the tokens again from the text files in this directory (or python:stdlib)",
+    )
+    option(
         "--checkpoints",
         metavar="RUN",
         type=Path,
@@ -822,4 +827,4 @@ def _key(options: argparse.Namespace) -> None:
 def _verify(options: argparse.Namespace) -> None:
     from forge.attestation.verify_run import verify_export
 
-    verify_export(options.folder, options.key, options.digest, options.checkpoints)
+    verify_export(options.folder, options.key, options.digest, options.data, options.checkpoints)

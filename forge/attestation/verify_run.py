@@ -15,16 +15,24 @@ from forge.reporting.run_files import RunFiles
 
 
 def verify_export(
-    folder: Path, key: Path | None, digest: str | None, checkpoints: Path | None
+    folder: Path,
+    key: Path | None,
+    digest: str | None,
+    texts: str | None,
+    checkpoints: Path | None,
 ) -> None:
-    """Say what is verified. key: of the author. digest: that the statement must have. checkpoints: the
-    directory of the run, whose checkpoints are compared as well. Raises DataError at the first check that
-    fails, ConfigError for a path that is not there."""
+    """Say what is verified. key: of the author. digest: that the statement must have. texts: as for
+    `verify_texts`. checkpoints: the directory of the run, whose checkpoints are compared as well. Raises
+    DataError at the first check that fails, ConfigError for a path that is not there."""
     for path in filter(None, (folder, key, checkpoints)):
         if not path.exists():
             raise ConfigError(f"{path} does not exist")
     try:
         links = verify.verify(folder, key, digest)
+        if texts:
+            from forge.attestation.retokenize import verify_texts  # imports what tokenizes
+
+            verify_texts(texts, links, folder)
         if checkpoints:
             _verify_checkpoints(RunPaths(checkpoints), links)
     except VerificationError as err:

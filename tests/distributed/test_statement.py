@@ -476,6 +476,80 @@ def test_checkpoints_of_the_run_are_compared(trained, signed, tmp_path, capsys):
     assert "step-00000012" in outcome.text
 
 
+@pytest.fixture
+def texts(tiny_project: Path, tmp_path: Path) -> Path:
+    """A copy of the corpus, in other order and with other names."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number, path in enumerate(sorted((tiny_project / "corpus").iterdir(), reverse=True)):
+        shutil.copy(path, folder / f"{number}.txt")
+    return folder
+
+
+def test_texts_give_the_tokens_again_whatever_their_names_are(signed, texts, capsys):
+    outcome = forge("verify", str(signed), f"--data={texts}")
+    assert outcome.code == 0, outcome.text
+    assert "24 text files give the tokenizer and 2 shards" in capsys.readouterr().out
+
+
+def test_text_that_differs_or_is_missing_is_named(signed, texts, tiny_project):
+    (texts / "23.txt").write_text("another text")  # was 00.txt
+    (texts / "01.txt").write_text("")
+    (texts / "22.txt").unlink()  # was 01.txt
+    outcome = forge("verify", str(signed), f"--data={texts}")
+    assert outcome.code == 65
+    corpus = tiny_project / "corpus"
+    assert f"'{corpus / '00.txt'}' is not in" in outcome.text
+    assert f"'{corpus / '01.txt'}' differs from" in outcome.text
+    assert "02.txt" not in outcome.text
+    assert forge("verify", str(signed), "--data=nowhere").code == 65
+
+
+def of_link(name: str, change: Change) -> Change:
+    """A change of one link of a statement."""
+
+    def change_link(content: dict[str, Any]) -> None:
+        links = {link["link"]: link for link in content["predicate"]["chain"]}
+        change(links[name])
+
+    return change_link
+
+
+def test_tokens_that_the_texts_do_not_give_are_named(export, texts):
+    unsign(export)
+
+    def other_shard(link: dict[str, Any]) -> None:
+        link["sources"][""]["splits"]["train"][0]["digest"] = "0" * 64
+
+    edit(export, of_link("tokens", other_shard), consistently=True)
+    outcome = forge("verify", str(export), f"--data={texts}")
+    assert outcome.code == 65
+    assert "train-00000-000.bin has" in outcome.text
+    assert "000000000000" in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("link", "change", "code"),
+    [
+        ("texts", lambda link: link.update(files={"../../x": link["files"][""]}), 65),
+        ("texts", lambda link: link["files"][""][0].update(name="x/.."), 65),
+        ("texts", lambda link: link.update(files={"": "x"}), 65),
+        ("config", lambda link: link["values"]["tokenize"].update(part_mib=-1), 65),
+        # Not read: the export's own file is the tokenizer.
+        ("config", lambda link: link["values"]["tokenizer"].update(source="path", path="/x"), 0),
+    ],
+    ids=["source", "name", "type", "value", "path"],
+)
+def test_no_path_of_a_statement_is_read_or_written(export, texts, link, change, code):
+    unsign(export)
+    edit(export, of_link(link, change), consistently=True)
+    before = sorted(export.parent.rglob("*"))
+    outcome = forge("verify", str(export), f"--data={texts}")
+    assert outcome.code == code, outcome.text
+    assert "Traceback" not in outcome.text
+    assert sorted(export.parent.rglob("*")) == before
+
+
 def test_wrong_paths_are_refused_before_anything_is_written(trained, signed, keys, tmp_path):
     assert forge("verify", str(tmp_path / "nowhere")).code == 78
     assert forge("verify", str(signed), f"--key={tmp_path / 'no.pub'}").code == 78

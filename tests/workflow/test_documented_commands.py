@@ -20,6 +20,7 @@ PLACEHOLDERS = {
     "/shared/their-run": "their-run",
     "base@5000": "base@4",
     "max_steps=1000": "max_steps=16",
+    "--data python:stdlib": "--data corpus",
 }
 TASKS = REPOSITORY / "tests/distributed/tasks"
 
