@@ -17,9 +17,9 @@ PACKAGES = ("torch", "tokenizers", "numpy", "pydantic", "blake3")
 
 
 def config_digest(config: ResolvedConfig) -> str:
-    """Digest of a run's config, without its name, directories and trackers, which do not change what is
-    trained."""
-    return digest_bytes(canonical(trained_values(config.to_json())))
+    """Digest of a run's config, without its name, directories and sections that training does not read,
+    which do not change what is trained."""
+    return digest_bytes(canonical(trained_values(config.of_training.to_json())))
 
 
 def trained_values(values: dict[str, Any]) -> dict[str, Any]:

@@ -104,7 +104,9 @@ def test_chain_goes_from_the_text_files_to_the_validation(trained, signed, tiny_
     assert source["tokenizer"] == links["tokenizer"]["blake3"]
     values = json.dumps(links["config"]["values"], sort_keys=True, separators=(",", ":"))
     assert links["config"]["blake3"] == digest_bytes(values.encode())
-    assert links["export"]["weights"] == trained.weights_digest()
+    of_run = read_json(trained.paths.trained)
+    assert links["config"]["blake3"] == of_run["config_digest"]
+    assert links["export"]["weights"] == of_run["weights_digest"]
     validation = read_json(trained.paths.validation)
     assert links["validation"]["loss"] == validation["loss"]
     assert links["validation"]["status"] == "valid"

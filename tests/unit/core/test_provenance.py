@@ -21,6 +21,7 @@ def config_of(**overrides):
 def test_config_digest_depends_on_hyperparameters_and_not_on_folders():
     digest = provenance.config_digest(config_of())
     assert provenance.config_digest(config_of(run="x", results="r", data="d")) == digest
+    assert provenance.config_digest(config_of(**{"report.sample_tokens": 5})) == digest
     assert provenance.config_digest(config_of(**{"train.lr": 0.5})) != digest
 
 
