@@ -337,6 +337,13 @@ def _add_views(subcommands: _Subcommands) -> None:
     _export_options(
         subcommands.logged("export", _export, "write a checkpoint as a directory that others load")
     )
+    key = subcommands.plain("key", _key, "make a key that signs exports", keys=False)
+    key.add_argument("file", metavar="FILE", type=Path, help="private key to write; also FILE.pub")
+    _verify_options(
+        subcommands.plain(
+            "verify", _verify, "verify an export by the statement that it comes with", keys=False
+        )
+    )
 
 
 def _machine(parser: argparse.ArgumentParser) -> None:
@@ -415,6 +422,25 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
     option("--to", metavar="DIR", type=Path, help="default: export/step-… in the run's directory")
     option(
         "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)"
+    )
+    option("--sign", metavar="KEY", type=Path, help="sign the statement with this private key")
+
+
+def _verify_options(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("folder", metavar="FOLDER", type=Path, help="directory of the export")
+    option("--key", metavar="FILE", type=Path, help="public key of the author, in PEM")
+    option("--digest", metavar="SHA256", help="that the statement must have, as a paper prints it")
+    option(
+        "--data",
+        metavar="TEXTS",
+        help="also make the tokens again from the text files in this directory (or python:stdlib)",
+    )
+    option(
+        "--checkpoints",
+        metavar="RUN",
+        type=Path,
+        help="also compare the checkpoints in this directory of a run with the statement",
     )
 
 
@@ -766,7 +792,39 @@ def _export(options: argparse.Namespace) -> None:
     from forge.checkpoint.export_folder import record_export
     from forge.reporting.find_runs import find_runs
 
+    key = None
+    if options.sign:  # refused before anything is written
+        from forge.attestation.signing import load_key
+
+        key = load_key(options.sign)
     (run,) = find_runs([options.run])
-    folder = _saved_run(options, run, writes=not options.to).export(options.to, options.dtype)
+    saved = _saved_run(options, run, writes=not options.to)
+    folder = saved.export(options.to, options.dtype)
     if not options.to:
         record_export(folder)
+    _attest(folder, saved, key)
+
+
+def _attest(folder: Path, saved: Any, key: Any) -> None:
+    """Write the statement of an export, signed where there is a key."""
+    from forge.attestation.statement import write_statement
+    from forge.cluster.lock import lock
+
+    with lock(folder.parent, "export", name=f".{folder.name}.lock"):
+        write_statement(folder, saved)
+        if key:
+            from forge.attestation.signing import sign
+
+            sign(folder, key)
+
+
+def _key(options: argparse.Namespace) -> None:
+    from forge.attestation.signing import make_key
+
+    make_key(options.file)
+
+
+def _verify(options: argparse.Namespace) -> None:
+    from forge.attestation.verify_run import verify_export
+
+    verify_export(options.folder, options.key, options.digest, options.data, options.checkpoints)

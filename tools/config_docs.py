@@ -18,11 +18,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
+from forge.attestation.chain import Predicate
+from forge.checkpoint.manifest import Part
 from forge.core.config import FOLDERS, OUTSIDE_TRAINING, Config, is_free
 from forge.core.errors import ConfigError
 from forge.core.files import atomic_open
 from forge.core.machine import Machine
 from forge.core.paths import SHEET
+from forge.core.records import RecordPart
 from forge.core.section import Section, section_of, section_of_entries, tagged_sections
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +36,9 @@ SCHEMAS: dict[Path, type[Section]] = {
     Path("workflow/schemas/config.schema.json"): Config,
     Path("workflow/schemas/machine.schema.json"): Machine,
 }
+
+
+STATEMENT_SCHEMA = Path("docs/statement.schema.json")
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ MARKED = re.compile(r"(<!-- keys -->\n).*?(<!-- end of keys -->)", re.DOTALL)
 def generated(root: Path = ROOT) -> dict[Path, str]:
     """Path below `root` -> the text it should have. Raises ConfigError without a file's markers."""
     texts = {path: schema_text(model) for path, model in SCHEMAS.items()}
+    texts[STATEMENT_SCHEMA] = statement_schema()
     for table in TABLES:
         path = root / table.file
         text = path.read_text() if path.exists() else ""
@@ -93,20 +102,28 @@ def schema_text(model: type[Section]) -> str:
     return json.dumps({"$schema": DRAFT, **schema}, indent=2) + "\n"
 
 
+def statement_schema() -> str:
+    """JSON schema of the predicate of an export's statement."""
+    describe_keys(Part)
+    describe_keys(RecordPart)
+    schema = Predicate.model_json_schema()
+    return json.dumps({"$schema": DRAFT, **schema}, indent=2) + "\n"
+
+
 @cache
-def describe_keys() -> None:
-    """Make the docstring of each key of every section its description.
+def describe_keys(root: type[BaseModel] = Section) -> None:
+    """Make the docstring of each key of every section, or of what else has this base, its description.
 
     pydantic does so itself (use_attribute_docstrings), but in every process that imports a section, by
     parsing its source: 50 ms in the start of each command and rank.
     """
-    for section in _subclasses(Section):
-        for key, text in _docstrings(section):
+    for section in _subclasses(root):
+        for key, text in _docstrings(section, root):
             section.model_fields[key].description = text
         section.model_rebuild(force=True)
 
 
-def _subclasses(section: type[Section]) -> Iterator[type[Section]]:
+def _subclasses(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
     """Those of Forge, as they are defined: a section after those that its keys have."""
     for below in section.__subclasses__():
         if below.__module__.startswith("forge."):
@@ -114,10 +131,12 @@ def _subclasses(section: type[Section]) -> Iterator[type[Section]]:
             yield from _subclasses(below)
 
 
-def _docstrings(section: type[Section]) -> Iterator[tuple[str, str]]:
+def _docstrings(
+    section: type[BaseModel], root: type[BaseModel] = Section
+) -> Iterator[tuple[str, str]]:
     """Each key that has a docstring, and that; inherited ones first."""
     for base in reversed(section.__mro__):
-        if not issubclass(base, Section):
+        if not issubclass(base, root):
             continue
         (definition,) = ast.parse(inspect.getsource(base)).body
         assert isinstance(definition, ast.ClassDef)

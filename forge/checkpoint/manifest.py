@@ -71,11 +71,19 @@ class ReferenceLosses(Part):
 
 
 class Code(Part):
-    """Version of Forge; where it ran from a git checkout its commit, and whether files differ from it."""
+    """Version of Forge; where it ran from a git checkout its commit, and whether files differ from it.
+    diff: blake3 of these differences (`git diff HEAD`); None without any."""
 
     version: str
     commit: str | None
     dirty: bool | None
+    diff: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_a_diff(self, values: Any) -> dict[str, Any]:
+        """Most have none, as those that were written before there was this key."""
+        content: dict[str, Any] = values(self)
+        return {k: v for k, v in content.items() if k != "diff" or v is not None}
 
 
 class RecordedModel(Part):

@@ -155,7 +155,11 @@ class Sealer:
     def _record(self, checkpoint: SealedCheckpoint, seconds: float) -> None:
         num_bytes = sum(file.bytes for file in checkpoint.seal.files.values())
         save = events.Save(
-            step=checkpoint.step, seconds=round(seconds, 3), stall=0.0, bytes=num_bytes
+            step=checkpoint.step,
+            seconds=round(seconds, 3),
+            stall=0.0,
+            bytes=num_bytes,
+            digest=checkpoint.digest,
         )
         events.record(self.checkpoints.paths.events, save)
         say(f"sealed {checkpoint.folder.name}: {num_bytes / 2**20:,.1f} MiB, `latest` points to it")

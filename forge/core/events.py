@@ -106,11 +106,13 @@ class Eval(Timed):
 
 class Save(Timed):
     """A checkpoint was committed. seconds: from the start of the save to its commit. stall: the seconds
-    for which training waited."""
+    for which training waited. digest: of its manifest or seal, which proves of a pruned checkpoint what
+    it was; "" in logs of before there was this key."""
 
     step: int
     stall: float
     bytes: int
+    digest: str = ""
 
 
 class Skipped(Event):

@@ -17,11 +17,16 @@ PACKAGES = ("torch", "tokenizers", "numpy", "pydantic", "blake3")
 
 
 def config_digest(config: ResolvedConfig) -> str:
-    """Digest of a run's config, without its name, directories and trackers, which do not change what is
-    trained."""
+    """Digest of a run's config, without its name, directories and sections that training does not read,
+    which do not change what is trained."""
+    return digest_bytes(canonical(trained_values(config.of_training.to_json())))
+
+
+def trained_values(values: dict[str, Any]) -> dict[str, Any]:
+    """What `config_digest` digests of the values of a config, in whatever file they are recorded."""
+    ids = {name: content_id for name, content_id in values["ids"].items() if content_id}
     left_out = (*FOLDERS, "tracking")
-    values = {key: value for key, value in config.to_json().items() if key not in left_out}
-    return digest_bytes(canonical(values))
+    return {key: value for key, value in {**values, "ids": ids}.items() if key not in left_out}
 
 
 def versions(*, fp8: bool = False) -> dict[str, str]:
@@ -31,25 +36,30 @@ def versions(*, fp8: bool = False) -> dict[str, str]:
 
 
 def code() -> dict[str, Any]:
-    """Version of Forge; in a git checkout also the commit, and whether tracked files differ from it."""
+    """Version of Forge; in a git checkout also the commit, whether tracked files differ from it, and
+    where they do the digest of the difference."""
     folder = Path(forge.__file__).parent
-    commit = _git(folder, "rev-parse", "HEAD")
+    head = _git(folder, "rev-parse", "HEAD")
+    commit = head.decode().strip() if head else None
     dirty = bool(_git(folder, "status", "--porcelain", "--untracked-files=no")) if commit else None
-    return {"version": forge.__version__, "commit": commit, "dirty": dirty}
+    facts = {"version": forge.__version__, "commit": commit, "dirty": dirty}
+    # Not as the user's own settings of git show it: with colors, or through another program.
+    plain = ("--binary", "--no-color", "--no-ext-diff", "--no-textconv")
+    diff = _git(folder, "diff", "HEAD", *plain) if dirty else None
+    return facts if diff is None else {**facts, "diff": digest_bytes(diff)}
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _git(folder: Path, *arguments: str) -> bytes | None:
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments],
             check=False,
             capture_output=True,
-            text=True,
             timeout=10,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None  # no git, or its file system hangs; the version is recorded in any case
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout if done.returncode == 0 else None
 
 
 def cpu_id() -> str:

@@ -45,6 +45,10 @@ class OtherProgram:
     layout: WorldLayout
 
     @property
+    def data(self) -> Path:
+        return Path(self.config.data)
+
+    @property
     def checkpoints(self) -> ProgramCheckpoints:
         return ProgramCheckpoints(self.paths, self.program.checkpoints, self.layout.world_size)
 

@@ -37,6 +37,10 @@ class SavedRun(Protocol):
     def paths(self) -> RunPaths: ...
 
     @property
+    def data(self) -> Path:
+        """The directory with tokenizers, tokens and input files, which need not be there."""
+
+    @property
     def checkpoints(self) -> RunCheckpoints: ...
 
     @property
@@ -121,6 +125,10 @@ class ForgeRun:
     paths: RunPaths
     config: ResolvedConfig | None
     overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def data(self) -> Path:
+        return Path(self.config.data if self.config else self.overrides["data"])
 
     @property
     def checkpoints(self) -> resume.CommittedCheckpoints:

@@ -341,7 +341,8 @@ Forge.
     model = AutoModelForCausalLM.from_pretrained("FOLDER")
     tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 
-`{MANIFEST}` has these digests in full, and those of the files of this directory.
+`{MANIFEST}` has these digests in full, and those of the files of this directory. `statement.json` says
+what made them, from the text files on: `forge verify FOLDER`.
 """
 
 

@@ -282,7 +282,14 @@ class Trainer:
             return
         assert done.seconds is not None and done.checkpoint is not None
         seconds, stall = round(done.seconds, 3), round(done.stall, 3)
-        self._record(events.Save(step=done.step, seconds=seconds, stall=stall, bytes=done.size))
+        save = events.Save(
+            step=done.step,
+            seconds=seconds,
+            stall=stall,
+            bytes=done.size,
+            digest=done.checkpoint.digest,
+        )
+        self._record(save)
         say(f"step {done.step}: committed {done.checkpoint.folder}")
         self.budget.measure_save(done.seconds, done.stall)
         if warning := self.budget.warning():

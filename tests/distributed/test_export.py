@@ -22,6 +22,7 @@ from support.manifests import write_as_another_program
 from support.saved import make_digests_right
 from tokenizers import Tokenizer
 
+from forge.attestation.verify import STATEMENT
 from forge.checkpoint import directory, resume, storage
 from forge.checkpoint.manifest import MANIFEST
 from forge.core.config import Config
@@ -169,7 +170,7 @@ def test_export_names_its_lineage_and_every_file(tied, tmp_path):
     assert facts["files"] == {
         path.name: digest_file(path)
         for path in folder.iterdir()
-        if path.name not in (verb.MANIFEST, verb.CARD)
+        if path.name not in (verb.MANIFEST, verb.CARD, STATEMENT)
     }
 
 

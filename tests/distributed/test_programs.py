@@ -12,9 +12,10 @@ import pytest
 import yaml
 from support.live_run import Run, forge, ranks, wait_until
 
+from forge.attestation.verify import VerificationError, verify
 from forge.core import json_lines
 from forge.core.errors import Exit
-from forge.core.files import read_json
+from forge.core.files import digest_bytes, read_json
 from forge.core.process import MAX_OPEN_FILES
 from forge.reporting.history import read_history
 
@@ -323,3 +324,24 @@ def test_plain_ddp_script_resumes_after_kill_9_of_a_rank(tmp_path):
 
 def children_of(process):
     return psutil.Process(process.pid).children()
+
+
+def test_export_of_a_program_has_a_statement_from_its_inputs_to_its_checkpoints(program, tmp_path):
+    inputs = tmp_path / "in"
+    inputs.mkdir()
+    (inputs / "a.txt").write_text("text")
+    run = program(inputs=[str(inputs)], export=["state.json"])
+    assert run.forge("inputs", f"--data={tmp_path / 'data'}").code == 0
+    done = run.forge("train", f"--data={tmp_path / 'data'}", *TWO_RANKS)
+    assert done.code == 0, done.text
+    done = forge("export", str(run.folder), f"--config={run.config}", f"--data={tmp_path / 'data'}")
+    assert done.code == 0, done.text
+    [folder] = run.paths.exports.iterdir()
+    links = verify(folder)
+    assert [file["blake3"] for file in links["texts"]["files"][""]] == [digest_bytes(b"text")]
+    assert links["program"]["command"][1] == str(COUNT)
+    assert links["config"]["values"]["program"]["goal"] == GOAL
+    assert [one["step"] for one in links["checkpoints"]["saved"]][-1] == GOAL
+    (folder / "state.json").write_text("{}")
+    with pytest.raises(VerificationError, match="has SHA-256"):
+        verify(folder)

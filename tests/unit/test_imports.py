@@ -16,7 +16,7 @@ FOLDER = Path(forge.__file__).parent
 # In the order of the rule. Modules beside them (cli, workflow, …) start Forge and may import every one.
 PACKAGES = (
     *("core", "cluster", "data", "launch", "checkpoint", "trainer", "tracking", "evaluation"),
-    *("staging", "preflight", "validation", "run", "reporting", "controller"),
+    *("staging", "preflight", "validation", "run", "reporting", "attestation", "controller"),
 )
 
 # These start every part of Forge.

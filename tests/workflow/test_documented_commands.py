@@ -20,6 +20,7 @@ PLACEHOLDERS = {
     "/shared/their-run": "their-run",
     "base@5000": "base@4",
     "max_steps=1000": "max_steps=16",
+    "--data python:stdlib": "--data corpus",
 }
 TASKS = REPOSITORY / "tests/distributed/tasks"
 
@@ -114,7 +115,9 @@ def test_command_works_as_it_is_written(
     text = command.bare + " -n" * command.is_planned
     for written, meant in PLACEHOLDERS.items():
         text = text.replace(written, meant)
-    code, output = project.shell(text, HF_HOME=f"{project.root}/tmp/hub")
+    home = project.root / "tmp/home"  # `forge key` writes there
+    home.mkdir(parents=True, exist_ok=True)
+    code, output = project.shell(text, HF_HOME=f"{project.root}/tmp/hub", HOME=str(home))
     print(f"$ {text}\n{output}")
     assert code == 0, f"{command.where}: {text}\n{output}"
 

@@ -8,6 +8,7 @@ import pytest
 import forge
 from forge.core import provenance
 from forge.core.config import Ids, load_config
+from forge.core.files import digest_bytes
 from forge.data.content_ids import resolve
 
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
@@ -20,6 +21,7 @@ def config_of(**overrides):
 def test_config_digest_depends_on_hyperparameters_and_not_on_folders():
     digest = provenance.config_digest(config_of())
     assert provenance.config_digest(config_of(run="x", results="r", data="d")) == digest
+    assert provenance.config_digest(config_of(**{"report.sample_tokens": 5})) == digest
     assert provenance.config_digest(config_of(**{"train.lr": 0.5})) != digest
 
 
@@ -49,6 +51,21 @@ def test_code_names_the_commit_and_whether_files_differ(checkout):
     assert provenance.code() == {"version": forge.__version__, "commit": commit, "dirty": False}
     (checkout / "forge" / "__init__.py").write_text("a = 2\n")
     assert provenance.code()["dirty"] is True
+
+
+def test_code_that_differs_from_its_commit_has_the_digest_of_the_difference(checkout):
+    git(checkout, "init")
+    (checkout / "forge/latin.py").write_bytes(b"# Gr\xfc\xdfe\n")  # no UTF-8
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-m", "x")
+    git(checkout, "config", "color.ui", "always")
+    (checkout / "forge/latin.py").write_bytes(b"# Gr\xfc\xdfe an alle\n")
+    first = provenance.code()["diff"]
+    by_hand = ["git", "-C", str(checkout), "diff", "HEAD", "--binary", "--no-color"]
+    said = subprocess.run(by_hand, check=True, capture_output=True).stdout
+    assert first == digest_bytes(said)
+    (checkout / "forge/latin.py").write_bytes(b"# Gr\xfc\xdfe\n")
+    assert "diff" not in provenance.code()
 
 
 def test_code_outside_of_git_still_has_its_version(checkout, monkeypatch):

@@ -1,0 +1,1 @@
+"""What proves a model to somebody who does not have the run: statement, signature, verification."""

@@ -1,0 +1,224 @@
+"""The links from text files to scores, which the statement of an export has in this order.
+
+Each link has the SHA-256 of the one before, so that none can be changed, removed or moved alone. What a
+field says is what the files of the run and of `data/` say. docs/statement.md explains the links.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from forge.checkpoint.manifest import Artifact, Code, Numerics, ParentCheckpoint, Versions
+from forge.core.records import LaunchEnvironment, RecordPart, Score
+from forge.data.shards import ShardEntry, Split, Total
+
+
+class ChainLink(RecordPart):
+    """A link of the chain. `blake3` of an artifact is the digest that records and checkpoints of Forge
+    have of it."""
+
+    previous: str = ""
+    """SHA-256 of the canonical JSON of the link before, in hex; "" in the first link."""
+
+
+class TextFile(RecordPart):
+    """A text file of the corpus, or an input file of a program, by its name in the config."""
+
+    name: str
+    bytes: int
+    blake3: str
+
+
+class Texts(ChainLink):
+    """The files that the tokens were made of, or that a program reads."""
+
+    link: Literal["texts"] = "texts"
+    files: dict[str, list[TextFile]] | None
+    """Files by source, "" without tokenize.sources; None where `data/` no longer has their list."""
+
+
+class TokenizerMade(ChainLink):
+    """The tokenizer."""
+
+    link: Literal["tokenizer"] = "tokenizer"
+    id: str
+    blake3: str
+    """Of tokenizer.json in `data/tokenizers/ID`."""
+    origin: dict[str, Any] | None
+    """What its manifest says of how it was made; None where `data/` no longer has it."""
+
+
+class TokensOfSource(RecordPart):
+    """Token shards, by the manifest in `data/tokens/ID`."""
+
+    id: str
+    blake3: str
+    """Of this manifest."""
+    tokenizer: str
+    """blake3 of the tokenizer.json that made them."""
+    settings: dict[str, Any]
+    splits: dict[Split, list[ShardEntry]]
+    totals: dict[Split, Total]
+
+
+class TokensMade(ChainLink):
+    """The tokens that the run was trained on."""
+
+    link: Literal["tokens"] = "tokens"
+    id: str
+    blake3: str
+    sources: dict[str, TokensOfSource] | None
+    """As in `texts`."""
+
+
+class ProgramUsed(ChainLink):
+    """The training program, where that is not Forge's own."""
+
+    link: Literal["program"] = "program"
+    command: list[str]
+    source: Artifact | None
+    inputs: Artifact | None
+
+
+class ConfigUsed(ChainLink):
+    """The config of the run, without what does not change its training: name, directories, trackers."""
+
+    link: Literal["config"] = "config"
+    blake3: str
+    values: dict[str, Any] | None
+    """None for a run of a program whose config.json has changed since."""
+
+
+class CodeUsed(ChainLink):
+    """Forge, as the checkpoint says."""
+
+    link: Literal["code"] = "code"
+    forge: Code
+
+
+class EnvironmentUsed(ChainLink):
+    """With what rank 0 has written the checkpoint; all but `launch` None for another program."""
+
+    link: Literal["environment"] = "environment"
+    versions: Versions | None
+    cpu: str | None
+    numerics: Numerics | None
+    launch: LaunchEnvironment | None
+    """Variables, modules and container that machine.yaml adds."""
+
+
+class ParentsUsed(ChainLink):
+    """What the run began with."""
+
+    link: Literal["parents"] = "parents"
+    checkpoint: ParentCheckpoint | None
+    weights: Artifact | None
+
+
+class SavedStep(RecordPart):
+    """A committed checkpoint."""
+
+    step: int
+    blake3: str | None
+    """Digest that its manifest, or its seal, has of it; None for a pruned one of which an older Forge has
+    not recorded it."""
+    is_kept: bool
+    """Whether the run had it when the statement was written."""
+
+
+class CheckpointsSaved(ChainLink):
+    """All checkpoints that the run has committed, in order of time: a step that was trained again after a
+    failure can be there twice."""
+
+    link: Literal["checkpoints"] = "checkpoints"
+    saved: list[SavedStep]
+
+
+class LaunchMade(RecordPart):
+    """A start of the ranks, and how it ended. Times are seconds since the epoch."""
+
+    started: float
+    ended: float
+    world_size: int
+    nodes: int
+    resumed_from: int
+    """The step; 0 for a fresh start."""
+    last_step: int
+    outcome: str
+
+
+class LaunchesMade(ChainLink):
+    """All launches, in order of time."""
+
+    link: Literal["launches"] = "launches"
+    launches: list[LaunchMade]
+
+
+class ExportMade(ChainLink):
+    """What was exported."""
+
+    link: Literal["export"] = "export"
+    run: str
+    step: int
+    checkpoint: str
+    """blake3 of the checkpoint."""
+    dtype: str | None
+    weights: str | None
+    """blake3 of the fp32 weights, as trained.json and validation name them; None for other programs."""
+
+
+class CheckResult(RecordPart):
+    name: str
+    status: Literal["ok", "warn", "fail"]
+
+
+class ValidationMade(ChainLink):
+    """The result of `forge validate` for the exported checkpoint; all None where it was not validated."""
+
+    link: Literal["validation"] = "validation"
+    status: Literal["valid", "invalid"] | None = None
+    loss: float | None = None
+    """Nats per token."""
+    depth: str | None = None
+    checks: list[CheckResult] | None = None
+
+
+class ScoresMade(ChainLink):
+    """Scores of the exported checkpoint by lm-eval; [] where it was not evaluated."""
+
+    link: Literal["scores"] = "scores"
+    harness: str
+    scores: list[Score]
+
+
+AnyLink = Annotated[
+    Texts
+    | TokenizerMade
+    | TokensMade
+    | ProgramUsed
+    | ConfigUsed
+    | CodeUsed
+    | EnvironmentUsed
+    | ParentsUsed
+    | CheckpointsSaved
+    | LaunchesMade
+    | ExportMade
+    | ValidationMade
+    | ScoresMade,
+    Field(discriminator="link"),
+]
+
+
+class Predicate(RecordPart):
+    """The predicate of the in-toto statement."""
+
+    FORMAT: ClassVar[int] = 1
+
+    format: Literal[1] = 1
+    forge: str
+    """Version of Forge that wrote the statement."""
+    chain: list[AnyLink]
+    sha256: str = ""
+    """Of the canonical JSON of the statement without this key: what a paper may print."""

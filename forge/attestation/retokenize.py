@@ -1,0 +1,195 @@
+"""`forge verify --data`: make the tokens of a statement again from its text files, and compare them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from forge.attestation.chain import TextFile, Texts, TokenizerMade, TokensMade, TokensOfSource
+from forge.attestation.verify import MOST_NAMED, Links, VerificationError, part
+from forge.core.config import Config, ResolvedConfig, checked
+from forge.core.errors import DataError, ForgeError
+from forge.core.files import digest_file, disk_trouble, plain_name
+from forge.core.paths import MANIFEST, TOKENIZER, tokens_folder
+from forge.core.provenance import versions
+from forge.core.terminal import progress
+from forge.data import content_ids, corpus
+from forge.data.corpus import STDLIB, InputFile
+from forge.data.shards import SPLITS, ShardManifest
+from forge.data.tokenize import tokenize
+from forge.data.tokenizer import build_tokenizer, load_tokenizer
+
+
+def verify_texts(texts: str, links: Links, export: Path) -> None:
+    """Print what was compared. texts: directory with the files that the statement lists, under whatever
+    names, or `python:stdlib` for those of this Python.
+
+    Raises VerificationError that names the file, tokenizer or shard that differs; DataError where a text
+    cannot be read.
+    """
+    try:
+        stated = Texts.model_validate(links["texts"]).files
+        tokenizer = TokenizerMade.model_validate(links.get("tokenizer"))
+        tokens = TokensMade.model_validate(links.get("tokens")).sources
+    except ValidationError:
+        raise VerificationError(
+            "it has no tokens, or none that this Forge can make again"
+        ) from None
+    if stated is None or tokens is None or stated.keys() != tokens.keys():
+        raise VerificationError("the statement does not list the text files: they were gone before")
+    found = _found(texts, [file for files in stated.values() for file in files])
+    with tempfile.TemporaryDirectory(prefix="forge-verify-") as place:
+        inputs = {
+            # By number: the names are those of the statement.
+            name: _links_to(Path(place) / "texts" / str(number), files, found)
+            for number, (name, files) in enumerate(stated.items())
+        }
+        made = _made_again(_config(Path(place), inputs, links, tokenizer, export))
+    _compare(made, tokenizer, tokens, links)
+    shards = sum(len(shards) for source in tokens.values() for shards in source.splits.values())
+    files = sum(map(len, stated.values()))
+    print(
+        f"  ok    data: {files:,} text files give the tokenizer and {shards} shards of the statement"
+    )
+
+
+# --- the text files ---------------------------------------------------------------------------------
+
+
+def _found(texts: str, stated: list[TextFile]) -> dict[str, InputFile]:
+    """The files by blake3, each of which is one that the statement lists. VerificationError that names
+    those that are missing or differ."""
+    sizes = {file.bytes for file in stated}
+    try:
+        there = corpus.list_named([texts])
+    except DataError as err:
+        raise DataError(corpus.of_key(err, "--data").what) from None
+    found: dict[str, InputFile] = {}
+    with progress("text files", len(there), "files") as update:
+        for number, file in enumerate(there):
+            if file.size in sizes:
+                with disk_trouble(file.path, "read"):
+                    found[digest_file(file.path)] = file
+            update(number)
+    names = {Path(file.name).name for file in there}
+    wrong = [
+        f"{file.name!r} {'differs from' if Path(file.name).name in names else 'is not in'} {texts}"
+        for file in stated
+        if file.blake3 not in found
+    ]
+    if wrong:
+        more = f"; {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
+        raise VerificationError("; ".join(wrong[:MOST_NAMED]) + more)
+    return found
+
+
+def _links_to(folder: Path, files: list[TextFile], found: dict[str, InputFile]) -> str:
+    """What `tokenize.inputs` names for these files: a directory with links, in the order in which they
+    were read, and with their endings, which tell the format."""
+    of_python = [file.name.startswith(STDLIB) for file in files]
+    if all(of_python):
+        return STDLIB
+    if any(of_python):
+        raise VerificationError("files of Python's library beside others cannot be compared")
+    folder.mkdir(parents=True)
+    for number, file in enumerate(files):
+        try:
+            name = plain_name(os.path.basename(file.name)[-200:])  # noqa: PTH119 (not a path here)
+        except ValueError as err:
+            raise VerificationError(str(err)) from None
+        (folder / f"{number:08d}-{name}").symlink_to(found[file.blake3].path.absolute())
+    return str(folder)
+
+
+# --- the tokens -------------------------------------------------------------------------------------
+
+
+def _config(
+    place: Path, inputs: dict[str, str], links: Links, tokenizer: TokenizerMade, export: Path
+) -> ResolvedConfig:
+    """The config that makes the tokens again. Of the statement it has numbers and names of formats, and
+    no path."""
+    values = part(links["config"], "values", dict)
+    section = part(values, "tokenize", dict)
+    sources = section.get("sources")
+    if isinstance(sources, dict):
+        changed = {
+            name: {**sources.get(name, {}), "inputs": [path]} for name, path in inputs.items()
+        }
+        section = {**section, "sources": changed}
+    else:
+        section = {**section, "inputs": [inputs[""]]}
+    made = {
+        "tokenizer": _tokenizer_settings(part(values, "tokenizer", dict), tokenizer, export),
+        "tokenize": section,
+        "data": str(place / "data"),
+        "results": str(place / "results"),
+    }
+    try:
+        return content_ids.resolve(checked(Config, made, "the statement"))
+    except ForgeError as err:
+        raise VerificationError(f"this Forge cannot make the tokens again: {err.what}") from None
+
+
+def _tokenizer_settings(
+    stated: dict[str, Any], tokenizer: TokenizerMade, export: Path
+) -> dict[str, Any]:
+    """A trained tokenizer is trained again; of any other the export has the file, unless it was changed
+    for transformers."""
+    if stated.get("source") == "train":
+        return {key: stated.get(key) for key in ("source", "vocab_size", "sample_mib", "eos_token")}
+    if digest_file(export / TOKENIZER) != tokenizer.blake3:
+        raise VerificationError(
+            f"the tokens were made by another {TOKENIZER} than that of the export, whose special tokens"
+            " were changed for transformers"
+        )
+    eos_token = (tokenizer.origin or {}).get("eos_token")
+    return {"source": "path", "path": str(export / TOKENIZER), "eos_token": eos_token}
+
+
+def _made_again(config: ResolvedConfig) -> dict[str, ShardManifest]:
+    """The manifest of the tokens of each source."""
+    load_tokenizer(build_tokenizer(config))
+    manifests = {}
+    for name, single in zip(
+        config.ids.sources or [""], content_ids.single_corpora(config), strict=True
+    ):
+        tokenize(single, workers=os.cpu_count() or 1)
+        folder = tokens_folder(single.data, single.ids.tokens)
+        manifests[name] = ShardManifest.read(folder / MANIFEST)
+    return manifests
+
+
+def _compare(
+    made: dict[str, ShardManifest],
+    tokenizer: TokenizerMade,
+    tokens: dict[str, TokensOfSource],
+    links: Links,
+) -> None:
+    """Raises VerificationError for the first thing that differs."""
+    here = versions()["tokenizers"]
+    then = (links["environment"].get("versions") or {}).get("tokenizers")
+    of_versions = "" if then == here else f" (tokenizers is {here} here, {then!r:.20} then)"
+    for name, manifest in made.items():
+        if manifest.tokenizer_digest != tokenizer.blake3:
+            raise VerificationError(f"these texts give another tokenizer{of_versions}")
+        for line in _different_shards(manifest, tokens[name]):
+            raise VerificationError(f"{f'source {name}: ' if name else ''}{line}{of_versions}")
+
+
+def _different_shards(made: ShardManifest, stated: TokensOfSource) -> Iterator[str]:
+    for split in SPLITS:
+        ours, theirs = made.splits[split], stated.splits.get(split, [])
+        if len(ours) != len(theirs):
+            yield f"these texts give {len(ours)} shards of {split}, the statement has {len(theirs)}"
+        for one, other in zip(ours, theirs, strict=False):
+            if one != other:
+                yield (
+                    f"{one.file} has {one.tokens:,} tokens and digest {one.digest[:12]}, the statement"
+                    f" says {other.tokens:,} and {other.digest[:12]}"
+                )

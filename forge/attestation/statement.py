@@ -1,0 +1,119 @@
+"""`statement.json` beside exported weights: an in-toto statement of what made them, from text to scores.
+
+Everything in it is read from the run, from `data/` and from the export, whose files are its subjects. The
+same run and export give the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import blake3
+
+import forge
+from forge.attestation import verify
+from forge.attestation.chain import ChainLink, ExportMade, Predicate
+from forge.attestation.of_run import links_of_run
+from forge.checkpoint.checkpoints import SavedCheckpoint
+from forge.checkpoint.export_folder import MANIFEST
+from forge.checkpoint.resume import is_checkpoint, named
+from forge.core.errors import DataError
+from forge.core.files import canonical, disk_trouble, read_object, write_json
+from forge.core.terminal import progress, say
+from forge.run.programs import SavedRun
+
+
+def write_statement(export: Path, saved: SavedRun) -> Path:
+    """Write the statement of an export of this run; its path. A signature of an older one is removed.
+
+    Raises DataError where the exported checkpoint is no longer there, UnfitError when the disk cannot be
+    written.
+    """
+    facts = read_object(export / MANIFEST, "checkpoint_digest", "step")
+    checkpoint = _exported(saved, facts)
+    made = ExportMade(
+        run=str(facts["run"]),
+        step=checkpoint.step,
+        checkpoint=checkpoint.digest,
+        dtype=facts.get("dtype"),
+        weights=facts.get("weights_digest"),
+    )
+    predicate = Predicate(
+        forge=forge.__version__, chain=list(chained(links_of_run(saved, checkpoint, made)))
+    )
+    content = predicate.model_dump(mode="json")
+    statement = {
+        "_type": verify.IN_TOTO,
+        "predicateType": verify.PREDICATE,
+        "subject": list(_subjects(export)),
+        "predicate": content,
+    }
+    content["sha256"] = verify.statement_digest(statement)
+    path = export / verify.STATEMENT
+    if path.exists() and read_object(path) == statement:
+        say(f"statement in {path}: nothing to do")
+        return path
+    with disk_trouble(path):
+        for name in verify.SIGNATURES:
+            (export / name).unlink(missing_ok=True)
+        write_json(path, statement)
+    say(f"statement {content['sha256'][:12]}: {path}")
+    return path
+
+
+def chained(links: Iterator[ChainLink]) -> Iterator[ChainLink]:
+    """The links, each with the digest of the one before."""
+    previous = ""
+    for link in links:
+        linked = link.model_copy(update={"previous": previous})
+        yield linked
+        previous = hashlib.sha256(canonical(linked.model_dump(mode="json"))).hexdigest()
+
+
+def _exported(saved: SavedRun, facts: dict[str, Any]) -> SavedCheckpoint:
+    """The checkpoint that these facts of an export name. Raises DataError where it was removed."""
+    step = facts["step"]
+    if is_checkpoint(saved.paths.root):
+        checkpoint: SavedCheckpoint = named(saved.paths.root)
+    else:
+        folder = saved.checkpoints.by_step().get(step)
+        if folder is None:
+            raise DataError(
+                f"the exported checkpoint of step {step} is no longer in {saved.paths.checkpoints}",
+                cause="the run is training and keeps only its newest checkpoints",
+                fix="export again, or raise train.keep_last",
+            )
+        checkpoint = saved.checkpoints.open_complete(folder)
+    if checkpoint.digest != facts["checkpoint_digest"]:
+        raise DataError(
+            f"{checkpoint.folder} has digest {checkpoint.digest[:12]}, the export is of"
+            f" {facts['checkpoint_digest'][:12]}",
+            cause="the run was begun again since",
+            fix="export to another directory: --to FOLDER",
+        )
+    return checkpoint
+
+
+def _subjects(export: Path) -> Iterator[dict[str, Any]]:
+    """Name and digests of each file of the export but for the statement and its signatures."""
+    names = [name for name in verify.files_in(export) if name not in verify.OURS]
+    sizes = {name: (export / name).stat().st_size for name in names}
+    done = 0
+    with progress("statement", sum(sizes.values()), "bytes") as update:
+        for name, size in sizes.items():
+            yield {"name": name, "digest": _digests(export / name)}
+            done += size
+            update(done, name)
+
+
+def _digests(path: Path) -> dict[str, str]:
+    """SHA-256, which every verifier knows, and blake3, by which Forge knows the file; in one read."""
+    sha256, blake = hashlib.sha256(), blake3.blake3(max_threads=blake3.blake3.AUTO)
+    with disk_trouble(path, "read"), open(path, "rb") as file:
+        while block := file.read(2**23):
+            sha256.update(block)
+            blake.update(block)
+    return {"sha256": sha256.hexdigest(), "blake3": blake.hexdigest()}

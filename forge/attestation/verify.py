@@ -1,0 +1,407 @@
+"""Verify a model that comes with a statement of Forge: python3 verify.py FOLDER [--key PUBLIC_KEY]
+
+This one file needs Python 3.11, for --key also its package `cryptography`, and no Forge. Keep a copy of
+your own, and never run one that comes with a model. docs/statement.md describes the format. Exit codes:
+0 all that was checked is right, 65 something is not, 78 bad command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import json
+import os
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeVar
+
+IN_TOTO = "https://in-toto.io/Statement/v1"
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
+PREDICATE = "urn:forge:training:v1"
+FORMAT = 1
+STATEMENT, ENVELOPE, MODEL_SIGNATURE = "statement.json", "statement.dsse.json", "model.sig"
+SIGNATURES = (ENVELOPE, MODEL_SIGNATURE)
+OURS = (STATEMENT, *SIGNATURES)
+# By which git and hubs keep a repository, no part of the model.
+OF_GIT = (".git", ".gitattributes", ".gitignore", ".github")
+MOST_BYTES = 2**28  # of a statement, which lists every text file
+MOST_NAMED = 20  # bad files in one message
+_OF_RUN = ("config", "code", "environment", "parents", "checkpoints", "launches", "export")
+_RESULTS = ("validation", "scores")
+CHAINS = (
+    ("texts", "tokenizer", "tokens", *_OF_RUN, *_RESULTS),  # of Forge's own trainer
+    ("texts", "program", *_OF_RUN, *_RESULTS),  # of another program
+)
+
+Kind = TypeVar("Kind")
+Links = dict[str, dict[str, Any]]
+
+
+class VerificationError(Exception):
+    """What is not as the statement, or the person who verifies, says it is."""
+
+
+# --- reading ----------------------------------------------------------------------------------------
+
+
+def files_in(folder: Path) -> list[str]:
+    """Names of all files below a directory, sorted, but for those of git at its top. Refused for a link,
+    a pipe or a device."""
+    names, folders = [], [""]
+    while folders:
+        below = folders.pop()
+        for entry in os.scandir(folder / below):
+            name = f"{below}/{entry.name}" if below else entry.name
+            if name in OF_GIT:
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(name)
+            elif entry.is_file(follow_symlinks=False):
+                names.append(name)
+            else:
+                what = "symbolic link" if entry.is_symlink() else "pipe, a socket or a device"
+                raise VerificationError(f"{name!r} is a {what}, not a file")
+    return sorted(names)
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """A regular file for reading, never through a link, and without waiting for a pipe."""
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as err:
+        raise VerificationError(f"{path} cannot be read: {err.strerror}") from None
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise VerificationError(f"{path} is not a regular file")
+    return os.fdopen(number, "rb")
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file of at most MOST_BYTES."""
+    with open_regular(path) as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise VerificationError(f"{path} has more than {MOST_BYTES} bytes")
+    return data
+
+
+def parsed(data: bytes, name: str) -> dict[str, Any]:
+    """The JSON object in these bytes. Refused for what two readers could read in two ways."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise VerificationError(f"{name} has the key {key!r:.60} twice")
+            found[key] = value
+        return found
+
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=unique)
+        canonical(value)  # refuses NaN and infinity
+    except (ValueError, RecursionError) as err:
+        raise VerificationError(f"{name} is not JSON that can be read: {str(err)[:200]}") from None
+    if not isinstance(value, dict):
+        raise VerificationError(f"{name} is not a JSON object")
+    return value
+
+
+def canonical(value: Any) -> bytes:
+    """JSON with sorted keys, no blanks and no characters beyond ASCII: equal values have equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def part(of: Any, key: str, kind: type[Kind]) -> Kind:
+    """A value of an object. Refused where it is missing or of another type."""
+    value = of.get(key) if isinstance(of, dict) else None
+    if not isinstance(value, kind):
+        raise VerificationError(f"{STATEMENT} has no {key} that can be read")
+    return value
+
+
+# --- the statement ----------------------------------------------------------------------------------
+
+
+def statement_digest(statement: dict[str, Any]) -> str:
+    """SHA-256 of the canonical form of a statement, without the key that holds it."""
+    rest = {key: value for key, value in statement["predicate"].items() if key != "sha256"}
+    return sha256(canonical({**statement, "predicate": rest}))
+
+
+def read_statement(data: bytes) -> dict[str, Any]:
+    """The statement in these bytes. Refused where it is of another format, or was edited."""
+    statement = parsed(data, STATEMENT)
+    for key, expected in (("_type", IN_TOTO), ("predicateType", PREDICATE)):
+        if statement.get(key) != expected:
+            raise VerificationError(
+                f"{key} is {statement.get(key)!r:.80}, this verifier reads {expected}"
+            )
+    predicate = part(statement, "predicate", dict)
+    if predicate.get("format") != FORMAT:
+        raise VerificationError(
+            f"format is {predicate.get('format')!r:.20}, this verifier reads {FORMAT}"
+        )
+    if predicate.get("sha256") != statement_digest(statement):
+        raise VerificationError(
+            f"{STATEMENT} was edited: its SHA-256 is not the one that it states"
+        )
+    return statement
+
+
+def check_files(folder: Path, statement: dict[str, Any]) -> tuple[int, int]:
+    """Number and bytes of the files. Refused unless they are those of the statement, and no others."""
+    expected = _subjects(statement)
+    there = set(files_in(folder)) - set(OURS)
+    wrong = [f"{name!r} is missing" for name in sorted(expected.keys() - there)]
+    wrong += [f"{name!r} is not in the statement" for name in sorted(there - expected.keys())]
+    total = 0
+    for name in sorted(there & expected.keys()):
+        digest, size = file_digest(folder / name)
+        total += size
+        if digest != expected[name]:
+            wrong.append(f"{name!r} has SHA-256 {digest[:12]}, not {expected[name]:.12}")
+    if wrong:
+        more = f"; {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
+        raise VerificationError("; ".join(wrong[:MOST_NAMED]) + more)
+    return len(expected), total
+
+
+def _subjects(statement: dict[str, Any]) -> dict[str, str]:
+    """SHA-256 of each file of the model."""
+    digests: dict[str, str] = {}
+    for subject in part(statement, "subject", list):
+        name = part(subject, "name", str)
+        if name in digests:
+            raise VerificationError(f"{STATEMENT} lists {name!r:.80} twice")
+        digests[name] = part(part(subject, "digest", dict), "sha256", str)
+    return digests
+
+
+def file_digest(path: Path) -> tuple[str, int]:
+    """SHA-256 and bytes of a file."""
+    digest, size = hashlib.sha256(), 0
+    with open_regular(path) as file:
+        while block := file.read(2**22):
+            digest.update(block)
+            size += len(block)
+    return digest.hexdigest(), size
+
+
+# --- the chain --------------------------------------------------------------------------------------
+
+
+def check_chain(statement: dict[str, Any]) -> Links:
+    """The links by name. Refused unless each has the digest of the one before, and they agree."""
+    chain = part(part(statement, "predicate", dict), "chain", list)
+    names = tuple(part(link, "link", str) for link in chain)
+    if names not in CHAINS:
+        known = " or ".join(", ".join(links) for links in CHAINS)
+        raise VerificationError(f"the chain has the links {', '.join(names):.300}, not {known}")
+    previous, before = "", "nothing"
+    for link in chain:
+        if link.get("previous") != previous:
+            raise VerificationError(
+                f"link {link['link']} names {link.get('previous')!r:.14} as the one before it,"
+                f" which is {before}, {previous!r:.14}"
+            )
+        previous, before = sha256(canonical(link)), link["link"]
+    links = dict(zip(names, chain, strict=True))
+    _check_agreement(links)
+    return links
+
+
+def _check_agreement(links: Links) -> None:
+    """What two links say of the same thing must be the same."""
+    export = links["export"]
+    exported = (part(export, "step", int), part(export, "checkpoint", str))
+    saved = part(links["checkpoints"], "saved", list)
+    if exported not in [(part(one, "step", int), one.get("blake3")) for one in saved]:
+        raise VerificationError("the exported checkpoint is not among those that the run has saved")
+    sources = links["tokens"].get("sources") if "tokens" in links else None
+    for name, tokens in sources.items() if isinstance(sources, dict) else ():
+        if part(tokens, "tokenizer", str) != links["tokenizer"].get("blake3"):
+            raise VerificationError(f"the tokens {name!r:.60} were made by another tokenizer")
+
+
+def check_export(folder: Path, links: Links) -> None:
+    """Refused unless forge.json, a file of the export, names the same checkpoint as the statement."""
+    facts = parsed(read_bytes(folder / "forge.json"), "forge.json")
+    export = links["export"]
+    stated = {
+        "step": export.get("step"),
+        "checkpoint_digest": export.get("checkpoint"),
+        "weights_digest": export.get("weights"),
+        "config_digest": links["config"].get("blake3"),
+    }
+    for name in ("tokenizer", "tokens"):
+        if name in links:
+            stated[name] = {"id": links[name].get("id"), "digest": links[name].get("blake3")}
+    for key, value in stated.items():
+        if facts.get(key) != value:
+            raise VerificationError(
+                f"{STATEMENT} is of another export: {key} is {value!r:.60}, in forge.json"
+                f" {facts.get(key)!r:.60}"
+            )
+
+
+# --- signatures -------------------------------------------------------------------------------------
+
+
+class Envelope(NamedTuple):
+    """What is signed, the signature, and the SHA-256 of the public key in PEM that verifies it."""
+
+    payload: bytes
+    signature: bytes
+    fingerprint: str
+
+
+def to_sign(payload: bytes) -> bytes:
+    """The bytes that are signed: DSSE's pre-authentication encoding, version 1
+    (https://github.com/secure-systems-lab/dsse/blob/v1.0.0/protocol.md)."""
+    return b"DSSEv1 %d %b %d %b" % (
+        len(PAYLOAD_TYPE),
+        PAYLOAD_TYPE.encode(),
+        len(payload),
+        payload,
+    )
+
+
+def read_envelope(folder: Path) -> Envelope | None:
+    """The envelope beside a statement; None where it is not signed."""
+    path = folder / ENVELOPE
+    if not os.path.lexists(path):
+        return None
+    envelope = parsed(read_bytes(path), ENVELOPE)
+    signatures = envelope.get("signatures")
+    if envelope.get("payloadType") != PAYLOAD_TYPE or not isinstance(signatures, list):
+        raise VerificationError(f"{ENVELOPE} is not an envelope with {PAYLOAD_TYPE}")
+    if len(signatures) != 1:
+        raise VerificationError(f"{ENVELOPE} has {len(signatures)} signatures, not one")
+    try:
+        payload = base64.b64decode(part(envelope, "payload", str), validate=True)
+        signature = base64.b64decode(part(signatures[0], "sig", str), validate=True)
+    except ValueError:
+        raise VerificationError(f"{ENVELOPE} has no base64") from None
+    return Envelope(payload, signature, part(signatures[0], "keyid", str))
+
+
+def check_signature(folder: Path, data: bytes, key: Path | None) -> str:
+    """What to say of the signature. data: statement.json. key: file with the author's public key.
+
+    Refused where the signed statement is another one, and with a key also where the signature is missing
+    or not by that key.
+    """
+    envelope = read_envelope(folder)
+    if envelope is None:
+        if key is not None:
+            raise VerificationError(f"not signed: there is no {ENVELOPE}, and you named a key")
+        return "not signed: authorship NOT verified"
+    if envelope.payload != data:
+        raise VerificationError(f"{STATEMENT} is not what was signed")
+    if key is None:
+        return (
+            f"signed by {envelope.fingerprint:.64}, which you did not name: authorship NOT verified"
+        )
+    check_by_key(envelope, read_bytes(key))
+    return f"signed by {envelope.fingerprint}, the key in {key}"
+
+
+def check_by_key(envelope: Envelope, pem: bytes) -> None:
+    """Refused unless the signature is by this public key, on the curve P-256."""
+    try:
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.serialization import (
+            Encoding,
+            PublicFormat,
+            load_pem_public_key,
+        )
+    except ImportError:
+        raise VerificationError(
+            "--key needs the package cryptography: pip install cryptography"
+        ) from None
+    try:
+        key = load_pem_public_key(pem)
+    except ValueError:
+        raise VerificationError("the file of --key has no public key in PEM") from None
+    if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != "secp256r1":
+        raise VerificationError("the key of --key is not on the curve P-256")
+    fingerprint = sha256(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    if envelope.fingerprint != fingerprint:
+        raise VerificationError(
+            f"signed by {envelope.fingerprint:.64}, not by your key, {fingerprint}"
+        )
+    try:
+        key.verify(envelope.signature, to_sign(envelope.payload), ec.ECDSA(SHA256()))
+    except InvalidSignature:
+        raise VerificationError(f"the signature in {ENVELOPE} is not of this statement") from None
+
+
+# --- the command ------------------------------------------------------------------------------------
+
+
+def verify(
+    folder: Path,
+    key: Path | None = None,
+    digest: str | None = None,
+    say: Callable[[str], None] = print,
+) -> Links:
+    """Check signature, files and chain of an export, with a line for each; the links by name.
+
+    key: file with the author's public key. digest: SHA-256 that the statement must have. Raises
+    VerificationError at the first check that fails.
+    """
+    path = folder / STATEMENT
+    if not os.path.lexists(path):
+        raise VerificationError(f"{folder} has no {STATEMENT}")
+    data = read_bytes(path)
+    signature = check_signature(folder, data, key)
+    statement = read_statement(data)
+    own = str(statement["predicate"]["sha256"])
+    if digest and own != digest.lower():
+        raise VerificationError(f"the statement has SHA-256 {own}, you expect {digest}")
+    files, size = check_files(folder, statement)
+    links = check_chain(statement)
+    check_export(folder, links)
+    say(f"  ok    files: {files}, {size / 1e6:,.1f} MB, as the statement says")
+    say(f"  ok    chain: {' > '.join(links)}")
+    say(f"  {'ok  ' if key else 'note'}  signature: {printable(signature)}")
+    run, step = links["export"].get("run"), links["export"]["step"]
+    say(f"{printable(str(run))}, step {step}: statement {own}")
+    return links
+
+
+def printable(text: str) -> str:
+    """Text of a statement, which must not control the terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="verify.py", description="verify a model that comes with a statement of Forge"
+    )
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="directory of the model")
+    parser.add_argument("--key", metavar="FILE", type=Path, help="public key of the author, in PEM")
+    parser.add_argument("--digest", metavar="SHA256", help="that the statement must have")
+    try:
+        options = parser.parse_args(arguments)
+    except SystemExit as err:
+        return 78 if err.code else 0
+    try:
+        verify(options.folder, options.key, options.digest)
+    except VerificationError as err:
+        print(f"refused: {printable(str(err))}", file=sys.stderr)
+        return 65
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
