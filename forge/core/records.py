@@ -133,7 +133,10 @@ class SubmitCheck(Record):
     """Of the jobs that will run."""
     submitted: str = ""
     """The file with the runs as they are now."""
-    runs: list[str] = []
+    runs: dict[str, str] = {}
+    """The directory of each run, by its name."""
+    shared: list[str] = []
+    """What these jobs make that belongs to no run, such as tokens."""
     machine: str | None = None
     """The machine.yaml in use."""
     account: str = ""
@@ -144,7 +147,7 @@ class SubmitCheck(Record):
 
 
 class Controller(Record):
-    """.snakemake/forge/controller.json: the job of `forge submit`, written by that command."""
+    """.snakemake/forge/controllers/JOB.json: a job of `forge submit`, written by that command."""
 
     job: str
     cluster: str
@@ -159,7 +162,8 @@ ControllerPhase = Literal["running", "done", "failed", "refused", "cancelled", "
 
 
 class ControllerState(Record):
-    """.snakemake/forge/controller-state.json: what that job does or how it ended, written by the job."""
+    """.snakemake/forge/controllers/JOB.state.json: what that job does or how it
+    ended, written by the job."""
 
     job: str
     phase: ControllerPhase
