@@ -78,8 +78,11 @@ def _of_snakemake(arguments: list[str]) -> tuple[list[str], list[str]]:
     name, words = arguments[:1], arguments[1:]
     if name != ["submit"] or words[:1] in (["-h"], ["--help"]):
         return arguments, []
-    if "--stop" in words:  # which Snakemake does not have
-        return [*name, *words[words.index("--stop") :]], []
+    for at, word in enumerate(words):
+        if word == "--stop":  # which Snakemake does not have
+            return [*name, word, *(job for job in words[at + 1 : at + 2] if job.isdigit())], []
+        if word.startswith("--stop="):
+            return [*name, word], []
     return name, words
 
 

@@ -46,7 +46,7 @@ class Listed:
 
 
 @dataclass(frozen=True)
-class Known:
+class ControllerJob:
     """A job that `forge submit` has submitted in this project, and what that job has recorded itself."""
 
     record: Controller
@@ -81,15 +81,15 @@ class Known:
         return bool(adopt.adoptable(self.jobs_name))
 
 
-def read() -> list[Known]:
+def read() -> list[ControllerJob]:
     """The jobs of `forge submit` in this project, oldest first: those that live, and those that have
     ended since the last one was submitted. Raises DataError for a file that cannot be read."""
-    return [_known(paths) for paths in ControllerPaths.all()]
+    return [_read(paths) for paths in ControllerPaths.all()]
 
 
-def _known(paths: ControllerPaths) -> Known:
+def _read(paths: ControllerPaths) -> ControllerJob:
     record = Controller.read(paths.record)
-    return Known(record, ControllerState.read_if_there(paths.state))
+    return ControllerJob(record, ControllerState.read_if_there(paths.state))
 
 
 def forget_ended(new: Controller) -> None:
@@ -97,7 +97,7 @@ def forget_ended(new: Controller) -> None:
     back. Keeps those that Slurm cannot be asked about."""
     for paths in ControllerPaths.all():
         with suppress(DataError, slurm.SlurmSilent):
-            old = _known(paths)
+            old = _read(paths)
             if old.record.job == new.job or old.listed():
                 continue
             if old.record.check.runs.keys() & new.check.runs.keys() or not old.has_jobs():
@@ -130,23 +130,25 @@ def refuse_living(runs: Iterable[str], shared: Iterable[str] = ()) -> None:
     will make one of these files. Nothing is refused where Slurm is not installed."""
     if not slurm.is_here():
         return
-    for known in read():
-        check = known.record.check
+    for controller in read():
+        check = controller.record.check
         same = sorted(check.runs.keys() & set(runs))
         files = sorted(set(check.shared) & set(shared))
-        if not (same or files) or (job := known.listed()) is None:
+        if not (same or files) or (job := controller.listed()) is None:
             continue
-        about = f"the controller, job {known.record.job} ({job.words}),"
+        job_id = controller.record.job
         if same:
             raise UnfitError(
-                f"{about} looks after {', '.join(same)}: {known.command}",
+                f"the controller, job {job_id} ({job.words}), looks after {', '.join(same)}:"
+                f" {controller.command}",
                 cause="the runs were submitted before",
                 fix="see forge status; wait for it, or stop it and its jobs with: forge submit --stop"
-                f" {known.record.job}\n         (other runs beside it: in a sheet without these,"
+                f" {job_id}\n         (other runs beside it: in a sheet without these,"
                 " --config runs=config/others.tsv)",
             )
         raise UnfitError(
-            f"{about} makes {', '.join(files)}, which these runs need, too",
+            f"the controller, job {job_id} ({job.words}), makes {', '.join(files)}, which these runs"
+            " need, too",
             cause="both commands would make the same files",
             fix="wait until they are there (forge status), then rerun the same command",
         )
@@ -209,24 +211,24 @@ def statuses() -> list[ControllerStatus]:
     found = []
     for paths in ControllerPaths.all():
         try:
-            found.append(status_of(_known(paths)))
+            found.append(status_of(_read(paths)))
         except DataError as err:
             state = ControllerStatus(paths.job, "unreadable", str(paths.log), reason=err.what)
             found.append(state)
     return found
 
 
-def status_of(known: Known) -> ControllerStatus:
+def status_of(controller: ControllerJob) -> ControllerStatus:
     """What its own record says, then Slurm's queue, else accounting."""
-    job_id = known.record.job
+    job_id = controller.record.job
     shown = ControllerStatus(
         job_id,
         "unknown",
         str(ControllerPaths(job_id).log),
-        runs=tuple(sorted(known.record.check.runs)),
-        command=known.command,
+        runs=tuple(sorted(controller.record.check.runs)),
+        command=controller.command,
     )
-    if (state := known.state) and known.has_ended:
+    if (state := controller.state) and controller.has_ended:
         return replace(shown, state=state.phase, reason=state.reason, ended=state.time)
     asks = slurm.is_here()
     try:
@@ -235,7 +237,7 @@ def status_of(known: Known) -> ControllerStatus:
         return shown
     if job is None:
         how = slurm.accounted_end(job_id, timeout_sec=5.0) if asks else ""
-        advice = f"Rerun {known.command}: it takes its jobs back"
+        advice = f"Rerun {controller.command}: it takes its jobs back"
         reason = how or "Slurm no longer lists it"
         return replace(shown, state="cut off", reason=reason, next=advice)
     if job.state in slurm.WAITING:

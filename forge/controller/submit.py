@@ -238,7 +238,7 @@ def _report(record: Controller) -> None:
         raise UnfitError(
             f"the controller, job {record.job}, may not submit jobs: {state.reason}", fix=ELSEWHERE
         )
-    status = controller_job.status_of(controller_job.Known(record, state))
+    status = controller_job.status_of(controller_job.ControllerJob(record, state))
     for text in status.lines():
         say(text)
     say(f"log: {status.log}; see forge status; end it and its jobs with forge submit --stop")
@@ -262,28 +262,28 @@ def stop(job: str = "") -> None:
     where several live.
     """
     slurm.refuse_missing("scancel", "squeue")
-    known = _to_stop(job)
-    record, state = known.record, known.state
+    controller = _to_stop(job)
+    record, state = controller.record, controller.state
     # Before its jobs: it would take their end for a failure.
     if lives := controller_job.listed(record.job) is not None:
         say(f"controller, job {record.job}: told to end")
         alive = functools.partial(controller_job.listed, record.job)
         _cancel([record.job], lambda: alive() is not None, STOP_SEC, again_sec=AGAIN_SEC)
-    if left := [one.id for one in adopt.adoptable(known.jobs_name)]:
+    if left := [one.id for one in adopt.adoptable(controller.jobs_name)]:
         say(f"job {', '.join(left)}: told to end; training commits a checkpoint first")
-        _cancel(left, known.has_jobs, SAVE_SEC)
+        _cancel(left, controller.has_jobs, SAVE_SEC)
     if not lives and not left:
-        text = controller_job.status_of(known).lines()[0]
+        text = controller_job.status_of(controller).lines()[0]
         say(f"nothing to stop: {text}")
         return
     told = state.told if state else []
     ControllerState(job=record.job, phase="stopped", time=time.time(), told=told).write(
         ControllerPaths(record.job).state
     )
-    say(f"stopped; {known.command} resumes")
+    say(f"stopped; {controller.command} resumes")
 
 
-def _to_stop(job: str) -> controller_job.Known:
+def _to_stop(job: str) -> controller_job.ControllerJob:
     """The controller that is meant: this one, the only one that lives, or the last one."""
     found = controller_job.read()
     if not found:
@@ -292,17 +292,17 @@ def _to_stop(job: str) -> controller_job.Known:
             fix="change to the project's directory",
         )
     if job:
-        named = [known for known in found if known.record.job == job]
+        named = [controller for controller in found if controller.record.job == job]
         if not named:
             raise ConfigError(
                 f"job {job} is no controller of {Path.cwd()}",
-                fix=f"one of {', '.join(known.of_runs for known in found)}",
+                fix=f"one of {', '.join(controller.of_runs for controller in found)}",
             )
         return named[0]
-    living = [known for known in found if known.listed() or known.has_jobs()]
+    living = [controller for controller in found if controller.listed() or controller.has_jobs()]
     if len(living) > 1:
         raise ConfigError(
-            f"{len(living)} controllers live: {', '.join(known.of_runs for known in living)}",
+            f"{len(living)} controllers live: {', '.join(controller.of_runs for controller in living)}",
             fix=f"name the job: forge submit --stop {living[0].record.job}",
         )
     return living[0] if living else found[-1]

@@ -109,8 +109,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from support.hub import served
-text = "".join(f"{number} times {number} is {number * number}. " for number in range(3000))
-files = {f"{number}.txt": text[number::9].encode() for number in range(8)}
+files = {path.name: path.read_bytes() for path in Path(sys.argv[3]).iterdir()}
 with served({"datasets/me/corpus": files}) as hub:
     Path(sys.argv[2]).write_text(hub.url)
     time.sleep(600)
@@ -118,10 +117,10 @@ with served({"datasets/me/corpus": files}) as hub:
 
 
 @contextlib.contextmanager
-def hub_on_login_node(cluster: Cluster, folder: Path) -> Iterator[str]:
+def hub_on_login_node(cluster: Cluster, folder: Path, corpus: Path) -> Iterator[str]:
     """Address of a hub that only the login node reaches."""
     url = folder / "hub-url"
-    hub = cluster.popen("python", "-c", HUB, REPOSITORY / "tests", url, cwd=folder)
+    hub = cluster.popen("python", "-c", HUB, REPOSITORY / "tests", url, corpus, cwd=folder)
     wait_until(lambda: url.exists() and url.read_text(), 60, "a hub", every=0.1)
     yield url.read_text()
     hub.kill_group()
@@ -168,30 +167,51 @@ def test_submitted_workflow_trains_and_validates_and_tells_its_end_once(
 
 
 def test_time_limit_in_each_phase_leaves_the_jobs_to_the_next_start(
-    new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
+    new_project: NewProject, shared_folder: Path, tiny_config: Path, uninterrupted: Uninterrupted
 ) -> None:
-    """While training waits in the queue, while it trains, while validation runs. Each job is submitted
-    once, and the config of the submission holds."""
-    project = new_project(on=1, machine={"slurm": {"options": "--hold"}})
-    own = Submitted(project)
-    job = own.submit(env=paused(FIRST))
-    own.wait_for_words("submitted with SLURM jobid")
-    [training] = own.jobs()
+    """A real one while tokenizing; Slurm's signal alone while training waits in the queue, while it
+    trains, and while validation runs. Each job is submitted once, and the config of the submission holds.
+
+    The network is used on the login node only: the corpus comes from its loopback interface.
+    """
+    tokens = {"inputs": ["hf://datasets/me/corpus@main/*.txt"], "val_fraction": 0.3}
+    project = new_project(
+        on=1,
+        values={"data": str(shared_folder / "data"), "tokenize": tokens},
+        machine={"slurm": {"options": "--hold"}},
+    )
+    profile = project.profile_folder / "config.yaml"
+    values = yaml.safe_load(profile.read_text())
+    values["set-resources"]["tokenize"] = {"slurm_extra": "'--hold'"}
+    profile.write_text(yaml.safe_dump(values))
+    own, cluster, run = Submitted(project, runtime=1), project.cluster, project.run()
+    with hub_on_login_node(cluster, shared_folder, tiny_config.parent / "corpus") as url:
+        env = {"HF_ENDPOINT": url, "HF_HOME": str(shared_folder / "hf")}
+        said = own.forge("submit", *own.line(), env={**env, **paused(FIRST)})
+    assert "on this machine, which has a network: inputs, tokenizer" in said
     (project.folder / "config/config.yaml").write_text("run: edited\n")  # for the next experiment
+    job = own.job()
+    own.wait_for_words("submitted with SLURM jobid")
+    [tokenize] = own.jobs()
+    own.wait_for_words("is PENDING, and is watched again", timeout=180)
+    assert own.restarts(job) == 1 and "the time limit is near" in own.log
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
+    cluster.run("scontrol", "release", tokenize)
+
+    wait_until(lambda: len(own.jobs()) == 2, 150, "training", own.said, every=0.2)
     own.warn(job)
-    own.wait_for_words("is PENDING, and is watched again", timeout=150)
-    cluster.run("scontrol", "release", training)
-    project.run().wait_for_pause(FIRST)
+    own.wait_for_words("is PENDING, and is watched again", times=2, timeout=150)
+    cluster.run("scontrol", "release", own.jobs()[1])
+    run.wait_for_pause(FIRST)
     own.warn(job)
     own.wait_for_words("is RUNNING, and is watched again", timeout=150)
-    project.run().end_pause(FIRST)
-    wait_until(lambda: len(own.jobs()) == 2, 150, "validation", own.said, every=0.2)
+    run.end_pause(FIRST)
+    wait_until(lambda: len(own.jobs()) == 3, 150, "validation", own.said, every=0.2)
     own.warn(job)
     assert own.wait_for_end(job) == "COMPLETED", own.said()
-    assert own.state()["starts"] == 4
-    assert own.jobs()[0] == training and len(own.jobs()) == 2, own.log
-    assert len(project.run().events("launch")) == 1
-    uninterrupted.equals(project.run())
+    assert own.state()["starts"] == 5
+    assert len(own.jobs()) == 3 and len(run.events("launch")) == 1, own.log
+    uninterrupted.equals(run)
 
 
 def snakemake_of(project: Project) -> psutil.Process:
@@ -268,34 +288,6 @@ def test_cancelled_controller_leaves_training_and_stop_ends_it_with_a_checkpoint
     assert len({first, second, third}) == 3
     assert len(run.events("launch")) == 2
     uninterrupted.equals(run)
-
-
-def test_network_is_used_on_the_login_node_only_and_a_real_time_limit_comes_while_tokenizing(
-    new_project: NewProject, shared_folder: Path, cluster: Cluster
-) -> None:
-    """Corpus from a hub on the loopback interface of the login node, which no node reaches."""
-    tokens = {"inputs": ["hf://datasets/me/corpus@main/*.txt"], "val_fraction": 0.3}
-    project = new_project(
-        on=1,
-        values={"data": str(shared_folder / "data"), "tokenize": tokens},
-    )
-    profile = project.profile_folder / "config.yaml"
-    values = yaml.safe_load(profile.read_text())
-    values["set-resources"]["tokenize"] = {"slurm_extra": "'--hold'"}
-    profile.write_text(yaml.safe_dump(values))
-    own = Submitted(project, runtime=1)
-    with hub_on_login_node(cluster, shared_folder) as url:
-        env = {"HF_ENDPOINT": url, "HF_HOME": str(shared_folder / "hf")}
-        said = own.forge("submit", *own.line(), env=env)
-    assert "on this machine, which has a network: inputs, tokenizer" in said
-    job = own.job()
-    own.wait_for_words("submitted with SLURM jobid")
-    [tokenize] = own.jobs()
-    own.wait_for_words("is PENDING, and is watched again", timeout=180)
-    assert own.restarts(job) == 1 and "the time limit is near" in own.log
-    cluster.run("scontrol", "release", tokenize)
-    assert own.wait_for_end(job, timeout=300) == "COMPLETED", own.said()
-    assert read_json(project.run().paths.validated)["status"] == "valid"
 
 
 def test_nodes_that_may_not_submit_are_refused_at_once(

@@ -176,6 +176,8 @@ def test_words_with_which_nothing_would_run_are_refused(word):
         (["--profile", "p", "train", "--stop"], [], True),  # Snakemake has no such option
         (["--stop"], [], True),
         (["--stop", "12"], ["12"], True),
+        (["--stop", "--profile", "p", "train"], [], True),
+        (["--profile", "p", "train", "--stop=12"], ["12"], True),
         ([], [], False),
     ],
 )
