@@ -172,7 +172,8 @@ def test_time_limit_in_each_phase_leaves_the_jobs_to_the_next_start(
     """A real one while tokenizing; Slurm's signal alone while training waits in the queue, while it
     trains, and while validation runs. Each job is submitted once, and the config of the submission holds.
 
-    The network is used on the login node only: the corpus comes from its loopback interface.
+    The network is used on the login node only: the corpus comes from its loopback interface. Other runs
+    that need the same tokens are refused meanwhile.
     """
     tokens = {"inputs": ["hf://datasets/me/corpus@main/*.txt"], "val_fraction": 0.3}
     project = new_project(
@@ -188,6 +189,11 @@ def test_time_limit_in_each_phase_leaves_the_jobs_to_the_next_start(
     with hub_on_login_node(cluster, shared_folder, tiny_config.parent / "corpus") as url:
         env = {"HF_ENDPOINT": url, "HF_HOME": str(shared_folder / "hf")}
         said = own.forge("submit", *own.line(), env={**env, **paused(FIRST)})
+        (project.folder / "config/others.tsv").write_text("run\nother\n")
+        others = own.line("validate", "--config", "runs=config/others.tsv")
+        too = own.run("submit", *others, env=env)
+    assert too.returncode == 69, too.stdout + too.stderr
+    assert re.search(r"makes \S+/tokens/\w+/manifest.json, which these runs need, too", too.stderr)
     assert "on this machine, which has a network: inputs, tokenizer" in said
     (project.folder / "config/config.yaml").write_text("run: edited\n")  # for the next experiment
     job = own.job()
