@@ -33,8 +33,9 @@ AGAIN_SEC = 10.0  # a job that was about to be requeued may come back
 SAVE_SEC = 600.0  # for its jobs: training commits a checkpoint
 POLL_SEC = 0.5
 SUBMIT_SEC = 60.0
-# Rules that download, or read what nodes may not see: made here, before anything is submitted.
-HERE = ("inputs", "tokenizer", "model", "evaluate_data")
+# Rules that download, or read what nodes may not see: made here, before anything is submitted. By one
+# command each, since --until leaves out all that comes after any of its rules.
+HERE = (("inputs",), ("tokenizer", "model", "evaluate_data"))
 # Of what Snakemake prints before an error: how and where it was called, all its options.
 NOISE = re.compile(
     r"\s*SNAKEMAKE\n=+\n.*?Config MD5: \S+\n|^usage: .*?(?=^\S+: error:)"
@@ -135,16 +136,17 @@ def _error(code: int) -> type[ForgeError]:
 
 def _make_here(command: Sequence[str], check: SubmitCheck) -> None:
     """Run the rules that need the network, which nodes do not have. UnfitError where one fails."""
-    wanted = [rule for rule in HERE if rule in check.rules]
-    if not wanted:
-        return
-    say(f"on this machine, which has a network: {', '.join(wanted)}")
-    line = _snakemake([*command, "--until", *wanted], **{adopt.CONTROLLED: str(check.submitted)})
-    if status := subprocess.run(line, stdin=subprocess.DEVNULL, check=False).returncode:
-        raise UnfitError(
-            f"{', '.join(wanted)}: Snakemake ended with status {status}; nothing was submitted",
-            fix="see its messages above; then rerun the same command",
-        )
+    for rules in HERE:
+        wanted = [rule for rule in rules if rule in check.rules]
+        if not wanted:
+            continue
+        say(f"on this machine, which has a network: {', '.join(wanted)}")
+        line = _snakemake([*command, "--until", *wanted], **{adopt.CONTROLLED: check.submitted})
+        if status := subprocess.run(line, stdin=subprocess.DEVNULL, check=False).returncode:
+            raise UnfitError(
+                f"{', '.join(wanted)}: Snakemake ended with status {status}; nothing was submitted",
+                fix="see its messages above; then rerun the same command",
+            )
 
 
 # --- the job ---------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """A controller that Slurm never starts, or that may not submit, would leave its runs alone for ever."""
 
 import shlex
+import subprocess
 
 import pytest
 
@@ -134,6 +135,17 @@ def test_stop_without_a_choice_or_with_a_wrong_one_names_the_controllers(
     with pytest.raises(ConfigError) as err:
         submit._to_stop(named)
     assert words in err.value.what and fix in err.value.fix
+
+
+def test_what_is_downloaded_is_there_before_the_rules_that_read_it(monkeypatch):
+    """Snakemake's --until leaves out what comes after any of its rules: a tokenizer, behind inputs."""
+    lines = []
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(submit.subprocess, "run", lambda line, **_: lines.append(line) or done)
+    rules = ["evaluate_data", "inputs", "tokenize", "tokenizer", "train_run"]
+    submit._make_here(["train"], CHECK.model_copy(update={"rules": rules}))
+    asked = [line[line.index("--until") + 1 :] for line in lines]
+    assert asked == [["inputs"], ["tokenizer", "evaluate_data"]]
 
 
 def test_of_what_snakemake_says_its_error_is_left():
