@@ -55,6 +55,11 @@ def settings_file(run: str) -> Path:
     return WORKFLOW / f"{run}.settings.json"
 
 
+def modules_file(host: str) -> Path:
+    """What a job that began on this host has loaded of the site's modules."""
+    return WORKFLOW / f"modules-{host}.json"
+
+
 def stage_proof_file(folder: Path) -> Path:
     """What says that `forge stage`, called in this project, wrote the stage record of the run in this
     directory."""

@@ -199,6 +199,23 @@ class RunSettings(Record):
         return self.model_dump(mode="json", by_alias=True, exclude={"sbatch"}, exclude_unset=True)
 
 
+class LoadedModules(Record):
+    """.snakemake/forge/modules-HOST.json: what `module load` changed there, for the later commands of one
+    start of a job. In the project: variables decide what ranks execute."""
+
+    PRIVATE = True
+
+    job: str
+    restart: int
+    asked: list[str]
+    names: list[str]
+    """Of the modules, in full."""
+    before: dict[str, str]
+    """Of the variables below; without those that were not set."""
+    after: dict[str, str]
+    """The variables that were set or changed."""
+
+
 class StageProof(Record):
     """.snakemake/forge/RUN-….stage.json: that `forge stage` of this project wrote the run's stage record.
 
