@@ -78,8 +78,11 @@ def _of_snakemake(arguments: list[str]) -> tuple[list[str], list[str]]:
     name, words = arguments[:1], arguments[1:]
     if name != ["submit"] or words[:1] in (["-h"], ["--help"]):
         return arguments, []
-    if "--stop" in words:  # which Snakemake does not have
-        return [*name, "--stop"], []
+    for at, word in enumerate(words):
+        if word == "--stop":  # which Snakemake does not have
+            return [*name, word, *(job for job in words[at + 1 : at + 2] if job.isdigit())], []
+        if word.startswith("--stop="):
+            return [*name, word], []
     return name, words
 
 
@@ -291,13 +294,17 @@ def _add_project(subcommands: _Subcommands) -> None:
         "submit", _submit, "run a Snakemake command as a Slurm job of its own", keys=False
     )
     submit.usage = (
-        "forge submit --profile PROFILE [arguments of snakemake]\n       forge submit --stop"
+        "forge submit --profile PROFILE [arguments of snakemake]\n       forge submit --stop [JOB]"
     )
     submit.epilog = (
         "All arguments are Snakemake's. Example: forge submit --profile profiles/mine train"
     )
     submit.add_argument(
-        "--stop", action="store_true", help="end the controller and its jobs, with a checkpoint"
+        "--stop",
+        nargs="?",
+        const="",
+        metavar="JOB",
+        help="end the controller and its jobs, with a checkpoint; JOB: which, where several live",
     )
     subcommands.hidden("controller", _controller, "what the job of `forge submit` runs")
 
@@ -697,8 +704,8 @@ def _profile(options: argparse.Namespace) -> None:
 def _submit(options: argparse.Namespace) -> None:
     from forge.controller.submit import stop, submit
 
-    if options.stop:
-        stop()
+    if options.stop is not None:
+        stop(options.stop)
     else:
         submit(options.of_snakemake)
 

@@ -367,7 +367,8 @@ def answer_submit(
     SubmitCheck(
         rules=sorted(rules),
         submitted=os.environ[SUBMITTED],
-        runs=list(runs),
+        runs={name: str(RunPaths.of(config).root) for name, config in runs.items()},
+        shared=sorted(str(o) for job in due if "run" not in job.wildcards_dict for o in job.output),
         machine=machine,
         account=str(given.get("slurm_account") or ""),
         partition=str(given.get("slurm_partition") or ""),

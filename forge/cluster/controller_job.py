@@ -1,4 +1,4 @@
-"""The job of `forge submit` in this project: what its records and Slurm's queue say of it."""
+"""The jobs of `forge submit` in this project: what their records and Slurm's queue say of them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import os
 import shlex
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
-from forge.cluster import jobs, slurm
+from forge.cluster import adopt, jobs, slurm
 from forge.core.errors import DataError, UnfitError
-from forge.core.paths import CONTROLLER, CONTROLLER_LOG, CONTROLLER_STATE
-from forge.core.records import Controller, ControllerState
+from forge.core.paths import ControllerPaths
+from forge.core.records import Controller, ControllerPhase, ControllerState
 from forge.core.terminal import duration
 
 # Set for the dry run of `forge submit`.
@@ -43,21 +45,70 @@ class Listed:
         return f"{self.state}{where}{since}" + (f", limit {self.end}" if self.end else "")
 
 
-def read() -> tuple[Controller, ControllerState | None] | None:
-    """The last job that `forge submit` submitted in this project, and what that job has recorded itself;
-    None without one. Raises DataError for a file that cannot be read."""
-    record = Controller.read_if_there(CONTROLLER)
-    if record is None:
-        return None
-    state = ControllerState.read_if_there(CONTROLLER_STATE)
-    return record, state if state and state.job == record.job else None
+@dataclass(frozen=True)
+class ControllerJob:
+    """A job that `forge submit` has submitted in this project, and what that job has recorded itself."""
+
+    record: Controller
+    state: ControllerState | None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its own record says so. A job without one may have ended, too."""
+        return self.state is not None and self.state.phase != "running"
+
+    @property
+    def jobs_name(self) -> str:
+        """The name in Slurm of the jobs that its Snakemake submits."""
+        return adopt.job_name(self.record.check.runs, self.record.check.submitted)
+
+    @property
+    def command(self) -> str:
+        """The command that submitted it, for people."""
+        return f"forge submit {shlex.join(self.record.command)}"
+
+    @property
+    def of_runs(self) -> str:
+        """`job 12 (base, large)`."""
+        return f"job {self.record.job} ({', '.join(sorted(self.record.check.runs))})"
+
+    def listed(self) -> Listed | None:
+        """As `listed`; None without a question where the record says that the job has ended."""
+        return None if self.has_ended else listed(self.record.job)
+
+    def has_jobs(self) -> bool:
+        """Whether a job of its Snakemake waits or runs. Raises SlurmSilent."""
+        return bool(adopt.adoptable(self.jobs_name))
+
+
+def read() -> list[ControllerJob]:
+    """The jobs of `forge submit` in this project, oldest first: those that live, and those that have
+    ended since the last one was submitted. Raises DataError for a file that cannot be read."""
+    return [_read(paths) for paths in ControllerPaths.all()]
+
+
+def _read(paths: ControllerPaths) -> ControllerJob:
+    record = Controller.read(paths.record)
+    return ControllerJob(record, ControllerState.read_if_there(paths.state))
+
+
+def forget_ended(new: Controller) -> None:
+    """Remove the records of jobs that have ended and left none in the queue, or none but what `new` takes
+    back. Keeps those that Slurm cannot be asked about."""
+    for paths in ControllerPaths.all():
+        with suppress(DataError, slurm.SlurmSilent):
+            old = _read(paths)
+            if old.record.job == new.job or old.listed():
+                continue
+            if old.record.check.runs.keys() & new.check.runs.keys() or not old.has_jobs():
+                paths.remove()
 
 
 def listed(
     job_id: str, *, patience_sec: float | None = None, timeout_sec: float = ASK_SEC
 ) -> Listed | None:
-    """The job in Slurm's queue; None for one that has ended. patience_sec, timeout_sec: as for slurm.ask.
-    Raises SlurmSilent."""
+    """A job of `forge submit` in Slurm's queue; None for one that has ended. patience_sec, timeout_sec:
+    as for slurm.ask. Raises SlurmSilent."""
     line = ("squeue", "--noheader", f"--jobs={job_id}", f"--format={_FORMAT}")
     try:
         text = slurm.ask(*line, patience_sec=patience_sec, timeout_sec=timeout_sec)
@@ -74,66 +125,129 @@ def listed(
     return job if is_ours and job.state not in slurm.ENDED else None
 
 
-def command_of(record: Controller) -> str:
-    """The command that submitted it, for people."""
-    return f"forge submit {shlex.join(record.command)}"
+def refuse_living(runs: Iterable[str], shared: Iterable[str] = ()) -> None:
+    """UnfitError where a controller of this project waits or runs that looks after one of these runs, or
+    will make one of these files. Nothing is refused where Slurm is not installed."""
+    if not slurm.is_here():
+        return
+    for controller in read():
+        check = controller.record.check
+        same = sorted(check.runs.keys() & set(runs))
+        files = sorted(set(check.shared) & set(shared))
+        if not (same or files) or (job := controller.listed()) is None:
+            continue
+        job_id = controller.record.job
+        if same:
+            raise UnfitError(
+                f"the controller, job {job_id} ({job.words}), looks after {', '.join(same)}:"
+                f" {controller.command}",
+                cause="the runs were submitted before",
+                fix="see forge status; wait for it, or stop it and its jobs with: forge submit --stop"
+                f" {job_id}\n         (other runs beside it: in a sheet without these,"
+                " --config runs=config/others.tsv)",
+            )
+        raise UnfitError(
+            f"the controller, job {job_id} ({job.words}), makes {', '.join(files)}, which these runs"
+            " need, too",
+            cause="both commands would make the same files",
+            fix="wait until they are there (forge status), then rerun the same command",
+        )
 
 
-def refuse_living(runs: Iterable[str] = ()) -> None:
-    """UnfitError where a controller of this project waits or runs. runs: only one that has one of these;
-    () for any. Nothing is refused where Slurm is not installed."""
-    found = read()
-    if found is None or not slurm.is_here():
-        return
-    record, state = found
-    if state and state.phase != "running":
-        return  # nothing to ask Slurm for, which may not answer
-    shared = set(runs) & set(record.check.runs) if runs else set(record.check.runs)
-    if not shared or (job := listed(record.job)) is None:
-        return
-    raise UnfitError(
-        f"the controller, job {record.job} ({job.words}), looks after"
-        f" {', '.join(sorted(shared))}: {command_of(record)}",
-        cause="the runs were submitted before",
-        fix="see forge status; wait for it, or stop it and its jobs with: forge submit --stop",
+# --- what people and scripts read -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ControllerStatus:
+    """A controller as `forge status` shows it."""
+
+    job: str
+    state: Literal["waiting", "unknown", "cut off", "unreadable"] | ControllerPhase
+    """`unknown`: Slurm does not answer. `cut off`: ended without a record. `unreadable`: its record."""
+    log: str
+    reason: str = ""
+    """Why it waits (Slurm's word), or what ended it."""
+    slurm_state: str = ""
+    """Slurm's word while it runs, such as COMPLETING."""
+    nodes: str = ""
+    since: str = ""
+    limit: str = ""
+    """When it started, and when its time limit ends, as Slurm writes them; "" unless it runs."""
+    ended: float | None = None
+    """In seconds since the epoch."""
+    runs: tuple[str, ...] = ()
+    command: str = ""
+    next: str = ""
+    """What a person has to do; "" where that is nothing."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For scripts."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        about = f"controller: job {self.job}"
+        if self.state == "waiting":
+            advice = [f"  {self.next}"] if self.next else []
+            return [f"{about} pending ({self.reason}), {self.command}", *advice]
+        if self.state == "running":
+            job = Listed(self.slurm_state, self.nodes, self.since, self.limit, "")
+            return [f"{about} {job.words}, {self.command}"]
+        if self.state == "unknown":
+            return [f"{about}: Slurm does not answer; {self.command}"]
+        if self.state == "unreadable":
+            return [f"{about}: {self.reason}"]
+        return [f"{about} ended: {self._end()}"]
+
+    def _end(self) -> str:
+        if self.state == "cut off":
+            return f"{self.reason}, without a record; see {self.log}. {self.next}"
+        reason = f" ({self.reason})" if self.reason else ""
+        return f"{self.state}{reason}, {duration(max(0.0, time.time() - (self.ended or 0)))} ago"
+
+
+def statuses() -> list[ControllerStatus]:
+    """Of each controller that `read` finds, also where Slurm does not answer."""
+    found = []
+    for paths in ControllerPaths.all():
+        try:
+            found.append(status_of(_read(paths)))
+        except DataError as err:
+            state = ControllerStatus(paths.job, "unreadable", str(paths.log), reason=err.what)
+            found.append(state)
+    return found
+
+
+def status_of(controller: ControllerJob) -> ControllerStatus:
+    """What its own record says, then Slurm's queue, else accounting."""
+    job_id = controller.record.job
+    shown = ControllerStatus(
+        job_id,
+        "unknown",
+        str(ControllerPaths(job_id).log),
+        runs=tuple(sorted(controller.record.check.runs)),
+        command=controller.command,
     )
-
-
-def status_lines() -> list[str]:
-    """Lines for people on the controller; [] where none was submitted in this project."""
+    if (state := controller.state) and controller.has_ended:
+        return replace(shown, state=state.phase, reason=state.reason, ended=state.time)
+    asks = slurm.is_here()
     try:
-        found = read()
-    except DataError as err:
-        return [f"controller: {err.what}"]
-    if found is None:
-        return []
-    record, state = found
-    about = f"controller: job {record.job}"
-    try:
-        asks = slurm.is_here() and not (state and state.phase != "running")
-        job = listed(record.job, patience_sec=0, timeout_sec=STATUS_SEC) if asks else None
+        job = listed(job_id, patience_sec=0, timeout_sec=STATUS_SEC) if asks else None
     except slurm.SlurmSilent:
-        return [f"{about}: Slurm does not answer; {command_of(record)}"]
-    if job:
-        return [f"{about} {job.words}, {command_of(record)}", *_advice(record, job)]
-    return [f"{about} ended: {how_it_ended(record, state)}"]
-
-
-def _advice(record: Controller, job: Listed) -> list[str]:
-    if job.state not in slurm.WAITING:
-        return []
-    advice = jobs.lasting_advice(record.job, job.reason) or jobs.slow_advice(job.reason)
-    return [f"  {advice}"] if advice else []
-
-
-def how_it_ended(record: Controller, state: ControllerState | None) -> str:
-    """What ended the controller, from its own record, else from Slurm's accounting."""
-    if state and state.phase != "running":
-        ago = duration(max(0.0, time.time() - state.time))
-        reason = f" ({state.reason})" if state.reason else ""
-        return f"{state.phase}{reason}, {ago} ago"
-    how = slurm.accounted_end(record.job, timeout_sec=5.0) if slurm.is_here() else ""
-    return (
-        f"{how or 'Slurm no longer lists it'}, without a record; see {CONTROLLER_LOG}. Rerun"
-        f" {command_of(record)}: it takes its jobs back"
+        return shown
+    if job is None:
+        how = slurm.accounted_end(job_id, timeout_sec=5.0) if asks else ""
+        advice = f"Rerun {controller.command}: it takes its jobs back"
+        reason = how or "Slurm no longer lists it"
+        return replace(shown, state="cut off", reason=reason, next=advice)
+    if job.state in slurm.WAITING:
+        advice = jobs.lasting_advice(job_id, job.reason) or jobs.slow_advice(job.reason)
+        return replace(shown, state="waiting", reason=job.reason, next=advice)
+    return replace(
+        shown,
+        state="running",
+        slurm_state=job.state,
+        nodes=job.nodes,
+        since=job.start,
+        limit=job.end,
     )

@@ -1,5 +1,5 @@
-"""Environment modules of the site (`environment.modules`): each command loads them once, on its first
-node, and gives the ranks what they change.
+"""Environment modules of the site (`environment.modules`): loaded once in each start of a job, on its
+first node; every command of the job gives the ranks what they change.
 """
 
 from __future__ import annotations
@@ -7,12 +7,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from forge.cluster import slurm
-from forge.core.errors import ConfigError, UnfitError
+from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.machine import SET_BY_FORGE
+from forge.core.paths import modules_file
 from forge.core.process import hostname
+from forge.core.records import LoadedModules
 
 LOAD_SEC = 60.0
 MARK = "forge-modules-mark"
@@ -41,17 +44,37 @@ class Modules:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def load_modules(modules: Sequence[str], host: str, job_id: str | None) -> Modules:
-    """Load them in a login shell of this host, or on that one of the job.
+def load_modules(modules: Sequence[str], host: str, job: slurm.Job | None) -> Modules:
+    """Load them in a login shell of this host, or on that one of the job, where an earlier command of
+    this start of the job has not loaded them.
 
     Variables that they remove are kept. Raises ConfigError where a module is not there or does not load,
     with what `module` says; UnfitError where that takes too long; SlurmSilent.
     """
+    loaded = _of_earlier_command(modules, host, job)
+    if loaded is None:
+        loaded = _load(modules, host, job)
+        if job:
+            loaded.write(modules_file(host))
+    return Modules(tuple(loaded.names), _changes(loaded.before, loaded.after))
+
+
+def _of_earlier_command(
+    modules: Sequence[str], host: str, job: slurm.Job | None
+) -> LoadedModules | None:
+    with suppress(DataError):
+        known = LoadedModules.read_if_there(modules_file(host)) if job else None
+        if job and known and (known.job, known.restart) == (job.id, job.restarts):
+            return known if known.asked == list(modules) else None
+    return None
+
+
+def _load(modules: Sequence[str], host: str, job: slurm.Job | None) -> LoadedModules:
     words = ["bash", "-lc", LOAD, "bash", *modules]
-    if host == hostname() or job_id is None:
+    if host == hostname() or job is None:
         output, trouble = slurm.run(words, timeout_sec=LOAD_SEC)
     else:
-        line = slurm.srun(job_id, [host], options=("--overlap", "--gres=none"))
+        line = slurm.srun(job.id, [host], options=("--overlap", "--gres=none"))
         output, trouble = slurm.run_step([*line, *words], timeout_sec=LOAD_SEC)
     if slurm.is_slurms_own(trouble):
         raise slurm.silent(trouble)
@@ -78,8 +101,16 @@ def load_modules(modules: Sequence[str], host: str, job_id: str | None) -> Modul
             cause="there is no module of that name on this node, or another must be loaded before",
             fix="see `module avail` and `module spider NAME` there; name them in the order to load",
         )
-    own = tuple(name for name in loaded if name not in before.get(LOADED, "").split(":"))
-    return Modules(own or tuple(modules), _changes(before, after))
+    own = [name for name in loaded if name not in before.get(LOADED, "").split(":")]
+    changed = {name: value for name, value in after.items() if before.get(name) != value}
+    return LoadedModules(
+        job=job.id if job else "",
+        restart=job.restarts if job else 0,
+        asked=list(modules),
+        names=own or list(modules),
+        before={name: before[name] for name in changed if name in before},
+        after=changed,
+    )
 
 
 def _variables(text: str) -> dict[str, str]:

@@ -219,8 +219,7 @@ def _with_environment(placement: Placement, settings: EnvironmentSettings) -> Pl
         return placement
     modules = Modules()
     if settings.modules:
-        job = placement.job.id if placement.job else None
-        modules = load_modules(settings.modules, placement.hosts[0], job)
+        modules = load_modules(settings.modules, placement.hosts[0], placement.job)
         changed = ", ".join(sorted(modules.variables))
         say(f"modules: {' '.join(modules.names)} (changed: {changed or 'nothing'})")
     environment = LaunchEnvironment(

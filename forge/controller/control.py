@@ -19,7 +19,7 @@ from forge.cluster import adopt, slurm
 from forge.controller.notify import Notifier, events_of, states_of
 from forge.core.errors import DataError, ForgeError, TrainingError, UnfitError
 from forge.core.machine import load_machine
-from forge.core.paths import CONTROLLER, CONTROLLER_LOG, CONTROLLER_STATE
+from forge.core.paths import ControllerPaths
 from forge.core.process import CONTROLLER_JOB, stop_with_parent
 from forge.core.records import Controller, ControllerPhase, ControllerState
 from forge.core.terminal import say
@@ -65,13 +65,11 @@ def _await_record(job_id: str) -> Controller:
     end = time.monotonic() + RECORD_SEC
     while time.monotonic() < end:
         with suppress(DataError):
-            record = Controller.read(CONTROLLER)
-            if record.job == job_id:
-                return record
+            return Controller.read(ControllerPaths(job_id).record)
         time.sleep(PAUSE_SEC)
     raise UnfitError(
-        f"{CONTROLLER} does not name this job, {job_id}",
-        cause="`forge submit` was killed right after it had submitted the job, or submitted another one",
+        f"there is no {ControllerPaths(job_id).record} of this job",
+        cause="`forge submit` was killed right after it had submitted the job",
         fix="rerun forge submit",
     )
 
@@ -79,15 +77,15 @@ def _await_record(job_id: str) -> Controller:
 class _Control:
     def __init__(self, record: Controller, received: list[int]) -> None:
         self._record, self._received = record, received
+        self._paths = ControllerPaths(record.job)
         self._restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         machine = load_machine(record.check.machine)
         self._notifier = Notifier(machine.notify.command)
         self._notifies = bool(machine.notify.command)
         self._looked = time.monotonic()
         told: list[str] = []
-        with suppress(DataError):  # none yet, or of an earlier job
-            before = ControllerState.read(CONTROLLER_STATE)
-            told = before.told if before.job == record.job else []
+        with suppress(DataError):  # none yet
+            told = ControllerState.read(self._paths.state).told
         self._state = ControllerState(
             job=record.job, phase="running", time=time.time(), starts=self._restarts + 1, told=told
         )
@@ -95,7 +93,7 @@ class _Control:
     def run(self) -> None:
         if reason := may_not_submit(self._record.check.requests):
             self._end("refused", reason)
-        self._state.write(CONTROLLER_STATE)
+        self._state.write(self._paths.state)
         kills = 0
         while True:
             began = time.monotonic()
@@ -155,7 +153,7 @@ class _Control:
         if status == 0:
             self._end("done")
         else:
-            self._end("failed", f"Snakemake ended with status {status}: see {CONTROLLER_LOG}")
+            self._end("failed", f"Snakemake ended with status {status}: see {self._paths.log}")
 
     def _end_as_told(self) -> None:
         if self._received[0] == signal.SIGUSR1:
@@ -225,7 +223,7 @@ class _Control:
 
     def _note(self, **changes: Any) -> None:
         self._state = self._state.model_copy(update=changes)
-        self._state.write(CONTROLLER_STATE)
+        self._state.write(self._paths.state)
 
 
 def environment(record: Controller) -> dict[str, str]:

@@ -6,13 +6,11 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge.core.errors import DataError
-from forge.core.paths import WORKFLOW_RUNS, RunPaths
-from forge.core.records import WorkflowRuns
+from forge.core.paths import RunPaths
 from forge.core.terminal import say
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import RunState, ask_slurm, judge
@@ -24,15 +22,10 @@ FINAL = ("validated", "failed", "invalid")
 _MAY_NEED = ("waiting", "running", "suspended")
 
 
-def states_of(runs: Sequence[str]) -> list[RunState]:
-    """The states of these runs of the last workflow command; [] before it has begun."""
-    try:
-        last = WorkflowRuns.read_if_there(WORKFLOW_RUNS)
-    except DataError as err:
-        say(f"note: {err.what}")
-        last = None
-    folders = last.folders if last else {}
-    paths = [RunPaths(Path(folders[run])) for run in runs if run in folders]
+def states_of(runs: Mapping[str, str]) -> list[RunState]:
+    """The states of these runs that have begun. runs: directory of each, by its name."""
+    found = [RunPaths(Path(folder)) for folder in runs.values()]
+    paths = [one for one in found if one.config.exists()]
     queue, _ = ask_slurm(paths)
     return [judge(RunFiles(path), queue) for path in paths]
 

@@ -20,7 +20,7 @@ from forge.cluster.partitions import Partition, read_partitions
 from forge.cluster.sbatch import CONTROLLER_RULE, Request, batch_line
 from forge.core.errors import ConfigError, DataError, ForgeError, TrainingError, UnfitError
 from forge.core.machine import ControllerSettings, load_machine
-from forge.core.paths import CONTROLLER, CONTROLLER_LOG, CONTROLLER_STATE, SUBMIT_CHECK, WORKFLOW
+from forge.core.paths import CONTROLLERS, SUBMIT_CHECK, WORKFLOW, ControllerPaths
 from forge.core.records import Controller, ControllerState, SubmitCheck
 from forge.core.terminal import one_line, say
 
@@ -33,8 +33,9 @@ AGAIN_SEC = 10.0  # a job that was about to be requeued may come back
 SAVE_SEC = 600.0  # for its jobs: training commits a checkpoint
 POLL_SEC = 0.5
 SUBMIT_SEC = 60.0
-# Rules that download, or read what nodes may not see: made here, before anything is submitted.
-HERE = ("inputs", "tokenizer", "model", "evaluate_data")
+# Rules that download, or read what nodes may not see: made here, before anything is submitted. By one
+# command each, since --until leaves out all that comes after any of its rules.
+HERE = (("inputs",), ("tokenizer", "model", "evaluate_data"))
 # Of what Snakemake prints before an error: how and where it was called, all its options.
 NOISE = re.compile(
     r"\s*SNAKEMAKE\n=+\n.*?Config MD5: \S+\n|^usage: .*?(?=^\S+: error:)"
@@ -61,19 +62,19 @@ def submit(command: Sequence[str]) -> None:
     """Submit a job that runs `snakemake COMMAND` until its targets are made, or it fails.
 
     Returns when the job has started and may submit, or waits in the queue. Raises ConfigError for a
-    command that Snakemake or Slurm would refuse, UnfitError where a controller of this project lives, and
-    where nodes may not submit.
+    command that Snakemake or Slurm would refuse, UnfitError where another controller looks after one of
+    the runs, and where nodes may not submit.
     """
     slurm.refuse_missing("sbatch", "squeue", "scontrol")
     _refuse_words(command)
     _refuse_elsewhere(command)
-    WORKFLOW.mkdir(parents=True, exist_ok=True)
+    CONTROLLERS.mkdir(parents=True, exist_ok=True)
     with lock(WORKFLOW, "submit"):
-        controller_job.refuse_living()
         check = _checked(command)
         if not check.rules:
             say("nothing to be done: all targets are made")
             return
+        controller_job.refuse_living(check.runs, check.shared)
         machine = load_machine(check.machine)
         if machine.slurm.when_running == "stop":
             name = adopt.job_name(check.runs, check.submitted)
@@ -82,6 +83,7 @@ def submit(command: Sequence[str]) -> None:
         submission.check([request], say)
         _make_here(command, check)
         record = _submitted(command, check, request)
+        controller_job.forget_ended(record)
     _report(record)
 
 
@@ -134,16 +136,17 @@ def _error(code: int) -> type[ForgeError]:
 
 def _make_here(command: Sequence[str], check: SubmitCheck) -> None:
     """Run the rules that need the network, which nodes do not have. UnfitError where one fails."""
-    wanted = [rule for rule in HERE if rule in check.rules]
-    if not wanted:
-        return
-    say(f"on this machine, which has a network: {', '.join(wanted)}")
-    line = _snakemake([*command, "--until", *wanted], **{adopt.CONTROLLED: str(check.submitted)})
-    if status := subprocess.run(line, stdin=subprocess.DEVNULL, check=False).returncode:
-        raise UnfitError(
-            f"{', '.join(wanted)}: Snakemake ended with status {status}; nothing was submitted",
-            fix="see its messages above; then rerun the same command",
-        )
+    for rules in HERE:
+        wanted = [rule for rule in rules if rule in check.rules]
+        if not wanted:
+            continue
+        say(f"on this machine, which has a network: {', '.join(wanted)}")
+        line = _snakemake([*command, "--until", *wanted], **{adopt.CONTROLLED: check.submitted})
+        if status := subprocess.run(line, stdin=subprocess.DEVNULL, check=False).returncode:
+            raise UnfitError(
+                f"{', '.join(wanted)}: Snakemake ended with status {status}; nothing was submitted",
+                fix="see its messages above; then rerun the same command",
+            )
 
 
 # --- the job ---------------------------------------------------------------------------------------
@@ -166,7 +169,7 @@ def request_of(
         *([f"--partition={partition}"] if partition else []),
         *("--export=ALL", f"--time={minutes}", f"--signal=B:USR1@{warn_sec}"),
         *("--nodes=1", "--ntasks=1", "--cpus-per-task=1", f"--mem={settings.mem_mb}"),
-        *(f"--job-name={controller_job.JOB_NAME}", f"--output={CONTROLLER_LOG}", "--requeue"),
+        *(f"--job-name={controller_job.JOB_NAME}", "--requeue"),
     ]
     if forbidden := _not_submitting(own, check, known):
         options.append(f"--exclude={','.join(sorted(forbidden))}")
@@ -206,7 +209,7 @@ def _submitted(command: Sequence[str], check: SubmitCheck, request: Request) -> 
     cluster = slurm.cluster_name()
     line = batch_line(
         controller_job.JOB_NAME,
-        CONTROLLER_LOG,
+        ControllerPaths("%j").log,
         request.options,
         [sys.executable, "-m", "forge", "controller"],
     )
@@ -224,7 +227,7 @@ def _submitted(command: Sequence[str], check: SubmitCheck, request: Request) -> 
         check=check,
         environment=shell,
     )
-    record.write(CONTROLLER)
+    record.write(ControllerPaths(record.job).record)
     return record
 
 
@@ -237,52 +240,74 @@ def _report(record: Controller) -> None:
         raise UnfitError(
             f"the controller, job {record.job}, may not submit jobs: {state.reason}", fix=ELSEWHERE
         )
-    for text in controller_job.status_lines():
+    status = controller_job.status_of(controller_job.ControllerJob(record, state))
+    for text in status.lines():
         say(text)
-    say(f"log: {CONTROLLER_LOG}; see forge status; end it and its jobs with forge submit --stop")
+    say(f"log: {status.log}; see forge status; end it and its jobs with forge submit --stop")
 
 
 def _state_of(record: Controller) -> ControllerState | None:
     """What the job has recorded; None before it has begun."""
     with suppress(DataError):
-        state = ControllerState.read(CONTROLLER_STATE)
-        return state if state.job == record.job else None
+        return ControllerState.read(ControllerPaths(record.job).state)
     return None
 
 
 # --- the end ---------------------------------------------------------------------------------------
 
 
-def stop() -> None:
-    """End the controller, then its jobs: training commits a checkpoint. Returns when they have ended.
+def stop(job: str = "") -> None:
+    """End this controller, then its jobs: training commits a checkpoint. Returns when they have ended.
+    job: "" for the only one that lives.
 
-    Raises UnfitError where no controller was submitted here, or a job has not ended in time.
+    Raises UnfitError where no controller was submitted here, or a job has not ended in time; ConfigError
+    where several live.
     """
     slurm.refuse_missing("scancel", "squeue")
-    found = controller_job.read()
-    if found is None:
-        raise UnfitError(
-            f"nothing to stop: forge submit has submitted nothing in {Path.cwd()}",
-            fix="change to the project's directory",
-        )
-    record, state = found
+    controller = _to_stop(job)
+    record, state = controller.record, controller.state
     # Before its jobs: it would take their end for a failure.
     if lives := controller_job.listed(record.job) is not None:
         say(f"controller, job {record.job}: told to end")
         alive = functools.partial(controller_job.listed, record.job)
         _cancel([record.job], lambda: alive() is not None, STOP_SEC, again_sec=AGAIN_SEC)
-    name = adopt.job_name(record.check.runs, record.check.submitted)
-    if left := [job.id for job in adopt.adoptable(name)]:
+    if left := [one.id for one in adopt.adoptable(controller.jobs_name)]:
         say(f"job {', '.join(left)}: told to end; training commits a checkpoint first")
-        _cancel(left, lambda: bool(adopt.adoptable(name)), SAVE_SEC)
+        _cancel(left, controller.has_jobs, SAVE_SEC)
     if not lives and not left:
-        say(f"nothing to stop: {controller_job.how_it_ended(record, state)}")
+        text = controller_job.status_of(controller).lines()[0]
+        say(f"nothing to stop: {text}")
         return
     told = state.told if state else []
     ControllerState(job=record.job, phase="stopped", time=time.time(), told=told).write(
-        CONTROLLER_STATE
+        ControllerPaths(record.job).state
     )
-    say(f"stopped; {controller_job.command_of(record)} resumes")
+    say(f"stopped; {controller.command} resumes")
+
+
+def _to_stop(job: str) -> controller_job.ControllerJob:
+    """The controller that is meant: this one, the only one that lives, or the last one."""
+    found = controller_job.read()
+    if not found:
+        raise UnfitError(
+            f"nothing to stop: forge submit has submitted nothing in {Path.cwd()}",
+            fix="change to the project's directory",
+        )
+    if job:
+        named = [controller for controller in found if controller.record.job == job]
+        if not named:
+            raise ConfigError(
+                f"job {job} is no controller of {Path.cwd()}",
+                fix=f"one of {', '.join(controller.of_runs for controller in found)}",
+            )
+        return named[0]
+    living = [controller for controller in found if controller.listed() or controller.has_jobs()]
+    if len(living) > 1:
+        raise ConfigError(
+            f"{len(living)} controllers live: {', '.join(controller.of_runs for controller in living)}",
+            fix=f"name the job: forge submit --stop {living[0].record.job}",
+        )
+    return living[0] if living else found[-1]
 
 
 def _cancel(

@@ -132,8 +132,8 @@ class EnvironmentSettings(Section):
     """Variables by name, such as `{NCCL_DEBUG: WARN}`. They replace those of the shell and win over what
     Forge would set. Not those that a launcher sets for each rank, such as RANK and MASTER_ADDR."""
     modules: list[str] = Field(default=[])
-    """Environment modules, such as `[cuda/12.4]`, in the order to load. Each command loads them once, in
-    a login shell of its first node, and the ranks on all nodes get what they change."""
+    """Environment modules, such as `[cuda/12.4]`, in the order to load. Each start of a job loads
+    them once, in a login shell of its first node, and the ranks on all nodes get what they change."""
 
     @field_validator("modules")
     @classmethod

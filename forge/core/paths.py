@@ -24,11 +24,8 @@ CONFIG, SHEET = "config/config.yaml", "config/runs.tsv"  # of a project
 # Files of workflow commands: for their jobs, and what the last command was about.
 WORKFLOW = Path(".snakemake/forge")
 WORKFLOW_RUNS = WORKFLOW / "runs.json"
-# Of `forge submit`: what its dry run answered, the job that it submitted, and what that job does.
-SUBMIT_CHECK = WORKFLOW / "submit-check.json"
-CONTROLLER = WORKFLOW / "controller.json"
-CONTROLLER_STATE = WORKFLOW / "controller-state.json"
-CONTROLLER_LOG = WORKFLOW / "controller.log"
+SUBMIT_CHECK = WORKFLOW / "submit-check.json"  # what the dry run of `forge submit` answered
+CONTROLLERS = WORKFLOW / "controllers"  # the jobs that it submitted
 
 
 def shipped() -> Path:
@@ -58,10 +55,49 @@ def settings_file(run: str) -> Path:
     return WORKFLOW / f"{run}.settings.json"
 
 
+def modules_file(host: str) -> Path:
+    """What a job that began on this host has loaded of the site's modules."""
+    return WORKFLOW / f"modules-{host}.json"
+
+
 def stage_proof_file(folder: Path) -> Path:
     """What says that `forge stage`, called in this project, wrote the stage record of the run in this
     directory."""
     return WORKFLOW / f"{folder.name}-{short_id(os.path.realpath(folder))}.stage.json"
+
+
+@dataclass(frozen=True)
+class ControllerPaths:
+    """Files of one job of `forge submit`. job: Slurm's id; or `%j`, which sbatch replaces by that."""
+
+    job: str
+
+    @property
+    def record(self) -> Path:
+        """What the command submitted."""
+        return CONTROLLERS / f"{self.job}.json"
+
+    @property
+    def state(self) -> Path:
+        """What the job does, or how it ended."""
+        return CONTROLLERS / f"{self.job}.state.json"
+
+    @property
+    def log(self) -> Path:
+        """What Snakemake prints."""
+        return CONTROLLERS / f"{self.job}.log"
+
+    @classmethod
+    def all(cls) -> list[ControllerPaths]:
+        """Of each job that has a record, oldest first."""
+        names = [path.name.removesuffix(".json") for path in CONTROLLERS.glob("*.json")]
+        ids = [name for name in names if name.isdigit()]
+        return [cls(job) for job in sorted(ids, key=int)]
+
+    def remove(self) -> None:
+        """Forget the job."""
+        for path in (self.record, self.state, self.log):
+            path.unlink(missing_ok=True)
 
 
 def kernels_folder(folder: Path) -> Path:

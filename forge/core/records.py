@@ -133,7 +133,10 @@ class SubmitCheck(Record):
     """Of the jobs that will run."""
     submitted: str = ""
     """The file with the runs as they are now."""
-    runs: list[str] = []
+    runs: dict[str, str] = {}
+    """The directory of each run, by its name."""
+    shared: list[str] = []
+    """What these jobs make that belongs to no run, such as tokens."""
     machine: str | None = None
     """The machine.yaml in use."""
     account: str = ""
@@ -144,7 +147,7 @@ class SubmitCheck(Record):
 
 
 class Controller(Record):
-    """.snakemake/forge/controller.json: the job of `forge submit`, written by that command."""
+    """.snakemake/forge/controllers/JOB.json: a job of `forge submit`, written by that command."""
 
     job: str
     cluster: str
@@ -159,7 +162,8 @@ ControllerPhase = Literal["running", "done", "failed", "refused", "cancelled", "
 
 
 class ControllerState(Record):
-    """.snakemake/forge/controller-state.json: what that job does or how it ended, written by the job."""
+    """.snakemake/forge/controllers/JOB.state.json: what that job does or how it
+    ended, written by the job."""
 
     job: str
     phase: ControllerPhase
@@ -193,6 +197,23 @@ class RunSettings(Record):
     def sections(self) -> dict[str, Any]:
         """The sections of the config that the file holds, by key."""
         return self.model_dump(mode="json", by_alias=True, exclude={"sbatch"}, exclude_unset=True)
+
+
+class LoadedModules(Record):
+    """.snakemake/forge/modules-HOST.json: what `module load` changed there, for the later commands of one
+    start of a job. In the project: variables decide what ranks execute."""
+
+    PRIVATE = True
+
+    job: str
+    restart: int
+    asked: list[str]
+    names: list[str]
+    """Of the modules, in full."""
+    before: dict[str, str]
+    """Of the variables below; without those that were not set."""
+    after: dict[str, str]
+    """The variables that were set or changed."""
 
 
 class StageProof(Record):

@@ -42,8 +42,8 @@ class StatusRow:
 
 
 def status(runs: Sequence[RunPaths], *, watch: bool = False, as_json: bool = False) -> None:
-    """Print one line a run to standard output, as a table or as JSON; before the table a line for the
-    controller of `forge submit`.
+    """Print the controllers of `forge submit` and one line a run to standard output; or as JSON an object
+    with the lists `controllers` and `runs`.
 
     watch: draw it again every few seconds until Ctrl-C. Raises ConfigError without a terminal then.
     """
@@ -53,16 +53,25 @@ def status(runs: Sequence[RunPaths], *, watch: bool = False, as_json: bool = Fal
         _watch(runs)
         return
     rows, note = look(runs)
-    for line in () if as_json else controller_job.status_lines():
-        print_plain(line)
+    controllers = controller_job.statuses()
     if as_json:
-        print(json.dumps([row.to_json() for row in rows], indent=2))
-    elif not rows:
+        jobs, shown = [one.to_json() for one in controllers], [one.to_json() for one in rows]
+        print(json.dumps({"controllers": jobs, "runs": shown}, indent=2))
+        if note:
+            say(note)
+        return
+    for line in _controller_lines(controllers):
+        print_plain(line)
+    if not rows:
         say(f"no runs in {results_folder()}/ yet: train one with make train, or name their folders")
     else:
         _table(rows).print()
     if note:
         say(note)
+
+
+def _controller_lines(controllers: Sequence[controller_job.ControllerStatus]) -> list[str]:
+    return [line for one in controllers for line in one.lines()]
 
 
 def look(runs: Sequence[RunPaths]) -> tuple[list[StatusRow], str]:
@@ -144,7 +153,7 @@ def _watch(runs: Sequence[RunPaths]) -> None:
             while True:
                 rows, note = look(runs)
                 foot = f"{time.strftime('%H:%M:%S')}  Ctrl-C ends this, not the runs  {note}"
-                head = "\n".join(controller_job.status_lines())
+                head = "\n".join(_controller_lines(controller_job.statuses()))
                 shown = Group(
                     *([Text(visible(head))] if head else []),
                     _table(rows).drawn(),

@@ -67,7 +67,7 @@ def test_job_on_nodes_that_do_not_see_the_project_is_reported_as_such(
     assert "Error in" not in project.output()
 
 
-def test_daemons_away_for_half_a_minute_are_waited_for_in_the_queue_in_training_and_at_its_end(
+def test_daemons_that_are_away_are_waited_for_in_the_queue_in_training_and_at_its_end(
     new_project: NewProject, exclusive_cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:
     in_training, before_its_end, _ = PAUSES
@@ -80,12 +80,15 @@ def test_daemons_away_for_half_a_minute_are_waited_for_in_the_queue_in_training_
     exclusive_cluster.run("scontrol", "release", job)
     project.run().wait_for_pause(in_training)
     with both_daemons_away(exclusive_cluster):
-        time.sleep(30)
+        silent = "Jobs continue; this command tries again"
+        wait_until(lambda: project.output().count(silent) == 2, SOON_SEC, silent, project.said)
     project.run().end_pause(in_training)
     project.run().wait_for_pause(before_its_end)
     exclusive_cluster.stop_daemon("slurmdbd")
-    project.run().end_pause(before_its_end)  # the job ends meanwhile, the next one is submitted
-    time.sleep(30)
+    project.run().end_pause(before_its_end)
+    # The next job follows, or waits: its account is in the database.
+    follows = re.compile(rf"(?s)jobid {job}\b.*(jobid |when Slurm takes new jobs)")
+    wait_until(lambda: follows.search(project.output()), 90, "the next job", project.said)
     exclusive_cluster.start_daemon("slurmdbd")
     assert project.end(command) == 0, project.said()
     assert project.submitted()[0] == job and len(project.submitted()) == 2

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
+import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from forge.core.files import read_json
+from forge.core.paths import ControllerPaths
 from tools.slurm_cluster.cluster import REPOSITORY, Cluster
 from tools.slurm_cluster.machines import ClusterError, wait_until
 
-from .job_run import PAUSES, Uninterrupted, paused
+from .job_run import INTERVAL, PAUSES, TINY_CONFIG, Uninterrupted, paused
 from .project import Project
 from .test_job_watch import both_daemons_away
 
 NewProject = Callable[..., Project]
-FORGE = ".snakemake/forge"
+TASKS = REPOSITORY / "tests/distributed/tasks"
 ENDS = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL PREEMPTED OUT_OF_MEMORY"
 FIRST, SECOND, THIRD = PAUSES
 
@@ -29,8 +32,10 @@ FIRST, SECOND, THIRD = PAUSES
 class Submitted:
     """A project, and commands of `forge` about its controller on the login node."""
 
-    def __init__(self, project: Project) -> None:
+    def __init__(self, project: Project, **controller: Any) -> None:
+        """controller: keys of slurm.controller. Little memory, so that no job of the run waits for it."""
         self.project, self.cluster = project, project.cluster
+        project.edit_machine({"slurm": {"controller": {"mem_mb": 500, **controller}}})
 
     def forge(self, *words: str, env: dict[str, str] | None = None) -> str:
         """What a command says; it must exit with 0."""
@@ -51,17 +56,23 @@ class Submitted:
         return self.job()
 
     def line(self, *words: str) -> list[str]:
-        return ["--profile", f"profiles/{self.project.profile}", "train", *words]
+        return ["--profile", f"profiles/{self.project.profile}", *(words or ["validate"])]
 
     def job(self) -> str:
-        return str(read_json(self.project.folder / FORGE / "controller.json")["job"])
+        """The last one."""
+        return self.paths.job
+
+    @property
+    def paths(self) -> ControllerPaths:
+        with contextlib.chdir(self.project.folder):
+            return ControllerPaths.all()[-1]
 
     def state(self) -> dict[str, Any]:
-        return dict(read_json(self.project.folder / FORGE / "controller-state.json"))
+        return dict(read_json(self.project.folder / self.paths.state))
 
     @property
     def log(self) -> str:
-        path = self.project.folder / FORGE / "controller.log"
+        path = self.project.folder / self.paths.log
         return path.read_text() if path.exists() else ""
 
     def said(self) -> str:
@@ -89,6 +100,15 @@ class Submitted:
             lambda: self.restarts(job) > before, 60, f"requeued: {job}", self.said, every=0.2
         )
 
+    def approach_time_limit(self, job: str) -> None:
+        """Let the limit of a running job come near, so that Slurm's warning is due; returns when the job
+        has been requeued, with a limit that is far."""
+        hours, minutes, _ = map(int, self.cluster.job(job)["RunTime"].split(":"))
+        near = f"TimeLimit={hours * 60 + minutes + 3}"
+        self.cluster.run("scontrol", "update", f"JobId={job}", near)
+        wait_until(lambda: self.restarts(job), 120, f"requeued: {job}", self.said, every=0.2)
+        self.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+
     def restarts(self, job: str) -> int:
         return int(self.cluster.job(job)["Restarts"])
 
@@ -98,19 +118,18 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from support.hub import served
-text = "".join(f"{number} times {number} is {number * number}. " for number in range(3000))
-files = {f"{number}.txt": text[number::9].encode() for number in range(8)}
+files = {path.name: path.read_bytes() for path in Path(sys.argv[3]).iterdir()}
 with served({"datasets/me/corpus": files}) as hub:
     Path(sys.argv[2]).write_text(hub.url)
     time.sleep(600)
 """
 
 
-@contextmanager
-def hub_on_login_node(cluster: Cluster, folder: Path) -> Iterator[str]:
+@contextlib.contextmanager
+def hub_on_login_node(cluster: Cluster, folder: Path, corpus: Path) -> Iterator[str]:
     """Address of a hub that only the login node reaches."""
     url = folder / "hub-url"
-    hub = cluster.popen("python", "-c", HUB, REPOSITORY / "tests", url, cwd=folder)
+    hub = cluster.popen("python", "-c", HUB, REPOSITORY / "tests", url, corpus, cwd=folder)
     wait_until(lambda: url.exists() and url.read_text(), 60, "a hub", every=0.1)
     yield url.read_text()
     hub.kill_group()
@@ -119,76 +138,139 @@ def hub_on_login_node(cluster: Cluster, folder: Path) -> Iterator[str]:
 def test_submitted_workflow_trains_and_validates_and_tells_its_end_once(
     new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:
-    """A second submit and a second Snakemake are refused by name meanwhile."""
+    """A second submit and a second Snakemake are refused by name meanwhile; a controller of another run
+    works beside it."""
     project = new_project(on=1)
     told = project.folder / "told.jsonl"
     project.edit_machine({"notify": {"command": ["tee", "-a", str(told)]}})
     own = Submitted(project)
-    job = own.submit(env=paused())
+    job = own.submit("train", env=paused())
     project.run().wait_for_pause()
     status = own.forge("status").splitlines()
     [node] = set(cluster.job(job)["NodeList"].split(","))
     assert re.match(rf"controller: job {job} RUNNING on {node} since \S+, limit \S+, ", status[0])
-    again = own.run("submit", *own.line())
+    again = own.run("submit", *own.line("train"))
     assert again.returncode == 69 and f"job {job} (RUNNING on " in again.stderr, again.stderr
     assert "forge submit --stop" in again.stderr
     assert project.end(project.start()) != 0
     assert f"the controller, job {job}" in project.output(), project.output()
+    (project.folder / "config/others.tsv").write_text("run\nother\n")
+    other = own.submit("validate", "--config", "runs=config/others.tsv")
+    shown = json.loads(own.forge("status", "--json"))["controllers"]
+    assert [(one["job"], one["runs"]) for one in shown] == [(job, ["base"]), (other, ["other"])]
+    which = own.run("submit", "--stop")
+    assert which.returncode == 78 and f"2 controllers live: job {job} (base)" in which.stderr
     project.run().end_pause()
-    assert own.wait_for_end(job) == "COMPLETED", own.said()
+    assert own.wait_for_end(other) == own.wait_for_end(job) == "COMPLETED", own.said()
     assert own.forge("status").startswith(f"controller: job {job} ended: done")
     events = [yaml.safe_load(line) for line in told.read_text().splitlines()]
-    assert [(e["event"], e.get("run"), e["state"]) for e in events] == [
+    assert sorted((e["event"], e.get("run") or "", e["state"]) for e in events) == [
+        *[("controller ended", "", "done")] * 2,
         ("run ended", "base", "validated"),
-        ("controller ended", None, "done"),
+        ("run ended", "other", "validated"),
     ]
     assert len(own.jobs()) == 2  # the allocation and validation
-    assert "nothing to be done" in own.forge("submit", *own.line())
+    assert "nothing to be done" in own.forge("submit", *own.line("train"))
     uninterrupted.equals(project.run())
+    uninterrupted.equals(project.run("other"))
 
 
 def test_time_limit_in_each_phase_leaves_the_jobs_to_the_next_start(
-    new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
+    new_project: NewProject, shared_folder: Path, tiny_config: Path, uninterrupted: Uninterrupted
 ) -> None:
-    """While training waits in the queue, while it trains, while validation runs. Each job is submitted
-    once, and the config of the submission holds."""
-    project = new_project(on=1, machine={"slurm": {"options": "--hold"}})
-    own = Submitted(project)
-    job = own.submit(env=paused(FIRST))
-    own.wait_for_words("submitted with SLURM jobid")
-    [training] = own.jobs()
+    """A real one while tokenizing; Slurm's signal alone while training waits in the queue, while it
+    trains, and while validation runs. Each job is submitted once, and the config of the submission holds.
+
+    The network is used on the login node only: the corpus comes from its loopback interface. Other runs
+    that need the same tokens are refused meanwhile.
+    """
+    tokens = {"inputs": ["hf://datasets/me/corpus@main/*.txt"], "val_fraction": 0.3}
+    project = new_project(
+        on=1,
+        values={"data": str(shared_folder / "data"), "tokenize": tokens},
+        machine={"slurm": {"options": "--hold"}},
+    )
+    profile = project.profile_folder / "config.yaml"
+    values = yaml.safe_load(profile.read_text())
+    values["set-resources"]["tokenize"] = {"slurm_extra": "'--hold'"}
+    profile.write_text(yaml.safe_dump(values))
+    own, cluster, run = Submitted(project), project.cluster, project.run()
+    with hub_on_login_node(cluster, shared_folder, tiny_config.parent / "corpus") as url:
+        env = {"HF_ENDPOINT": url, "HF_HOME": str(shared_folder / "hf")}
+        said = own.forge("submit", *own.line(), env={**env, **paused(FIRST)})
+        (project.folder / "config/others.tsv").write_text("run\nother\n")
+        others = own.line("validate", "--config", "runs=config/others.tsv")
+        too = own.run("submit", *others, env=env)
+    assert too.returncode == 69, too.stdout + too.stderr
+    assert re.search(r"makes \S+/tokens/\w+/manifest.json, which these runs need, too", too.stderr)
+    assert re.findall("which has a network: (.*)", said) == ["inputs", "tokenizer"]
+    assert list((shared_folder / "data/tokenizers").glob("*/manifest.json"))
     (project.folder / "config/config.yaml").write_text("run: edited\n")  # for the next experiment
-    own.warn(job)
+    job = own.job()
+    own.wait_for_words("submitted with SLURM jobid")
+    [tokenize] = own.jobs()
+    own.approach_time_limit(job)
     own.wait_for_words("is PENDING, and is watched again", timeout=150)
-    cluster.run("scontrol", "release", training)
-    project.run().wait_for_pause(FIRST)
+    assert own.restarts(job) == 1 and "the time limit is near" in own.log
+    cluster.run("scontrol", "release", tokenize)
+
+    wait_until(lambda: len(own.jobs()) == 2, 150, "training", own.said, every=0.2)
+    own.warn(job)
+    own.wait_for_words("is PENDING, and is watched again", times=2, timeout=150)
+    cluster.run("scontrol", "release", own.jobs()[1])
+    run.wait_for_pause(FIRST)
     own.warn(job)
     own.wait_for_words("is RUNNING, and is watched again", timeout=150)
-    project.run().end_pause(FIRST)
-    wait_until(lambda: len(own.jobs()) == 2, 150, "validation", own.said, every=0.2)
+    run.end_pause(FIRST)
+    wait_until(lambda: len(own.jobs()) == 3, 150, "validation", own.said, every=0.2)
     own.warn(job)
     assert own.wait_for_end(job) == "COMPLETED", own.said()
-    assert own.state()["starts"] == 4
-    assert own.jobs()[0] == training and len(own.jobs()) == 2, own.log
-    assert len(project.run().events("launch")) == 1
-    uninterrupted.equals(project.run())
+    assert own.state()["starts"] == 5
+    assert len(own.jobs()) == 3 and len(run.events("launch")) == 1, own.log
+    uninterrupted.equals(run)
 
 
-def test_node_of_the_controller_loses_power_while_the_run_trains(
+def snakemake_of(project: Project) -> psutil.Process:
+    """That of the controller."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            line = process.cmdline()
+            if line[1:3] == ["-m", "snakemake"] and process.cwd() == str(project.folder):
+                return process
+    raise AssertionError("no Snakemake")
+
+
+def test_struck_controller_watches_the_running_job_again(
     new_project: NewProject, exclusive_cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:
-    cluster = exclusive_cluster
+    """Its Snakemake is killed, as by a lack of memory; it is preempted; its node loses power; both
+    daemons are away, while training ends. Training is submitted and launched once."""
+    cluster, watched = exclusive_cluster, "is RUNNING, and is watched again"
     project = new_project(on=1)
     free = sorted(set(project.excluded()))[0]
-    project.edit_machine({"slurm": {"controller": {"options": f"--nodelist={free}"}}})
-    own = Submitted(project)
+    own = Submitted(project, partition="low", options=f"--nodelist={free}")
     job = own.submit(env=paused(FIRST))
     project.run().wait_for_pause(FIRST)
+
+    snakemake_of(project).kill()
+    own.wait_for_words("Snakemake was killed by signal 9: it is started again")
+    own.wait_for_words(watched)
+
+    node = (f"--nodelist={free}", "--exclusive")
+    cluster.submit("--partition=high", *node, "--output=/dev/null", "--wrap=true")
+    own.wait_for_words(watched, times=2)
+    assert own.restarts(job) == 1, own.said()
+
     cluster.power_cut(free)
-    wait_until(lambda: own.restarts(job), 90, "requeued by Slurm", own.said, every=0.5)
+    wait_until(lambda: own.restarts(job) == 2, 90, "requeued by Slurm", own.said, every=0.2)
     cluster.run("scontrol", "update", f"JobId={job}", "ReqNodeList=")  # any other node
-    own.wait_for_words("is RUNNING, and is watched again", timeout=150)
-    project.run().end_pause(FIRST)
+    own.wait_for_words(watched, times=3)
+
+    with both_daemons_away(cluster):
+        own.wait_for_words("Jobs continue; this command tries again")
+        assert own.forge("status").startswith(f"controller: job {job}: Slurm does not answer")
+        project.run().end_pause(FIRST)
+        wait_until(lambda: project.run().events("completed"), 60, "trained", own.said, every=0.2)
     assert own.wait_for_end(job) == "COMPLETED", own.said()
     assert len(project.run().events("launch")) == 1 and len(own.jobs()) == 2
     uninterrupted.equals(project.run())
@@ -224,35 +306,6 @@ def test_cancelled_controller_leaves_training_and_stop_ends_it_with_a_checkpoint
     uninterrupted.equals(run)
 
 
-def test_network_is_used_on_the_login_node_only_and_a_real_time_limit_comes_while_tokenizing(
-    new_project: NewProject, shared_folder: Path, cluster: Cluster
-) -> None:
-    """Corpus from a hub on the loopback interface of the login node, which no node reaches."""
-    tokens = {"inputs": ["hf://datasets/me/corpus@main/*.txt"], "val_fraction": 0.3}
-    project = new_project(
-        on=1,
-        values={"data": str(shared_folder / "data"), "tokenize": tokens},
-        machine={"slurm": {"controller": {"runtime": 1}}},
-    )
-    profile = project.profile_folder / "config.yaml"
-    values = yaml.safe_load(profile.read_text())
-    values["set-resources"]["tokenize"] = {"slurm_extra": "'--hold'"}
-    profile.write_text(yaml.safe_dump(values))
-    own = Submitted(project)
-    with hub_on_login_node(cluster, shared_folder) as url:
-        env = {"HF_ENDPOINT": url, "HF_HOME": str(shared_folder / "hf")}
-        said = own.forge("submit", *own.line(), env=env)
-    assert "on this machine, which has a network: inputs, tokenizer" in said
-    job = own.job()
-    own.wait_for_words("submitted with SLURM jobid")
-    [tokenize] = own.jobs()
-    own.wait_for_words("is PENDING, and is watched again", timeout=180)
-    assert own.restarts(job) == 1 and "the time limit is near" in own.log
-    cluster.run("scontrol", "release", tokenize)
-    assert own.wait_for_end(job, timeout=300) == "COMPLETED", own.said()
-    assert read_json(project.run().paths.validated)["status"] == "valid"
-
-
 def test_nodes_that_may_not_submit_are_refused_at_once(
     new_project: NewProject, exclusive_cluster: Cluster
 ) -> None:
@@ -265,34 +318,32 @@ def test_nodes_that_may_not_submit_are_refused_at_once(
     assert "tmux" in done.stderr and not exclusive_cluster.squeue()
 
 
-def test_failure_is_final_and_told_once(new_project: NewProject) -> None:
-    few = {"lr": 1e30}
-    project = new_project(on=1)
+def test_failure_is_final_and_told_once_and_data_of_tasks_are_made_on_the_login_node(
+    new_project: NewProject, shared_folder: Path, cluster: Cluster
+) -> None:
+    """Slurm keeps the mail options of the controller."""
+    data, tasks = shared_folder / "words.jsonl", shared_folder / "tasks"
+    shutil.copy(TASKS / "words.jsonl", data)
+    tasks.mkdir()
+    (tasks / "words.yaml").write_text((TASKS / "words.yaml").read_text().replace("DATA", str(data)))
+    train = {**TINY_CONFIG["train"], "lr": 1e30, "keep_every": INTERVAL}
+    evaluate = {"tasks": ["words"], "include_path": str(tasks), "every": INTERVAL}
+    project = new_project(on=1, values={"train": train, "evaluate": evaluate})
     told = project.folder / "told.jsonl"
     project.edit_machine({"notify": {"command": ["tee", "-a", str(told)]}})
-    own = Submitted(project)
-    job = own.submit("--config", f"train={few}".replace("'", ""))
+    own = Submitted(project, options="--mail-type=END,FAIL --mail-user=nobody")
+    said = own.forge("submit", *own.line("train"), env={"HF_HOME": str(shared_folder / "hf")})
+    job = own.job()
+    assert "on this machine, which has a network: evaluate_data" in said
+    assert project.run().paths.evaluation_data.exists()
+    mail = cluster.job(job)
+    assert (mail["MailUser"], mail["MailType"]) == ("nobody", "END,FAIL")
     assert own.wait_for_end(job) == "FAILED", own.said()
     assert own.restarts(job) == 0 and own.state()["phase"] == "failed"
+    assert "evaluate_data" not in own.log
     events = [yaml.safe_load(line) for line in told.read_text().splitlines()]
     assert [(e["event"], e["state"]) for e in events] == [
         ("run ended", "failed"),
         ("controller ended", "failed"),
     ]
     assert "are not finite" in events[0]["message"]
-
-
-def test_both_daemons_away_for_a_while_change_nothing(
-    new_project: NewProject, exclusive_cluster: Cluster, uninterrupted: Uninterrupted
-) -> None:
-    project = new_project(on=1)
-    own = Submitted(project)
-    job = own.submit(env=paused(FIRST))
-    project.run().wait_for_pause(FIRST)
-    with both_daemons_away(exclusive_cluster):
-        own.wait_for_words("Jobs continue; this command tries again")
-        assert own.forge("status").startswith(f"controller: job {job}: Slurm does not answer")
-        project.run().end_pause(FIRST)
-        time.sleep(5)  # the case itself: training continues meanwhile
-    assert own.wait_for_end(job) == "COMPLETED", own.said()
-    uninterrupted.equals(project.run())

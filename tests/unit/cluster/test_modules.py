@@ -10,6 +10,7 @@ from forge.cluster.modules import load_modules
 from forge.cluster.placement import WorldLayout
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import load_machine
+from forge.core.paths import modules_file
 from forge.core.process import hostname
 
 MODULE = """
@@ -38,6 +39,10 @@ def shell(tmp_path, monkeypatch):
     monkeypatch.delenv("BASH_ENV", raising=False)
     (tmp_path / ".bash_profile").write_text(MODULE)
     return tmp_path / ".bash_profile"
+
+
+def job(restarts=0):
+    return slurm.Job("42", "RUNNING", restarts, ("n1",), 1, "gpu", "base", True, None)
 
 
 def load(*modules):
@@ -90,8 +95,25 @@ def test_first_node_of_the_job_loads_them_where_this_host_is_none_of_it(monkeypa
     asked = []
     monkeypatch.setattr(slurm, "run_step", lambda line, **_: (asked.append(line), ("", "boom"))[1])
     with pytest.raises(UnfitError, match=r"\[cuda\] on n1: boom"):
-        load_modules(["cuda"], "n1", "42")
+        load_modules(["cuda"], "n1", job())
     assert "--nodelist=n1" in asked[0] and asked[0][-2:] == ["bash", "cuda"]
+
+
+def test_each_start_of_a_job_loads_them_once(shell, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    first = load_modules(["gcc"], hostname(), job())
+    shell.write_text("module() { return 1; }\n")
+    assert load_modules(["gcc"], hostname(), job()) == first
+    for modules, start in ((["gcc"], job(restarts=1)), (["gcc", "cuda"], job())):
+        with pytest.raises(ConfigError, match="module load failed"):
+            load_modules(modules, hostname(), start)
+
+
+def test_record_that_is_corrupt_is_made_again(shell, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    first = load_modules(["gcc"], hostname(), job())
+    modules_file(hostname()).write_text("{")
+    assert load_modules(["gcc"], hostname(), job()) == first
 
 
 def test_variables_of_machine_yaml_win_over_those_of_modules(shell):

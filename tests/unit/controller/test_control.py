@@ -1,25 +1,31 @@
 """Snakemake in a job must not take it for one that it has submitted; nothing restarts for ever."""
 
+import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
+from support import happenings
+from support.run_states import new_run
 
 from forge.cluster import adopt, slurm
 from forge.controller import control
 from forge.core import process
 from forge.core.errors import TrainingError, UnfitError
-from forge.core.paths import CONTROLLER, CONTROLLER_STATE
-from forge.core.records import Controller, ControllerState, SubmitCheck
+from forge.core.paths import WORKFLOW_RUNS, ControllerPaths
+from forge.core.records import Controller, ControllerState, SubmitCheck, WorkflowRuns
 
 
 @pytest.fixture
 def record(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    check = SubmitCheck(rules=["train_run"], runs=["base"], submitted="submitted-1.json")
+    check = SubmitCheck(
+        rules=["train_run"], runs={"base": "results/base"}, submitted="submitted-1.json"
+    )
     shell = {"TMPDIR": "/scratch/me"}
     made = Controller(job="12", cluster="forge", command=["train"], check=check, environment=shell)
-    made.write(CONTROLLER)
+    made.write(ControllerPaths("12").record)
     return made
 
 
@@ -56,6 +62,10 @@ class Snakemakes:
         monkeypatch.setattr(control, "may_not_submit", lambda _: "")
 
 
+def state():
+    return ControllerState.read(ControllerPaths("12").state)
+
+
 def control_of(record, received=()):
     return control._Control(record, list(received))
 
@@ -63,7 +73,7 @@ def control_of(record, received=()):
 def test_good_end_is_recorded(record, monkeypatch):
     Snakemakes(monkeypatch, 0)
     control_of(record).run()
-    assert ControllerState.read(CONTROLLER_STATE).phase == "done"
+    assert state().phase == "done"
 
 
 def test_snakemake_that_fails_is_not_started_again(record, monkeypatch):
@@ -71,7 +81,7 @@ def test_snakemake_that_fails_is_not_started_again(record, monkeypatch):
     with pytest.raises(TrainingError, match="Snakemake ended with status 1"):
         control_of(record).run()
     assert snakemakes.ends == [0]
-    assert ControllerState.read(CONTROLLER_STATE).phase == "failed"
+    assert state().phase == "failed"
 
 
 def test_snakemake_that_is_killed_is_started_again_twice_at_most(record, monkeypatch):
@@ -84,7 +94,7 @@ def test_snakemake_that_is_killed_is_started_again_twice_at_most(record, monkeyp
 def test_snakemake_that_is_killed_once_ends_well(record, monkeypatch):
     Snakemakes(monkeypatch, -9, 0)
     control_of(record).run()
-    assert ControllerState.read(CONTROLLER_STATE).phase == "done"
+    assert state().phase == "done"
 
 
 def test_near_time_limit_requeues_and_waits_for_the_end(record, monkeypatch):
@@ -101,7 +111,7 @@ def test_near_time_limit_requeues_and_waits_for_the_end(record, monkeypatch):
     received = controller._received
     controller.run()
     assert asked == [("12", 0)]
-    assert ControllerState.read(CONTROLLER_STATE).phase == "running"
+    assert state().phase == "running"
 
 
 def test_node_that_may_not_submit_ends_at_once(record, monkeypatch):
@@ -109,7 +119,7 @@ def test_node_that_may_not_submit_ends_at_once(record, monkeypatch):
     monkeypatch.setattr(control, "may_not_submit", lambda _: "sbatch: access denied")
     with pytest.raises(UnfitError, match="refused: sbatch: access denied"):
         control_of(record).run()
-    assert ControllerState.read(CONTROLLER_STATE).phase == "refused"
+    assert state().phase == "refused"
 
 
 @pytest.mark.parametrize(
@@ -132,15 +142,56 @@ def test_only_a_denied_submission_counts_as_a_node_that_may_not_submit(monkeypat
 
 def test_what_was_told_before_a_restart_is_not_told_again(record, monkeypatch):
     told = ["base: validated"]
-    ControllerState(job="12", phase="running", time=1.0, told=told).write(CONTROLLER_STATE)
+    ControllerState(job="12", phase="running", time=1.0, told=told).write(
+        ControllerPaths("12").state
+    )
     controller = control_of(record)
     monkeypatch.setattr(controller._notifier, "call", lambda event: pytest.fail("told"))
     controller._tell("base: validated", {"event": "run ended"})
 
 
+@pytest.fixture
+def told(record, monkeypatch, tmp_path):
+    """What notify.command has been given, over all starts of the controller."""
+    file = tmp_path / "told.jsonl"
+    machine = tmp_path / "machine.yaml"
+    machine.write_text(f"launcher: srun\nnotify: {{command: [tee, -a, {file}]}}\n")
+    check = record.check.model_copy(update={"machine": str(machine)})
+    monkeypatch.setattr(control, "LOOK_SEC", 0.0)
+
+    def look():
+        controller = control_of(record.model_copy(update={"check": check}))
+        controller._look()
+        controller._look()
+        controller._notifier.finish()
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines]
+
+    return look
+
+
+def test_run_whose_job_is_held_is_told_once_over_restarts(told, monkeypatch):
+    new_run(Path("results/base"))
+    comment = "rule_allocation-base_stage_run_train_run"
+    line = f"17|PENDING|JobHeldUser||2026-11-21T04:36:00|N/A|{comment}|{Path.cwd()}"
+    monkeypatch.setattr(slurm, "is_here", lambda: True)
+    monkeypatch.setattr(slurm, "ask", lambda *_, **__: line)
+    told()
+    [event] = told()
+    assert (event["event"], event["run"]) == ("run needs a person", "base")
+    assert "scontrol release 17" in event["next"]
+
+
+def test_run_that_another_command_was_about_last_is_told_too(told, monkeypatch):
+    monkeypatch.setattr(slurm, "is_here", lambda: False)
+    WorkflowRuns(folders={"other": "results/other"}).write(WORKFLOW_RUNS)
+    new_run(Path("results/base")).event(happenings.failed("loss nan"))
+    assert [event["run"] for event in told()] == ["base"]
+
+
 def test_record_of_another_job_is_not_taken(record, monkeypatch):
     monkeypatch.setattr(control, "RECORD_SEC", 0.1)
-    with pytest.raises(UnfitError, match="does not name this job, 13"):
+    with pytest.raises(UnfitError, match=r"no \.snakemake/forge/controllers/13\.json of this job"):
         control._await_record("13")
     assert control._await_record("12") == record
 

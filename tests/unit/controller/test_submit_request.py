@@ -1,6 +1,7 @@
 """A controller that Slurm never starts, or that may not submit, would leave its runs alone for ever."""
 
 import shlex
+import subprocess
 
 import pytest
 
@@ -9,7 +10,8 @@ from forge.cluster.partitions import parse_partitions
 from forge.controller import submit
 from forge.core.errors import ConfigError, Exit, UnfitError
 from forge.core.machine import ControllerSettings
-from forge.core.records import SubmitCheck
+from forge.core.paths import ControllerPaths
+from forge.core.records import Controller, SubmitCheck
 
 CHECK = SubmitCheck(account="lab", partition="cpu", requests=[["lab", "cpu"], ["lab", "gpu"]])
 
@@ -35,7 +37,7 @@ def test_request_follows_the_profile_up_to_the_limit_of_its_partition():
     assert shlex.join(options()) == (
         "--account=lab --partition=cpu --export=ALL --time=720 --signal=B:USR1@300"
         " --nodes=1 --ntasks=1 --cpus-per-task=1 --mem=2000 --job-name=forge-submit"
-        " --output=.snakemake/forge/controller.log --requeue"
+        " --requeue"
     )
 
 
@@ -94,6 +96,58 @@ def test_job_that_has_ended_is_no_error_and_another_users_is(monkeypatch, said, 
         submit._cancel(["12"], lambda: False, 1.0)
 
 
+@pytest.fixture
+def controllers(monkeypatch, tmp_path):
+    """Two controllers of the project, jobs 12 (a) and 13 (b), of which those in this list live."""
+    monkeypatch.chdir(tmp_path)
+    for job, run in (("12", "a"), ("13", "b")):
+        check = CHECK.model_copy(update={"runs": {run: f"results/{run}"}})
+        record = Controller(job=job, cluster="x", command=["train"], check=check, environment={})
+        record.write(ControllerPaths(job).record)
+    living = []
+    monkeypatch.setattr(submit.controller_job, "listed", lambda job: job in living or None)
+    monkeypatch.setattr(submit.adopt, "adoptable", lambda _: [])
+    return living
+
+
+@pytest.mark.parametrize(
+    ("living", "named", "stopped"),
+    [(["12"], "", "12"), (["12", "13"], "13", "13"), ([], "", "13"), ([], "12", "12")],
+)
+def test_stop_means_the_job_that_is_named_or_the_only_one_that_lives(
+    controllers, living, named, stopped
+):
+    controllers += living
+    assert submit._to_stop(named).record.job == stopped
+
+
+@pytest.mark.parametrize(
+    ("named", "words", "fix"),
+    [
+        ("", "2 controllers live: job 12 (a), job 13 (b)", "forge submit --stop 12"),
+        ("14", "job 14 is no controller of", "one of job 12 (a), job 13 (b)"),
+    ],
+)
+def test_stop_without_a_choice_or_with_a_wrong_one_names_the_controllers(
+    controllers, named, words, fix
+):
+    controllers += ["12", "13"]
+    with pytest.raises(ConfigError) as err:
+        submit._to_stop(named)
+    assert words in err.value.what and fix in err.value.fix
+
+
+def test_what_is_downloaded_is_there_before_the_rules_that_read_it(monkeypatch):
+    """Snakemake's --until leaves out what comes after any of its rules: a tokenizer, behind inputs."""
+    lines = []
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(submit.subprocess, "run", lambda line, **_: lines.append(line) or done)
+    rules = ["evaluate_data", "inputs", "tokenize", "tokenizer", "train_run"]
+    submit._make_here(["train"], CHECK.model_copy(update={"rules": rules}))
+    asked = [line[line.index("--until") + 1 :] for line in lines]
+    assert asked == [["inputs"], ["tokenizer", "evaluate_data"]]
+
+
 def test_of_what_snakemake_says_its_error_is_left():
     said = (
         "\nSNAKEMAKE\n=========\n  Date: x\n  Config MD5: 99\n\nBuilding DAG of jobs...\n"
@@ -133,6 +187,9 @@ def test_words_with_which_nothing_would_run_are_refused(word):
         (["--profile", "p", "train", "--config", "nodes=4"], None, False),
         (["--profile", "p", "train", "--stop"], [], True),  # Snakemake has no such option
         (["--stop"], [], True),
+        (["--stop", "12"], ["12"], True),
+        (["--stop", "--profile", "p", "train"], [], True),
+        (["--profile", "p", "train", "--stop=12"], ["12"], True),
         ([], [], False),
     ],
 )
@@ -141,6 +198,6 @@ def test_all_words_behind_submit_are_snakemakes_but_a_first_option_of_its_own(
 ):
     seen = []
     monkeypatch.setattr(submit, "submit", lambda command: seen.append((command, False)))
-    monkeypatch.setattr(submit, "stop", lambda: seen.append(([], True)))
+    monkeypatch.setattr(submit, "stop", lambda job: seen.append((job.split(), True)))
     assert cli.main(["submit", *words]) == Exit.DONE
     assert seen == [(words if of_snakemake is None else of_snakemake, stop)]
