@@ -9,6 +9,7 @@ by one squeue for all jobs, every few seconds. Submission and everything else is
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import time
@@ -236,6 +237,8 @@ class JobWatch:
             return self._not_in_queue(info)
         self._unlisted.pop(job.id, None)
         self._restore_request(info.job, job)
+        if job.lacks_its_script and sbatch.NO_KILL in str(info.job.resources.get("slurm_extra")):
+            self._requeue(info.job, job)
         if job.is_waiting and (words := _why_it_waits(info.job, job)):
             self._tell(job.id, job.reason, f"{_name(info.job, job.id)} {words}")
         else:
@@ -257,6 +260,24 @@ class JobWatch:
             if refusal := slurm.update(queued.id, asked):
                 words = f"asks for what it had last ({refusal})"
                 self._tell(queued.id, "request", f"{_name(job, queued.id)} {words}")
+
+    def _requeue(self, job: Any, queued: QueuedJob) -> None:
+        """Requeue a job that has lost its first node: with --no-kill, Slurm (22.05) neither ends it nor
+        starts it again, and it would hold its other nodes up to its time limit."""
+        now = None
+        with contextlib.suppress(slurm.SlurmSilent):
+            now = slurm.show_job(queued.id)
+        if now and now.is_running:
+            refusal = slurm.requeue(queued.id, now.restarts)
+            words = (
+                f"could not be requeued ({refusal}): scancel {queued.id}"
+                if refusal
+                else "is requeued"
+            )
+            what = (
+                f"{_name(job, queued.id)} has lost its first node, {queued.batch_host}, and {words}"
+            )
+            self._tell(queued.id, "first node lost", what)
 
     def _not_in_queue(self, info: Any) -> bool:
         """As `_lives`, for a job that Slurm has forgotten (MinJobAge after its end): judged by its

@@ -563,7 +563,9 @@ def test_a_job_whose_training_is_over_is_not_starting(run):
     assert "starting" in now(judged(run, [queued(start=time.time() + 1)])), "it was requeued"
 
 
-LINE = "17|RUNNING|None|node[01-02]|2026-11-21T04:36:00|2026-11-21T04:37:00|{}|/home/ada/forge"
+LINE = (
+    "17|RUNNING|None|node[01-02]|node01|2026-11-21T04:36:00|2026-11-21T04:37:00|{}|/home/ada/forge"
+)
 
 
 @pytest.mark.parametrize(

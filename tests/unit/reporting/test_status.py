@@ -70,7 +70,7 @@ def test_restarts_are_counted(run):
 
 # --- squeue ---------------------------------------------------------------------------------------
 
-LINE = "17|RUNNING|None|node[01-02]|2026-11-21T04:36:00|2026-11-21T04:37:00|{}|/home/ada/forge"
+LINE = "17|RUNNING|None|node[01-02]|node01|2026-11-21T04:36:00|2026-11-21T04:37:00|{}|/home/ada/forge"
 
 
 @pytest.fixture
