@@ -15,8 +15,8 @@ from forge.cluster import slurm
 from forge.cluster.jobs import TRAIN_RULE
 from forge.core.machine import Machine
 
-# The job keeps the rest of its allocation when a node dies, for which a spare node may take over. Slurm
-# then keeps the job even without its first node (`JobWatch`).
+# The job keeps the rest of its allocation when a node dies: a spare node replaces it, or the run shrinks.
+# Slurm then keeps the job even without its first node (`JobWatch`).
 NO_KILL = "--no-kill"
 CONTROLLER_RULE = "controller"  # of the request of `forge submit`, which is no rule
 
@@ -177,7 +177,7 @@ def slurm_extra(machine: Machine, nodes: int, ranks_per_node: int, bad_nodes: Se
         options.append(f"--time-min={machine.slurm.time_min}")
     if machine.slurm.warn_sec:
         options.append(f"--signal=SIGUSR1@{machine.slurm.warn_sec}")
-    if machine.preflight.spare_nodes:
+    if spare or (machine.slurm.shrink and nodes > 1):
         options.append(NO_KILL)
     given = shlex.split(machine.slurm.options)
     own = [o.partition("=")[2] for o in given if o.startswith("--exclude=")]

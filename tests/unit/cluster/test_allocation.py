@@ -86,6 +86,12 @@ def test_a_job_with_spare_nodes_outlives_a_node():
     assert "--no-kill" in slurm_extra(machine, 2, 1, []).split()
 
 
+@pytest.mark.parametrize(("nodes", "outlives"), [(2, True), (1, False)])
+def test_a_job_that_may_shrink_outlives_a_node(nodes, outlives):
+    machine = load_machine(None, {"slurm.shrink": True})
+    assert ("--no-kill" in slurm_extra(machine, nodes, 1, []).split()) == outlives
+
+
 def test_no_nodes_to_leave_out_means_no_exclude():
     options = slurm_extra(load_machine(None, {"slurm.warn_sec": 0}), 2, 1, [])
     assert options == "--ntasks-per-node=1 --open-mode=append"
