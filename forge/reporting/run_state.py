@@ -78,7 +78,7 @@ STALL_TIMES = 10
 # Imports, rendezvous, digests of shards and compiling take minutes on a cold file system, no more.
 SLOW_START_SEC = 300.0
 
-TRAINING = "training"
+TRAINING = "training"  # the begin of the reason
 RESUME = "rerun the command to resume"
 
 
@@ -326,7 +326,7 @@ def _training(files: RunFiles, began: float) -> _Judgement:
         return _running(files, "no step", last, patience)
     if not steps:
         return _running(files, "first steps", began, float("inf"))
-    return _Judgement("running", TRAINING)
+    return _Judgement("running", " ".join(filter(None, (TRAINING, files.shrunk))))
 
 
 # --- the end of a run ------------------------------------------------------------------------------
