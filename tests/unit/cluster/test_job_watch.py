@@ -178,6 +178,36 @@ def test_requeued_job_asks_again_for_the_nodes_and_the_time_that_it_was_submitte
 
 
 @pytest.mark.parametrize(
+    ("options", "limit", "again"),
+    [
+        ("--time-min=5", "00:05:00", True),
+        ("--time-min=5", "01:00:00", False),
+        ("", "00:05:00", False),
+    ],
+)
+def test_job_that_ends_in_a_gap_of_the_queue_begins_anew_once_with_its_whole_time_limit(  # noqa: PLR0917
+    command, watch, info, options, limit, again
+):
+    asked = Path(info.job.output[0]).with_name("asked")
+    shown = f"JobId=17 JobState=TIMEOUT TimeLimit={limit}"
+    command("scontrol", f"if [ $1 = show ]; then echo {shown}; else echo $* >> {asked}; fi")
+    info.job.resources |= {"slurm_extra": options}
+    lists(command, "TIMEOUT")
+    assert check(watch, info) == [info] * again
+    if again:
+        assert asked.read_text() == "requeue 17\nupdate JobId=17 TimeLimit=60 TimeMin=0\n"
+        words = (
+            "was ended after 00:05:00, which Slurm had for it, and begins anew with its whole time"
+        )
+        assert watch._executor.said == [
+            f"job 17 (rule validate_run, run base) {words} limit",
+        ]
+        assert check(watch, info) == []
+        assert asked.read_text().count("requeue") == 1
+    assert watch._executor.failure == [info.job]
+
+
+@pytest.mark.parametrize(
     ("options", "batch_host", "again"),
     [("--no-kill", "node00", True), ("--no-kill", "node01", False), ("", "node00", False)],
 )
