@@ -26,7 +26,9 @@ class QueuedJob:
     state: str
     reason: str  # why it is pending
     nodes: str  # as Slurm writes them, such as node[01-02]; "" while it is pending
-    batch_host: str  # the node of its batch script; n/a while it is pending
+    batch_host: (
+        str  # the node of its batch script; of salloc the login node; n/a while it is pending
+    )
     submitted: float | None
     start: float | None  # of a pending job, the start that Slurm expects
     run: str | None  # for which Snakemake submitted it
