@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import family
-from forge.cluster import adopt, controller_job, jobs, submission
+from forge.cluster import adopt, controller_job, jobs, sbatch, submission
 from forge.cluster.allocation import (
     EXECUTOR,
     OF_COMMAND,
@@ -38,7 +38,7 @@ from forge.core.files import (
     read_object_or_empty,
     write_json,
 )
-from forge.core.machine import Slurm
+from forge.core.machine import Machine, Slurm
 from forge.core.paths import (
     CONFIG,
     SHEET,
@@ -224,6 +224,17 @@ def set_resources(settings: Any, rule: str, values: Mapping[str, Any]) -> None:
     vars(settings).pop("_parsed_overwrite_resources", None)
 
 
+def validation_extra(machine: Machine, settings: Any) -> dict[str, str]:
+    """As `sbatch.validation_extra`. settings: Snakemake's ResourceSettings."""
+    return sbatch.validation_extra(machine, of_profile("validate_run", settings))
+
+
+def of_profile(rule: str, settings: Any) -> dict[str, Any]:
+    """Resources that the profile gives a rule. settings: Snakemake's ResourceSettings."""
+    own = settings.overwrite_resources.get(rule, {})
+    return {n: plain(v) for n, v in {**(settings.default_resources or {}), **own}.items()}
+
+
 def known_failures(runs: dict[str, ResolvedConfig]) -> dict[str, str]:
     """Run name -> what `forge train` would say at once, for the runs whose config has failed before.
 
@@ -265,9 +276,7 @@ def keep_settings(
     """Write trackers and evaluations of each run, for the rule that trains it. settings: Snakemake's
     ResourceSettings. memory: of a run's model, in MB."""
     rule = "evaluate_run"
-    own = settings.overwrite_resources.get(rule, {})
-    resources = {**(settings.default_resources or {}), **own}
-    given = {name: plain(value) for name, value in resources.items()}
+    own, given = settings.overwrite_resources.get(rule, {}), of_profile(rule, settings)
     threads = plain(settings.overwrite_threads.get(rule)) or 1
     for name, config in runs.items():
         asked = given if "mem_mb" in own else {**given, "mem_mb": memory(name)}

@@ -9,6 +9,7 @@ by one squeue for all jobs, every few seconds. Submission and everything else is
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import time
@@ -24,6 +25,7 @@ from forge.cluster.jobs import (
     lasting_advice,
     slow_advice,
 )
+from forge.cluster.partitions import minutes
 from forge.core.paths import RunPaths
 from forge.core.process import user_name
 
@@ -87,6 +89,7 @@ class JobWatch:
         self._messages: dict[str, tuple[str, float]] = {}  # subject of a message -> its state, time
         self._unlisted: dict[str, float] = {}  # job id -> time since which it is not listed
         self._passing: set[str] = set()
+        self._anew: set[str] = set()  # jobs that were requeued after a short time limit
         self._started: set[str] = set()  # jobs seen running, whose request Slurm then changes
         self._silent_since: float | None = None  # on the monotonic clock
 
@@ -236,10 +239,14 @@ class JobWatch:
             return self._not_in_queue(info)
         self._unlisted.pop(job.id, None)
         self._restore_request(info.job, job)
+        if job.lacks_its_script and sbatch.NO_KILL in str(info.job.resources.get("slurm_extra")):
+            self._requeue(info.job, job)
         if job.is_waiting and (words := _why_it_waits(info.job, job)):
             self._tell(job.id, job.reason, f"{_name(info.job, job.id)} {words}")
         else:
             self._messages.pop(job.id, None)
+        if job.state == "TIMEOUT" and self._begins_anew(info.job, job.id):
+            return True
         if job.state in PASSING and job.id not in self._passing:
             self._passing.add(job.id)
             return True
@@ -257,6 +264,49 @@ class JobWatch:
             if refusal := slurm.update(queued.id, asked):
                 words = f"asks for what it had last ({refusal})"
                 self._tell(queued.id, "request", f"{_name(job, queued.id)} {words}")
+
+    def _begins_anew(self, job: Any, job_id: str) -> bool:
+        """Requeue a job, once, to which Slurm has given less than its time limit (--time-min): validation
+        saves nothing, and training was requeued before, if it could be."""
+        asked = sbatch.flexible_request(job.resources)
+        if "TimeLimit" not in asked or job_id in self._anew or self._cancelled:
+            return False
+        ended = None
+        with contextlib.suppress(slurm.SlurmSilent):
+            ended = slurm.show_job(job_id)
+        if ended is None or minutes(ended.time_limit) >= float(str(asked["TimeLimit"])):
+            return False
+        if slurm.requeue_ended(job_id):
+            return False
+        self._anew.add(job_id)
+        self._started.discard(job_id)
+        refusal = slurm.update(job_id, {**asked, "TimeMin": 0})
+        whole = (
+            f"gets as little again ({refusal})"
+            if refusal
+            else "begins anew with its whole time limit"
+        )
+        words = f"was ended after {ended.time_limit}, which Slurm had for it, and {whole}"
+        self._tell(job_id, "anew", f"{_name(job, job_id)} {words}")
+        return True
+
+    def _requeue(self, job: Any, queued: QueuedJob) -> None:
+        """Requeue a job that has lost its first node: with --no-kill, Slurm (22.05) neither ends it nor
+        starts it again, and it would hold its other nodes up to its time limit."""
+        now = None
+        with contextlib.suppress(slurm.SlurmSilent):
+            now = slurm.show_job(queued.id)
+        if now and now.is_running:
+            refusal = slurm.requeue(queued.id, now.restarts)
+            words = (
+                f"could not be requeued ({refusal}): scancel {queued.id}"
+                if refusal
+                else "is requeued"
+            )
+            what = (
+                f"{_name(job, queued.id)} has lost its first node, {queued.batch_host}, and {words}"
+            )
+            self._tell(queued.id, "first node lost", what)
 
     def _not_in_queue(self, info: Any) -> bool:
         """As `_lives`, for a job that Slurm has forgotten (MinJobAge after its end): judged by its

@@ -15,7 +15,7 @@ from forge.core.errors import UnfitError
 ALLOCATION = "allocation"  # what the groups of rules in a run's job are called
 TRAIN_RULE = "train_run"
 ALLOCATION_RULES = ("stage_run", "preflight_run", TRAIN_RULE)
-FORMAT = "%i|%T|%r|%N|%V|%S|%k|%Z"  # man squeue
+FORMAT = "%i|%T|%r|%N|%B|%V|%S|%k|%Z"  # man squeue
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,9 @@ class QueuedJob:
     state: str
     reason: str  # why it is pending
     nodes: str  # as Slurm writes them, such as node[01-02]; "" while it is pending
+    batch_host: (
+        str  # the node of its batch script; of salloc the login node; n/a while it is pending
+    )
     submitted: float | None
     start: float | None  # of a pending job, the start that Slurm expects
     run: str | None  # for which Snakemake submitted it
@@ -40,6 +43,11 @@ class QueuedJob:
     @property
     def is_waiting(self) -> bool:
         return self.state in slurm.WAITING
+
+    @property
+    def lacks_its_script(self) -> bool:
+        """Whether it runs without the node of its batch script, which Slurm has taken from it."""
+        return self.state in slurm.RUNNING and self.batch_host not in slurm.expand(self.nodes)
 
 
 def rules_of(comment: str) -> frozenset[str]:
@@ -76,15 +84,15 @@ def read_queue(
     except slurm.Refused as err:
         raise slurm.silent(str(err)) from None
     # The comment of another job may contain a line break: its lines have too few fields.
-    return [parse_line(line) for line in text.splitlines() if line.count("|") >= 7]
+    return [parse_line(line) for line in text.splitlines() if line.count("|") >= 8]
 
 
 def parse_line(line: str) -> QueuedJob:
     """A job from a line of squeue in FORMAT."""
-    job_id, state, reason, nodes, submitted, start, comment, folder = line.split("|", 7)
+    job_id, state, reason, nodes, batch, submitted, start, comment, folder = line.split("|", 8)
     run = run_of(comment)
     times = (_seconds(submitted), _seconds(start))
-    return QueuedJob(job_id, state, reason, nodes, *times, run, Path(folder), comment)
+    return QueuedJob(job_id, state, reason, nodes, batch, *times, run, Path(folder), comment)
 
 
 def _seconds(text: str) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from forge.cluster import rendezvous, slurm
@@ -86,9 +86,11 @@ class Placement:
         return replace(self, hosts=tuple(host for host in self.hosts if host not in hosts))
 
 
-def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
+def check_layout(
+    machine: Machine, layout: WorldLayout, config: Config, *, warns: bool = True
+) -> None:
     """ConfigError where the launcher cannot start these ranks, they cannot meet at the endpoint that was
-    asked for, or they cannot share the batch evenly."""
+    asked for, or they cannot share the batch evenly. warns: of memory that may not suffice."""
     refuse_no_ranks(layout)
     refuse_ranks_of_single(machine, layout)
     rendezvous.check(machine.fabric, layout.nodes)
@@ -99,21 +101,27 @@ def check_layout(machine: Machine, layout: WorldLayout, config: Config) -> None:
         on_cpus = machine.device == "cpu" or machine.fabric.backend == "gloo"
         if ranks == 1 < layout.world_size and (on_cpus or config.train.precision == "fp32"):
             refuse_bf16_of_ddp(config.train)
-        _check_memory(machine, layout, config)
+        _check_memory(machine, layout, config, warns=warns)
     check_source(machine, layout, config)
 
 
 def check_layouts(machine: Machine, layout: WorldLayout, config: Config) -> None:
-    """As `check_layout`, for the fewest nodes (slurm.nodes_min), too."""
+    """As `check_layout`, for the fewest nodes (slurm.nodes_min), too, and for those that a run has left
+    that loses one (slurm.shrink)."""
     check_layout(machine, layout, config)
     fewest = machine.slurm.nodes_min or layout.nodes
-    if fewest == layout.nodes:
-        return
     if fewest > layout.nodes:
         raise ConfigError(
             f"slurm.nodes_min is {fewest}, and {layout.nodes} nodes train",
             fix="set it to the number of nodes or less, or raise nodes in the profile",
         )
+    if fewest < layout.nodes:
+        _check_fewest(machine, layout, config, fewest)
+    if machine.slurm.shrink and layout.nodes > 1:
+        _check_shrink(machine, layout, config)
+
+
+def _check_fewest(machine: Machine, layout: WorldLayout, config: Config, fewest: int) -> None:
     if fewest * layout.ranks_per_node < layout.nodes:
         raise ConfigError(
             f"slurm.nodes_min is {fewest}, with {layout.ranks_per_node} ranks a node, for {layout.nodes}"
@@ -125,20 +133,71 @@ def check_layouts(machine: Machine, layout: WorldLayout, config: Config) -> None
     check_layout(machine, replace(layout, nodes=fewest), config)
 
 
+def _check_shrink(machine: Machine, layout: WorldLayout, config: Config) -> None:
+    """ConfigError where slurm.shrink could never do anything."""
+    if machine.slurm.nodes_min == layout.nodes:
+        raise ConfigError(
+            f"slurm.shrink is true, and slurm.nodes_min is {layout.nodes}, which is the number of nodes:"
+            " a run that loses one would have too few",
+            fix=f"set nodes_min to less than {layout.nodes}, or to null (any number of nodes), or shrink"
+            " to false",
+        )
+    fewer = layout.nodes - 1
+    if any(layouts_on(machine, layout, config, fewer)):
+        return
+    try:
+        check_layout(machine, replace(layout, nodes=fewer), config, warns=False)
+    except ConfigError as err:
+        raise ConfigError(
+            f"slurm.shrink is true, and no fewer nodes than {layout.nodes} can train this config;"
+            f" {fewer} cannot: {err.what}",
+            cause=err.cause,
+            fix="set slurm.shrink to false, or preflight.spare_nodes to 1",
+        ) from None
+
+
 def fitting_layout(machine: Machine, layout: WorldLayout, config: Config) -> WorldLayout:
-    """The layout on the nodes that this Slurm job has got, where slurm.nodes_min allows fewer than it
-    asked for: the most nodes that the config can be trained on, spare nodes apart. Raises SlurmSilent.
+    """The layout on the nodes that this Slurm job has got, where it may be fewer than it asked for
+    (slurm.nodes_min, slurm.shrink): the most nodes that the config can be trained on, spare nodes apart.
+    Raises SlurmSilent.
     """
-    fewest = machine.slurm.nodes_min
-    job = slurm.this_job() if fewest and fewest < layout.nodes else None
-    if not fewest or job is None:
+    fewest = fewest_nodes(machine, layout)
+    job = slurm.this_job() if fewest < layout.nodes else None
+    if job is None:
         return layout
     given = len(job.nodes) - machine.preflight.spare_nodes
-    for nodes in range(min(given, layout.nodes), fewest, -1):
+    fitting = next(layouts_on(machine, layout, config, given), None)
+    return fitting or replace(layout, nodes=fewest)
+
+
+def shrunk_layout(
+    machine: Machine, layout: WorldLayout, config: Config, healthy: int
+) -> WorldLayout | None:
+    """The layout of a run whose allocation has so many healthy nodes left: the same where they are
+    enough, else, with slurm.shrink, on the most of them that the config can be trained on. None where
+    they are too few."""
+    if healthy >= layout.nodes:
+        return layout
+    if not machine.slurm.shrink:
+        return None
+    return next(layouts_on(machine, layout, config, healthy), None)
+
+
+def fewest_nodes(machine: Machine, layout: WorldLayout) -> int:
+    """The fewest nodes that the run may be trained on."""
+    limits = machine.slurm
+    return min(limits.nodes_min or (1 if limits.shrink else layout.nodes), layout.nodes)
+
+
+def layouts_on(
+    machine: Machine, layout: WorldLayout, config: Config, nodes: int
+) -> Iterator[WorldLayout]:
+    """The layouts on so many nodes or less that the config can be trained on, largest first, down to the
+    fewest that are allowed."""
+    for number in range(min(nodes, layout.nodes), fewest_nodes(machine, layout) - 1, -1):
         with contextlib.suppress(ConfigError):
-            check_layout(machine, replace(layout, nodes=nodes), config)
-            return replace(layout, nodes=nodes)
-    return replace(layout, nodes=fewest)
+            check_layout(machine, replace(layout, nodes=number), config, warns=False)
+            yield replace(layout, nodes=number)
 
 
 def refuse_no_ranks(layout: WorldLayout) -> None:
@@ -159,7 +218,7 @@ def refuse_ranks_of_single(machine: Machine, layout: WorldLayout) -> None:
         )
 
 
-def _check_memory(machine: Machine, layout: WorldLayout, config: Config) -> None:
+def _check_memory(machine: Machine, layout: WorldLayout, config: Config, *, warns: bool) -> None:
     """ConfigError where the model cannot fit into the GPUs, a warning where a step may not. Without a
     tokenizer of known size, the model is counted without its embeddings."""
     if machine.gpu_memory_gib and machine.device != "cpu":
@@ -167,7 +226,7 @@ def _check_memory(machine: Machine, layout: WorldLayout, config: Config) -> None
         vocab_size = tokenizer.vocab_size if tokenizer.source == "train" else 0
         shape = Shape.of(config, vocab_size, layout.world_size, layout.ranks_per_node)
         memory.refuse_what_cannot_fit(shape, machine.gpu_memory_gib)
-        if warning := memory.warning(shape, machine.gpu_memory_gib):
+        if warns and (warning := memory.warning(shape, machine.gpu_memory_gib)):
             say(f"warning: {warning}")
 
 

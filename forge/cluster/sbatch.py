@@ -13,8 +13,13 @@ from typing import Any
 
 from forge.cluster import slurm
 from forge.cluster.jobs import TRAIN_RULE
+from forge.core.errors import ConfigError
 from forge.core.machine import Machine
 
+# The job keeps the rest of its allocation when a node dies: a spare node replaces it, or the run shrinks.
+# Slurm then keeps the job even without its first node (`JobWatch`).
+NO_KILL = "--no-kill"
+TIME_MIN = "--time-min="
 CONTROLLER_RULE = "controller"  # of the request of `forge submit`, which is no rule
 
 
@@ -171,11 +176,11 @@ def slurm_extra(machine: Machine, nodes: int, ranks_per_node: int, bad_nodes: Se
     if fewest and fewest < nodes:
         options.append(f"-N{fewest + spare}-{nodes + spare}")
     if machine.slurm.time_min:
-        options.append(f"--time-min={machine.slurm.time_min}")
+        options.append(f"{TIME_MIN}{machine.slurm.time_min}")
     if machine.slurm.warn_sec:
         options.append(f"--signal=SIGUSR1@{machine.slurm.warn_sec}")
-    if machine.preflight.spare_nodes:
-        options.append("--no-kill")  # a spare node replaces one that dies
+    if spare or (machine.slurm.shrink and nodes > 1):
+        options.append(NO_KILL)
     given = shlex.split(machine.slurm.options)
     own = [o.partition("=")[2] for o in given if o.startswith("--exclude=")]
     given = [o for o in given if not o.startswith("--exclude=")]
@@ -185,12 +190,28 @@ def slurm_extra(machine: Machine, nodes: int, ranks_per_node: int, bad_nodes: Se
     return shlex.join(options + given)
 
 
+def validation_extra(machine: Machine, of_profile: Mapping[str, Any]) -> dict[str, str]:
+    """`slurm_extra` of validate_run with slurm.validate_time_min; {} without that. of_profile: resources
+    that the profile gives the rule. Raises ConfigError for a time that is not less than its limit."""
+    minutes, runtime = machine.slurm.validate_time_min, of_profile.get("runtime")
+    if not minutes:
+        return {}
+    if isinstance(runtime, int) and minutes >= runtime:
+        raise ConfigError(
+            f"slurm.validate_time_min is {minutes} minutes, and the time limit of validate_run {runtime}"
+            " (runtime in config.yaml of the profile)",
+            fix=f"set it to less than {runtime}, or to null",
+        )
+    given = of_profile.get("slurm_extra") or ""
+    return {"slurm_extra": f"{given} {TIME_MIN}{minutes}".strip()}
+
+
 def flexible_request(resources: Mapping[str, Any]) -> dict[str, object]:
     """What `scontrol update` needs to ask for nodes and time as at the submission; {} for a job that
     takes neither fewer nodes nor less time. resources: of Snakemake's job, with its `slurm_extra`."""
     extra = str(resources.get("slurm_extra", ""))
     asked: dict[str, object] = {}
-    if "--time-min=" in extra:
+    if TIME_MIN in extra:
         asked["TimeLimit"] = resources.get("runtime")
     if match := re.search(r"-N(\d+)-\d+", extra):
         tasks = int(match[1]) * _int(resources.get("tasks_per_node"))

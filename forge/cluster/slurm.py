@@ -89,6 +89,7 @@ class Job:
     tasks: int = 1  # that the job was asked for, on all nodes
     gpus_per_node: int = 0
     excluded: tuple[str, ...] = ()  # nodes that it must not get
+    time_limit: str = ""  # as Slurm writes it, such as 1-00:30:00
 
     @property
     def is_living(self) -> bool:
@@ -203,6 +204,7 @@ def parse_job(text: str) -> Job:
         tasks=int(field("NumTasks", "1")),
         gpus_per_node=_num_gpus(field("TresPerNode")),
         excluded=tuple(expand(field("ExcNodeList"))) if field("ExcNodeList") else (),
+        time_limit=field("TimeLimit"),
     )
 
 
@@ -488,6 +490,11 @@ def requeue(job_id: str, restarts: int) -> str:
                 return ""
             return refusal or f"it is {now.state if now else 'gone'}: it was cancelled meanwhile"
     return refusal
+
+
+def requeue_ended(job_id: str) -> str:
+    """Requeue a job that Slurm has ended, as long as Slurm knows it; "" or why Slurm refused."""
+    return _refusal("scontrol", "requeue", job_id)
 
 
 def exclude(job_id: str, names: Sequence[str]) -> str:

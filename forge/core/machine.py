@@ -255,10 +255,17 @@ class Slurm(Section):
     """Start as soon as so many nodes are free, and train on what Slurm gives, up to `nodes`: as many of
     them as share the batch evenly. A requeue may get another number. At least `nodes` divided by the
     ranks of a node. null: `nodes`."""
+    shrink: bool = False
+    """A run that loses a node, and has no spare one, resumes inside its allocation on the nodes that are
+    left: as many as share the batch evenly, and nodes_min at least (null: 1). Else it is requeued. A
+    requeue asks for all nodes again."""
     time_min: int | None = Field(None, ge=1)
     """Start in a gap of the queue that is shorter than the time limit of the job, but has so many minutes
     (--time-min of sbatch, with the backfill scheduler, which may give no more than these); training saves
     before their end and is requeued. null: the time limit."""
+    validate_time_min: int | None = Field(None, ge=1)
+    """The same for the job that validates. Where Slurm ends it after so many minutes, it begins anew with
+    its whole time limit."""
     max_gpu_hours: float | None = Field(None, gt=0)
     """Nothing is submitted where the runs that one command would train need more GPU-hours than this in
     sum; null: no limit. A run counts with the GPUs of all its nodes, spare ones too, times the time from

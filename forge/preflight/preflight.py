@@ -10,7 +10,13 @@ from pathlib import Path
 
 from forge.cluster import exclude, rendezvous
 from forge.cluster.lock import lock
-from forge.cluster.placement import Placement, WorldLayout, check_layout, find_placement
+from forge.cluster.placement import (
+    Placement,
+    WorldLayout,
+    check_layout,
+    find_placement,
+    shrunk_layout,
+)
 from forge.core import events, records
 from forge.core.config import ResolvedConfig
 from forge.core.errors import UnfitError
@@ -46,8 +52,11 @@ MOST_LINES = 16
 
 @dataclass
 class Findings:
-    """Results of preflight on one allocation."""
+    """Results of preflight on one allocation. layout: that is to train, on fewer nodes perhaps
+    (slurm.shrink)."""
 
+    config: ResolvedConfig
+    machine: Machine
     placement: Placement
     layout: WorldLayout
     nodes: list[CheckedNode]
@@ -59,10 +68,18 @@ class Findings:
         return [node.name for node in self.nodes if node.is_healthy]
 
     @property
+    def training(self) -> WorldLayout | None:
+        """The layout that the healthy nodes are enough for; None where they are too few. With
+        slurm.shrink, too, if half of the nodes fail: that is rather a mistake in the settings."""
+        if 2 * len(self.healthy) <= self.layout.nodes:
+            return None
+        return shrunk_layout(self.machine, self.layout, self.config, len(self.healthy))
+
+    @property
     def chosen(self) -> list[str]:
         """The nodes that train; [] where too few are healthy."""
-        enough = len(self.healthy) >= self.layout.nodes and not self.failed_ranks
-        return self.healthy[: self.layout.nodes] if enough else []
+        training = self.training
+        return self.healthy[: training.nodes] if training and not self.failed_ranks else []
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -88,7 +105,9 @@ class Findings:
         return PreflightResult(
             status="ok" if self.chosen else "failed",
             nodes=[NodeResult(node=n.name, line=n.line, checks=n.checks) for n in self.nodes],
-            ranks=RanksResult(world_size=self.layout.world_size, checks=self.ranks),
+            ranks=RanksResult(
+                world_size=(self.training or self.layout).world_size, checks=self.ranks
+            ),
             chosen=self.chosen,
             left_out=self.left_out,
             restart=self.placement.job.restarts if self.placement.job else 0,
@@ -98,7 +117,8 @@ class Findings:
 
 def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path:
     """Check all nodes of the allocation and their ranks; the path of `.allocation/preflight.json`,
-    which lists the healthy nodes. The first layout.nodes of them train.
+    which lists the healthy nodes. The first layout.nodes of them train; where fewer are healthy and
+    slurm.shrink allows that, as many as can.
 
     Writes preflight.json and preflight.tsv, passed or not. Raises UnfitError that names every unhealthy
     node where too few are left. Takes as long as `_limits` says at most, and the time for which Slurm
@@ -115,7 +135,9 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
         wanted = _wanted(config, staged, machine, layout, placement)
         if placement.job:
             say(_limits(machine, _all_ranks(placement, layout)))
-        findings = _inspected(machine, layout, placement, wanted, staged.interpreter)
+        findings = _inspected(
+            config, machine, layout, placement, wanted=wanted, python=staged.interpreter
+        )
         if reason := _reason_to_skip(findings, paths):
             findings.ranks = [Check("ranks", "ok", f"skipped: {reason}")]
         else:
@@ -132,10 +154,10 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
             bytes_per_sec=findings.bytes_per_sec,
         )
         events.record(paths.events, event)
+        if placement.job and len(findings.healthy) < layout.nodes:
+            bad_nodes = compare_nodes.bad_nodes(findings.nodes)
+            exclude.add(paths.bad_nodes, bad_nodes, placement.job)
         if not findings.chosen:
-            if placement.job and len(findings.healthy) < layout.nodes:
-                bad_nodes = compare_nodes.bad_nodes(findings.nodes)
-                exclude.add(paths.bad_nodes, bad_nodes, placement.job)
             raise _unfit(config, paths, findings)
         # All healthy nodes: training takes the first of them, and another node when it loses one.
         PreflightPass(host=hostname(), nodes=findings.healthy).write(paths.preflight_pass)
@@ -157,7 +179,9 @@ def recheck(
     layout = _all_ranks(placement, layout)
     try:
         wanted = _wanted(config, staged, machine, layout, placement)
-        findings = _inspected(machine, layout, placement, wanted, staged.interpreter)
+        findings = _inspected(
+            config, machine, layout, placement, wanted=wanted, python=staged.interpreter
+        )
     except rendezvous.EndpointError:
         return {}  # their ranks cannot meet at an endpoint that was asked for on another node
     prober = _prober(findings, RunPaths.of(config), machine, staged.interpreter)
@@ -169,9 +193,11 @@ def recheck(
 
 
 def _inspected(
+    config: ResolvedConfig,
     machine: Machine,
     layout: WorldLayout,
     placement: Placement,
+    *,
     wanted: dict[str, Wanted],
     python: str,
 ) -> Findings:
@@ -179,7 +205,7 @@ def _inspected(
     sec = NODES_SHARE * isolate.deadline_sec(machine, _all_ranks(placement, layout))
     nodes = compare_nodes.inspect(placement, wanted, machine, sec=sec, python=python)
     identity = _identity(placement, layout, nodes, machine, wanted)
-    return Findings(placement, layout, nodes, identity)
+    return Findings(config, machine, placement, layout, nodes, identity)
 
 
 def _prober(findings: Findings, paths: RunPaths, machine: Machine, python: str) -> Prober:
@@ -267,7 +293,7 @@ def _check_ranks(findings: Findings, prober: Prober) -> list[Check]:
         return ranks
     broken = prober.search(everyone)
     _blame(findings.nodes, broken, prober)
-    if len(findings.healthy) < findings.layout.nodes:
+    if findings.training is None:
         return ranks
     if findings.healthy != everyone and (known := prober.known(findings.healthy)):
         return known
@@ -386,7 +412,7 @@ def _print_summary(findings: Findings) -> None:
     elif "ranks" in by_name:
         say(f"RANKS {by_name['ranks'].message}")
     _print_troubles(findings.ranks)
-    if findings.chosen and len(findings.nodes) > findings.layout.nodes:
+    if findings.chosen and len(findings.nodes) > len(findings.chosen):
         out = ", ".join(findings.left_out) or "none"
         say(f"training gets {', '.join(findings.chosen)}; unhealthy: {out}")
 

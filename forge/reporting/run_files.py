@@ -56,6 +56,31 @@ class RunFiles:
     def launches(self) -> list[events.Launch]:
         return [event for event in self.log if isinstance(event, events.Launch)]
 
+    @property
+    def world_sizes(self) -> list[tuple[int, int]]:
+        """(step, world size) of each launch that began with another world size than the one before."""
+        sizes: list[tuple[int, int]] = []
+        for launch in self.launches:
+            if not sizes or sizes[-1][1] != launch.world_size:
+                sizes.append((launch.step, launch.world_size))
+        return sizes
+
+    @property
+    def shrunk(self) -> str:
+        """Such as `on 2 of 3 nodes since step 40, without node02`, where the newest launch has fewer
+        nodes than the first one of this start of its job; else ""."""
+        newest = self.launches[-1] if self.launches else None
+        if newest is None or newest.job is None:
+            return ""
+        start = (newest.job, newest.restart)
+        launches = [one for one in self.launches if (one.job, one.restart) == start]
+        whole, now = launches[0].nodes, newest.nodes
+        if len(now) >= len(whole):
+            return ""
+        step = next(one.step for one in launches if len(one.nodes) == len(now))
+        without = ", ".join(name for name in whole if name not in now)
+        return f"on {len(now)} of {len(whole)} nodes since step {step}, without {without}"
+
     @cached_property
     def steps(self) -> list[TrainLine | StepLine]:
         """The last training steps that were logged, oldest first."""

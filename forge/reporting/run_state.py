@@ -78,7 +78,7 @@ STALL_TIMES = 10
 # Imports, rendezvous, digests of shards and compiling take minutes on a cold file system, no more.
 SLOW_START_SEC = 300.0
 
-TRAINING = "training"
+TRAINING = "training"  # the begin of the reason
 RESUME = "rerun the command to resume"
 
 
@@ -179,7 +179,7 @@ def _judged(files: RunFiles, job: QueuedJob | None, queue: Queue) -> _Judgement:
         return _waiting(files, job) if job.is_waiting else _suspended(job)
     match _holder(files, job, queue):
         case "alive":
-            return _stopping(job) if job and job.state == "COMPLETING" else _working(files)
+            return _held(files, job)
         # A job that only completes has no process left that would work on the run.
         case _ if job and job.state != "COMPLETING":
             return _between(files, job)
@@ -256,6 +256,25 @@ def _suspended(job: QueuedJob) -> _Judgement:
     return _Judgement("suspended", f"{job.state}: {reason}", following.format(job=job.id))
 
 
+def _held(files: RunFiles, job: QueuedJob | None) -> _Judgement:
+    """The state of a run that is locked by a process, or by a job that is in the queue."""
+    if job and job.state == "COMPLETING":
+        return _stopping(job)
+    # Of an allocation by salloc Slurm names the login node, and no run.
+    lacks_first = job and job.run and job.lacks_its_script
+    if job and lacks_first and files.now - files.last_sign_of_life > STALL_SEC:
+        return _without_first_node(job)
+    return _working(files)
+
+
+def _without_first_node(job: QueuedJob) -> _Judgement:
+    """Slurm keeps a job with --no-kill so; Snakemake requeues it, where one waits for it."""
+    what = (
+        f"Slurm keeps job {job.id} on {job.nodes} without {job.batch_host}, on which it was started"
+    )
+    return _Judgement("cut off", what, f"scontrol requeue {job.id}")
+
+
 def _stopping(job: QueuedJob) -> _Judgement:
     """Also the last moments of a command whose jobs were cancelled by Ctrl-C."""
     return _Judgement("stopping", f"Slurm is ending job {job.id}: cancelled, requeued or over")
@@ -326,7 +345,7 @@ def _training(files: RunFiles, began: float) -> _Judgement:
         return _running(files, "no step", last, patience)
     if not steps:
         return _running(files, "first steps", began, float("inf"))
-    return _Judgement("running", TRAINING)
+    return _Judgement("running", " ".join(filter(None, (TRAINING, files.shrunk))))
 
 
 # --- the end of a run ------------------------------------------------------------------------------

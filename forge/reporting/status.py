@@ -84,7 +84,13 @@ def row(paths: RunPaths, queue: Queue) -> StatusRow:
     """The row of a run. queue: Slurm's, None where it cannot be asked."""
     files = RunFiles(paths)
     state, last = judge(files, queue), files.steps[-1] if files.steps else None
-    is_training = state.reason == TRAINING and files.rate and files.goal and files.step is not None
+    is_training = (
+        state.state == "running"
+        and state.reason.startswith(TRAINING)
+        and files.rate
+        and files.goal
+        and files.step is not None
+    )
     launch = files.launches[-1] if files.launches else None
     return StatusRow(
         state=state,

@@ -33,6 +33,8 @@ class Summary:
     trained: Trained | None
     validation: Validation | None
     preflight: PreflightResult | None
+    world_sizes: list[tuple[int, int]]
+    """(step, world size) of each launch with another world size than the one before."""
 
     @property
     def step(self) -> int | None:
@@ -58,7 +60,7 @@ class Summary:
     def lineage(self) -> list[tuple[str, str]]:
         """(what, value) of everything that made the checkpoint; empty without one."""
         if isinstance(self.checkpoint, SealedCheckpoint):
-            return _lineage_of_seal(self.checkpoint.seal)
+            return [*_lineage_of_seal(self.checkpoint.seal), *self._changes_of_world_size]
         if (manifest := self._manifest) is None:
             return []
         lineage = manifest.lineage
@@ -75,6 +77,7 @@ class Summary:
             ("pretrained", _id_and_digest(lineage.model) if lineage.model else ""),
             ("weights digest", self._weights_digest()),
             ("world size", str(manifest.world_size)),
+            *self._changes_of_world_size,
             ("skipped steps", str(manifest.skipped.steps or "")),
             ("numerics", _flat(lineage.numerics)),
             ("torch.compile", f"not used: {why_not}" if why_not else "blocks are compiled"),
@@ -82,6 +85,12 @@ class Summary:
             ("hardware", _flat(lineage.hardware)),
         ]
         return [(name, value) for name, value in rows if value]
+
+    @property
+    def _changes_of_world_size(self) -> list[tuple[str, str]]:
+        if len(self.world_sizes) < 2:
+            return []
+        return [("ranks", ", ".join(f"{n} from step {step}" for step, n in self.world_sizes))]
 
     def _weights_digest(self) -> str:
         """Digest of the checkpoint's weights, from the completion record or the validation of its
@@ -108,7 +117,7 @@ def summarize(paths: RunPaths) -> Summary:
     state = judge(files, queue)
     notes = [*state.details, *_verdict(state, validation, checkpoint)]
     notes += [trouble for trouble in troubles if trouble not in (state.reason, *notes)]
-    return Summary(state, notes, checkpoint, trained, validation, preflight)
+    return Summary(state, notes, checkpoint, trained, validation, preflight, files.world_sizes)
 
 
 def _verdict(

@@ -104,6 +104,9 @@ class OtherProgram:
     def warnings(self) -> list[str]:
         return []
 
+    def on(self, layout: WorldLayout) -> OtherProgram:
+        return replace(self, layout=layout)
+
     def launch(self, start: LaunchPlan, placement: Placement, step: int | None) -> RankRecord:
         task = self._task(start, step)
         sealer = self._sealer(start.staged, placement)

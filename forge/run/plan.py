@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from forge.checkpoint.parent import first_step
-from forge.cluster.placement import WorldLayout, refuse_no_ranks
+from forge.cluster.placement import WorldLayout, layouts_on, refuse_no_ranks
 from forge.core import collectives, memory
 from forge.core.collectives import Collectives
 from forge.core.config import Config
@@ -18,6 +18,8 @@ from forge.core.terminal import Table, duration, gpu_and_node_hours, print_plain
 from forge.data.content_ids import resolve_ids
 from forge.data.shards import ShardManifest
 from forge.run.step_time import GPU, GPU_GIB, Speed, remedies, step_time
+
+MOST_NUMBERS = 8  # of nodes, in one line
 
 
 def plan(config: Config, machine: Machine, layout: WorldLayout) -> None:
@@ -33,7 +35,7 @@ def plan(config: Config, machine: Machine, layout: WorldLayout) -> None:
     gpu_gib = machine.gpu_memory_gib or GPU_GIB
     chosen = memory.with_micro_batch(shape, gpu_gib * GIB)
     steps = max(0, config.train.max_steps - first_step(config))
-    lines = [*_facts(config, chosen, layout), *_network(chosen)]
+    lines = [*_facts(config, chosen, layout), *_shrink(machine, layout, config), *_network(chosen)]
     lines += _times(chosen, machine, gpu_gib, steps)
     print_plain("\n".join([*lines, ""]))
     _table(shape, gpu_gib).print()
@@ -41,6 +43,16 @@ def plan(config: Config, machine: Machine, layout: WorldLayout) -> None:
         "GiB of GPU memory on each rank at the peak of a step, as PyTorch keeps it without torch.compile."
         "\nMemory and times are estimated from shapes, and not compared with a GPU yet."
     )
+
+
+def _shrink(machine: Machine, layout: WorldLayout, config: Config) -> Iterator[str]:
+    """On how many nodes a run resumes that loses some."""
+    if machine.slurm.shrink and layout.nodes > 1:
+        numbers = [str(one.nodes) for one in layouts_on(machine, layout, config, layout.nodes - 1)]
+        if len(numbers) > MOST_NUMBERS:
+            numbers = [*numbers[: MOST_NUMBERS - 1], f"… {numbers[-1]}"]
+        follows = f"resumes on {', '.join(numbers)}" if numbers else "is requeued"
+        yield f"shrink: a run that loses some of its {layout.nodes} nodes {follows} (slurm.shrink)"
 
 
 def _facts(config: Config, shape: Shape, layout: WorldLayout) -> list[str]:

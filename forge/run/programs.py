@@ -94,6 +94,9 @@ class TrainingProgram(SavedRun, Protocol):
     def warnings(self) -> list[str]:
         """Warnings before the first launch."""
 
+    def on(self, layout: WorldLayout) -> TrainingProgram:
+        """The same program, for launches with this layout."""
+
     def launch(self, start: LaunchPlan, placement: Placement, step: int | None) -> RankRecord:
         """Run the ranks to their end; one record for all of them, by evidence. step: of the checkpoint to
         resume from; None without one."""
@@ -204,6 +207,9 @@ class ForgeTrainer(ForgeRun):
 
     def warnings(self) -> list[str]:
         return compatibility.schedule_warnings(self.config, self.checkpoints.latest())
+
+    def on(self, layout: WorldLayout) -> ForgeTrainer:
+        return self
 
     def launch(self, start: LaunchPlan, placement: Placement, step: int | None) -> RankRecord:
         staged = start.staged.folders

@@ -131,9 +131,8 @@ def _wait_for_the_end(ended: list[int]) -> None:
         time.sleep(0.1)
 
 
-def pick_hosts(placement: Placement, nodes: int, avoid: Sequence[str] = ()) -> Placement | None:
-    """The first `nodes` hosts of the placement, those to avoid only where others are too few; None if
-    there are too few of both."""
-    if len(placement.hosts) < nodes:
-        return None
+def pick_hosts(placement: Placement, nodes: int, avoid: Sequence[str] = ()) -> Placement:
+    """The first `nodes` hosts of the placement, which has so many; those to avoid only where others are
+    too few."""
+    assert len(placement.hosts) >= nodes
     return placement.only(sorted(placement.hosts, key=lambda host: host in avoid)[:nodes])

@@ -5,11 +5,18 @@ from __future__ import annotations
 import shutil
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from forge.cluster import exclude, nodes, slurm
 from forge.cluster.lock import lock
-from forge.cluster.placement import Placement, WorldLayout, check_layout, find_placement
+from forge.cluster.placement import (
+    Placement,
+    WorldLayout,
+    check_layout,
+    find_placement,
+    shrunk_layout,
+)
 from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DiskFull, Exit, ForgeError, TrainingError, UnfitError
@@ -121,60 +128,109 @@ def _train_until_it_ends(
     program: TrainingProgram, start: LaunchPlan, placement: Placement, step: int | None
 ) -> RankRecord:
     """Launch the ranks; after the loss of one, launch again without unhealthy nodes, and in a Slurm job
-    after a pause for a full disk: twice at most.
+    after a pause for a full disk: twice at most on one number of nodes. With slurm.shrink there may be
+    fewer of them each time.
 
     step: of the checkpoint that the first launch resumes from; None for a fresh start.
     """
-    paths, layout = program.paths, start.layout
-    refuse_stop_file(paths)
-    passed = PreflightPass.read_if_there(paths.preflight_pass)
-    healthy = placement.only(passed.nodes if passed and passed.nodes else placement.hosts)
+    refuse_stop_file(program.paths)
+    healthy, layout = _healthy_nodes(program, start, placement)
     hosts = requeue.pick_hosts(healthy, layout.nodes)
-    if hosts is None:
-        raise UnfitError(
-            f"preflight passed {', '.join(healthy.hosts) or 'none'} of {', '.join(placement.hosts)},"
-            f" training needs {layout.nodes}",
-            fix="run forge preflight in this allocation first",
-        )
     for line in program.warnings():
         say(line)
-    # Nodes of ranks that hung, or that this one does not reach: spare ones take their place, even where
-    # they are healthy.
-    hung: list[str] = []
-    linked: list[str] = []  # of these, those that reach Slurm
-    for attempt in range(1 + MAX_RESTARTS_AFTER_LOSS):
-        if attempt > 0:
+    losses, launches, attempt = _Losses(), 0, 0
+    while True:
+        if launches:
             checkpoint = program.checkpoints.repaired_latest()
             step = checkpoint.step if checkpoint else None
             if step is not None and program.is_complete(step):
                 return RankRecord("completed", step=step)
+        launches += 1
         try:
-            record = _launch(program, start, hosts, step)
+            record = _launch(program.on(layout), replace(start, layout=layout), hosts, step)
         except slurm.SlurmSilent as err:  # no rank was lost, and no node is to blame
             return RankRecord("lost", code=err.code, cause=lost_ranks.PEER_LOST, message=err.what)
         if _waits_for_disk(record, start.job, attempt):
+            attempt += 1
             continue
         if record.status != "lost":
-            break
-        silent = nodes.unresponsive(hosts)
-        record, gone = lost_ranks.on_nodes(record, silent, hostname(), linked)
-        lost = events.Lost(message=record.what, attempt=attempt, silent=silent)
-        events.record(paths.events, lost)
-        unhealthy = dict.fromkeys(gone, "does not start a process")
-        unhealthy |= _at_fault(record, program.config, start, hosts.without(silent))
-        if placement.job:
-            exclude.add(paths.bad_nodes, unhealthy, placement.job)
-        if record.cause == lost_ranks.HANG:
-            hung.append(record.host)
-        hung += silent
-        linked += [host for host in silent if host not in gone]
-        healthy = healthy.without(unhealthy)
-        hosts = requeue.pick_hosts(healthy, layout.nodes, avoid=hung)
-        if hosts is None or requeue.was_cancelled(placement):
-            break
-        if attempt < MAX_RESTARTS_AFTER_LOSS:
-            say(f"lost a rank ({record.what}); restarting from the last checkpoint")
-    return record
+            return record
+        record, given_up = _record_loss(
+            program, start, hosts, record, losses=losses, attempt=attempt
+        )
+        healthy = healthy.without(given_up)
+        fewer = shrunk_layout(start.machine, layout, program.config, len(healthy.hosts))
+        # On fewer nodes the count begins again: it ends when they are too few.
+        attempt = attempt + 1 if fewer == layout else 0
+        if fewer is None or attempt > MAX_RESTARTS_AFTER_LOSS or requeue.was_cancelled(placement):
+            return record
+        where = _on_fewer_nodes(fewer, start.layout) if fewer != layout else ""
+        say(f"lost a rank ({record.what}); restarting from the last checkpoint{where}")
+        layout, hosts = fewer, requeue.pick_hosts(healthy, fewer.nodes, avoid=losses.hung)
+
+
+def _healthy_nodes(
+    program: TrainingProgram, start: LaunchPlan, placement: Placement
+) -> tuple[Placement, WorldLayout]:
+    """The nodes that passed preflight, and the layout that they are enough for. Raises UnfitError where
+    they are too few."""
+    passed = PreflightPass.read_if_there(program.paths.preflight_pass)
+    healthy = placement.only(passed.nodes if passed and passed.nodes else placement.hosts)
+    layout = shrunk_layout(start.machine, start.layout, program.config, len(healthy.hosts))
+    if layout is None:
+        raise UnfitError(
+            f"preflight passed {', '.join(healthy.hosts) or 'none'} of {', '.join(placement.hosts)},"
+            f" training needs {start.layout.nodes}",
+            fix="run forge preflight in this allocation first",
+        )
+    return healthy, layout
+
+
+@dataclass
+class _Losses:
+    """Nodes of an allocation on which ranks were lost, in all its launches."""
+
+    # Of ranks that hung, or that this one does not reach: spare ones take their place, even where they
+    # are healthy.
+    hung: list[str] = field(default_factory=list)
+    linked: list[str] = field(default_factory=list)  # not reached, and they reach Slurm
+
+
+def _record_loss(
+    program: TrainingProgram,
+    start: LaunchPlan,
+    hosts: Placement,
+    record: RankRecord,
+    *,
+    losses: _Losses,
+    attempt: int,
+) -> tuple[RankRecord, list[str]]:
+    """Find and record what is to blame for the loss of a rank: the record with that node, and the nodes
+    that must not train again in this allocation. hosts: of the ranks."""
+    paths = program.paths
+    silent = nodes.unresponsive(hosts)
+    record, gone = lost_ranks.on_nodes(record, silent, hostname(), losses.linked)
+    lost = events.Lost(message=record.what, attempt=attempt, silent=silent)
+    events.record(paths.events, lost)
+    unhealthy = dict.fromkeys(gone, "does not start a process")
+    unhealthy |= _at_fault(record, program.config, start, hosts.without(silent))
+    if hosts.job:
+        exclude.add(paths.bad_nodes, unhealthy, hosts.job)
+    if record.cause == lost_ranks.HANG:
+        losses.hung.append(record.host)
+    losses.hung += silent
+    losses.linked += [host for host in silent if host not in gone]
+    # Ranks cannot be started on a silent node, whoever is to blame: without a spare, only a smaller
+    # number of nodes does without it.
+    unused = silent if start.machine.slurm.shrink else []
+    return record, [*unhealthy, *unused]
+
+
+def _on_fewer_nodes(layout: WorldLayout, whole: WorldLayout) -> str:
+    return (
+        f" on {layout.nodes} of {whole.nodes} nodes, {layout.world_size} of {whole.world_size} ranks"
+        " (slurm.shrink); a requeue asks for all nodes again"
+    )
 
 
 def _waits_for_disk(record: RankRecord, job: slurm.Job | None, attempt: int) -> bool:

@@ -11,7 +11,13 @@ from pathlib import Path
 
 from forge.cluster import exclude, slurm
 from forge.cluster.nodes import NodeFailure, NodePool, NodesFailed, at_fault
-from forge.cluster.placement import Placement, WorldLayout, check_source, find_placement
+from forge.cluster.placement import (
+    Placement,
+    WorldLayout,
+    check_source,
+    fewest_nodes,
+    find_placement,
+)
 from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.files import digest_file
@@ -45,7 +51,9 @@ def stage(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path
     placement = find_placement(machine, layout, config.folders)
     source = _files(config)
     try:
-        record = stage_nodes(source, config, machine, placement, min_nodes=layout.nodes)
+        record = stage_nodes(
+            source, config, machine, placement, min_nodes=_fewest_nodes(machine, layout)
+        )
     except NodesFailed as err:
         if job := placement.job or slurm.this_job():
             folder = Path(machine.stage.folder or node_local_folder())
@@ -56,6 +64,13 @@ def stage(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path
     events.record(paths.events, events.Stage(seconds=seconds, **said))
     keep(record, paths)
     return paths.stage
+
+
+def _fewest_nodes(machine: Machine, layout: WorldLayout) -> int:
+    """How many nodes must be left. With slurm.shrink more than half, as in preflight."""
+    if not machine.slurm.shrink:
+        return layout.nodes
+    return max(fewest_nodes(machine, layout), layout.nodes // 2 + 1)
 
 
 def _files(config: ResolvedConfig) -> FileSet | None:

@@ -50,11 +50,15 @@ class RecordedRun:
         self.time += getattr(event, "seconds", after)
         events.record(self.paths.events, event.model_copy(update={"time": self.time}))
 
-    def launch(self, step: int, *, init_sec: float = 4.0, job: str | None = None) -> None:
+    def launch(
+        self, step: int, *, init_sec: float = 4.0, job: str | None = None, **facts: Any
+    ) -> None:
         self.launches += 1
         where = {"nodes": ["node01", "node02"], "job": job, "restart": 0} if job else {}
-        self.event(happenings.launch(step, launch=self.id, **where))
-        self.event(happenings.init(step, launch=self.id, seconds=init_sec))
+        said = happenings.launch(step, launch=self.id, **{**where, **facts})
+        self.event(said)
+        started = {"launch": self.id, "seconds": init_sec, "world_size": said.world_size}
+        self.event(happenings.init(step, **started))
 
     @property
     def id(self) -> str:

@@ -58,8 +58,9 @@ def elsewhere(job: str | None = None) -> Process:
 
 def queued(state: str = "RUNNING", run: str = "base", **facts: Any) -> QueuedJob:
     usual = {"id": "17", "folder": Path.cwd(), "reason": "None", "submitted": None, "start": None}
-    nodes = "" if state == "PENDING" else "node[01-02]"
-    return QueuedJob(**{**usual, "nodes": nodes, "state": state, "run": run, **facts})
+    nodes, batch = ("", "n/a") if state == "PENDING" else ("node[01-02]", "node01")
+    usual |= {"nodes": nodes, "batch_host": batch}
+    return QueuedJob(**{**usual, "state": state, "run": run, **facts})
 
 
 # --- one of each kind ------------------------------------------------------------------------------

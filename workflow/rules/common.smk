@@ -46,6 +46,9 @@ try:
     helpers.set_resources(
         workflow.resource_settings, jobs.TRAIN_RULE, ALLOCATION.of_profile
     )
+    VALIDATION = helpers.validation_extra(
+        ALLOCATION.machine, workflow.resource_settings
+    )
 except ForgeError as err:
     raise WorkflowError(str(err)) from None
 

@@ -15,7 +15,7 @@ from forge.cluster.allocation import (
     held_allocation,
     run_layouts,
 )
-from forge.cluster.sbatch import slurm_extra
+from forge.cluster.sbatch import slurm_extra, validation_extra
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.machine import load_machine
@@ -86,6 +86,12 @@ def test_a_job_with_spare_nodes_outlives_a_node():
     assert "--no-kill" in slurm_extra(machine, 2, 1, []).split()
 
 
+@pytest.mark.parametrize(("nodes", "outlives"), [(2, True), (1, False)])
+def test_a_job_that_may_shrink_outlives_a_node(nodes, outlives):
+    machine = load_machine(None, {"slurm.shrink": True})
+    assert ("--no-kill" in slurm_extra(machine, nodes, 1, []).split()) == outlives
+
+
 def test_no_nodes_to_leave_out_means_no_exclude():
     options = slurm_extra(load_machine(None, {"slurm.warn_sec": 0}), 2, 1, [])
     assert options == "--ntasks-per-node=1 --open-mode=append"
@@ -98,6 +104,16 @@ def test_fewer_nodes_and_less_time_are_asked_of_slurm_with_the_tasks_of_the_fewe
     assert allocation_resources(CPUS, machine)["tasks"] == 6
     assert allocation_resources(CPUS, machine)["nodes"] == 3
     assert "-N" not in slurm_extra(machine, 1, 3, [])
+
+
+def test_validation_asks_for_less_time_beside_what_the_profile_says():
+    machine = load_machine(None, {"slurm.validate_time_min": 10})
+    asked = {"runtime": 60, "slurm_extra": "--exclude=n1"}
+    assert validation_extra(load_machine(None), asked) == {}
+    assert validation_extra(machine, asked) == {"slurm_extra": "--exclude=n1 --time-min=10"}
+    assert validation_extra(machine, {}) == {"slurm_extra": "--time-min=10"}
+    with pytest.raises(ConfigError, match="is 10 minutes, and the time limit of validate_run 10"):
+        validation_extra(machine, {"runtime": 10})
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from forge.cluster import adopt, allocation, job_watch, slurm
 from forge.cluster.job_watch import JobWatch
 from snakemake_executor_plugin_forge import Executor, ExecutorSettings
 
-LINE = "{id}|{state}|{reason}|node01|2026-11-21T04:25:31|2026-11-21T04:26:31|(null)|/home/ada/forge"
+TIMES = "2026-11-21T04:25:31|2026-11-21T04:26:31"
+LINE = "{id}|{state}|{reason}|node01|node01|" + TIMES + "|(null)|/home/ada/forge"
 SILENT = "echo 'squeue: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
 
 # Methods of the plugin, or of Snakemake's interface for executors.
@@ -174,6 +175,60 @@ def test_requeued_job_asks_again_for_the_nodes_and_the_time_that_it_was_submitte
         check(watch, info)
     line = "update JobId=17 TimeLimit=60 NumNodes=2-4 NumTasks=6\n"
     assert asked.read_text() == line * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "limit", "again"),
+    [
+        ("--time-min=5", "00:05:00", True),
+        ("--time-min=5", "01:00:00", False),
+        ("", "00:05:00", False),
+    ],
+)
+def test_job_that_ends_in_a_gap_of_the_queue_begins_anew_once_with_its_whole_time_limit(  # noqa: PLR0917
+    command, watch, info, options, limit, again
+):
+    asked = Path(info.job.output[0]).with_name("asked")
+    shown = f"JobId=17 JobState=TIMEOUT TimeLimit={limit}"
+    command("scontrol", f"if [ $1 = show ]; then echo {shown}; else echo $* >> {asked}; fi")
+    info.job.resources |= {"slurm_extra": options}
+    lists(command, "TIMEOUT")
+    assert check(watch, info) == [info] * again
+    if again:
+        assert asked.read_text() == "requeue 17\nupdate JobId=17 TimeLimit=60 TimeMin=0\n"
+        words = (
+            "was ended after 00:05:00, which Slurm had for it, and begins anew with its whole time"
+        )
+        assert watch._executor.said == [
+            f"job 17 (rule validate_run, run base) {words} limit",
+        ]
+        assert check(watch, info) == []
+        assert asked.read_text().count("requeue") == 1
+    assert watch._executor.failure == [info.job]
+
+
+@pytest.mark.parametrize(
+    ("options", "batch_host", "again"),
+    [("--no-kill", "node00", True), ("--no-kill", "node01", False), ("", "node00", False)],
+)
+def test_job_that_slurm_keeps_without_its_first_node_is_requeued_once(  # noqa: PLR0917
+    command, watch, info, options, batch_host, again
+):
+    asked = Path(info.job.output[0]).with_name("asked")
+    shown = "echo JobId=17 BatchFlag=1 JobState"
+    command(
+        "scontrol",
+        f"if [ $1 = requeue ]; then touch {asked}; elif [ -e {asked} ]; then {shown}=PENDING Restarts=1;"
+        f" else {shown}=RUNNING Restarts=0; fi",
+    )
+    info.job.resources |= {"slurm_extra": options}
+    line = LINE.format(id=17, state="RUNNING", reason="None")
+    command("squeue", f"echo '{line.replace('node01|2', f'{batch_host}|2')}'")
+    for _ in range(2):
+        assert check(watch, info) == [info]
+    assert asked.exists() == again
+    words = "job 17 (rule validate_run, run base) has lost its first node, node00, and is requeued"
+    assert watch._executor.said == [words] * again
 
 
 def test_jobs_are_kept_while_slurm_does_not_answer_and_it_is_said_once(command, watch, info):

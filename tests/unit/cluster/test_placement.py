@@ -173,6 +173,58 @@ def test_warning_about_memory_is_said_once_for_one_number_of_nodes(monkeypatch, 
     assert capsys.readouterr().err.count("this is tight") == 1
 
 
+# --- fewer nodes after the loss of one (slurm.shrink) --------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "healthy", "nodes"),
+    [
+        ({}, 3, None),
+        ({"slurm.nodes_min": 2}, 3, None),
+        ({"slurm.shrink": True}, 5, 4),
+        ({"slurm.shrink": True}, 3, 2),
+        ({"slurm.shrink": True}, 1, 1),
+        ({"slurm.shrink": True}, 0, None),
+        ({"slurm.shrink": True, "slurm.nodes_min": 2}, 3, 2),
+        ({"slurm.shrink": True, "slurm.nodes_min": 2}, 1, None),
+    ],
+)
+def test_healthy_nodes_that_are_too_few_train_as_many_as_share_the_batch_if_shrink_is_set(
+    keys, healthy, nodes
+):
+    machine = load_machine(None, {"launcher": "srun", **keys})
+    left = placement.shrunk_layout(machine, WorldLayout(4, 2), EIGHT, healthy)
+    assert left == (WorldLayout(nodes, 2) if nodes else None)
+
+
+def test_nodes_that_a_job_has_lost_before_training_are_done_without(monkeypatch):
+    monkeypatch.setattr(slurm, "this_job", lambda: replace(JOB, nodes=("n1", "n3", "n4")))
+    machine = load_machine(None, {"launcher": "srun", "slurm.shrink": True})
+    assert placement.fitting_layout(machine, WorldLayout(4, 2), EIGHT) == WorldLayout(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "batch", "told"),
+    [
+        ({"slurm.nodes_min": 3}, 6, "slurm.nodes_min is 3, which is the number of nodes"),
+        ({"fabric.backend": "nccl", "gpu_memory_gib": 0.5}, 6, "no fewer nodes than 3 can train"),
+    ],
+)
+def test_shrink_that_could_never_do_anything_is_refused(keys, batch, told, monkeypatch):
+    def refuse(shape, gib):
+        if shape.world_size < 6:
+            raise ConfigError("the model does not fit")
+
+    monkeypatch.setattr(placement.memory, "refuse_what_cannot_fit", refuse)
+    monkeypatch.setattr(placement.memory, "warning", lambda *_: "")
+    config = Config.model_validate({"train": {"batch_size": batch}})
+    machine = load_machine(None, {"launcher": "srun", "slurm.shrink": True, **keys})
+    with pytest.raises(ConfigError, match=told):
+        placement.check_layouts(machine, WorldLayout(3, 2), config)
+    one_node = load_machine(None, {"launcher": "srun", "slurm.shrink": True})
+    placement.check_layouts(one_node, WorldLayout(1, 2), config)
+
+
 @pytest.mark.parametrize(
     ("fewest", "told"),
     [

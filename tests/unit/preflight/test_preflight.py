@@ -263,6 +263,24 @@ def test_too_few_healthy_nodes_name_all_that_are_not(nodes, paths, capsys):
     assert "cause: it is down   fix: see that it is up" in capsys.readouterr().err
 
 
+def test_with_shrink_as_many_healthy_nodes_as_share_the_batch_train_and_the_others_are_excluded(
+    nodes, paths, capsys
+):
+    nodes.down = {"n2": DOWN}
+    assert nodes.run(**{"slurm.shrink": True}) == ["n1", "n3", "n4"]
+    assert event(paths)["nodes"] == ["n1", "n3", "n4"]  # 24 samples
+    assert "training gets n1, n3, n4; unhealthy: n2" in capsys.readouterr().err
+    assert json.loads(paths.preflight.read_text())["ranks"]["world_size"] == 3
+    assert exclude.read(paths.bad_nodes) == ["n2"]
+
+
+@pytest.mark.parametrize(("down", "fewest"), [(("n2", "n3"), 1), (("n2",), 4)])
+def test_with_shrink_half_of_the_nodes_or_fewer_than_nodes_min_are_too_few(nodes, down, fewest):
+    nodes.down = dict.fromkeys(down, DOWN)
+    with pytest.raises(UnfitError, match=f"{4 - len(down)} of 4 nodes are healthy, base needs 4"):
+        nodes.run(**{"slurm.shrink": True, "slurm.nodes_min": fewest})
+
+
 def test_endpoint_that_cannot_work_is_no_fault_of_a_node(nodes, paths):
     nodes.endpoint = [Check("endpoint", "fail", "port 29500 is in use on n1", "unset MASTER_PORT")]
     nodes.broken = BrokenNodes(nodes=["n4"])  # what a search would find
@@ -331,12 +349,12 @@ def test_nodes_of_a_running_job_are_searched_for_the_one_at_fault(nodes, config)
 
 
 @pytest.mark.parametrize(("num_nodes", "num_lines"), [(16, 16), (17, 1)])
-def test_many_healthy_nodes_share_one_line(capsys, num_nodes, num_lines):
+def test_many_healthy_nodes_share_one_line(config, capsys, num_nodes, num_lines):
     some = [CheckedNode(f"n{n:02}", [Check("data", "ok", "")]) for n in range(num_nodes)]
     odd = CheckedNode("n99", [Check("clock", "warn", "8 s ahead")])
     place, layout, machine = Placement(NAMES), WorldLayout(1), load_machine(None)
     identity = preflight._identity(place, layout, [odd, *some], machine, {})
-    found = preflight.Findings(place, layout, [odd, *some], identity)
+    found = preflight.Findings(config, machine, place, layout, [odd, *some], identity)
     preflight._print_summary(found)
     said = capsys.readouterr().err.splitlines()
     lines = [line for line in said if line.startswith("NODE n")]

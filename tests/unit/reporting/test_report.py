@@ -107,6 +107,16 @@ def test_launch_in_slurm_is_on_the_page_with_its_job_and_nodes(tmp_path: Path) -
     assert "laptop" in Page(render(run.paths)).text
 
 
+def test_each_change_of_the_number_of_ranks_is_in_the_lineage(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "base")
+    for step, world_size in ((0, 4), (20, 4), (40, 2)):
+        run.launch(step, world_size=world_size)
+        run.save(step + 10)
+        assert ("ranks" in dict(summarize(run.paths).lineage)) == (step == 40)
+    assert dict(summarize(run.paths).lineage)["ranks"] == "4 from step 0, 2 from step 40"
+    assert "4 from step 0, 2 from step 40" in Page(render(run.paths)).text
+
+
 def test_digest_of_the_weights_is_the_completed_or_the_validated_ones(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "base")
     run.launch(0)

@@ -490,6 +490,18 @@ def test_a_suspended_job_is_not_called_running_and_says_who_may_have_done_it(
     assert state in found.reason and who in found.reason and following in found.next
 
 
+def test_a_job_that_slurm_keeps_without_its_first_node_is_cut_off_and_can_be_requeued(run):
+    headless = queued(nodes="node02")
+    train(run, ago=run_state.STALL_SEC + 1)
+    hold(run, elsewhere("17"))
+    found = judged(run, [headless])
+    assert (found.state, found.next) == ("cut off", "scontrol requeue 17")
+    assert found.reason.startswith("Slurm keeps job 17 on node02 without node01")
+    assert judged(run, [queued(run=None, batch_host="login")]).state == "running"  # of salloc
+    train(run)
+    assert judged(run, [headless]).state == "running"  # its ranks do not know it yet
+
+
 def test_a_job_that_is_being_cancelled_is_not_called_running(run):
     train(run)
     hold(run, elsewhere("17"))
@@ -563,7 +575,9 @@ def test_a_job_whose_training_is_over_is_not_starting(run):
     assert "starting" in now(judged(run, [queued(start=time.time() + 1)])), "it was requeued"
 
 
-LINE = "17|RUNNING|None|node[01-02]|2026-11-21T04:36:00|2026-11-21T04:37:00|{}|/home/ada/forge"
+LINE = (
+    "17|RUNNING|None|node[01-02]|node01|2026-11-21T04:36:00|2026-11-21T04:37:00|{}|/home/ada/forge"
+)
 
 
 @pytest.mark.parametrize(

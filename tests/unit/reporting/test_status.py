@@ -46,6 +46,22 @@ def test_a_run_that_trains_shows_step_rate_and_what_is_left(run):
     assert found.tokens_per_sec == 20_040 and found.loss is not None
 
 
+def test_a_run_that_has_shrunk_shows_it_and_what_is_left(run):
+    hold(run)
+    train(run, job="17")
+    one = {"job": "17", "nodes": ["node02"], "world_size": 1}
+    run.launch(20, **one)
+    run.steps(21, 30)
+    run.launch(30, **one)
+    run.steps(31, 40)
+    found = row(run.paths, None)
+    words = "training on 1 of 2 nodes since step 20, without node01"
+    assert found.state.reason == words and found.eta_sec
+    run.launch(40, job="17", restart=1)
+    run.steps(41, 50)
+    assert row(run.paths, None).state.reason == "training"
+
+
 def test_a_run_that_does_not_train_has_no_time_of_arrival(run):
     train(run)
     run.event(happenings.stop("SIGTERM", 40))
@@ -70,7 +86,9 @@ def test_restarts_are_counted(run):
 
 # --- squeue ---------------------------------------------------------------------------------------
 
-LINE = "17|RUNNING|None|node[01-02]|2026-11-21T04:36:00|2026-11-21T04:37:00|{}|/home/ada/forge"
+LINE = (
+    "17|RUNNING|None|node[01-02]|node01|2026-11-21T04:36:00|2026-11-21T04:37:00|{}|/home/ada/forge"
+)
 
 
 @pytest.fixture

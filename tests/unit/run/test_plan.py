@@ -154,6 +154,25 @@ def test_plan_warns_of_more_gpu_hours_than_the_machine_allows(config_file, capsy
     assert cost_lines(capsys, config_file, "--machine.slurm.max_gpu_hours=1e6")[2] == []
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--train.batch_size=192"], "resumes on 6, 4, 3, 2, 1"),
+        (["--train.batch_size=192", "--machine.slurm.nodes_min=4"], "resumes on 6, 4"),
+        (["--train.batch_size=192", "--machine.slurm.nodes_min=8"], "is requeued"),
+    ],
+)
+def test_plan_says_on_how_many_nodes_a_run_resumes_that_loses_some(
+    config_file, capsys, words, told
+):
+    words = (*KEMPNER, "--machine.launcher=srun", *words)
+    shrink = "--machine.slurm.shrink=true"
+    _, printed = planned(capsys, config_file, shrink, *words)
+    [line] = [line for line in printed.out.splitlines() if line.startswith("shrink:")]
+    assert line == f"shrink: a run that loses some of its 8 nodes {told} (slurm.shrink)"
+    assert "shrink" not in planned(capsys, config_file, *words)[1].out
+
+
 def test_plan_for_cpus_invents_no_cost(config_file, capsys):
     _, printed = planned(capsys, config_file, "--machine.device=cpu", "--train.shard=none")
     assert "cost: not known, since device is cpu in machine.yaml" in printed.out

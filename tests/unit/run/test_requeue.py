@@ -132,7 +132,8 @@ def test_preemption_is_in_the_event_log_whoever_sends_the_job_back(tmp_path, slu
 def test_hosts_are_picked_in_the_jobs_order():
     placement = Placement(("n1", "n2", "n3"), JOB)
     assert requeue.pick_hosts(placement, 2).hosts == ("n1", "n2")
-    assert requeue.pick_hosts(placement, 4) is None
+    assert requeue.pick_hosts(placement, 2, avoid=["n1"]).hosts == ("n2", "n3")
+    assert requeue.pick_hosts(placement, 3, avoid=["n1"]).hosts == ("n1", "n2", "n3")
 
 
 @pytest.mark.parametrize(("preempted", "sent"), [(True, ["42"]), (False, [])])

@@ -7,9 +7,11 @@ from forge.checkpoint.resume import CommittedCheckpoints
 from forge.cluster import slurm
 from forge.cluster.placement import Placement, WorldLayout
 from forge.core import events
+from forge.core.config import Config
+from forge.core.errors import UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
-from forge.core.records import StageRecord
+from forge.core.records import PreflightPass, StageRecord
 from forge.launch import lost_ranks
 from forge.launch.launcher import LaunchPlan
 from forge.launch.rank_records import RankRecord
@@ -39,16 +41,26 @@ def test_why_a_job_stays_ended_is_said(paths, monkeypatch, capsys):
     assert "not requeued: it was cancelled" in capsys.readouterr().err
 
 
+TWO_NODES = WorldLayout(2, 1)
+
+
 class Program:
     """A program of which only the records of its launches matter."""
 
-    config, first_step = None, 0
+    config = Config.model_validate({"train": {"batch_size": 12}})
+    first_step = 0
 
     def __init__(self, paths, *records):
-        self.paths, self.records, self.hosts = paths, list(records), []
+        self.paths, self.records, self.hosts, self.ranks = paths, list(records), [], []
         self.checkpoints = CommittedCheckpoints(paths)
 
+    def on(self, layout):
+        self.ranks.append(layout.world_size)
+        return self
+
     def launch(self, start, placement, step):
+        assert start.layout.nodes == len(placement.hosts)
+        assert start.layout.world_size == self.ranks[-1]
         self.hosts.append(placement.hosts)
         return self.records.pop(0)
 
@@ -61,15 +73,16 @@ class Program:
 
 @pytest.fixture
 def trained(paths, monkeypatch):
-    """trained(*records): launches on two of a job's three nodes; the program, and the last record."""
+    """trained(*records): launches on two of a job's three nodes, or another layout of the last `of`; the
+    program, and the last record. keys: of machine.yaml."""
     monkeypatch.setattr(train.nodes, "unresponsive", lambda hosts: [])
     monkeypatch.setattr(requeue, "was_cancelled", lambda placement: False)
 
-    def trained(*records):
+    def trained(*records, layout=TWO_NODES, of=3, **keys):
         program = Program(paths, *records)
-        machine = load_machine(None, {"launcher": "srun"})
-        start = LaunchPlan(machine, WorldLayout(2, 1), StageRecord(), job=JOB)
-        placement = Placement(("n1", "n2", "n3"), JOB)
+        machine = load_machine(None, {"launcher": "srun", **keys})
+        start = LaunchPlan(machine, layout, StageRecord(), job=JOB)
+        placement = Placement(tuple(f"n{number}" for number in range(1, of + 1)), JOB)
         return program, train._train_until_it_ends(program, start, placement, 0)
 
     return trained
@@ -252,6 +265,85 @@ def test_without_nodes_left_the_job_is_requeued(trained):
     program, record = trained(*(of_gpu(lost_ranks.GPU_FAULT, host) for host in ("n2", "n1")))
     assert program.hosts == [("n1", "n2"), ("n1", "n3")]
     assert record.status == "lost" and record.cause in requeue.REQUEUED_CAUSES
+
+
+# --- fewer nodes (slurm.shrink) ------------------------------------------------------------------
+
+SHRINK = {"slurm.shrink": True}
+
+
+def faults(*hosts):
+    return [of_gpu(lost_ranks.GPU_FAULT, host) for host in hosts]
+
+
+def test_run_without_a_spare_resumes_on_as_many_nodes_as_share_the_batch_and_keeps_the_rest_as_spare(
+    trained, capsys, paths
+):
+    six = {"layout": WorldLayout(6, 2), "of": 6}
+    program, record = trained(*faults("n2", "n3", "n4"), DONE, **six, **{"slurm.shrink": True})
+    assert record == DONE
+    # 12 samples: 5 nodes of 2 ranks cannot share them, 3 can.
+    assert program.hosts == [
+        ("n1", "n2", "n3", "n4", "n5", "n6"),
+        ("n1", "n3", "n4"),
+        ("n1", "n4", "n5"),
+        ("n1", "n5", "n6"),
+    ]
+    assert program.ranks == [12, 6, 6, 6]
+    said = capsys.readouterr().err
+    words = "on 3 of 6 nodes, 6 of 12 ranks (slurm.shrink); a requeue asks for all nodes again"
+    assert said.count(words) == 1
+    assert len(paths.bad_nodes.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "hosts"),
+    [
+        ({}, [("n1", "n2", "n3")]),
+        (SHRINK, [("n1", "n2", "n3"), ("n1", "n3"), ("n1",)]),
+        ({**SHRINK, "slurm.nodes_min": 2}, [("n1", "n2", "n3"), ("n1", "n3")]),
+        ({"slurm.nodes_min": 1}, [("n1", "n2", "n3")]),
+    ],
+    ids=["without", "to the last", "to nodes_min", "nodes_min is for starts"],
+)
+def test_run_shrinks_down_to_the_fewest_nodes_and_is_then_requeued(trained, keys, hosts):
+    program, record = trained(*faults("n2", "n3", "n1"), layout=WorldLayout(3, 1), **keys)
+    assert program.hosts == hosts
+    assert record.status == "lost" and record.cause in requeue.REQUEUED_CAUSES
+
+
+def test_node_that_is_not_reached_is_done_without_and_is_not_excluded(trained, monkeypatch, paths):
+    monkeypatch.setattr(train.nodes, "unresponsive", lambda hosts: ["n2"])
+    facts = {"cause": lost_ranks.PEER_LOST, "message": "ranks lost each other"}
+    told = RankRecord("lost", 0, 69, **facts, connected=("n1", "n2"))
+    program, record = trained(told, DONE, of=2, **SHRINK)
+    assert (program.hosts, record) == ([("n1", "n2"), ("n1",)], DONE)
+    assert not paths.bad_nodes.exists()
+
+
+def test_healthy_node_of_a_hung_rank_is_kept(trained, rechecked):
+    rechecked("")
+    program, record = trained(hung_on("n2"), DONE, of=2, **SHRINK)
+    assert (program.hosts, record) == ([("n1", "n2")] * 2, DONE)
+
+
+def test_ranks_lost_without_a_node_are_restarted_twice_on_each_number_of_nodes(trained):
+    error = of_gpu(lost_ranks.GPU_ERROR)
+    [fault] = faults("n2")
+    program, record = trained(error, error, fault, error, error, error, of=2, **SHRINK)
+    assert program.hosts == [("n1", "n2")] * 3 + [("n1",)] * 3
+    assert record == error
+
+
+def test_nodes_that_preflight_left_out_are_done_without(trained, paths):
+    passed = PreflightPass(host="n1", nodes=["n1", "n3"])
+    paths.preflight_pass.parent.mkdir(parents=True)
+    passed.write(paths.preflight_pass)
+    three = {"layout": WorldLayout(3, 1), "of": 3}
+    program, _ = trained(DONE, **three, **SHRINK)
+    assert (program.hosts, program.ranks) == ([("n1", "n3")], [2])
+    with pytest.raises(UnfitError, match="preflight passed n1, n3 of n1, n2, n3, training needs 3"):
+        trained(DONE, **three)
 
 
 def test_launches_that_lose_ranks_are_counted_across_requeues(paths):
