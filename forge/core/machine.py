@@ -350,6 +350,11 @@ class Machine(Section):
 
     @model_validator(mode="after")
     def _container_has_the_project(self) -> Self:
+        if self.container and self.stage.results == "first_node":
+            raise ValueError(
+                "stage.results: first_node does not work with a container yet: its nodes must see"
+                " `results`. Remove one of them"
+            )
         if self.container and self.stage.project is not False:
             raise ValueError(
                 "stage.project copies Forge and its Python to nodes; with a container they come with the"

@@ -63,6 +63,8 @@ def test_first_node_without_the_results_is_refused_with_what_to_do(monkeypatch):
     [
         ({"stage.project": False}, "set project: auto"),
         ({"stage.mode": "never"}, "set mode: auto"),
+        ({"container.image": "/x.sif"}, "does not work with a container yet"),
+        ({"stage.results": "first-node"}, "'shared' or 'first_node'"),
     ],
 )
 def test_results_on_the_first_node_are_refused_without_what_the_others_need(keys, what):

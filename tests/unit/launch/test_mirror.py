@@ -9,10 +9,15 @@ import os
 import pytest
 
 from forge.cluster.nodes import NodeFailure
+from forge.cluster.placement import Placement
 from forge.core.errors import DataError
+from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
+from forge.core.process import hostname
 from forge.launch import mirror, mirror_on_node
 from forge.launch.arrivals import Arrivals, RankFiles
+from forge.launch.launcher import verdict
+from forge.launch.rank_records import RankRecord
 
 LAUNCH = "20261126T000000000-1"
 FILES = RankFiles(LAUNCH, "7.0", range(2, 4), r"checkpoint\-[0-9]+(/.+)?", beats=["beats/2"])
@@ -348,3 +353,24 @@ def test_parts_of_a_pruned_checkpoint_are_removed_on_the_node(node, folder, home
     (home.root / "checkpoints/checkpoint-20").rename(home.root / "pruned")
     node.round({})
     assert [path.name for path in folder.checkpoints.iterdir()] == ["checkpoint-40"]
+
+
+def test_rank_of_a_node_whose_connection_has_ended_is_lost_and_its_node_named(spec, home):
+    spec = spec.model_copy(update={"nodes": 2, "ranks_per_node": 2})
+    node = mirror._MirroredNode("node02", "", Connection(), home)
+    RankRecord("completed", 2).write(spec)  # it came before
+    mirror._record_loss(spec, node, "no answer within 60 s")
+    records = [RankRecord.read(spec, rank) for rank in range(4)]
+    judged = verdict(records)
+    assert (judged.status, judged.rank, judged.host) == ("lost", 3, "node02")
+    assert judged.message == "the connection to node02 has ended: no answer within 60 s"
+    assert records[2].status == "completed"
+
+
+def test_only_launches_on_other_nodes_need_it(spec):
+    keys = {"stage.project": "auto", "stage.results": "first_node"}
+    spec = spec.model_copy(update={"machine": load_machine(None, keys)})
+    assert not mirror.is_needed(spec, Placement((hostname(),)))
+    assert mirror.is_needed(spec, Placement((hostname(), "node02")))
+    shared = spec.model_copy(update={"machine": load_machine(None)})
+    assert not mirror.is_needed(shared, Placement((hostname(), "node02")))
