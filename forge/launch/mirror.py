@@ -8,7 +8,6 @@ connection ends counts as lost, and the launch with it.
 
 from __future__ import annotations
 
-import base64
 import os
 import re
 import threading
@@ -34,6 +33,7 @@ from forge.launch.mirror_on_node import (
     MirrorNews,
     Sign,
     begin_mirror,
+    decoded,
     encoded,
     link_mirror,
     mirror_piece,
@@ -186,8 +186,9 @@ class Mirror:
         try:
             while not self._ending.wait(EVERY_SEC):
                 node.round(self._given(node))
-            while node.round({}):
-                pass
+            left = 2  # in one of them a file may have changed while it was read
+            while left:
+                left = 2 if node.round({}) else left - 1
         except NodeGone as err:
             self.lost[node.host] = str(err)
         except ValueError as err:  # no base64, no JSON
@@ -292,13 +293,13 @@ class _MirroredNode:
             else:
                 is_held = True
         for name, text in news.grown.items():
-            data = base64.b64decode(text)
+            data = decoded(text)
             if self._is_settled(name, partial(self.arrivals.append, name, data)):
                 self._sizes[name] = self._sizes.get(name, 0) + len(data)
         for name, (sign, text) in news.whole.items():
             if is_held and name.startswith(HEARTBEATS):
                 continue  # a rank must not say that it has saved before its part is here
-            if self._is_settled(name, partial(self._replace, name, base64.b64decode(text))):
+            if self._is_settled(name, partial(self._replace, name, decoded(text))):
                 self._have[name] = sign
         for name in news.gone:
             self.arrivals.remove(name)
@@ -342,7 +343,7 @@ class _MirroredNode:
             )[self.host]
             if isinstance(piece, NodeFailure):
                 raise NodeGone(piece.message)
-            data = base64.b64decode(piece)
+            data = decoded(piece)
             if not data:
                 raise _Changed
             yield data

@@ -43,6 +43,11 @@ def encoded(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
+def decoded(text: str) -> bytes:
+    """Raises ValueError for text that was cut, or is no base64."""
+    return base64.b64decode(text, validate=True)
+
+
 def mirror_folder(base: str | None, job: str, name: str) -> Path:
     """The directory that stands for a run's. base: stage.folder. name: of the run, for its files."""
     folder = private_root(Path(base or node_local_folder())) / f"job-{job}"
@@ -131,7 +136,7 @@ def mirror_piece(*, folder: str, name: str, sign: Sign, offset: int) -> str:
 def _write(path: Path, text: str) -> Sign:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.given")
-    temporary.write_bytes(base64.b64decode(text))
+    temporary.write_bytes(decoded(text))
     temporary.replace(path)  # a rank that reads it meanwhile finds one or the other
     sign = sign_of(path)
     assert sign

@@ -367,6 +367,17 @@ def test_rank_of_a_node_whose_connection_has_ended_is_lost_and_its_node_named(sp
     assert records[2].status == "completed"
 
 
+@pytest.mark.parametrize("text", ["abc", "!!!!"], ids=["cut", "no base64"])
+def test_response_that_cannot_be_read_ends_the_connection(spec, node, home, text):
+    name = ".launch/heartbeats/2"
+    node.pool.broken["mirror_round"] = mirror_on_node.MirrorNews(whole={name: ((1, 2, 3), text)})
+    of_launch = mirror.Mirror(spec, RunPaths(home.root), Placement(("node02",)), "python", "")
+    of_launch._ending.set()
+    of_launch._follow(node)
+    assert of_launch.lost["node02"].startswith("its answer cannot be read: ")
+    assert not (home.root / name).exists()
+
+
 def test_only_launches_on_other_nodes_need_it(spec):
     keys = {"stage.project": "auto", "stage.results": "first_node"}
     spec = spec.model_copy(update={"machine": load_machine(None, keys)})
