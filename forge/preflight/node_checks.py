@@ -131,13 +131,14 @@ def node_checks(wanted: Wanted, results_check: Check) -> Iterator[Check]:
     if wanted.program:
         yield _program_visible(wanted, wanted.program)
     yield results_check
-    yield at_least(
-        "disk",
-        shutil.disk_usage(results).free / 2**30 if results.exists() else 0,
-        limits.min_free_disk_gib,
-        f"GiB free in {results}",
-        "free space there, or point `results` to another disk",
-    )
+    if results.is_dir():  # else the check before has said so
+        yield at_least(
+            "disk",
+            shutil.disk_usage(results).free / 2**30,
+            limits.min_free_disk_gib,
+            f"GiB free in {results}",
+            "free space there, or point `results` to another disk",
+        )
     yield _local_disk()
     yield at_least(
         "memory",
@@ -298,7 +299,7 @@ def _unseen(folder: Path) -> Check:
         "fail",
         f"{hostname()} does not see {folder}",
         "set `results` to a directory that all nodes share; where only the first node has it, set"
-        " stage.results: first_node in machine.yaml",
+        " stage.results: first_node in machine.yaml, and remove the run's bad_nodes.txt",
         "its file system is not mounted on this node",
     )
 
