@@ -12,43 +12,27 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from forge.cluster.nodes import NodeFailure, NodePool, failed_on
 from forge.cluster.placement import Placement
-from forge.core.errors import ConfigError, DataError, Exit, ForgeError
+from forge.core.errors import ConfigError, Exit, ForgeError
 from forge.core.files import short_id
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
 from forge.core.program_settings import STEP, filled
-from forge.core.terminal import say
 from forge.launch.arrivals import Arrivals, RankFiles
 from forge.launch.lost_ranks import PEER_LOST
-from forge.launch.mirror_on_node import (
-    MirrorNews,
-    Sign,
-    begin_mirror,
-    decoded,
-    encoded,
-    link_mirror,
-    mirror_piece,
-    mirror_round,
-    sign_of,
-)
+from forge.launch.mirror_on_node import begin_mirror, link_mirror
+from forge.launch.mirrored_node import MirroredNode, NodeGone
 from forge.launch.rank_records import STOP_ASKED, LaunchSpec, ProgramTask, RankRecord, reserves
 
 EVERY_SEC = 1.0  # between two rounds, as the launcher looks at the files of ranks
 BEGIN_SEC = 60.0
-# An agent without an answer for so long counts as lost. It is asked for little, but ranks may keep all
-# cores of its node busy.
-SILENT_SEC = 60.0
 END_SEC = 120.0  # for what is left to come after the last rank has exited
-HEARTBEATS = ".launch/heartbeats/"
 # Files of Forge's trainer: those of other ranks come from their nodes.
 TRAINER_PARTS = r"\.writing-step-[0-9]{8,}/__({ranks})_[0-9]+\.distcp"
 
@@ -78,7 +62,7 @@ class Mirror:
         self._placement = placement
         self._pool = NodePool(_others(placement), python=python)
         self._ending = threading.Event()
-        self._nodes: list[_MirroredNode] = []
+        self._nodes: list[MirroredNode] = []
         self._threads: list[threading.Thread] = []
         self.lost: dict[str, str] = {}
 
@@ -144,7 +128,7 @@ class Mirror:
             )
         return here
 
-    def _node(self, host: str) -> _MirroredNode:
+    def _node(self, host: str) -> MirroredNode:
         spec, per_node = self._spec, self._spec.ranks_per_node
         first = self._placement.hosts.index(host) * per_node
         ranks = range(first, first + per_node)
@@ -158,9 +142,9 @@ class Mirror:
         )
         draft = spec.directory / f"arriving-{host}"
         arrivals = Arrivals(self._paths.root, files, draft)
-        return _MirroredNode(host, str(self.folder), self._pool, arrivals)
+        return MirroredNode(host, str(self.folder), self._pool, arrivals)
 
-    def _files(self, node: _MirroredNode) -> dict[str, bytes]:
+    def _files(self, node: MirroredNode) -> dict[str, bytes]:
         """What the node gets before its ranks start."""
         spec, paths, folder = self._spec, self._paths, self.folder
         task = spec.task
@@ -181,7 +165,7 @@ class Mirror:
             files[paths.config.name] = paths.config.read_bytes()
         return files
 
-    def _follow(self, node: _MirroredNode) -> None:
+    def _follow(self, node: MirroredNode) -> None:
         """Rounds with one node until the launch ends, and then until nothing comes any more."""
         try:
             while not self._ending.wait(EVERY_SEC):
@@ -197,7 +181,7 @@ class Mirror:
             self.lost[node.host] = f"{type(err).__name__}: {err}"
             raise
 
-    def _given(self, node: _MirroredNode) -> dict[str, bytes]:
+    def _given(self, node: MirroredNode) -> dict[str, bytes]:
         """Files that others have changed and that ranks of the node read."""
         paths, spec = self._paths, self._spec
         candidates = [paths.stop, spec.directory / STOP_ASKED]
@@ -209,15 +193,7 @@ class Mirror:
         return node.changed(candidates)
 
 
-class NodeGone(Exception):
-    """The connection to a node has ended."""
-
-
-class _Changed(Exception):
-    """A file has changed while it was read: the next round tells of it again."""
-
-
-def _record_loss(spec: LaunchSpec, node: _MirroredNode, why: str) -> None:
+def _record_loss(spec: LaunchSpec, node: MirroredNode, why: str) -> None:
     message = f"the connection to {node.host} has ended: {why}"
     for rank in node.arrivals.files.ranks:
         if RankRecord.read(spec, rank).status == "lost":
@@ -249,119 +225,3 @@ def _beats(spec: LaunchSpec, paths: RunPaths, ranks: range) -> list[str]:
     root = paths.root.absolute()
     beats = [Path(filled(template, {"run": root, "rank": rank})) for rank in ranks]
     return [str(beat.relative_to(root)) for beat in beats if beat.is_relative_to(root)]
-
-
-@dataclass
-class _MirroredNode:
-    """One node: what it has told, what it was given, and what is to come. For one thread."""
-
-    host: str
-    folder: str  # there
-    pool: NodePool
-    arrivals: Arrivals
-    _have: dict[str, Sign] = field(default_factory=dict)  # of its files, as they are here
-    _sizes: dict[str, int] = field(default_factory=dict)  # bytes that are here of files that grow
-    _seen: dict[str, Sign] = field(default_factory=dict)  # of files here, as the node has them
-    _warned: set[str] = field(default_factory=set)
-
-    def begin(self, files: dict[str, bytes]) -> None:
-        """Give the node its first files. Raises UnfitError."""
-        try:
-            self.round(files)
-        except NodeGone as err:
-            raise failed_on({self.host: NodeFailure(str(err))}, "beginning a launch") from None
-
-    def changed(self, candidates: list[Path]) -> dict[str, bytes]:
-        """Contents of those of these files here that exist and that the node does not have."""
-        given = {}
-        for path in candidates:
-            with suppress(OSError):
-                name, sign = str(path.relative_to(self.arrivals.root)), sign_of(path)
-                if sign and self._seen.get(name) != sign:
-                    given[name] = path.read_bytes()
-                    self._seen[name] = sign
-        return given
-
-    def round(self, given: dict[str, bytes]) -> bool:
-        """One exchange with the node; whether anything has come. Raises NodeGone."""
-        news = self._ask(given)
-        self._have |= news.given
-        is_held = False
-        for name, sign in news.parts.items():
-            if self._is_settled(name, partial(self._take_part, name, sign)):
-                self._have[name] = sign
-            else:
-                is_held = True
-        for name, text in news.grown.items():
-            data = decoded(text)
-            if self._is_settled(name, partial(self.arrivals.append, name, data)):
-                self._sizes[name] = self._sizes.get(name, 0) + len(data)
-        for name, (sign, text) in news.whole.items():
-            if is_held and name.startswith(HEARTBEATS):
-                continue  # a rank must not say that it has saved before its part is here
-            if self._is_settled(name, partial(self._replace, name, decoded(text))):
-                self._have[name] = sign
-        for name in news.gone:
-            self.arrivals.remove(name)
-            self._have.pop(name, None)
-        return not is_held and bool(news.parts or news.grown or news.whole)
-
-    def _take_part(self, name: str, sign: Sign) -> None:
-        self.arrivals.part(name, self._pieces(name, sign))
-
-    def _replace(self, name: str, data: bytes) -> None:
-        self.arrivals.replace(name, data)
-        if sign := sign_of(self.arrivals.root / name):
-            self._seen[name] = sign  # the node has it as it is here now
-
-    def _is_settled(self, name: str, write: Callable[[], None]) -> bool:
-        """Write what came of a file; whether it needs no other try, because it was written or is refused.
-        Prints once of each file why it was not written."""
-        try:
-            write()
-        except _Changed:
-            return False
-        except ForgeError as err:
-            if name not in self._warned:
-                self._warned.add(name)
-                say(f"warning: {self.host} sends {name!r:.100}, which is not written: {err.what}")
-            return isinstance(err, DataError)
-        return True
-
-    def _pieces(self, name: str, sign: Sign) -> Iterator[bytes]:
-        """The content of a file of the node. Raises _Changed, NodeGone."""
-        offset = 0
-        while offset < sign[2]:
-            piece = self.pool.ask(
-                mirror_piece,
-                timeout_sec=SILENT_SEC,
-                hosts=[self.host],
-                folder=self.folder,
-                name=name,
-                sign=sign,
-                offset=offset,
-            )[self.host]
-            if isinstance(piece, NodeFailure):
-                raise NodeGone(piece.message)
-            data = decoded(piece)
-            if not data:
-                raise _Changed
-            yield data
-            offset += len(data)
-
-    def _ask(self, given: dict[str, bytes]) -> MirrorNews:
-        answer = self.pool.ask(
-            mirror_round,
-            timeout_sec=SILENT_SEC,
-            hosts=[self.host],
-            folder=self.folder,
-            launch=self.arrivals.files.launch,
-            have=self._have,
-            sizes=self._sizes,
-            given={name: encoded(data) for name, data in given.items()},
-            drop=self.arrivals.forgotten(),
-            beats=list(self.arrivals.files.beats),
-        )[self.host]
-        if isinstance(answer, NodeFailure):
-            raise NodeGone(answer.message)
-        return answer

@@ -17,6 +17,7 @@ from forge.core.process import hostname
 from forge.launch import mirror, mirror_on_node
 from forge.launch.arrivals import Arrivals, RankFiles
 from forge.launch.launcher import verdict
+from forge.launch.mirrored_node import MirroredNode, NodeGone
 from forge.launch.rank_records import RankRecord
 
 LAUNCH = "20261126T000000000-1"
@@ -269,7 +270,7 @@ class Connection:
 
 @pytest.fixture
 def node(home, folder):
-    return mirror._MirroredNode("node02", str(folder.root), Connection(), home)
+    return MirroredNode("node02", str(folder.root), Connection(), home)
 
 
 def test_rank_says_that_it_has_saved_only_after_its_part_has_come(node, folder, home):
@@ -337,7 +338,7 @@ def test_response_that_is_lost_loses_nothing(node, folder, home):
     log = folder.logs / "7.0.node02.2.log"
     log.write_text("one\n")
     node.pool.broken["mirror_round"] = NodeFailure("no answer")
-    with pytest.raises(mirror.NodeGone, match="no answer"):
+    with pytest.raises(NodeGone, match="no answer"):
         node.round({})
     node.pool.broken.clear()
     log.write_text("one\ntwo\n")
@@ -357,7 +358,7 @@ def test_parts_of_a_pruned_checkpoint_are_removed_on_the_node(node, folder, home
 
 def test_rank_of_a_node_whose_connection_has_ended_is_lost_and_its_node_named(spec, home):
     spec = spec.model_copy(update={"nodes": 2, "ranks_per_node": 2})
-    node = mirror._MirroredNode("node02", "", Connection(), home)
+    node = MirroredNode("node02", "", Connection(), home)
     RankRecord("completed", 2).write(spec)  # it came before
     mirror._record_loss(spec, node, "no answer within 60 s")
     records = [RankRecord.read(spec, rank) for rank in range(4)]
