@@ -659,7 +659,8 @@ def _saved_run(options: argparse.Namespace, place: Any, *needed: str, writes: bo
     """The run in a directory that is named, or the checkpoint of Forge's own trainer. needed: as for
     `trusted`. writes: whether the command writes beside checkpoints of Forge's own trainer."""
     from forge.reporting.trusted import is_of_program, run_of, trusted, trusted_data
-    from forge.run.programs import ForgeRun, program_of
+    from forge.run.forge_trainer import ForgeRun
+    from forge.run.programs import program_of
 
     if is_of_program(place):
         accepted = trusted(place, options.its_config, options.overrides, *needed)

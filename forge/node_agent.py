@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,12 +22,16 @@ from pydantic_core import to_jsonable_python
 
 from forge.cluster.nodes import hello
 from forge.core.errors import ForgeError
+from forge.launch import mirror_on_node
 from forge.preflight import node_checks
-from forge.staging import on_node
+from forge.staging import checkpoint_copies, on_node
 
 REQUESTS: dict[str, Callable[..., Any]] = {
     request.__name__: validate_call(request)
-    for request in (hello, *node_checks.REQUESTS, *on_node.REQUESTS)
+    for request in (
+        *(hello, *node_checks.REQUESTS, *on_node.REQUESTS),
+        *(*mirror_on_node.REQUESTS, *checkpoint_copies.REQUESTS),
+    )
 }
 
 
@@ -43,8 +48,15 @@ def respond(line: str) -> dict[str, Any]:
         return response | {"error": f"{type(err).__name__}: {err}", "cause": "", "fix": ""}
 
 
+# Slurm sends these to all steps of a job, before its time limit or a preemption. They are for the ranks,
+# whose files this process has yet to send.
+FOR_RANKS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
 def main() -> None:
     """Respond to requests until the input ends: then the program that sent them has ended."""
+    for number in FOR_RANKS:
+        signal.signal(number, lambda *_: None)  # programs that it starts do not inherit this
     responses = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries is not a response
     for line in sys.stdin:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from forge.checkpoint.save_plan import KeptPlans
 from forge.cluster.network import available_memory
 from forge.core import failpoints
 from forge.core.errors import DiskFull, TrainingError, UnfitError
+from forge.core.file_list import FileList
 from forge.core.paths import RunPaths, checkpoint_name
 from forge.core.terminal import say
 from forge.launch.process_group import Background, World
@@ -27,6 +29,10 @@ from forge.launch.process_group import Background, World
 WRITER_NICE = 10
 # The copy must leave memory for what training itself allocates meanwhile.
 MEMORY_MARGIN = 1.25
+
+
+# For parts from other nodes, which come with Slurm's connection to each of them.
+ARRIVE_SEC, ARRIVE_BYTES_PER_SEC, ARRIVE_POLL_SEC = 60.0, 5 * 2**20, 0.1
 
 
 @dataclass
@@ -50,12 +56,20 @@ class Saver:
     """
 
     def __init__(
-        self, world: World, paths: RunPaths, *, async_save: bool, before_commit: Callable[[], None]
+        self,
+        world: World,
+        paths: RunPaths,
+        *,
+        async_save: bool,
+        before_commit: Callable[[], None],
+        parts_arrive: bool = False,
     ) -> None:
         """async_save: copy the state, so that training continues while the copy is written.
-        before_commit: called on rank 0 once all files are written; an exception fails the save."""
+        before_commit: called on rank 0 once all files are written; an exception fails the save.
+        parts_arrive: whether the files of other nodes are yet to come then (`stage.results`)."""
         self.world, self.writer_world, self.paths = world, world.with_own_group(), paths
         self.async_save, self.before_commit = async_save, before_commit
+        self.parts_arrive = parts_arrive
         self.in_progress: AsyncSave | None = None
         self._stager = storage.Stager(world.device)
         self._plans = KeptPlans()
@@ -169,6 +183,8 @@ class Saver:
         world.together(lambda: _refuse_non_finite(state, step), "check of numbers")
         world.on_main(lambda: directory.begin(self.paths, step, size), "begin of the save")
         folder = directory.temporary_folder(self.paths, step)
+        if self.parts_arrive:
+            folder.mkdir(parents=True, exist_ok=True)  # rank 0 has made that of its own node
         try:
             files = storage.write_state(state, folder, world, self._plans)
         except UnfitError:
@@ -178,6 +194,8 @@ class Saver:
         complete = manifest.with_files(files).sealed()
 
         def commit() -> None:
+            if self.parts_arrive:
+                _wait_for_parts(folder, complete)
             self.before_commit()
             try:
                 directory.commit(self.paths, folder, complete, keep_last, keep_every)
@@ -187,6 +205,23 @@ class Saver:
 
         world.on_main(commit, "commit")
         return directory.Checkpoint(self.paths.checkpoints / checkpoint_name(step), complete)
+
+
+def _wait_for_parts(folder: Path, manifest: Manifest) -> None:
+    """Wait until all files of a checkpoint have come from their nodes, with the digests that their ranks
+    have computed. UnfitError where they take too long."""
+    files = FileList(folder, {name: file.entry for name, file in manifest.files.items()})
+    num_bytes = sum(file.bytes for file in manifest.files.values())
+    end = time.monotonic() + ARRIVE_SEC + num_bytes / ARRIVE_BYTES_PER_SEC
+    while bad := list(files.bad_files(content=False)) or list(files.bad_files()):
+        if time.monotonic() > end:
+            raise UnfitError(
+                f"parts of the checkpoint of step {manifest.step} have not come to this node:"
+                f" {'; '.join(bad)}",
+                cause="the connection to a node is slow or broken, or the disk here is full",
+                fix="rerun the same command; the last checkpoint is intact",
+            )
+        time.sleep(ARRIVE_POLL_SEC)
 
 
 def _refuse_non_finite(state: dict[str, Any], step: int) -> None:

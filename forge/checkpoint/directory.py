@@ -23,7 +23,7 @@ from forge.checkpoint.manifest import MANIFEST, Manifest
 from forge.core import events, failpoints
 from forge.core.config import ResolvedConfig, apply_overrides, checked
 from forge.core.errors import DataError, DiskFull, UnfitError
-from forge.core.file_list import FileList
+from forge.core.file_list import FileEntry, FileList
 from forge.core.files import digest_file, disk_trouble, fsync_folder, plain_name
 from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, by_step, checkpoint_name, checkpoint_step
 from forge.core.records import Damage
@@ -82,6 +82,13 @@ class Checkpoint:
     @property
     def file_list(self) -> FileList:
         return FileList(self.folder, {n: f.entry for n, f in self.manifest.files.items()})
+
+    @property
+    def whole_list(self) -> FileList:
+        """Also with the manifest itself, as it is now."""
+        path = self.folder / MANIFEST
+        manifest = FileEntry(path.stat().st_size, digest_file(path))
+        return FileList(self.folder, {**self.file_list.entries, MANIFEST: manifest})
 
     def bad_files(self, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
         """A sentence for each file that is missing, corrupt or not in the manifest; digests all files.

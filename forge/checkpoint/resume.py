@@ -152,6 +152,17 @@ def repaired_latest(paths: RunPaths) -> directory.Checkpoint | None:
     return None
 
 
+def verified_here(paths: RunPaths) -> directory.Checkpoint | None:
+    """As `repaired_latest`, all digests verified by this process, where other nodes do not see the
+    checkpoints and would have no older one to fall back to."""
+    while (checkpoint := repaired_latest(paths)) is not None:
+        damage = list(checkpoint.bad_files())
+        if not damage:
+            break
+        directory.quarantine(paths, checkpoint.folder, damage)
+    return checkpoint
+
+
 def check_resumable(config: ResolvedConfig, paths: RunPaths) -> directory.Checkpoint | None:
     """The checkpoint that this config will resume from, None for a fresh start; changes nothing.
 
@@ -273,7 +284,8 @@ def _open(folder: Path) -> directory.Checkpoint:
             raise UnfitError(
                 f"{hostname()} does not see {folder / MANIFEST}, which rank 0 resumes from",
                 cause="the results are not on a file system that all nodes share",
-                fix="choose another directory for `results`",
+                fix="choose another directory for `results`, or set stage.results: first_node in"
+                " machine.yaml",
             )
         return directory.Checkpoint.open(folder)
 

@@ -105,17 +105,18 @@ class NodePool:
         """What the function gives on each host, in the placement's order, within `timeout_sec`.
 
         request: one of forge.node_agent.REQUESTS. hosts: None for all. each: more arguments, by host.
+        Several threads may ask, each of them other hosts.
         """
         name = request.__name__
-        self._asked += 1
+        number = self._asked = self._asked + 1  # of each host's requests, each number once
         wanted = [host for host in self.placement.hosts if hosts is None or host in hosts]
         for host in wanted:
             values = {**arguments, **(each or {}).get(host, {})}
-            self._members[host].put(self._asked, name, values)
+            self._members[host].put(number, name, values)
         members = [self._members[host] for host in wanted]
-        _exchange(members, self._asked, time.monotonic() + timeout_sec)
+        _exchange(members, number, time.monotonic() + timeout_sec)
         late = NodeFailure(f"no answer to {name!r} within {timeout_sec:g} s")
-        taken = {host: self._members[host].take(self._asked, late) for host in wanted}
+        taken = {host: self._members[host].take(number, late) for host in wanted}
         return {host: _typed(request, response) for host, response in taken.items()}
 
     def _start(self) -> None:

@@ -102,7 +102,22 @@ def check_layout(
         if ranks == 1 < layout.world_size and (on_cpus or config.train.precision == "fp32"):
             refuse_bf16_of_ddp(config.train)
         _check_memory(machine, layout, config, warns=warns)
+        if machine.stage.results == "first_node" and layout.nodes > 1:
+            _refuse_other_start(config)
     check_source(machine, layout, config)
+
+
+def _refuse_other_start(config: Config) -> None:
+    """ConfigError for a run that begins with weights that nodes without `results` do not get."""
+    init = config.model.init
+    if config.parent or init:
+        start = (
+            f"parent is {config.parent}" if config.parent else f"model.init is {init and init.name}"
+        )
+        raise ConfigError(
+            f"{start}, and stage.results is first_node: other nodes get checkpoints of the run only",
+            fix="train on one node, or put `results` and `data` where all nodes see them, without it",
+        )
 
 
 def check_layouts(machine: Machine, layout: WorldLayout, config: Config) -> None:
@@ -254,10 +269,12 @@ def find_placement(machine: Machine, layout: WorldLayout, folders: Sequence[str]
 
     folders: directories that a container must show, beside the project.
 
-    Raises UnfitError where the ranks need a job and there is none, or one with too few nodes or cores, or
-    where Slurm's programs are not found.
+    Raises UnfitError where the ranks need a job and there is none, or one with too few nodes or cores,
+    where Slurm's programs are not found, or this host is not the one that has the results.
     """
-    placement = _with_environment(_nodes(machine, layout), machine.environment)
+    nodes = _nodes(machine, layout)
+    _refuse_other_node(machine, nodes)
+    placement = _with_environment(nodes, machine.environment)
     own = machine.environment.values  # those of modules are of this host: an image's win over them
     container = container_of(machine, folders, own)
     if container is None:
@@ -309,6 +326,20 @@ def _nodes(machine: Machine, layout: WorldLayout) -> Placement:
         )
     _refuse_uneven(job, layout.ranks_per_node)
     return Placement(job.nodes, job)
+
+
+def _refuse_other_node(machine: Machine, placement: Placement) -> None:
+    """UnfitError where only the first node sees `results`, and this is another host."""
+    first, here = placement.hosts[0], hostname()
+    if machine.stage.results == "first_node" and placement.job and first != here:
+        raise UnfitError(
+            f"stage.results is first_node, and this command runs on {here}: the first node of job"
+            f" {placement.job.id} is {first}",
+            cause="a job runs its commands on its first node, in the order of their names; or this is the"
+            " shell of salloc on a login node",
+            fix=f"submit with slurm.options: --nodelist={here}, and leave out nodes whose names sort"
+            f" before it (slurm.exclude), if {here} is the node that has the results",
+        )
 
 
 def _refuse_uneven(job: slurm.Job, ranks_per_node: int) -> None:

@@ -288,8 +288,10 @@ def _ask_sbatch(
 ) -> None:
     """ConfigError for a request that sbatch would always refuse. Only the executor would see that error
     for a group of rules."""
-    line = ["sbatch", "--test-only", *request.options, "--wrap=true"]
-    _, trouble = slurm.run(line, timeout_sec=TEST_SEC, submits=True)
+    trouble = _trouble_of(request.options)
+    if _NO_NODES in trouble and (others := _without_nodelist(request.options)) != request.options:
+        # --test-only (22.05) refuses a list with fewer nodes than the job asks for; sbatch takes it.
+        trouble = _trouble_of(others)
     if not trouble or slurm.is_silence(trouble):
         return
     if reason := slurm.submit_limit(trouble) or _passing_reason(trouble, request, known):
@@ -301,6 +303,22 @@ def _ask_sbatch(
             fix=f"edit {request.profile_keys} in config.yaml of the profile, or slurm.options in"
             f" machine.yaml; {partitions}`sinfo` and `sacctmgr show assoc` tell what there is",
         )
+
+
+def _trouble_of(options: Sequence[str]) -> str:
+    line = ["sbatch", "--test-only", *options, "--wrap=true"]
+    return slurm.run(line, timeout_sec=TEST_SEC, submits=True)[1]
+
+
+def _without_nodelist(options: Sequence[str]) -> tuple[str, ...]:
+    """The options without nodes that the job must have (--nodelist, -w)."""
+    left, is_value = [], False
+    for word in options:
+        is_list = not is_value and word.startswith(("--nodelist", "-w"))
+        if not is_list and not is_value:
+            left.append(word)
+        is_value = is_list and word in ("--nodelist", "-w")
+    return tuple(left)
 
 
 def _passing_reason(trouble: str, request: Request, known: Mapping[str, Partition]) -> str:

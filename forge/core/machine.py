@@ -80,6 +80,24 @@ class StageSettings(Section):
     project: Literal["auto"] | bool = False
     """Also copy Forge, its Python environment and `program.source`: `true` to every node, `auto` to those
     that do not see them (`proj=missing`, `pkgs=missing` or `source=missing` in what stage prints)."""
+    results: Literal["shared", "first_node"] = "shared"
+    """Who sees the directory `results`. `shared`: all nodes. `first_node`: only the first node of a job,
+    on which its commands run; the others get what their ranks read, and what these write comes back.
+    Needs `project: auto` or `true`."""
+
+    @model_validator(mode="after")
+    def _blind_nodes_get_all(self) -> Self:
+        if self.results == "first_node" and self.project is False:
+            raise ValueError(
+                "results: first_node is for nodes that do not see the project either: set project: auto,"
+                " which copies Forge and its Python there"
+            )
+        if self.results == "first_node" and self.mode == "never":
+            raise ValueError(
+                "results: first_node needs copies of shards or inputs on the nodes, and mode is never:"
+                " set mode: auto"
+            )
+        return self
 
 
 class PreflightSettings(Section):
@@ -339,6 +357,11 @@ class Machine(Section):
 
     @model_validator(mode="after")
     def _container_has_the_project(self) -> Self:
+        if self.container and self.stage.results == "first_node":
+            raise ValueError(
+                "stage.results: first_node does not work with a container yet: its nodes must see"
+                " `results`. Remove one of them"
+            )
         if self.container and self.stage.project is not False:
             raise ValueError(
                 "stage.project copies Forge and its Python to nodes; with a container they come with the"

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +30,7 @@ from forge.core.records import StageRecord
 from forge.core.terminal import duration, say
 from forge.launch import lost_ranks
 from forge.launch.launch_command import launch_command
+from forge.launch.mirror import Mirror, is_needed
 from forge.launch.rank_output import Console
 from forge.launch.rank_records import (
     NO_RECORD,
@@ -82,13 +83,15 @@ def run_ranks(
     placement: Placement | None = None,
     python: str = sys.executable,
     deadline_sec: float | None = None,
+    checkpoint: str = "",
 ) -> RankRecord:
     """Start the ranks, wait for them (at most `deadline_sec`), and return one record for all of them.
 
     placement: exactly layout.nodes hosts; None for this host. python: the interpreter of the ranks.
+    checkpoint: its copy on nodes that do not see the run's directory (`stage.results`), to resume from.
     The outcome comes from the rank records, never from the exit status of the launch command: torchrun
     turns every code into 1. A rank without a record is `lost`. Raises SlurmSilent where Slurm itself is
-    the reason that no rank starts.
+    the reason that no rank starts, and as `Mirror`.
 
     In the directory of a run: with its lock held, and after `wait_for_orphans`.
     """
@@ -117,8 +120,6 @@ def run_ranks(
         kernels=str(kernels_folder(paths.root).absolute()) if isinstance(task, TrainTask) else "",
     )
     spec.write(spec.path)
-    meeting = master or (rendezvous.LOOPBACK, 0)
-    command = launch_command(machine, layout, placement, spec.path, master=meeting, python=python)
     reserve(spec)
     log = paths.logs / f"{spec.log_prefix}.{machine.launcher}.log"
     if isinstance(task, TrainTask | ProgramTask):
@@ -129,7 +130,19 @@ def run_ranks(
                 f" ranks={layout.world_size} MASTER_ADDR={master[0]} MASTER_PORT={master[1]}"
             )
     try:
-        stopped = _run(command, spec, log, machine.stop_grace_sec, deadline_sec)
+        with ExitStack() as stack:
+            mirror = None
+            if is_needed(spec, placement):
+                of_nodes = Mirror(spec, paths, placement, python, checkpoint)
+                mirror = stack.enter_context(of_nodes)
+            path = mirror.spec_path if mirror else spec.path
+            meeting = master or (rendezvous.LOOPBACK, 0)
+            command = launch_command(
+                machine, layout, placement, path, master=meeting, python=python
+            )
+            stopped = _run(command, spec, log, machine.stop_grace_sec, deadline_sec, mirror=mirror)
+            if mirror:
+                mirror.finish()
         records = [RankRecord.read(spec, rank) for rank in range(layout.world_size)]
         records = lost_ranks.with_hosts(records, placement.hosts, layout.ranks_per_node)
         if isinstance(task, TrainTask | ProgramTask):
@@ -192,7 +205,13 @@ def _record_errors(paths: RunPaths, records: Sequence[RankRecord]) -> None:
 
 
 def _run(
-    command: list[str], spec: LaunchSpec, log: Path, grace_sec: float, deadline_sec: float | None
+    command: list[str],
+    spec: LaunchSpec,
+    log: Path,
+    grace_sec: float,
+    deadline_sec: float | None,
+    *,
+    mirror: Mirror | None = None,
 ) -> list[int]:
     """Run the launch command to its end; the stop signals that were received meanwhile.
 
@@ -204,7 +223,7 @@ def _run(
         while True:
             killed_at = time.monotonic() + deadline_sec if deadline_sec else None
             child, trouble = _run_once(
-                command, spec, log, stopped, grace_sec=grace_sec, killed_at=killed_at
+                command, spec, log, stopped, mirror=mirror, grace_sec=grace_sec, killed_at=killed_at
             )
             if stopped or not patience.again(trouble):
                 break
@@ -222,6 +241,7 @@ def _run_once(
     log: Path,
     stopped: list[int],
     *,
+    mirror: Mirror | None = None,
     grace_sec: float,
     killed_at: float | None,
 ) -> tuple[subprocess.Popen[bytes], str]:
@@ -231,7 +251,7 @@ def _run_once(
     child = _start(command, log, _environment(spec))
     try:
         register(spec, "launcher", child.pid)
-        _watch(child, spec, stopped, grace_sec, killed_at)
+        _watch(child, spec, stopped, grace_sec, killed_at, mirror=mirror)
     except BaseException:  # the lock is released next: no rank may write after that
         _kill_all(spec, child)
         raise
@@ -250,6 +270,8 @@ def _watch(
     stopped: list[int],
     grace_sec: float,
     killed_at: float | None,
+    *,
+    mirror: Mirror | None = None,
 ) -> None:
     """Until the launch command ends: show messages of rank 0, forward a stop, kill what hangs."""
     forwarded, looked = False, -LOOK_SEC
@@ -265,9 +287,9 @@ def _watch(
             if (now := time.monotonic()) - looked >= LOOK_SEC:
                 looked = now
                 records.look()
-                if killed_at is None and any(
-                    record.status in ("failed", "lost") for record in records.written
-                ):
+                lost = mirror is not None and bool(mirror.lost)
+                failed = any(record.status in ("failed", "lost") for record in records.written)
+                if killed_at is None and (lost or failed):
                     killed_at = now + AFTER_FAILURE_SEC
                 stopped_ranks.look(records.stalled)
                 console.show(records.inodes)

@@ -27,7 +27,13 @@ from forge.launch.launcher import register
 from forge.launch.lost_ranks import PEER_LOST
 from forge.launch.rank import Rank
 from forge.launch.rank_output import RankProgress, send_log
-from forge.launch.rank_records import LaunchSpec, ProgramFolders, ProgramTask, RankRecord
+from forge.launch.rank_records import (
+    STOP_ASKED,
+    LaunchSpec,
+    ProgramFolders,
+    ProgramTask,
+    RankRecord,
+)
 from forge.launch.stop_signal import StopFlag
 
 POLL_SEC = 0.1
@@ -35,7 +41,6 @@ KILL_SEC = 30.0  # for the end of a killed program, whose GPU the driver may hav
 SHARED_SEC = 1.0  # between two looks at files on the shared file system
 # Exit status by which a program asks not to be started again (NVIDIA's resiliency extension uses it too).
 NO_RESTART = 93
-STOP_ASKED = "stop"  # in the directory of the launch: the cause, for ranks that got no signal
 TAIL_BYTES = 4096
 VICTIM_SEC = 5.0  # a rank that only waits for a hung rank reports so much later than the hung rank
 

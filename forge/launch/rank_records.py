@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ FORMAT = 1
 SAME_VERSION = "install the same version on all nodes (forge preflight compares them)"
 RESERVED_BYTES = 8192
 NO_RECORD = "it exited without a record"
+STOP_ASKED = "stop"  # in the directory of the launch: the cause, for ranks that got no signal
 
 
 # --- the tasks of the ranks ------------------------------------------------------------------------
@@ -353,6 +355,11 @@ def reserve(spec: LaunchSpec) -> None:
         path = _reserve(_path(spec, rank))
         with disk_trouble(path):
             path.write_text(" " * RESERVED_BYTES)
+
+
+def reserves(spec: LaunchSpec, ranks: Iterable[int]) -> list[Path]:
+    """The files in which `reserve` has allocated the space of these ranks."""
+    return [_reserve(_path(spec, rank)) for rank in ranks]
 
 
 def _path(spec: LaunchSpec, rank: int) -> Path:

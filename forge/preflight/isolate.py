@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge.cluster import rendezvous
+from forge.cluster.nodes import NodesFailed
 from forge.cluster.placement import Placement, WorldLayout
 from forge.cluster.rendezvous import EndpointError, JoinError
 from forge.core import records
@@ -89,6 +90,8 @@ class Trial:
             )
         except EndpointError as err:
             return Result([Check(ENDPOINT, "fail", err.what, err.fix, err.cause)])
+        except NodesFailed as err:
+            return Result([Check("rendezvous", "fail", err.what, err.fix, err.cause)])
         if record.status == "completed":
             return Result(list(rank_checks(record, self.layout, self.machine)))
         late = time.time() - started >= self.deadline_sec

@@ -29,7 +29,7 @@ import psutil
 import forge
 from forge.cluster import network, rendezvous, slurm
 from forge.core.errors import DataError, UnfitError
-from forge.core.files import atomic_open, disk_trouble
+from forge.core.files import atomic_open, disk_trouble, private_root
 from forge.core.machine import Fabric, Machine
 from forge.core.paths import MANIFEST
 from forge.core.process import hostname, node_local_folder, raise_open_files
@@ -57,7 +57,7 @@ CONNECT_THREADS = 32
 class Wanted:
     """Requirements of training that a node is checked for."""
 
-    results: str  # the run's directory
+    results: str  # the run's directory; "" where this node does not see it (stage.results)
     data: str  # the shards on the shared file system; "" where another program trains
     staged: str  # the shards or inputs on this node's own disk; "" where they are not staged
     digest: str  # of them
@@ -102,7 +102,9 @@ class NodeAnswer:
 def check_node(wanted: Wanted) -> NodeAnswer:
     """The checks of this node, and its facts."""
     interface, _ = network.choose_interface(wanted.machine.fabric, wanted.master or "127.0.0.1")
-    written = write_results(Path(wanted.results))
+    folder = _results_folder(wanted)
+    # Before a write, which would make a directory of this name on the node's own disk.
+    written = write_results(folder) if folder.is_dir() else Written(_unseen(folder))
     facts = NodeFacts(
         versions=installed_versions(),
         address=_address_of(interface),
@@ -119,7 +121,7 @@ def check_node(wanted: Wanted) -> NodeAnswer:
 
 def node_checks(wanted: Wanted, results_check: Check) -> Iterator[Check]:
     """All checks that need no other node. results_check: of a write into the run's directory."""
-    machine, results = wanted.machine, Path(wanted.results)
+    machine, results = wanted.machine, _results_folder(wanted)
     limits = machine.preflight
     yield _name_resolves()
     yield _project_visible()
@@ -129,13 +131,14 @@ def node_checks(wanted: Wanted, results_check: Check) -> Iterator[Check]:
     if wanted.program:
         yield _program_visible(wanted, wanted.program)
     yield results_check
-    yield at_least(
-        "disk",
-        shutil.disk_usage(results).free / 2**30 if results.exists() else 0,
-        limits.min_free_disk_gib,
-        f"GiB free in {results}",
-        "free space there, or point `results` to another disk",
-    )
+    if results.is_dir():  # else the check before has said so
+        yield at_least(
+            "disk",
+            shutil.disk_usage(results).free / 2**30,
+            limits.min_free_disk_gib,
+            f"GiB free in {results}",
+            "free space there, or point `results` to another disk",
+        )
     yield _local_disk()
     yield at_least(
         "memory",
@@ -254,6 +257,13 @@ def _staged(name: str, kind: Kind, wanted: Wanted) -> Check:
     return Check(name, "ok", f"staged {kind} in {folder}")
 
 
+def _results_folder(wanted: Wanted) -> Path:
+    """The directory into which ranks of this node write: the run's, or what stands for it."""
+    if wanted.results:
+        return Path(wanted.results)
+    return private_root(Path(wanted.machine.stage.folder or node_local_folder()))
+
+
 @dataclass(frozen=True)
 class Written:
     """What came of a write into the run's directory. bytes_per_sec: until it was on disk; None where it
@@ -281,6 +291,17 @@ def write_results(folder: Path) -> Written:
         return Written(Check("results", "fail", err.what, err.fix))
     rate = num_mib * 2**20 / seconds if num_mib == RESULTS_MIB else None
     return Written(_results(folder, rate), rate)
+
+
+def _unseen(folder: Path) -> Check:
+    return Check(
+        "results",
+        "fail",
+        f"{hostname()} does not see {folder}",
+        "set `results` to a directory that all nodes share; where only the first node has it, set"
+        " stage.results: first_node in machine.yaml, and remove the run's bad_nodes.txt",
+        "its file system is not mounted on this node",
+    )
 
 
 def _results(folder: Path, rate: float | None) -> Check:

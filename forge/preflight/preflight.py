@@ -261,9 +261,10 @@ def _wanted(
     """Requirements for each node, by host."""
     master = rendezvous.host(machine.fabric, placement.hosts[0])
     programs, tokens = _programs(config, placement, staged), config.ids.tokens
+    results = str(RunPaths.of(config).root.absolute())
     return {
         host: Wanted(
-            results=str(RunPaths.of(config).root.absolute()),
+            results=results if _sees_results(machine, host) else "",
             data=str(tokens_folder(config.data, tokens).absolute()) if tokens else "",
             staged=staged.folders.get(host, ""),
             digest=staged.digest,
@@ -274,6 +275,10 @@ def _wanted(
         )
         for host in placement.hosts
     }
+
+
+def _sees_results(machine: Machine, host: str) -> bool:
+    return machine.stage.results == "shared" or host == hostname()
 
 
 # --- ranks ----------------------------------------------------------------------------------------

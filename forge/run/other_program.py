@@ -29,6 +29,7 @@ from forge.launch.program_rank import (
     saved_file,
 )
 from forge.launch.rank_records import ProgramTask, RankRecord
+from forge.staging.checkpoint_copies import send_checkpoint
 from forge.staging.stage import program_folders
 from forge.trainer.metrics import StepLog
 from forge.validation.program_checks import AllProgramChecks
@@ -108,7 +109,12 @@ class OtherProgram:
         return replace(self, layout=layout)
 
     def launch(self, start: LaunchPlan, placement: Placement, step: int | None) -> RankRecord:
-        task = self._task(start, step)
+        latest = None if step is None else self.checkpoints.latest()
+        task = self._task(start, latest)
+        copy = ""
+        if latest:
+            python = start.staged.interpreter
+            copy = send_checkpoint(latest.file_list, start.machine, placement, python)
         sealer = self._sealer(start.staged, placement)
         machine = start.machine.model_copy(
             update={"stop_grace_sec": self.program.stop.grace_sec, "async_save": False}
@@ -128,6 +134,7 @@ class OtherProgram:
                 start.layout,
                 placement=placement,
                 python=start.staged.interpreter,
+                checkpoint=copy,
             )
             orderly = record.all_exited_with_0
         finally:
@@ -135,8 +142,7 @@ class OtherProgram:
                 sealer.finish(orderly=orderly)
         return self._judged(record)
 
-    def _task(self, start: LaunchPlan, step: int | None) -> ProgramTask:
-        latest = None if step is None else self.checkpoints.latest()
+    def _task(self, start: LaunchPlan, latest: SealedCheckpoint | None) -> ProgramTask:
         staged, shared = program_folders(self.config, self.program, start.staged)
         launches = [e for e in events.read(self.paths.events) if isinstance(e, events.Launch)]
         return ProgramTask(

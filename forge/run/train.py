@@ -251,6 +251,16 @@ def _launch(
     _end_if_stuck(program, start.machine, program.first_step if step is None else step)
     try:
         return program.launch(start, hosts, step)
+    except (
+        nodes.NodesFailed
+    ) as err:  # those that do not see `results` could not be given what they need
+        return RankRecord(
+            "lost",
+            code=err.code,
+            cause=lost_ranks.PEER_LOST,
+            message=err.what,
+            host=next(iter(err.failures)),
+        )
     except DiskFull as err:  # before any rank started
         if start.job is None:
             raise

@@ -76,6 +76,7 @@ class Trainer:
             async_save=spec.machine.async_save,
             # A node that lost its network must not commit: the job may run on other nodes by now.
             before_commit=lambda: check_held(paths.root, spec.launcher),
+            parts_arrive=spec.machine.stage.results == "first_node" and spec.nodes > 1,
         )
         self.saver.hold_updates(start.optimizers)
         self.throughput = metrics.Throughput(

@@ -249,3 +249,12 @@ def test_agents_that_slurm_itself_never_starts_blame_slurm_and_no_node(pool_of, 
         pool_of(a=NODE, b=["sh", "-c", f"echo '{JUST_STARTED}' >&2; exit 1"]),
     ):
         pass
+
+
+def test_agent_survives_the_signals_that_slurm_sends_to_all_steps_of_a_job():
+    """Before a preemption or the time limit: the files of the ranks have yet to come."""
+    with NodePool(Placement.here()) as pool:
+        [agent] = pool.ask(hello, timeout_sec=30).values()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(agent.pid, number)
+        assert pool.ask(hello, timeout_sec=30) == {agent.host: agent}

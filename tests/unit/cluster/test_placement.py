@@ -41,6 +41,47 @@ def test_a_job_with_too_few_nodes_is_refused(monkeypatch):
         placement.find_placement(load_machine(None, {"launcher": "srun"}), WorldLayout(4, 2))
 
 
+LONE = {"launcher": "srun", "stage.project": "auto", "stage.results": "first_node"}
+
+
+def test_first_node_without_the_results_is_refused_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(slurm, "this_job", lambda: JOB)
+    monkeypatch.setattr(slurm, "refuse_missing", lambda *_: None)
+    with pytest.raises(UnfitError) as caught:
+        placement.find_placement(load_machine(None, LONE), WorldLayout(2, 2))
+    first = JOB.nodes[0]
+    assert f"runs on {hostname()}: the first node of job {JOB.id} is {first}" in caught.value.what
+    assert "slurm.exclude" in caught.value.fix
+    here = replace(JOB, nodes=(hostname(), *JOB.nodes[1:]))
+    monkeypatch.setattr(slurm, "this_job", lambda: here)
+    found = placement.find_placement(load_machine(None, LONE), WorldLayout(2, 2))
+    assert found.hosts == here.nodes
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"stage.project": False}, "set project: auto"),
+        ({"stage.mode": "never"}, "set mode: auto"),
+        ({"container.image": "/x.sif"}, "does not work with a container yet"),
+        ({"stage.results": "first-node"}, "'shared' or 'first_node'"),
+    ],
+)
+def test_results_on_the_first_node_are_refused_without_what_the_others_need(keys, what):
+    with pytest.raises(ConfigError, match=what):
+        load_machine(None, {**LONE, **keys})
+
+
+def test_start_from_weights_that_other_nodes_do_not_get_is_refused():
+    config = Config(run="base", parent="other@5000", train={"batch_size": 8})
+    check_layout = placement.check_layout
+    with pytest.raises(
+        ConfigError, match=r"parent is other@5000, and stage\.results is first_node"
+    ):
+        check_layout(load_machine(None, LONE), WorldLayout(2, 2), config)
+    check_layout(load_machine(None, LONE), WorldLayout(1, 2), config)
+
+
 @pytest.mark.parametrize("there", [[], ["scontrol"]])
 def test_slurms_programs_that_are_not_found_in_a_job_are_named_with_the_path(
     there, monkeypatch, tmp_path

@@ -186,6 +186,24 @@ def test_refusal_while_all_nodes_are_up_is_final(answers):
 
 
 @pytest.mark.parametrize(
+    "words", [("--nodelist=n1",), ("--nodelist", "n1"), ("-w", "n1"), ("-wn1",)], ids=" ".join
+)
+def test_node_that_the_job_must_have_among_others_is_no_reason_to_refuse(
+    answers, monkeypatch, words
+):
+    """--test-only answers as for a missing node where the list is shorter than --nodes."""
+
+    def run(line, **_):
+        answers.asked.append(line)
+        return "", NO_NODES if any("n1" in word for word in line) else ""
+
+    monkeypatch.setattr(submission.slurm, "run", run)
+    options = ("--nodes=2", *words, "--exclude=n3")
+    check(answers, replace(ALLOCATION, options=options))
+    assert answers.asked[-1][2:-1] == ["--nodes=2", "--exclude=n3"]
+
+
+@pytest.mark.parametrize(
     "answer",
     [
         "sbatch: error: invalid partition specified: x\nallocation failure: Invalid partition name",

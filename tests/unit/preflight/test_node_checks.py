@@ -446,3 +446,20 @@ def test_write_into_the_runs_directory_is_timed_and_leaves_nothing(wanted, monke
     )
     (folder / "file").touch()
     assert node_checks.write_results(folder / "file").bytes_per_sec is None
+
+
+def test_node_that_does_not_see_results_is_named_with_the_key(wanted, tmp_path):
+    hidden = replace(wanted, results=str(tmp_path / "elsewhere/results"))
+    found = {check.name: check for check in node_checks.check_node(hidden).checks}
+    assert found["results"].status == "fail"
+    assert found["results"].message == f"{hostname()} does not see {hidden.results}"
+    assert "stage.results: first_node" in found["results"].fix
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_node_that_need_not_see_results_is_checked_for_its_own_disk(wanted, tmp_path):
+    machine = load_machine(None, {"stage.folder": str(tmp_path / "disk")})
+    blind = replace(wanted, results="", machine=machine)
+    found = {check.name: check for check in node_checks.check_node(blind).checks}
+    assert found["results"].status == "ok"
+    assert str(tmp_path / "disk") in found["results"].message

@@ -11,7 +11,7 @@ from forge.core.config import Config, checked, load_config
 from forge.core.errors import ConfigError, Exit
 from forge.core.machine import load_machine
 from forge.data.content_ids import resolve
-from forge.run import programs
+from forge.run import forge_trainer
 from forge.run.cost import Cost, costs, refuse_more, summary
 from forge.run.programs import program_of
 
@@ -132,7 +132,7 @@ def runs(tmp_path, monkeypatch):
 
 @pytest.fixture
 def ten_seconds_a_step(monkeypatch):
-    monkeypatch.setattr(programs, "step_seconds", lambda *_: 10.0)
+    monkeypatch.setattr(forge_trainer, "step_seconds", lambda *_: 10.0)
 
 
 PROFILE = {"nodes": 2, "tasks_per_node": 4, "gres": "gpu:4", "runtime": 100}
@@ -193,7 +193,7 @@ def test_only_runs_that_will_be_trained_are_counted(tmp_path, runs, ten_seconds_
 def test_only_the_steps_after_the_last_checkpoint_are_counted(
     runs, ten_seconds_a_step, monkeypatch, saved, left
 ):
-    monkeypatch.setattr(programs.ForgeTrainer, "resumable_step", lambda _: saved)
+    monkeypatch.setattr(forge_trainer.ForgeTrainer, "resumable_step", lambda _: saved)
     assert program_of(runs["base"]).seconds_left(H100, WorldLayout(2, 4)) == left * 10.0
 
 
@@ -214,6 +214,6 @@ def test_estimate_is_that_of_forge_plan(monkeypatch):
     """12.3 s a step of the 7B on 32 H100 (docs/gpu.md), 32,500 steps."""
     config = load_config("config/sizes/7b.yaml", {})
     machine = load_machine("profiles/kempner/machine.yaml")
-    monkeypatch.setattr(programs.ForgeTrainer, "resumable_step", lambda _: None)
+    monkeypatch.setattr(forge_trainer.ForgeTrainer, "resumable_step", lambda _: None)
     left = program_of(config).seconds_left(machine, WorldLayout(8, 4))
     assert left / 32_500 == pytest.approx(12.3, rel=0.005)
