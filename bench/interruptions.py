@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import psutil
 import yaml
 
 from bench.pipeline import make_project
-from bench.recovery_split import Seen, Split, split
+from bench.recovery_split import Seen, Split, longest_step, split
 from forge.core import events, json_lines
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
@@ -85,6 +86,7 @@ class LabRun:
         """Until this launch has all of its ranks, and has saved a checkpoint by its own interval."""
 
         def saved() -> bool:
+            self.refuse_end()
             log = self.log
             launch = events.last(log, events.Launch)
             save = events.last(log, events.Save)
@@ -98,6 +100,11 @@ class LabRun:
             "all ranks",
             self.said,
         )
+
+    def refuse_end(self) -> None:
+        """ClusterError once the workflow has ended: nothing comes after that."""
+        if self.command.poll() is not None:
+            raise ClusterError(f"the workflow has ended\n{self.said()}")
 
     def said(self) -> str:
         """The last lines of the workflow and of the launches, for an error."""
@@ -115,27 +122,28 @@ class LabRun:
 
 # An event gets the run and its rank processes. It returns once the fault is seen to have happened, with
 # what repairs it later.
-Fault = Callable[[LabRun, list[psutil.Process]], Callable[[], None]]
+Repair = Callable[[], None]
+Fault = Callable[[LabRun, list[psutil.Process]], Repair]
 
 
 def nothing() -> None:
     """Nothing has to be repaired."""
 
 
-def kill_rank(run: LabRun, ranks: list[psutil.Process]) -> Callable[[], None]:
+def kill_rank(run: LabRun, ranks: list[psutil.Process]) -> Repair:
     ranks[-1].kill()
     wait_until(lambda: _is_gone(ranks[-1]), 10, f"dead: rank process {ranks[-1].pid}")
     return nothing
 
 
-def hang_rank(run: LabRun, ranks: list[psutil.Process]) -> Callable[[], None]:
+def hang_rank(run: LabRun, ranks: list[psutil.Process]) -> Repair:
     ranks[-1].suspend()
     stopped = psutil.STATUS_STOPPED
     wait_until(lambda: ranks[-1].status() == stopped, 10, f"stopped: rank process {ranks[-1].pid}")
     return nothing
 
 
-def requeue(run: LabRun, ranks: list[psutil.Process]) -> Callable[[], None]:
+def requeue(run: LabRun, ranks: list[psutil.Process]) -> Repair:
     restarts = _restarts(run)
     run.cluster.run("scontrol", "requeue", run.job)
     wait_until(
@@ -144,7 +152,7 @@ def requeue(run: LabRun, ranks: list[psutil.Process]) -> Callable[[], None]:
     return nothing
 
 
-def preempt(run: LabRun, ranks: list[psutil.Process]) -> Callable[[], None]:
+def preempt(run: LabRun, ranks: list[psutil.Process]) -> Repair:
     """A job that comes first needs the nodes for two seconds."""
     hosts = ",".join(run.launch.nodes)
     job = run.cluster.submit(
@@ -155,7 +163,7 @@ def preempt(run: LabRun, ranks: list[psutil.Process]) -> Callable[[], None]:
     return nothing
 
 
-def reach_time_limit(run: LabRun, ranks: list[psutil.Process]) -> Callable[[], None]:
+def reach_time_limit(run: LabRun, ranks: list[psutil.Process]) -> Repair:
     """The time limit comes so near that Slurm's signal (slurm.warn_sec: 120) is due."""
     hours, minutes, _ = map(int, run.cluster.job(run.job)["RunTime"].split(":"))
     _set_time_limit(run, 60 * hours + minutes + 2)
@@ -163,7 +171,7 @@ def reach_time_limit(run: LabRun, ranks: list[psutil.Process]) -> Callable[[], N
     return lambda: _set_time_limit(run, 50)
 
 
-def cut_power(run: LabRun, ranks: list[psutil.Process]) -> Callable[[], None]:
+def cut_power(run: LabRun, ranks: list[psutil.Process]) -> Repair:
     name = run.launch.nodes[-1]
     run.cluster.power_cut(name)  # returns when it has no process any more
 
@@ -175,7 +183,7 @@ def cut_power(run: LabRun, ranks: list[psutil.Process]) -> Callable[[], None]:
     return repair
 
 
-def cut_cable(run: LabRun, ranks: list[psutil.Process]) -> Callable[[], None]:
+def cut_cable(run: LabRun, ranks: list[psutil.Process]) -> Repair:
     name = run.launch.nodes[-1]
     run.cluster.cable_cut(name)
 
@@ -188,7 +196,7 @@ def cut_cable(run: LabRun, ranks: list[psutil.Process]) -> Callable[[], None]:
     return repair
 
 
-def stop_slurmctld(run: LabRun, ranks: list[psutil.Process]) -> Callable[[], None]:
+def stop_slurmctld(run: LabRun, ranks: list[psutil.Process]) -> Repair:
     run.cluster.stop_daemon("slurmctld")  # returns when it is gone
     end = time.monotonic() + AWAY_SEC
 
@@ -264,11 +272,16 @@ class Rounds:
         ranks = rank_processes(run.paths.launches)
         old, restarts = run.launch, _restarts(run)
         fault_at = time.time()
-        repair = self.event.fault(run, ranks)
-        seen = self._watch(Seen(fault_at), old, ranks)
-        if self.event.ends_launch and _restarts(run) > restarts:
+        if not self.event.ends_launch:
+            self.event.fault(run, ranks)()
+            return longest_step(fault_at, time.time(), run.lines)
+        with ThreadPoolExecutor(1) as beside:  # ranks may end before the fault is seen by Slurm
+            fault = beside.submit(self.event.fault, run, ranks)
+            seen = self._watch(Seen(fault_at), old, ranks, fault)
+            repair = fault.result()
+        if _restarts(run) > restarts:
             start = datetime.fromisoformat(run.cluster.job(run.job)["StartTime"]).timestamp()
-            seen = Seen(seen.fault, seen.record, seen.ended, start, seen.processes)
+            seen = replace(seen, job_start=start)
         found = split(seen, run.log, run.lines)
         assert found is not None
         repair()
@@ -288,8 +301,11 @@ class Rounds:
         self.run.wait_until_steady()
         self._losses = 0
 
-    def _watch(self, seen: Seen, old: events.Launch, ranks: list[psutil.Process]) -> Seen:
-        """What is to be seen until the first new step. Raises ClusterError after LONGEST_SEC."""
+    def _watch(
+        self, seen: Seen, old: events.Launch, ranks: list[psutil.Process], fault: Future[Repair]
+    ) -> Seen:
+        """What is to be seen until the first new step. Raises ClusterError after LONGEST_SEC, and where
+        the fault did not happen."""
         run, folder = self.run, self.run.paths.launches
         record = ended = None
         processes: dict[str, float] = {}
@@ -305,9 +321,11 @@ class Rounds:
                 if launch.name not in (old.launch, *processes) and _has_all_pids(launch):
                     processes[launch.name] = now
             newest = _newest(run.paths)
-            is_of_new = newest.launch != old.launch
-            if newest.step > before and is_of_new == self.event.ends_launch:
+            if newest.step > before and newest.launch != old.launch:
                 return Seen(seen.fault, record, ended, None, processes)
+            run.refuse_end()
+            if fault.done():
+                fault.result()
             if time.monotonic() > end:
                 raise ClusterError(f"no step after {self.event.what}\n{run.said()}")
             time.sleep(LOOK_SEC)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from forge.core import events
 from forge.core.events import Event
@@ -20,7 +21,7 @@ PHASES = {
     "launch": "the checks of nodes that lost a rank, and `forge train` up to srun or torchrun",
     "processes": "until every rank has imported what it needs to report itself",
     "load": "imports of torch, rendezvous, shards, checkpoint, compile",
-    "first step": "the first step of the new launch",
+    "first step": "the first step of the new launch; where training goes on, the longest step",
     "steps again": "steps that were trained before the event, but not saved",
 }
 # Of Slurm, and of the interval between two checkpoints: apart from what Forge needs.
@@ -57,14 +58,20 @@ class Split:
 
 
 def split(seen: Seen, log: Sequence[Event], lines: Sequence[Line]) -> Split | None:
-    """The split of one event; None while no new step was taken.
+    """The split of an event that ends a launch; None while no new launch has taken a new step.
 
     log, lines: of the run, whole. Where ranks were launched in vain between the event and the new
     step, the launch that took it counts, and what came before belongs to the phase `launch`.
     """
     steps = [line for line in lines if isinstance(line, TrainLine)]
-    before = max((line.step for line in steps if line.time <= _end_of_old(seen, log)), default=0)
-    new = next((s for s in steps if s.time > seen.fault and s.step > before), None)
+    launches = [
+        event for event in log if isinstance(event, events.Launch) and event.time > seen.fault
+    ]
+    if not launches:
+        return None
+    again = launches[0].time  # until then, steps were those of the launch that the event hit
+    before = max((step.step for step in steps if step.time <= again), default=0)
+    new = next((step for step in steps if step.time > again and step.step > before), None)
     if new is None:
         return None
     marks = _marks(seen, log, steps, new)
@@ -76,11 +83,13 @@ def split(seen: Seen, log: Sequence[Event], lines: Sequence[Line]) -> Split | No
     return Split(seconds)
 
 
-def _end_of_old(seen: Seen, log: Sequence[Event]) -> float:
-    """Until when steps were those of the launch that the event hit; of one that no launch followed, the
-    event itself."""
-    launches = [event.time for event in log if isinstance(event, events.Launch)]
-    return next((time for time in launches if time > seen.fault), seen.fault)
+def longest_step(since: float, until: float, lines: Sequence[Line]) -> Split:
+    """The split of an event through which the ranks train on: the longest time between two steps, from
+    `since` to `until` in seconds since the epoch. All of it is `first step`."""
+    times = [line.time for line in lines if isinstance(line, TrainLine)]
+    marks = [since, *(time for time in times if since < time < until), until]
+    longest = max(end - begin for begin, end in pairwise(marks))
+    return Split({phase: round(longest, 3) if phase == "first step" else 0.0 for phase in PHASES})
 
 
 def _marks(
@@ -88,11 +97,7 @@ def _marks(
 ) -> dict[str, float | None]:
     """The end of each phase; None where it is not known."""
     after = [event for event in log if seen.fault < event.time <= new.time]
-    launch = next(
-        (e for e in after if isinstance(e, events.Launch) and e.launch == new.launch), None
-    )
-    if launch is None:  # training went on
-        return {"steps again": new.time}
+    launch = next(e for e in after if isinstance(e, events.Launch) and e.launch == new.launch)
     around = [event for event in after if event.time <= launch.time]
     stage, preflight = (events.last(around, kind) for kind in (events.Stage, events.Preflight))
     init = next((e for e in after if isinstance(e, events.Init) and e.launch == new.launch), None)

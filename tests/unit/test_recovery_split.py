@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.recovery_split import PHASES, Seen, split
+from bench.recovery_split import PHASES, Seen, longest_step, split
 from forge.core import events
 from forge.core.events import Event
 from forge.trainer.metrics import Line, TrainLine
@@ -92,14 +92,16 @@ def test_launch_in_vain_belongs_to_the_launch_that_took_a_step() -> None:
     assert found.total == pytest.approx(15.0)
 
 
-def test_training_that_goes_on_has_its_next_step_and_nothing_else() -> None:
-    found = split(Seen(FAULT), [launch(50, "a", 0)], trained("a", (8, 99.0), (9, 100.25)))
-    assert found
-    assert {name for name, sec in found.seconds.items() if sec} == {"steps again"}
+def test_training_that_goes_on_has_its_longest_step_and_nothing_else() -> None:
+    lines = trained("a", (8, 99.0), (9, 100.25), (10, 103.0), (11, 103.5), (12, 109.0))
+    found = longest_step(FAULT, 104.0, lines)
+    assert {name: sec for name, sec in found.seconds.items() if sec} == {"first step": 2.75}
+    assert longest_step(FAULT, 108.5, lines).total == 5.0  # a step that has not ended counts, too
 
 
 def test_there_is_no_split_before_a_new_step() -> None:
     log = [launch(50, "a", 0), launch(101, "b", 7)]
+    assert split(Seen(FAULT), log[:1], BEFORE) is None
     assert split(Seen(FAULT), log, BEFORE) is None
     assert split(Seen(FAULT), log, BEFORE + trained("b", (8, 105), (9, 106))) is None
 
