@@ -12,6 +12,7 @@ import shutil
 import statistics
 import subprocess
 import time
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,15 @@ def measure(cluster: Cluster, number: int, steps: int) -> dict[str, float]:
     }
 
 
-def make_project(folder: Path, steps: int) -> Path:
+def make_project(
+    folder: Path,
+    steps: int,
+    *,
+    train: Mapping[str, object] = {},
+    train_run: Mapping[str, object] = {},
+) -> Path:
     """A project as a user has it, with a corpus of its own and the profile slurm-cpu, edited for the
-    test cluster."""
+    test cluster. train, train_run: other keys of that section, and of the run's allocation."""
     for part in ("workflow", "profiles"):
         shutil.copytree(REPOSITORY / part, folder / part)
     corpus = folder / "corpus"
@@ -96,9 +103,10 @@ def make_project(folder: Path, steps: int) -> Path:
         words = (f"{number * word % 97} times {word} is the word" for word in range(60))
         (corpus / f"{number:02}.txt").write_text(", ".join(words))
     tokenize = {"inputs": [str(corpus)], "val_fraction": 0.3}
-    train = VALUES["train"] | {"max_steps": steps, "checkpoint_every": max(20, steps // 4)}
+    every = max(20, steps // 4)
+    of_train = VALUES["train"] | {"max_steps": steps, "checkpoint_every": every, **train}
     (folder / "config").mkdir()
-    values = {**VALUES, "tokenize": tokenize, "train": train}
+    values = {**VALUES, "tokenize": tokenize, "train": of_train}
     (folder / "config/config.yaml").write_text(yaml.safe_dump(values))
     (folder / "config/runs.tsv").write_text("run\nbase\n")
     profile = folder / "profiles/slurm-cpu/config.yaml"
@@ -111,7 +119,7 @@ def make_project(folder: Path, steps: int) -> Path:
     options["set-threads"] = dict.fromkeys(options["set-threads"], 2)
     options["set-resources"]["train_run"] |= {
         **{"slurm_partition": "main", "nodes": 2, "tasks_per_node": 1, "cpus_per_task": 1},
-        **{"mem_mb": 1800, "runtime": 10},
+        **{"mem_mb": 1800, "runtime": 10, **train_run},
     }
     profile.write_text(yaml.safe_dump(options))
     return folder

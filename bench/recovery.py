@@ -1,143 +1,106 @@
-"""How long until a stopped run takes its next step, with torch.compile? Seconds from launch to step.
+"""From an event to the next new step of a run: how long, and spent on what? Seconds.
 
-python -m bench.recovery [--quick]    about 3 min: two ranks on this machine, in turns
+python -m bench.recovery [--event NAME ...] [--rounds 5] [--quick]
+brings up the test cluster, so needs root and Slurm
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import signal
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
+from collections.abc import Sequence
 
 import pandas as pd
-import yaml
 
-from forge.core import events
-from forge.core.paths import RunPaths, kernels_folder
-from forge.trainer import metrics
+from bench import kernels
+from bench.interruptions import EVENTS, NODES, RANKS_PER_NODE, LabRun, Rounds
+from bench.recovery_split import PHASES, Split
+from tools.slurm_cluster.cluster import Cluster, base_folder, why_not
+from tools.slurm_cluster.machines import ClusterError
+from tools.slurm_cluster.settings import Settings, default_partitions
+from tools.slurm_cluster.temporary import temporary_cluster
 
-ROUNDS = 3
-LONGEST_SEC = 240.0
-RANKS = ("--machine.launcher=torchrun", "--machine.device=cpu", "--ranks-per-node=2")
-KEPT, LOST, EAGER = "kernels kept", "kernels lost", "not compiled"
-
-
-def write_config(project: Path, *, is_quick: bool) -> Path:
-    """The config of a run that no launch here completes."""
-    corpus = project / "corpus"
-    corpus.mkdir()
-    for number in range(24):
-        lines = (f"{number} times {n} is {number * n}." for n in range(1_000))
-        (corpus / f"{number}.txt").write_text("\n".join(lines))
-    size = {"dim": 64, "layers": 2} if is_quick else {"dim": 192, "layers": 4}
-    train = {
-        **{"seq_len": 128, "batch_size": 8, "max_steps": 1_000_000, "warmup_steps": 3},
-        **{"log_every": 1, "eval_samples": 2, "eval_every": 10**6, "checkpoint_every": 10**6},
-    }
-    values = {
-        "tokenizer": {"source": "train", "vocab_size": 512, "sample_mib": 1},
-        "tokenize": {"inputs": [str(corpus)], "val_fraction": 0.2},
-        "model": {**size, "heads": 2},
-        "train": train,
-    }
-    path = project / "config.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
-
-
-def forge(project: Path, *arguments: str) -> subprocess.Popen[str]:
-    """A forge command in the project, without a user's own directory of kernels."""
-    environ = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
-    # Kernels of other tasks, and of a launch whose own are lost, are not those of the measurement before.
-    environ["TMPDIR"] = str(project / "node")
-    command = [sys.executable, "-m", "forge", *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=project,
-        env=environ,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-
-
-def finish(process: subprocess.Popen[str], expected: int) -> None:
-    said, _ = process.communicate(timeout=LONGEST_SEC)
-    if process.returncode != expected:
-        raise SystemExit(f"{process.args} ended with {process.returncode}:\n{said[-3000:]}")
-
-
-def launch(project: Path, run: str, *more: str) -> float:
-    """Train until the first step of this launch, and stop: seconds between launch and step."""
-    paths = RunPaths(project / "results" / run)
-    before = len(steps(paths))
-    process = forge(project, "train", "config.yaml", f"--run={run}", *RANKS, *more)
-    end = time.monotonic() + LONGEST_SEC
-    try:
-        while len(taken := steps(paths)) == before:
-            if process.poll() is not None or time.monotonic() > end:
-                process.kill()
-                finish(process, 75)
-            time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        finish(process, 75)
-    finally:
-        process.kill()
-    began = events.last(events.read(paths.events), events.Launch)
-    assert isinstance(began, events.Launch)
-    return taken[before].time - began.time
-
-
-def steps(paths: RunPaths) -> list[metrics.TrainLine]:
-    lines = metrics.read(paths.metrics) if paths.metrics.exists() else []
-    return [line for line in lines if isinstance(line, metrics.TrainLine)]
-
-
-def measure(project: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds by way; each round has all of them, in turn. Launches that begin a run do not count."""
-    launch(project, "compiled", "--train.compile=true")
-    launch(project, "eager", "--train.compile=false")
-    seconds: dict[str, list[float]] = {KEPT: [], LOST: [], EAGER: []}
-    for _ in range(rounds):
-        seconds[KEPT].append(launch(project, "compiled", "--train.compile=true"))
-        seconds[EAGER].append(launch(project, "eager", "--train.compile=false"))
-        shutil.rmtree(project / kernels_folder(project / "results/compiled"))
-        seconds[LOST].append(launch(project, "compiled", "--train.compile=true"))
-    return seconds
+ROUNDS = 5
+KERNELS = "kernels"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one round of a tiny model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = {name: event.what for name, event in EVENTS.items()}
+    what[KERNELS] = "a requeue with torch.compile, kernels kept or lost: no Slurm, not by default"
+    parser.add_argument(
+        "--event",
+        action="append",
+        choices=what,
+        metavar="NAME",
+        help="once or more: " + " · ".join(f"{name}: {text}" for name, text in what.items()),
+    )
+    parser.add_argument("--rounds", type=_count, default=ROUNDS, help=f"of each event ({ROUNDS})")
+    parser.add_argument("--quick", action="store_true", help="one round, by default of killed-rank")
     options = parser.parse_args()
-    if not (shutil.which("c++") or shutil.which("g++")):
-        print("skipped: torch.compile needs a C++ compiler here")
+    names = options.event or (["killed-rank"] if options.quick else list(EVENTS))
+    rounds = 1 if options.quick else options.rounds
+    if KERNELS in names:
+        kernels.run(is_quick=options.quick)
+    if names := [name for name in dict.fromkeys(names) if name != KERNELS]:
+        on_cluster(names, rounds)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rounds; 1 or more")
+    return int(text)
+
+
+def on_cluster(names: Sequence[str], rounds: int) -> None:
+    """Measure these events, and print the table of each as soon as it is complete."""
+    if reason := why_not():
+        print(f"skipped: {reason}")
         return
-    rounds = 1 if options.quick else ROUNDS
-    with tempfile.TemporaryDirectory(dir=".") as name:
-        project = Path(name).absolute()
-        write_config(project, is_quick=options.quick)
-        for step in ("tokenizer", "tokenize"):
-            finish(forge(project, step, "config.yaml"), 0)
-        seconds = measure(project, rounds)
-    rows = [
-        {
-            "way": way,
-            "median s": statistics.median(values),
-            "max s": max(values),
-            "of kept": statistics.median(a / b for a, b in zip(values, seconds[KEPT], strict=True)),
-        }
-        for way, values in seconds.items()
-    ]
-    print(f"launch to first step, two ranks on a CPU, {rounds} rounds")
-    print(pd.DataFrame(rows).to_string(index=False, float_format="{:,.2f}".format))
+    settings = Settings(nodes=4, partitions=default_partitions(grace_sec=30))
+    print(
+        f"seconds from the event to the next new step: {NODES} nodes x {RANKS_PER_NODE} ranks on"
+        f" {os.cpu_count()} cores, medians of {rounds}",
+        flush=True,
+    )
+    with temporary_cluster(base_folder(), f"bench-{os.getpid()}", settings) as cluster:
+        for name in names:
+            splits = measure(cluster, name, rounds)
+            print(f"\n{name}: {EVENTS[name].what} (load {os.getloadavg()[0]:.1f})")
+            print(table(splits).to_string(float_format="{:,.1f}".format), flush=True)
+
+
+def measure(cluster: Cluster, name: str, rounds: int) -> list[Split]:
+    """The rounds of one event, in a run of its own."""
+    event = EVENTS[name]
+    run = LabRun.start(cluster, cluster.folder / "scratch" / name, event.partition)
+    try:
+        each = Rounds(run, event)
+        return [each.next() for _ in range(rounds)]
+    except ClusterError as err:
+        raise SystemExit(f"{name}: {err}") from None
+    finally:
+        run.end()
+
+
+def table(splits: Sequence[Split]) -> pd.DataFrame:
+    """Median, least and most seconds of each phase that took any, of all but Slurm's delay and repeated
+    steps, and of all."""
+    rows = {
+        phase: [split.seconds[phase] for split in splits]
+        for phase in PHASES
+        if any(split.seconds[phase] for split in splits)
+    }
+    rows["of Forge"] = [split.of_forge for split in splits]
+    rows["in all"] = [split.total for split in splits]
+    return pd.DataFrame.from_dict(
+        {name: [statistics.median(sec), min(sec), max(sec)] for name, sec in rows.items()},
+        orient="index",
+        columns=["median", "least", "most"],
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from forge.cluster.allocation import (
 )
 from forge.cluster.lock import WORKFLOW_LOCK, lock
 from forge.cluster.sbatch import Request, requests_of
-from forge.cluster.slurm import refuse_missing
+from forge.cluster.slurm import refuse_missing, settle_in_batch_step
 from forge.core.config import OF_FORGES_TRAINER, Config, ResolvedConfig, checked, read_values
 from forge.core.errors import ConfigError, ForgeError, TrainingError, UnfitError
 from forge.core.files import (
@@ -80,6 +80,7 @@ def prepare_environment() -> None:
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     environ["FORGE_IN_WORKFLOW"] = "1"
     environ.setdefault("FORGE_USER_OMP_NUM_THREADS", environ.get("OMP_NUM_THREADS", ""))
+    settle_in_batch_step()
     # Else each line that Snakemake's log on a full disk does not take is a traceback on the terminal.
     logging.raiseExceptions = False
 

@@ -63,6 +63,22 @@ class Executor(SlurmExecutor):
     def run_job(self, job: Any) -> None:
         self._watch.submit(job)
 
+    def get_job_exec_prefix(self, job: Any) -> str:
+        from forge.cluster.jobs import is_allocation
+        from forge.cluster.slurm import RULES_IN_BATCH_STEP
+
+        return f"export {RULES_IN_BATCH_STEP}=1" if is_allocation(job.rules) else ""
+
+    def format_job_exec(self, job: Any) -> str:
+        """The command of a job. The Snakemake of an allocation runs its rules, which start Slurm's steps
+        themselves; `slurm-jobstep` would start a second Snakemake for them."""
+        from forge.cluster.jobs import is_allocation
+
+        line: str = super().format_job_exec(job)
+        if not is_allocation(job.rules):
+            return line
+        return line.replace(f" {self.additional_general_args()} ", " ")
+
     def _report_job_error_threadsafe(self, job_info: Any, msg: str) -> None:
         self._watch.note_refusal(job_info, msg)
 

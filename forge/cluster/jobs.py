@@ -18,6 +18,12 @@ ALLOCATION_RULES = ("stage_run", "preflight_run", TRAIN_RULE)
 FORMAT = "%i|%T|%r|%N|%B|%V|%S|%k|%Z"  # man squeue
 
 
+def is_allocation(rules: Iterable[str]) -> bool:
+    """Whether a job of these rules is that of a run: its allocation, in which rules start ranks."""
+    names = set(rules)
+    return TRAIN_RULE in names or (bool(names) and names <= set(ALLOCATION_RULES))
+
+
 @dataclass(frozen=True)
 class QueuedJob:
     """A job as listed by squeue. Times in seconds since the epoch."""

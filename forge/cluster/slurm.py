@@ -312,6 +312,27 @@ def settle_environment() -> None:
         os.environ["SLURM_CLUSTERS"] = cluster
 
 
+# Set for the Snakemake of an allocation, which runs its rules without Snakemake's `slurm-jobstep`.
+RULES_IN_BATCH_STEP = "FORGE_RULES_IN_BATCH_STEP"
+# What stays in its environment, as with `slurm-jobstep` 0.6.1 (`keep_slurm`), which also leaves variables
+# of arrays and of the submission. Not SLURM_TMPDIR: where data is staged stays what it was.
+KEPT_IN_RULES = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CLUSTER_NAME")
+
+
+def settle_in_batch_step() -> None:
+    """In an allocation, take what describes the batch step from the environment of the rules: Slurm's
+    commands would read it as options, such as its memory and its number of tasks."""
+    if not os.environ.pop(RULES_IN_BATCH_STEP, ""):
+        return
+    of_step = [
+        name
+        for name in os.environ
+        if name.startswith(("SLURM_", "SRUN_", "SBATCH_")) and name not in KEPT_IN_RULES
+    ]
+    for name in of_step:
+        del os.environ[name]
+
+
 # What Slurm, or a site's prolog, sets anew in a job, beside the variables that describe the job.
 SET_IN_JOBS = (
     *("TMPDIR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),

@@ -331,6 +331,8 @@ class RanksIdentity(RecordPart):
     """Id of the Slurm job."""
     nodes: dict[str, dict[str, str] | None]
     """Node -> versions of its software; None where it did not answer."""
+    boots: dict[str, str] = Field(default_factory=dict)
+    """Node -> boot id of its kernel, of those that answered."""
     ranks_per_node: int
     launcher: str
     fabric: dict[str, Any]

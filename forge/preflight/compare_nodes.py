@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from forge.preflight.node_checks import (
 from forge.preflight.packages import Imported
 
 T = TypeVar("T")
+IsWarm = Callable[[str, NodeFacts], bool]
 
 # TCP sends a lost SYN again after 1 s, and again 2 s later.
 CONNECT_SEC = 4.0
@@ -79,19 +80,35 @@ class CheckedNode:
         return " ".join(parts)
 
 
+def nothing_is_warm(host: str, facts: NodeFacts) -> bool:
+    """For nodes of which nothing is known."""
+    return False
+
+
 def inspect(
-    placement: Placement, wanted: Mapping[str, Wanted], machine: Machine, *, sec: float, python: str
+    placement: Placement,
+    wanted: Mapping[str, Wanted],
+    machine: Machine,
+    *,
+    sec: float,
+    python: str,
+    is_warm: IsWarm = nothing_is_warm,
 ) -> list[CheckedNode]:
     """All nodes with their checks, in the order of `placement.hosts`, within about `sec` seconds; in a
     job, TORCH_SEC more for the import of torch.
 
-    python: the interpreter that runs Forge on the other nodes. Raises EndpointError where the ranks would
+    python: the interpreter that runs Forge on the other nodes. is_warm: whether the page cache of a node
+    is known to hold torch, so that it need not import it. Raises EndpointError where the ranks would
     look for rank 0 on another node.
     """
     started = container_checks(placement)
     broken = {h: CheckedNode(h, [check]) for h, check in started.items() if check.status == "fail"}
     rest = placement.without(broken)
-    nodes = _inside(rest, wanted, machine, sec=sec, python=python) if rest.hosts else []
+    nodes = (
+        _inside(rest, wanted, machine, sec=sec, python=python, is_warm=is_warm)
+        if rest.hosts
+        else []
+    )
     for node in nodes:
         node.checks[:0] = [started[node.name]] if node.name in started else []
     by_name = {node.name: node for node in nodes} | broken
@@ -99,7 +116,13 @@ def inspect(
 
 
 def _inside(
-    placement: Placement, wanted: Mapping[str, Wanted], machine: Machine, *, sec: float, python: str
+    placement: Placement,
+    wanted: Mapping[str, Wanted],
+    machine: Machine,
+    *,
+    sec: float,
+    python: str,
+    is_warm: IsWarm,
 ) -> list[CheckedNode]:
     """As `inspect`, for nodes on which the container starts, or without one."""
     head = placement.hosts[0]
@@ -108,7 +131,7 @@ def _inside(
         node = _answered(head, check_node(wanted[head]))
         if imports:
             node.checks.append(packages.import_packages(**imports[head]).check)
-        if placement.job:
+        if placement.job and not (node.facts and is_warm(head, node.facts)):
             node.checks.append(packages.import_torch())
         return [node]
     with NodePool(placement, python=python, start_sec=sec / 2) as pool:
@@ -130,7 +153,8 @@ def _inside(
         if not placement.is_here:
             links = _connect_all(pool, answered, machine, head=head, master=master, sec=sec / 4)
         if placement.job:
-            _import_torch(pool, answered)
+            cold = [node for node in answered if node.facts and not is_warm(node.name, node.facts)]
+            _import_torch(pool, cold)
     compare(list(nodes.values()), machine)
     check_links(nodes, links)
     check_clocks(nodes, links, machine.preflight.max_clock_skew_sec)
@@ -178,8 +202,11 @@ def _add_imports(node: CheckedNode, answer: Imported | NodeFailure) -> None:
 
 
 def _import_torch(pool: NodePool, nodes: Sequence[CheckedNode]) -> None:
-    """Have all nodes import torch at once, before the clock of their ranks runs. Only in a job: there the
-    environment is often on a network disk, and a node that is wrongly left out costs the queue again."""
+    """Have these nodes import torch at once, before the clock of their ranks runs. Only in a job: there
+    the environment is often on a network disk, and a node that is wrongly left out costs the queue
+    again."""
+    if not nodes:
+        return
     sec = packages.TORCH_SEC + CONNECT_SEC
     hosts = [node.name for node in nodes]
     answers = pool.ask(packages.import_torch, hosts=hosts, timeout_sec=sec)

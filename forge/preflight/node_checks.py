@@ -32,7 +32,7 @@ from forge.core.errors import DataError, UnfitError
 from forge.core.files import atomic_open, disk_trouble, private_root
 from forge.core.machine import Fabric, Machine
 from forge.core.paths import MANIFEST
-from forge.core.process import hostname, node_local_folder, raise_open_files
+from forge.core.process import boot_id, hostname, node_local_folder, raise_open_files
 from forge.core.provenance import PACKAGES
 from forge.core.records import Check
 from forge.data.shards import Kind
@@ -89,6 +89,7 @@ class NodeFacts:
     driver: str  # version of NVIDIA's; "" without one
     exported: dict[str, str]  # variables for NCCL, Gloo and torch
     bytes_per_sec: float | None  # at which it wrote into the run's directory
+    boot: str  # boot id of its kernel
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ def check_node(wanted: Wanted) -> NodeAnswer:
         driver=packages.driver_version(),
         exported=packages.exported(),
         bytes_per_sec=written.bytes_per_sec,
+        boot=boot_id(),
     )
     return NodeAnswer(list(node_checks(wanted, written.check)), facts)
 

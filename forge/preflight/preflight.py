@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ from forge.preflight import compare_nodes, container_checks, isolate
 from forge.preflight.bisection import BrokenNodes
 from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, CheckedNode, nodes_to_leave_out
 from forge.preflight.isolate import ENDPOINT, REPEAT_SHARE, SEARCH_SHARE, Prober
-from forge.preflight.node_checks import Wanted, WantedProgram
+from forge.preflight.node_checks import NodeFacts, Wanted, WantedProgram
 from forge.preflight.packages import TORCH_SEC
 from forge.staging.stage import program_folders, stage_record
 
@@ -135,10 +136,18 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
         wanted = _wanted(config, staged, machine, layout, placement)
         if placement.job:
             say(_limits(machine, _all_ranks(placement, layout)))
+        earlier = _pass_of_earlier_start(placement, paths)
+        is_warm = functools.partial(_is_unchanged, earlier.identity if earlier else None)
         findings = _inspected(
-            config, machine, layout, placement, wanted=wanted, python=staged.interpreter
+            config,
+            machine,
+            layout,
+            placement,
+            wanted=wanted,
+            python=staged.interpreter,
+            is_warm=is_warm,
         )
-        if reason := _reason_to_skip(findings, paths):
+        if reason := _reason_to_skip(findings, earlier):
             findings.ranks = [Check("ranks", "ok", f"skipped: {reason}")]
         else:
             prober = _prober(findings, paths, machine, staged.interpreter)
@@ -180,7 +189,13 @@ def recheck(
     try:
         wanted = _wanted(config, staged, machine, layout, placement)
         findings = _inspected(
-            config, machine, layout, placement, wanted=wanted, python=staged.interpreter
+            config,
+            machine,
+            layout,
+            placement,
+            wanted=wanted,
+            python=staged.interpreter,
+            is_warm=lambda *_: True,  # their ranks have just run
         )
     except rendezvous.EndpointError:
         return {}  # their ranks cannot meet at an endpoint that was asked for on another node
@@ -200,10 +215,14 @@ def _inspected(
     *,
     wanted: dict[str, Wanted],
     python: str,
+    is_warm: compare_nodes.IsWarm,
 ) -> Findings:
-    """The nodes of the placement after their own checks, and those that compare them."""
+    """The nodes of the placement after their own checks, and those that compare them. is_warm: as
+    in `compare_nodes.inspect`."""
     sec = NODES_SHARE * isolate.deadline_sec(machine, _all_ranks(placement, layout))
-    nodes = compare_nodes.inspect(placement, wanted, machine, sec=sec, python=python)
+    nodes = compare_nodes.inspect(
+        placement, wanted, machine, sec=sec, python=python, is_warm=is_warm
+    )
     identity = _identity(placement, layout, nodes, machine, wanted)
     return Findings(config, machine, placement, layout, nodes, identity)
 
@@ -355,6 +374,7 @@ def _identity(
     return RanksIdentity(
         job=placement.job.id if placement.job else None,
         nodes={node.name: node.facts.versions if node.facts else None for node in nodes},
+        boots={node.name: node.facts.boot for node in nodes if node.facts},
         ranks_per_node=layout.ranks_per_node,
         launcher=machine.launcher,
         fabric=machine.fabric.model_dump(mode="json"),
@@ -362,26 +382,42 @@ def _identity(
     )
 
 
-def _reason_to_skip(findings: Findings, paths: RunPaths) -> str:
-    """Why the ranks need no check after this restart; "" where they need one.
-
-    They need none where Slurm restarted the job that passed, unless a rank failed or was lost since:
-    the fabric may have been the reason.
-    """
-    job = findings.placement.job
+def _pass_of_earlier_start(placement: Placement, paths: RunPaths) -> PreflightResult | None:
+    """The result of an earlier start of this job that passed with all of its nodes; None without one, and
+    where a rank failed or was lost since: the fabric may have been the reason."""
+    job = placement.job
     if job is None or not job.restarts:
-        return ""
+        return None
     earlier = PreflightResult.read_if_there(paths.preflight)
-    if earlier is None or earlier.status != "ok" or earlier.left_out or findings.left_out:
-        return ""
-    if earlier.identity != findings.identity or earlier.restart >= job.restarts:
-        return ""
+    if earlier is None or earlier.status != "ok" or earlier.left_out:
+        return None
+    if earlier.identity.job != job.id or earlier.restart >= job.restarts:
+        return None
     for event in reversed(events.read(paths.events)):
         if isinstance(event, events.Preflight):
             break
         if isinstance(event, events.Lost | events.Failed):
-            return ""
-    return f"the same nodes, shards and versions passed in start {earlier.restart} of job {job.id}"
+            return None
+    return earlier
+
+
+def _is_unchanged(earlier: RanksIdentity | None, host: str, facts: NodeFacts) -> bool:
+    """Whether this node passed with these very packages since its kernel has started: ranks have imported
+    torch there."""
+    if earlier is None:
+        return False
+    return (earlier.boots.get(host), earlier.nodes.get(host)) == (facts.boot, facts.versions)
+
+
+def _reason_to_skip(findings: Findings, earlier: PreflightResult | None) -> str:
+    """Why the ranks need no check after this restart; "" where they need one.
+
+    earlier: of `_pass_of_earlier_start`. They need none where nothing that they depend on has changed.
+    """
+    if earlier is None or findings.left_out or earlier.identity != findings.identity:
+        return ""
+    job = findings.identity.job
+    return f"the same nodes, shards and versions passed in start {earlier.restart} of job {job}"
 
 
 # --- output ---------------------------------------------------------------------------------------

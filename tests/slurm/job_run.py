@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from forge.core.files import read_json
 from forge.core.paths import RunPaths
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
+from tools.slurm_cluster.rank_processes import rank_processes
 from tools.slurm_cluster.temporary import locked
 
 GOAL, INTERVAL = 80, 20  # steps; steps between checkpoints
@@ -177,18 +177,7 @@ class Progress:
 
     def ranks(self) -> list[psutil.Process]:
         """The living rank processes of this run, on all nodes."""
-        found = []
-        psutil.process_iter.cache_clear()  # a pid may be another process than at the last call
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                # Not srun and torchrun, which have the same words behind others.
-                line = [word for word in process.cmdline()[1:] if word != "-u"]
-                mine = line[:2] == ["-m", "forge.worker"] and Path(
-                    process.cwd(), line[2]
-                ).is_relative_to(self.paths.launches)
-                if mine and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        return rank_processes(self.paths.launches)
 
     def said(self) -> str:
         """The last words of the run's logs, for a test that waits in vain."""

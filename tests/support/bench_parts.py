@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.__main__ import PARTS
 
 REPOSITORY = Path(__file__).parents[2]
-ON_SLURM = {"stage", "pipeline"}  # each brings up a test cluster of its own
+ON_SLURM = {"stage", "pipeline", "recovery"}  # each brings up a test cluster of its own
 
 
 def measured(part: str, timeout_sec: float) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import recovery
 from bench.__main__ import PARTS, main, run
 
 
@@ -39,3 +40,20 @@ def test_a_part_that_fails_is_named_and_the_others_still_run(
     assert main() == 1
     assert started == list(PARTS)
     assert capsys.readouterr().out.endswith("failed: loader (exit status 70)\n")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--event", "kiled-rank"], "invalid choice: 'kiled-rank' (choose from 'killed-rank'"),
+        (["--rounds", "0"], "'0' is not a number of rounds; 1 or more"),
+        (["--rounds", "many"], "'many' is not a number of rounds; 1 or more"),
+    ],
+)
+def test_recovery_refuses_an_event_or_a_number_of_rounds_that_is_none(
+    wrong: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.recovery", *wrong])
+    with pytest.raises(SystemExit):
+        recovery.main()
+    assert said in capsys.readouterr().err

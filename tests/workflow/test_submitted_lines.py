@@ -24,7 +24,8 @@ ANSWERS = {
 @pytest.fixture(scope="module")
 def submitted(shared_project):
     """submitted(profile): the arguments of sbatch for the run's allocation; submitted(profile, *target):
-    for the first job of another target. submitted.said: what the last command printed."""
+    for the first job of another target. submitted.said: what the last command printed. submitted.wrap:
+    the job's command."""
     project = shared_project
     code, output = project.snakemake("--until", "tokenize")
     assert code == 0, output
@@ -56,7 +57,9 @@ def submitted(shared_project):
         )
         assert done.returncode != 0
         assert line_file.exists(), done.stdout + done.stderr
-        line = own(line_file.read_text().splitlines())
+        text = line_file.read_text()
+        line = own(text.splitlines())
+        words.wrap = text[text.index("--wrap") :]
         line_file.unlink()
         words.said = done.stdout + done.stderr
         return line
@@ -123,6 +126,18 @@ def test_slurm_cpu_asks_for_tasks(submitted):
         *("--nodes=2", "--requeue", "--ntasks=4", "--cpus-per-task=4"),
         *("--ntasks-per-node=2", *ALWAYS[1:]),
     ]
+
+
+def test_job_of_a_run_starts_snakemake_once(submitted):
+    """Not again in a job step of Snakemake, which takes seconds of each start. The rule of another job
+    needs that step, which takes its share of the node."""
+    submitted("slurm-cpu")
+    assert "export FORGE_RULES_IN_BATCH_STEP=1 &&" in submitted.wrap
+    assert submitted.wrap.count("-m snakemake") == 1
+    assert "jobstep" not in submitted.wrap and "--mode 'remote'" in submitted.wrap
+    submitted("slurm-cpu", "train", "--forcerun", "tokenize", "--until", "tokenize")
+    assert "--executor slurm-jobstep --jobs 1" in submitted.wrap
+    assert "FORGE_RULES_IN_BATCH_STEP" not in submitted.wrap
 
 
 def test_columns_of_the_sample_sheet_are_the_nodes_and_tasks_of_the_run(submitted, shared_project):

@@ -27,7 +27,7 @@ SILENT = "echo 'squeue: error: Unable to contact slurm controller (connect failu
 # Methods of the plugin, or of Snakemake's interface for executors.
 OVERRIDDEN = {
     *("run_job", "cancel_jobs", "check_active_jobs", "sleep"),
-    "_report_job_error_threadsafe",
+    *("_report_job_error_threadsafe", "get_job_exec_prefix", "format_job_exec"),
 }
 
 
@@ -36,8 +36,9 @@ def test_plugin_is_the_one_that_the_watch_was_tested_with():
     assert found == job_watch.PLUGIN_VERSION, (
         f"the plugin is {found}, Forge's executor was tested with {job_watch.PLUGIN_VERSION}. Read in the"
         " plugin what snakemake_executor_plugin_forge overrides (check_active_jobs, sleep, run_job,"
-        " cancel_jobs, _report_job_error_threadsafe) and what job_watch reads (run_uuid, wait,"
-        " aux['slurm_logfile']), run tests/slurm/test_job_watch.py and test_workflow.py, then change"
+        " cancel_jobs, _report_job_error_threadsafe, get_job_exec_prefix, format_job_exec) and what"
+        " job_watch reads (run_uuid, wait, aux['slurm_logfile']), run tests/slurm/test_job_watch.py"
+        " and test_workflow.py, then change"
         " PLUGIN_VERSION and pyproject.toml."
     )
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.cluster import slurm
+from forge.cluster import jobs, slurm
 from forge.core.errors import UnfitError
 
 RUNNING = (
@@ -137,6 +137,34 @@ def test_queries_submissions_and_the_plugins_commands_ask_the_same_cluster(
     for environ in (*environments, slurm.os.environ):
         wanted = {"SLURM_CLUSTERS": asked} if asked else {}
         assert {k: v for k, v in environ.items() if k in slurm.CLUSTERS} == wanted
+
+
+def test_rules_in_the_batch_step_do_not_see_what_describes_it(monkeypatch):
+    """An srun in a rule would take the memory and the tasks of the batch step for its options."""
+    monkeypatch.setattr(slurm.os, "environ", {})
+    of_step = {"SLURM_NTASKS": "4", "SLURM_MEM_PER_NODE": "1800", "SBATCH_REQUEUE": "1"}
+    kept = {"SLURM_JOB_ID": "7", "SLURM_CONF": "/etc/slurm.conf", "HOME": "/root"}
+    slurm.os.environ |= of_step | kept
+    slurm.settle_in_batch_step()
+    assert slurm.os.environ == of_step | kept  # no allocation of the workflow
+    slurm.os.environ[slurm.RULES_IN_BATCH_STEP] = "1"
+    slurm.settle_in_batch_step()
+    assert slurm.os.environ == kept
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        (["train_run"], True),
+        (["stage_run", "preflight_run", "train_run"], True),
+        (["stage_run", "preflight_run"], True),  # of the target preflight
+        (["tokenize"], False),
+        (["validate_run"], False),
+        ([], False),
+    ],
+)
+def test_job_of_a_run_is_known_by_its_rules(rules, expected):
+    assert jobs.is_allocation(rules) is expected
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def told(record, monkeypatch, tmp_path):
 def test_run_whose_job_is_held_is_told_once_over_restarts(told, monkeypatch):
     new_run(Path("results/base"))
     comment = "rule_allocation-base_stage_run_train_run"
-    line = f"17|PENDING|JobHeldUser||2026-11-21T04:36:00|N/A|{comment}|{Path.cwd()}"
+    line = f"17|PENDING|JobHeldUser||n/a|2026-11-21T04:36:00|N/A|{comment}|{Path.cwd()}"
     monkeypatch.setattr(slurm, "is_here", lambda: True)
     monkeypatch.setattr(slurm, "ask", lambda *_, **__: line)
     told()

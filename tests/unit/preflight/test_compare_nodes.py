@@ -34,7 +34,7 @@ FAIL = Check("disk", "fail", "0.1 GiB free", "free space")
 
 ALIKE = NodeFacts(
     **{"versions": VERSIONS, "address": "10.0.0.1", "master_trouble": "", "infiniband": False},
-    **{"ports": {}, "gpus": 0, "driver": "", "exported": {}, "bytes_per_sec": None},
+    **{"ports": {}, "gpus": 0, "driver": "", "exported": {}, "bytes_per_sec": None, "boot": "b"},
 )
 
 
@@ -305,7 +305,8 @@ def test_nodes_of_a_job_import_torch_before_the_clock_of_their_ranks(monkeypatch
     assert local.checks == []
 
 
-def test_agents_are_asked_to_import_torch(monkeypatch):
+@pytest.mark.parametrize("warm", [[], ["n1"], ["n1", "n2"]])
+def test_agents_are_asked_to_import_torch_where_it_is_not_known_to_be_in_memory(monkeypatch, warm):
     """`inspect` itself, with agents that answer at once."""
     asked = []
 
@@ -314,7 +315,8 @@ def test_agents_are_asked_to_import_torch(monkeypatch):
             super().__init__(self)
 
         def ask(self, request, *, hosts=("n1", "n2"), **_):
-            asked.append(request)
+            if request is packages.import_torch:
+                asked.extend(hosts)
             answers = {compare_nodes.check_node: NodeAnswer([], ALIKE)}
             answers[packages.import_torch] = Check("torch", "ok", "imported in 1.0 s")
             return {host: answers.get(request, NodeFailure("not now")) for host in hosts}
@@ -326,6 +328,9 @@ def test_agents_are_asked_to_import_torch(monkeypatch):
     wish = Wanted("", "", "", "", machine, 1, None, "n1")
     wanted = dict.fromkeys(("n1", "n2"), wish)
     two = Placement(("n1", "n2"), job)
-    found = compare_nodes.inspect(two, wanted, machine, sec=1, python="python")
-    assert packages.import_torch in asked
-    assert all("imported in 1.0 s" in [c.message for c in each.checks] for each in found)
+    found = compare_nodes.inspect(
+        two, wanted, machine, sec=1, python="python", is_warm=lambda host, facts: host in warm
+    )
+    assert asked == [host for host in ("n1", "n2") if host not in warm]
+    for each in found:
+        assert ("imported in 1.0 s" in [c.message for c in each.checks]) == (each.name in asked)

@@ -155,6 +155,7 @@ class Nodes:
         self.config, self.down, self.broken = config, {}, None
         self.probed, self.restart, self.versions = [], 0, {"python": "3.11", "torch": "2.13"}
         self.has_time, self.endpoint = True, []
+        self.warm, self.boots = [], {}
         monkeypatch.setattr(preflight, "find_placement", lambda *_: self.placement)
         monkeypatch.setattr(compare_nodes, "inspect", self.inspect)
         monkeypatch.setattr(preflight, "Prober", lambda *_, **__: self)
@@ -164,7 +165,8 @@ class Nodes:
         job = Job("7", "RUNNING", self.restart, NAMES, 1, "main", "forge", True, None)
         return Placement(NAMES, job)
 
-    def inspect(self, placement, wanted, machine, *, sec, python):
+    def inspect(self, placement, wanted, machine, *, sec, python, is_warm):
+        self.warm = [name for name in NAMES if is_warm(name, self.facts(name))]
         assert set(wanted) == set(placement.hosts)
         assert {w.master for w in wanted.values()} == {placement.hosts[0]}
         return [
@@ -183,6 +185,7 @@ class Nodes:
                 "infiniband": False,
             },
             **{"ports": {}, "gpus": 0, "driver": "", "exported": {}, "bytes_per_sec": None},
+            boot=self.boots.get(name, "boot 1"),
         )
 
     def bad(self, hosts):
@@ -376,7 +379,7 @@ def test_restart_with_the_same_nodes_skips_the_ranks_and_says_so(nodes, paths, c
     assert (paths.logs / "preflight.7.1.json").exists()
 
 
-@pytest.mark.parametrize("change", ["versions", "lost rank", "failed before", "no restart"])
+@pytest.mark.parametrize("change", ["versions", "boot", "lost rank", "failed before", "no restart"])
 def test_ranks_are_checked_again_where_anything_may_have_changed(nodes, paths, change):
     if change == "failed before":
         nodes.down = {"n2": DOWN}
@@ -388,7 +391,19 @@ def test_ranks_are_checked_again_where_anything_may_have_changed(nodes, paths, c
     nodes.restart = 0 if change == "no restart" else 1
     if change == "versions":
         nodes.versions = {"python": "3.11", "torch": "2.14"}
+    if change == "boot":
+        nodes.boots = {"n2": "boot 2"}
     if change == "lost rank":
         events.record(paths.events, happenings.lost("rank 1 of 2 exited without a record"))
     nodes.run()
     assert len(nodes.probed) == 2
+    assert nodes.warm == (["n1", "n3", "n4"] if change == "boot" else [])
+
+
+def test_only_nodes_that_changed_import_torch_again_after_a_restart(nodes):
+    """On the same nodes their import took more than a second of a start of ten."""
+    nodes.run()
+    assert nodes.warm == []
+    nodes.restart = 1
+    nodes.run()
+    assert nodes.warm == list(NAMES)

@@ -80,7 +80,7 @@ def test_a_run_has_the_same_state_and_reason_whoever_is_asked(kind, capsys):
     assert summary.summarize(run.paths).state == found
     assert status.look([run.paths])[0][0].state == found
     assert status.status([run.paths], as_json=True) is None
-    (row,) = json.loads(capsys.readouterr().out)
+    (row,) = json.loads(capsys.readouterr().out)["runs"]
     assert (row["run"], row["state"], row["reason"]) == (run.root.name, state, found.reason)
     for shown in (
         lambda: print(render(run.paths).replace("&#39;", "'")),
