@@ -18,6 +18,7 @@ PARTS = {
     "stage": "shards to the disks of four nodes",
     "pipeline": "the workflow beside a hand-written sbatch script",
     "dry_run": "the workflow's own time",
+    "reproducibility": "what changes the bits of a model",
     "scale": "what grows with the number of ranks, simulated",
 }
 
