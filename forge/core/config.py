@@ -261,6 +261,16 @@ class Config(Section):
             }
         return {key: value for key, value in values.items() if key not in unused}
 
+    @property
+    def of_training(self) -> Self:
+        """The same with the defaults of the sections that training does not read: equal for two configs
+        that train the same."""
+        return type(self)(**self.training_json())
+
+    def training_json(self) -> dict[str, Any]:
+        """What config.json holds: all but the sections that training does not read."""
+        return {key: value for key, value in self.to_json().items() if key not in OUTSIDE_TRAINING}
+
 
 class ResolvedConfig(Config):
     """A config with its ids, as every step of a run takes it and config.json holds it.
@@ -269,16 +279,6 @@ class ResolvedConfig(Config):
     """
 
     ids: Ids
-
-    @property
-    def of_training(self) -> ResolvedConfig:
-        """The same with the defaults of the sections that training does not read: equal for two configs
-        that train the same."""
-        return ResolvedConfig(**self.training_json())
-
-    def training_json(self) -> dict[str, Any]:
-        """What config.json holds: all but the sections that training does not read."""
-        return {key: value for key, value in self.to_json().items() if key not in OUTSIDE_TRAINING}
 
     def is_in(self, path: Path) -> bool:
         """Whether config.json, which may be missing, holds this config. Raises DataError where it is not
