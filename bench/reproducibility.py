@@ -70,6 +70,17 @@ def ways(python: str | None) -> list[Way]:
     return [*compared, Way(f"{python}", python=python)] if python else compared
 
 
+def quick(every: list[Way]) -> list[Way]:
+    """The reference, and few of the others; another Python that was asked for is among them."""
+    reference, *others = every
+    few = (
+        way
+        for way in others
+        if way.what == SAME or way.ends or way.ranks == 1 or way.python != sys.executable
+    )
+    return [reference, *few]
+
+
 def write_config(project: Path, *, is_quick: bool) -> Path:
     corpus = project / "corpus"
     corpus.mkdir()
@@ -187,10 +198,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="a smaller model, and three ways only")
+    parser.add_argument("--quick", action="store_true", help="a smaller model, and four ways only")
     parser.add_argument("--python", help="also with this Python, of an environment with Forge")
     options = parser.parse_args()
+    if options.python and not shutil.which(options.python):
+        parser.error(f"--python: {options.python} is not a program")
     chosen = ways(options.python)
+    if options.quick:
+        chosen = quick(chosen)
     if not (shutil.which("c++") or shutil.which("g++")):
         chosen = [way for way in chosen if "--train.compile=true" not in way.options]
         print("torch.compile is left out: it needs a C++ compiler")
@@ -204,9 +219,6 @@ def main() -> None:
                 check=True,
                 stderr=subprocess.DEVNULL,
             )
-        if options.quick:
-            chosen = [way for way in chosen[1:] if way.ends or way.ranks == 1 or way.what == SAME]
-            chosen = [ways(None)[0], *chosen]
         runs = [train(project, f"run{number}", way) for number, way in enumerate(chosen)]
         rows = [row(way, run, runs[0]) for way, run in zip(chosen[1:], runs[1:], strict=True)]
         reference = weights(runs[0])

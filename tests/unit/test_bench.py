@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import recovery
+from bench import recovery, reproducibility
 from bench.__main__ import PARTS, main, run
 
 
@@ -57,3 +57,18 @@ def test_recovery_refuses_an_event_or_a_number_of_rounds_that_is_none(
     with pytest.raises(SystemExit):
         recovery.main()
     assert said in capsys.readouterr().err
+
+
+def test_python_that_is_asked_for_is_compared_in_a_quick_run_too() -> None:
+    chosen = reproducibility.quick(reproducibility.ways("/other/bin/python"))
+    assert [way.python for way in chosen[1:]].count("/other/bin/python") == 1
+    assert chosen[0] == reproducibility.ways(None)[0]
+
+
+def test_python_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["reproducibility", "--python", "/nowhere/python"])
+    with pytest.raises(SystemExit):
+        reproducibility.main()
+    assert "/nowhere/python is not a program" in capsys.readouterr().err
