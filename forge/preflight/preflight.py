@@ -133,20 +133,11 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
         wait_for_orphans(paths)
         paths.preflight_pass.unlink(missing_ok=True)  # of an earlier preflight
         staged = stage_record(paths)
-        wanted = _wanted(config, staged, machine, layout, placement)
         if placement.job:
             say(_limits(machine, _all_ranks(placement, layout)))
         earlier = _pass_of_earlier_start(placement, paths)
         is_warm = functools.partial(_is_unchanged, earlier.identity if earlier else None)
-        findings = _inspected(
-            config,
-            machine,
-            layout,
-            placement,
-            wanted=wanted,
-            python=staged.interpreter,
-            is_warm=is_warm,
-        )
+        findings = _inspected(config, machine, layout, placement, staged=staged, is_warm=is_warm)
         if reason := _reason_to_skip(findings, earlier):
             findings.ranks = [Check("ranks", "ok", f"skipped: {reason}")]
         else:
@@ -187,14 +178,12 @@ def recheck(
     """
     layout = _all_ranks(placement, layout)
     try:
-        wanted = _wanted(config, staged, machine, layout, placement)
         findings = _inspected(
             config,
             machine,
             layout,
             placement,
-            wanted=wanted,
-            python=staged.interpreter,
+            staged=staged,
             is_warm=lambda *_: True,  # their ranks have just run
         )
     except rendezvous.EndpointError:
@@ -213,15 +202,15 @@ def _inspected(
     layout: WorldLayout,
     placement: Placement,
     *,
-    wanted: dict[str, Wanted],
-    python: str,
+    staged: StageRecord,
     is_warm: compare_nodes.IsWarm,
 ) -> Findings:
     """The nodes of the placement after their own checks, and those that compare them. is_warm: as
     in `compare_nodes.inspect`."""
+    wanted = _wanted(config, staged, machine, layout, placement)
     sec = NODES_SHARE * isolate.deadline_sec(machine, _all_ranks(placement, layout))
     nodes = compare_nodes.inspect(
-        placement, wanted, machine, sec=sec, python=python, is_warm=is_warm
+        placement, wanted, machine, sec=sec, python=staged.interpreter, is_warm=is_warm
     )
     identity = _identity(placement, layout, nodes, machine, wanted)
     return Findings(config, machine, placement, layout, nodes, identity)
