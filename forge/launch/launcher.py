@@ -96,14 +96,43 @@ def run_ranks(
     In the directory of a run: with its lock held, and after `wait_for_orphans`.
     """
     placement = placement or Placement.here()
-    job = placement.job
-    master = None
+    job, master = placement.job, None
     if job or rendezvous.is_asked_for(machine.fabric):
         job_id = job.id if job else ""
         python = placement.python(python)
         hosts, container = placement.hosts, placement.container
         master = rendezvous.endpoint(machine.fabric, job_id, hosts, python, container)
-    spec = LaunchSpec(
+    spec = _spec(task, paths, machine, layout, placement, master=master)
+    spec.write(spec.path)
+    reserve(spec)
+    if isinstance(task, TrainTask | ProgramTask):
+        _record_launch(paths, spec, placement, step=task.step)
+    try:
+        stopped = _run_on_nodes(
+            spec, paths, placement, python=python, checkpoint=checkpoint, deadline_sec=deadline_sec
+        )
+        records = [RankRecord.read(spec, rank) for rank in range(layout.world_size)]
+        records = lost_ranks.with_hosts(records, placement.hosts, layout.ranks_per_node)
+        if isinstance(task, TrainTask | ProgramTask):
+            _record_errors(paths, records)
+        return _outcome(records, stopped)
+    finally:
+        if not _living(spec.directory):  # else the next command has to wait for them
+            shutil.rmtree(spec.directory, ignore_errors=True)
+
+
+def _spec(
+    task: Task,
+    paths: RunPaths,
+    machine: Machine,
+    layout: WorldLayout,
+    placement: Placement,
+    *,
+    master: tuple[str, int] | None,
+) -> LaunchSpec:
+    """What the ranks of this launch read. master: where they meet; None for a store of torchrun's own."""
+    job = placement.job
+    return LaunchSpec(
         task=task,
         run=str(paths.root),
         launch=_launch_id(),
@@ -119,45 +148,34 @@ def run_ranks(
         variables=dict(placement.variables),
         kernels=str(kernels_folder(paths.root).absolute()) if isinstance(task, TrainTask) else "",
     )
-    spec.write(spec.path)
-    reserve(spec)
+
+
+def _run_on_nodes(
+    spec: LaunchSpec,
+    paths: RunPaths,
+    placement: Placement,
+    *,
+    python: str,
+    checkpoint: str,
+    deadline_sec: float | None,
+) -> list[int]:
+    """Start the ranks and wait for their end, with the run's directory on nodes that do not see it; the
+    stop signals that were received meanwhile."""
+    machine = spec.machine
     log = paths.logs / f"{spec.log_prefix}.{machine.launcher}.log"
-    if isinstance(task, TrainTask | ProgramTask):
-        _record_launch(paths, spec, placement, step=task.step)
-        if job and master:
-            say(
-                f"launch: job={job.id} nodes={','.join(placement.hosts)} NNODES={layout.nodes}"
-                f" ranks={layout.world_size} MASTER_ADDR={master[0]} MASTER_PORT={master[1]}"
-            )
-    try:
-        with ExitStack() as stack:
-            mirror = None
-            if is_needed(spec, placement):
-                of_nodes = Mirror(spec, paths, placement, python, checkpoint)
-                mirror = stack.enter_context(of_nodes)
-            path = mirror.spec_path if mirror else spec.path
-            meeting = master or (rendezvous.LOOPBACK, 0)
-            command = launch_command(
-                machine, layout, placement, path, master=meeting, python=python
-            )
-            stopped = _run(command, spec, log, machine.stop_grace_sec, deadline_sec, mirror=mirror)
-            if mirror:
-                mirror.finish()
-        records = [RankRecord.read(spec, rank) for rank in range(layout.world_size)]
-        records = lost_ranks.with_hosts(records, placement.hosts, layout.ranks_per_node)
-        if isinstance(task, TrainTask | ProgramTask):
-            _record_errors(paths, records)
-        record = verdict(records)
-        if stopped and record.status in ("lost", "stopped"):
-            # Lost: the signal came before the ranks had their handlers. Stopped: the ranks know only the
-            # signal that was forwarded, which may differ from the one received here. The record keeps
-            # the numbers of lost ranks.
-            cause = SIGNAL_CAUSES[signal.Signals(stopped[0])]
-            return replace(record, status="stopped", code=Exit.STOPPED, cause=cause)
-        return record
-    finally:
-        if not _living(spec.directory):  # else the next command has to wait for them
-            shutil.rmtree(spec.directory, ignore_errors=True)
+    with ExitStack() as stack:
+        mirror = None
+        if is_needed(spec, placement):
+            mirror = stack.enter_context(Mirror(spec, paths, placement, python, checkpoint))
+        path = mirror.spec_path if mirror else spec.path
+        meeting = spec.master or (rendezvous.LOOPBACK, 0)
+        command = launch_command(
+            machine, spec.layout, placement, path, master=meeting, python=python
+        )
+        stopped = _run(command, spec, log, machine.stop_grace_sec, deadline_sec, mirror=mirror)
+        if mirror:
+            mirror.finish()
+    return stopped
 
 
 def _launch_id() -> str:
@@ -179,6 +197,11 @@ def _record_launch(paths: RunPaths, spec: LaunchSpec, placement: Placement, *, s
         restart=spec.restart if spec.job else None,
     )
     events.record(paths.events, event)
+    if spec.job and spec.master:
+        say(
+            f"launch: job={spec.job} nodes={','.join(placement.hosts)} NNODES={spec.nodes}"
+            f" ranks={spec.layout.world_size} MASTER_ADDR={spec.master[0]} MASTER_PORT={spec.master[1]}"
+        )
 
 
 def _record_errors(paths: RunPaths, records: Sequence[RankRecord]) -> None:
@@ -468,6 +491,18 @@ RESTARTED_CAUSES = (
     lost_ranks.GPU_FAULT,
     lost_ranks.GPU_ERROR,
 )
+
+
+def _outcome(records: list[RankRecord], stopped: Sequence[int]) -> RankRecord:
+    """The verdict, where stop signals were received, with the first of them as the cause."""
+    record = verdict(records)
+    if stopped and record.status in ("lost", "stopped"):
+        # Lost: the signal came before the ranks had their handlers. Stopped: the ranks know only the
+        # signal that was forwarded, which may differ from the one received here. The record keeps
+        # the numbers of lost ranks.
+        cause = SIGNAL_CAUSES[signal.Signals(stopped[0])]
+        return replace(record, status="stopped", code=Exit.STOPPED, cause=cause)
+    return record
 
 
 def verdict(records: list[RankRecord]) -> RankRecord:
