@@ -145,7 +145,8 @@ def run_configs(base: dict[str, Any], path: str | Path) -> dict[str, Config]:
 
 
 def _with_columns(err: ConfigError, overrides: dict[str, Any], where: str) -> ConfigError:
-    """The error, with the columns and values of the cells in this row that cause it."""
+    """The error, with the columns and values of the cells in this row that cause it; of the config that
+    the rows share, where no cell does."""
     detail = err.what.removeprefix(f"{where}: ")
     blamed = [
         f"column {key}: value {shown(value)}"
@@ -153,6 +154,8 @@ def _with_columns(err: ConfigError, overrides: dict[str, Any], where: str) -> Co
         # A rule about several keys of a section names only the section.
         if key in detail or detail.startswith(f"{key.partition('.')[0]}: ")
     ]
+    if not blamed:
+        where = "the config (config/config.yaml, or what --configfile and --config give)"
     return ConfigError(f"{', '.join([where, *blamed])}: {detail}", fix=err.fix)
 
 

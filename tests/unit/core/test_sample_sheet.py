@@ -106,6 +106,13 @@ def test_bad_cell_below_comments_and_blank_lines_is_reported_with_its_line_in_th
         run_configs({}, path)
 
 
+def test_value_of_the_shared_config_is_not_blamed_on_a_row(sheet):
+    path = sheet("run\ttrain.lr\na\t0.1\n")
+    with pytest.raises(ConfigError, match=r"^the config .*: train\.max_steps is 'many'") as caught:
+        run_configs({"train": {"max_steps": "many"}}, path)
+    assert str(path) not in str(caught.value)
+
+
 def test_column_below_a_value_is_reported_with_its_line(sheet):
     with pytest.raises(ConfigError, match=r"line 2 \(run a\), column run\.x: value 1: cannot set"):
         run_configs({}, sheet("run\trun.x\na\t1\n"))
