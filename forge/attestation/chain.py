@@ -103,6 +103,9 @@ class EnvironmentUsed(ChainLink):
 
     link: Literal["environment"] = "environment"
     versions: Versions | None
+    """Of Python and of the packages on which the last bits of a result may depend."""
+    packages: dict[str, str] | None
+    """All that were installed; None also where the checkpoint does not tell."""
     cpu: str | None
     numerics: Numerics | None
     launch: LaunchEnvironment | None

@@ -87,6 +87,7 @@ def _of_trainer(lineage: Lineage, data: Path) -> Iterator[ChainLink]:
     yield CodeUsed(forge=lineage.code)
     yield EnvironmentUsed(
         versions=lineage.versions,
+        packages=lineage.packages,
         cpu=lineage.hardware.cpu,
         numerics=lineage.numerics,
         launch=lineage.environment,
@@ -152,7 +153,9 @@ def _of_program(checkpoint: SealedCheckpoint, saved: SavedRun) -> Iterator[Chain
     yield ProgramUsed(command=lineage.command, source=lineage.source, inputs=lineage.inputs)
     yield _config(saved.paths.config, lineage.config_digest)
     yield CodeUsed(forge=lineage.code)
-    yield EnvironmentUsed(versions=None, cpu=None, numerics=None, launch=lineage.environment)
+    yield EnvironmentUsed(
+        versions=None, packages=None, cpu=None, numerics=None, launch=lineage.environment
+    )
     yield ParentsUsed(checkpoint=None, weights=None)
 
 

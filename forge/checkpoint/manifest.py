@@ -24,7 +24,7 @@ from forge.core.files import (
     write_json,
 )
 from forge.core.process import hostname
-from forge.core.provenance import code, config_digest, cpu_name, versions
+from forge.core.provenance import code, config_digest, cpu_name, installed_packages, versions
 from forge.core.records import LaunchEnvironment, validated
 from forge.core.train_settings import Shard, Train
 
@@ -194,12 +194,15 @@ class Lineage(Part):
     model: Artifact | None
     environment: LaunchEnvironment | None = None
     """None where machine.yaml names no container and no variables."""
+    packages: dict[str, str] | None = None
+    """Versions of all installed packages by name; None of a checkpoint that does not tell."""
 
     @model_serializer(mode="wrap")
-    def _without_an_environment(self, values: Any) -> dict[str, Any]:
-        """Lineages of most machines, and those written before there was this key, do not have it."""
+    def _without_later_keys(self, values: Any) -> dict[str, Any]:
+        """Without keys that are None and that earlier lineages do not have: their digest holds."""
         content: dict[str, Any] = values(self)
-        return {k: v for k, v in content.items() if k != "environment" or v is not None}
+        later = ("environment", "packages")
+        return {k: v for k, v in content.items() if k not in later or v is not None}
 
     @classmethod
     def of(
@@ -230,6 +233,7 @@ class Lineage(Part):
                 for name, digest in (source_digests or {}).items()
             },
             model=model,
+            packages=installed_packages(),
         )
 
     @property

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,21 @@ def versions(*, fp8: bool = False) -> dict[str, str]:
     """Versions of Python and of the packages that affect the results. fp8: of a run with train.fp8."""
     packages = (*PACKAGES, "torchao") if fp8 else PACKAGES
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def installed_packages() -> dict[str, str]:
+    """Name -> version of every package that this Python finds, in order of name: what would have to be
+    installed again."""
+    found = {}
+    for package in distributions():
+        # All of the metadata, as `package.name` reads them, would take 0.1 s for 200 packages; this 6 ms.
+        text = package.read_text("METADATA") or ""
+        fields = dict(
+            re.findall(r"^(Name|Version): (.+)$", text.partition("\n\n")[0], re.MULTILINE)
+        )
+        if len(fields) == 2:  # else the rest of an installation that failed
+            found.setdefault(fields["Name"], fields["Version"])  # the first is the one imported
+    return dict(sorted(found.items(), key=lambda pair: pair[0].lower()))
 
 
 def code() -> dict[str, Any]:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,11 @@ def test_config_has_no_directories_and_no_trackers(signed):
     values = links_of(signed)["config"]["values"]
     assert not {"run", "results", "data", "tracking"} & values.keys()
     assert values["train"]["max_steps"] == 12
+
+
+def test_environment_has_every_installed_package(signed):
+    packages = links_of(signed)["environment"]["packages"]
+    assert packages == {one.name: one.version for one in distributions()}
 
 
 def test_subjects_are_all_other_files(signed):

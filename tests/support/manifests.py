@@ -80,6 +80,7 @@ def lineage_of(config: ResolvedConfig, **facts: Any) -> Lineage:
         "parent": None,
         "sources": {},
         "model": None,
+        "packages": {"numpy": "2.3.4", "torch": "2.13.0"},
     }
     return Lineage(**values | facts)
 

@@ -1,6 +1,7 @@
 """A checkpoint that does not say what made it cannot be trusted, repeated or compared."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,20 @@ def test_config_digest_depends_on_hyperparameters_and_not_on_folders():
     assert provenance.config_digest(config_of(run="x", results="r", data="d")) == digest
     assert provenance.config_digest(config_of(**{"report.sample_tokens": 5})) == digest
     assert provenance.config_digest(config_of(**{"train.lr": 0.5})) != digest
+
+
+def test_first_package_of_a_name_counts_and_the_rest_of_a_failed_installation_does_not(
+    tmp_path, monkeypatch
+):
+    for folder, metadata in {
+        "a/one-1.dist-info": "Name: one\nVersion: 1\n\nName: other\nVersion: 3\n",
+        "b/one-2.dist-info": "Name: one\nVersion: 2\n",
+        "b/broken-1.dist-info": "",
+    }.items():
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "METADATA").write_text(metadata)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "a"), str(tmp_path / "b")])
+    assert provenance.installed_packages() == {"one": "1"}
 
 
 @pytest.fixture
