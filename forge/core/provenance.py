@@ -39,7 +39,7 @@ def versions(*, fp8: bool = False) -> dict[str, str]:
 def installed_packages() -> dict[str, str]:
     """Name -> version of every package that this Python finds, in order of name: what would have to be
     installed again."""
-    found = {}
+    found: dict[str, str] = {}
     for package in distributions():
         # All of the metadata, as `package.name` reads them, would take 0.1 s for 200 packages; this 6 ms.
         text = package.read_text("METADATA") or ""
