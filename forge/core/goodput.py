@@ -10,6 +10,21 @@ from __future__ import annotations
 
 import math
 
+from forge.core.records import RecordPart
+from forge.core.terminal import duration
+
+# Where nothing is known: one event in a day. arXiv 2410.21680 has one failure in 7.9 h on 1,024 GPUs: one
+# in a day on 340.
+ASSUMED_SEC = 24 * 3600.0
+RESTART_SEC = 60.0  # down time of an event, before one was measured
+DETECTION_SEC = (
+    30.0  # a killed rank is noticed within seconds, a dead node or a hang within minutes
+)
+STALL_SEC = 5.0  # of a save, in forecasts for runs that have saved nothing yet
+# Limits of an automatic interval: an event costs an hour at most; training waits for saves a tenth of the
+# time at most, and each is committed long before the next.
+MIN_INTERVAL_SEC, MAX_INTERVAL_SEC, STALLS, SAVES = 1.0, 3600.0, 10, 2
+
 
 def ettr(
     interval: float,
@@ -21,7 +36,7 @@ def ettr(
     saved_share: float,
 ) -> float:
     """Effective training time ratio, in [0, 1]: the time of steps that count over the wall time. As in
-    arXiv 2410.21680, section III, where no event is saved in time.
+    arXiv 2410.21680, where no event is saved in time.
 
     interval: from the end of a save to the start of the next. stall: for which training waits for a save.
     restart: from the end of a launch to the first step of the next, with the queue. detection: from an
@@ -42,3 +57,69 @@ def best_interval(*, stall: float, between_events: float, saved_share: float = 0
     if saved_share >= 1:
         return math.inf
     return math.sqrt(2 * stall * between_events / (1 - saved_share))
+
+
+class Interruptions(RecordPart):
+    """What is known of the events that interrupt runs here, and of the run's own saves. Times in seconds.
+
+    number: of events, in launches and jobs that lasted `seconds` together. saved, not_saved: of these
+    events, those of which an event log says whether a checkpoint was saved in time. restart: median time
+    from the end of a launch to the first step of the next. stall, save: of the run's last saves, how long
+    training waited and how long they took. None: not measured yet.
+    """
+
+    number: int = 0
+    seconds: float = 0.0
+    saved: int = 0
+    not_saved: int = 0
+    restart: float | None = None
+    stall: float | None = None
+    save: float | None = None
+
+    @property
+    def between_events(self) -> float:
+        """The mean that was seen, or with one event in ASSUMED_SEC beside it, whichever is shorter: a
+        site where nothing has happened yet is not one where nothing will, and one where much happens
+        needs no day to show it."""
+        with_assumed = (self.seconds + ASSUMED_SEC) / (self.number + 1)
+        return min(self.seconds / self.number, with_assumed) if self.number else with_assumed
+
+    @property
+    def saved_share(self) -> float:
+        """As if one event more had not been saved in time: never 1, and 0 where nothing is known."""
+        return self.saved / (self.saved + self.not_saved + 1)
+
+    def after(self, seconds: float) -> Interruptions:
+        """The same after so many seconds more in which nothing happened."""
+        return self.model_copy(update={"seconds": self.seconds + seconds})
+
+    def ettr(self, interval: float, stall: float) -> float:
+        """The forecast for a run that saves so often, and waits for so long each time."""
+        return ettr(
+            interval,
+            stall=stall,
+            restart=RESTART_SEC if self.restart is None else self.restart,
+            detection=DETECTION_SEC,
+            between_events=self.between_events,
+            saved_share=self.saved_share,
+        )
+
+    def interval(self, stall: float, save: float) -> float:
+        """The best interval within its limits: at most MAX_INTERVAL_SEC; saves take at most a tenth of
+        the time, and a save is committed long before the next. stall, save: as above."""
+        best = best_interval(
+            stall=stall, between_events=self.between_events, saved_share=self.saved_share
+        )
+        return max(MIN_INTERVAL_SEC, STALLS * stall, SAVES * save, min(best, MAX_INTERVAL_SEC))
+
+    def __str__(self) -> str:
+        """For people."""
+        if not self.number:
+            seen = f"in {duration(self.seconds, precise=True)}" if self.seconds else "known"
+            return f"no interruption {seen}: assumes one in {self.between_events / 3600:.0f} h"
+        several = "s" * (self.number > 1)
+        known = self.saved + self.not_saved
+        told = f", {self.saved} of {known} with time for a save" if known else ""
+        return (
+            f"{self.number} interruption{several} in {duration(self.seconds, precise=True)}{told}"
+        )
