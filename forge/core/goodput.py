@@ -21,9 +21,9 @@ DETECTION_SEC = (
     30.0  # a killed rank is noticed within seconds, a dead node or a hang within minutes
 )
 STALL_SEC = 5.0  # of a save, in forecasts for runs that have saved nothing yet
-# Limits of an automatic interval: an event costs an hour at most; training waits for saves a tenth of the
-# time at most, and each is committed long before the next.
-MIN_INTERVAL_SEC, MAX_INTERVAL_SEC, STALLS, SAVES = 1.0, 3600.0, 10, 2
+# Limits of an automatic interval: an event costs an hour at most, and 10 s are little enough; training
+# waits for saves a tenth of the time at most, and each is committed long before the next.
+MIN_INTERVAL_SEC, MAX_INTERVAL_SEC, STALLS, SAVES = 10.0, 3600.0, 10, 2
 
 
 def ettr(
@@ -78,9 +78,9 @@ class Interruptions(RecordPart):
 
     @property
     def between_events(self) -> float:
-        """The mean that was seen, or with one event in ASSUMED_SEC beside it, whichever is shorter: a
-        site where nothing has happened yet is not one where nothing will, and one where much happens
-        needs no day to show it."""
+        """While launches run: the mean that was seen, or with one event in ASSUMED_SEC beside it if that
+        is shorter. A site where nothing has happened yet is not one where nothing will, and one where
+        much happens needs no day to show it."""
         with_assumed = (self.seconds + ASSUMED_SEC) / (self.number + 1)
         return min(self.seconds / self.number, with_assumed) if self.number else with_assumed
 
@@ -94,13 +94,15 @@ class Interruptions(RecordPart):
         return self.model_copy(update={"seconds": self.seconds + seconds})
 
     def ettr(self, interval: float, stall: float) -> float:
-        """The forecast for a run that saves so often, and waits for so long each time."""
+        """The forecast for a run that saves so often, and waits for so long each time. Events are counted
+        while launches run; so one is a restart longer from the next on the wall clock."""
+        restart = RESTART_SEC if self.restart is None else self.restart
         return ettr(
             interval,
             stall=stall,
-            restart=RESTART_SEC if self.restart is None else self.restart,
+            restart=restart,
             detection=DETECTION_SEC,
-            between_events=self.between_events,
+            between_events=self.between_events + restart,
             saved_share=self.saved_share,
         )
 
@@ -120,6 +122,6 @@ class Interruptions(RecordPart):
         several = "s" * (self.number > 1)
         known = self.saved + self.not_saved
         told = f", {self.saved} of {known} with time for a save" if known else ""
-        return (
-            f"{self.number} interruption{several} in {duration(self.seconds, precise=True)}{told}"
-        )
+        down = "" if self.restart is None else f", {duration(self.restart, precise=True)} down each"
+        seconds = duration(self.seconds, precise=True)
+        return f"{self.number} interruption{several} in {seconds}{told}{down}"

@@ -15,7 +15,9 @@ from forge.core.terminal import duration
 # With `auto`, until a save was measured: the first one tells what all others cost.
 FIRST_SEC = 60.0
 RECENT_SAVES = 3
-TOLD_CHANGE = 1.25  # factor from which on a change of the interval is told
+# From which on a change is told: of the interval by this factor, of the goodput that is expected by this
+# difference.
+TOLD_CHANGE, TOLD_DIFFERENCE = 1.25, 0.05
 
 
 class SaveClock:
@@ -33,7 +35,7 @@ class SaveClock:
         self._known, self._now, self._began = known, now, now()
         self._saved_at = self._began
         self._saves: deque[tuple[float, float]] = deque(maxlen=RECENT_SAVES)
-        self._told: float | None = None
+        self._told: Forecast | None = None
 
     @property
     def interval(self) -> float | None:
@@ -57,21 +59,24 @@ class SaveClock:
         self._saves.append((stall, seconds))
 
     def changed(self, step: int) -> Forecast | None:
-        """With `auto`, the interval and what is expected of it, where it has changed by TOLD_CHANGE since
-        this was last given; else None. step: for the event log."""
-        interval, cost = self.interval, self._cost
-        if not self.is_auto or interval is None or cost is None:
+        """With `auto`, the interval and what is expected of it, where either has changed since this was
+        last given, as TOLD_CHANGE says; else None. step: for the event log."""
+        if not self.is_auto or self._cost is None:
             return None
-        if self._told and self._told / TOLD_CHANGE < interval < self._told * TOLD_CHANGE:
+        (stall, save), known = self._cost, self._known_now
+        interval = known.interval(stall, save)
+        ettr, told = known.ettr(interval, stall), self._told
+        is_alike = told and told.interval / TOLD_CHANGE < interval < told.interval * TOLD_CHANGE
+        if told and is_alike and abs(ettr - told.ettr) < TOLD_DIFFERENCE:
             return None
-        self._told, stall = interval, cost[0]
-        return Forecast(
+        self._told = Forecast(
             step=step,
             interval=round(interval, 3),
             stall=round(stall, 3),
-            ettr=round(self._known_now.ettr(interval, stall), 4),
-            basis=str(self._known_now),
+            ettr=round(ettr, 4),
+            basis=str(known),
         )
+        return self._told
 
     @property
     def _cost(self) -> tuple[float, float] | None:

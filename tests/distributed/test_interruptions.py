@@ -264,7 +264,7 @@ def test_automatic_interval_is_shorter_where_runs_are_interrupted(runs, tmp_path
     interrupted_every(2, stormy.folder.parent / "other" / "events.jsonl")
     endless = ("--train.checkpoint_every=1000000", "--train.max_steps=1000000")
     both = [run.fork("train", *TWO_RANKS, *endless) for run in (calm, stormy)]
-    wait_until(lambda: len(stormy.events("save")) >= 4, "three saves by the clock")
+    wait_until(lambda: len(stormy.events("save")) >= 2, "a save by the clock")
     assert len(calm.events("save")) == 1
     for started in both:
         started.process.terminate()

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from forge.core.goodput import best_interval, ettr
+from forge.core.goodput import Interruptions, best_interval, ettr
 
 HOUR = 3600.0
 
@@ -81,3 +81,25 @@ def test_ettr_agrees_with_a_simulated_run(interval, saved_share):
     facts = {"stall": 2.0, "restart": 60, "detection": 30, "between_events": 2 * HOUR}
     simulation = simulated(interval=interval, saved_share=saved_share, **facts)
     assert ettr(interval, saved_share=saved_share, **facts) == pytest.approx(simulation, abs=0.003)
+
+
+# --- what is known of interruptions ---------------------------------------------------------------
+
+
+def test_mean_between_events_is_the_one_seen_or_the_cautious_one_if_that_is_shorter():
+    day = 24 * HOUR
+    assert Interruptions().between_events == day
+    assert Interruptions(seconds=9 * day).between_events == 10 * day
+    assert Interruptions(number=3, seconds=600).between_events == 200
+    assert Interruptions(number=1, seconds=9 * day).between_events == 5 * day
+
+
+def test_share_of_saved_events_is_never_all_of_them():
+    assert Interruptions().saved_share == 0
+    assert Interruptions(number=9, saved=9).saved_share == 0.9
+
+
+def test_forecast_counts_the_time_down_between_events():
+    """Launches of 300 s, 100 s down each: of 400 s, 300 are of use, saves before each event."""
+    known = Interruptions(number=10**6, seconds=3e8, saved=10**6, restart=100)
+    assert known.ettr(30, 0) == pytest.approx(0.75, abs=0.001)

@@ -88,7 +88,7 @@ def test_interval_grows_while_nothing_happens(clock):
 
 @pytest.mark.parametrize(
     ("stall", "save", "interval"),
-    [(0.0, 0.0, 1), (0.0, 40.0, 80), (60.0, 70.0, 600), (0.1, 900.0, 1800)],
+    [(0.0, 0.0, 10), (0.0, 40.0, 80), (60.0, 70.0, 600), (0.1, 900.0, 1800)],
 )
 def test_saves_leave_time_to_train(clock, stall, save, interval):
     saves = SaveClock("auto", Interruptions(number=100, seconds=1000), clock)
@@ -116,6 +116,16 @@ def test_interval_is_told_when_it_is_chosen_and_when_it_has_changed_by_a_quarter
     clock.now += 7200 * 0.2
     assert saves.changed(60) is not None
     assert saves.changed(61) is None
+
+
+def test_expected_goodput_is_told_again_when_it_has_changed(clock):
+    saves = SaveClock("auto", Interruptions(number=10, seconds=200, stall=0.1, save=0.2), clock)
+    assert saves.changed(1).interval == 10
+    clock.now += 400
+    later = saves.changed(2)
+    assert later.interval == 10  # the least, as before
+    assert later.ettr > 0.2
+    assert saves.changed(3) is None
 
 
 def test_what_is_told_has_the_interval_its_reason_and_the_history(clock):
